@@ -8,6 +8,7 @@ transposes of forward's collectives, as a handwritten program's has.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,9 +160,7 @@ class Keeper(TorchFunctionMode):
             kept["out"] = _Tree(f(*new_args, **new_kwargs))
             return kept["out"].tensors
 
-        def wrap(rank: Flat) -> Flat:
-            return remat(lambda *operands: tuple(rank(*operands)), policy=policy)
-
+        wrap = functools.partial(rematerialized, policy)
         made = _recorded("remat", run, given.tensors, wrap)
         return kept["out"].join(made)
 
@@ -258,6 +257,11 @@ def _ruled(rank: Flat, rank_back: Flat, num_operands: int, num_outputs: int, pul
         return custom_vjp(lambda *values: forward(*values)[0], forward, backward)(*moving)
 
     return function
+
+
+def rematerialized(policy: Policy, rank: Flat) -> Flat:
+    """`remat` of what a rank runs."""
+    return remat(lambda *operands: tuple(rank(*operands)), policy=policy)
 
 
 class _Tree:

@@ -23,7 +23,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -37,7 +39,7 @@ from functron.core import compat, tree
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes
-from functron.partitioning.calls import Call, Keeper
+from functron.partitioning.calls import Call, Keeper, rematerialized
 from functron.partitioning.placement import Placement, described, move, of_spec, spec_of
 from functron.partitioning.propagate import Move, Plan, Planner, Settings, Spread, Step
 from functron.partitioning.rules import MakeRule, inlined
@@ -50,6 +52,7 @@ from functron.spmd.axes import Scope, enter
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import Mapped, check_spec_trees
 from functron.spmd.spec import P, is_spec
+from functron.transforms.policies import Policy
 from functron.transforms.scan import scan
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
@@ -62,6 +65,7 @@ _pins: contextvars.ContextVar[list[P] | None] = contextvars.ContextVar(
 
 _NO_RULES: Mapping[str, MakeRule] = MappingProxyType({})
 _NO_CONSTRAINTS: Mapping[str, P] = MappingProxyType({})
+_NO_POLICIES: Mapping[str, Policy] = MappingProxyType({})
 
 
 @public
@@ -118,13 +122,14 @@ def partition(
     out_specs: tree.Tree = None,
     *,
     constraints: Mapping[str, P] = _NO_CONSTRAINTS,
+    remat: Mapping[str, Policy] = _NO_POLICIES,
     rules: Mapping[str, MakeRule] = _NO_RULES,
     fallback: Literal["replicate"] | None = None,
     pick: Literal["cheapest"] | None = None,
     check: bool = True,
     donate: int | Sequence[int] = (),
 ) -> Partitioned:
-    """The per-rank program of a function of whole values, mapped over `mesh` as by `shard_map`.
+    r"""The per-rank program of a function of whole values, mapped over `mesh` as by `shard_map`.
 
     ``partition(loss, mesh, (specs, P("dp")))`` computes what ``loss`` does; which collectives that
     takes follows from the specs. Read them in ``functron.trace(f)(*args)``, or in `explain`.
@@ -144,6 +149,12 @@ def partition(
             as it is: what leaves a scope whose path holds the pattern, floating-point values of at
             least as many dims, lies as the spec says. ``{"attention|mlp": P("dp", "tp")}`` splits
             the residual stream along the sequence.
+        remat: policies by patterns of named scopes, for code that stays as it is: each scope whose
+            path holds the pattern is computed again in backward, as `functron.remat` with that
+            policy would. Parameters that are split over data axes are then gathered for each scope
+            as it runs, and again in its backward, so that no more than one scope's are ever whole:
+            ``{r"layers\.\d+$": policies.nothing}``. The outermost scopes count, and the first of
+            several patterns.
         rules: rules of operations by name, before those of `functron.partitioning.rules.TABLE`.
         fallback: "replicate": an operation without a rule runs on replicated operands; None: it is
             an error.
@@ -170,8 +181,8 @@ def partition(
         ],
     )
     settings: dict[str, Any] = {"rules": dict(rules), "fallback": fallback, "pick": pick}
-    scopes = dict(constraints)
-    return Partitioned(fn, mesh, in_specs, out_specs, settings, scopes, check, donated)
+    by_scope = dict(constraints), dict(remat)
+    return Partitioned(fn, mesh, in_specs, out_specs, settings, by_scope, check, donated)
 
 
 class Partitioned(Mapped):
@@ -181,9 +192,9 @@ class Partitioned(Mapped):
         fn: the function of whole values.
     """
 
-    def __init__(self, fn, mesh, in_specs, out_specs, settings, constraints, check, donate):
+    def __init__(self, fn, mesh, in_specs, out_specs, settings, by_scope, check, donate):
         self.fn, self._settings, self._given = fn, settings, out_specs
-        self._constraints = constraints
+        self._constraints, self._policies = by_scope
         self._plans: dict[Any, _Made] = {}
         self._last: _Made | None = None
         super().__init__(self._rank, mesh, in_specs, P(), check, None, donate)
@@ -258,7 +269,7 @@ class Partitioned(Mapped):
             ]
         program, pins = global_program(self.fn, tree.unflatten(structure, fakes))
         mesh = self.mesh.mesh if isinstance(self.mesh, BoundMesh) else self.mesh
-        block = self._constrained(inlined(program.block), pins)
+        block = self._recomputed(self._constrained(inlined(program.block), pins))
         _check_pins(pins, mesh)
         sizes = {name: size for name, size in mesh.axes if size > 1}
         settings = Settings(sizes, **self._settings, pins=tuple(pins))
@@ -280,11 +291,22 @@ class Partitioned(Mapped):
             pins.append(spec)
             block, count = leaving(block, pattern, spec, len(pins) - 1)
             if not count:
-                scopes = {"/".join(e.where.scopes) for e in nested(block)} - {""}
                 raise ValueError(
                     f"partition: got a constraint for the scope {pattern!r}, which no value of "
                     f"{self.name} with {len(spec)} dims or more leaves; wanted one of "
-                    f"{', '.join(sorted(scopes)) or 'no scopes: the function names none'}"
+                    + _scopes_text(block)
+                )
+        return block
+
+    def _recomputed(self, block: Block) -> Block:
+        """`block`, with the scopes of `remat` as calls of it."""
+        block, found = recomputed(block, self._policies)
+        for pattern in self._policies:
+            if pattern not in found:
+                raise ValueError(
+                    f"partition: got remat of the scope {pattern!r}, in which {self.name} runs "
+                    "nothing, or nothing that a pattern before has not; wanted one of "
+                    + _scopes_text(block)
                 )
         return block
 
@@ -369,6 +391,57 @@ def leaving(block: Block, pattern: str, spec: P, pin: int) -> tuple[Block, int]:
         return replace(block, equations=tuple(equations), outputs=outputs), count + len(renamed)
 
     return one(block)
+
+
+def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set[str]]:
+    """The block with what runs in scopes as calls of `remat`, and the patterns that were found.
+
+    Equations of one scope that follow one another are one call. Its results are what others read.
+    """
+    found: set[str] = set()
+
+    def scope_of(equation: Equation) -> tuple[str, tuple[str, ...]] | None:
+        """The pattern that holds, and the outermost scope that it does for."""
+        scopes = equation.where.scopes
+        for pattern in policies:
+            for end in range(1, len(scopes) + 1):
+                if re.search(pattern, "/".join(scopes[:end])):
+                    return pattern, scopes[:end]
+        return None
+
+    def inner(equation: Equation) -> Equation:
+        op: Any = equation.op
+        if not hasattr(op, "body") or getattr(op, "transform", "") == "custom_vjp":
+            return equation
+        return replace(equation, op=replace(op, body=one(op.body)))
+
+    def one(block: Block) -> Block:
+        runs = [(key, [*run]) for key, run in itertools.groupby(block.equations, scope_of)]
+        reads = Counter(v for e in block.equations for v in {*e.operands})
+        reads.update({v for v in block.outputs if isinstance(v, Var)})
+        equations: list[Equation] = []
+        for key, run in runs:
+            if key is None:
+                equations += map(inner, run)
+                continue
+            pattern, scopes = key
+            found.add(pattern)
+            inside = Counter(v for e in run for v in {*e.operands})
+            made = [v for e in run for v in e.results]
+            given = tuple(dict.fromkeys(v for e in run for v in e.operands if v not in {*made}))
+            outputs = tuple(v for v in made if reads[v] > inside[v])
+            wrap = functools.partial(rematerialized, policies[pattern])
+            op: Any = Call(Block(given, tuple(run), outputs), "remat", wrap)
+            where = replace(run[0].where, scopes=scopes)
+            equations.append(Equation(op, given, {}, outputs, where))
+        return replace(block, equations=tuple(equations))
+
+    return one(block), found
+
+
+def _scopes_text(block: Block) -> str:
+    scopes = {"/".join(e.where.scopes) for e in nested(block)} - {""}
+    return ", ".join(sorted(scopes)) or "no scopes: the function names none"
 
 
 def nested(block: Block) -> Iterator[Equation]:
