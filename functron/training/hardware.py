@@ -26,11 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from functron.core import random, tree
 from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.plan.hardware import Domain, Hardware, Network, hardware_of, num_steps
-from functron.spmd import BoundMesh, P, shard_map
+from functron.models import gpt
+from functron.plan.hardware import Domain, Hardware, Network, Placement, hardware_of, num_steps
+from functron.plan.rates import FUNCTRON, program_times
+from functron.program.trace import trace
+from functron.spmd import BoundMesh, Mesh, P, shard_map
 from functron.spmd import collectives as lax
+from functron.spmd.params import init_params
+from functron.transforms import value_and_grad
 
 # Dense tensor-core rates without sparsity, and the float32 and float64 rates that torch uses by
 # default (no TF32), in FLOP/s, from the vendor's data sheets. The longest matching name counts.
@@ -92,6 +98,32 @@ def measured_bandwidth(device: torch.device | str) -> float:
     a = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     b = torch.ones_like(a)
     return 2 * len(a) / min(_seconds(lambda: b.copy_(a), device, _REPEATS))
+
+
+def measured_operations(device: torch.device | str) -> float:
+    """The kernels per second that a step without a compiler launches, one after another.
+
+    Those of the gradients of a tiny model, counted as `functron.plan` counts them; views, and what
+    Python does in between, are in their time. Takes some 0.5 seconds.
+    """
+    device = torch.device(device)
+    model = gpt.GPTConfig(
+        vocab_size=64, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32, vocab_multiple=64
+    )
+    ones = torch.ones(2, 8, dtype=torch.int64, device=device)
+    batch = {"tokens": ones, "targets": ones, "rows": ones[:, 0]}
+
+    def grads(params: tree.Tree, batch: dict[str, torch.Tensor]) -> tree.Tree:
+        return value_and_grad(lambda p: gpt.loss(model, p, batch))(params)[1]
+
+    step = shard_map(grads, Mesh(), (P(), P()), P())
+    params = init_params(random.key(0, device=device), gpt.defs(model))
+    alone = replace(FUNCTRON, fusion="none", sums_in_products=False, overlap=False)
+    base = hardware_of("cpu")
+    program = trace(step)(params, batch)
+    kernels = program_times(program, base, Placement.on(Mesh(), base), alone).kernels
+    times = _seconds(lambda: step(params, batch), device, 1 + 2 * _REPEATS)
+    return kernels / statistics.median(times)
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
@@ -157,7 +189,8 @@ class Rank:
         device: the name of its GPU, or "cpu".
         rates: by name: ``"float32 matmul"`` and so on in FLOP/s; ``"memory"`` (copies on the
             device, read and written), ``"to device"``, ``"from device"`` (a GPU's, pinned),
-            ``"disk write"`` (to the medium) and ``"disk read"`` in bytes/s.
+            ``"disk write"`` (to the medium) and ``"disk read"`` in bytes/s; of a CPU
+            ``"operations"`` per second (`measured_operations`).
     """
 
     rank: int
@@ -397,10 +430,12 @@ def _reached(links: Sequence[Link], share: int) -> dict[str, float]:
 
 def _with_rates(base: Hardware, rates: Mapping[str, float]) -> Hardware:
     """A machine with measured rates of products, memory and host in the place of its own."""
-    peaks, matmul = dict(base.peak_flops), base.matmul
+    peaks, matmul, kernel_seconds = dict(base.peak_flops), base.matmul, base.kernel_seconds
     found = {n: rates[f"{n} matmul"] for n in peaks if f"{n} matmul" in rates}
     if base.name == hardware_of("cpu").name:  # whose peak nobody knows
         peaks |= {name: rate / matmul.efficiency for name, rate in found.items()}
+        if "operations" in rates:
+            kernel_seconds = 1 / rates["operations"]
     elif "bfloat16" in found:
         size = _ROWS["cuda"]
         whole = matmul.utilisation(size, size, size) / matmul.efficiency
@@ -410,7 +445,10 @@ def _with_rates(base: Hardware, rates: Mapping[str, float]) -> Hardware:
         memory = replace(memory, bytes_per_second=rates["memory"] / memory.efficiency)
     sent = rates.get("to device", base.host.bytes_per_second)
     host = replace(base.host, bytes_per_second=sent)
-    return replace(base, peak_flops=peaks, matmul=matmul, memory=memory, host=host)
+    return replace(
+        base, peak_flops=peaks, matmul=matmul, memory=memory, host=host,
+        kernel_seconds=kernel_seconds,
+    )  # fmt: skip
 
 
 _DISK = ("disk write", "disk read")
@@ -427,6 +465,8 @@ def _below(rates: Mapping[str, float], name: str) -> Iterator[str]:
 def _rate(name: str, rate: float | None) -> str:
     if rate is None:
         return ""
+    if name == "operations":
+        return f"{rate:,.0f} /s"
     return f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in name else f"{rate / 1e9:,.2f} GB/s"
 
 
@@ -563,6 +603,8 @@ def _rates(device: torch.device, folder: Path) -> dict[str, float]:
         for name in _DTYPES[device.type]
     }
     found["memory"] = measured_bandwidth(device)
+    if device.type == "cpu":  # whose kernels are the operations
+        found["operations"] = measured_operations(device)
     if device.type == "cuda":
         host = torch.zeros(_COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
         there = torch.zeros(len(host), dtype=torch.uint8, device=device)

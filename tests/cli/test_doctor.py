@@ -244,7 +244,7 @@ def test_ranks_of_a_mesh_are_measured(tmp_path, in_processes):
     done = in_processes(2, "doctor", *words)
     found = Measurement.load(out)
     assert [one.rank for one in found.ranks] == [0, 1]
-    assert {"float32 matmul", "memory", "disk write"} <= found.ranks[0].rates.keys()
+    assert {"float32 matmul", "memory", "operations", "disk write"} <= found.ranks[0].rates.keys()
     assert all(rate > 0 for one in found.ranks for rate in one.rates.values())
     ops = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
     assert [(link.axis, link.op) for link in found.links] == [("dp", op) for op in ops]

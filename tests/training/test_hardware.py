@@ -57,6 +57,9 @@ def test_a_machine_of_what_was_measured():
     seconds = found.matmul_seconds(4096, 4096, 4096, torch.float32)
     assert 2 * 4096**3 / seconds == pytest.approx(1e12, rel=0.02)
     assert found.calibration.spread == base.calibration.spread
+    assert found.kernel_seconds == base.kernel_seconds
+    busy = {f"rank{i}": {"operations": 2e4 * (1 + i)} for i in range(3)}  # the median: 40,000
+    assert Measurement("dp=3", ranks(3, **busy), ()).machine().kernel_seconds == 1 / 4e4
     gpus = tuple(dataclasses.replace(one, device="NVIDIA H100 80GB HBM3") for one in ranks(2))
     assert Measurement("dp=2", gpus, ()).machine().peak(torch.bfloat16) == 989e12
     unknown = (dataclasses.replace(gpus[0], device="NVIDIA GeForce GTX 1080"),)
