@@ -22,11 +22,13 @@ from functron.training.convert import upcycle_run
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Convert a Hugging Face model into a run folder, or the newest checkpoint of a run back.
+    """Convert a Hugging Face model or a Megatron checkpoint into a run folder, or back.
 
     Attributes:
-        source: hf:PATH, a folder with config.json and safetensors, or run:PATH, a run folder.
-        target: the other of them, which must not exist.
+        source: hf:PATH, a folder with config.json and safetensors; megatron:PATH, a checkpoint of
+            Megatron-LM (torch_dist or mp_rank_*); or run:PATH, a run folder, of whose checkpoints
+            the newest is taken.
+        target: run:PATH of the first two, or either of these of a run; it must not exist.
         dtype: of the parameters in the target; empty: as they are.
         averaged: export the average of the parameters that the run keeps (--optimizer.ema-decay).
         max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
@@ -34,6 +36,8 @@ class ConvertOptions:
         quantise: write the matrices of attention, feed-forward layers and experts in FP8: fp8-block
             with scales of 128x128 blocks, as DeepSeek-V3's files, where 128 divides both sides;
             fp8-row with one for each output, as compressed-tensors; empty: as they are.
+        model: a preset, of a Megatron checkpoint that has no arguments, of which the parameters are
+            read then.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -43,6 +47,7 @@ class ConvertOptions:
     max_seq: int = 0
     fused_projections: bool = False
     quantise: Literal["", "fp8-block", "fp8-row"] = ""
+    model: str = ""
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -57,6 +62,7 @@ def convert(arguments: Sequence[str]) -> int:
             max_seq=options.max_seq or None,
             fused_projections=options.fused_projections,
             quantise=options.quantise or None,
+            model=options.model or None,
         )
         print(done)
         if done.recipe:

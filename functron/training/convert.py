@@ -1,4 +1,4 @@
-"""Runs made of other models: of Hugging Face's folders, and mixtures of experts of dense ones.
+"""Runs made of other models: Hugging Face's, Megatron's, and mixtures of experts of dense ones.
 
 Upcycling makes a mixture of experts begin as the dense model that it is made of. Every expert
 begins as the dense feed-forward layer, or as one of equal slices of its hidden features, and
@@ -34,11 +34,11 @@ from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.program.cost import bytes_text
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
-from functron.training import config, run_folder
+from functron.training import config, megatron, run_folder
 from functron.training.hardware import free_memory_bytes
 from functron.training.plan import plan
 
-SCHEMES = ("hf", "run")
+SCHEMES = ("hf", "run", "megatron")
 
 
 @dataclass(frozen=True)
@@ -72,35 +72,57 @@ def convert(
     max_seq: int | None = None,
     fused_projections: bool = False,
     quantise: str | None = None,
+    model: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
     """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
 
-    A run folder made this way has step 0 of a training run in it: the parameters, without state of
+    Or of a Megatron checkpoint (``megatron:PATH run:PATH``), with the optimizer's state, steps and
+    settings, so that ``functron train --resume`` takes the step that Megatron would have taken; and
+    back (``run:PATH megatron:PATH``), as `torch_dist`. See `functron.training.megatron`.
+
+    A run folder made of a Hugging Face folder has step 0 of a training run in it: the parameters, without state of
     an optimizer, and the settings that `fine_tuning` chooses. The newest checkpoint of a run is
     what is exported. One process does it: into a run in as much memory as the parameters take, from
     one in as much as one tensor takes.
 
     Args:
-        source: ``hf:PATH`` or ``run:PATH``.
-        target: the other of them; the folder must not exist.
+        source: ``hf:PATH``, ``megatron:PATH`` or ``run:PATH``.
+        target: ``run:PATH`` of the first two, or either of these of a run; it must not exist.
         dtype: of the parameters in the target; None: as they are.
         averaged: export the run's averages of its parameters (from a run only).
         max_seq: the longest sequence, where the model could take longer ones (to a run only).
         fused_projections: see `GPTConfig` (to a run only).
         quantise: ``fp8-block`` or ``fp8-row``, as in `functron.hub.save` (from a run only); None:
             weights are written in `dtype`. Quantised ones are read in any case.
+        model: a preset, of a Megatron checkpoint that has no arguments, whose parameters alone are
+            then read; None: it has them.
         max_shard_bytes: the most data in one file (from a run only).
 
     Raises:
-        ValueError: paths without ``hf:`` or ``run:``, or both of one kind, and what `load` and
-            `save` raise.
+        ValueError: paths without a scheme, or none or both of them a run; options that have no
+            place; and what `load` and `save` raise.
     """
     (kind, path), (other, out) = _parse(source, "from"), _parse(target, "to")
-    if kind == other:
+    if (kind == "run") == (other == "run"):
         fix = "functron convert hf:MODEL run:RUN, or functron convert run:RUN hf:MODEL"
         got = f"{kind}: and {other}:"
-        refuse("nothing to convert", "from and to", got, "one hf: and one run:", fix)
+        refuse("nothing to convert", "from and to", got, "one run: and one hf: or megatron:", fix)
+    if "megatron" in (kind, other):
+        given = {
+            "dtype": dtype, "averaged": averaged or None, "max_seq": max_seq,
+            "fused_projections": fused_projections or None, "quantise": quantise,
+        }  # fmt: skip
+        wanted, fix = "nothing: Megatron's checkpoints are taken as they are", "leave it out"
+        found = [Problem(n, repr(v), wanted, fix) for n, v in given.items() if v is not None]
+        raise_problems("cannot convert", found)
+        if kind == "megatron":
+            return _import_megatron(path, out, model)
+    if model is not None:
+        wanted = "a Megatron checkpoint, which may lack its arguments"
+        refuse("cannot convert", "model", repr(model), wanted, "leave it out")
+    if other == "megatron":
+        return _export_megatron(path, out)
     if kind == "hf":
         if averaged:
             got = "true from a Hugging Face folder"
@@ -122,7 +144,8 @@ def _parse(text: str, name: str) -> tuple[str, Path]:
     kind, colon, path = text.partition(":")
     if not colon or kind not in SCHEMES or not path:
         fix = nearest(kind, SCHEMES) if colon else f"hf:{text} or run:{text}"
-        refuse("cannot tell what to convert", name, repr(text), "hf:PATH or run:PATH", fix)
+        wanted = "hf:PATH, megatron:PATH or run:PATH"
+        refuse("cannot tell what to convert", name, repr(text), wanted, fix)
     return kind, Path(path)
 
 
@@ -293,6 +316,34 @@ def _export(path: Path, out: Path, *, averaged: bool, settings: Mapping[str, Any
         return Conversion(model, out, tuple(copy_companions(path / run_folder.HUB, out)))
     names = tuple(sorted(entry.name for entry in kept.iterdir()))
     return Conversion(model, out, names)
+
+
+def _import_megatron(path: Path, out: Path, model: str | None) -> Conversion:
+    run_folder.refuse_existing(out, "cannot convert")
+    run, state = megatron.read(path, model=model)
+    step = int(state.step)
+
+    def fill(folder: Path) -> None:
+        (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
+        kept: Any = state if step else {"params": state.params}
+        about = {"step": step, "samples": run.batches.first_sample(step)}
+        checkpoint.save(folder / run_folder.CHECKPOINTS / str(step), kept, about)
+
+    run_folder.make(out, fill)
+    lines = [
+        f"at step {step} of {run.steps}, after {run.batches.first_sample(step):,} samples of "
+        f"{run.seq} tokens",
+        f"go on: functron train --resume --out {shlex.quote(str(out))} --data TOKENS",
+    ]
+    return Conversion(run.architecture, out, (), "\n".join(lines))
+
+
+def _export_megatron(path: Path, out: Path) -> Conversion:
+    run_folder.refuse_existing(out, "cannot convert")
+    run = config.load(path / run_folder.CONFIG)
+    stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
+    run_folder.make(out, lambda folder: megatron.write(folder, run, stored))
+    return Conversion(run.architecture, out, ())
 
 
 def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
