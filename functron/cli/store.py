@@ -38,6 +38,8 @@ class ConvertOptions:
             fp8-row with one for each output, as compressed-tensors; empty: as they are.
         model: a preset, of a Megatron checkpoint that has no arguments, of which the parameters are
             read then.
+        expert_parallel: ranks of expert parallelism of the Megatron run that is to load what is
+            written: with more than 1, experts have an optimizer of their own there.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -48,6 +50,7 @@ class ConvertOptions:
     fused_projections: bool = False
     quantise: Literal["", "fp8-block", "fp8-row"] = ""
     model: str = ""
+    expert_parallel: int = 1
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -63,6 +66,7 @@ def convert(arguments: Sequence[str]) -> int:
             fused_projections=options.fused_projections,
             quantise=options.quantise or None,
             model=options.model or None,
+            expert_parallel=options.expert_parallel,
         )
         print(done)
         if done.recipe:

@@ -61,7 +61,7 @@ from functron.nn.moe import MoEConfig
 _QKV = ("linear_qkv[q]", "linear_qkv[k]", "linear_qkv[v]", "linear_proj")
 _ROUTER = ("expert embed -> embed expert", "expert -> expert")
 _LATENT = "latent embed -> embed latent"
-_HEADS_OF_LATENT = "(heads head) latent -> latent heads head"
+_OF_LATENT = "(heads head) latent -> latent heads head"
 BALANCE = "router/balance"
 """The end of paths that Megatron has no optimizer's state of."""
 
@@ -88,10 +88,10 @@ def _block(name: str, stack: str, config: GPTConfig, *, experts: bool) -> tuple[
             Rule(f"{own}.linear_q_proj.weight", HEADS[0], (f"{stack}/attention/q/w",)),
             Rule(f"{own}.linear_q_down_proj.weight", _LATENT, (f"{stack}/attention/q_down/w",)),
             *norm(f"{own}.q_layernorm", f"{stack}/attention/q_norm", "latent"),
-            Rule(f"{own}.linear_q_up_proj.weight", _HEADS_OF_LATENT, (f"{stack}/attention/q_up/w",)),
+            Rule(f"{own}.linear_q_up_proj.weight", _OF_LATENT, (f"{stack}/attention/q_up/w",)),
             Rule(f"{own}.linear_kv_down_proj.weight", _LATENT, (f"{stack}/attention/kv_down/w",)),
             *norm(f"{own}.kv_layernorm", f"{stack}/attention/kv_norm", "latent"),
-            Rule(f"{own}.linear_kv_up_proj.weight", _HEADS_OF_LATENT, (f"{stack}/attention/kv_up/w",)),
+            Rule(f"{own}.linear_kv_up_proj.weight", _OF_LATENT, (f"{stack}/attention/kv_up/w",)),
         )  # fmt: skip
     norms = (
         *norm(f"{name}.input_layernorm", f"{stack}/attention_norm"),
@@ -202,12 +202,14 @@ _LATENT_SAME = MappingProxyType(
 )  # fmt: skip
 _MOE_SAME = MappingProxyType(
     {
-        "num_experts": "num_experts", "moe_router_topk": "top_k", "moe_ffn_hidden_size": "expert_dim",
+        "num_experts": "num_experts", "moe_router_topk": "top_k",
+        "moe_ffn_hidden_size": "expert_dim",
         "moe_router_score_function": "score", "moe_router_topk_scaling_factor": "scale",
         "moe_router_num_groups": "num_groups", "moe_router_group_topk": "top_groups",
         "moe_router_enable_expert_bias": "balance_bias",
         "moe_router_bias_update_rate": "balance_rate",
-        "moe_shared_expert_intermediate_size": "shared_dim", "moe_shared_expert_gate": "shared_gate",
+        "moe_shared_expert_intermediate_size": "shared_dim",
+        "moe_shared_expert_gate": "shared_gate",
         "moe_z_loss_coeff": "z_loss", "moe_input_jitter_eps": "jitter",
     }
 )  # fmt: skip
@@ -314,13 +316,12 @@ def _attention_of(args: Mapping[str, Any]) -> dict[str, Any]:
         values["rope_theta"] = float(args.get("rotary_base") or 10000)
     if args.get("multi_latent_attention"):
         own = {ours: args.get(theirs) or 0 for theirs, ours in _LATENT_SAME.items()}
+        rope = args.get("rope_type", "rope") or "yarn"  # what None means there
         found = [
             Problem(name, repr(value), wanted, "our latent attention has no other")
             for name, value, wanted, bad in (
                 ("qk_layernorm", args.get("qk_layernorm"), "True", not args.get("qk_layernorm")),
-                ("rope_type", args.get("rope_type"), "'rope'", args.get("rope_type", "rope") != "rope"),
-                ("rotary_scaling_factor", args.get("rotary_scaling_factor"), "1 with rope_type 'rope'",
-                 args.get("rope_type", "rope") == "yarn"),
+                ("rope_type", rope, "'rope'", rope != "rope"),
             )
             if bad
         ]  # fmt: skip
@@ -489,14 +490,14 @@ def arguments_of(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
         made |= {"group_query_attention": c.kv_heads != c.num_heads, "num_query_groups": c.kv_heads}
         made |= {"kv_channels": c.head_size}
     if moe is not None:
+        kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
         made |= {theirs: getattr(moe, ours) for theirs, ours in _MOE_SAME.items()}
         if moe.num_groups == 1:
             made |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
         made |= {
             "moe_layer_freq": [0] * c.dense_layers + [1] * (c.num_layers - c.dense_layers)
             if c.dense_layers else 1,
-            "moe_router_load_balancing_type":
-                {"batch": "aux_loss", "sequence": "seq_aux_loss"}[moe.aux] if moe.aux_loss else "none",
+            "moe_router_load_balancing_type": kinds[moe.aux] if moe.aux_loss else "none",
             "moe_aux_loss_coeff": moe.aux_loss,
             "moe_router_pre_softmax": moe.score == "softmax" and moe.normalise == "before",
             "moe_shared_expert_intermediate_size": moe.shared_dim or None,

@@ -22,13 +22,14 @@ import itertools
 import math
 import pickle
 import re
+import struct
 import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -42,7 +43,7 @@ MASTERS = ("fp32_param", "param")
 _BROKEN = (
     OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, RuntimeError,
     AssertionError, MemoryError, OverflowError, RecursionError, NotImplementedError,
-    pickle.UnpicklingError, zipfile.BadZipFile, UnicodeError, ImportError,
+    pickle.UnpicklingError, zipfile.BadZipFile, UnicodeError, ImportError, struct.error,
 )  # fmt: skip
 _AGAIN = "copy the checkpoint again; if it never was another, do not trust who made it"
 
@@ -110,7 +111,7 @@ def _fail(file: Path, error: BaseException | str, wanted: str = "a file of Megat
 
 
 class _Metadata(pickle._Unpickler):  # that of Python: the one in C allocates what indices claim
-    dispatch = {
+    dispatch: ClassVar[dict] = {
         code: load
         for code, load in pickle._Unpickler.dispatch.items()
         if bytes([code])
@@ -167,7 +168,7 @@ def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
                 raise ValueError("an archive that claims more bytes than it has")
         if length is not None:
             where.seek(0)
-        allowed = [(Inert, name) for name in _PLAIN] + [argparse.Namespace]
+        allowed: list[Any] = [argparse.Namespace, *((Inert, name) for name in _PLAIN)]
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(
@@ -318,8 +319,12 @@ def open_checkpoint(path: str | Path) -> Opened:
     if (folder / METADATA).is_file():
         return _open_sharded(folder)
     ranks = sorted(p for p in folder.glob("mp_rank_*") if (p / MODEL).is_file())
-    if ranks:
-        return _open_ranks(folder, ranks)
+    if not ranks:
+        _refuse_other(folder)
+    return _open_ranks(folder, ranks)
+
+
+def _refuse_other(folder: Path) -> NoReturn:
     names = sorted(p.name for p in folder.iterdir())[:6] if folder.is_dir() else ["nothing"]
     wanted = f"{METADATA} and *.distcp (torch_dist), or mp_rank_*/{MODEL}"
     fix = "save it again with --ckpt-format torch_dist" if folder.is_dir() else "check the path"
@@ -348,8 +353,8 @@ _LAYER = r"(?P<layer>decoder\.layers|mtp\.layers)"
 _ALIASES = (
     (r"^(?:module\.|model\.)+", ""),
     (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
-    (r"self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)$", r"self_attention.q_layernorm.\1"),
-    (r"self_attention\.linear_kv_up_proj\.layer_norm_(weight|bias)$", r"self_attention.kv_layernorm.\1"),
+    (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$",
+     r"self_attention.\1_layernorm.\2"),
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
     (r"\.mlp\.experts\.local_experts\.", ".mlp.experts."),
@@ -545,7 +550,7 @@ def _step_of(common: Mapping[str, Any]) -> int:
 
 _COLUMNS = re.compile(
     r"(embedding\.word_embeddings|output_layer)\.weight$|"
-    r".*\.(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)$"
+    r".*\.(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj)\.(weight|bias)$"
 )
 _ROWS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight$")
 _DOWN = re.compile(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.weight$")
@@ -788,7 +793,7 @@ def _plain_state(
             _fail(rank.file, got, wanted)
         places |= dict(zip(ids, mine, strict=True))
         for at, n in enumerate(mine if masters is not None else ()):
-            yield "fp32_param", n, _like(masters[number][at], owned[n], rank.file)
+            yield "fp32_param", n, _like((masters or ())[number][at], owned[n], rank.file)
     for key, n in places.items():
         for name in MOMENTS:
             yield name, n, _like(state[key][name], owned[n], rank.file)

@@ -73,6 +73,7 @@ def convert(
     fused_projections: bool = False,
     quantise: str | None = None,
     model: str | None = None,
+    expert_parallel: int = 1,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
     """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
@@ -81,10 +82,10 @@ def convert(
     settings, so that ``functron train --resume`` takes the step that Megatron would have taken; and
     back (``run:PATH megatron:PATH``), as `torch_dist`. See `functron.training.megatron`.
 
-    A run folder made of a Hugging Face folder has step 0 of a training run in it: the parameters, without state of
-    an optimizer, and the settings that `fine_tuning` chooses. The newest checkpoint of a run is
-    what is exported. One process does it: into a run in as much memory as the parameters take, from
-    one in as much as one tensor takes.
+    A run folder made of a Hugging Face folder has step 0 of a training run in it: the parameters,
+    without state of an optimizer, and the settings that `fine_tuning` chooses. The newest
+    checkpoint of a run is what is exported. One process does it: into a run in as much memory as
+    its state takes, from one in as much as one tensor takes.
 
     Args:
         source: ``hf:PATH``, ``megatron:PATH`` or ``run:PATH``.
@@ -97,6 +98,8 @@ def convert(
             weights are written in `dtype`. Quantised ones are read in any case.
         model: a preset, of a Megatron checkpoint that has no arguments, whose parameters alone are
             then read; None: it has them.
+        expert_parallel: ranks of expert parallelism of the Megatron run that is to load what is
+            written; it loads on any others with as many optimizers: one, or two if it is above 1.
         max_shard_bytes: the most data in one file (from a run only).
 
     Raises:
@@ -116,13 +119,16 @@ def convert(
         wanted, fix = "nothing: Megatron's checkpoints are taken as they are", "leave it out"
         found = [Problem(n, repr(v), wanted, fix) for n, v in given.items() if v is not None]
         raise_problems("cannot convert", found)
-        if kind == "megatron":
+        if kind == "megatron" and expert_parallel == 1:
             return _import_megatron(path, out, model)
+    if expert_parallel != 1 and other != "megatron":
+        wanted = "1: it is of a Megatron checkpoint that is written"
+        refuse("cannot convert", "expert_parallel", expert_parallel, wanted, "leave it out")
     if model is not None:
         wanted = "a Megatron checkpoint, which may lack its arguments"
         refuse("cannot convert", "model", repr(model), wanted, "leave it out")
     if other == "megatron":
-        return _export_megatron(path, out)
+        return _export_megatron(path, out, expert_parallel)
     if kind == "hf":
         if averaged:
             got = "true from a Hugging Face folder"
@@ -338,11 +344,13 @@ def _import_megatron(path: Path, out: Path, model: str | None) -> Conversion:
     return Conversion(run.architecture, out, (), "\n".join(lines))
 
 
-def _export_megatron(path: Path, out: Path) -> Conversion:
+def _export_megatron(path: Path, out: Path, expert_parallel: int) -> Conversion:
     run_folder.refuse_existing(out, "cannot convert")
     run = config.load(path / run_folder.CONFIG)
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
-    run_folder.make(out, lambda folder: megatron.write(folder, run, stored))
+    run_folder.make(
+        out, lambda folder: megatron.write(folder, run, stored, expert_parallel=expert_parallel)
+    )
     return Conversion(run.architecture, out, ())
 
 

@@ -226,8 +226,10 @@ def _check_samples(args: Mapping[str, Any], opened: Opened, run: config.TrainCon
         refuse(title, "consumed_train_samples", str(consumed), wanted, fix)
 
 
-def arguments_of(run: config.TrainConfig, step: int) -> argparse.Namespace:
-    """Megatron-LM's arguments of a run at a step.
+def arguments_of(
+    run: config.TrainConfig, step: int, *, expert_parallel: int = 1
+) -> argparse.Namespace:
+    """Megatron-LM's arguments of a run at a step, on so many ranks of expert parallelism.
 
     Raises:
         ValueError: Megatron has no such model, optimizer or schedule; all offenders are listed.
@@ -259,9 +261,10 @@ def arguments_of(run: config.TrainConfig, step: int) -> argparse.Namespace:
         "lr_decay_iters": rate.total_steps, "lr_warmup_iters": rate.num_warmup_steps,
         "lr_wsd_decay_iters": rate.decay_steps if rate.name == "wsd" else None,
         "lr_wsd_decay_style": {ours: theirs for theirs, ours in _WSD.items()}.get(rate.decay),
-        "seed": run.seed, "iteration": step, "consumed_train_samples": run.batches.first_sample(step),
+        "seed": run.seed, "iteration": step,
+        "consumed_train_samples": run.batches.first_sample(step),
         "consumed_valid_samples": 0, "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1, "expert_model_parallel_size": expert_parallel,
         "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
     }  # fmt: skip
     return argparse.Namespace(**table)
@@ -270,14 +273,30 @@ def arguments_of(run: config.TrainConfig, step: int) -> argparse.Namespace:
 # --- out
 
 
-def write(folder: Path, run: config.TrainConfig, stored: checkpoint.Checkpoint) -> None:
+def write(
+    folder: Path,
+    run: config.TrainConfig,
+    stored: checkpoint.Checkpoint,
+    *,
+    expert_parallel: int = 1,
+) -> None:
     """Write a checkpoint of a run as Megatron's, into an empty folder, with its optimizer's state.
+
+    Args:
+        folder: where.
+        run: its configuration.
+        stored: the checkpoint.
+        expert_parallel: ranks of expert parallelism of the Megatron run that is to load it: with
+            more than one it has an optimizer for experts alone, whose settings are apart.
 
     Raises:
         ValueError: as `arguments_of`; or the checkpoint's optimizer keeps no moments in float32.
     """
     step = int(stored["step"][...]) if "step" in stored else 0
-    args = arguments_of(run, step)
+    if expert_parallel < 1 or (expert_parallel > 1 and run.gpt.moe is None):
+        wanted = "1 without experts" if run.gpt.moe is None else "at least 1"
+        refuse("cannot convert", "expert_parallel", expert_parallel, wanted)
+    args = arguments_of(run, step, expert_parallel=expert_parallel)
     params = checkpoint.stored_params(stored, run.family.defs(run.architecture))
     trees: dict[str, Any] = {"exp_avg": {}, "exp_avg_sq": {}, "param": {}}
     names = {"mu": "exp_avg", "nu": "exp_avg_sq", "masters": "param"}
@@ -326,7 +345,8 @@ def _common(
         "opt_param_scheduler": {
             "max_lr": args.lr, "min_lr": args.min_lr, "lr_decay_style": args.lr_decay_style,
             "lr_warmup_steps": args.lr_warmup_iters * rows,
-            "lr_decay_steps": args.lr_decay_iters * rows, "num_steps": run.batches.first_sample(step),
+            "lr_decay_steps": args.lr_decay_iters * rows,
+            "num_steps": run.batches.first_sample(step),
             "start_wd": args.start_weight_decay, "end_wd": args.end_weight_decay,
             "wd_incr_style": args.weight_decay_incr_style, "wd_incr_steps": run.steps * rows,
         },
@@ -337,19 +357,25 @@ def _common(
     }  # fmt: skip
     if not has_state:
         return made
-    groups = [
-        {
-            "is_expert_parallel": False, "default_config": True, "wd_mult": share, "lr_mult": 1.0,
-            "is_decoupled_lr": False, "max_lr": args.lr, "min_lr": args.min_lr, "lr": args.lr,
-            "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps,
-            "weight_decay": args.weight_decay * share, "step": float(updates), **_OF_ADAM,
+
+    def optimizer(experts: bool) -> dict[str, Any]:
+        groups = [
+            {
+                "is_expert_parallel": experts, "default_config": True, "wd_mult": share,
+                "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": args.lr, "min_lr": args.min_lr,
+                "lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps,
+                "weight_decay": args.weight_decay * share, "step": float(updates), **_OF_ADAM,
+            }
+            for share in (1.0, 0.0)
+            if not experts or share or run.gpt.bias
+        ]  # fmt: skip
+        return {  # the first two are the distributed optimizer's, the others a plain one's
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+            "state": {"common_step": torch.tensor(float(updates))},
+            "param_groups": groups,
         }
-        for share in (1.0, 0.0)
-    ]  # fmt: skip
-    made["optimizer"] = {  # the first two are the distributed optimizer's, the others a plain one's
-        "optimizer": {"param_groups": groups},
-        "param_state_sharding_type": "fully_reshardable",
-        "state": {"common_step": torch.tensor(float(updates))},
-        "param_groups": groups,
-    }
+
+    several = args.expert_model_parallel_size > 1
+    made["optimizer"] = {n: optimizer(bool(n)) for n in (0, 1)} if several else optimizer(False)
     return made
