@@ -73,6 +73,19 @@ KINDS = {
     "mtp": {**LLAMA, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
 }  # fmt: skip
 
+FIXTURES = {
+    "llama": ("tp2", "pp2", "tp2pp2vpp2"),
+    "gpt2": ("pp2", "tp2pp2vpp2"),
+    "moe": ("tp2", "ep2", "tp2pp2vpp2"),
+    "mla": ("pp2", "ep2"),
+    "mtp": ("tp2",),
+}
+"""Those that are made: all of them together would be large.
+
+Latent attention is not divided by tp: megatron-core has it for Transformer Engine, and with local
+layers its gradient under tp is another than on one rank (norm 2.0127 in the place of 2.0146).
+"""
+
 
 class Loader(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
     """Finds megatron-core's modules, and reads their source with CPUs in the place of GPUs."""
@@ -556,10 +569,8 @@ def run(kind: str, mesh: str, out: Path, checkpoint: str = "") -> None:
 def make(out: Path) -> None:
     """All fixtures: an archive of each training."""
     out.mkdir(parents=True, exist_ok=True)
-    for kind in KINDS:
-        for mesh in MESHES:
-            if mesh == "ep2" and "num_experts" not in KINDS[kind]:
-                continue
+    for kind, meshes in FIXTURES.items():
+        for mesh in meshes:
             with tempfile.TemporaryDirectory() as name:
                 run(kind, mesh, Path(name))
                 with tarfile.open(out / f"{kind}-{mesh}.tar.xz", "w:xz", preset=9) as archive:
