@@ -16,7 +16,7 @@ from functron.core.errors import nearest
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "preprocess": (
-            "preprocess.run",
+            "store.preprocess",
             "make tokens on disk of text, in Megatron-LM's format or numpy's",
         ),
         "train": (
@@ -25,9 +25,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "sample": ("sample.run", "continue a prompt with a trained model"),
         "evaluate": ("evaluate.run", "loss and perplexity of a trained model on held-out sets"),
-        "compare": ("compare.run", "the settings, losses and speeds of several runs side by side"),
+        "compare": ("runs.compare", "the settings, losses and speeds of several runs side by side"),
         "rerun": (
-            "rerun.run",
+            "runs.rerun",
             "take a step of a run again, to tell a fault of the hardware from one of the model",
         ),
         "checkpoint": (
@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "make a run folder of a Hugging Face model, and the other way",
         ),
         "migrate": (
-            "migrate.run",
+            "runs.migrate",
             "make a configuration of a launch line of Megatron-LM, and show what became of it",
         ),
         "upcycle": ("store.upcycle", "make a mixture of experts of a dense run"),

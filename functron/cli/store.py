@@ -1,18 +1,21 @@
-"""``functron checkpoint | convert | upcycle``: what a run has saved, and what is made of it."""
+"""``functron preprocess | checkpoint | convert | upcycle``: files of tokens and of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from tqdm import tqdm
 
 from functron import data
 from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
 from functron.cli.process import mistakes
+from functron.data import preprocess as tokens
 from functron.data.shards import is_tokens
 from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
@@ -21,12 +24,65 @@ from functron.training.convert import upcycle_run
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
-    """Convert a Hugging Face model into a run folder, or the newest checkpoint of a run back.
+class PreprocessOptions(tokens.Settings):
+    """Make tokens on disk of text, on all processors; started again, it goes on where it stopped.
 
     Attributes:
-        source: hf:PATH, a folder with config.json and safetensors, or run:PATH, a run folder.
-        target: the other of them, which must not exist.
+        inputs: files and folders: JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or plain text, of
+            which every file is a document.
+        tokenizer: a tokenizer.json, a SentencePiece .model, a .tiktoken file, a folder with one of
+            these, or bytes.
+        out: where to, without endings: OUT.bin and OUT.idx, as Megatron-LM reads them.
+        pattern: how a .tiktoken file's tokenizer splits text: gpt2, cl100k, o200k, llama3 or a
+            regular expression; empty: by the file's name.
+    """
+
+    inputs: tyro.conf.Positional[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="INPUT [INPUT ...]")]
+    ]
+
+
+def preprocess(arguments: Sequence[str]) -> int:
+    """Make the tokens, and print a summary."""
+    settings = parse(PreprocessOptions, arguments, "preprocess")
+    with mistakes(), _bar() as report:
+        summary = tokens.preprocess(settings, report)
+    print(summary)
+    return 0
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[tokens.Progress], None]]:
+    """A bar over the bytes of the text, with tokens per second."""
+    bars: list[tqdm] = []
+
+    def report(progress: tokens.Progress) -> None:
+        if not bars:
+            options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True}
+            bars.append(tqdm(total=progress.total, initial=progress.done, **options))
+        bar = bars[0]
+        shown = f"{tqdm.format_sizeof(progress.tokens)} tokens"
+        if progress.seconds:
+            shown += f", {tqdm.format_sizeof(progress.tokens_per_second)} tokens/s"
+        bar.set_postfix_str(shown, refresh=False)
+        bar.update(progress.done - bar.n)
+
+    try:
+        yield report
+    finally:
+        for bar in bars:
+            bar.close()
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Convert a Hugging Face model or a Megatron checkpoint into a run folder, or back.
+
+    Attributes:
+        source: hf:PATH, a folder with config.json and safetensors; megatron:PATH, a checkpoint of
+            Megatron-LM (torch_dist or mp_rank_*); or run:PATH, a run folder, of whose checkpoints
+            the newest is taken.
+        target: run:PATH of the first two, or either of these of a run; it must not exist.
         dtype: of the parameters in the target; empty: as they are.
         averaged: export the average of the parameters that the run keeps (--optimizer.ema-decay).
         max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
@@ -34,6 +90,10 @@ class ConvertOptions:
         quantise: write the matrices of attention, feed-forward layers and experts in FP8: fp8-block
             with scales of 128x128 blocks, as DeepSeek-V3's files, where 128 divides both sides;
             fp8-row with one for each output, as compressed-tensors; empty: as they are.
+        model: a preset, of a Megatron checkpoint that has no arguments, of which the parameters are
+            read then.
+        expert_parallel: ranks of expert parallelism of the Megatron run that is to load what is
+            written: with more than 1, experts have an optimizer of their own there.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -43,6 +103,8 @@ class ConvertOptions:
     max_seq: int = 0
     fused_projections: bool = False
     quantise: Literal["", "fp8-block", "fp8-row"] = ""
+    model: str = ""
+    expert_parallel: int = 1
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -57,6 +119,8 @@ def convert(arguments: Sequence[str]) -> int:
             max_seq=options.max_seq or None,
             fused_projections=options.fused_projections,
             quantise=options.quantise or None,
+            model=options.model or None,
+            expert_parallel=options.expert_parallel,
         )
         print(done)
         if done.recipe:
