@@ -17,9 +17,10 @@ from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.spmd import Mesh
-from functron.training import migrate as migration
 from functron.training import records, run_folder
 from functron.training.config import TrainConfig, load
+from functron.training.migrate import Migration
+from functron.training.migrate import migrate as migrated
 from functron.training.rerun import attributed
 from functron.training.run import Job, deterministic, prepare
 
@@ -168,7 +169,7 @@ def migrate(arguments: Sequence[str]) -> int:
     """Write the configuration, and print the table."""
     options = parse(MigrateOptions, arguments, "migrate")
     with mistakes():
-        made = migration.migrate(
+        made = migrated(
             options.source,
             variables=_variables(options.env),
             extra=shlex.join(options.extra),
@@ -204,7 +205,7 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _write(path: Path, made: migration.Migration) -> None:
+def _write(path: Path, made: Migration) -> None:
     title, fix = "cannot write the configuration", "name another: --out FILE"
     if path.exists():
         refuse(title, str(path), "a file that is there", "a new one", fix)
@@ -217,7 +218,7 @@ def _write(path: Path, made: migration.Migration) -> None:
 _A_NODE = 8  # GPUs of most machines
 
 
-def _conclusion(path: Path, made: migration.Migration) -> list[str]:
+def _conclusion(path: Path, made: Migration) -> list[str]:
     config, missing = made.config, len(made.of("not supported"))
     lines = [f"{path}: {config.title}, on {config.mesh or 'one rank'}"]
     if missing:

@@ -52,6 +52,9 @@ from functron.spmd import Mesh
 from functron.spmd.params import num_params
 from functron.training import config, run_folder
 from functron.training.hardware import free_memory_bytes
+from functron.training.megatron import Reading, read_mapping
+from functron.training.megatron_step import STYLES, WSD
+from functron.training.migrate import DATA_ARGUMENTS, data_settings
 from functron.training.plan import plan
 from functron.training.step import State
 
@@ -353,12 +356,28 @@ def _import_megatron(path: Path, out: Path, model: str | None) -> Conversion:
         checkpoint.save(folder / run_folder.CHECKPOINTS / str(step), kept, about)
 
     run_folder.make(out, fill)
-    lines = [
-        f"at step {step} of {run.steps}, after {run.batches.first_sample(step):,} samples of "
-        f"{run.seq} tokens",
-        f"go on: functron train --resume --out {shlex.quote(str(out))} --data TOKENS",
-    ]
-    return Conversion(run.architecture, out, (), "\n".join(lines))
+    return Conversion(run.architecture, out, (), _going_on(run, step, out))
+
+
+def _going_on(run: config.TrainConfig, step: int, out: Path) -> str:
+    """How far a run of Megatron's was, which sample is its next, and the command that takes it."""
+    samples = run.batches.first_sample(step)
+    lines = [f"at step {step} of {run.steps}, after {samples:,} samples of {run.seq} tokens"]
+    command = f"functron train --resume --out {shlex.quote(str(out))}"
+    if run.order == "megatron":
+        lines.append(
+            f"the next is sample {samples:,} of the {run.order_samples:,} in Megatron-LM's order, "
+            f"of {run.data}"
+        )
+    elif run.data:
+        lines.append("samples come in another order than there, where they were shuffled otherwise")
+    elif run.format != "mock":
+        total = "N" if run.ramp_up else run.batches.first_sample(run.steps)
+        lines.append(
+            "its arguments do not say of which data; --split as there, 969,30,1 by default"
+        )
+        command += f" --data PREFIX --split 969,30,1 --order megatron --order-samples {total}"
+    return "\n".join([*lines, f"go on: {command}"])
 
 
 def _export_megatron(path: Path, out: Path, expert_parallel: int) -> Conversion:
@@ -519,9 +538,6 @@ def upcycle_run(
 
 # --- Megatron's runs
 
-_STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant",
-           "inverse-square-root": "inverse_square_root", "WSD": "wsd"}  # fmt: skip
-_WSD = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
 _OF_ADAM = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
     "differentiable": False, "fused": None, "decoupled_weight_decay": True, "bias_correction": True,
@@ -619,9 +635,9 @@ def settings_of(args: Mapping[str, Any], opened: Opened) -> config.TrainConfig:
         global_batch=rows,
         microbatches=rows // samples if rows % samples == 0 else 1,
         ramp_up=" ".join(map(str, ramp)) if ramp else "",
-        seed=args.get("seed") or 0,
         optimizer=_optimizer_of(args, base.optimizer),
-        learning_rate=_schedule_of(args, opened.common.get("opt_param_scheduler") or {}),
+        **_schedule_of(args, opened.common.get("opt_param_scheduler") or {}),
+        **_data_of(args, opened),
     )
     _check_samples(args, opened, run)
     return run
@@ -637,8 +653,8 @@ def _problems(args: Mapping[str, Any]) -> list[Problem]:
         "optimizer": ("adam", None),
         "decoupled_lr": (None,),
         "decoupled_weight_decay": (True, None),
-        "lr_decay_style": (*_STYLES, None),
-        "lr_wsd_decay_style": (*_WSD, None) if args.get("lr_decay_style") == "WSD" else (
+        "lr_decay_style": (*STYLES, None),
+        "lr_wsd_decay_style": (*WSD, None) if args.get("lr_decay_style") == "WSD" else (
             args.get("lr_wsd_decay_style"),
         ),
     }  # fmt: skip
@@ -675,26 +691,53 @@ def _optimizer_of(args: Mapping[str, Any], base: OptimizerConfig) -> OptimizerCo
     )
 
 
-def _schedule_of(args: Mapping[str, Any], scheduler: Mapping[str, Any]) -> ScheduleConfig:
-    """The schedule, in steps; the scheduler's state says it in samples, and goes before `args`."""
+def _schedule_of(args: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule, in steps, or in samples where these are not those of whole steps.
+
+    The scheduler's state counts samples, and goes before `args`.
+    """
     rows = args["global_batch_size"]
 
-    def steps(kept: str, name: str, default: int) -> int:
+    def samples(kept: str, stem: str, default: int) -> int:
         if kept in scheduler:
-            return round(scheduler[kept] / rows)
-        return default if args.get(name) is None else args[name]
+            return round(scheduler[kept])
+        iterations = args.get(f"{stem}_iters")
+        return args.get(f"{stem}_samples") or (default if iterations is None else iterations * rows)
 
+    total = args.get("train_samples") or (args.get("train_iters") or 1) * rows
+    counts = {
+        "warmup_steps": samples("lr_warmup_steps", "lr_warmup", 0),
+        "total_steps": samples("lr_decay_steps", "lr_decay", total),
+        "decay_steps": samples("", "lr_wsd_decay", ScheduleConfig.decay_steps * rows),
+    }
+    counted = bool(args.get("rampup_batch_size")) or any(n % rows for n in counts.values())
     style = scheduler.get("lr_decay_style") or args.get("lr_decay_style") or "linear"
-    return ScheduleConfig(
-        name=_STYLES[style],
+    shape = args.get("lr_wsd_decay_style") if style == "WSD" else None
+    schedule = ScheduleConfig(
+        name=STYLES[style],
         peak=float(scheduler.get("max_lr") or args.get("lr") or 0.0),
         end=float(scheduler.get("min_lr") or args.get("min_lr") or 0.0),
         init=float(args.get("lr_warmup_init") or 0.0),
-        warmup_steps=steps("lr_warmup_steps", "lr_warmup_iters", 0),
-        total_steps=steps("lr_decay_steps", "lr_decay_iters", args.get("train_iters") or 1),
-        decay_steps=args.get("lr_wsd_decay_iters") or ScheduleConfig.decay_steps,
-        decay=_WSD.get(args.get("lr_wsd_decay_style") or "", ScheduleConfig.decay),
+        decay=WSD.get(shape or "", ScheduleConfig.decay),
+        **{name: count if counted else count // rows for name, count in counts.items()},
     )
+    return {"learning_rate": schedule, "rate_unit": "samples" if counted else "steps"}
+
+
+def _data_of(args: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
+    """The seed, and where samples come from: in Megatron-LM's order, if the arguments say of what.
+
+    Raises:
+        ValueError: they say it in a way that there is not; all offenders are listed.
+    """
+    given = {name: args[name] for name in ("seed", *DATA_ARGUMENTS) if name in args}
+    reading = Reading(read_mapping(given))
+    found = {"seed": reading("seed")}
+    if any(map(reading, DATA_ARGUMENTS[:5])):
+        found |= data_settings(reading, "gpt", args["global_batch_size"])
+    problems = [*reading.arguments.problems, *reading.problems]
+    raise_problems(f"cannot go on with the data of the run in {opened.folder}", problems)
+    return found
 
 
 def _check_samples(args: Mapping[str, Any], opened: Opened, run: config.TrainConfig) -> None:
@@ -718,7 +761,7 @@ def arguments_of(
     """
     table = megatron.arguments_of(run.gpt, seq=run.seq)
     own, rate = run.optimizer, run.rate_schedule
-    styles = {ours: theirs for theirs, ours in _STYLES.items()}
+    styles = {ours: theirs for theirs, ours in STYLES.items()}
     found = [
         Problem(name, repr(value), wanted)
         for name, value, wanted, good in (
@@ -730,6 +773,7 @@ def arguments_of(
         if not good
     ]
     raise_problems("Megatron has no such run", found)
+    unit = "samples" if run.rate_unit == "samples" else "iters"
     decays = (own.start_weight_decay, own.end_weight_decay)
     decays = decays if own.weight_decay_incr_style != "constant" else (own.weight_decay,) * 2
     table |= {
@@ -740,9 +784,10 @@ def arguments_of(
         "start_weight_decay": decays[0], "end_weight_decay": decays[1],
         "weight_decay_incr_style": own.weight_decay_incr_style, "lr": rate.peak,
         "min_lr": rate.last, "lr_decay_style": styles[rate.name], "lr_warmup_init": rate.init,
-        "lr_decay_iters": rate.total_steps, "lr_warmup_iters": rate.num_warmup_steps,
-        "lr_wsd_decay_iters": rate.decay_steps if rate.name == "wsd" else None,
-        "lr_wsd_decay_style": {ours: theirs for theirs, ours in _WSD.items()}.get(rate.decay),
+        f"lr_decay_{unit}": rate.total_steps, f"lr_warmup_{unit}": rate.num_warmup_steps,
+        f"lr_wsd_decay_{unit}": rate.decay_steps if rate.name == "wsd" else None,
+        "train_samples": run.ordered_samples if unit == "samples" else None,
+        "lr_wsd_decay_style": {ours: theirs for theirs, ours in WSD.items()}.get(rate.decay),
         "seed": run.seed, "iteration": step,
         "consumed_train_samples": run.batches.first_sample(step),
         "consumed_valid_samples": 0, "tensor_model_parallel_size": 1,
@@ -817,17 +862,18 @@ def _common_of(
     run: config.TrainConfig, args: argparse.Namespace, step: int, updates: int, has_state: bool
 ) -> dict[str, Any]:
     """The contents of ``common.pt``: for one optimizer, distributed or not."""
-    rows = run.global_batch
+    rate, rows = run.rate_schedule, 1 if run.rate_unit == "samples" else run.global_batch
     made: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": step,
         "num_floating_point_operations_so_far": 0,
         "opt_param_scheduler": {
             "max_lr": args.lr, "min_lr": args.min_lr, "lr_decay_style": args.lr_decay_style,
-            "lr_warmup_steps": args.lr_warmup_iters * rows,
-            "lr_decay_steps": args.lr_decay_iters * rows,
+            "lr_warmup_steps": rate.num_warmup_steps * rows,
+            "lr_decay_steps": rate.total_steps * rows,
             "num_steps": run.batches.first_sample(step),
             "start_wd": args.start_weight_decay, "end_wd": args.end_weight_decay,
-            "wd_incr_style": args.weight_decay_incr_style, "wd_incr_steps": run.steps * rows,
+            "wd_incr_style": args.weight_decay_incr_style,
+            "wd_incr_steps": args.train_samples or run.steps * run.global_batch,
         },
         "content_metadata": {
             "distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
