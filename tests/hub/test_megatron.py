@@ -24,12 +24,14 @@ import functron as ft
 from functron import checkpoint, gpt
 from functron.cli.main import main
 from functron.core import random
+from functron.data import IndexedFile, IndexedWriter
 from functron.hub import megatron
 from functron.hub.megatron_files import METADATA, open_checkpoint, read_pickle
 from functron.models.config import GPTConfig
 from functron.nn.moe import MoEConfig
-from functron.training import config
+from functron.training import config, run_folder
 from functron.training.convert import convert
+from functron.training.data import open_samples
 from functron.training.plan import plan
 from functron.training.restored import restored
 
@@ -353,6 +355,71 @@ def test_says_what_it_cannot_take(unpacked, tmp_path, capsys):
         convert(f"megatron:{folder}", f"run:{tmp_path / 'run'}")
     assert main(["convert", f"megatron:{folder}", f"run:{tmp_path / 'run'}", "--averaged"]) == 2
     assert "averaged: got True; wanted nothing" in capsys.readouterr().err
+
+
+ORDERED = Path(__file__).parents[1] / "data" / "megatron"
+
+
+def test_goes_on_with_the_next_sample(unpacked, tmp_path, capsys):
+    """Sample 20 of the 40 that Megatron-Core's datasets drew (tests/data/make_megatron.py)."""
+    folder = _copy(unpacked, tmp_path)
+    common, blend = _plain(folder / "common.pt"), []
+    for name in "abc":  # of the ids that the fixture's model has
+        blend += ["1", str(tmp_path / name)]
+        shutil.copy(ORDERED / f"{name}.idx", tmp_path)
+        ids = np.memmap(ORDERED / f"{name}.bin", IndexedFile(ORDERED / name).dtype, "r")
+        (ids % REAL).astype(ids.dtype).tofile(tmp_path / f"{name}.bin")
+    more = {"data_path": blend, "split": "4,1,1", "train_iters": 10, "train_samples": None}
+    args = argparse.Namespace(**{**vars(common["args"]), **more})
+    torch.save({**common, "args": args}, folder / "common.pt")
+    out = tmp_path / "run"
+    assert main(["convert", f"megatron:{folder}", f"run:{out}"]) == 0
+    assert "sample 20 of the 40 in Megatron-LM's order" in capsys.readouterr().out
+    run = config.load(out / "config.toml")
+    assert (run.order, run.order_samples, run.split, run.seed) == ("megatron", 40, "4,1,1", 1234)
+    with np.load(ORDERED / "samples.npz") as arrays:
+        tokens, _ = arrays["case39/train"]
+    drawn = open_samples(run).draw(np.arange(20, 24))["tokens"]
+    np.testing.assert_array_equal(drawn, tokens[20:24] % REAL)
+    assert main(["train", "--resume", "--out", str(out), "--steps", "6"]) == 0
+    (record,) = run_folder.records(out)
+    assert record["step"] == 6
+    other = ["train", "--resume", "--out", str(out), "--steps", "7", "--split", "5,1"]
+    assert main(other) == 2  # of which there are steps now
+    assert "split: got '5,1'; wanted '4,1,1', as in the run" in capsys.readouterr().err
+
+
+def test_data_may_be_named_when_it_goes_on(unpacked, tmp_path, capsys):
+    """By a checkpoint whose arguments name none; sizes of batches stay."""
+    folder, out = unpacked("llama-tp2") / "torch_dist", tmp_path / "run"
+    assert main(["convert", f"megatron:{folder}", f"run:{out}"]) == 0
+    assert "--order megatron --order-samples 80" in capsys.readouterr().out  # 20 steps of 4
+    with IndexedWriter(tmp_path / "x", np.uint16) as writer:
+        for n in range(9):
+            writer.add([(n * k) % REAL for k in range(30)])
+    given = ["train", "--resume", "--out", str(out), "--steps", "6", "--order", "megatron"]
+    given += ["--data", str(tmp_path / "x"), "--order-samples", "80"]
+    assert main([*given, "--global-batch", "8"]) == 2
+    assert "global_batch: got 8; wanted 4, as in the run" in capsys.readouterr().err
+    assert main(given) == 0
+    assert config.load(out / "config.toml").order == "megatron"
+
+
+def test_schedules_that_count_samples(unpacked, tmp_path):
+    """Megatron-LM's state has samples, which here are not those of whole steps."""
+    folder = _copy(unpacked, tmp_path)
+    common = _plain(folder / "common.pt")
+    common["opt_param_scheduler"] |= {"lr_warmup_steps": 10, "lr_decay_steps": 70}
+    torch.save(common, folder / "common.pt")
+    convert(f"megatron:{folder}", f"run:{tmp_path / 'run'}")
+    run = config.load(tmp_path / "run" / "config.toml")
+    rate = run.learning_rate
+    assert (run.rate_unit, rate.warmup_steps, rate.total_steps) == ("samples", 10, 70)
+    found = [float(plan(run, ft.Mesh()).learning_rate(step)) for step in range(3)]
+    assert found == pytest.approx([0.0, 0.01 * 4 / 10, 0.01 * 8 / 10])
+    convert(f"run:{tmp_path / 'run'}", f"megatron:{tmp_path / 'back'}")
+    back = read_pickle(tmp_path / "back" / "iter_0000005" / "common.pt")["opt_param_scheduler"]
+    assert back == {**common["opt_param_scheduler"], "wd_incr_steps": 80}
 
 
 ARCHITECTURES = {
