@@ -25,9 +25,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "sample": ("sample.run", "continue a prompt with a trained model"),
         "evaluate": ("evaluate.run", "loss and perplexity of a trained model on held-out sets"),
-        "compare": ("runs.compare", "the settings, losses and speeds of several runs side by side"),
+        "compare": ("compare.run", "the settings, losses and speeds of several runs side by side"),
         "rerun": (
-            "runs.rerun",
+            "train.rerun",
             "take a step of a run again, to tell a fault of the hardware from one of the model",
         ),
         "checkpoint": (
@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "make a run folder of a Hugging Face model, and the other way",
         ),
         "migrate": (
-            "runs.migrate",
+            "store.migrate",
             "make a configuration of a launch line of Megatron-LM, and show what became of it",
         ),
         "upcycle": ("store.upcycle", "make a mixture of experts of a dense run"),
