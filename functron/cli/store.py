@@ -1,4 +1,4 @@
-"""``functron preprocess | checkpoint | convert | migrate | upcycle``: files and what they become."""
+"""``functron preprocess | checkpoint | convert | migrate | upcycle``: files, and others of them."""
 
 from __future__ import annotations
 
