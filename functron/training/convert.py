@@ -373,9 +373,7 @@ def _going_on(run: config.TrainConfig, step: int, out: Path) -> str:
         lines.append("samples come in another order than there, where they were shuffled otherwise")
     elif run.format != "mock":
         total = "N" if run.ramp_up else run.batches.first_sample(run.steps)
-        lines.append(
-            "its arguments do not say of which data; --split as there, 969,30,1 by default"
-        )
+        lines.append("its arguments do not name its data, whose split is 969,30,1 by default")
         command += f" --data PREFIX --split 969,30,1 --order megatron --order-samples {total}"
     return "\n".join([*lines, f"go on: {command}"])
 
