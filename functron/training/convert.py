@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 import shlex
 import shutil
@@ -647,6 +648,12 @@ def _problems(args: Mapping[str, Any]) -> list[Problem]:
         for name in ("global_batch_size", "seq_length")
         if type(args.get(name)) is not int or args[name] < 1
     ]
+    stems = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
+    found += [
+        Problem(name, repr(args[name]), "a whole number")
+        for name in (f"{stem}_{unit}" for stem in stems for unit in ("iters", "samples"))
+        if args.get(name) is not None and (type(args[name]) is not int or args[name] < 0)
+    ]
     only = {
         "optimizer": ("adam", None),
         "decoupled_lr": (None,),
@@ -698,7 +705,10 @@ def _schedule_of(args: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[
 
     def samples(kept: str, stem: str, default: int) -> int:
         if kept in scheduler:
-            return round(scheduler[kept])
+            value = scheduler[kept]
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                refuse("cannot read the schedule", kept, repr(value), "a number of samples")
+            return round(value)
         iterations = args.get(f"{stem}_iters")
         return args.get(f"{stem}_samples") or (default if iterations is None else iterations * rows)
 

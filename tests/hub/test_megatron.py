@@ -346,6 +346,11 @@ def test_says_what_it_cannot_take(unpacked, tmp_path, capsys):
             convert(f"megatron:{folder}", f"run:{tmp_path / 'run'}")
 
     refused(r"consumed_train_samples: got 24; wanted 20: 5 steps of 4", consumed_train_samples=24)
+    refused(r"train_iters: got '20'; wanted a whole number", train_iters="20")
+    refused(r"seed: got 'x'; wanted a whole number", seed="x")
+    refused(
+        r"one of --data-path, --train-data-path and --mock-data", data_path=["a"], mock_data=True
+    )
     refused(r"window_size: got \(4, 0\); wanted None", window_size=(4, 0))
     refused(r"optimizer: got 'muon'; wanted 'adam'", optimizer="muon")
     refused(r"attention_dropout: got 0.1; wanted 0", attention_dropout=0.1)
