@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ops,
         optim,
         pipeline,
+        plan,
         precision,
         spmd,
         training,
@@ -132,6 +133,7 @@ __all__ = [
     "partition",
     "pipeline",
     "pipelined_gradients",
+    "plan",
     "policies",
     "precision",
     "random",
@@ -155,7 +157,8 @@ __all__ = [
 _MODULES: Mapping[str, str] = MappingProxyType({
     name: f"functron{package}.{name}"
     for package, names in {
-        "": "checkpoint data hub models nn ops optim pipeline precision spmd training transforms",
+        "": "checkpoint data hub models nn ops optim pipeline plan precision spmd training "
+        "transforms",
         ".core": "random tree",
         ".models": "bert gpt llava lora mamba t5 vit",
         ".program": "debug",

@@ -150,10 +150,13 @@ def _full_tracebacks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Ranks]]:
     made: list[Ranks] = []
+    # the workers of one session have folders in that of the session
+    folder, worker = tmp_path_factory.getbasetemp(), "PYTEST_XDIST_WORKER" in os.environ
 
     def ranks() -> Ranks:
         if not made:
-            made.append(Ranks(tmp_path_factory.mktemp("ranks"), ROOT))
+            shared = folder.parent if worker else None
+            made.append(Ranks(tmp_path_factory.mktemp("ranks"), ROOT, shared))
         return made[0]
 
     yield ranks

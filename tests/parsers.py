@@ -47,10 +47,11 @@ from functron.hub import files
 from functron.hub.megatron_files import COMMON, METADATA, open_checkpoint, read_pickle
 from functron.pipeline.partition import parse_layout
 from functron.pipeline.schedule import Schedule
+from functron.plan import hardware
 from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
-from functron.training.hardware import Hardware, Link, Rank
+from functron.training.hardware import Link, Measurement, Rank
 from functron.training.migrate import migrate
 
 SLOW_SECONDS = 10.0
@@ -329,13 +330,18 @@ def _read_run(folder: Path, data: bytes) -> None:
 def _hardware_seeds(folder: Path) -> list[bytes]:
     ranks = tuple(Rank(i, "h", "cpu", {"memory": 1e9}) for i in range(2))
     links = (Link("dp", "psum", ((0, 1),), (1024, 4096), ((1e-5, 1e-4),)),)
-    Hardware("dp=2", ranks, links, {"torch": "2.13"}, 1.0).save(folder / "seed.json")
+    Measurement("dp=2", ranks, links, {"torch": "2.13"}, 1.0).save(folder / "seed.json")
     return [(folder / "seed.json").read_bytes()]
 
 
 def _read_hardware(folder: Path, data: bytes) -> None:
-    found = Hardware.load(_put(folder, "hardware.json", data))
+    found = Measurement.load(_put(folder, "hardware.json", data))
     found.slow()
+
+
+def _read_machine(folder: Path, data: bytes) -> None:
+    found = hardware(_put(folder, "machine.toml", data))
+    found.matmul_seconds(128, 128, 128)
 
 
 def _json(value: Any) -> Callable[[Path], list[bytes]]:
@@ -425,6 +431,7 @@ TARGETS: dict[str, Target] = {
     "recipe": Target(
         _bytes(b"fprop=e4m3@row*e4m3@row dgrad=high wgrad=high first=1"), _text(Recipe.parse)
     ),
+    "machine": Target(_bytes(hardware("h100").to_toml().encode()), _read_machine),
     "mesh": Target(_bytes(b"dp=2,tp=4"), _text(ft.Mesh.parse)),
     "groups": Target(
         _bytes(b"embed lr=0.1; blocks/*/router/* lr=0.5 decay=0"),

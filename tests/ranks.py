@@ -1,4 +1,4 @@
-"""A process that starts once a session, and whose forks run one program after another.
+"""A process that starts once a session, and whose forks run programs, for each worker one at a time.
 
 Importing torch and functron is what a short program in four processes costs most. Here one process
 imports them once, with the compiler and the headers that it compiles first, and each rank of each
@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch.distributed as dist
+from filelock import FileLock
 from tqdm import tqdm
 
 T = TypeVar("T")
 PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any
-START_SECONDS = 300
+END_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,36 @@ class Ranks:
     Args:
         folder: for what the processes print.
         root: of the source tree, which they import from.
+        shared: a folder of one session's processes, of which the first starts the process that has
+            imported everything, and each talks to a fork of it; None: one for this alone.
     """
 
-    def __init__(self, folder: Path, root: Path):
+    def __init__(self, folder: Path, root: Path, shared: Path | None = None):
         self._folder, self._root, self._num_jobs = folder, root, 0
-        server = socket.create_server(("127.0.0.1", 0))
-        server.settimeout(START_SECONDS)
-        command = [sys.executable, __file__, str(server.getsockname()[1])]
-        log = (folder / "ranks.log").open("w")
-        self._process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment(root), start_new_session=True
-        )
-        log.close()
-        self._ranks = Connection(server.accept()[0].detach())
-        server.close()
+        self._process: subprocess.Popen | None = None
+        self._is_shared = shared is not None
+        if shared is None:
+            self._ranks = _connected(self._start())
+            return
+        file = shared / "ranks.port"
+        with FileLock(shared / "ranks.lock"):
+            try:
+                self._ranks = _connected(int(file.read_text()))
+            except (FileNotFoundError, ConnectionRefusedError):  # nobody's yet, or any more
+                port = self._start()
+                file.write_text(str(port))
+                self._ranks = _connected(port)
+
+    def _start(self) -> int:
+        """Start the process; the port where it can be reached, from now on."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            descriptor = listener.fileno()
+            with (self._folder / "ranks.log").open("w") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, str(descriptor)], stdout=log, stderr=log,
+                    env=environment(self._root), start_new_session=True, pass_fds=[descriptor],
+                )  # fmt: skip
+            return listener.getsockname()[1]
 
     def run(
         self, script: Path, nproc: int, arguments: Sequence[object], timeout: float
@@ -109,9 +126,14 @@ class Ranks:
         return subprocess.CompletedProcess([str(script), *given], code, out, err)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; one that is shared ends once nobody has a use for it any more."""
         self._ranks.close()
-        self._process.wait(START_SECONDS)
+        if self._process is not None and not self._is_shared:
+            self._process.wait(END_SECONDS)
+
+
+def _connected(port: int) -> Connection:
+    return Connection(socket.create_connection(("127.0.0.1", port)).detach())
 
 
 def launcher(nproc: int) -> list[str]:
@@ -159,10 +181,29 @@ def _free_port() -> int:
     raise OSError(f"no free port in {PORTS}")
 
 
-def _serve(port: int) -> None:
-    """Fork for each rank of a program, and tell how each ended, until nobody asks."""
+def _serve(descriptor: int) -> None:
+    """Import everything, and fork for each process that connects, until all of them are gone."""
     _import()
-    connection = Connection(socket.create_connection(("127.0.0.1", port)).detach())
+    listener = socket.socket(fileno=descriptor)
+    listener.settimeout(1.0)
+    forks: list[int] = []
+    while True:
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            forks.append(os.fork())
+            if forks[-1] == 0:
+                listener.close()
+                _answer(Connection(connection.detach()))
+                return
+            connection.close()
+        ended = [fork for fork in forks if os.waitpid(fork, os.WNOHANG)[0]]
+        forks = [fork for fork in forks if fork not in ended]
+        if ended and not forks:
+            return
+
+
+def _answer(connection: Connection) -> None:
+    """Fork for each rank of a program, and tell how each ended, until nobody asks."""
     while True:
         try:
             job = connection.recv()

@@ -22,7 +22,7 @@ FLOORS = (
     ("models",),
     ("checkpoint",),
     ("hub",),
-    ("partitioning",),
+    ("partitioning", "plan"),
     ("training",),
     ("cli",),
 )

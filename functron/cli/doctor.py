@@ -48,7 +48,8 @@ class DoctorOptions:
         nproc: processes to start, one per rank of the mesh; 0: those of torchrun, or none.
         device: cpu, cuda, or auto: cuda where there is one.
         out: the file that rates are written to, with a picture of the collectives beside it
-            (.svg); the disk that it is on is measured.
+            (.svg), and the machine that functron plan --hardware takes (.toml); the disk that it is
+            on is measured.
         largest_bytes: of the messages that are sent; 0: 4 MiB on CPUs, 256 MiB on GPUs.
     """
 
@@ -99,7 +100,7 @@ def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | N
         kind = device_type(options.device, options.nproc)
     if here is None:
         code = launch(options.nproc, ["-m", "functron", "doctor", *arguments])
-        return code or int(bool(hardware.Hardware.load(options.out).slow()))
+        return code or int(bool(hardware.Measurement.load(options.out).slow()))
     with mistakes():
         bound, device = join(mesh, here, kind)
         folder = options.out.resolve().parent
@@ -109,8 +110,17 @@ def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | N
         with outside():
             found.save(options.out)
             options.out.with_suffix(".svg").write_text(found.picture(), encoding="utf-8")
+            options.out.with_suffix(".toml").write_text(_planned(found), encoding="utf-8")
         print(options.out.read_text(encoding="utf-8") if options.json else found, flush=True)
     return 0 if here.launched_here else int(bool(found.slow()))
+
+
+def _planned(found: hardware.Measurement) -> str:
+    """The file of the machine, or why there is none, as a comment."""
+    try:
+        return found.machine().to_toml()
+    except ValueError as error:
+        return "".join(f"# {line}\n" for line in str(error).splitlines())
 
 
 def _as_json(found: Sequence[Finding]) -> str:

@@ -132,8 +132,8 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
         functron.cli.process.InputError, SystemExit: as `functron.cli.options.parse`.
     """
     run = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    model = _value_of("--model", arguments)
-    file, precision = _file_of(Path(run)) if run else None, _value_of("--precision", arguments)
+    model = value_of("--model", arguments)
+    file, precision = file_of(Path(run)) if run else None, value_of("--precision", arguments)
     base = starting_config(file, model=model, precision=precision, **fields)
     made = parse(kind, arguments, command, kind(run=run, options=base), boxes=BOXES, common=COMMON)
     if made.run != run:
@@ -142,7 +142,7 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
     return made
 
 
-def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
     """The value of an option; None: it has none, or the parser will say what is wrong."""
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word == option and following:
@@ -152,7 +152,7 @@ def _value_of(option: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _file_of(path: Path) -> Path:
+def file_of(path: Path) -> Path:
     """The file that has the options of a run."""
     if not path.is_dir():
         return path

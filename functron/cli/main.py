@@ -55,6 +55,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "inspect.schedule",
             "draw a pipeline schedule, with its bubble and its live activations",
         ),
+        "plan": (
+            "plan.run",
+            "find the fastest ways to train a model on so many GPUs, without one of them",
+        ),
+        "recipe": (
+            "plan.recipes",
+            "list configurations of large runs that functron plan has made, or show one",
+        ),
         "doctor": (
             "doctor.run",
             "show what this machine and this installation have, and what is missing",

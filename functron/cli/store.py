@@ -1,4 +1,4 @@
-"""``functron preprocess | checkpoint | convert | migrate | upcycle``: files, and others of them."""
+"""``functron checkpoint | convert | migrate | upcycle | preprocess``: files, and others of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
 from functron.cli.process import mistakes
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data import preprocess as tokens
+from functron.data.preprocess import Progress, Settings
+from functron.data.preprocess import preprocess as make_tokens
 from functron.data.shards import is_tokens
 from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
@@ -26,57 +27,6 @@ from functron.training import convert as conversion
 from functron.training.convert import upcycle_run
 from functron.training.migrate import Migration
 from functron.training.migrate import migrate as migrated
-
-
-@dataclass(frozen=True)
-class PreprocessOptions(tokens.Settings):
-    """Make tokens on disk of text, on all processors; started again, it goes on where it stopped.
-
-    Attributes:
-        inputs: files and folders: JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or plain text, of
-            which every file is a document.
-        tokenizer: a tokenizer.json, a SentencePiece .model, a .tiktoken file, a folder with one of
-            these, or bytes.
-        out: where to, without endings: OUT.bin and OUT.idx, as Megatron-LM reads them.
-        pattern: how a .tiktoken file's tokenizer splits text: gpt2, cl100k, o200k, llama3 or a
-            regular expression; empty: by the file's name.
-    """
-
-    inputs: tyro.conf.Positional[
-        Annotated[tuple[str, ...], tyro.conf.arg(metavar="INPUT [INPUT ...]")]
-    ]
-
-
-def preprocess(arguments: Sequence[str]) -> int:
-    """Make the tokens, and print a summary."""
-    settings = parse(PreprocessOptions, arguments, "preprocess")
-    with mistakes(), _bar() as report:
-        summary = tokens.preprocess(settings, report)
-    print(summary)
-    return 0
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[tokens.Progress], None]]:
-    """A bar over the bytes of the text, with tokens per second."""
-    bars: list[tqdm] = []
-
-    def report(progress: tokens.Progress) -> None:
-        if not bars:
-            options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True}
-            bars.append(tqdm(total=progress.total, initial=progress.done, **options))
-        bar = bars[0]
-        shown = f"{tqdm.format_sizeof(progress.tokens)} tokens"
-        if progress.seconds:
-            shown += f", {tqdm.format_sizeof(progress.tokens_per_second)} tokens/s"
-        bar.set_postfix_str(shown, refresh=False)
-        bar.update(progress.done - bar.n)
-
-    try:
-        yield report
-    finally:
-        for bar in bars:
-            bar.close()
 
 
 @dataclass(frozen=True)
@@ -314,3 +264,54 @@ def upcycle(arguments: Sequence[str]) -> int:
         done = upcycle_run(source, target, moe, seed=options.seed, averaged=options.averaged)
         print(done)
     return 0
+
+
+@dataclass(frozen=True)
+class PreprocessOptions(Settings):
+    """Make tokens on disk of text, on all processors; started again, it goes on where it stopped.
+
+    Attributes:
+        inputs: files and folders: JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or plain text, of
+            which every file is a document.
+        tokenizer: a tokenizer.json, a SentencePiece .model, a .tiktoken file, a folder with one of
+            these, or bytes.
+        out: where to, without endings: OUT.bin and OUT.idx, as Megatron-LM reads them.
+        pattern: how a .tiktoken file's tokenizer splits text: gpt2, cl100k, o200k, llama3 or a
+            regular expression; empty: by the file's name.
+    """
+
+    inputs: tyro.conf.Positional[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="INPUT [INPUT ...]")]
+    ]
+
+
+def preprocess(arguments: Sequence[str]) -> int:
+    """Make the tokens, and print a summary."""
+    settings = parse(PreprocessOptions, arguments, "preprocess")
+    with mistakes(), _bar() as report:
+        summary = make_tokens(settings, report)
+    print(summary)
+    return 0
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[Progress], None]]:
+    """A bar over the bytes of the text, with tokens per second."""
+    bars: list[tqdm] = []
+
+    def report(progress: Progress) -> None:
+        if not bars:
+            options = {"unit": "B", "unit_scale": True, "dynamic_ncols": True}
+            bars.append(tqdm(total=progress.total, initial=progress.done, **options))
+        bar = bars[0]
+        shown = f"{tqdm.format_sizeof(progress.tokens)} tokens"
+        if progress.seconds:
+            shown += f", {tqdm.format_sizeof(progress.tokens_per_second)} tokens/s"
+        bar.set_postfix_str(shown, refresh=False)
+        bar.update(progress.done - bar.n)
+
+    try:
+        yield report
+    finally:
+        for bar in bars:
+            bar.close()

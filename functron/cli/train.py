@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from tqdm import tqdm
 
 from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
@@ -25,6 +26,7 @@ from functron.cli.process import Process, current, mistakes, outside, record_fai
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.models import lora
+from functron.plan.hardware import Hardware, hardware
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.spmd.params import history_mask, num_params
@@ -32,7 +34,8 @@ from functron.training import records, run_folder
 from functron.training.checks import validate
 from functron.training.config import BOXES, COMMON, TrainConfig, load, starting_config
 from functron.training.data import is_chat, reader_of, with_tokenizer
-from functron.training.plan import bubble_note, plan, step_report
+from functron.training.plan import Plan, bubble_note, plan, step_report
+from functron.training.planning import compared, expectation_text, expected, this_machine
 from functron.training.rerun import attributed
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.train import (
@@ -53,12 +56,15 @@ class TrainOptions:
     Attributes:
         config: a TOML or YAML file of these options, such as the config.toml of a run folder;
             options given here override it.
-        dry_run: check everything, show what one rank will compute, send and hold in a step, and
-            begin nothing.
+        dry_run: check everything, show what one rank will compute, send and hold in a step, and how
+            long it will take on --hardware, or else on this machine, and begin nothing.
+        hardware: a machine, by name (h100) or in a TOML file, for which the first lines say what a
+            step is expected to take, and the log after 20 steps where it does not; empty: none.
     """
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     dry_run: bool = False
+    hardware: str = ""
     options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 
@@ -81,12 +87,12 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
             recast=recast,
             launched_here=here is not None and here.launched_here,
         )
-        if options.dry_run:
-            report_text = step_report(plan(config, Mesh.parse(config.mesh)))
-            if here is None or here.rank == 0:
-                print(report_text)
-            return 0
+        machine = hardware(options.hardware) if options.hardware else None
         kind = device_type(config.device, config.nproc)
+        if options.dry_run:
+            if here is None or here.rank == 0:
+                print(_dry(plan(config, Mesh.parse(config.mesh)), machine, kind))
+            return 0
     if config.deterministic:  # cuBLAS reads it when it makes its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if here is None and config.max_restarts:
@@ -98,16 +104,32 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
     with mistakes():
         made, out = _assemble(config, here, kind, recast, at)
     main_rank = here is None or here.rank == 0
+    foreseen = None
     if main_rank:
-        print("\n".join(_introduction(made, here)), flush=True)
+        lines = _introduction(made, here)
+        if machine is not None:
+            foreseen = expected(made.plan, machine)
+            lines.append(f"expect {expectation_text(foreseen)}, on {machine.name}")
+        print("\n".join(lines), flush=True)
+    simulated = here is None and made.mesh.size > 1  # other ranks' work takes this process's time
+    also = None if foreseen is None or simulated else lambda: compared(foreseen, tqdm.write)
     with outside():
-        outcome = train(made, out, began=began, hung=hung)
+        outcome = train(made, out, began=began, hung=hung, also=also)
     if main_rank:
         print("\n".join(_conclusion(outcome, out, _prompt(made, out))), flush=True)
     if here is not None and exit_code(outcome.stopped_by) in (REQUEUE_CODE, RESHAPE_CODE):
         dist.barrier()  # the launcher stops all others once one has left with such a code
     leave()
     return exit_code(outcome.stopped_by)
+
+
+def _dry(made: Plan, machine: Hardware | None, kind: str) -> str:
+    """What a step computes, sends and holds, and how long it takes, as text."""
+    where = this_machine(kind) if machine is None else machine
+    foreseen = expectation_text(expected(made, where))
+    ranks = " with a process for each rank" if made.mesh.size > 1 else ""
+    measured = ", measured now" if machine is None and kind == "cpu" else ""
+    return f"{step_report(made)}\n\nexpected on {where.name}{measured}{ranks}: {foreseen}"
 
 
 def hung(text: str, first: bool) -> None:

@@ -695,6 +695,8 @@ PRESETS: Mapping[str, GPTConfig] = Named(
         "gpt2-large": _gpt2(36, 1280, 20),
         "gpt2-xl": _gpt2(48, 1600, 25),
         "gpt3-175b": _gpt2(96, 12288, 96, max_seq=2048),
+        # Narayanan et al. 2021 (SC21), table 1, last row
+        "gpt-1t": _gpt2(128, 25600, 160, vocab_size=51200, vocab_multiple=1024, max_seq=2048),
         "llama3-tiny": _llama3(2, 64, 8, 192, num_kv_heads=4, vocab_size=256, max_seq=256),
         "llama-tiny": _llama3(2, 64, 4, 192, num_kv_heads=2, vocab_size=256, max_seq=131072),
         "llama3-1b": _llama3(16, 2048, 32, 8192, tied=True, max_seq=131072,

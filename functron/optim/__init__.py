@@ -16,21 +16,21 @@ from functron.optim.config import (
     width_multiples,
     width_problems,
 )
-from functron.optim.contrib.adafactor import (
-    FactoredState,
-    adafactor,
-    clip_by_block_rms,
-    scale_by_factored_rms,
-    scale_by_param_block_rms,
-)
-from functron.optim.contrib.adam_mini import (
+from functron.optim.contrib.compact import (
     Block,
+    FactoredState,
     ScaleByAdamMiniState,
+    ScaleByLionState,
+    adafactor,
     adam_mini,
     blocks,
+    clip_by_block_rms,
+    lion,
     scale_by_adam_mini,
+    scale_by_factored_rms,
+    scale_by_lion,
+    scale_by_param_block_rms,
 )
-from functron.optim.contrib.lion import ScaleByLionState, lion, scale_by_lion
 from functron.optim.contrib.soap import ScaleBySoapState, scale_by_soap, soap
 from functron.optim.finite import (
     ApplyIfFiniteState,

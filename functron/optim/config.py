@@ -37,9 +37,7 @@ from functron.ops.define import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import MomentDtype, adam, adamw
 from functron.optim.average import with_average
-from functron.optim.contrib.adafactor import adafactor
-from functron.optim.contrib.adam_mini import adam_mini, blocks
-from functron.optim.contrib.lion import lion
+from functron.optim.contrib.compact import adafactor, adam_mini, blocks, lion
 from functron.optim.contrib.soap import soap
 from functron.optim.finite import (
     LossScale,
@@ -148,7 +146,7 @@ class MuonConfig:
 
 @dataclass(frozen=True)
 class AdafactorConfig:
-    """Options of Adafactor alone; see `functron.optim.contrib.adafactor`.
+    """Options of Adafactor alone; see `functron.optim.contrib.compact`.
 
     Attributes:
         relative_step: the paper's learning rate, min(0.01, 1/sqrt(t)), in place of the schedule.

@@ -5,9 +5,8 @@ layer are quantised and how; `product` makes of it the function ``(x, w) -> y`` 
 in place of ``x @ w``, and `grouped_product` that of a layer's experts.
 """
 
-from functron.precision.policy import POLICIES, Policy
 from functron.precision.product import grouped_product, history_def, product, quantised
-from functron.precision.recipe import RECIPES, Contraction, Recipe
+from functron.precision.recipe import POLICIES, RECIPES, Contraction, Policy, Recipe
 from functron.precision.weights import encoder
 
 __all__ = [

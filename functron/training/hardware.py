@@ -1,12 +1,14 @@
 """Rates of machines: of products, memory and disks on each rank, and of collectives on each axis.
 
 `measure` finds them before a run, names what is slower than the rest, and what it returns is kept
-as JSON. Data sheets have the rates of the products of some GPUs, which are the 100% of MFU.
+as JSON, and as the file of a machine that `functron.plan` plans for. Data sheets have the rates of
+the products of some GPUs, which are the 100% of MFU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -15,8 +17,8 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.plan.hardware import Domain, Hardware, Network, hardware_of, num_steps
 from functron.spmd import BoundMesh, P, shard_map
 from functron.spmd import collectives as lax
 
@@ -63,24 +66,32 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     return measured_flops(device, dtype)
 
 
-_SLOW_SECONDS = 0.0004
+_ENOUGH_SECONDS = 0.001
 
 
 def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1024) -> float:
-    """The rate of the fastest of five products of ``[size, size]`` matrices, in FLOP/s.
+    """The rate of the fastest of five products of square matrices, in FLOP/s.
 
-    Takes some 0.1 seconds on two CPU cores. Where products of 128 rows already take long (CPUs have
-    no fast ones of float16), the rate is that of these.
+    The matrices have 128 rows, 256 and so on, up to `size`, until a product takes a millisecond,
+    beside which what the clock misses and the start of threads are small. Takes some 0.03 seconds
+    on a CPU.
     """
     device = torch.device(device)
-
-    def fastest(rows: int) -> float:
+    rows = min(size, 128)
+    while True:
         a = torch.ones(rows, rows, dtype=dtype, device=device)
-        return min(_seconds(lambda: torch.mm(a, a), device, 5))
+        seconds = min(_seconds(functools.partial(torch.mm, a, a), device, 5))
+        if seconds > _ENOUGH_SECONDS or rows == size:
+            return 2 * rows**3 / seconds
+        rows = min(2 * rows, size)
 
-    small = min(size, 128)
-    rows = small if fastest(small) > _SLOW_SECONDS else size
-    return 2 * rows**3 / fastest(rows)
+
+def measured_bandwidth(device: torch.device | str) -> float:
+    """The bytes per second that copies on a device read and write together."""
+    device = torch.device(device)
+    a = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    b = torch.ones_like(a)
+    return 2 * len(a) / min(_seconds(lambda: b.copy_(a), device, _REPEATS))
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
@@ -202,7 +213,7 @@ _LEAST = 3  # of two one is always the slower one, and which is wrong cannot be 
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Measurement:
     """The rates of the ranks of a mesh, and of the collectives among them.
 
     Attributes:
@@ -228,7 +239,7 @@ class Hardware:
         unfinished.replace(path)
 
     @staticmethod
-    def load(path: str | Path) -> Hardware:
+    def load(path: str | Path) -> Measurement:
         """What `save` wrote.
 
         Raises:
@@ -244,7 +255,7 @@ class Hardware:
         if kind != FORMAT:
             refuse(title, str(path), f"format {kind!r:.60}", f"format {FORMAT}", fix)
         try:
-            made = Hardware(
+            made = Measurement(
                 _text(found["mesh"]),
                 tuple(_rank(row) for row in found["ranks"]),
                 tuple(_link(row) for row in found["links"]),
@@ -292,6 +303,45 @@ class Hardware:
                         f"{link.axis} {share}"
                     )
 
+    def machine(self) -> Hardware:
+        """What was measured as a machine that `functron.plan` plans for: `Hardware.to_toml`.
+
+        The machine that is known by its device, with the median rates of products, memory and
+        host; of collectives in groups within one host for its domain, and across hosts for its
+        network, of the largest message, and the latency of the smallest.
+
+        Raises:
+            ValueError: no machine is known with this GPU; what could not be measured is its own.
+        """
+        base = hardware_of(self.ranks[0].device)
+        rates = {
+            name: statistics.median(one.rates[name] for one in self.ranks if name in one.rates)
+            for name in self.ranks[0].rates
+        }
+        hosts = [one.host for one in self.ranks]
+        made = _with_rates(base, rates)
+        domain = replace(made.domain, gpus=max(map(hosts.count, hosts)))
+        domain, network = self._connections(domain, made.network)
+        unseen = replace(base.calibration, rows=0, software="", kin="")
+        measured = f"{base.name}, measured on {len({*hosts})} x {hosts.count(hosts[0])}"
+        return replace(made, name=measured, domain=domain, network=network, calibration=unseen)
+
+    def _connections(self, domain: Domain, network: Network) -> tuple[Domain, Network]:
+        """Both with the rates of the links that were measured within them."""
+        hosts = [one.host for one in self.ranks]
+        links = [link for link in self.links if link.op in ("psum", "all_gather", "psum_scatter")]
+        near: dict[int, list[Link]] = {}
+        for link in links:  # by how many ranks of a group share a host; 0: all
+            shares = [hosts[rank] for rank in link.groups[0]]
+            count = max(map(shares.count, shares))
+            near.setdefault(0 if count == len(shares) else count, []).append(link)
+        if inside := near.pop(0, []):
+            domain = replace(domain, efficiency=1.0, **_reached(inside, 1))
+        if near:
+            count, outside = min(near.items())
+            network = replace(network, efficiency=1.0, **_reached(outside, count))
+        return domain, network
+
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for one in self.ranks for name in one.rates))
         head = ["rank", "host", "device", *names]
@@ -336,6 +386,31 @@ class Hardware:
             y_label="GB/s that a rank sends",
             others=dict(others),
         )
+
+
+def _reached(links: Sequence[Link], share: int) -> dict[str, float]:
+    """The median rate of these links, of which `share` ranks have one each, and their latency."""
+    rate = statistics.median(link.bytes_per_second for link in links) / share
+    steps = [link.latency_seconds / num_steps(link.op, len(link.groups[0])) for link in links]
+    return {"bytes_per_second": rate, "latency_seconds": statistics.median(steps)}
+
+
+def _with_rates(base: Hardware, rates: Mapping[str, float]) -> Hardware:
+    """A machine with measured rates of products, memory and host in the place of its own."""
+    peaks, matmul = dict(base.peak_flops), base.matmul
+    found = {n: rates[f"{n} matmul"] for n in peaks if f"{n} matmul" in rates}
+    if base.name == hardware_of("cpu").name:  # whose peak nobody knows
+        peaks |= {name: rate / matmul.efficiency for name, rate in found.items()}
+    elif "bfloat16" in found:
+        size = _ROWS["cuda"]
+        whole = matmul.utilisation(size, size, size) / matmul.efficiency
+        matmul = replace(matmul, efficiency=min(1.0, found["bfloat16"] / peaks["bfloat16"] / whole))
+    memory = base.memory
+    if "memory" in rates:
+        memory = replace(memory, bytes_per_second=rates["memory"] / memory.efficiency)
+    sent = rates.get("to device", base.host.bytes_per_second)
+    host = replace(base.host, bytes_per_second=sent)
+    return replace(base, peak_flops=peaks, matmul=matmul, memory=memory, host=host)
 
 
 _DISK = ("disk write", "disk read")
@@ -403,7 +478,7 @@ def measure(
     folder: str | Path = ".",
     *,
     largest_bytes: int = 0,
-) -> Hardware:
+) -> Measurement:
     """The rates of all ranks of a mesh and of their collectives, the same on every rank.
 
     Every rank calls it. All measure their products, memory and disk at the same time, as they will
@@ -446,7 +521,7 @@ def measure(
             links.append(Link(axis, op, groups, sizes, tuple(map(tuple, rows))))
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     text = ",".join(f"{name}={size}" for name, size in mesh.mesh.axes)
-    return Hardware(text, tuple(ranks), tuple(links), versions, time.time())
+    return Measurement(text, tuple(ranks), tuple(links), versions, time.time())
 
 
 def _device_name(device: torch.device) -> str:
@@ -487,12 +562,10 @@ def _rates(device: torch.device, folder: Path) -> dict[str, float]:
         f"{name} matmul": measured_flops(device, getattr(torch, name), _ROWS[device.type])
         for name in _DTYPES[device.type]
     }
-    a = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    b = torch.ones_like(a)
-    found["memory"] = 2 * len(a) / min(_seconds(lambda: b.copy_(a), device, _REPEATS))
+    found["memory"] = measured_bandwidth(device)
     if device.type == "cuda":
         host = torch.zeros(_COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
-        there = a[: len(host)]
+        there = torch.zeros(len(host), dtype=torch.uint8, device=device)
         found["to device"] = len(host) / min(_seconds(lambda: there.copy_(host), device, _REPEATS))
         found["from device"] = len(host) / min(
             _seconds(lambda: host.copy_(there), device, _REPEATS)

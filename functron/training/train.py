@@ -450,6 +450,7 @@ def train(
     *,
     began: float | None = None,
     hung: Callable[[str, bool], None] = watchdog.ended,
+    also: Callable[[], records.Reporter] | None = None,
 ) -> Outcome:
     """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
 
@@ -463,6 +464,7 @@ def train(
         began: when the process did, by ``time.monotonic()``: `TrainConfig.exit_after` counts from
             then; None: now.
         hung: ends the process where the job hangs; see `functron.training.watchdog.Watchdog`.
+        also: makes one more reporter of records, for rank 0.
 
     Raises:
         FloatingPointError: loss or gradients are not finite, or an anomaly is one too many; or
@@ -500,7 +502,7 @@ def train(
             phase = _both(phase, compared.stopwatch.phase)
         while True:
             guard = _guard(run, write, past)
-            outcome = _stretch(run, out, job, stop, guard, write, peak, phase, compared)
+            outcome = _stretch(run, out, job, stop, guard, write, peak, phase, compared, also)
             phase("restore", outcome.history[-1]["step"] if outcome.history else run.start)
             history += outcome.history
             found = guard.found
@@ -559,6 +561,7 @@ def _stretch(
     peak: float,
     phase: Callable[[str, int], None],
     compared: Comparison | None,
+    also: Callable[[], records.Reporter] | None,
 ) -> Outcome:
     """The steps of `run` until all are taken, someone asks to stop, or an anomaly ends them."""
     config, family, scaled = run.config, run.config.family, run.config.optimizer.loss_scale
@@ -615,7 +618,7 @@ def _stretch(
             remember_every=config.memory_save_every,
             evaluate=evaluated,
             evaluate_every=config.eval_every,
-            reporters=reporters(config, out, run.start) if job.main else [],
+            reporters=_reporters(run, out, also) if job.main else [],
             agree=lambda number: int(job.across(number, dist.ReduceOp.MAX)),
             watch=run.watch,
             stop=stop,
@@ -629,6 +632,12 @@ def _stretch(
             phase=phase,
             ranks=(lambda index: {}) if compared is None else compared.gathered,
         )
+
+
+def _reporters(
+    run: Run, out: Path | None, also: Callable[[], records.Reporter] | None
+) -> list[records.Reporter]:
+    return [*reporters(run.config, out, run.start), *([] if also is None else [also()])]
 
 
 def _both(*phases: Callable[[str, int], None]) -> Callable[[str, int], None]:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata as metadata
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ import functron
 from functron.cli import doctor
 from functron.cli.main import main
 from functron.ops import launch, nvrtc
-from functron.training.hardware import Hardware
+from functron.plan import hardware
+from functron.training.hardware import Measurement
 
 
 def looked_for() -> dict[str, doctor.Finding]:
@@ -240,7 +242,7 @@ def test_ranks_of_a_mesh_are_measured(tmp_path, in_processes):
     out.parent.mkdir()
     words = ["--mesh", "dp=2,pp=1", "--largest-bytes", "16384", "--out", str(out)]
     done = in_processes(2, "doctor", *words)
-    found = Hardware.load(out)
+    found = Measurement.load(out)
     assert [one.rank for one in found.ranks] == [0, 1]
     assert {"float32 matmul", "memory", "disk write"} <= found.ranks[0].rates.keys()
     assert all(rate > 0 for one in found.ranks for rate in one.rates.values())
@@ -249,7 +251,16 @@ def test_ranks_of_a_mesh_are_measured(tmp_path, in_processes):
     assert all(link.bytes == (1024, 4096, 16384) for link in found.links)
     assert all(second > 0 for link in found.links for row in link.seconds for second in row)
     assert out.with_suffix(".svg").read_text().startswith("<svg")
-    assert sorted(path.name for path in out.parent.iterdir()) == ["rates.json", "rates.svg"]
+    assert sorted(path.name for path in out.parent.iterdir()) == [
+        "rates.json",
+        "rates.svg",
+        "rates.toml",
+    ]
+    machine = hardware(out.with_suffix(".toml"))
+    assert machine.domain.gpus == 2
+    assert machine.domain.bytes_per_second == pytest.approx(
+        statistics.median(link.bytes_per_second for link in found.links[:3])
+    )
     assert "no rank is slow" in done.stdout
 
 

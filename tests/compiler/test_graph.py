@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import functron as ft
-from functron.compiler import graph
+from functron.compiler import executable
+from functron.compiler.executable import WARM_UP_CALLS
 from functron.compiler.executable import compile as compile_program
-from functron.compiler.graph import WARM_UP_CALLS
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.program.parse import parse
 from tests.compiler.test_compile_steps import batch_of, training
@@ -68,8 +68,8 @@ def recorded(monkeypatch):
 
         return results, launch
 
-    monkeypatch.setattr(graph, "record", record)
-    monkeypatch.setattr(graph, "problems", lambda program: ())
+    monkeypatch.setattr(executable, "record", record)
+    monkeypatch.setattr(executable, "graph_problems", lambda program: ())
     return inputs
 
 
@@ -175,7 +175,7 @@ def test_programs_that_wait_for_the_host_are_refused():
     refused(ft.trace(lambda x: x * 2)(x), "argument 0", "cpu", "CUDA GPU")
     refused(on_cuda(prints, x), "debug_print at", "the host reads", "test_graph.py")
     refused(on_cuda(grouped, x, torch.ones(2, 8, 8), sizes), "grouped_matmul at", "bfloat16")
-    assert not list(graph.problems(on_cuda(lambda x: x * 2, x)))
+    assert not list(executable.graph_problems(on_cuda(lambda x: x * 2, x)))
 
 
 @pytest.mark.parametrize("room", [0, 4])
@@ -185,7 +185,7 @@ def test_exchanges_of_as_many_rows_as_there_are_are_refused(room):
 
     mapped = ft.shard_map(exchange, ft.Mesh(ep=2), (ft.P("ep"), ft.P("ep")), ft.P("ep"))
     program = on_cuda(mapped, torch.ones(8, 3), torch.ones(4, dtype=torch.int64))
-    found = list(graph.problems(program))
+    found = list(executable.graph_problems(program))
     assert len(found) == (0 if room else 1)
     assert all("as many rows as there are" in problem.got for problem in found)
 

@@ -10,20 +10,20 @@ from functools import partial
 
 import pytest
 import torch
-from tests.test_params import bound
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, lora, ops, random, tree
 from functron.models import mup
 from functron.models.lora import LoRA
 from functron.nn.moe import MoEConfig
-from functron.optim.contrib import adam_mini
+from functron.optim.contrib import compact
 from functron.pipeline import Partition, even_layout, make
 from functron.program.equations import Scan
 from functron.spmd.params import Normal, ParamDef, init_params
 from functron.training.config import TrainConfig
 from functron.training.convert import upcycle
 from functron.training.run import prepare
+from tests.spmd.test_params import bound
 
 TOLERANCE = 1e-10
 GROUP = 2
@@ -200,7 +200,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"fused_projections: .*latent attention"):
         replace(CASES["deepseek"], moe=None, dense_layers=0, gated=False, fused_projections=True)
     with pytest.raises(ValueError, match=r"qkv/w: got queries, keys.*fused_projections=False"):
-        adam_mini.blocks(gpt.defs(config))
+        compact.blocks(gpt.defs(config))
     with pytest.raises(ValueError, match=r"pieces .* wanted as many entries"):
         ParamDef((4, 3, 2), ("embed", None, None), Normal(1.0), pieces=(("q", 1), ("k", 1)))
 

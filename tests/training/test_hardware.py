@@ -9,9 +9,10 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
+from functron.plan import hardware
 from functron.training.hardware import (
-    Hardware,
     Link,
+    Measurement,
     Rank,
     measured_flops,
     peak_flops,
@@ -35,10 +36,32 @@ def link(op="psum", seconds=((1e-5, 1e-3),) * 4):
 
 
 def test_a_file_holds_what_was_measured(tmp_path):
-    made = Hardware("dp=4,tp=2", ranks(8), (link(), link("ppermute")), {"torch": "2.13"}, 5.0)
+    made = Measurement("dp=4,tp=2", ranks(8), (link(), link("ppermute")), {"torch": "2.13"}, 5.0)
     made.save(tmp_path / "hardware.json")
-    assert Hardware.load(tmp_path / "hardware.json") == made
+    assert Measurement.load(tmp_path / "hardware.json") == made
     assert [path.name for path in tmp_path.iterdir()] == ["hardware.json"]
+
+
+def test_a_machine_of_what_was_measured():
+    """By hand: pairs within a host for its domain, pairs across hosts for the network."""
+    far = Link("dp", "psum", ((0, 4), (1, 5), (2, 6), (3, 7)), (1024, 1 << 20), ((4e-5, 4e-3),) * 4)
+    found = Measurement("dp=2,tp=4", ranks(8), (link(), far)).machine()
+    base = hardware("cpu")
+    assert (found.domain.gpus, found.domain.efficiency) == (4, 1.0)
+    assert found.domain.bytes_per_second == pytest.approx((1 << 20) / 1e-3)
+    assert found.domain.latency_seconds == pytest.approx(1e-5 / 2)  # there and back
+    assert found.network.bytes_per_second == pytest.approx((1 << 20) / 4e-3)
+    assert found.network.latency_seconds == pytest.approx(4e-5 / 2)
+    assert found.memory_seconds(1e11) == pytest.approx(1.0)
+    # large products reach what was measured: the tiles of a CPU are small
+    seconds = found.matmul_seconds(4096, 4096, 4096, torch.float32)
+    assert 2 * 4096**3 / seconds == pytest.approx(1e12, rel=0.02)
+    assert found.calibration.spread == base.calibration.spread
+    gpus = tuple(dataclasses.replace(one, device="NVIDIA H100 80GB HBM3") for one in ranks(2))
+    assert Measurement("dp=2", gpus, ()).machine().peak(torch.bfloat16) == 989e12
+    unknown = (dataclasses.replace(gpus[0], device="NVIDIA GeForce GTX 1080"),)
+    with pytest.raises(ValueError, match="a known GPU"):
+        Measurement("dp=1", unknown, ()).machine()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +84,7 @@ def test_four_ranks_of_a_ring_send_three_quarters():
 def test_what_is_slow_is_named():
     slow = {"rank5": {"float32 matmul": 0.7e12}, "rank2": {"memory": 0.85e11}}
     slowest = ((1e-5, 1e-3), (1e-5, 1.1e-3), (1e-5, 1e-3), (1e-5, 2e-3))
-    made = Hardware("dp=4,tp=2", ranks(8, **slow), (link(seconds=slowest), link("ppermute")))
+    made = Measurement("dp=4,tp=2", ranks(8, **slow), (link(seconds=slowest), link("ppermute")))
     assert made.slow() == [
         "rank 5 on h1: float32 matmul 0.70 of the median of 8",
         "ranks 6, 7 on h1: psum over tp 0.53 of the median of 4 groups",
@@ -72,24 +95,25 @@ def test_what_is_slow_is_named():
 def test_disks_are_those_of_hosts():
     """Two ranks of a host share its disk: one that waits for the other is not slow."""
     shared = {"rank0": {"disk write": 0.4e9}, "rank1": {"disk write": 1.6e9}}
-    assert Hardware("dp=6", ranks(6, hosts=3, **shared), ()).slow() == []
+    assert Measurement("dp=6", ranks(6, hosts=3, **shared), ()).slow() == []
     slow = {"rank4": {"disk write": 0.5e9}, "rank5": {"disk write": 0.5e9}}
-    (text,) = Hardware("dp=6", ranks(6, hosts=3, **slow), ()).slow()
+    (text,) = Measurement("dp=6", ranks(6, hosts=3, **slow), ()).slow()
     assert text == "h2: disk write 0.50 of the median of 3"
 
 
 def test_of_two_none_can_be_told():
     slow = {"rank1": {"float32 matmul": 1e11}}
     assert (
-        Hardware("dp=2", ranks(2, **slow), (link(seconds=((1.0, 1.0), (1.0, 9.0))),)).slow() == []
+        Measurement("dp=2", ranks(2, **slow), (link(seconds=((1.0, 1.0), (1.0, 9.0))),)).slow()
+        == []
     )
 
 
 def test_the_picture_has_a_curve_for_each_link():
-    picture = Hardware("dp=4,tp=2", ranks(8), (link(), link("ppermute"))).picture()
+    picture = Measurement("dp=4,tp=2", ranks(8), (link(), link("ppermute"))).picture()
     texts = [node.text for node in ET.fromstring(picture).iter() if node.text]
     assert any("ppermute over tp" in text for text in texts)
-    ET.fromstring(Hardware("dp=1", ranks(1, hosts=1), ()).picture())
+    ET.fromstring(Measurement("dp=1", ranks(1, hosts=1), ()).picture())
 
 
 @pytest.mark.parametrize(
@@ -105,10 +129,10 @@ def test_the_picture_has_a_curve_for_each_link():
 )
 def test_another_file_is_refused(tmp_path, change, reason):
     path = tmp_path / "hardware.json"
-    Hardware("dp=8", ranks(8), (link(),)).save(path)
+    Measurement("dp=8", ranks(8), (link(),)).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match="cannot read the rates of machines") as caught:
-        Hardware.load(path)
+        Measurement.load(path)
     assert reason in str(caught.value)
 
 

@@ -1,0 +1,606 @@
+"""Optimizers that keep less than Adam: Adafactor, Adam-mini and Lion.
+
+| optimizer | keeps of a matrix ``[n, m]``, besides the mean of its gradients |
+|-----------|-----------------------------------------------------------------|
+| Adafactor | ``n + m`` second moments, of rows and columns; and no mean where none is asked for |
+| Adam-mini | one second moment a block: a head, an output neuron, a row of the vocabulary |
+| Lion      | nothing |
+
+Adafactor (Shazeer and Stern 2018), "Adaptive Learning Rates with Sublinear Memory Cost",
+https://arxiv.org/abs/1804.04235, is here in Optax's terms, each of whose parts is by itself. Every
+layer of a stack, and every expert, is a parameter by itself, as in a model that does not stack
+them. Means over sharded dims are all-reductions of rows, columns and single numbers.
+
+Adam-mini (Zhang et al. 2024), "Use Fewer Learning Rates To Gain More",
+https://arxiv.org/abs/2406.16793: the Hessian of a transformer is near block-diagonal, with blocks
+of about one size of curvature: a token of an embedding, a head of queries or keys, an output neuron
+of any other matrix. Each has one second moment, the mean of its squared gradients.
+
+Lion (Chen et al. 2023), "Symbolic Discovery of Optimization Algorithms",
+https://arxiv.org/abs/2302.06675: the sign of a momentum, which is all that it remembers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.ops.foreach import foreach_
+from functron.optim.average import ema
+from functron.optim.mask import Mask, add_decayed_weights
+from functron.optim.schedules import LearningRate, increment_, new_count, scale_by_learning_rate
+from functron.optim.transformation import (
+    GradientTransformation,
+    bindable,
+    chain,
+    scale,
+    stateless,
+    transformation,
+)
+from functron.optim.zero import (
+    Whole,
+    flat_specs,
+    mean,
+    num_stacked,
+    root_mean_square,
+    unpadded,
+    wholes,
+    without,
+)
+from functron.spmd.spec import P, is_spec
+
+
+class FactoredState(NamedTuple):
+    """The second moments of `scale_by_factored_rms`.
+
+    Attributes:
+        count: number of updates so far; int64, 0-dim.
+        v_row: means over the larger of two dims, of the parameters that are factored; else None.
+        v_col: means over the smaller.
+        v: of the parameters that are not factored, like them; else None.
+    """
+
+    count: Any
+    v_row: tree.Tree
+    v_col: tree.Tree
+    v: tree.Tree
+
+
+def factored_dims(leaf: Whole, min_dim_size: int = 128) -> tuple[int, int] | None:
+    """The second largest dim of a parameter and the largest; None where that is too small.
+
+    Stacked dims do not count. Of dims with equal sizes the later one counts as larger.
+    """
+    dims = sorted(leaf.own, key=lambda dim: leaf.shape[dim])
+    if len(dims) < 2 or leaf.shape[dims[-2]] < min_dim_size:
+        return None
+    return dims[-2], dims[-1]
+
+
+@public
+@bindable
+def scale_by_factored_rms(
+    factored: bool = True,
+    decay_rate: float = 0.8,
+    step_offset: int = 0,
+    min_dim_size_to_factor: int = 128,
+    epsilon: float = 1e-30,
+    *,
+    defs: tree.Tree = None,
+    specs: tree.Tree = None,
+) -> GradientTransformation:
+    """Updates ``g / sqrt(V)``, where V is the outer product of the rows' and the columns' means.
+
+    ``r = b r + (1 - b) mean(g^2 + epsilon)`` over the columns, c likewise over the rows,
+    ``V = r c / mean(r)``, with ``b = 1 - t^-decay_rate`` at update t: section 4 of the paper, and
+    Optax's `scale_by_factored_rms`. Float32 at least.
+
+    Collectives: of every factored leaf that is sharded three all-reductions, of its rows, of its
+    columns, and of one number per stacked matrix, over the axes that split the dims in question.
+
+    Args:
+        factored: False: no parameter is factored.
+        decay_rate: the exponent by which the decay approaches 1.
+        step_offset: the count at which the decay begins.
+        min_dim_size_to_factor: parameters whose second largest dim is smaller have a full V.
+        epsilon: added to squared gradients.
+        defs: the parameters' `ParamDef`s, which tell global sizes and stacked dims; None: the sizes
+            seen, where nothing is sharded or stacked.
+        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
+
+    Raises:
+        ValueError: (when called) parameters are not what `defs` and `specs` say.
+    """
+
+    def dims_of(leaf: Whole) -> tuple[int, int] | None:
+        return factored_dims(leaf, min_dim_size_to_factor) if factored else None
+
+    def init(params):
+        rows = [
+            _zeros(p, leaf, dims_of(leaf))
+            for p, leaf in zip(tree.leaves(params), wholes(params, defs, specs), strict=True)
+        ]
+        return FactoredState(new_count(params), *_columns(params, rows, 3))
+
+    def update(updates, state, params=None):
+        # float64, as the decay is near 1 and 1 minus it is what matters
+        step = state.count.to(torch.float64) - step_offset + 1
+        decay = 1 - step ** (-decay_rate)
+        leaves = wholes(updates, defs, specs)
+        parts = (tree.same_structure(updates, part) for part in state[1:])
+        rows = [
+            _factored(g, (r, c, v), leaf, dims_of(leaf), decay, epsilon)
+            for g, r, c, v, leaf in zip(tree.leaves(updates), *parts, leaves, strict=True)
+        ]
+        out, *new = _columns(updates, rows, 4)
+        return out, FactoredState(state.count + 1, *new)
+
+    def state_specs(param_specs):
+        if defs is None:
+            return FactoredState(P(), *[_replicated(param_specs)] * 3)
+        leaves = [Whole(p, tuple(d.shape), num_stacked(d)) for p, d in _named(defs)]
+        rows = [
+            _specs(spec, dims_of(leaf))
+            for spec, leaf in zip(flat_specs(param_specs, defs), leaves, strict=True)
+        ]
+        return FactoredState(P(), *_columns(defs, rows, 3))
+
+    return transformation(init, update, state_specs)
+
+
+def _named(defs: tree.Tree):
+    return zip(tree.paths(defs), tree.leaves(defs), strict=True)
+
+
+def _columns(like: tree.Tree, rows: list[tuple], count: int) -> list[tree.Tree]:
+    structure = tree.structure(like)
+    return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(count)]
+
+
+def _replicated(param_specs: tree.Tree) -> tree.Tree:
+    sharded = [s for s in tree.leaves(param_specs, is_spec) if any(s)]
+    if sharded:
+        wanted = f"the parameters' defs, for specs such as {sharded[0]}"
+        refuse("adafactor cannot tell how its state is sharded", "defs", "None", wanted)
+    return tree.map(lambda _: P(), param_specs, is_leaf=is_spec)
+
+
+def _specs(spec: P | None, dims: tuple[int, int] | None) -> tuple:
+    if dims is None or spec is None:
+        return None, None, spec
+    return without(spec, [dims[1]]), without(spec, [dims[0]]), None
+
+
+def _zeros(param: torch.Tensor, leaf: Whole, dims: tuple[int, int] | None) -> tuple:
+    zeros = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
+    if dims is None:
+        return None, None, zeros
+    low, high = dims  # means, as only these are the same on ranks that have parts of what is gone
+    return mean(zeros, [high], leaf).squeeze(high), mean(zeros, [low], leaf).squeeze(low), None
+
+
+def _factored(
+    g: torch.Tensor, state: tuple, leaf: Whole, dims: tuple[int, int] | None, decay, epsilon: float
+) -> tuple:
+    """The update of a leaf, and its state afterwards."""
+    wide = torch.promote_types(g.dtype, torch.float32)
+    g32, decay = g.to(wide), decay.to(wide)
+    square = g32.square()
+    row, col, full = state
+    if dims is None:
+        full = decay * full + (1 - decay) * (square + epsilon)
+        return (g32 * full**-0.5).to(g.dtype), None, None, full
+    low, high = dims
+
+    def averaged(before, dim):
+        now = mean(square, [dim], leaf) + epsilon
+        return decay * before.unsqueeze(dim) + (1 - decay) * now
+
+    rows, cols = averaged(row, high), averaged(col, low)
+    middle = mean(unpadded(rows, low, leaf), [low], leaf)
+    out = g32 * (rows / middle) ** -0.5 * cols**-0.5
+    return out.to(g.dtype), rows.squeeze(high), cols.squeeze(low), None
+
+
+@public
+@bindable
+def clip_by_block_rms(
+    threshold: float, *, defs: tree.Tree = None, specs: tree.Tree = None
+) -> GradientTransformation:
+    """Updates ``u / max(1, rms(u) / threshold)``, parameter by parameter; Optax's.
+
+    One all-reduce of a number per stacked matrix for every leaf that is sharded.
+
+    Args:
+        threshold: the largest root mean square.
+        defs, specs: see `scale_by_factored_rms`.
+    """
+
+    def one(u: torch.Tensor, leaf: Whole) -> torch.Tensor:
+        wide = u.to(torch.promote_types(u.dtype, torch.float32))
+        return (wide / (root_mean_square(wide, leaf) / threshold).clamp(min=1)).to(u.dtype)
+
+    return stateless(lambda updates, params: _each(one, updates, defs, specs))
+
+
+@public
+@bindable
+def scale_by_param_block_rms(
+    min_scale: float = 1e-3, *, defs: tree.Tree = None, specs: tree.Tree = None
+) -> GradientTransformation:
+    """Updates ``u max(min_scale, rms(parameter))``, parameter by parameter; Optax's.
+
+    One all-reduce of a number per stacked matrix for every leaf that is sharded.
+
+    Args:
+        min_scale: for parameters that begin at 0.
+        defs, specs: see `scale_by_factored_rms`.
+
+    Raises:
+        ValueError: (when called) no parameters given.
+    """
+
+    def one(u: torch.Tensor, p: torch.Tensor, leaf: Whole) -> torch.Tensor:
+        wide = p.to(torch.promote_types(p.dtype, torch.float32))
+        return (u * root_mean_square(wide, leaf).clamp(min=min_scale)).to(u.dtype)
+
+    def run(updates, params):
+        if params is None:
+            raise ValueError(
+                "scale_by_param_block_rms: got params=None; wanted the parameters whose size "
+                "scales their updates; fix: call update(grads, state, params)"
+            )
+        leaves = wholes(updates, defs, specs)
+        rows = zip(tree.leaves(updates), tree.same_structure(updates, params), leaves, strict=True)
+        return tree.unflatten(tree.structure(updates), [one(*row) for row in rows])
+
+    return stateless(run)
+
+
+def _each(fn, updates: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> tree.Tree:
+    rows = zip(tree.leaves(updates), wholes(updates, defs, specs), strict=True)
+    return tree.unflatten(tree.structure(updates), [fn(*row) for row in rows])
+
+
+@public
+def adafactor(
+    learning_rate: LearningRate | None = None,
+    min_dim_size_to_factor: int = 128,
+    decay_rate: float = 0.8,
+    decay_offset: int = 0,
+    multiply_by_parameter_scale: bool = True,
+    clipping_threshold: float | None = 1.0,
+    momentum: float | None = None,
+    *,
+    weight_decay_rate: LearningRate | None = None,
+    eps: float = 1e-30,
+    factored: bool = True,
+    weight_decay_mask: Mask = None,
+    momentum_dtype: torch.dtype = torch.float32,
+    defs: tree.Tree = None,
+    specs: tree.Tree = None,
+) -> GradientTransformation:
+    """Adafactor, with Optax's arguments and order: for matrices no state but rows and columns.
+
+    `scale_by_factored_rms`, `clip_by_block_rms`, the learning rate, `scale_by_param_block_rms`, a
+    mean of updates, and decay. The paper's relative step size is `relative_step` as the learning
+    rate. Collectives are those of the parts.
+
+    Args:
+        learning_rate: a number, a schedule, or None: 1.
+        min_dim_size_to_factor, decay_rate, eps, factored, defs, specs: see `scale_by_factored_rms`.
+        decay_offset: its `step_offset`.
+        multiply_by_parameter_scale: the learning rate is relative to the parameter's size.
+        clipping_threshold: largest root mean square of an update before the learning rate; None:
+            no clipping.
+        momentum: decay of a mean of the updates; None: none, and no memory for it.
+        weight_decay_rate: added to the updates times the parameters, a number or a schedule; not
+            multiplied by the learning rate. None: no decay.
+        weight_decay_mask: see `add_decayed_weights`.
+        momentum_dtype: how the mean of updates is stored.
+    """
+    where = {"defs": defs, "specs": specs}
+    parts = [
+        scale_by_factored_rms(
+            factored, decay_rate, decay_offset, min_dim_size_to_factor, eps, **where
+        )
+    ]
+    if clipping_threshold is not None:
+        parts.append(clip_by_block_rms(clipping_threshold, **where))
+    if learning_rate is not None:
+        parts.append(scale_by_learning_rate(learning_rate, flip_sign=False))
+    if multiply_by_parameter_scale:
+        parts.append(scale_by_param_block_rms(**where))
+    if momentum is not None:
+        parts.append(ema(momentum, debias=False, dtype=momentum_dtype))
+    if weight_decay_rate is not None:
+        parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
+    return chain(*parts, scale(-1.0))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Which dims of a parameter are within a block, and which number blocks.
+
+    Attributes:
+        dims: that a block has whole; there is a block for every position in the others.
+    """
+
+    dims: tuple[int, ...]
+
+
+def blocks(defs: tree.Tree) -> tree.Tree:
+    """Of every parameter the `Block` that algorithm 3 of the paper gives it, of its logical axes.
+
+    Tables outside of layers (embedding, unembedding, positions) have a block per row of the
+    vocabulary or position; queries and keys (parts of a path called q or k) one per head; other
+    matrices one per output, whatever dims these are stored in; what does not decay (norms and
+    biases) is one block. Every layer and expert of a stack has its own.
+
+    Raises:
+        ValueError: queries and keys are joined in one parameter with values, whose blocks are
+            others.
+    """
+    fix = "set fused_projections=False, or use another optimizer"
+    raise_problems(
+        "Adam-mini has no blocks for these parameters",
+        [
+            Problem(path, "queries, keys and values joined", "each a parameter", fix)
+            for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+            if not {"q", "k"}.isdisjoint(name for name, _ in d.pieces)
+        ],
+    )
+    return tree.map_with_path(_block, defs)
+
+
+def _block(path: str, d: Any) -> Block:
+    first = num_stacked(d)
+    own = range(first, len(d.shape))
+    names = d.axes[first:]
+    if not d.decay or len(own) < 2:
+        kept = []
+    elif "vocab" in names:
+        kept = [first + names.index("vocab")]
+    elif not first and names[-1] == "embed":
+        kept = [0]
+    elif not {"q", "k"}.isdisjoint(path.split("/")) and (heads := _heads(names)) is not None:
+        kept = [first + heads]
+    elif names[-1] == "embed" and names[0] != "embed":
+        kept = [own[-1]]
+    else:
+        kept = list(own[1:])
+    return Block(tuple(dim for dim in own if dim not in kept))
+
+
+def _heads(names: tuple) -> int | None:
+    return next((i for i, name in enumerate(names) if name in ("heads", "kv_heads")), None)
+
+
+class ScaleByAdamMiniState(NamedTuple):
+    """Adam-mini's moments.
+
+    Attributes:
+        count: number of updates so far; int64, 0-dim.
+        mu: running mean of the gradients, like the parameters.
+        nu: running mean of their squares' means over blocks: the parameters' dims without those.
+    """
+
+    count: Any
+    mu: tree.Tree
+    nu: tree.Tree
+
+
+@public
+@bindable
+def scale_by_adam_mini(
+    blocks: tree.Tree,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    mu_dtype: torch.dtype | None = None,
+    defs: tree.Tree = None,
+    specs: tree.Tree = None,
+) -> GradientTransformation:
+    """Updates ``mu_hat / (sqrt(nu_hat) + eps)``, with ``nu = b2 nu + (1 - b2) mean(g^2)`` by block.
+
+    Algorithm 1 of the paper: Adam's corrections of the bias; eps after the root. nu is float32 at
+    least.
+
+    Collectives: of every leaf whose blocks ranks divide one all-reduce of nu, over these ranks.
+
+    Args:
+        blocks: a `Block` for every leaf that this sees, a prefix tree, as `blocks` gives them.
+        b1: decay of the mean of gradients, per update.
+        b2: decay of the mean of squared gradients, per update.
+        eps: added to the root.
+        mu_dtype: how mu is stored; None: as the parameter is.
+        defs: the parameters' `ParamDef`s, for global sizes; None: the sizes seen, where nothing is
+            sharded.
+        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
+
+    Raises:
+        ValueError: (when called) parameters are not what `defs` and `specs` say.
+    """
+
+    def blocks_of(value: tree.Tree) -> list[Block]:
+        return tree.broadcast_prefix(blocks, value, what="blocks", wanted="a Block")
+
+    def init(params):
+        leaves, structure = tree.flatten(params)
+        rows = zip(leaves, blocks_of(params), wholes(params, defs, specs), strict=True)
+        nu = [  # means, as only these are the same on ranks that have parts of a block
+            _first(mean(torch.zeros_like(p, dtype=_wide(p)), b.dims, leaf), b.dims)
+            for p, b, leaf in rows
+        ]
+        mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
+        return ScaleByAdamMiniState(new_count(params), mu, tree.unflatten(structure, nu))
+
+    def update(updates, state, params=None):
+        count = state.count + 1
+        steps = count.to(torch.float64)  # for 1 - b2 loses digits, as in scale_by_adam
+        bias1, bias2 = 1 - b1**steps, 1 - b2**steps
+
+        def one(g, mu, nu, block: Block, leaf: Whole):
+            g32 = g.to(_wide(g))
+            m = b1 * mu.to(g32.dtype) + (1 - b1) * g32
+            now = mean(g32.square(), block.dims, leaf)
+            v = b2 * nu.reshape(now.shape) + (1 - b2) * now
+            out = (m / bias1.to(m.dtype)) / ((v / bias2.to(v.dtype)).sqrt() + eps)
+            return out.to(g.dtype), m.to(mu.dtype), _first(v, block.dims)
+
+        flat, structure = tree.flatten(updates)
+        parts = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
+        rows = zip(flat, *parts, blocks_of(updates), wholes(updates, defs, specs), strict=True)
+        done = [one(*row) for row in rows]
+        out, mu, nu = (tree.unflatten(structure, [row[i] for row in done]) for i in range(3))
+        return out, ScaleByAdamMiniState(count, mu, nu)
+
+    def state_specs(param_specs):
+        flat = flat_specs(param_specs, blocks)
+        rows = zip(tree.leaves(blocks), flat, strict=True)
+        nu = [None if spec is None else without(spec, block.dims) for block, spec in rows]
+        return ScaleByAdamMiniState(P(), param_specs, tree.unflatten(tree.structure(blocks), nu))
+
+    return transformation(init, update, state_specs)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _first(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """x without these dims: what is at their first position."""
+    for dim in sorted(dims, reverse=True):
+        x = x.select(dim, 0)
+    return x.clone() if dims else x
+
+
+@public
+def adam_mini(
+    learning_rate: LearningRate,
+    blocks: tree.Tree,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    mask: Mask = None,
+    *,
+    mu_dtype: torch.dtype | None = None,
+    defs: tree.Tree = None,
+    specs: tree.Tree = None,
+) -> GradientTransformation:
+    """Adam-mini with decoupled weight decay: AdamW's rates and decays at half of its memory.
+
+    ``chain(scale_by_adam_mini(...), add_decayed_weights(...), scale_by_learning_rate(...))``.
+
+    Args:
+        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        blocks, b1, b2, eps, mu_dtype, defs, specs: see `scale_by_adam_mini`.
+        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
+    """
+    return chain(
+        scale_by_adam_mini(blocks, b1, b2, eps, mu_dtype=mu_dtype, defs=defs, specs=specs),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+class ScaleByLionState(NamedTuple):
+    """Lion's momentum.
+
+    Attributes:
+        count: number of updates so far; int64, 0-dim.
+        mu: running mean of the gradients, like the parameters.
+    """
+
+    count: Any
+    mu: tree.Tree
+
+
+@public
+def scale_by_lion(
+    b1: float = 0.9, b2: float = 0.99, *, mu_dtype: torch.dtype | None = None
+) -> GradientTransformation:
+    """Updates ``sign(b1 mu + (1 - b1) g)``, and then ``mu = b2 mu + (1 - b2) g``.
+
+    "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675, algorithm 2;
+    Optax's `scale_by_lion`. `update_` computes in the memory of gradients and momentum. No
+    collectives: each element by itself.
+
+    Args:
+        b1: weight of the momentum in the update.
+        b2: decay of the momentum, per update.
+        mu_dtype: how it is stored; None: as the parameter is.
+    """
+
+    def init(params):
+        mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
+        return ScaleByLionState(new_count(params), mu)
+
+    def update(updates, state, params=None):
+        out = tree.map(lambda g, m: ((1 - b1) * g + b1 * m).sign().to(g.dtype), updates, state.mu)
+        mu = tree.map(lambda g, m: ((1 - b2) * g + b2 * m).to(m.dtype), updates, state.mu)
+        return out, ScaleByLionState(state.count + 1, mu)
+
+    def update_(updates, state, params=None):
+        momenta = tree.same_structure(updates, state.mu, names=("updates", "the state's mu"))
+        gradients = tree.leaves(updates)
+        if any(g.dtype != m.dtype for g, m in zip(gradients, momenta, strict=True)):
+            return update(updates, state, params)
+        columns = {"momenta": momenta, "gradients": gradients}
+        foreach_(_combine(b1, b2), columns, paths=lambda: tree.paths(updates))
+        increment_([state.count])
+        return updates, state
+
+    return transformation(
+        init,
+        update,
+        specs=lambda param_specs: ScaleByLionState(P(), param_specs),
+        update_=update_,
+        elementwise=True,
+    )
+
+
+def _combine(b1: float, b2: float):
+    def kernel(momenta: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        ahead = torch._foreach_mul(gradients, 1 - b1)
+        torch._foreach_add_(ahead, torch._foreach_mul(momenta, b1))
+        torch._foreach_mul_(momenta, b2)
+        torch._foreach_mul_(gradients, 1 - b2)
+        torch._foreach_add_(momenta, gradients)
+        torch._foreach_copy_(gradients, torch._foreach_sign(ahead))
+
+    return kernel
+
+
+@public
+def lion(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    *,
+    weight_decay: float = 1e-3,
+    mask: Mask = None,
+    mu_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Lion with decoupled weight decay, with Optax's argument names, defaults and state layout.
+
+    ``chain(scale_by_lion(...), add_decayed_weights(...), scale_by_learning_rate(...))``: half of
+    AdamW's memory. The authors use a learning rate 3 to 10 times smaller than AdamW's, and as much
+    more decay.
+
+    Args:
+        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        b1, b2, mu_dtype: see `scale_by_lion`.
+        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
+    """
+    return chain(
+        scale_by_lion(b1, b2, mu_dtype=mu_dtype),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )

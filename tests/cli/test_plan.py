@@ -1,0 +1,264 @@
+"""``functron plan`` and ``functron recipe``, and what runs say before they begin."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+import pytest
+
+from functron.cli.main import main
+from functron.plan.estimate import step_estimate
+from functron.plan.hardware import hardware
+from functron.plan.search import AXES, Candidate
+from functron.spmd import DATA_AXES, Mesh
+from functron.training.config import TrainConfig, load, with_model
+from functron.training.plan import plan
+from functron.training.planning import (
+    RECIPES,
+    Choices,
+    comparison,
+    expected,
+    job_script,
+    recipe,
+    recipe_config,
+    shrunk,
+)
+from tests.fuzz import TOLERANCES, differences, records
+
+SMALL = [
+    "plan", "--model", "llama3-tiny", "--gpt.num-layers", "4", "--seq", "64", "--gpus", "8",
+    "--global-batch", "16", "--fix", "remat=none,rows=1,fsdp=1,pp=1", "--at-least", "tp=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """The folder that a search writes into, and its arguments."""
+    folder = tmp_path_factory.mktemp("planned")
+    files = {"--out": "best.toml", "--picture": "front.svg", "--timeline": "time.json"}
+    given = [word for option, name in files.items() for word in (option, str(folder / name))]
+    return folder, [*SMALL, *given, "--explain", "--why", "pp=2,tp=2", "--tokens", "1e9"]
+
+
+@pytest.fixture(scope="module")
+def output(planned):
+    """What the search prints."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert main(planned[1]) == 0
+    return said.getvalue()
+
+
+def test_the_table_has_the_best_first(output):
+    rows = [line.split() for line in output.splitlines() if re.match(r"\d+ +\w+=", line)]
+    assert [row[0] for row in rows] == [str(n) for n in range(1, len(rows) + 1)]
+    seconds = [float(re.search(r"float32|bf16 +(\S+)", " ".join(row))[1]) for row in rows]
+    assert seconds == sorted(seconds)
+    for row in rows:
+        mesh = Mesh.parse(row[1])
+        assert mesh.size == 8
+        assert mesh["tp"] >= 2
+
+
+def test_explained_parts_add_up_to_the_step(output):
+    lines = output.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("part "))
+    end = next(i for i, line in enumerate(lines) if i > start and line.startswith("all "))
+    parts = [float(re.split(r"  +", line)[1]) for line in lines[start + 1 : end]]
+    total = float(re.search(r"step (\S+) s", output)[1])
+    assert sum(parts) == pytest.approx(total, rel=0.01)
+    assert "why not pp=2,tp=2" in output
+    assert "GPU hours" in output
+
+
+def test_what_is_written_is_a_run(planned, output, capsys):
+    folder = planned[0]
+    made = load(folder / "best.toml")
+    text = (folder / "best.toml").read_text()
+    assert text.startswith("# functron plan --model llama3-tiny")
+    assert Mesh.parse(made.mesh).size == 8
+    assert made.compile
+    assert main(["train", "--config", str(folder / "best.toml"), "--dry-run", "--hardware", "h100",
+                 "--format", "mock"]) == 0  # fmt: skip
+    said = capsys.readouterr().out
+    assert "one of 8 ranks" in said
+    assert "expected on NVIDIA H100" in said
+    assert "with a process for each rank" in said
+    best = re.search(r"bf16 +(\S+)", output)[1]
+    assert f"{best} s a step" in said  # as of the search
+    root = ElementTree.parse(folder / "front.svg").getroot()
+    assert root.tag.endswith("svg")
+    events = json.loads((folder / "time.json").read_text())["traceEvents"]
+    assert any(event["ph"] == "X" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--hardware", "h10"], "did you mean 'h100'?"),
+        (["--gpus", "7", "--fix", "tp=2"], "a multiple of 2"),
+        (["--fix", "tp=16"], "wanted a multiple of tp=16"),
+        (["--gpus", "0"], "gpus: got 0; wanted at least 1"),
+        (["--seq", "100000"], "at most gpt.max_seq=256"),
+        (["--why", "tpp=2"], "did you mean 'tp'?"),
+        (["--timeline", "x.png"], "ends in .svg or .json"),
+        (["--precision", "bf17"], "did you mean 'bf16'?"),
+        (["--precisions", "bf16,bf17"], "got 'bf17'"),
+    ],
+)
+def test_mistakes_are_messages(more, said, capsys):
+    arguments = ["plan", "--model", "llama3-tiny", "--gpus", "16", "--global-batch", "16", *more]
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_models_that_are_no_gpts_are_refused(capsys):
+    assert main(["plan", "--model", "mamba2-130m"]) == 2
+    assert "wanted a GPT, whose layers" in capsys.readouterr().err
+
+
+def test_a_model_that_fits_on_no_mesh(capsys):
+    """405 billion parameters of 2 + 4 + 12 bytes on 8 GPUs of 78 GiB."""
+    arguments = ["plan", "--model", "llama3-405b", "--gpus", "8", "--global-batch", "8",
+                 "--fix", "tp=8,remat=full,rows=1"]  # fmt: skip
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "nothing fits: tp=8" in said
+    assert "GiB too much" in said
+    times = int(re.search(r"about (\d+) times as many GPUs", said)[1])
+    assert times == pytest.approx(405.9e9 * (2 + 4 + 12) / 8 / (78 * 2**30), abs=1.5)
+
+
+def test_help_names_what_can_be_asked(capsys):
+    assert main(["plan", "--help"]) == 0
+    said = capsys.readouterr().out
+    for option in ("--gpus", "--hardware", "--fix", "--at-least", "--why", "--explain", "--out"):
+        assert option in said
+    assert main(["recipe", "--help"]) == 0
+    assert "--sbatch" in capsys.readouterr().out
+
+
+# --- runs
+
+
+def test_a_run_says_what_was_expected_of_it(tmp_path, capsys):
+    arguments = [
+        "train", "--model", "llama3-tiny", "--gpt.num-layers", "1", "--gpt.embed-dim", "32",
+        "--gpt.num-heads", "2", "--gpt.num-kv-heads", "2", "--gpt.mlp-dim", "32", "--seq", "8",
+        "--global-batch", "2", "--format", "mock", "--steps", "21", "--device", "cpu",
+        "--hardware", "cpu", "--out", str(tmp_path / "run"),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    (line,) = (x for x in said.splitlines() if x.startswith("expect "))
+    assert "s a step" in line
+    assert "of the fullest rank, on CPU" in line
+    assert len(re.findall(r"measured .* the median of steps 5 to 20", said)) == 1
+
+
+def test_expected_and_measured_part_where_ranks_wait():
+    config = with_model(TrainConfig(mesh="dp=2", seq=64), "llama3-tiny")
+    made = plan(replace(config, gpt=replace(config.gpt, num_layers=1)), Mesh(dp=2))
+    foreseen = expected(made, hardware("h100"))
+    seconds = 2 * foreseen.step_seconds
+    ranks = {"0": {"compute": foreseen.step_seconds / 2, "wait/dp": 1.5 * foreseen.step_seconds}}
+    rows = [
+        {"step": n, "step_seconds": 9.0 if n < 5 else seconds, "ranks": ranks,
+         "peak_memory_bytes": 2**30}
+        for n in range(1, 21)
+    ]  # fmt: skip
+    text = comparison(foreseen, rows)
+    assert "steps 5 to 20: +100%" in text
+    lines = text.splitlines()
+    assert lines[1].split()[0] == "wait/dp"  # where they part most
+    assert "measured 1.00 GiB" in lines[-1]
+
+
+# --- recipes
+
+
+def test_recipes_are_listed_and_shown(capsys):
+    assert main(["recipe", "ls"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in RECIPES)
+    assert main(["recipe", "show", "llama3-405b-16384"]) == 0
+    shown = capsys.readouterr().out
+    assert 'model = "llama3-405b"' in shown
+    assert shown.startswith("# functron plan --model llama3-405b --gpus 16384 --hardware h100")
+    assert main(["recipe", "show", "llama3-405b"]) == 2
+    assert "did you mean 'llama3-405b-16384'?" in capsys.readouterr().err
+    assert main(["recipe", "show"]) == 2
+    assert "wanted one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_runs_that_fit(name):
+    """On their mesh, by what its ranks hold of the state; all they hold is for --full."""
+    config = recipe_config(name)
+    mesh = Mesh.parse(config.mesh)
+    made = plan(config, mesh)
+    assert name.endswith(f"-{mesh.size}")
+    assert config.global_batch % (config.microbatches * math.prod(mesh[a] for a in DATA_AXES)) == 0
+    if made.is_pipelined:
+        assert made.partition.layout
+    choices = Choices(config, hardware(machine_of(name)))
+    candidate = candidate_of(config)
+    assert choices.problems(candidate) == []
+    assert choices.state_bytes(candidate) < choices.capacity_bytes
+    assert choices.configured(candidate) == config
+
+
+def machine_of(name: str) -> str:
+    """That of the command that made it."""
+    return re.search(r"--hardware (\w+)", recipe(name))[1]
+
+
+def candidate_of(config):
+    mesh = Mesh.parse(config.mesh)
+    rows = config.global_batch // config.microbatches // math.prod(mesh[a] for a in DATA_AXES)
+    names = ("schedule", "chunks", "microbatches", "remat", "sequence_parallel", "zero", "gather",
+             "precision")  # fmt: skip
+    own = {name: getattr(config, name) for name in names}
+    offload = config.optimizer.offload
+    return Candidate(**{a: mesh[a] for a in AXES}, rows=rows, offload=offload, **own)
+
+
+@pytest.mark.full  # traces of all layers
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_fit_by_their_traces(name):
+    config = recipe_config(name)
+    choices = Choices(config, hardware(machine_of(name)))
+    found = step_estimate(choices._step(candidate_of(config)), choices.machine)
+    assert found.fits
+    assert found.num_gpus == Mesh.parse(config.mesh).size
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "llama3-8b-8" else pytest.param(n, marks=pytest.mark.full) for n in RECIPES],
+)
+def test_recipes_train_as_without_a_mesh_when_they_are_small(name):
+    config = shrunk(recipe_config(name))
+    alone = replace(
+        config, mesh="", schedule="1f1b", chunks=0, zero=0, sequence_parallel=False, gather="use",
+    )  # fmt: skip
+    for want, got in zip(records(alone), records(config), strict=True):
+        assert list(differences(want, got, TOLERANCES["float32"])) == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_scripts_fit_their_recipes(name):
+    text = job_script(name)
+    nodes = int(re.search(r"--nodes=(\d+)", text)[1])
+    ranks = int(re.search(r"--nproc-per-node (\d+)", text)[1])
+    assert nodes * ranks == Mesh.parse(recipe_config(name).mesh).size
+    assert f"{name}.toml" in text
+    assert not re.search(r"@[A-Z]+@", text)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0

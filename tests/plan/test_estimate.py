@@ -1,0 +1,330 @@
+"""Estimates by hand, and against published runs."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, lax
+from functron.models import gpt
+from functron.models.options import ModelOptions
+from functron.plan import (
+    FUNCTRON,
+    HardwareRates,
+    Piece,
+    Pieces,
+    Placement,
+    Software,
+    StateBytes,
+    Step,
+    estimate,
+    hardware,
+    pieces,
+    step_estimate,
+    step_memory,
+)
+from functron.training.config import TrainConfig
+from functron.training.plan import plan
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+A100 = hardware("a100")
+QUIET = replace(A100, jitter=0.0, host=replace(A100.host, step_seconds=0.0, launch_seconds=0.0))
+"""Without what comes around the kernels."""
+MESH = Mesh(pp=4, dp=2, tp=8)
+MODEL = gpt.GPTConfig(
+    vocab_size=51200, num_layers=16, embed_dim=1024, num_heads=16, mlp_dim=4096, max_seq=2048,
+    norm="layer", activation="gelu", gated=False, bias=True, positions="learned", tied=True,
+    vocab_multiple=1024, dtype="bfloat16", fused_projections=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain() -> Pieces:
+    return pieces(MODEL, MESH, rows=4, seq=2048)
+
+
+@pytest.fixture(scope="module")
+def split(plain) -> Pieces:
+    return pieces(MODEL, MESH, rows=4, seq=2048, split=True)
+
+
+def chain(x):
+    return torch.relu(x * 2 + 1)
+
+
+def program(f, *args, mesh=None):
+    return ft.trace(ft.shard_map(f, mesh or Mesh(), P(), P(), check=False))(*args)
+
+
+X = torch.empty(4096, 4096, device="meta")
+PASS = X.nbytes / (A100.memory.bytes_per_second * A100.memory.efficiency)
+
+
+@pytest.mark.parametrize(("fusion", "passes", "kernels"), [("compiler", 2, 1), ("none", 6, 3)])
+def test_a_chain_of_elementwise_equations(fusion, passes, kernels):
+    """One kernel reads x and writes the result; three read and write each."""
+    found = estimate(program(chain, X), QUIET, software=Software(fusion=fusion))
+    assert found.parts == pytest.approx({"memory": passes * PASS + kernels * A100.kernel_seconds})
+
+
+def test_products_cut_chains():
+    """x w is a kernel, with one elementwise kernel before and one after it."""
+
+    def layer(x, w):
+        return torch.relu((x * 2 + 1) @ w)
+
+    found = estimate(program(layer, X, X), QUIET)
+    product = A100.matmul_seconds(4096, 4096, 4096, torch.float32)
+    assert found.parts == pytest.approx(
+        {
+            "products": product + A100.kernel_seconds,
+            "memory": 4 * PASS + 2 * A100.kernel_seconds,
+        }
+    )
+
+
+def test_products_add_to_sums():
+    """A sum that is a result is read and written under the product, or by a kernel of its own."""
+
+    def gradient(x, w, total):
+        return total + x @ w
+
+    traced = program(gradient, X, X, X)
+    product = A100.matmul_seconds(4096, 4096, 4096, torch.float32) + A100.kernel_seconds
+    assert estimate(traced, QUIET).parts == pytest.approx({"products": product})
+    apart = estimate(traced, QUIET, software=Software(sums_in_products=False))
+    memory = 3 * PASS + A100.kernel_seconds
+    assert apart.parts == pytest.approx({"products": product, "memory": memory})
+
+
+def test_the_slowest_of_ten():
+    """The largest of ten normal numbers is 1.5388 on average (Harter 1961, table 1)."""
+    varied = replace(QUIET, jitter=0.01)
+    found = estimate(program(chain, X, mesh=Mesh(dp=10)), varied).parts
+    assert found["slowest GPU"] == pytest.approx(0.01 * 1.5388 * found["memory"], rel=0.01)
+
+
+def test_norms_by_kernels_of_their_own():
+    """A norm of a sum: compiled one kernel, that reads two and writes one; else five passes."""
+
+    def norm(x, y):
+        return torch.nn.functional.layer_norm(x + y, (4096,))
+
+    fused, apart = (
+        estimate(program(norm, X, X), QUIET, software=Software(fusion=fusion))
+        for fusion in ("compiler", "pointwise")
+    )
+    assert fused.parts["memory"] == pytest.approx(3 * PASS, rel=0.05)
+    assert apart.parts["memory"] == pytest.approx(5 * PASS, rel=0.05)
+
+
+def test_rates_of_a_timeline():
+    """`HardwareRates` are the seconds of `Program.timeline`, and name what is exposed."""
+
+    def f(x, w):
+        return lax.psum(x @ w, "tp") + 1
+
+    mesh = Mesh(tp=8)
+    traced = program(f, X, X, mesh=mesh)
+    placed = Placement.on(mesh, A100)
+    found = traced.timeline(HardwareRates(A100, placed, FUNCTRON, traced))
+    sent = A100.collective_seconds("psum", X.nbytes, placed.reach("tp"))
+    assert found.exposed["tp"] == pytest.approx(sent)
+    whole = estimate(traced, A100)
+    assert whole.parts["over tp"] == pytest.approx(sent)
+    assert whole.exposed["tp"] == pytest.approx(sent)
+    assert found.total == pytest.approx(
+        sum(whole.parts.values()) - whole.parts["slowest GPU"] - whole.parts["processor"]
+    )
+
+
+def shown_parts(text: str) -> tuple[float, float]:
+    """The sum of the parts that `explain` shows, and the step that it shows."""
+    listed = text.split("\n\n")[1].splitlines()[1:]
+    numbers = [float(re.split(r"\s{2,}", line)[1]) for line in listed]
+    step = re.search(r"step (\S+) s", text)
+    assert step is not None
+    return sum(numbers[:-1]), float(step[1])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"schedule": "interleaved", "chunks": 2},
+        {"zero": 1},
+        {"schedule": "zb-h1"},
+        {"schedule": "dualpipe"},
+        {"zero": 2, "offload": True},
+    ],
+)
+def test_explanations_add_up_and_lanes_do_not_overlap(plain, split, kind, tmp_path):
+    given = split if kind.get("schedule") in ("zb-h1", "dualpipe") else plain
+    found = step_estimate(Step(given, MESH, 8, **kind), A100)
+    parts, step = shown_parts(found.explain())
+    assert parts == pytest.approx(step, rel=0.01)
+    assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
+    low, high = found.interval
+    assert low < found.step_seconds < high
+    assert low * high == pytest.approx(found.step_seconds**2)
+    path = tmp_path / "trace.json"
+    found.chrome_trace(path)
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    lanes = {e["tid"]: sorted((x["ts"], x["ts"] + x["dur"]) for x in events if x["tid"] == e["tid"])
+             for e in events}  # fmt: skip
+    assert len(lanes) == 4
+    assert all(a[1] <= b[0] + 1e-3 for lane in lanes.values() for a, b in pairwise(lane))
+    assert max(lane[-1][1] for lane in lanes.values()) == pytest.approx(
+        found.step_seconds * 1e6, rel=1e-3
+    )
+    assert "<svg" in found._repr_html_()
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("m", [8, 64])
+def test_formulas_are_what_schedules_say(plain, schedule, chunks, m):
+    step = Step(plain, MESH, m, schedule, chunks)
+    exact = step_estimate(step, A100)
+    quick = step_estimate(step, A100, exact=False)
+    assert quick.step_seconds == pytest.approx(exact.step_seconds, rel=0.02)
+    assert quick.lanes == ()
+
+
+def test_long_pipelines_continue_as_they_began(split):
+    """Zero-bubble schedules are simulated at few microbatches; each further one adds as much."""
+    first, second, third = (
+        step_estimate(Step(split, MESH, m, "zb-h1"), A100).step_seconds for m in (16, 64, 112)
+    )
+    assert third - second == pytest.approx(second - first, rel=0.001)
+
+
+def test_the_bubble_of_equal_stages(plain):
+    """(p - 1) / m of the computing time without transfers, where no stage has ends."""
+    quiet = replace(
+        QUIET, network=replace(A100.network, latency_seconds=0.0, bytes_per_second=1e15)
+    )
+    found = step_estimate(Step(plain, MESH, 16), quiet, exact=False)
+    busy = sum(x for name, x in found.parts.items() if name in ("products", "attention", "memory"))
+    busy += found.parts["over tp"]
+    # the head makes the last stage longer, and the others wait for less than its time
+    assert 0.5 * 3 / 16 < found.bubble_seconds / busy < 3 / 16
+
+
+def test_flops_are_the_models(plain):
+    found = step_estimate(Step(plain, MESH, 8), A100, exact=False)
+    assert found.tokens == 4 * 8 * 2 * 2048
+    assert found.model_flops == gpt.flops_per_token(MODEL, 2048) * found.tokens
+    # attention in torch's formulas is whole, and backward computes one of its products again
+    assert 1 < found.hardware_flops / found.model_flops < 1.4
+    assert found.mfu == pytest.approx(found.model_flops / found.step_seconds / 64 / 312e12)
+    assert found.gpu_hours(1e9) == pytest.approx(
+        1e9 / found.tokens * found.step_seconds * 64 / 3600
+    )
+    assert found.energy_joules(1e9) == pytest.approx(found.gpu_hours(1e9) * 3600 * A100.power_watts)
+
+
+def test_memory_by_hand(plain):
+    """Korthikanti et al. 2022, equation 2, without masks and scores: s b h (8 + 24 / t) a layer."""
+    assert isinstance(plain.embed, Piece)
+    ((piece, layers),) = plain.layers.values()
+    each = 2048 * 4 * 1024 * (8 + 24 / 8)
+    assert layers == tuple(range(16))
+    assert piece.held_bytes[0] == pytest.approx(each, rel=0.01)
+    found = step_memory(Step(plain, MESH, 8))
+    assert found["activations"] == pytest.approx(4 * 4 * each, rel=0.01)  # 1F1B keeps 4 of 4 layers
+    embedding, positions = 51200 / 8 * 1024, 2048 * 1024
+    matrices = 12 * 1024**2 / 8 * 4 + embedding + positions
+    assert found["parameters"] == pytest.approx(2 * matrices, rel=0.01)
+    alone = step_memory(Step(plain, Mesh(tp=8), 8))["parameters"]  # tied: one embedding
+    assert alone == pytest.approx(2 * (4 * 12 * 1024**2 / 8 * 4 + embedding + positions), rel=0.01)
+    state = Step(plain, MESH, 8, zero=1, state=StateBytes(grad=4, optimizer=12))
+    sharded = step_memory(state)
+    assert sharded["optimizer"] == pytest.approx(found["optimizer"] / 2)
+    assert sharded["gradients"] == 2 * found["parameters"]
+    again = pieces(MODEL, MESH, ModelOptions(remat="full"), rows=4, seq=2048, ends=plain)
+    assert again.head is plain.head
+    assert again.layers["blocks"][0].held_bytes[0] == 2048 * 4 * 1024 * 2
+
+
+def test_reductions_of_gradients(plain):
+    """By hand: a ring over 2 ranks of half the bytes per rank; ZeRO-2 sends it 8 times as often."""
+    step = Step(plain, MESH, 8)
+    wait = Software(overlap_grads=False, overlap_params=False)
+    reach = Placement.on(MESH, A100).reach("dp")
+    whole, _, num_bytes = step.num_params(3)  # the last stage takes longest, by its head
+    reduced = A100.collective_seconds("psum_scatter", 4 * whole, reach)
+    gathered = A100.collective_seconds("all_gather", num_bytes, reach)
+    losses = 8 * A100.collective_seconds("psum", 4, reach)  # a number of each microbatch
+    for zero, seconds in (
+        (0, A100.collective_seconds("psum", 4 * whole, reach)),
+        (1, reduced + gathered),
+        (2, 8 * reduced + gathered),
+    ):
+        found = step_estimate(replace(step, zero=zero), A100, software=wait, exact=False)
+        assert found.exposed["dp"] == pytest.approx(losses + seconds)
+        hidden = step_estimate(replace(step, zero=zero), A100, exact=False)
+        assert hidden.exposed["dp"] < found.exposed["dp"]
+
+
+def test_memory_is_that_of_a_traced_step():
+    """A whole step of 4 microbatches, traced and its memory followed, within 3%."""
+    config = TrainConfig(global_batch=8, seq=256, microbatches=4, mesh="dp=2,tp=2", zero=1)
+    config = replace(config, gpt=replace(config.gpt, num_layers=6, vocab_size=1000))
+    made = plan(config, Mesh.parse(config.mesh))
+    measured = made.program().memory().peak_bytes
+    found = pieces(config.gpt, made.plain_mesh, made.options, rows=1, seq=256)
+    state = StateBytes(grad=4, optimizer=8)
+    step = Step(found, made.plain_mesh, 4, zero=1, state=state)
+    assert sum(step_memory(step).values()) == pytest.approx(measured, rel=0.03)
+
+
+def test_fully_sharded_parameters(plain):
+    """Gathers and scatters are in the pieces, behind what is computed; a rank has its part."""
+    mesh = Mesh(fsdp=4, tp=8)
+    made = pieces(MODEL, mesh, rows=4, seq=2048, gather="use")
+    whole, part = (x.layers["blocks"][0] for x in (plain, made))
+    assert part.num_params == pytest.approx(whole.num_params / 4, rel=0.01)
+    found = step_estimate(Step(made, mesh, 2), A100, exact=False)
+    slow = replace(A100, network=replace(A100.network, bytes_per_second=1e9))
+    waits = step_estimate(Step(made, mesh, 2), slow, exact=False)
+    assert waits.exposed["fsdp"] > 10 * found.exposed.get("fsdp", 0.0)
+
+
+def test_what_cannot_be_estimated(plain):
+    with pytest.raises(ValueError, match=r"mesh\.tp: got 4; wanted 8") as error:
+        Step(plain, Mesh(pp=2, tp=4), 0, zero=4)
+    assert "num_microbatches: got 0" in str(error.value)
+    assert "zero: got 4" in str(error.value)
+    with pytest.raises(ValueError, match=r"split=True"):
+        Step(plain, MESH, 8, "zb-h1")
+    with pytest.raises(ValueError, match="a layer for every stage"):
+        Step(plain, Mesh(pp=32, tp=8), 8)
+
+
+def test_other_software_than_that_of_the_calibration(plain):
+    found = step_estimate(Step(plain, MESH, 8), A100, exact=False).explain()
+    assert "other software than that of the calibration" in found
+    assert "14 measured runs" in found
+    assert (
+        "never compared with a run, efficiencies are those of h100"
+        in step_estimate(Step(plain, MESH, 8), hardware("b200"), exact=False).explain()
+    )
+
+
+@pytest.mark.parametrize("title", ["530B SC21", "22B sequence parallel, selective"])
+def test_published_runs(title):
+    """Narayanan et al. 2021, table 1; Korthikanti et al. 2022, table 5, and its figure 7."""
+    import plan as published
+
+    (row,) = (row for row in published.ROWS if row.title == title)
+    found = published.predicted(row, A100)
+    assert found.step_seconds == pytest.approx(row.measured, rel=0.1)
+    if row.activation_gib:
+        assert published.activation_gib(row) == pytest.approx(row.activation_gib, rel=0.03)

@@ -1,0 +1,321 @@
+"""The search of plans: its space counted by hand, its best found by trying everything."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from functron.models.config import GPTConfig
+from functron.plan.estimate import Estimate
+from functron.plan.hardware import hardware
+from functron.plan.rates import FUNCTRON
+from functron.plan.search import (
+    AXES,
+    Candidate,
+    Space,
+    compare,
+    misfit,
+    parse_settings,
+    search,
+    why,
+)
+from functron.spmd import Mesh
+from functron.training.config import TrainConfig, with_precision
+from functron.training.plan import plan
+from functron.training.planning import Choices, expected, state_bytes
+
+A100 = hardware("a100")
+
+
+def estimated(seconds: float, memory: dict[str, int], **parts: float) -> Estimate:
+    parts = parts or {"products": seconds}
+    return Estimate(
+        "step", A100, FUNCTRON, 8, 1024, seconds, parts, {}, 0.0, 1e12, 1e12, 1e12,
+        MappingProxyType(memory),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Invented:
+    """A model whose times and bytes are formulas, and which remembers what was asked of it."""
+
+    capacity_bytes: int = 1000
+    timed: list[Candidate] = field(default_factory=list)
+
+    def problems(self, candidate):
+        return ["num_heads: 4 on tp=8"] if candidate.tp > 4 else []
+
+    def state_bytes(self, candidate):
+        return 1600 / (candidate.pp * candidate.tp)
+
+    def least_seconds(self, candidate):
+        again = 4 / 3 if candidate.remat == "full" else 1
+        return again * (1 + (candidate.pp - 1) / candidate.microbatches)
+
+    def guess(self, candidate):
+        return self.least_seconds(candidate)
+
+    def memory(self, candidate):
+        held = {"none": 60, "dots": 40, "full": 10}[candidate.remat]
+        live = min(candidate.microbatches, candidate.pp)
+        activations = held * candidate.rows * live * 16 / (candidate.pp * candidate.tp)
+        return {"parameters": round(self.state_bytes(candidate)), "activations": round(activations)}
+
+    def estimate(self, candidate, *, exact=False):
+        if not exact:
+            self.timed.append(candidate)
+        sent = 0.1 * math.log2(candidate.tp) + 0.01 * candidate.dp
+        slower = 1.15 if candidate.remat == "dots" else 1
+        seconds = self.least_seconds(candidate) * slower + sent
+        return estimated(seconds, self.memory(candidate), products=seconds - sent, tp=sent)
+
+    def traced(self, candidate):
+        return True
+
+
+def space(**given: Any) -> Space:
+    common = {"gpus": 8, "global_batch": 32, "seq": 128, "num_layers": 8, "schedules": ("1f1b",)}
+    return Space(**{**common, **given})
+
+
+def everything() -> list[Candidate]:
+    """All meshes of 8 GPUs with tp, pp and dp or fsdp, written down another way."""
+    found = []
+    for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+        if tp * pp > 8:
+            continue
+        data = 8 // (tp * pp)
+        for fsdp in {1, data, *([8] if data % 8 == 0 else [])}:
+            for rows, remat in itertools.product((1, 2, 4), ("none", "dots", "full")):
+                if 32 % (data * rows) == 0:
+                    dp = data // fsdp
+                    zeros = [0] if dp == 1 else [1, 2] if fsdp == 1 else [1]
+                    common = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp, "rows": rows}
+                    common |= {"sequence_parallel": tp > 1, "remat": remat}
+                    count = 32 // (data * rows)
+                    found += [Candidate(**common, microbatches=count, zero=z) for z in zeros]
+    return found
+
+
+def test_the_space_has_every_mesh_once():
+    found = list(space().candidates())
+    assert len(found) == len({*found})
+    assert {*found} == {*everything()}
+    assert all(c.mesh.size == 8 and c.data_ranks * c.rows * c.microbatches == 32 for c in found)
+
+
+def test_pipelines_have_schedules_and_chunks_and_others_none():
+    tried = ("1f1b", "interleaved", "zbv")
+    found = list(space(schedules=tried, fixed={"tp": 1, "rows": 1, "remat": "full"}).candidates())
+    kinds = {(c.pp, c.schedule, c.chunks) for c in found}
+    # 8 layers: of 2 ranks 2 or 4 stages each, of 4 ranks 2, of 8 ranks one
+    assert kinds == {
+        (1, "1f1b", 0),
+        *((pp, name, 0) for pp in (2, 4, 8) for name in ("1f1b", "zbv")),
+        (2, "interleaved", 2), (2, "interleaved", 4), (4, "interleaved", 2),
+    }  # fmt: skip
+
+
+def test_experts_and_long_samples_have_axes():
+    found = space(num_experts=6, seq=16384, fixed={"pp": 1, "tp": 1, "rows": 1, "remat": "full"})
+    sizes = {(c.ep, c.cp) for c in found.candidates()}
+    assert sizes == set(itertools.product((1, 2), (1, 2, 4)))  # of 6 experts; of 4096 tokens
+
+
+def test_the_best_is_that_of_trying_everything():
+    model = Invented()
+    found = search(space(), model, top=5)
+    fitting = [
+        c for c in everything()
+        if c.tp <= 4 and sum(model.memory(c).values()) <= 1000
+    ]  # fmt: skip
+    times = sorted(Invented().estimate(c).step_seconds for c in fitting)
+    assert [one.estimate.step_seconds for one in found.best] == times[:5]
+    assert found.complete
+    assert found.counts["cannot run"] == sum(c.tp == 8 for c in everything())
+    assert found.counts["slower at best"] > 0
+    assert len(model.timed) < len(fitting)  # bounds have saved some
+    assert sum(found.counts.values()) == 2 * found.counts["candidates"]
+
+
+def test_the_front_has_no_candidate_that_another_beats():
+    model = Invented()
+    found = search(space(), model, top=3, slack=math.inf)
+    every = [model.estimate(c) for c in {*model.timed}]
+    for one in found.front:
+        better = [
+            e for e in every
+            if e.step_seconds < one.estimate.step_seconds
+            and e.memory_bytes <= one.estimate.memory_bytes
+        ]  # fmt: skip
+        assert not better
+    assert "GiB of the fullest rank" in found.svg()
+
+
+def test_what_is_fixed_is_fixed_and_what_is_bounded_is_bounded():
+    inside = space(fixed={"tp": 2, "remat": "full"}, least={"microbatches": 8, "pp": 2})
+    found = list(inside.candidates())
+    assert found
+    for c in found:
+        assert (c.tp, c.remat) == (2, "full")
+        assert c.microbatches >= 8
+        assert c.pp >= 2
+
+
+def test_settings_are_read_as_they_are_written():
+    text = "tp=8, pp=16 remat=full,sequence-parallel=true,microbatch=2"
+    assert parse_settings(text, "fix") == {
+        "tp": 8, "pp": 16, "remat": "full", "sequence_parallel": True, "rows": 2,
+    }  # fmt: skip
+    assert parse_settings("", "fix") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp=8,ppp=2", "did you mean 'pp'?"),
+        ("tp=eight", "a whole number, such as tp=8"),
+        ("tp=2,tp=4", "tp twice"),
+        ("offload=maybe", "offload=true or offload=false"),
+    ],
+)
+def test_settings_that_are_none_are_refused(text, said):
+    with pytest.raises(ValueError, match="cannot read fix") as error:
+        parse_settings(text, "fix")
+    assert said in str(error.value)
+
+
+def test_gpus_that_no_mesh_divides():
+    with pytest.raises(ValueError, match="a multiple of 6") as error:
+        space(fixed={"tp": 2, "pp": 3})
+    assert "take 6 GPUs" in str(error.value)
+    with pytest.raises(ValueError, match="pp: got 2; wanted at least 4"):
+        space(fixed={"pp": 2}, least={"pp": 4})
+    with pytest.raises(ValueError, match="num_heads: 4 on tp=8"):
+        search(space(fixed={"tp": 8}), Invented())
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much():
+    found = search(space(), Invented(capacity_bytes=100))
+    assert not found.best
+    assert found.smallest is not None
+    # the least state: pp x tp = 8 with tp at most 4, 200 bytes; and 8 ranks hold all activations
+    candidate, memory = found.smallest
+    assert candidate.pp * candidate.tp == 8
+    least = min(sum(Invented().memory(c).values()) for c in everything() if c.tp <= 4)
+    assert sum(memory.values()) == least
+    text = misfit(found)
+    assert f"{least - 100} B too much" in text
+    assert "offload=true" in text
+    assert "about 2 times as many GPUs" in text
+
+
+def test_why_another_is_not_the_best():
+    model = Invented()
+    found = search(space(), model)
+    best = found.best[0]
+    said = functools.partial(why, found, space=space(), model=model)
+    text = said({"pp": 8})
+    assert "pp=8" in text
+    assert "it        pp=8" in text
+    assert f"the best  {best.candidate.mesh}" in text
+    assert "num_heads" in said({"tp": 8})
+    assert "nothing fits" in said({"pp": 1, "tp": 1})
+    same = {axis: getattr(best.candidate, axis) for axis in AXES}
+    assert "it is the best" in said(same)
+
+
+def test_two_are_compared_by_their_parts():
+    rows = search(space(), Invented()).best
+    text = compare(rows[1], rows[0])
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+    a, b = (row.estimate.parts["tp"] for row in (rows[1], rows[0]))
+    assert [float(x) for x in lines["tp"]] == pytest.approx([a, b, a - b], abs=6e-4)
+    a, b = (row.estimate.step_seconds for row in (rows[1], rows[0]))
+    assert [float(x) for x in lines["total"]] == pytest.approx([a, b, a - b], abs=6e-4)
+
+
+# --- of real models
+
+SMALL = GPTConfig(
+    vocab_size=512, num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=192,
+    max_seq=256, vocab_multiple=64,
+)  # fmt: skip
+RUN = TrainConfig(gpt=SMALL, seq=256, global_batch=16)
+
+
+def test_state_is_as_its_dtypes():
+    """Adam's two moments, and masters where parameters have 16 bits, in float32."""
+    each = {"float32": (4, 8), "bf16": (4, 12), "bf16-pure": (2, 4)}
+    for name, wanted in each.items():
+        found = state_bytes(with_precision(RUN, name))
+        assert (found.grad, found.optimizer) == wanted
+
+
+@pytest.fixture(scope="module")
+def choices():
+    return Choices(RUN, hardware("h100"))
+
+
+def test_state_is_that_of_the_parameters(choices):
+    """Each of 4 layers: norms, queries and output, keys and values, and a gated MLP."""
+    layer = 2 * 64 + 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192
+    ends = 2 * 512 * 64 + 64
+    alone = choices.state_bytes(Candidate())
+    assert alone == (4 * layer + ends) * (2 + 4 + 12)
+    assert choices.state_bytes(Candidate(pp=2, dp=2, zero=1)) == 2 * layer * (2 + 4 + 12 / 2)
+    moved = choices.state_bytes(Candidate(pp=2, dp=2, zero=1, offload=True))
+    assert moved == 2 * layer * (2 + 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [
+        ("", {"microbatches": 4}),
+        pytest.param("dp=2,tp=2", {"zero": 1, "sequence_parallel": True, "microbatches": 4},
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_memory_is_that_of_the_whole_step(mesh, given):
+    """Layers traced one by one against the peak of the one program that has all of them."""
+    config = replace(with_precision(RUN, "bf16"), mesh=mesh, **given)
+    made = plan(config, Mesh.parse(mesh))
+    whole = made.program().memory()
+    found = expected(made, hardware("h100"))
+    assert found.memory_bytes == pytest.approx(whole.peak_bytes, rel=0.03)
+    assert found.memory["parameters"] == pytest.approx(whole.at_peak["parameters"], rel=0.01)
+    assert found.memory["optimizer"] == pytest.approx(whole.at_peak["optimizer"], rel=0.01)
+
+
+def test_no_step_is_faster_than_its_bound(choices):
+    rows = [
+        Candidate(dp=2, zero=1, microbatches=8),
+        Candidate(pp=2, microbatches=16),
+        Candidate(pp=2, microbatches=16, schedule="zbv"),
+    ]
+    for candidate in rows:
+        assert choices.problems(candidate) == []
+        assert choices.estimate(candidate).step_seconds > choices.least_seconds(candidate)
+        assert choices.traced(candidate)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "said"),
+    [
+        (Candidate(tp=8), "num_heads: got 4; wanted a multiple of tp=8"),
+        (Candidate(pp=8, microbatches=16), "4 layers for 8 stages"),
+        (Candidate(pp=4, schedule="zbv", microbatches=16), "4 layers for 8 stages"),
+        (Candidate(pp=2, schedule="interleaved", chunks=2, microbatches=3), "a multiple of pp=2"),
+        (Candidate(zero=1), "without ranks that hold the same"),
+        (Candidate(gather="step"), "without fsdp"),
+        (Candidate(pp=2, schedule="dualpipe", microbatches=3), "num_microbatches"),
+    ],
+)
+def test_what_cannot_be_run_says_why(choices, candidate, said):
+    assert said in "; ".join(choices.problems(candidate))
