@@ -11,6 +11,7 @@ reader of files from outside belongs into `TARGETS`; an input that failed into `
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import importlib
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed import checkpoint as dcp
 
 import functron as ft
 from functron import checkpoint, hub, optim
@@ -42,6 +44,7 @@ from functron.data.chat import Line, read_conversations
 from functron.data.sources import read_jsonl, read_parquet
 from functron.data.tokenizer import open_tokenizer
 from functron.hub import files
+from functron.hub.megatron_files import COMMON, METADATA, open_checkpoint, read_pickle
 from functron.pipeline.partition import parse_layout
 from functron.pipeline.schedule import Schedule
 from functron.plan import hardware
@@ -386,6 +389,33 @@ def _read_log(folder: Path, data: bytes) -> object:
     return records.read_log(_put(folder, "x.log", data))
 
 
+def _megatron_seeds(folder: Path) -> list[bytes]:
+    """The metadata of a `torch_dist` checkpoint that torch.distributed.checkpoint has written."""
+    tensors = {"output_layer.weight": torch.ones(4, 2), "decoder.layers.mlp.x": torch.ones(2, 3)}
+    made = folder / "megatron"
+    dcp.save(tensors, checkpoint_id=str(made), no_dist=True)
+    torch.save({"iteration": 1}, made / COMMON)
+    return [(made / METADATA).read_bytes()]
+
+
+def _read_megatron(folder: Path, data: bytes) -> None:
+    _put(folder / "megatron", METADATA, data)
+    opened = open_checkpoint(folder / "megatron")
+    for name, (shape, _) in opened.weights.shapes().items():
+        opened.weights.read(name, [slice(0, size) for size in shape])
+
+
+def _pickle_seeds(folder: Path) -> list[bytes]:
+    del folder
+    made = io.BytesIO()
+    torch.save({"args": argparse.Namespace(lr=0.1), "w": torch.ones(3, 2)}, made)
+    return [made.getvalue()]
+
+
+def _read_pickle(folder: Path, data: bytes) -> None:
+    read_pickle(_put(folder, "x.pt", data), 0, len(data))
+
+
 TARGETS: dict[str, Target] = {
     "safetensors": Target(_safetensors_seeds, _read_safetensors),
     "index": Target(_index_seeds, _read_index),
@@ -411,6 +441,8 @@ TARGETS: dict[str, Target] = {
             )
         ),
     ),
+    "megatron metadata": Target(_megatron_seeds, _read_megatron),
+    "megatron pickle": Target(_pickle_seeds, _read_pickle),
     "manifest": Target(_manifest_seeds, _read_manifest),
     "tokenizer": Target(_tokenizer_seeds, _read_tokenizer),
     "tokenizer settings": Target(_settings_seeds, _read_settings),

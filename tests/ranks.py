@@ -232,7 +232,6 @@ def _import() -> None:
 
     import functron as ft
     import functron.cli.evaluate
-    import functron.cli.sample
     import functron.cli.train
     import functron.hub
     from functron.checkpoint import saver

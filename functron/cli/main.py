@@ -23,11 +23,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "train.run",
             "train a language model; without options, a small one on this Python's own text",
         ),
-        "sample": ("sample.run", "continue a prompt with a trained model"),
+        "sample": ("evaluate.sample", "continue a prompt with a trained model"),
         "evaluate": ("evaluate.run", "loss and perplexity of a trained model on held-out sets"),
         "compare": ("compare.run", "the settings, losses and speeds of several runs side by side"),
         "rerun": (
-            "rerun.run",
+            "train.rerun",
             "take a step of a run again, to tell a fault of the hardware from one of the model",
         ),
         "checkpoint": (
@@ -39,20 +39,20 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "make a run folder of a Hugging Face model, and the other way",
         ),
         "migrate": (
-            "migrate.run",
+            "store.migrate",
             "make a configuration of a launch line of Megatron-LM, and show what became of it",
         ),
         "upcycle": ("store.upcycle", "make a mixture of experts of a dense run"),
         "params": (
-            "inspect.params",
+            "plan.params",
             "show the parameters of a model, and how a mesh splits them",
         ),
         "trace": (
-            "inspect.trace",
+            "plan.trace",
             "show what one rank of a mesh computes, sends and holds in a training step",
         ),
         "schedule": (
-            "inspect.schedule",
+            "plan.schedule",
             "draw a pipeline schedule, with its bubble and its live activations",
         ),
         "plan": (

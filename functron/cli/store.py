@@ -1,10 +1,12 @@
-"""``functron checkpoint | convert | upcycle | preprocess``: what is on disk, and made of it."""
+"""``functron checkpoint | convert | migrate | upcycle | preprocess``: files, and others of them."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +17,7 @@ from functron import data
 from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
 from functron.cli.process import mistakes
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.preprocess import Progress, Settings
 from functron.data.preprocess import preprocess as make_tokens
 from functron.data.shards import is_tokens
@@ -22,15 +25,19 @@ from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
 from functron.training import convert as conversion
 from functron.training.convert import upcycle_run
+from functron.training.migrate import Migration
+from functron.training.migrate import migrate as migrated
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Convert a Hugging Face model into a run folder, or the newest checkpoint of a run back.
+    """Convert a Hugging Face model or a Megatron checkpoint into a run folder, or back.
 
     Attributes:
-        source: hf:PATH, a folder with config.json and safetensors, or run:PATH, a run folder.
-        target: the other of them, which must not exist.
+        source: hf:PATH, a folder with config.json and safetensors; megatron:PATH, a checkpoint of
+            Megatron-LM (torch_dist or mp_rank_*); or run:PATH, a run folder, of whose checkpoints
+            the newest is taken.
+        target: run:PATH of the first two, or either of these of a run; it must not exist.
         dtype: of the parameters in the target; empty: as they are.
         averaged: export the average of the parameters that the run keeps (--optimizer.ema-decay).
         max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
@@ -38,6 +45,10 @@ class ConvertOptions:
         quantise: write the matrices of attention, feed-forward layers and experts in FP8: fp8-block
             with scales of 128x128 blocks, as DeepSeek-V3's files, where 128 divides both sides;
             fp8-row with one for each output, as compressed-tensors; empty: as they are.
+        model: a preset, of a Megatron checkpoint that has no arguments, of which the parameters are
+            read then.
+        expert_parallel: ranks of expert parallelism of the Megatron run that is to load what is
+            written: with more than 1, experts have an optimizer of their own there.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -47,6 +58,8 @@ class ConvertOptions:
     max_seq: int = 0
     fused_projections: bool = False
     quantise: Literal["", "fp8-block", "fp8-row"] = ""
+    model: str = ""
+    expert_parallel: int = 1
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -61,6 +74,8 @@ def convert(arguments: Sequence[str]) -> int:
             max_seq=options.max_seq or None,
             fused_projections=options.fused_projections,
             quantise=options.quantise or None,
+            model=options.model or None,
+            expert_parallel=options.expert_parallel,
         )
         print(done)
         if done.recipe:
@@ -102,6 +117,109 @@ def checkpoint(arguments: Sequence[str]) -> int:
         text = show_text if options.action == "show" else verify_text
         print(text(one))
     return 0
+
+
+@dataclass(frozen=True)
+class MigrateOptions:
+    """Make a configuration of a launch line of Megatron-LM, and show what became of its arguments.
+
+    Nothing is run: a script is read. Arguments without a counterpart here are listed, with what to
+    do; unknown ones, and sizes that do not fit, are errors.
+
+    Attributes:
+        source: a shell script, a list of arguments, or YAML of Megatron-LM, Megatron-Bridge or
+            NeMo.
+        out: the file to write, for functron train --config.
+        env: variables that the script's surroundings set, such as DATA_PATH=/data/text; 1=PATH is
+            the script's first argument.
+        extra: arguments after those of the line, such as vocab-size=151936 or bf16, which win.
+        without: arguments to leave out, such as those of a fork.
+        processes: ranks; 0: as many as the launcher starts.
+        closest: where functron has another model of the kind, make that one.
+        strict: arguments without a counterpart are errors, too.
+        json: print a JSON object instead of a table.
+    """
+
+    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("config.toml")
+    env: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    extra: Annotated[tuple[str, ...], tyro.conf.arg(name="with", metavar="NAME=VALUE")] = ()
+    without: tuple[str, ...] = ()
+    processes: int = 0
+    closest: bool = False
+    strict: bool = False
+    json: bool = False
+
+
+def migrate(arguments: Sequence[str]) -> int:
+    """Write the configuration, and print the table."""
+    options = parse(MigrateOptions, arguments, "migrate")
+    with mistakes():
+        made = migrated(
+            options.source,
+            variables=_variables(options.env),
+            extra=shlex.join(options.extra),
+            without=options.without,
+            processes=options.processes,
+            closest=options.closest,
+        )
+        if options.strict:
+            fix = "leave --strict out, where that is understood"
+            raise_problems("these arguments have no counterpart", [
+                Problem(row.name, row.value, row.why, fix) for row in made.of("not supported")
+            ])  # fmt: skip
+        _write(options.out, made)
+    if options.json:
+        print(json.dumps([asdict(row) for row in made.rows], indent=2))
+    else:
+        print("\n".join([str(made), "", *_conclusion(options.out, made)]))
+    return 0
+
+
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    """Variables by name.
+
+    Raises:
+        ValueError: a word is no name and value; all such are listed.
+    """
+    pairs = [word.partition("=") for word in words]
+    raise_problems("cannot read --env", [
+        Problem("--env", word, "NAME=VALUE", "write --env NAME=VALUE")
+        for word, (name, equals, _) in zip(words, pairs, strict=True)
+        if not (name and equals)
+    ])  # fmt: skip
+    return {name: value for name, _, value in pairs}
+
+
+def _write(path: Path, made: Migration) -> None:
+    title, fix = "cannot write the configuration", "name another: --out FILE"
+    if path.exists():
+        refuse(title, str(path), "a file that is there", "a new one", fix)
+    try:
+        path.write_text(made.toml(), encoding="utf-8")
+    except OSError as error:
+        refuse(title, str(path), error.strerror or str(error), "a file to write", fix)
+
+
+def _conclusion(path: Path, made: Migration) -> list[str]:
+    config, missing = made.config, len(made.of("not supported"))
+    lines = [f"{path}: {config.title}, on {config.mesh or 'one rank'}"]
+    if missing:
+        plural = "argument has" if missing == 1 else "arguments have"
+        lines.append(f"{missing} {plural} no counterpart: see above, and the head of the file")
+    if not made.told:
+        lines.append(
+            f"nothing says how many processes there are, so they are {made.processes}, as few as "
+            "the sizes allow: --processes N"
+        )
+    if made.absent:
+        lines.append(f"not on this machine, and so not looked into: {', '.join(made.absent)}")
+    lines.append(f"look at it: functron train --config {path} --dry-run")
+    start = f"torchrun --nproc-per-node N -m functron train --config {path}"
+    lines.append(
+        f"start it:   {start if made.processes > 1 else f'functron train --config {path}'}"
+    )
+    return lines
 
 
 @dataclass(frozen=True)

@@ -340,6 +340,7 @@ class Format:
         naming: in place of `rules`, where names depend on the model or there are several: all of
             them, of which the first is written.
         surplus: tensors beyond ours.
+        describes: what says of which model the tensors are, for messages.
     """
 
     model_type: str
@@ -355,6 +356,7 @@ class Format:
     family: Family = FAMILIES["gpt"]
     naming: Callable[[Any], Sequence[Sequence[Rule]]] | None = None
     surplus: Surplus | None = None
+    describes: str = "config.json"
 
     @property
     def looks_ahead(self) -> bool:

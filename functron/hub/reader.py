@@ -259,6 +259,19 @@ def read_params(
     """`load` of tensors that come from anywhere."""
     found = _found(form, config, source)
     stored = match(form, config, found, source)
+    return read_layouts(found, stored, config, source, local, device=device)
+
+
+def read_layouts(
+    found: Sequence[Layout],
+    stored: Mapping[str, str],
+    config: Config,
+    source: Source,
+    local: Mapping[str, Local],
+    *,
+    device: torch.device | str = "cpu",
+) -> dict:
+    """The leaves that some layouts hold, once `match` has found their tensors."""
     defs = family_of(config).defs(config)
     dtypes = {p: d.dtype for p, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
     params: dict = {}
@@ -348,15 +361,15 @@ def match(form: Format, config: Config, found: Sequence[Layout], source: Source)
     bare = not any(name.startswith(form.prefix) for name in shapes)
     wanted = {layout.name(index): layout for layout, index in tensors(found)}
     stored = {name: name.removeprefix(form.prefix) if bare else name for name in wanted}
-    problems = list(_missing(found, stored, shapes))
+    problems = list(_missing(form, found, stored, shapes))
     unknown = shapes.keys() - set(stored.values())
     extra = [name for name in unknown if not _is_passed_over(form, config, name)]
     repeated = _repeated(form, config, extra)
-    problems += _extra([name for name in extra if name not in repeated], stored.values())
+    problems += _extra(form, [name for name in extra if name not in repeated], stored.values())
     for name, layout in wanted.items():
         shape, dtype = shapes.get(stored[name], (layout.shape, torch.float32))
         if shape != layout.shape:
-            fix = "does config.json belong to these weights?"
+            fix = f"does {form.describes} belong to these weights?"
             problems.append(Problem(name, str(list(shape)), str(list(layout.shape)), fix))
         elif not dtype.is_floating_point or dtype.itemsize == 1:
             fix = f"if it is quantised, {CONFIG} must say how: quantization_config"
@@ -413,9 +426,9 @@ def _differing(
 
 
 def _missing(
-    found: Sequence[Layout], stored: Mapping[str, str], shapes: Mapping
+    form: Format, found: Sequence[Layout], stored: Mapping[str, str], shapes: Mapping
 ) -> Iterator[Problem]:
-    fix = "are all files there? does config.json belong to these weights?"
+    fix = f"are all files there? does {form.describes} belong to these weights?"
     for layout in found:
         indices = itertools.product(*map(range, layout.stacked))
         names = [name for name in map(layout.name, indices) if stored[name] not in shapes]
@@ -425,7 +438,7 @@ def _missing(
             yield Problem(names[0], got, f"one of shape {list(layout.shape)}", fix)
 
 
-def _extra(extra: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
+def _extra(form: Format, extra: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
     """One problem for each kind of name; names that differ by numbers alone are of one kind."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(extra):
@@ -433,5 +446,9 @@ def _extra(extra: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
     for names in kinds.values():
         got = "a tensor" if len(names) == 1 else f"a tensor, and {len(names) - 1} like it"
         fix = nearest(names[0], known).split(" (known")[0]
-        fix = fix if fix.startswith("did you mean") else "does config.json belong to these weights?"
+        fix = (
+            fix
+            if fix.startswith("did you mean")
+            else f"does {form.describes} belong to these weights?"
+        )
         yield Problem(names[0], got, "none of this name: nothing would use it", fix)

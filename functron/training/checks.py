@@ -403,6 +403,8 @@ _ORDER = (
     "end_token",
 )  # fmt: skip
 """The settings that determine which samples each step sees."""
+_SIZES = ("seed", "seq", "global_batch", "ramp_up")
+"""Of these, those that say how many it sees, and the seed."""
 
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
@@ -425,15 +427,18 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
     begun = load(path / run_folder.CONFIG)
     newest = run_folder.newest(path)
     begun_steps = newest is not None and int(newest.name) > 0  # else no sample was seen
+    # converted with its steps, which took their samples elsewhere
+    elsewhere = begun.source.startswith("megatron:") and not run_folder.records(path)
     fix = "leave it out, or begin a new run in another folder"
+    kept = (*(_SIZES if elsewhere else _ORDER), *_LORA) if begun_steps else ()
     found = [
         Problem(name, repr(getattr(config, name)), f"{getattr(begun, name)!r}, as in the run", fix)
-        for name in ((*_ORDER, *_LORA) if begun_steps else ())
+        for name in kept
         if getattr(config, name) != getattr(begun, name)
     ]
     if begun_steps and newest is not None:
         found += _gap_problems(config, begun, int(newest.name))
-        found += _ordered_problems(config, begun)
+        found += () if elsewhere else _ordered_problems(config, begun)
     if config.family is not begun.family:
         was = begun.family
         return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]

@@ -1,15 +1,30 @@
-"""Runs made of other models: of Hugging Face's folders, and mixtures of experts of dense ones.
+"""Runs made of other models: Hugging Face's, Megatron's, and mixtures of experts of dense ones.
 
 Upcycling makes a mixture of experts begin as the dense model that it is made of. Every expert
 begins as the dense feed-forward layer, or as one of equal slices of its hidden features, and
 whichever experts a token chooses, together they compute what the layer did (Komatsuzaki et al.
 2022, "Sparse upcycling"; He et al. 2024, "Upcycling large language models into mixture of experts",
 for slices). Training then lets them differ.
+
+Megatron's runs come with the optimizer's state, and go back:
+
+| Megatron                           | here                                                        |
+|------------------------------------|-------------------------------------------------------------|
+| ``iteration``                      | ``step``                                                    |
+| ``exp_avg``, ``exp_avg_sq``        | ``mu``, ``nu``                                              |
+| ``fp32_param`` or ``param``        | masters, of parameters of 16 bits                           |
+| the optimizer's ``step``           | Adam's count                                                |
+| the scheduler's ``num_steps``      | the schedule's count, times the global batch                |
+| ``consumed_train_samples``         | the first sample of the step, which follows from its number |
+| ``args``                           | the configuration                                           |
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import math
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,11 +37,13 @@ import torch
 from functron import checkpoint
 from functron.core import random, tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.hub import megatron
 from functron.hub.config import CONFIG, read_config, read_table
+from functron.hub.megatron_files import LATEST, Opened, open_checkpoint
 from functron.hub.reader import load
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt, lora
-from functron.models.config import Dtype
+from functron.models.config import PRESETS, Dtype
 from functron.models.family import Config, TrainedConfig, dtype_of, family_of
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
@@ -36,9 +53,13 @@ from functron.spmd import Mesh
 from functron.spmd.params import num_params
 from functron.training import config, run_folder
 from functron.training.hardware import free_memory_bytes
+from functron.training.megatron import Reading, read_mapping
+from functron.training.megatron_step import STYLES, WSD
+from functron.training.migrate import DATA_ARGUMENTS, data_settings
 from functron.training.plan import plan
+from functron.training.step import State
 
-SCHEMES = ("hf", "run")
+SCHEMES = ("hf", "run", "megatron")
 
 
 @dataclass(frozen=True)
@@ -72,35 +93,63 @@ def convert(
     max_seq: int | None = None,
     fused_projections: bool = False,
     quantise: str | None = None,
+    model: str | None = None,
+    expert_parallel: int = 1,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
     """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
 
-    A run folder made this way has step 0 of a training run in it: the parameters, without state of
-    an optimizer, and the settings that `fine_tuning` chooses. The newest checkpoint of a run is
-    what is exported. One process does it: into a run in as much memory as the parameters take, from
-    one in as much as one tensor takes.
+    Or of a Megatron checkpoint (``megatron:PATH run:PATH``), with the optimizer's state, steps and
+    settings, so that ``functron train --resume`` takes the step that Megatron would have taken; and
+    back (``run:PATH megatron:PATH``), as `torch_dist`. See `read_megatron`.
+
+    A run folder made of a Hugging Face folder has step 0 of a training run in it: the parameters,
+    without state of an optimizer, and the settings that `fine_tuning` chooses. The newest
+    checkpoint of a run is what is exported. One process does it: into a run in as much memory as
+    its state takes, from one in as much as one tensor takes.
 
     Args:
-        source: ``hf:PATH`` or ``run:PATH``.
-        target: the other of them; the folder must not exist.
+        source: ``hf:PATH``, ``megatron:PATH`` or ``run:PATH``.
+        target: ``run:PATH`` of the first two, or either of these of a run; it must not exist.
         dtype: of the parameters in the target; None: as they are.
         averaged: export the run's averages of its parameters (from a run only).
         max_seq: the longest sequence, where the model could take longer ones (to a run only).
         fused_projections: see `GPTConfig` (to a run only).
         quantise: ``fp8-block`` or ``fp8-row``, as in `functron.hub.save` (from a run only); None:
             weights are written in `dtype`. Quantised ones are read in any case.
+        model: a preset, of a Megatron checkpoint that has no arguments, whose parameters alone are
+            then read; None: it has them.
+        expert_parallel: ranks of expert parallelism of the Megatron run that is to load what is
+            written; it loads on any others with as many optimizers: one, or two if it is above 1.
         max_shard_bytes: the most data in one file (from a run only).
 
     Raises:
-        ValueError: paths without ``hf:`` or ``run:``, or both of one kind, and what `load` and
-            `save` raise.
+        ValueError: paths without a scheme, or none or both of them a run; options that have no
+            place; and what `load` and `save` raise.
     """
     (kind, path), (other, out) = _parse(source, "from"), _parse(target, "to")
-    if kind == other:
+    if (kind == "run") == (other == "run"):
         fix = "functron convert hf:MODEL run:RUN, or functron convert run:RUN hf:MODEL"
         got = f"{kind}: and {other}:"
-        refuse("nothing to convert", "from and to", got, "one hf: and one run:", fix)
+        refuse("nothing to convert", "from and to", got, "one run: and one hf: or megatron:", fix)
+    if "megatron" in (kind, other):
+        given = {
+            "dtype": dtype, "averaged": averaged or None, "max_seq": max_seq,
+            "fused_projections": fused_projections or None, "quantise": quantise,
+        }  # fmt: skip
+        wanted, fix = "nothing: Megatron's checkpoints are taken as they are", "leave it out"
+        found = [Problem(n, repr(v), wanted, fix) for n, v in given.items() if v is not None]
+        raise_problems("cannot convert", found)
+        if kind == "megatron" and expert_parallel == 1:
+            return _import_megatron(path, out, model)
+    if expert_parallel != 1 and other != "megatron":
+        wanted = "1: it is of a Megatron checkpoint that is written"
+        refuse("cannot convert", "expert_parallel", expert_parallel, wanted, "leave it out")
+    if model is not None:
+        wanted = "a Megatron checkpoint, which may lack its arguments"
+        refuse("cannot convert", "model", repr(model), wanted, "leave it out")
+    if other == "megatron":
+        return _export_megatron(path, out, expert_parallel)
     if kind == "hf":
         if averaged:
             got = "true from a Hugging Face folder"
@@ -122,7 +171,8 @@ def _parse(text: str, name: str) -> tuple[str, Path]:
     kind, colon, path = text.partition(":")
     if not colon or kind not in SCHEMES or not path:
         fix = nearest(kind, SCHEMES) if colon else f"hf:{text} or run:{text}"
-        refuse("cannot tell what to convert", name, repr(text), "hf:PATH or run:PATH", fix)
+        wanted = "hf:PATH, megatron:PATH or run:PATH"
+        refuse("cannot tell what to convert", name, repr(text), wanted, fix)
     return kind, Path(path)
 
 
@@ -295,6 +345,50 @@ def _export(path: Path, out: Path, *, averaged: bool, settings: Mapping[str, Any
     return Conversion(model, out, names)
 
 
+def _import_megatron(path: Path, out: Path, model: str | None) -> Conversion:
+    run_folder.refuse_existing(out, "cannot convert")
+    run, state = read_megatron(path, model=model)
+    step = int(state.step)
+
+    def fill(folder: Path) -> None:
+        (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
+        kept: Any = state if step else {"params": state.params}
+        about = {"step": step, "samples": run.batches.first_sample(step)}
+        checkpoint.save(folder / run_folder.CHECKPOINTS / str(step), kept, about)
+
+    run_folder.make(out, fill)
+    return Conversion(run.architecture, out, (), _going_on(run, step, out))
+
+
+def _going_on(run: config.TrainConfig, step: int, out: Path) -> str:
+    """How far a run of Megatron's was, which sample is its next, and the command that takes it."""
+    samples = run.batches.first_sample(step)
+    lines = [f"at step {step} of {run.steps}, after {samples:,} samples of {run.seq} tokens"]
+    command = f"functron train --resume --out {shlex.quote(str(out))}"
+    if run.order == "megatron":
+        lines.append(
+            f"the next is sample {samples:,} of the {run.order_samples:,} in Megatron-LM's order, "
+            f"of {run.data}"
+        )
+    elif run.data:
+        lines.append("samples come in another order than there, where they were shuffled otherwise")
+    elif run.format != "mock":
+        total = "N" if run.ramp_up else run.batches.first_sample(run.steps)
+        lines.append("its arguments do not name its data, whose split is 969,30,1 by default")
+        command += f" --data PREFIX --split 969,30,1 --order megatron --order-samples {total}"
+    return "\n".join([*lines, f"go on: {command}"])
+
+
+def _export_megatron(path: Path, out: Path, expert_parallel: int) -> Conversion:
+    run_folder.refuse_existing(out, "cannot convert")
+    run = config.load(path / run_folder.CONFIG)
+    stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
+    run_folder.make(
+        out, lambda folder: write_megatron(folder, run, stored, expert_parallel=expert_parallel)
+    )
+    return Conversion(run.architecture, out, ())
+
+
 def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
     """The architecture of `dense` with its feed-forward layers made layers of experts.
 
@@ -439,3 +533,382 @@ def upcycle_run(
     begin(target, run, params, keep)
     count = num_params(gpt.defs(made))
     return f"{moe.num_experts} experts, {count:,} parameters ({made.dtype}) in {target}"
+
+
+# --- Megatron's runs
+
+_OF_ADAM = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
+    "differentiable": False, "fused": None, "decoupled_weight_decay": True, "bias_correction": True,
+}  # fmt: skip
+"""Options of torch's Adam and Transformer Engine's, which take groups from a checkpoint whole."""
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def read_megatron(path: Path, *, model: str | None = None) -> tuple[config.TrainConfig, State]:
+    """The run in a Megatron checkpoint, and its state, whole.
+
+    Args:
+        path: the folder of an iteration, or the one above, with the latest's number.
+        model: a preset, for a checkpoint without arguments, of which the parameters are read; None:
+            they are there.
+
+    Raises:
+        ValueError: as `hub.megatron_files.open_checkpoint`, `hub.megatron.config_of` and `load`; or
+            what the checkpoint says of samples, steps and schedule does not fit together.
+    """
+    opened = open_checkpoint(path)
+    args = opened.args
+    if args is None:
+        if model is None:
+            fix = f"pass --model: one of {', '.join(sorted(PRESETS)[:4])}, ..."
+            got, wanted = "none in it", "the arguments of its run"
+            refuse(f"cannot tell the model of {path}", "args", got, wanted, fix)
+        run = config.with_model(config.TrainConfig(), model)
+    elif model is not None:
+        got, fix = repr(model), "leave it out"
+        refuse("cannot convert", "model", got, "nothing: the checkpoint has its arguments", fix)
+    else:
+        run = settings_of(args, opened)
+    if not isinstance(run.architecture, GPTConfig):
+        refuse("cannot convert", "model", run.family.title, "a GPT")
+    run = replace(run, source=f"megatron:{path}")
+    loaded = megatron.load(opened, run.gpt)
+    made = plan(run, Mesh())
+    state = made.init(random.key(run.seed), loaded.masters or loaded.params)
+    if args is None or loaded.mu is None:
+        return run, state
+    return run, _with_state(state, loaded, opened, run)
+
+
+def _with_state(
+    state: State, loaded: megatron.Loaded, opened: Opened, run: config.TrainConfig
+) -> State:
+    """`state` with the moments, masters and counts of the checkpoint."""
+    iteration = opened.common.get("iteration", 0)
+    scheduler = opened.common.get("opt_param_scheduler") or {}
+    updates = scheduler.get("num_steps", opened.step * run.global_batch)
+    found = {"mu": loaded.mu, "nu": loaded.nu, "masters": loaded.masters}
+    flat = {
+        name: dict(zip(tree.paths(values), tree.leaves(values), strict=True))
+        for name, values in found.items()
+        if values is not None
+    }
+    scheduled = iteration if run.ramp_up else updates // run.global_batch
+    parents = {path.rpartition("/mu/")[0] for path in tree.paths(state.opt_state) if "/mu/" in path}
+
+    def one(path: str, leaf: torch.Tensor) -> torch.Tensor:
+        role = re.search(r"(?:^|/)(mu|nu|masters)/(.*)$", path)
+        if role:
+            return flat[role[1]][role[2]].to(leaf.dtype) if role[1] in flat else leaf
+        if path.endswith("count"):
+            adam = path.rpartition("/")[0] in parents
+            return torch.full_like(leaf, opened.step if adam else scheduled)
+        return leaf
+
+    opt_state = tree.map_with_path(one, state.opt_state)
+    params = loaded.params if loaded.masters is not None else state.params
+    step = torch.full_like(state.step, iteration)
+    return state._replace(step=step, params=params, opt_state=opt_state)
+
+
+def settings_of(args: Mapping[str, Any], opened: Opened) -> config.TrainConfig:
+    """The configuration of a run that goes on as Megatron-LM would with these arguments.
+
+    Raises:
+        ValueError: some say what we have no counterpart of; all are listed.
+    """
+    architecture = megatron.config_of(args, where=str(opened.folder))
+    problems = _problems(args)
+    raise_problems(f"cannot go on with the run in {opened.folder}", problems)
+    rows, samples = args["global_batch_size"], args.get("micro_batch_size") or 1
+    ramp = args.get("rampup_batch_size")
+    base = config.TrainConfig(model="megatron", gpt=architecture)
+    if architecture.dtype in _PRECISIONS:
+        base = config.with_precision(base, _PRECISIONS[architecture.dtype])
+    run = replace(
+        base,
+        gpt=architecture,
+        steps=args.get("train_iters") or opened.common.get("iteration", 1),
+        seq=args["seq_length"],
+        global_batch=rows,
+        microbatches=rows // samples if rows % samples == 0 else 1,
+        ramp_up=" ".join(map(str, ramp)) if ramp else "",
+        optimizer=_optimizer_of(args, base.optimizer),
+        **_schedule_of(args, opened.common.get("opt_param_scheduler") or {}),
+        **_data_of(args, opened),
+    )
+    _check_samples(args, opened, run)
+    return run
+
+
+def _problems(args: Mapping[str, Any]) -> list[Problem]:
+    found = [
+        Problem(name, repr(args.get(name)), "a positive number")
+        for name in ("global_batch_size", "seq_length")
+        if type(args.get(name)) is not int or args[name] < 1
+    ]
+    stems = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
+    found += [
+        Problem(name, repr(args[name]), "a whole number")
+        for name in (f"{stem}_{unit}" for stem in stems for unit in ("iters", "samples"))
+        if args.get(name) is not None and (type(args[name]) is not int or args[name] < 0)
+    ]
+    only = {
+        "optimizer": ("adam", None),
+        "decoupled_lr": (None,),
+        "decoupled_weight_decay": (True, None),
+        "lr_decay_style": (*STYLES, None),
+        "lr_wsd_decay_style": (*WSD, None) if args.get("lr_decay_style") == "WSD" else (
+            args.get("lr_wsd_decay_style"),
+        ),
+    }  # fmt: skip
+    for name, allowed in only.items():
+        if args.get(name) not in allowed:
+            wanted = " or ".join(repr(each) for each in allowed if each is not None) or "None"
+            found.append(Problem(name, repr(args[name]), wanted, "there is no such thing here"))
+    if args.get("attention_dropout"):
+        got, fix = repr(args["attention_dropout"]), "our attention drops nothing"
+        found.append(Problem("attention_dropout", got, "0", fix))
+    return found
+
+
+def _optimizer_of(args: Mapping[str, Any], base: OptimizerConfig) -> OptimizerConfig:
+    def given(name: str, default: float) -> float:
+        value = args.get(name)
+        return default if value is None else float(value)
+
+    style = args.get("weight_decay_incr_style") or "constant"
+    decay = given("weight_decay", 0.01)
+    ends = (given("start_weight_decay", decay), given("end_weight_decay", decay))
+    changes = style != "constant"
+    return replace(
+        base,
+        name="adamw",
+        b1=given("adam_beta1", 0.9),
+        b2=given("adam_beta2", 0.999),
+        eps=given("adam_eps", 1e-8),
+        clip_norm=given("clip_grad", 1.0),
+        weight_decay=decay,
+        weight_decay_incr_style=style,  # type: ignore[arg-type]  # the options are checked
+        start_weight_decay=ends[0] if changes else 0.0,
+        end_weight_decay=ends[1] if changes else 0.0,
+    )
+
+
+def _schedule_of(args: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule, in steps, or in samples where these are not those of whole steps.
+
+    The scheduler's state counts samples, and goes before `args`.
+    """
+    rows = args["global_batch_size"]
+
+    def samples(kept: str, stem: str, default: int) -> int:
+        if kept in scheduler:
+            value = scheduler[kept]
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                refuse("cannot read the schedule", kept, repr(value), "a number of samples")
+            return round(value)
+        iterations = args.get(f"{stem}_iters")
+        return args.get(f"{stem}_samples") or (default if iterations is None else iterations * rows)
+
+    total = args.get("train_samples") or (args.get("train_iters") or 1) * rows
+    counts = {
+        "warmup_steps": samples("lr_warmup_steps", "lr_warmup", 0),
+        "total_steps": samples("lr_decay_steps", "lr_decay", total),
+        "decay_steps": samples("", "lr_wsd_decay", ScheduleConfig.decay_steps * rows),
+    }
+    counted = bool(args.get("rampup_batch_size")) or any(n % rows for n in counts.values())
+    style = scheduler.get("lr_decay_style") or args.get("lr_decay_style") or "linear"
+    shape = args.get("lr_wsd_decay_style") if style == "WSD" else None
+    schedule = ScheduleConfig(
+        name=STYLES[style],
+        peak=float(scheduler.get("max_lr") or args.get("lr") or 0.0),
+        end=float(scheduler.get("min_lr") or args.get("min_lr") or 0.0),
+        init=float(args.get("lr_warmup_init") or 0.0),
+        decay=WSD.get(shape or "", ScheduleConfig.decay),
+        **{name: count if counted else count // rows for name, count in counts.items()},
+    )
+    return {"learning_rate": schedule, "rate_unit": "samples" if counted else "steps"}
+
+
+def _data_of(args: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
+    """The seed, and where samples come from: in Megatron-LM's order, if the arguments say of what.
+
+    Raises:
+        ValueError: they say it in a way that there is not; all offenders are listed.
+    """
+    given = {name: args[name] for name in ("seed", *DATA_ARGUMENTS) if name in args}
+    reading = Reading(read_mapping(given))
+    found = {"seed": reading("seed")}
+    if any(map(reading, DATA_ARGUMENTS[:5])):
+        found |= data_settings(reading, "gpt", args["global_batch_size"])
+    problems = [*reading.arguments.problems, *reading.problems]
+    raise_problems(f"cannot go on with the data of the run in {opened.folder}", problems)
+    return found
+
+
+def _check_samples(args: Mapping[str, Any], opened: Opened, run: config.TrainConfig) -> None:
+    """Refuse a run that has not read as many samples as its steps would have."""
+    step, consumed = opened.common.get("iteration", 0), args.get("consumed_train_samples")
+    expected = run.batches.first_sample(step)
+    if consumed is not None and consumed != expected:
+        wanted = f"{expected}: {step} steps of {run.global_batch}"
+        fix = "its batches were not always of this size: the data would not go on where it was"
+        title = "the run has read other samples than its steps have"
+        refuse(title, "consumed_train_samples", str(consumed), wanted, fix)
+
+
+def arguments_of(
+    run: config.TrainConfig, step: int, *, expert_parallel: int = 1
+) -> argparse.Namespace:
+    """Megatron-LM's arguments of a run at a step, on so many ranks of expert parallelism.
+
+    Raises:
+        ValueError: Megatron has no such model, optimizer or schedule; all offenders are listed.
+    """
+    table = megatron.arguments_of(run.gpt, seq=run.seq)
+    own, rate = run.optimizer, run.rate_schedule
+    styles = {ours: theirs for theirs, ours in STYLES.items()}
+    found = [
+        Problem(name, repr(value), wanted)
+        for name, value, wanted, good in (
+            ("optimizer.name", own.name, "'adamw'", own.name == "adamw"),
+            ("learning_rate.name", rate.name, " or ".join(styles), rate.name in styles),
+            ("optimizer.groups", own.groups, "''", not own.groups),
+            ("lora_rank", run.lora_rank, "0: merge adapters first", not run.lora_rank),
+        )
+        if not good
+    ]
+    raise_problems("Megatron has no such run", found)
+    unit = "samples" if run.rate_unit == "samples" else "iters"
+    decays = (own.start_weight_decay, own.end_weight_decay)
+    decays = decays if own.weight_decay_incr_style != "constant" else (own.weight_decay,) * 2
+    table |= {
+        "global_batch_size": run.global_batch, "micro_batch_size": 1, "train_iters": run.steps,
+        "rampup_batch_size": [int(n) for n in run.ramp_up.split()] or None,
+        "optimizer": "adam", "adam_beta1": own.b1, "adam_beta2": own.b2, "adam_eps": own.eps,
+        "clip_grad": own.clip_norm, "weight_decay": own.weight_decay,
+        "start_weight_decay": decays[0], "end_weight_decay": decays[1],
+        "weight_decay_incr_style": own.weight_decay_incr_style, "lr": rate.peak,
+        "min_lr": rate.last, "lr_decay_style": styles[rate.name], "lr_warmup_init": rate.init,
+        f"lr_decay_{unit}": rate.total_steps, f"lr_warmup_{unit}": rate.num_warmup_steps,
+        f"lr_wsd_decay_{unit}": rate.decay_steps if rate.name == "wsd" else None,
+        "train_samples": run.ordered_samples if unit == "samples" else None,
+        "lr_wsd_decay_style": {ours: theirs for theirs, ours in WSD.items()}.get(rate.decay),
+        "seed": run.seed, "iteration": step,
+        "consumed_train_samples": run.batches.first_sample(step),
+        "consumed_valid_samples": 0, "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1, "expert_model_parallel_size": expert_parallel,
+        "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
+    }  # fmt: skip
+    return argparse.Namespace(**table)
+
+
+def write_megatron(
+    folder: Path,
+    run: config.TrainConfig,
+    stored: checkpoint.Checkpoint,
+    *,
+    expert_parallel: int = 1,
+) -> None:
+    """Write a checkpoint of a run as Megatron's, into an empty folder, with its optimizer's state.
+
+    Args:
+        folder: where.
+        run: its configuration.
+        stored: the checkpoint.
+        expert_parallel: ranks of expert parallelism of the Megatron run that is to load it: with
+            more than one it has an optimizer for experts alone, whose settings are apart.
+
+    Raises:
+        ValueError: as `arguments_of`; or the checkpoint's optimizer keeps no moments in float32.
+    """
+    step = int(stored["step"][...]) if "step" in stored else 0
+    if expert_parallel < 1 or (expert_parallel > 1 and run.gpt.moe is None):
+        wanted = "1 without experts" if run.gpt.moe is None else "at least 1"
+        refuse("cannot convert", "expert_parallel", expert_parallel, wanted)
+    args = arguments_of(run, step, expert_parallel=expert_parallel)
+    params = checkpoint.stored_params(stored, run.family.defs(run.architecture))
+    trees: dict[str, Any] = {"exp_avg": {}, "exp_avg_sq": {}, "param": {}}
+    names = {"mu": "exp_avg", "nu": "exp_avg_sq", "masters": "param"}
+    counts, parents = {}, set()
+    for path in stored:
+        role = re.search(r"(?:^|/)(mu|nu|masters)/(.*)$", path)
+        if path.startswith("opt_state/") and role:
+            _put(trees[names[role[1]]], role[2], stored[path])
+            parents.add(path[: role.start()])
+        elif path.startswith("opt_state/") and path.endswith("/count"):
+            counts[path.rpartition("/")[0]] = int(stored[path][...])
+    if bool(trees["exp_avg"]) != bool(trees["exp_avg_sq"]):
+        got = "one of the moments in float32"
+        refuse("Megatron has no such run", "optimizer", got, "Adam's two moments")
+    if not trees["param"]:
+        trees["param"] = params
+    state = trees if trees["exp_avg"] else {}
+    updates = next((n for parent, n in counts.items() if parent in parents), step)
+    common = _common_of(run, args, step, updates if state else 0, bool(state))
+    inside = folder / f"iter_{step:07d}"
+    inside.mkdir()
+    megatron.save(inside, megatron.Saving(run.gpt, params, _with_masters(state), common))
+    (folder / LATEST).write_text(str(step), encoding="utf-8")
+
+
+def _with_masters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state by all names: plain optimizers call masters otherwise than the distributed one."""
+    return {**state, "fp32_param": state["param"]} if state else {}
+
+
+def _put(into: dict, path: str, leaf: Any) -> None:
+    *above, name = path.split("/")
+    for key in above:
+        into = into.setdefault(key, {})
+    into[name] = leaf
+
+
+def _common_of(
+    run: config.TrainConfig, args: argparse.Namespace, step: int, updates: int, has_state: bool
+) -> dict[str, Any]:
+    """The contents of ``common.pt``: for one optimizer, distributed or not."""
+    rate, rows = run.rate_schedule, 1 if run.rate_unit == "samples" else run.global_batch
+    made: dict[str, Any] = {
+        "args": args, "checkpoint_version": 3.0, "iteration": step,
+        "num_floating_point_operations_so_far": 0,
+        "opt_param_scheduler": {
+            "max_lr": args.lr, "min_lr": args.min_lr, "lr_decay_style": args.lr_decay_style,
+            "lr_warmup_steps": rate.num_warmup_steps * rows,
+            "lr_decay_steps": rate.total_steps * rows,
+            "num_steps": run.batches.first_sample(step),
+            "start_wd": args.start_weight_decay, "end_wd": args.end_weight_decay,
+            "wd_incr_style": args.weight_decay_incr_style,
+            "wd_incr_steps": args.train_samples or run.steps * run.global_batch,
+        },
+        "content_metadata": {
+            "distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+        },
+    }  # fmt: skip
+    if not has_state:
+        return made
+
+    def optimizer(experts: bool) -> dict[str, Any]:
+        groups = [
+            {
+                "is_expert_parallel": experts, "default_config": True, "wd_mult": share,
+                "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": args.lr, "min_lr": args.min_lr,
+                "lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps,
+                "weight_decay": args.weight_decay * share, "step": float(updates), **_OF_ADAM,
+            }
+            for share in (1.0, 0.0)
+            if not experts or share or run.gpt.bias
+        ]  # fmt: skip
+        return {  # the first two are the distributed optimizer's, the others a plain one's
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+            "state": {"common_step": torch.tensor(float(updates))},
+            "param_groups": groups,
+        }
+
+    several = args.expert_model_parallel_size > 1
+    made["optimizer"] = {n: optimizer(bool(n)) for n in (0, 1)} if several else optimizer(False)
+    return made

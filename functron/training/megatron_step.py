@@ -31,7 +31,7 @@ def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mes
     mesh, settings = _mesh(reading, family, ranks)
     settings |= {"seq": _seq(reading, family)}
     settings |= _batches(reading, mesh)
-    settings |= {"learning_rate": _rate(reading, settings), "optimizer": _optimizer(reading)}
+    settings |= _rate(reading, settings) | {"optimizer": _optimizer(reading)}
     return mesh, settings | _memory(reading)
 
 
@@ -315,47 +315,51 @@ def _step_of(found: Mapping[str, Any], batch: int, samples: int) -> int:
     return ramp.step_of(samples)
 
 
-_STYLES: Mapping[str, str] = MappingProxyType({
+STYLES: Mapping[str, str] = MappingProxyType({
     "constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd",
     "inverse-square-root": "inverse_square_root",
 })  # fmt: skip
-_WSD: Mapping[str, str] = MappingProxyType({
+"""Names of schedules, by Megatron-LM's."""
+WSD: Mapping[str, str] = MappingProxyType({
     "exponential": "halving", "linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt",
 })  # fmt: skip
+"""Shapes of the decay of its WSD."""
 
 
-def _rate(reading: Reading, settings: Mapping[str, Any]) -> ScheduleConfig:
-    """The schedule of the learning rate, counted in steps."""
+def _rate(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule of the learning rate, and what its counts are."""
     batch = settings["global_batch"]
 
-    def steps_of(stem: str, setting: str) -> int | None:
+    counted = _counts_samples(reading, settings)
+    unit = "samples" if counted else "steps"
+
+    def count(stem: str, setting: str) -> int | None:
         steps = reading.take(f"{stem}_iters", f"learning_rate.{setting}")
-        why = "steps, not samples"
-        why += ": of the growing batches" if settings.get("ramp_up") else ""
+        why = "rate_unit = samples" if counted else "steps, not samples"
         samples = reading.take(f"{stem}_samples", f"learning_rate.{setting}", why)
         if samples:
-            ramped = _step_of(settings, batch, samples) if settings.get("ramp_up") else 0
-            return ramped or max(round(samples / batch), 1)
-        return steps
+            return samples if counted else samples // batch
+        return steps * batch if steps and counted else steps
 
     peak = reading.take("lr", "learning_rate.peak")
     if peak is None:
         reading.refuse("lr", "a learning rate", "--with lr=3e-4")
         peak = 0.0
     style = reading.take("lr_decay_style", "learning_rate.name")
-    if style not in _STYLES:
-        reading.refuse("lr_decay_style", f"one of {', '.join(_STYLES)}")
+    if style not in STYLES:
+        reading.refuse("lr_decay_style", f"one of {', '.join(STYLES)}")
         style = "linear"
-    total = steps_of("lr_decay", "total_steps") or settings["steps"]
-    warmup = steps_of("lr_warmup", "warmup_steps") or 0
+    whole = reading("train_samples") or settings["steps"] * batch if counted else settings["steps"]
+    total = count("lr_decay", "total_steps") or whole
+    warmup = count("lr_warmup", "warmup_steps") or 0
     fraction = reading.take("lr_warmup_fraction", "learning_rate.warmup_steps")
     warmup = round(fraction * total) if fraction else warmup
     found: dict[str, Any] = {
-        "name": _STYLES[style], "peak": peak, "warmup_steps": warmup, "total_steps": total,
+        "name": STYLES[style], "peak": peak, "warmup_steps": warmup, "total_steps": total,
         "end": reading.take("min_lr", "learning_rate.end"),
         "init": reading.take("lr_warmup_init", "learning_rate.init"),
     }  # fmt: skip
-    length = steps_of("lr_wsd_decay", "decay_steps")
+    length = count("lr_wsd_decay", "decay_steps")
     shape = reading.take("lr_wsd_decay_style", "learning_rate.decay")
     if style != "WSD":
         names = ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
@@ -365,12 +369,23 @@ def _rate(reading: Reading, settings: Mapping[str, Any]) -> ScheduleConfig:
         if style == "inverse-square-root" and not warmup:
             why = "without a warm-up Megatron-LM divides by the root of samples, ours of steps"
             reading.taken("learning_rate.name", "lr_decay_style", why=why)
-        return ScheduleConfig(**found)
-    if not length or shape not in _WSD:
+        return {"learning_rate": ScheduleConfig(**found), "rate_unit": unit}
+    if not length or shape not in WSD:
         fix = "--with lr-wsd-decay-iters=N"
         reading.refuse("lr_wsd_decay_iters", "the steps of the decay, of a known style", fix)
-        return ScheduleConfig(**found)
-    return ScheduleConfig(**found, decay_steps=length, decay=_WSD[shape])
+        return {"learning_rate": ScheduleConfig(**found), "rate_unit": unit}
+    found |= {"decay_steps": length, "decay": WSD[shape]}
+    return {"learning_rate": ScheduleConfig(**found), "rate_unit": unit}
+
+
+def _counts_samples(reading: Reading, settings: Mapping[str, Any]) -> bool:
+    """Whether the schedule counts samples: given ones that are not those of whole steps."""
+    names = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+    given = [samples for name in names if (samples := reading(name))]
+    if reading("lr_decay_samples") is None and reading("train_samples"):
+        given.append(reading("train_samples"))
+    batch = settings["global_batch"]
+    return bool(given) and (bool(settings.get("ramp_up")) or any(n % batch for n in given))
 
 
 # --- the optimizer and precision

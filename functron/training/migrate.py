@@ -232,9 +232,12 @@ def _configured(
     reading.say("not needed", "the mesh says it", "devices", "num_nodes")
     reading.say("not needed", "its arguments are read", "yaml_cfg")
     mesh, settings = step_settings(reading, family, ranks)
-    settings |= _data(reading, family) | _checkpoints(reading) | _logs(reading)
+    settings |= data_settings(reading, family, settings["global_batch"])
+    settings |= _checkpoints(reading) | _logs(reading)
     settings |= _evaluation(reading, settings, family)
-    why = "initial parameters, dropout and the order of samples are other numbers of it"
+    why = "initial parameters and dropout are other numbers of it; the order of samples is the same"
+    if "order" not in settings:
+        why = "initial parameters, dropout and the order of samples are other numbers of it"
     settings |= {"seed": reading.take("seed", "seed", why)}
     settings |= _anomalies(reading, settings)
     own: dict[str, Any] = {family: model}
@@ -254,6 +257,10 @@ def _checked(source: Any, config: TrainConfig, reading: Reading, ranks: int) -> 
         tried = replace(tried, split=config.split or ("1,1" if named else ""))
     if not config.data and config.format != "mock":
         tried = replace(tried, format="mock", data="")
+    if not tried.data:
+        own = TrainConfig()
+        names = ("order", "order_samples", "order_cache", "blend_surplus", "extra_token")
+        tried = replace(tried, **{name: getattr(own, name) for name in names})
     if config.out and Path(config.out).exists():
         tried = replace(tried, out="", resume=False)
     tried = replace(tried, resume=False)
@@ -299,15 +306,24 @@ def _is_here(path: str) -> bool:
 # --- data
 
 
-def _data(reading: Reading, family: FamilyName) -> dict[str, Any]:
-    """Where samples come from."""
+DATA_ARGUMENTS = (
+    "data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "mock_data",
+    "valid_data_path", "test_data_path", "split", "dataloader_type", "data_cache_path",
+    "mid_level_dataset_surplus", "add_extra_token_to_sequence", "reset_position_ids",
+    "reset_attention_mask", "eod_mask_loss", "train_samples", "train_iters",
+)  # fmt: skip
+"""The arguments that `data_settings` reads, of a model that predicts the next token."""
+
+
+def data_settings(reading: Reading, family: FamilyName, batch: int) -> dict[str, Any]:
+    """The settings of `TrainConfig` that say where samples come from, and in which order.
+
+    Args:
+        reading: the line; what becomes of its arguments is noted there.
+        family: what it trains.
+        batch: samples of a step, in the end.
+    """
     found: dict[str, Any] = _documents(reading)
-    kind = reading.take("dataloader_type", "data")
-    if kind not in (None, "single"):
-        why = "samples come in one shuffled order, and again in another for the next epoch"
-        reading.say("not supported", why, "dataloader_type")
-    else:
-        reading.say("same", "samples come in one shuffled order", "dataloader_type")
     why = "of a BERT's samples: they have all --seq tokens"
     reading.say("not supported" if family == "bert" else "not needed", why, "short_seq_prob")
     rate = reading.take("mask_prob", "mask_rate")
@@ -337,11 +353,40 @@ def _data(reading: Reading, family: FamilyName) -> dict[str, Any]:
         fix = "--with data-path=PREFIX, or mock-data for random tokens"
         reading.refuse("data_path", "files of tokens", fix)
     if mock or not (blend or train):
+        found |= _order(reading, "", batch)
         return found | _tokens(reading, True) | {"format": "mock", "split": text or "969,30,1"}
     found |= {"data": blend or train, "format": "tokens", "split": text if blend else ""}
+    found |= _order(reading, found["data"] if family in ("gpt", "mamba") else "", batch)
     if train:
         reading.unused("split")
     return found | _tokens(reading, False)
+
+
+def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
+    """Megatron-LM's order of the samples of `data`; empty: of others, whose order is our own."""
+    names = ("data_cache_path", "mid_level_dataset_surplus", "add_extra_token_to_sequence")
+    reading.unused(*names)
+    kind = reading.take("dataloader_type", "order")
+    if kind not in (None, "single"):
+        why = "samples come in one shuffled order, and again in another for the next epoch"
+        reading.say("not supported", why, "dataloader_type")
+        return {}
+    reading.say("same", "samples come in one shuffled order", "dataloader_type")
+    samples = reading("train_samples") or (reading("train_iters") or 0) * batch
+    if not data or samples < 1:  # no number of steps is said elsewhere
+        return {}
+    found: dict[str, Any] = {"order": "megatron", "order_samples": samples}
+    why = f"order = megatron, of {samples} samples: the same ones in every step"
+    for name in ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path"):
+        if reading.has(name) and reading.fates.get(name, ("",))[0] == "taken":
+            reading.taken("data", name, why=why)
+    cache = reading("data_cache_path")
+    if cache and cache not in _NONE and not is_open(cache):
+        found["order_cache"] = reading.take("data_cache_path", "order_cache")
+    if len(data.split()) > 1:
+        found["blend_surplus"] = reading.take("mid_level_dataset_surplus", "blend_surplus")
+    found["extra_token"] = reading.take("add_extra_token_to_sequence", "extra_token")
+    return found
 
 
 def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
@@ -361,10 +406,17 @@ def _documents(reading: Reading) -> dict[str, Any]:
     """Whether documents see one another."""
     names = ("reset_position_ids", "reset_attention_mask")
     both = [reading.take(name, "mask_documents") for name in names]
+    unlearnt = reading.take("eod_mask_loss", "mask_documents")
     if any(both) and not all(both):
         name = names[both.index(True)]
         other = reading.spelled(names[both.index(False)])
         reading.refuse(name, f"{other} with it", "documents see themselves alone, or all that came")
+    if all(both) and not unlearnt:
+        why = "a document's last token predicts nothing, as with --eod-mask-loss"
+        reading.taken("mask_documents", *names, why=why)
+    if unlearnt and not all(both):
+        why = "the end of a document is a target like others, where documents are not kept apart"
+        reading.say("not supported", why, "eod_mask_loss")
     return {"mask_documents": True} if all(both) else {}
 
 
@@ -382,8 +434,6 @@ def _paths_of(reading: Reading, name: str, file: str) -> str:
         return " ".join(words)
     if len(words) % 2 == 0 and all(map(_is_weight, words[::2])):
         return " ".join(map(shlex.quote, words))
-    why = "all of each, every sample once an epoch: Megatron-LM takes them by their sizes"
-    reading.taken("data", name, why=why)
     return " ".join(f"all {shlex.quote(word)}" for word in words)
 
 

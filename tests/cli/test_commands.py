@@ -94,4 +94,4 @@ def test_a_run_becomes_a_hugging_face_model_and_a_run_that_trains(trained, tmp_p
 
 def test_what_cannot_be_converted(trained, tmp_path, capsys):
     assert main(["convert", str(trained), f"hf:{tmp_path / 'x'}"]) == 2
-    assert "wanted hf:PATH or run:PATH" in capsys.readouterr().err
+    assert "wanted hf:PATH, megatron:PATH or run:PATH" in capsys.readouterr().err

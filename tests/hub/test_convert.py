@@ -275,9 +275,9 @@ def test_a_damaged_checkpoint_leaves_nothing(model, tmp_path):
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
-        ("hf:{0}", "hf:x", "from and to: got hf: and hf:; wanted one hf: and one run:"),
-        ("{0}", "run:x", r"from: got '.*'; wanted hf:PATH or run:PATH; fix: hf:"),
-        ("hf:{0}", "runs:x", "to: got 'runs:x'; wanted hf:PATH or run:PATH; fix: did you mean 'run'"),
+        ("hf:{0}", "hf:x", "from and to: got hf: and hf:; wanted one run: and one hf: or megatron:"),
+        ("{0}", "run:x", r"from: got '.*'; wanted hf:PATH, megatron:PATH or run:PATH; fix: hf:"),
+        ("hf:{0}", "runs:x", "to: got 'runs:x'; wanted hf:PATH, megatron:PATH or run:PATH; fix: did you mean 'run'"),
         ("hf:", "run:x", "from: got 'hf:'"),
         ("hf:{0}", "run:{0}", "got an existing path; wanted a new one"),
         ("hf:{0}/none", "run:x", r"config\.json: got No such file"),

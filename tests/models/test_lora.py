@@ -10,7 +10,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
-from functron.cli import sample
+from functron.cli import evaluate
 from functron.models.lora import LoRA
 from functron.optim import OptimizerConfig
 from functron.spmd.params import abstract_params
@@ -295,7 +295,7 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
             checkpoint.save(there / "checkpoints" / "0", {"params": lora.merge(params)}, {})
             (there / "config.toml").write_text(dump(settings))
         where = ["--prompt", "def ", "--tokens", "8", "--temperature", "0", "--device", "cpu"]
-        assert sample.run([str(tmp_path / name), *where]) == 0
+        assert evaluate.sample([str(tmp_path / name), *where]) == 0
         told[name] = capsys.readouterr().out
     assert told["run"] == told["merged"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from functron.cli.inspect import ScheduleOptions
 from functron.cli.main import main
+from functron.cli.plan import ScheduleOptions
 from functron.pipeline import NAMES, Schedule, make
 
 

@@ -13,18 +13,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from functron.data import preprocess
 from functron.models.config import PRESETS
 from functron.optim.config import make_schedule
+from functron.spmd import Mesh
 from functron.spmd.params import num_params
 from functron.training import megatron
 from functron.training.config import TrainConfig, load
+from functron.training.data import open_samples
 from functron.training.launch_line import read_script, shown
 from functron.training.megatron_model import pattern
 from functron.training.migrate import Migration, migrate
+from functron.training.plan import plan
 
 LAUNCHES = Path(__file__).parent / "launches"
 ZOO = {
@@ -152,7 +156,8 @@ def test_what_lines_say_is_there(made):
     assert (gpt3.resume, gpt3.out, gpt3.log_names) == ("auto", "/ck", "megatron")
     assert (gpt3.seed, gpt3.optimizer.eps, gpt3.gpt.dropout) == (1234, 1e-8, 0.1)
     assert llama.steps == 1953125000 // 128
-    assert llama.learning_rate.total_steps == round(1949218748 / 128)
+    # not of whole steps of 128
+    assert (llama.rate_unit, llama.learning_rate.total_steps) == ("samples", 1949218748)
     assert (llama.precision, llama.zero, llama.exit_after) == ("fp8-delayed", 1, "235m")
     assert llama.optimizer.grad_dtype == llama.optimizer.reduce_dtype == "bfloat16"
     assert llama.optimizer.groups == "embed lr=3.33333; unembed lr=3.33333"
@@ -421,15 +426,81 @@ def test_wsd_anneals_as_megatron(line, style):
         assert float(rate(step)) == pytest.approx(wanted, rel=1e-5), step
 
 
-def test_samples_are_counted_in_steps_of_a_ramp(line, tmp_path):
+def test_samples_of_a_ramp_are_counted(line, tmp_path):
     """2 + 2 steps of 4 and 6 samples, then of 8: 40 samples are 2 x 4 + 2 x 6 + 2.5 x 8."""
     text = BASE.replace("--train-iters 10", "--train-samples 40")
-    (tmp_path / "args.txt").write_text(
-        f"{text}\n--rampup-batch-size 4 2 16\n--lr-warmup-samples 8\n"
-    )
-    config = migrate(tmp_path / "args.txt").config
-    assert (config.steps, config.learning_rate.warmup_steps) == (6, 2)
+    file = tmp_path / "args.txt"
+    file.write_text(f"{text}\n--rampup-batch-size 4 2 16\n--lr-warmup-samples 10\n")
+    config = migrate(file).config
+    rate = config.learning_rate
+    assert (config.steps, config.rate_unit) == (6, "samples")
+    assert (rate.warmup_steps, rate.total_steps) == (10, 40)  # of the whole run, by default
     assert config.microbatches == 2  # divides 4, 6 and 8
+    # the first samples of the steps, of a warm-up over 10
+    found = [float(plan(config, Mesh()).learning_rate(step)) for step in range(3)]
+    assert found == pytest.approx([0.0, 4e-4, 8e-4])
+    # without the ramp: samples of whole steps are steps, and others are not
+    file.write_text(f"{text}\n--lr-warmup-samples 16")
+    config = migrate(file).config
+    assert (config.rate_unit, config.learning_rate.warmup_steps) == ("steps", 2)
+    file.write_text(f"{text}\n--lr-warmup-samples 12")
+    config = migrate(file).config
+    assert (config.rate_unit, config.learning_rate.warmup_steps) == ("samples", 12)
+
+
+# --- data, against samples that Megatron-Core drew (tests/data/make_megatron.py)
+
+ORDERED = Path(__file__).parents[1] / "data" / "megatron"
+
+
+@pytest.mark.parametrize(
+    ("case", "arguments", "settings"),
+    [
+        ("case39", "--data-path 1 {a} 1 {b} 1 {c} --split 4,1,1 --train-iters 5",
+         {"order_samples": 40, "split": "4,1,1", "seed": 1234}),  # 5 x 8
+        ("case30", "--train-data-path 30 {a} 70 {b} --train-samples 333", {"order_samples": 333, "split": ""}),
+        ("case45", "--train-data-path {a} {b} {c} --train-iters 5", {"order_samples": 40, "extra_token": True}),
+        ("case53", "--train-data-path 1 {a} 3 {c} --train-samples 50 --seed 1 --mid-level-dataset-surplus .5",
+         {"blend_surplus": 0.5}),
+        ("case18", "--data-path {b} --train-samples 70 --seed 11 --seq-length 8 --data-cache-path tables",
+         {"split": "969,30,1", "order_cache": "tables", "format": "tokens"}),
+        ("case55", "--train-data-path {a} --train-iters 5 --seed 6 --seq-length 24 --eod-mask-loss "
+         "--reset-position-ids --reset-attention-mask", {"mask_documents": True}),
+    ],
+)  # fmt: skip
+def test_samples_are_those_of_megatron(case, arguments, settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = {name: str(ORDERED / name) for name in "abc"}
+    text = BASE.replace("--mock-data", "").replace("--train-iters 10", "--seq-length 12")
+    file = tmp_path / "args.txt"
+    file.write_text(f"{text} --eval-iters 0 --vocab-size 65000 {arguments.format_map(paths)}")
+    made = migrate(file)
+    config = made.config
+    assert {name: getattr(config, name) for name in settings} == settings
+    assert (config.order, made.absent) == ("megatron", ())
+    with np.load(ORDERED / "samples.npz") as arrays:
+        tokens, targets = arrays[f"{case}/train"]
+    drawn = open_samples(config).draw(np.arange(config.steps * 8))
+    np.testing.assert_array_equal(drawn["tokens"], tokens[: config.steps * 8])
+    np.testing.assert_array_equal(drawn["targets"], targets[: config.steps * 8])
+
+
+def test_samples_in_another_order_are_said(line):
+    def rows(arguments: str) -> dict[str, tuple[str, str]]:
+        file_data = line(f"{arguments} --data-path x", without=["mock-data"])
+        assert file_data.absent == ("x",)
+        found = {row.name: (row.kind, row.why) for row in file_data.rows}
+        return found | {"order": (file_data.config.order, "")}
+
+    found = rows("--dataloader-type cyclic")
+    assert (found["order"][0], found["--dataloader-type"][0]) == ("arithmetic", "not supported")
+    found = rows("--eod-mask-loss")  # has no equal without the other two
+    assert (found["order"][0], found["--eod-mask-loss"][0]) == ("megatron", "not supported")
+    found = rows("--reset-position-ids --reset-attention-mask")
+    assert found["--reset-position-ids"][1].endswith("as with --eod-mask-loss")
+    assert "order = megatron, of 80 samples" in found["--data-path"][1]
+    bert = line("--data-path x", program="pretrain_bert.py", closest=True, without=["mock-data"])
+    assert (bert.config.order, bert.config.split) == ("arithmetic", "969,30,1")
 
 
 # --- scripts

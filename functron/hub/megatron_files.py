@@ -1,0 +1,868 @@
+"""Files of Megatron checkpoints, of both layouts, as whole tensors by name, and nothing executed.
+
+| layout       | in ``iter_0000005/``                                                            |
+|--------------|---------------------------------------------------------------------------------|
+| `torch_dist` | ``common.pt``, ``.metadata`` and ``*.distcp`` (torch.distributed.checkpoint)    |
+| legacy       | ``mp_rank_TP[_PP][_EP]/model_optim_rng.pt`` and perhaps ``distrib_optim.pt``    |
+
+Whatever divided a tensor (tensor, expert and pipeline parallelism, virtual stages, the distributed
+optimizer), it has one name here, that of Megatron's local layers with the layer's number in the
+whole model, and is read in slices: of every shard only while it is copied.
+
+Both layouts are pickles. ``.pt`` files and shards are read by torch's ``weights_only`` loader, with
+a short list of classes beside its own, for all of which `Inert` stands; ``.metadata``, whose
+protocol that loader does not know, by one of Python that knows no other names than `_METADATA`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import math
+import pickle
+import re
+import struct
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from functron.core.errors import Problem, raise_problems, refuse
+
+METADATA, COMMON, LATEST = ".metadata", "common.pt", "latest_checkpointed_iteration.txt"
+MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTERS = ("fp32_param", "param")
+"""Names of the masters: of the optimizers that are and are not distributed."""
+_BROKEN = (
+    OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, RuntimeError,
+    AssertionError, MemoryError, OverflowError, RecursionError, NotImplementedError,
+    pickle.UnpicklingError, zipfile.BadZipFile, UnicodeError, ImportError, struct.error,
+)  # fmt: skip
+_AGAIN = "copy the checkpoint again; if it never was another, do not trust who made it"
+
+
+class Inert:
+    """An object of a class that is not here: its arguments and state, with no behaviour."""
+
+    def __init__(self, *values: Any, **named: Any):
+        self.values = values
+        self.state: Any = named
+
+    def __setstate__(self, state: Any) -> None:
+        self.values, self.state = (), state
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__.get("state")
+        if isinstance(state, dict) and name in state:
+            return state[name]
+        raise AttributeError(name)
+
+
+_PLAIN = (
+    "types.SimpleNamespace", "pathlib.PosixPath", "pathlib._local.PosixPath", "signal.Signals",
+    "_io.BytesIO", "io.BytesIO", "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar", "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType",
+    "megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode", "megatron.core.rerun_state_machine.RerunState",
+)  # fmt: skip
+"""Classes of what Megatron-LM keeps beside tensors, for which `Inert` stands."""
+
+_DCP, _CORE = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies"
+_METADATA: Mapping[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": tuple,
+    **{
+        name: type(name.rsplit(".", 1)[1], (Inert,), {})
+        for name in (
+            *(f"{_DCP}.metadata.{n}" for n in (
+                "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex",
+                "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+            )),
+            f"{_DCP}.filesystem._StorageInfo", f"{_DCP}.planner.SavePlan",
+            f"{_DCP}.planner.WriteItem", f"{_DCP}.planner.WriteItemType",
+            f"{_DCP}.planner.TensorWriteData",
+            "torch.serialization._get_layout", f"{_CORE}.torch.MCoreMetadata",
+            f"{_CORE}.torch.MCoreSavePlan", "pathlib.PosixPath", "pathlib._local.PosixPath",
+        )
+    },
+}  # fmt: skip
+"""The names that a ``.metadata`` may have, and what stands for them."""
+
+
+def _fail(file: Path, error: BaseException | str, wanted: str = "a file of Megatron's") -> NoReturn:
+    got = str(error).strip() or type(error).__name__
+    if isinstance(error, pickle.UnpicklingError):
+        found = re.search(r"GLOBAL (\S+)", got)
+        got = f"a pickle that calls {found[1]}" if found else got
+        wanted = "tensors and plain values: a pickle can run code, and nothing of this one was run"
+    lines = got.splitlines()
+    refuse("cannot read the Megatron checkpoint", str(file), lines[0][:300], wanted, _AGAIN)
+
+
+class _Metadata(pickle._Unpickler):  # that of Python: the one in C allocates what indices claim
+    dispatch: ClassVar[dict] = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if bytes([code])
+        not in (
+            *(pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+            *(pickle.INST, pickle.OBJ, pickle.BYTEARRAY8, pickle.NEXT_BUFFER),
+            pickle.READONLY_BUFFER,
+        )
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _METADATA:
+            return _METADATA[full]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"GLOBAL {full} is not allowed")
+
+
+def read_metadata(file: Path) -> Any:
+    """The contents of a ``.metadata``, of `Inert` objects.
+
+    Raises:
+        ValueError: it is broken, or has other things in it than such a file has.
+    """
+    try:
+        return _Metadata(io.BytesIO(file.read_bytes())).load()
+    except _BROKEN as error:
+        _fail(file, error)
+
+
+def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
+    """What torch.save has written into a file, or into `length` bytes of it from `start` on.
+
+    Tensors of a whole file are read when they are used (mapped into memory).
+
+    Raises:
+        ValueError: it is broken, or has other things in it than tensors and plain values.
+    """
+    try:
+        if length is None:
+            where: Any = file
+            size = file.stat().st_size
+        else:
+            with file.open("rb") as stream:
+                stream.seek(start)
+                where = io.BytesIO(stream.read(length))
+            size = length
+        with zipfile.ZipFile(where) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise ValueError("a compressed archive, which torch.save does not write")
+            if sum(entry.file_size for entry in entries) > size:
+                raise ValueError("an archive that claims more bytes than it has")
+        if length is not None:
+            where.seek(0)
+        allowed: list[Any] = [argparse.Namespace, *((Inert, name) for name in _PLAIN)]
+        with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(
+                where, map_location="cpu", weights_only=True, mmap=True if length is None else None
+            )
+    except _BROKEN as error:
+        _fail(file, error)
+
+
+def _checked(tensor: Any, file: Path, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A tensor that has all the numbers that it claims."""
+    if type(tensor) is torch.nn.Parameter:
+        tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+        _fail(file, f"{type(tensor).__name__} in the place of a tensor", "a plain tensor")
+    if tensor.is_meta or tensor.numel() > tensor.untyped_storage().nbytes() // tensor.itemsize:
+        got = f"a tensor of shape {list(tensor.shape)} without so many numbers"
+        _fail(file, got, "as many as its shape says")
+    if shape is not None and tuple(tensor.shape) != shape:
+        _fail(file, f"a shard of shape {list(tensor.shape)}", f"{list(shape)}, as {METADATA} says")
+    return tensor.detach()
+
+
+# --- tensors made of shards
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One box of a tensor.
+
+    Attributes:
+        start: where it begins, per dim.
+        shape: its sizes.
+        load: reads it.
+        file: that has it.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+    file: Path
+
+
+@dataclass
+class Tensors:
+    """Whole tensors by name, made of chunks: a `files.Source`.
+
+    Attributes:
+        chunks: of each tensor.
+        sizes: the shapes and dtypes of the whole ones, which `close` fills in.
+    """
+
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, name: str, dtype: torch.dtype, chunk: Chunk) -> None:
+        """Add a chunk of the tensor `name`; one that is there already is passed over."""
+        known = self.chunks.setdefault(name, [])
+        if all(each.start != chunk.start for each in known):
+            known.append(chunk)
+        self.dtypes.setdefault(name, dtype)
+
+    def close(self) -> list[Problem]:
+        """Give every tensor its whole shape; the problems of those that chunks do not fill."""
+        found = []
+        for name, chunks in self.chunks.items():
+            rank = len(chunks[0].shape)
+            if any(len(c.shape) != rank or len(c.start) != rank for c in chunks):
+                found.append(Problem(name, "shards of different dims", "the same"))
+                continue
+            spans = [
+                sorted({(c.start[d], c.start[d] + c.shape[d]) for c in chunks}) for d in range(rank)
+            ]
+            whole = tuple(each[-1][1] for each in spans)
+            tiled = all(
+                each[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(each))
+                for each in spans
+            )
+            if not tiled or len(chunks) != math.prod(len(each) for each in spans):
+                got = f"{len(chunks)} shards that leave gaps or overlap"
+                wanted = "shards that fill the tensor: are all files of the checkpoint there?"
+                found.append(Problem(name, got, wanted, _AGAIN))
+            self.sizes[name] = whole
+        return found
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor."""
+        return {name: (shape, self.dtypes[name]) for name, shape in self.sizes.items()}
+
+    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
+        """These slices of the tensor `name`; one shard at a time is in memory."""
+        shape = self.sizes[name]
+        spans = [part.indices(size) for part, size in zip(slices, shape, strict=True)]
+        assert all(step == 1 for _, _, step in spans), slices
+        out = torch.empty([stop - start for start, stop, _ in spans], dtype=self.dtypes[name])
+        for chunk in self.chunks[name]:
+            box = [
+                (max(first, at), min(last, at + size))
+                for (first, last, _), at, size in zip(spans, chunk.start, chunk.shape, strict=True)
+            ]
+            if any(first >= last for first, last in box):
+                continue
+            part = _checked(chunk.load(), chunk.file, chunk.shape)
+            view = out
+            for dim, (first, last) in enumerate(box):
+                part = part.narrow(dim, first - chunk.start[dim], last - first)
+                view = view.narrow(dim, first - spans[dim][0], last - first)
+            view.copy_(part)
+        return out
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A Megatron checkpoint.
+
+    Attributes:
+        folder: that of the iteration.
+        common: what it has beside tensors: args, iteration, opt_param_scheduler, ...
+        weights: of the model.
+        state: the optimizer's by the names of `MOMENTS` and "master"; empty: it has none.
+        step: the updates that the optimizer has made.
+    """
+
+    folder: Path
+    common: Mapping[str, Any]
+    weights: Tensors
+    state: Mapping[str, Tensors]
+    step: int
+
+    @property
+    def args(self) -> Mapping[str, Any] | None:
+        """The arguments of the run; None: it has none."""
+        found = self.common.get("args")
+        if found is None:
+            return None
+        return dict(found) if isinstance(found, Mapping) else dict(vars(found))
+
+
+def open_checkpoint(path: str | Path) -> Opened:
+    """The checkpoint in a folder: of an iteration, or the latest in a folder of several.
+
+    Raises:
+        ValueError: there is none, or some files are missing, broken, of another format, or have
+            more in them than a checkpoint has; all offenders are listed.
+    """
+    folder = _iteration(Path(path))
+    if (folder / METADATA).is_file():
+        return _open_sharded(folder)
+    ranks = sorted(p for p in folder.glob("mp_rank_*") if (p / MODEL).is_file())
+    if not ranks:
+        _refuse_other(folder)
+    return _open_ranks(folder, ranks)
+
+
+def _refuse_other(folder: Path) -> NoReturn:
+    names = sorted(p.name for p in folder.iterdir())[:6] if folder.is_dir() else ["nothing"]
+    wanted = f"{METADATA} and *.distcp (torch_dist), or mp_rank_*/{MODEL}"
+    fix = "save it again with --ckpt-format torch_dist" if folder.is_dir() else "check the path"
+    title = "this is no Megatron checkpoint"
+    refuse(title, str(folder), ", ".join(names) or "an empty folder", wanted, fix)
+
+
+def _iteration(path: Path) -> Path:
+    latest = path / LATEST
+    if not latest.is_file():
+        return path
+    try:
+        text = latest.read_text(encoding="utf-8").strip()
+    except _BROKEN as error:
+        _fail(latest, error, "the number of an iteration")
+    if text == "release":
+        return path / "release"
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
+        _fail(latest, repr(text[:40]), "the number of an iteration, or release")
+    return path / f"iter_{int(text):07d}"
+
+
+# --- names
+
+_LAYER = r"(?P<layer>decoder\.layers|mtp\.layers)"
+_ALIASES = (
+    (r"^(?:module\.|model\.)+", ""),
+    (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
+    (r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$",
+     r"self_attention.\1_layernorm.\2"),
+    (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
+    (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
+    (r"\.mlp\.experts\.local_experts\.", ".mlp.experts."),
+    (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.\3.\1.\2"),
+    (r"\.mtp_model_layer\.", ".transformer_layer."),
+)  # fmt: skip
+"""Names of one tensor among Megatron's layers and versions, and the one that it has here.
+
+Transformer Engine's linear layers have the norms before them; grouped experts number weights.
+"""
+_PASSED = re.compile(
+    r".*_extra_state(/.*)?$|rng_state.*|rerun_state_machine_state.*|.*rotary_pos_emb\.inv_freq|"
+    r".*local_tokens_per_expert.*|.*global_tokens_per_expert.*"
+)
+"""What nothing is read from: states of FP8 scaling, of generators and counters of one step."""
+
+
+def canonical(name: str) -> str:
+    """The name that a tensor has here."""
+    for pattern, new in _ALIASES:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def _unstacked(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple]:
+    """The tensors in a chunk of stacked ones: name, index within the chunk, start and shape."""
+    prefix = re.match(r"decoder\.layers\.(?!\d)", name)
+    experts = re.search(r"\.mlp\.experts\.experts\.(?!\d)", name)
+    name = re.sub(r"\.mlp\.experts\.experts\.(?=\d)", ".mlp.experts.", name)
+    count = bool(prefix) + bool(experts)
+    if len(shape) < count:
+        raise ValueError(f"{name} has {len(shape)} dims, and is stacked")
+    for index in itertools.product(*(range(size) for size in shape[:count])):
+        numbers = [at + i for at, i in zip(start, index, strict=False)]
+        made = name
+        if prefix:
+            made = made.replace("decoder.layers.", f"decoder.layers.{numbers.pop(0)}.", 1)
+        if experts:
+            made = made.replace(".mlp.experts.experts.", f".mlp.experts.{numbers.pop(0)}.", 1)
+        yield made, index, start[count:], shape[count:]
+
+
+# --- torch_dist
+
+
+def _open_sharded(folder: Path) -> Opened:
+    file = folder / METADATA
+    metadata, common = read_metadata(file), read_pickle(folder / COMMON)
+    if not isinstance(common, dict):
+        _fail(folder / COMMON, type(common).__name__, "a dict")
+    weights, state, problems = Tensors(), {}, []
+    try:
+        places = _places(folder, metadata)
+        entries = dict(metadata.state_dict_metadata)
+        for key, entry in entries.items():
+            if type(entry).__name__ != "TensorStorageMetadata":
+                _note_bytes(key, problems)
+                continue
+            if "optimizer.distributed." in key:
+                _note_bucket(problems)
+                continue
+            parts = re.match(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.*)$", key)
+            into = state.setdefault(parts[1], Tensors()) if parts else weights
+            _add_chunks(into, parts[2] if parts else key, key, entry, places)
+    except _BROKEN as error:
+        if isinstance(error, ValueError) and "\n" in str(error):
+            raise
+        _fail(file, error, "the metadata of tensors")
+    for tensors in (weights, *state.values()):
+        problems += tensors.close()
+    raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
+    return Opened(folder, common, weights, _named_state(state), _step_of(common))
+
+
+def _note_bytes(key: str, problems: list[Problem]) -> None:
+    if "optimizer.distributed." in key:
+        _note_bucket(problems)
+    elif not _PASSED.match(key):
+        problems.append(Problem(key, "an object", "a tensor: nothing would use it"))
+
+
+def _note_bucket(problems: list[Problem]) -> None:
+    """Say, once, that the optimizer's state lies in buckets."""
+    if not any(problem.path == "optimizer" for problem in problems):
+        got = "the distributed optimizer's buckets (dp_reshardable)"
+        wanted = "its state by parameter, which alone can be divided in another way"
+        fix = "load it in Megatron-LM and save it once with --dist-ckpt-optim-fully-reshardable"
+        problems.append(Problem("optimizer", got, wanted, fix))
+
+
+def _places(folder: Path, metadata: Any) -> dict[tuple, tuple[Path, int, int]]:
+    """Where each chunk lies, by key and start: file, first byte and number of bytes."""
+    found, sizes = {}, {}
+    for index, info in dict(metadata.storage_data).items():
+        name, start, length = info.relative_path, info.offset, info.length
+        if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
+            _fail(folder / METADATA, f"a shard in {name!r}", "files of this folder alone")
+        if getattr(info, "transform_descriptors", None):
+            _fail(folder / METADATA, "compressed shards", "plain ones")
+        if name not in sizes:
+            file = folder / name
+            if file.is_symlink() and folder.resolve() not in file.resolve().parents:
+                _fail(file, f"a link to {file.resolve()}", "a file of this folder")
+            sizes[name] = file.stat().st_size if file.is_file() else -1
+        numbers = all(type(n) is int and n >= 0 for n in (start, length))
+        if not numbers or start + length > sizes[name]:
+            size = sizes[name]
+            got = "no such file" if size < 0 else f"{size} bytes, of which one shard ends at "
+            got = got if size < 0 else f"{got}{start + length if numbers else (start, length)}"
+            _fail(folder / name, got, f"all shards that {METADATA} lists")
+        offset = getattr(index, "offset", None)
+        key = (index.fqn, tuple(offset) if offset is not None else None)
+        found[key] = (folder / name, start, length)
+    return found
+
+
+def _add_chunks(into: Tensors, name: str, key: str, entry: Any, places: Mapping) -> None:
+    dtype, whole = entry.properties, tuple(entry.size)
+    dtype = dtype.state[0] if isinstance(dtype.state, tuple) else dtype.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key} has the dtype {dtype!r}")
+    name, total = canonical(name), 0
+    for chunk in entry.chunks:
+        start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+        if not all(type(n) is int and n >= 0 for n in (*start, *shape, *whole)):
+            raise ValueError(f"{key} has sizes that are no sizes")
+        place = places.get((key, start)) or places.get((key, None))
+        if place is None:
+            raise ValueError(f"{key} has a shard that lies nowhere")
+        file, at, length = place
+        if math.prod(shape) * dtype.itemsize > length:
+            raise ValueError(f"{key} claims a shard of shape {list(shape)} in {length} bytes")
+        if any(a + n > size for a, n, size in zip(start, shape, whole, strict=True)):
+            raise ValueError(f"{key} has a shard beyond its shape {list(whole)}")
+        total += math.prod(shape)
+        for made, index, first, size in _unstacked(name, start, shape):
+            half = re.match(r"(.*linear_fc1\.(?:weight|bias))_([wv])$", made)
+            if half:  # gate and up of their own
+                made, before = half[1], whole[len(index)] if half[2] == "v" else 0
+                first = (first[0] + before, *first[1:])
+            load = _loader(file, at, length, shape, index)
+            into.add(made, dtype, Chunk(first, size, load, file))
+    if total != math.prod(whole):
+        raise ValueError(f"{key} has shards of {total} numbers, and is {list(whole)}")
+
+
+def _loader(file: Path, start: int, length: int, shape: tuple, index: tuple) -> Callable:
+    def load() -> torch.Tensor:
+        return _checked(read_pickle(file, start, length), file, shape)[index]
+
+    return load
+
+
+def _named_state(state: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """The optimizer's state, with one name for masters."""
+    found = {name: tensors for name, tensors in state.items() if name not in MASTERS}
+    masters = [state[name] for name in MASTERS if name in state]
+    return found | ({"master": masters[0]} if masters else {})
+
+
+def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of optimizers that a checkpoint has side by side: of experts and of the rest."""
+    found = common.get("optimizer")
+    if isinstance(found, Mapping) and found and all(isinstance(key, int) for key in found):
+        return [found[key] for key in sorted(found)]
+    return found if isinstance(found, list) else [found] if isinstance(found, Mapping) else []
+
+
+def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """torch's state dict within that of one of Megatron's optimizers."""
+    return optimizer["optimizer"] if isinstance(optimizer.get("optimizer"), Mapping) else optimizer
+
+
+def _step_of(common: Mapping[str, Any]) -> int:
+    """How many updates the optimizer made; the iteration where it does not say."""
+    steps = set()
+    for optimizer in _optimizers(common):
+        inner = _inner(optimizer)
+        state = inner.get("state", {})
+        found = [state.get("common_step")] if isinstance(state, Mapping) else []
+        if isinstance(state, Mapping):
+            found += [each.get("step") for each in state.values() if isinstance(each, Mapping)]
+        found += [group.get("step") for group in inner.get("param_groups", ())]
+        steps |= {int(each) for each in found if each is not None}
+    if len(steps) > 1:
+        got = f"updates {', '.join(map(str, sorted(steps)))} of different parameters"
+        refuse("cannot read the Megatron checkpoint", "optimizer", got, "the same number")
+    iteration = common.get("iteration", 0)
+    return steps.pop() if steps else iteration if isinstance(iteration, int) else 0
+
+
+# --- the legacy layout
+
+_COLUMNS = re.compile(
+    r"(embedding\.word_embeddings|output_layer)\.weight$|"
+    r".*\.(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj)\.(weight|bias)$"
+)
+_ROWS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight$")
+_DOWN = re.compile(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.weight$")
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)(\..*)$")
+_NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)(\..*)$")
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One file of the legacy layout, and which part of the model it has."""
+
+    file: Path
+    table: Mapping[str, Any]
+    tp: int
+    pp: int
+    ep: int
+
+    @property
+    def models(self) -> list[Mapping[str, Any]]:
+        """Its chunks of the model."""
+        if "model" in self.table:
+            return [self.table["model"]]
+        names = itertools.takewhile(
+            self.table.__contains__, (f"model{n}" for n in itertools.count())
+        )
+        return [self.table[name] for name in names]
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A parameter of one rank: its tensor, the name it has here, and its place in the whole."""
+
+    name: str
+    tensor: torch.Tensor
+    parts: tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...]
+    expert: bool
+    trained: bool
+
+
+def _open_ranks(folder: Path, paths: Sequence[Path]) -> Opened:
+    first = read_pickle(paths[0] / MODEL)
+    if not isinstance(first, dict) or "args" not in first:
+        fix = "save it again with --ckpt-format torch_dist, in the Megatron-LM that made it"
+        got, wanted = "no args in it", "those of a Megatron-LM run, which say how it is divided"
+        refuse("cannot read the Megatron checkpoint", str(paths[0] / MODEL), got, wanted, fix)
+    args = Opened(folder, first, Tensors(), {}, 0).args or {}
+    ranks = _ranks(folder, paths, args, first)
+    weights, state, problems = Tensors(), {}, []
+    offsets = _layer_offsets(ranks, args)
+    for rank in ranks:
+        try:
+            owned = _owned(rank, args, offsets)
+            for each in owned:
+                _place(weights, each, each.tensor, rank.file, repeated=problems)
+            for name, number, flat in _rank_state(rank, owned, args):
+                _place(state.setdefault(name, Tensors()), owned[number], flat, rank.file)
+        except _BROKEN as error:
+            if isinstance(error, ValueError) and "\n" in str(error):
+                raise
+            _fail(rank.file, error)
+    for tensors in (weights, *state.values()):
+        problems += tensors.close()
+    raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
+    return Opened(folder, first, weights, _named_state(state), _step_of(first))
+
+
+def _ranks(folder: Path, paths: Sequence[Path], args: Mapping, first: Mapping) -> list[_Rank]:
+    sizes = [
+        _whole(args, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")
+    ]
+    tp, pp, ep = sizes
+    etp = args.get("expert_tensor_parallel_size") or tp
+    if ep > 1 and etp != tp:
+        fix = "save it again with --ckpt-format torch_dist"
+        got = f"{etp}, with tensor_model_parallel_size={tp}"
+        title = "cannot read the Megatron checkpoint"
+        refuse(title, "expert_tensor_parallel_size", got, "the same in the legacy layout", fix)
+    found, missing = [], []
+    for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
+        name = (
+            f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        )
+        file = folder / name / MODEL
+        if not file.is_file():
+            missing.append(Problem(f"{name}/{MODEL}", "no such file", f"tp={tp}, pp={pp}, ep={ep}"))
+            continue
+        table = first if file.parent == paths[0] else read_pickle(file)
+        if not isinstance(table, dict):
+            _fail(file, type(table).__name__, "a dict")
+        found.append(_Rank(file, table, t, p, e))
+    known = {rank.file.parent.name for rank in found}
+    missing += [
+        Problem(path.name, "a rank", f"none but those of tp={tp}, pp={pp}, ep={ep}")
+        for path in paths
+        if path.name not in known
+    ]
+    raise_problems(f"cannot read the Megatron checkpoint {folder}", missing)
+    return found
+
+
+def _whole(args: Mapping, name: str, default: int = 1) -> int:
+    value = args.get(name)
+    value = default if value is None else value
+    if type(value) is not int or not 0 < value < 1 << 20:
+        refuse("cannot read the Megatron checkpoint", name, repr(value), "a positive number")
+    return value
+
+
+def _layer_offsets(ranks: Sequence[_Rank], args: Mapping) -> dict[tuple[int, int], int]:
+    """The number in the whole model of the first layer of each chunk, by pipeline rank and chunk.
+
+    Chunks follow one another first over ranks and then over virtual stages, whatever each has.
+    """
+    counts = {
+        (number, rank.pp): 1 + max(
+            (int(m[2]) for m in map(_NUMBERED.match, map(canonical, model)) if m), default=-1
+        )
+        for rank in ranks
+        if rank.tp == rank.ep == 0
+        for number, model in enumerate(rank.models)
+    }  # fmt: skip
+    total = itertools.accumulate((counts[key] for key in sorted(counts)), initial=0)
+    found = {(pp, number): at for (number, pp), at in zip(sorted(counts), total, strict=False)}
+    if sum(counts.values()) != args.get("num_layers"):
+        got = f"{sum(counts.values())} layers in all files"
+        refuse(
+            "cannot read the Megatron checkpoint", "num_layers", got, str(args.get("num_layers"))
+        )
+    return found
+
+
+def _owned(rank: _Rank, args: Mapping, offsets: Mapping[tuple[int, int], int]) -> list[_Owned]:
+    """What a rank has, in the order of its model, which is that of its optimizer."""
+    found = []
+    experts = (args.get("num_experts") or 0) // _whole(args, "expert_model_parallel_size")
+    for number, model in enumerate(rank.models):
+        if not isinstance(model, Mapping):
+            _fail(rank.file, type(model).__name__, "the state dict of a model")
+        for key, value in model.items():
+            if not isinstance(key, str) or _PASSED.match(key):
+                continue
+            name = canonical(key)
+            if m := _NUMBERED.match(name):
+                name = f"{m[1]}{int(m[2]) + offsets[rank.pp, number]}{m[3]}"
+            expert = _EXPERT.match(name)
+            if expert:
+                name = f"{expert[1]}{int(expert[2]) + rank.ep * experts}{expert[3]}"
+            tensor = _checked(value, rank.file)
+            parts = _parts(name, tensor, rank, args)
+            trained = not name.endswith("router.expert_bias")
+            found.append(_Owned(name, tensor, parts, bool(expert), trained))
+    return found
+
+
+def _parts(name: str, tensor: torch.Tensor, rank: _Rank, args: Mapping) -> tuple:
+    """Where boxes of this rank's tensor begin in the whole one, and where they are in it."""
+    tp, rows = _whole(args, "tensor_model_parallel_size"), tensor.shape[0]
+    zeros, all_of = (0,) * tensor.dim(), (slice(None),) * tensor.dim()
+    if tp == 1:
+        return ((zeros, all_of),)
+    ranks = {"linear_q_down_proj": args.get("q_lora_rank")}
+    ranks["linear_kv_down_proj"] = (args.get("kv_lora_rank") or 0) + (
+        args.get("qk_pos_emb_head_dim") or 0
+    )
+    down = _DOWN.match(name)
+    if "linear_fc1." in name and args.get("swiglu") and _COLUMNS.match(name):
+        half = rows // 2
+        rest = all_of[1:]
+        return tuple(
+            (
+                (at * half * tp + rank.tp * half, *zeros[1:]),
+                (slice(at * half, (at + 1) * half), *rest),
+            )
+            for at in (0, 1)
+        )
+    if _COLUMNS.match(name) or (down and rows != ranks[down[1]]):
+        return (((rank.tp * rows, *zeros[1:]), all_of),)
+    if _ROWS.match(name):
+        return (((0, rank.tp * tensor.shape[1]), all_of),)
+    return ((zeros, all_of),)
+
+
+def _place(
+    into: Tensors,
+    owned: _Owned,
+    value: torch.Tensor,
+    file: Path,
+    repeated: list[Problem] | None = None,
+) -> None:
+    """Add a rank's tensor, which may have been added by another that has the same."""
+    for start, box in owned.parts:
+        view = value[box]
+        known = into.chunks.get(owned.name, [])
+        same = next((c for c in known if c.start == start), None)
+        if same is None:
+            chunk = Chunk(start, tuple(view.shape), lambda view=view: view, file)
+            into.add(owned.name, value.dtype, chunk)
+        elif repeated is not None and not torch.equal(same.load(), view):
+            got, fix = f"other numbers than in {same.file.parent.name}", _AGAIN
+            path = f"{file.parent.name}: {owned.name}"
+            repeated.append(Problem(path, got, "the same on ranks that share it", fix))
+
+
+# --- the optimizer of the legacy layout
+
+
+def _rank_state(
+    rank: _Rank, owned: Sequence[_Owned], args: Mapping
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The optimizer's state of a rank: its name, the number in `owned`, and the tensor."""
+    optimizers = _optimizers(rank.table)
+    split = len(optimizers) > 1  # that of experts by itself
+    if not optimizers:
+        return
+    groups = [_inner(each).get("param_groups", ()) for each in optimizers]
+    flags = [any(group.get("is_expert_parallel") for group in each) for each in groups]
+    members = [
+        [n for n, each in enumerate(owned) if each.trained and (not split or each.expert == flag)]
+        for flag in flags
+    ]
+    if args.get("use_distributed_optimizer"):
+        yield from _flat_state(rank, owned, args, members)
+        return
+    for optimizer, mine in zip(optimizers, members, strict=True):
+        yield from _plain_state(rank, owned, optimizer, mine)
+
+
+def _plain_state(
+    rank: _Rank, owned: Sequence[_Owned], optimizer: Mapping, members: Sequence[int]
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    inner, masters = _inner(optimizer), optimizer.get("fp32_from_fp16_params")
+    state, places = inner.get("state", {}), {}
+    for number, group in enumerate(inner.get("param_groups", ())):
+        plain = group.get("wd_mult", 1.0) == 0.0
+        mine = [n for n in members if _undecayed(owned[n]) == plain]
+        ids = list(group.get("params", ()))
+        if len(ids) != len(mine):
+            got = f"{len(ids)} parameters {'without' if plain else 'with'} weight decay"
+            wanted = f"{len(mine)}, the model's: all matrices decay, and what has one dim does not"
+            _fail(rank.file, got, wanted)
+        places |= dict(zip(ids, mine, strict=True))
+        for at, n in enumerate(mine if masters is not None else ()):
+            yield "fp32_param", n, _like((masters or ())[number][at], owned[n], rank.file)
+    for key, n in places.items():
+        for name in MOMENTS:
+            yield name, n, _like(state[key][name], owned[n], rank.file)
+
+
+def _undecayed(owned: _Owned) -> bool:
+    return owned.name.endswith(".bias") or owned.tensor.dim() == 1
+
+
+def _like(value: Any, owned: _Owned, file: Path) -> torch.Tensor:
+    found = _checked(value, file)
+    if found.shape != owned.tensor.shape:
+        got = f"state of shape {list(found.shape)} for {owned.name}"
+        _fail(file, got, f"{list(owned.tensor.shape)}, as the parameter")
+    return found
+
+
+def _flat_state(
+    rank: _Rank, owned: Sequence[_Owned], args: Mapping, members: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The state in ``distrib_optim.pt``: of all parameters one after another, the last first.
+
+    Each begins at a multiple of 64 numbers. That it is the parameter's is seen by its master.
+    """
+    file = rank.file.parent / OPTIMIZER
+    tables = read_pickle(file)
+    tables = tables if isinstance(tables, list) else [tables]
+    if (
+        isinstance(tables[0], Mapping)
+        and 0 not in tables[0]
+        and "buckets_coalesced" not in tables[0]
+    ):
+        _fail(file, "an older format of the distributed optimizer", "that of Megatron-Core 0.7 on")
+    tables += [None] * (len(members) - len(tables))
+    for table, mine in zip(tables, members, strict=True):
+        if table is None:  # other ranks of expert parallelism have the same
+            continue
+        buffers = [table[key] for key in sorted(key for key in table if isinstance(key, int))]
+        for buffer, numbers in zip(buffers, _by_chunk(rank, owned, mine), strict=True):
+            if len(buffer) != 1:
+                _fail(file, f"buffers of {len(buffer)} dtypes", "of one")
+            (flat,) = buffer.values()
+            yield from _from_flat(file, flat, owned, numbers, args)
+
+
+def _by_chunk(rank: _Rank, owned: Sequence[_Owned], mine: Sequence[int]) -> list[list[int]]:
+    """`mine` in the chunks of the model that they are of."""
+    sizes = [sum(not _PASSED.match(key) for key in model) for model in rank.models]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    made = [[n for n in mine if a <= n < b] for a, b in itertools.pairwise(ends)]
+    return [each for each in made if each]
+
+
+def _from_flat(
+    file: Path, flat: Mapping, owned: Sequence[_Owned], numbers: Sequence[int], args: Mapping
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    tensors = {key: _checked(flat[key], file) for key in (*MOMENTS, "param")}
+    start = 0
+    for n in reversed(numbers):
+        parameter = owned[n].tensor
+        start = -(-start // 64) * 64
+        stop = start + parameter.numel()
+        if any(stop > each.numel() for each in tensors.values()):
+            _fail(file, "fewer numbers than the parameters have", "as many, in their order")
+        own = {key: each[start:stop].view(parameter.shape) for key, each in tensors.items()}
+        if not torch.equal(own["param"].to(parameter.dtype), parameter):
+            got = f"another parameter in the place of {owned[n].name}"
+            fix = "load it in Megatron-LM and save it with --ckpt-format torch_dist"
+            title = "cannot tell the parameters of the distributed optimizer apart"
+            refuse(title, str(file), got, "its master, which is rounded to it", fix)
+        yield from ((key, n, each) for key, each in own.items())
+        start = stop
