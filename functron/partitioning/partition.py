@@ -41,7 +41,14 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes
 from functron.partitioning.calls import Call, Keeper, rematerialized
 from functron.partitioning.placement import Placement, described, move, of_spec, spec_of
-from functron.partitioning.propagate import Move, Plan, Planner, Settings, Spread, Step
+from functron.partitioning.propagate import (
+    LocalBlock,
+    LocalEquation,
+    Move,
+    Planner,
+    Settings,
+    Spread,
+)
 from functron.partitioning.rules import MakeRule, inlined
 from functron.program.equations import Block, Equation, Fresh, Scan, Var
 from functron.program.program import Program
@@ -347,7 +354,7 @@ class _Made:
         out_specs: a spec per result, in that structure.
     """
 
-    def __init__(self, plan: Plan, program: Program, sizes, out_specs):
+    def __init__(self, plan: LocalBlock, program: Program, sizes, out_specs):
         self.plan, self.sizes, self.out_structure = plan, sizes, program.out_structure
         self.constants = [i.value for i in program.inputs if i.value is not None]
         if any(compat.is_wrapped(x) or x.requires_grad for x in self.constants):
@@ -487,19 +494,19 @@ def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
 # --- running
 
 
-def run(plan: Plan, inputs: Sequence[torch.Tensor], sizes) -> list[torch.Tensor]:
+def run(plan: LocalBlock, inputs: Sequence[torch.Tensor], sizes) -> list[torch.Tensor]:
     """The outputs of a plan on one rank's shards; inside of a mapped program."""
     return _Run(plan, sizes).outputs(inputs)
 
 
-def _run(plan: Plan, sizes, *inputs: torch.Tensor) -> list[torch.Tensor]:
+def _run(plan: LocalBlock, sizes, *inputs: torch.Tensor) -> list[torch.Tensor]:
     return run(plan, inputs, sizes)
 
 
 class _Run:
     """The values of one rank while a plan runs, by where they lie."""
 
-    def __init__(self, plan: Plan, sizes):
+    def __init__(self, plan: LocalBlock, sizes):
         self.plan, self.sizes = plan, sizes
         self.values: dict[tuple[Var, Placement], torch.Tensor] = {}
         self.shares: set[Var] = set()
@@ -529,7 +536,7 @@ class _Run:
             return
         self.values[each.var, each.target] = move(x, each.source, each.target, self.sizes)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: LocalEquation) -> None:
         with _origin(step):
             for each in step.moves:
                 self._move(each)
@@ -553,7 +560,9 @@ class _Run:
             for each in step.after:
                 self._move(each)
 
-    def _scan(self, step: Step, op: Scan, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _scan(
+        self, step: LocalEquation, op: Scan, operands: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         body, start = step.body, op.num_consts + op.num_carry
         assert body is not None
         consts, carry, xs = (
@@ -572,7 +581,7 @@ class _Run:
         return [*after, *(y.flip(0) if op.reverse else y for y in ys)]
 
 
-def _computed(step: Step, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+def _computed(step: LocalEquation, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results of an operation on shards."""
     equation, values = step.equation, iter(operands)
     args, kwargs = _filled(equation.args, values), _filled(dict(equation.kwargs), values)
@@ -599,7 +608,7 @@ def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 @contextlib.contextmanager
-def _origin(step: Step) -> Iterator[None]:
+def _origin(step: LocalEquation) -> Iterator[None]:
     """Say where equations come from, while the per-rank program is traced."""
     if active() is None:
         yield
@@ -609,7 +618,7 @@ def _origin(step: Step) -> Iterator[None]:
         yield
 
 
-def _last_uses(plan: Plan) -> dict[int, list[tuple[Var, Placement]]]:
+def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, Placement]]]:
     """By step, the values that nothing reads after it."""
     last: dict[tuple[Var, Placement], int] = {}
     for number, step in enumerate(plan.steps):
@@ -629,7 +638,7 @@ def _last_uses(plan: Plan) -> dict[int, list[tuple[Var, Placement]]]:
     return found
 
 
-def _lines(plan: Plan, indent: str) -> Iterator[str]:
+def _lines(plan: LocalBlock, indent: str) -> Iterator[str]:
     for step in plan.steps:
         for each in step.moves:
             yield f"{indent}%{each.var.name}: {described(each.source)} -> {described(each.target)}"

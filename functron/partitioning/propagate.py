@@ -119,7 +119,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class LocalEquation:
     """An equation as a rank runs it.
 
     Attributes:
@@ -140,13 +140,13 @@ class Step:
     results: tuple[Placement, ...]
     rule: Rule | None = None
     site: Site | None = None
-    body: Plan | None = None
-    backward: Plan | None = None
+    body: LocalBlock | None = None
+    backward: LocalBlock | None = None
     after: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class LocalBlock:
     """A block as a rank runs it.
 
     Attributes:
@@ -159,7 +159,7 @@ class Plan:
 
     block: Block
     inputs: tuple[Placement, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[LocalEquation, ...]
     moves: tuple[Move, ...]
     outputs: tuple[Placement | None, ...]
 
@@ -375,7 +375,7 @@ class Planner:
         outputs: Sequence[Placement | None],
         *,
         partial: bool = False,
-    ) -> Plan:
+    ) -> LocalBlock:
         """The plan of a block.
 
         Args:
@@ -402,7 +402,7 @@ class Planner:
             if target != source:
                 moves.append(Move(value, source, target))
             placed.append(target)
-        return Plan(block, tuple(inputs), tuple(steps), tuple(moves), tuple(placed))
+        return LocalBlock(block, tuple(inputs), tuple(steps), tuple(moves), tuple(placed))
 
     def _plain(self, placement: Placement) -> Placement:
         """`placement` as a spec can say it."""
@@ -428,7 +428,7 @@ class _State:
         self.placed: dict[Var, Placement] = {}
         self.copies: dict[Var, list[Placement]] = {}
 
-    def step(self, equation: Equation) -> Step:
+    def step(self, equation: Equation) -> LocalEquation:
         """Decide one equation."""
         if isinstance(equation.op, Scan):
             return self._scan(equation, equation.op)
@@ -444,7 +444,7 @@ class _State:
         site = Site(equation, rule.operands, letters, rule.sizes, shapes, self.sizes)
         self.placed.update(zip(equation.results, results, strict=True))
         after = self._pinned(equation) if equation.name == "constrain" else ()
-        return Step(equation, moves, operands, results, rule, site, after=after)
+        return LocalEquation(equation, moves, operands, results, rule, site, after=after)
 
     def _moves(self, operands: Sequence[Var], wanted: Sequence[Placement]) -> tuple[Move, ...]:
         moves = []
@@ -474,7 +474,7 @@ class _State:
         self.placed[var] = target
         return (Move(var, source, target),) if source != target else ()
 
-    def _scan(self, equation: Equation, op: Scan) -> Step:
+    def _scan(self, equation: Equation, op: Scan) -> LocalEquation:
         given = [self.placed[var] for var in equation.operands]
         start = op.num_consts + op.num_carry
         consts = [placement.whole for placement in given[: op.num_consts]]
@@ -494,9 +494,9 @@ class _State:
         moves = self._moves(equation.operands, wanted)
         results = [*carry, *(Placement(((), *p.dims)) for p in _placed(ys))]
         self.placed.update(zip(equation.results, results, strict=True))
-        return Step(equation, moves, tuple(wanted), tuple(results), body=plan)
+        return LocalEquation(equation, moves, tuple(wanted), tuple(results), body=plan)
 
-    def _accumulated(self, op: Scan, plan: Plan, consts, carry, columns) -> list[Placement]:
+    def _accumulated(self, op: Scan, plan: LocalBlock, consts, carry, columns) -> list[Placement]:
         """The placements of the carry, of which sums that are only added to stay partial."""
         reads = Counter(v for e in op.body.equations for v in e.operands)
         made = {var: step for step in plan.steps for var in step.equation.results}
@@ -516,7 +516,7 @@ class _State:
         again = self.planner.plan(op.body, inputs, free, partial=True)
         return found if _placed(again.outputs[: op.num_carry]) == found else carry
 
-    def _call(self, equation: Equation, op: Call) -> Step:
+    def _call(self, equation: Equation, op: Call) -> LocalEquation:
         operands = [self.placed[var].whole for var in equation.operands]
         moves = self._moves(equation.operands, operands)
         if op.backward is not None:
@@ -529,9 +529,9 @@ class _State:
         for placement in operands[: op.num_moving]:
             results.append(self._share(placement))
         self.placed.update(zip(equation.results, results, strict=True))
-        return Step(equation, moves, tuple(operands), tuple(results), body=plan)
+        return LocalEquation(equation, moves, tuple(operands), tuple(results), body=plan)
 
-    def _ruled(self, equation: Equation, op: Call, operands, moves) -> Step:
+    def _ruled(self, equation: Equation, op: Call, operands, moves) -> LocalEquation:
         """A custom_vjp: forward, and backward from where its residuals and results lie."""
         plan = self.planner.plan(op.body, operands, [None] * len(op.body.outputs))
         made = _placed(plan.outputs)
@@ -544,7 +544,9 @@ class _State:
         inputs = [*residuals, *cotangents, *captured]
         back = self.planner.plan(op.backward, inputs, shares)
         self.placed.update(zip(equation.results, outs, strict=True))
-        return Step(equation, moves, tuple(operands), tuple(outs), body=plan, backward=back)
+        return LocalEquation(
+            equation, moves, tuple(operands), tuple(outs), body=plan, backward=back
+        )
 
     def _share(self, placement: Placement) -> Placement:
         """The placement of a rank's share of a cotangent of what lies so."""
@@ -796,7 +798,7 @@ class Choice:
         )
 
 
-def total_bytes(plan: Plan, sizes: Sizes) -> int:
+def total_bytes(plan: LocalBlock, sizes: Sizes) -> int:
     """The bytes that one rank sends in the moves of a plan, forward."""
 
     def of(moves: Iterable[Move]) -> int:

@@ -245,7 +245,7 @@ def test_an_exact_gelu_is_not_written_under_the_name_of_its_approximation():
 
 def test_the_family_that_a_model_fits():
     kinds = {
-        "gpt2": "gpt2", "gpt3": "gpt2", "gpt-oss": "gpt_oss", "mixtral": "mixtral",
+        "gpt2": "gpt2", "gpt3": "gpt2", "gpt-1t": "gpt2", "gpt-oss": "gpt_oss", "mixtral": "mixtral",
         "qwen3-moe": "qwen3_moe", "qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe",
         "deepseek-v3": "deepseek_v3", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3",
         "gemma-": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2",
