@@ -1,4 +1,4 @@
-"""What `functron.plan` says of published runs, each from a fit that had not seen its model size.
+"""Published runs as `functron.plan` predicts them, each from a fit that had not seen its model size.
 
 python benchmarks/plan.py [--write] [--explain NAME]
 
@@ -356,7 +356,7 @@ FREE: tuple[Free, ...] = (
     Free("host.step_seconds", BOTH, 0.03, 0.7),
     Free("jitter", BOTH, 0.004, 0.7),
 )
-"""What data sheets do not say, with what was known of it before any row."""
+"""Properties that no data sheet has, with what was known of them before any row."""
 
 NOISE = 0.03
 """By how much rows may differ from the model, as the logarithm: against `Free.spread`."""
@@ -422,7 +422,7 @@ def slopes_at(logs: np.ndarray, found: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Fit:
-    """What rows say of the machines.
+    """The machines as rows of measured runs say that they are.
 
     Attributes:
         values: of `FREE`, by all rows.
@@ -517,7 +517,7 @@ What is missed, and why:
 
 
 def activation_gib(row: Row) -> float:
-    """What the layers of the first rank keep at the peak of its schedule."""
+    """The bytes that layers of the first rank keep at the peak of its schedule."""
     (step,) = steps(row)
     ((piece, _),) = row_layers(step)
     stage = row.layers / (row.mesh["pp"] * step.chunks)

@@ -152,7 +152,7 @@ def measured(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
 
 
 def machine_of(ranks: int, folder: Path) -> Hardware:
-    """What `functron doctor` measures with so many processes, each of one thread."""
+    """The measurement of `functron doctor` with so many processes, each of one thread."""
     out = folder / f"{ranks}.json"
     command = [sys.executable, "-m", "functron", "doctor", "--nproc", str(ranks)]
     given = ["--mesh", f"dp={ranks}", "--device", "cpu", "--out", str(out)]
