@@ -224,7 +224,7 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 
 def same_bits(one: Path, other: Path) -> str:
-    """What is not the same in two checkpoints; empty: nothing."""
+    """The differences of two checkpoints; empty: none."""
 
     def compare() -> str:
         states = [checkpoint.restore(path) for path in (one, other)]
@@ -450,7 +450,7 @@ def full_disk(folder: Path, options: argparse.Namespace) -> Found:
 
 
 def ranks(nproc: int, program: Callable[[int], Any], log: Path) -> list[Any]:
-    """What ``program(rank)`` gives in processes that talk over gloo, by rank; ends if one fails."""
+    """The results of ``program(rank)`` in processes that talk over gloo; ends if one fails."""
     port, pids = free_port(), {}
     log.parent.mkdir(parents=True, exist_ok=True)
     for rank in range(nproc):

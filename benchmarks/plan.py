@@ -1,4 +1,4 @@
-"""Published runs as `functron.plan` predicts them, each from a fit that had not seen its model size.
+"""Published runs as `functron.plan` predicts them, each by a fit without its model size.
 
 python benchmarks/plan.py [--write] [--explain NAME]
 

@@ -23,7 +23,7 @@ FOLDER = Path(functron.training.__file__).parent / "recipes"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe is made of.
+    """The settings that a recipe is made from.
 
     Attributes:
         model: the preset.

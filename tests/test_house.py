@@ -155,3 +155,8 @@ def test_every_room_says_what_it_is(texts):
         first, _, rest = docstring.partition("\n")
         assert first.endswith("."), name
         assert not rest or rest.startswith("\n"), f"{name}: the first line is a sentence"
+
+
+def test_docstrings_say_what_things_are(texts):
+    """In the words of the field: none opens with a "What" that the reader has to resolve."""
+    assert [name for name, text in texts.items() if '"""What ' in text] == []

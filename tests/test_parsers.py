@@ -1,4 +1,4 @@
-"""What reads files from outside reads them, or says what is wrong; see `tests.parsers`.
+"""Readers of files from outside read them, or say what is wrong; see `tests.parsers`.
 
 ``pytest --full`` changes 2,000 inputs for each; ``python -m tests.parsers`` as many as one likes.
 """

@@ -88,7 +88,7 @@ def neighbours(mesh: Mesh, machines: Sequence[Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file of a state says of itself.
+    """The header of a file of a state.
 
     Attributes:
         step: the number of steps taken.
@@ -167,7 +167,7 @@ class Memory:
         return self._folder / f"rank-{self._mesh.rank}"
 
     def _problem(self, processes: int) -> tuple[str, str, str, str] | None:
-        """What is wrong with the folder, as the parts of a `Problem`."""
+        """The mistake of the folder, as the parts of a `Problem`."""
         name, other = "memory_folder", "choose another folder of main memory"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -282,7 +282,7 @@ class Memory:
                 yield values.reshape(-1).view(np.uint8)
 
     def _swapped(self, data: np.ndarray) -> bytes:
-        """What the neighbour before this one sends, whose size is sent first."""
+        """The bytes of the neighbour before this one, whose size is sent first."""
         size = torch.empty(1, dtype=torch.int64)
         self._swap(torch.tensor([data.size]), size)
         found = torch.empty(int(size), dtype=torch.uint8)

@@ -169,7 +169,7 @@ _SEARCHED = (
     "mesh", "microbatches", "schedule", "chunks", "layout", "remat", "sequence_parallel", "zero",
     "gather", "nproc", "vocab_over_pp",
 )  # fmt: skip
-"""What the search finds in place of a run's own, or has no place for."""
+"""Settings that the search finds in place of a run's own, or has no place for."""
 
 
 def _check(options: PlanOptions, longest: int) -> None:

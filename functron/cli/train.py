@@ -124,7 +124,7 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
 
 
 def _dry(made: Plan, machine: Hardware | None, kind: str) -> str:
-    """What a step computes, sends and holds, and how long it takes, as text."""
+    """The FLOPs, traffic, memory and seconds of a step, as text."""
     where = this_machine(kind) if machine is None else machine
     foreseen = expectation_text(expected(made, where))
     ranks = " with a process for each rank" if made.mesh.size > 1 else ""

@@ -282,7 +282,7 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def nccl_trace() -> list[dict[str, Any]] | None:
-    """What NCCL's flight recorder has of collectives that have not ended; None where there is none.
+    """The collectives that have not ended, by NCCL's flight recorder; None where there is none.
 
     The last twenty of them. Its buffer is there unless the environment says otherwise.
     """

@@ -329,7 +329,7 @@ def _environment(mark: str) -> Any:
             return self._short(sum(map(len, texts))) or "".join(texts)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            """What an operator gives, where it is not too long."""
+            """The result of an operator, where it is not too long."""
             long = [len(x) for x in (left, right) if isinstance(x, (str, list, tuple))]
             whole = [abs(x) for x in (left, right) if isinstance(x, int)]
             if operator == "+":

@@ -144,7 +144,7 @@ def read_metadata(file: Path) -> Any:
 
 
 def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
-    """What torch.save has written into a file, or into `length` bytes of it from `start` on.
+    """The contents of a file of torch.save, or of `length` bytes of it from `start` on.
 
     Tensors of a whole file are read when they are used (mapped into memory).
 
@@ -369,7 +369,7 @@ _PASSED = re.compile(
     r".*_extra_state(/.*)?$|rng_state.*|rerun_state_machine_state.*|.*rotary_pos_emb\.inv_freq|"
     r".*local_tokens_per_expert.*|.*global_tokens_per_expert.*"
 )
-"""What nothing is read from: states of FP8 scaling, of generators and counters of one step."""
+"""Names that nothing is read from: states of FP8 scaling, generators, counters of one step."""
 
 
 def canonical(name: str) -> str:
@@ -683,7 +683,7 @@ def _layer_offsets(ranks: Sequence[_Rank], args: Mapping) -> dict[tuple[int, int
 
 
 def _owned(rank: _Rank, args: Mapping, offsets: Mapping[tuple[int, int], int]) -> list[_Owned]:
-    """What a rank has, in the order of its model, which is that of its optimizer."""
+    """The tensors of a rank, in the order of its model, which is that of its optimizer."""
     found = []
     experts = (args.get("num_experts") or 0) // _whole(args, "expert_model_parallel_size")
     for number, model in enumerate(rank.models):

@@ -421,7 +421,7 @@ LEAST = 4096
 
 
 Coding = Literal["int8", "fp8"]
-"""What is kept of an element of a block; `functron.optim.low_precision` has the two."""
+"""The number kept of an element of a block; `functron.optim.low_precision` has the two."""
 
 CODES: Mapping[Coding, torch.dtype] = MappingProxyType(
     {"int8": torch.uint8, "fp8": torch.float8_e4m3fn}

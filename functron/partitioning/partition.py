@@ -193,7 +193,7 @@ def partition(
 
 
 class Partitioned(Mapped):
-    """What `partition` returns: a mapped function whose per-rank program is found for each call.
+    """The result of `partition`: a mapped function whose per-rank program is found at each call.
 
     Attributes:
         fn: the function of whole values.

@@ -59,7 +59,7 @@ Digits = tuple[Digit, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """What every rank holds of a value.
+    """The part of a value that every rank holds.
 
     Attributes:
         dims: the digits of every dim.

@@ -45,7 +45,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Rule:
-    """What a mesh may do to one equation.
+    """The ways in which a mesh may divide one equation.
 
     Attributes:
         operands: the letters of every tensor among the arguments, in order (`Equation.operands`).

@@ -74,7 +74,7 @@ class Site:
 
 
 Run = Callable[..., Any]
-"""What a rank computes: ``(site, *args, **kwargs)`` on its shards to the results."""
+"""The computation of a rank: ``(site, *args, **kwargs)`` on its shards to the results."""
 
 
 def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
-    """What a step takes; it prints as `explain`, and is drawn in notebooks.
+    """The time and memory of a step; it prints as `explain`, and is drawn in notebooks.
 
     Attributes:
         name: of the step.
@@ -601,7 +601,7 @@ def step_estimate(
 
 
 def _notes(step: Step, lanes: Sequence[Lane]) -> Iterator[str]:
-    """What an estimate of a step does not see."""
+    """Notes on what an estimate of a step does not see."""
     config = step.pieces.config
     shown = len({lane.what for lane in lanes if lane.kind == "F"})
     of = step.num_microbatches * step.num_stages // step.num_ranks
@@ -698,7 +698,7 @@ class _Timed:
         return sent + hardware.collective_seconds("all_gather", num_bytes, tp)
 
     def busy(self, rank: int) -> Times:
-        """What a rank of the pipeline computes for one microbatch."""
+        """The work of a rank of the pipeline for one microbatch."""
         parts: dict[str, float] = defaultdict(float)
         kernels, pipes = 0, self.step.num_pipes
         for stage in self.step.stages_of(rank):
@@ -879,7 +879,7 @@ def _stream_axes(step: Step) -> tuple[str, ...]:
 
 
 def _behind(seconds: float, window: float, layers: int) -> float:
-    """What is exposed of communication, layer by layer, behind what takes `window` seconds.
+    """The exposed seconds of communication, layer by layer, behind `window` seconds of work.
 
     What the last layer sends nothing hides.
     """

@@ -87,7 +87,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Network:
-    """What connects domains.
+    """The network that connects domains.
 
     Attributes:
         bytes_per_second: of one GPU, in one direction, by the data sheet.

@@ -74,7 +74,7 @@ FUNCTRON = Software()
 
 
 def kind_of(equation: Equation) -> Kind:
-    """What takes the time of an equation that is no scan."""
+    """The kind of work that takes the time of an equation that is no scan."""
     if axis_of(equation) is not None:
         return "collective"
     name = equation.name
@@ -88,7 +88,7 @@ def kind_of(equation: Equation) -> Kind:
 
 
 class Work(NamedTuple):
-    """What an equation asks of a machine, whichever that is.
+    """The work of an equation, whatever the machine.
 
     Attributes:
         kind: of what takes its time.

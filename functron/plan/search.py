@@ -77,7 +77,7 @@ class Candidate:
         return self.dp * self.fsdp * self.ep
 
     def cells(self) -> list[str]:
-        """What `COLUMNS` are headings of."""
+        """The cells below `COLUMNS`."""
         chunks = f" x{self.chunks}" if self.chunks > 1 else ""
         data = f"zero {self.zero}" if self.zero else ""
         data += f" {self.gather}" if self.fsdp > 1 and self.gather != "use" else ""
@@ -281,7 +281,7 @@ _MOST_CHUNKS = 8
 
 
 class Model(Protocol):
-    """What a search asks of candidates, in this order; each is asked only if the last let it by."""
+    """The answers that a search wants of candidates, in this order, each if the last let it by."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -293,7 +293,7 @@ class Model(Protocol):
         ...
 
     def state_bytes(self, candidate: Candidate) -> float:
-        """What a rank holds between steps at least, found without a trace."""
+        """The least that a rank holds between steps, found without a trace."""
         ...
 
     def least_seconds(self, candidate: Candidate) -> float:
@@ -332,7 +332,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Found:
-    """What `search` found; prints as a table.
+    """The findings of `search`; prints as a table.
 
     Attributes:
         best: the fastest candidates, the fastest first.

@@ -80,7 +80,7 @@ _origin: contextvars.ContextVar[str] = contextvars.ContextVar("functron_origin",
 
 
 def keeper() -> Any:
-    """What records calls of transforms whole, in a trace that wants them so; None elsewhere.
+    """The recorder of whole calls of transforms, in a trace that wants them so; None elsewhere.
 
     Its methods have the names of the transforms: `functron.partition` differentiates, and computes
     again, after it has decided where values lie.

@@ -269,7 +269,7 @@ class BoundAxis:
         return None if self.recorder is None else self.recorder.line(2)
 
     def about(self, line: Line | None, backward: bool) -> None:
-        """What goes over the axis next is of this line."""
+        """Mark what goes over the axis next as of this line."""
         if self.recorder is not None:
             self.recorder.about(line, backward)
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from functron.core.errors import is_library, refuse
 
 EVERYWHERE = "all ranks"
-"""What stands for an axis where all processes of a job take part."""
+"""The name of an axis where all processes of a job take part."""
 
 MAX_ENTRIES = 1 << 17  # of one step; beyond, the first are forgotten
 
@@ -52,7 +52,7 @@ class Line(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a collective is: ranks that do the same thing enter the same kinds in the same order.
+    """The kind of a collective: ranks that do the same enter the same kinds in the same order.
 
     Attributes:
         op: as functron.lax names it, or "send" and "receive" between stages of a pipeline.
@@ -78,7 +78,7 @@ class Kind(NamedTuple):
 
     @property
     def matched(self) -> tuple | None:
-        """What all ranks of the axis have in common; None: nothing, of transfers between two."""
+        """The part that all ranks of the axis have in common; None: none, of transfers of two."""
         if self.peer is not None:
             return None
         # ranks send as much as they have
@@ -103,7 +103,7 @@ class Waiting(NamedTuple):
 
 
 class FlightRecorder:
-    """What one process enters and leaves. Its methods cost a microsecond or two each.
+    """The collectives one process enters and leaves. A call costs a microsecond or two.
 
     Attributes:
         step: that is being taken.
@@ -295,7 +295,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._whole()
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
-        """What torch calls it."""
+        """The name that torch has for it."""
         return "recorded"
 
     def _under_way(self, op: str, value: torch.Tensor, work: Callable[[], Any]) -> RecordedWork:

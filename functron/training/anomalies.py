@@ -259,7 +259,7 @@ class Detector:
 
 
 class Guard:
-    """What watches a run: finds anomalies, writes them down, and says where the loop is to end.
+    """The guard of a run: finds anomalies, writes them down, and says where the loop is to end.
 
     Args:
         config: what is an anomaly, and what to do about it.

@@ -225,7 +225,7 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """What a rank sends in a second, of the largest message, in the median group.
+        """The bytes a rank sends per second, of the largest message, in the median group.
 
         The bytes that a ring sends: of n ranks (n-1)/n of a message, of psum twice that, of
         ppermute all. As NCCL's tests count bus bandwidth.
@@ -273,7 +273,7 @@ class Measurement:
 
     @staticmethod
     def load(path: str | Path) -> Measurement:
-        """What `save` wrote.
+        """The measurement that `save` wrote.
 
         Raises:
             ValueError: it is no such file; the first entry that is wrong is named.
@@ -337,7 +337,7 @@ class Measurement:
                     )
 
     def machine(self) -> Hardware:
-        """What was measured as a machine that `functron.plan` plans for: `Hardware.to_toml`.
+        """The measurements as a machine that `functron.plan` plans for: `Hardware.to_toml`.
 
         The machine that is known by its device, with the median rates of products, memory and
         host; of collectives in groups within one host for its domain, and across hosts for its

@@ -232,7 +232,7 @@ def _quoted(text: str, index: int) -> tuple[list[_Part], int, bool]:
 
 
 def _dollar(text: str, index: int, quoted: bool) -> tuple[_Part, int, bool]:
-    """What begins with ``$`` or a backquote at `index`."""
+    """The expansion that begins with ``$`` or a backquote at `index`."""
     if text[index] == "`":
         end = text.find("`", index + 1)
         stop = end if end >= 0 else len(text)
@@ -284,7 +284,7 @@ _DECLARE = frozenset(("export", "local", "declare", "readonly", "typeset"))
 
 @dataclass
 class _Shell:
-    """What a script has done so far: its variables, and the commands that it would have run."""
+    """The state of a script so far: its variables, and the commands that it would have run."""
 
     variables: dict[str, Any]
     commands: list[tuple[list[str], int]] = field(default_factory=list)
@@ -586,7 +586,7 @@ def _opened(name: str) -> str:
 
 
 _FIELD = re.compile(f"(?:{_OPEN}[^{_CLOSE}]*{_CLOSE}|\\S)+")
-"""What a shell makes a word of its own; what is open stays whole."""
+"""Runs of characters that a shell makes words of; what is open stays whole."""
 
 
 def _closed(word: str) -> str:

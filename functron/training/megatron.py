@@ -73,7 +73,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a line or a configuration gives.
+    """The values that a line or a configuration gives.
 
     Attributes:
         given: by `Argument.name`; of an argument that is given twice the last one.
@@ -177,7 +177,7 @@ Kind = Literal["taken", "default", "same", "not needed", "not supported"]
 
 @dataclass(frozen=True)
 class Row:
-    """What became of an argument.
+    """The fate of one argument.
 
     Attributes:
         kind: it was taken; is Megatron-LM's default, which the line leaves out; functron does the
@@ -267,7 +267,7 @@ class Reading:
             self.refuse(name, wanted, "--closest makes the nearest model that there is, a new one")
 
     def rows(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Row]:
-        """What became of every argument, in the order of the line, and of silent ones that differ.
+        """The fate of every argument, in the order of the line, and of silent ones that differ.
 
         Args:
             settings: by path, those of the configuration that was made.

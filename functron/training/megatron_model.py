@@ -39,7 +39,7 @@ PROGRAMS: Mapping[str, FamilyName] = MappingProxyType(
 
 
 def family_of_line(reading: Reading, program: str) -> FamilyName:
-    """What a line trains: by its program, or else by what its arguments say."""
+    """The family that a line trains: by its program, or else by its arguments."""
     name = Path(program).stem
     if name in PROGRAMS:
         return PROGRAMS[name]

@@ -210,7 +210,7 @@ _STRATEGIES: Mapping[str, int] = MappingProxyType(
 
 
 def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
-    """What data-parallel ranks divide."""
+    """The state that data-parallel ranks divide."""
     fsdp = reading.take("use_megatron_fsdp", "zero")
     strategy = reading.take("data_parallel_sharding_strategy", "zero")
     torchs = reading.take("use_torch_fsdp2", "zero")
@@ -602,7 +602,7 @@ def _dtype(reading: Reading, name: str, setting: str) -> str:
 
 
 def _memory(reading: Reading) -> dict[str, Any]:
-    """What backward computes again, and how steps run."""
+    """The policy of recomputation, and how steps run."""
     kind = reading.take("recompute_granularity", "remat")
     if reading.take("recompute_activations", "remat"):
         kind = kind or "selective"

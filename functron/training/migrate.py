@@ -45,7 +45,7 @@ _KINDS: Mapping[Kind, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Migration:
-    """What a launch line became.
+    """The configuration that a launch line became.
 
     Attributes:
         config: the configuration, complete and checked but for what only the machine that trains

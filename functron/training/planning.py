@@ -181,7 +181,7 @@ class Choices:
         return c.chunks or _STAGES.get(c.schedule, 2 if c.schedule in _CHUNKED else 1)
 
     def state_bytes(self, candidate: Candidate) -> float:
-        """What a rank holds between steps at least: its share of the layers, and of nothing else.
+        """The least that a rank holds between steps: its share of the layers alone.
 
         The optimizer's part is divided among all ranks that could; gradients are counted whole,
         unless ZeRO-2 or fsdp divide them.
@@ -295,7 +295,7 @@ class Choices:
         )  # fmt: skip
 
     def _key(self, c: Candidate) -> tuple:
-        """What the pieces of a candidate depend on."""
+        """The settings that the pieces of a candidate depend on."""
         gathered = c.gather != "step" and (c.fsdp > 1 or c.zero == 3)
         fsdp = (c.gather, c.fsdp, c.dp if c.zero == 3 else 1) if gathered else ("step",)
         split = c.pp > 1 and c.schedule in _SPLIT
@@ -435,7 +435,7 @@ def this_machine(device: torch.device | str) -> Hardware:
 
 
 def expectation_text(estimate: Estimate) -> str:
-    """What a step is expected to take, in a line."""
+    """The expected seconds and memory of a step, in a line."""
     low, high = estimate.interval
     return (
         f"{estimate.step_seconds:.3g} s a step ({low:.3g} to {high:.3g}), "

@@ -83,7 +83,7 @@ Report = Mapping[str, Any]
 
 
 def verdict(reports: Mapping[int, Report], size: int) -> Verdict:
-    """What the reports of ranks say together.
+    """The verdict of all ranks' reports together.
 
     The ranks that wait in a collective wait for those of its axis that are not in it, which may
     wait elsewhere for others in their turn; at the end of these chains are the ranks that are to
@@ -152,7 +152,7 @@ def _odd(reports: Mapping[int, Report]) -> tuple[tuple[int, ...], str, str, int]
 
 
 def _entries(report: Report, step: int) -> list[int]:
-    """What a rank entered in a step; a rank that is behind has not begun with it."""
+    """The collectives a rank entered in a step; a rank that is behind has not begun with it."""
     return report["sequence"] if report["step"] == step else []
 
 
@@ -476,7 +476,7 @@ class Watchdog:
         return dict(sorted(found.items()))
 
     def report(self) -> dict[str, Any]:
-        """What this process does, and what it waits for."""
+        """The report of this process: its stacks, and the collective that it waits for."""
         last, recorder = self._last, self.recorder
         silent = time.monotonic() - last.since
         frames = sys._current_frames()

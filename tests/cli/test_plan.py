@@ -49,7 +49,7 @@ def planned(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def output(planned):
-    """What the search prints."""
+    """The text that the search prints."""
     said = io.StringIO()
     with redirect_stdout(said):
         assert main(planned[1]) == 0

@@ -133,7 +133,7 @@ def cases() -> list[dict]:
 
 
 def samples(folder: Path, case: dict) -> dict[str, np.ndarray]:
-    """What a case's datasets give: inputs, and targets where the loss counts them, else -100."""
+    """The samples of a case: inputs, and targets where the loss counts them, else -100."""
     found = {}
     for name in "abc":  # its cache does not know add_extra_token_to_sequence from its opposite
         shutil.rmtree(folder / name / "cache", ignore_errors=True)

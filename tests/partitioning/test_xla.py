@@ -19,7 +19,7 @@ ALWAYS = {"MLP, tp"}
     "name", [pytest.param(n, marks=[] if n in ALWAYS else [pytest.mark.full]) for n in blocks.CASES]
 )
 def test_sends_at_most_what_xla_sends(name):
-    """What one more block adds to a step, an all-reduce that XLA slices being a reduce-scatter."""
+    """Bytes that one more block adds, an all-reduce that XLA slices being a reduce-scatter."""
     case = blocks.CASES[name]
     depths = (1,) if case.integers else (1, 2)
     ours = [blocks.functron_sends(case, depth).total() for depth in depths]

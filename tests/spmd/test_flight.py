@@ -176,7 +176,7 @@ def kind(op: str, axis: str = "tp", size: int = 8) -> Kind:
 
 
 def told(store: dist.Store, kinds: list[list[Kind]], seconds: float = 5.0, **about) -> list:
-    """What each of two ranks finds that is about to enter these kinds, in threads."""
+    """The findings of each of two ranks that is about to enter these kinds, in threads."""
     found: list = [None, None]
 
     def rank(number: int) -> None:

@@ -33,7 +33,7 @@ FAULT = Corrupt(step=4, leaf="params/blocks/mlp/up/w", element=None, rank=1, tim
 
 
 def ended(name: str, fault: Corrupt) -> tuple[str, dict]:
-    """What a run with a fault ended with, and what was found when its step was taken again."""
+    """The end of a run with a fault, and what was found when its step was taken again."""
     around = partial(injected, faults=[fault], rank=RANK)
     try:
         train(prepare(CONFIG, BOUND, around=around), FOLDER / name)

@@ -127,7 +127,7 @@ def leaves(mapping: dict) -> set[str]:
 
 
 def test_architectures_are_those_of_the_presets(made):
-    """What a public line describes is what a preset of another source has."""
+    """A public line describes the model that a preset of another source has."""
 
     def same(name, preset, **changes):
         mine, theirs = made[name].config.gpt, PRESETS[preset]
