@@ -292,6 +292,7 @@ def estimate(
         tokens: that all ranks train on in a run; 0: not known, and rates of tokens are 0.
     """
     placement = Placement.on(program.mesh, hardware) if placement is None else placement
+    software = software.on(hardware)
     times = program_times(program, hardware, placement, software)
     found, _ = run_on(program, hardware, placement, software)
     lanes = []
@@ -575,6 +576,7 @@ def step_estimate(
             the schedule has one, in about a millisecond.
     """
     placement = Placement.on(step.mesh, hardware) if placement is None else placement
+    software = software.on(hardware)
     timed = _Timed(step, hardware, placement, software)
     rank = max(range(step.num_ranks), key=lambda r: timed.busy(r).seconds)
     busy = timed.busy(rank)
@@ -674,13 +676,14 @@ class _Timed:
         scattered, while this one is computed."""
         program = piece.programs[index]
         found = program_times(program, self.hardware, self.placement, self.software)
-        if self.step.pieces.gather == "step" or not piece.part.layers:
+        behind = self.software.overlap and self.step.pieces.gather != "step"
+        if not behind or not piece.part.layers:
             return found
         parts = dict(found.parts)
         for axis in FSDP_AXES:
             if f"over {axis}" in parts:
-                behind = max(0.0, found.sent[axis] - found.computing)
-                parts[f"over {axis}"] = min(parts[f"over {axis}"], behind)
+                rest = max(0.0, found.sent[axis] - found.computing)
+                parts[f"over {axis}"] = min(parts[f"over {axis}"], rest)
         return replace(found, seconds=sum(parts.values()), parts=parts)
 
     @functools.cached_property

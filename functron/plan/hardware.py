@@ -22,7 +22,7 @@ import functools
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_type_hints
@@ -77,12 +77,17 @@ class Domain:
         bytes_per_second: of one GPU, in one direction, by the data sheet.
         efficiency: the part of it that collectives reach.
         latency_seconds: of one step of a collective.
+        measured: by collective, where it was measured by itself: its own ``bytes_per_second``,
+            which it reaches, and ``latency_seconds``.
     """
 
     gpus: int
     bytes_per_second: float
     efficiency: float
     latency_seconds: float
+    measured: Mapping[str, Mapping[str, float]] = field(
+        default_factory=lambda: MappingProxyType({}), hash=False
+    )
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class Network:
         latency_seconds: of one step of a collective.
         pod_gpus: GPUs among which the network is full: below a fat tree's oversubscribed level.
         oversubscription: how many times less a GPU has across pods; 1: as much.
+        measured: as of `Domain`.
     """
 
     bytes_per_second: float
@@ -102,6 +108,9 @@ class Network:
     latency_seconds: float
     pod_gpus: int
     oversubscription: float
+    measured: Mapping[str, Mapping[str, float]] = field(
+        default_factory=lambda: MappingProxyType({}), hash=False
+    )
 
 
 @dataclass(frozen=True)
@@ -127,11 +136,14 @@ class Host:
         bytes_per_second: to or from the GPU's memory, in one direction.
         launch_seconds: of the processor, for each kernel that it launches by itself.
         step_seconds: of a step, in which the GPU waits for it: data, norms that it reads, logs.
+        computes: what ranks compute, and what they send, takes its time: ranks of a CPU, in which
+            nothing runs behind anything else.
     """
 
     bytes_per_second: float
     launch_seconds: float
     step_seconds: float
+    computes: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,10 +238,11 @@ class Hardware:
         g, near, far = reach.size, reach.per_domain, reach.num_domains
         if g == 1:
             return 0.0
-        inside = self.domain.bytes_per_second * self.domain.efficiency
-        outside = self._network_rate(reach)
-        steps = num_steps(op, near) * self.domain.latency_seconds
-        steps += num_steps(op, far) * self.network.latency_seconds
+        inside, inner_step = _reached(self.domain, op)
+        outside, outer_step = _reached(self.network, op)
+        if reach.span > self.network.pod_gpus:
+            outside /= self.network.oversubscription
+        steps = num_steps(op, near) * inner_step + num_steps(op, far) * outer_step
         if op in ("all_to_all", "ragged_all_to_all"):
             within, across = (near - 1) / g, (g - near) / g
             return steps + payload_bytes * max(within / inside, across / outside)
@@ -238,17 +251,22 @@ class Hardware:
         sent = payload_bytes * (g - 1) / g * (2 if op in _REDUCED else 1)
         return steps + sent / (min(inside, near * outside) if far > 1 else inside)
 
-    def _network_rate(self, reach: Reach) -> float:
-        n = self.network
-        crowded = n.oversubscription if reach.span > n.pod_gpus else 1.0
-        return n.bytes_per_second * n.efficiency / crowded
-
     def to_toml(self) -> str:
         """The file that `hardware` reads this machine from."""
         return tomli_w.dumps(_plain(self))
 
 
 _REDUCED = frozenset({"psum", "pmax", "pmin"})
+_LIKE = MappingProxyType({"pmax": "psum", "pmin": "psum", "ragged_all_to_all": "all_to_all"})
+"""Collectives that take the time of another one."""
+
+
+def _reached(links: Domain | Network, op: str) -> tuple[float, float]:
+    """The bytes per second that a collective reaches, and the latency of one of its steps."""
+    own = links.measured.get(_LIKE.get(op, op))
+    if own is None:
+        return links.bytes_per_second * links.efficiency, links.latency_seconds
+    return own["bytes_per_second"], own["latency_seconds"]
 
 
 def num_steps(op: str, n: int) -> float:
@@ -359,8 +377,9 @@ def hardware_of(device: str) -> Hardware:
     """
     if device == "cpu":
         return hardware("cpu")
-    known = [name for name in MACHINES if name != "cpu" and name.upper() in device.upper()]
-    if not known:
+    given = device.upper()
+    known = [name for name in MACHINES if name != "cpu" and name.upper() in given]
+    if not known or "PCIE" in given:  # machines are those of NVLink, and of its power limits
         fix = f"name one of {', '.join(MACHINES)}; for another {_HELP}"
         refuse("cannot plan for this hardware", "device", device, "a known GPU", fix)
     return hardware(max(known, key=len))
@@ -394,7 +413,7 @@ def _made(kind: type, found: Any, path: str, problems: list[Problem]) -> Any:
     for name, each in known.items():
         if name in found:
             given[name] = _value(hints[name], found[name], path + name, problems)
-        elif each.default is dataclasses.MISSING:
+        elif each.default is each.default_factory is dataclasses.MISSING:
             problems.append(Problem(path + name, "nothing", "a value", "add it"))
     return None if problems else kind(**given)
 
@@ -403,13 +422,17 @@ def _value(kind: Any, value: Any, path: str, problems: list[Problem]) -> Any:
     if dataclasses.is_dataclass(kind):
         return _made(kind, value, f"{path}.", problems)  # type: ignore[arg-type]  # a class
     numbers = (int, float)
-    if kind is str:
-        fits, wanted = isinstance(value, str), "a text"
+    if kind in (str, bool):
+        fits, wanted = isinstance(value, kind), "a text" if kind is str else "true or false"
     elif kind in numbers:
         fits, wanted = _positive(value), "a number of at least 0"
     elif path == "matmul.tiles":
         fits = isinstance(value, list) and bool(value) and all(map(_tile, value))
         value, wanted = tuple(map(tuple, value)) if fits else value, "[[rows, columns, part], ...]"
+    elif path.endswith(".measured"):
+        fits = isinstance(value, dict) and all(map(_link, value.values()))
+        value = MappingProxyType(value) if fits else value
+        wanted = f"tables by collective of {' and '.join(_LINK)}"
     else:
         fits = isinstance(value, dict) and bool(value) and all(map(_positive, value.values()))
         value, wanted = MappingProxyType(value) if fits else value, "numbers by name"
@@ -426,12 +449,21 @@ def _tile(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 3 and all(_positive(x) and x for x in value)
 
 
+_LINK = ("bytes_per_second", "latency_seconds")
+
+
+def _link(value: Any) -> bool:
+    fits = isinstance(value, dict) and {*value} == {*_LINK} and all(map(_positive, value.values()))
+    return fits and value["bytes_per_second"] > 0
+
+
 def _limits(machine: Hardware) -> list[Problem]:
     """Rates of 0, which would take for ever, and efficiencies above 1."""
     found = []
     for part in ("matmul", "memory", "domain", "network", "host"):
         for name, value in vars(getattr(machine, part)).items():
-            zero = value == 0 and not name.endswith("seconds") and name != "overhead_k"
+            free = name.endswith("seconds") or name in ("overhead_k", "computes")
+            zero = value == 0 and not free
             if zero or (name == "efficiency" and value > 1):
                 wanted = "above 0" + " and at most 1" * (name == "efficiency")
                 found.append(Problem(f"{part}.{name}", str(value), wanted))

@@ -68,6 +68,12 @@ class Software:
     copies: bool = True
     graphs: bool = False
 
+    def on(self, hardware: Hardware) -> Software:
+        """As it runs on a machine: nothing behind anything else where one processor does both."""
+        if not hardware.host.computes:
+            return self
+        return replace(self, overlap=False, overlap_grads=False, overlap_params=False)
+
 
 FUNCTRON = Software()
 """Functron, its steps compiled."""

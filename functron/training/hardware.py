@@ -30,7 +30,15 @@ from functron.core import random, tree
 from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
-from functron.plan.hardware import Domain, Hardware, Network, Placement, hardware_of, num_steps
+from functron.plan.hardware import (
+    MACHINES,
+    Domain,
+    Hardware,
+    Network,
+    Placement,
+    hardware_of,
+    num_steps,
+)
 from functron.plan.rates import FUNCTRON, program_times
 from functron.program.trace import trace
 from functron.spmd import BoundMesh, Mesh, P, shard_map
@@ -38,70 +46,83 @@ from functron.spmd import collectives as lax
 from functron.spmd.params import init_params
 from functron.transforms import value_and_grad
 
-# Dense tensor-core rates without sparsity, and the float32 and float64 rates that torch uses by
-# default (no TF32), in FLOP/s, from the vendor's data sheets. The longest matching name counts.
-PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # name in torch.cuda.get_device_name, bfloat16, float32, float64
-    ("B200", 2250e12, 75e12, 37e12),
-    ("H200", 989e12, 67e12, 67e12),
-    ("H100 PCIe", 756e12, 51e12, 51e12),
-    ("H100", 989e12, 67e12, 67e12),
-    ("A100", 312e12, 19.5e12, 19.5e12),
-    ("L40S", 362e12, 91.6e12, 1.4e12),
-    ("L4", 121e12, 30.3e12, 0.5e12),
-    ("A10G", 70e12, 35e12, 0.5e12),
-    ("RTX 4090", 165e12, 82.6e12, 1.3e12),
-    ("RTX 3090", 71e12, 35.6e12, 0.6e12),
+_PEAKS: Mapping[str, tuple[float, float, float]] = MappingProxyType(
+    {  # by a part of the driver's name: bfloat16, float32, float64
+        "H100 PCIe": (756e12, 51e12, 51e12),
+        "L40S": (362e12, 91.6e12, 1.4e12),
+        "L4": (121e12, 30.3e12, 0.5e12),
+        "A10G": (70e12, 35e12, 0.5e12),
+        "RTX 4090": (165e12, 82.6e12, 1.3e12),
+        "RTX 3090": (71e12, 35.6e12, 0.6e12),
+    }
 )
+"""FLOP/s of GPUs that `functron.plan` has no machine of, from the vendor's data sheets.
+
+Dense tensor-core rates without sparsity, and the float32 and float64 rates that torch uses by
+default (no TF32)."""
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
-    """The matrix-multiply rate of one device in FLOP/s: the 100% of model FLOPs utilisation (MFU).
+    """The FLOP/s that count as 100% of a device for products of `dtype`.
 
-    For the GPUs of `PEAKS` the data sheet's rate. For a CPU, whose rate depends on its clock and
-    on the threads this process has, and for any other GPU, what a large matrix product reaches
-    here (`measured_flops`).
+    For GPUs of `functron.plan.MACHINES` and a few others the data sheet's rate. For a CPU, whose
+    rate depends on its clock and on the threads this process has, and for any other GPU, what a
+    large matrix product reaches here (`measured_flops`).
     """
     device = torch.device(device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        found = sorted((row for row in PEAKS if row[0] in name), key=lambda row: len(row[0]))
+        found = max((part for part in _PEAKS if part in name), key=len, default="")
         if found:
-            _, bf16, fp32, fp64 = found[-1]
+            bf16, fp32, fp64 = _PEAKS[found]
             return {torch.float32: fp32, torch.float64: fp64}.get(dtype, bf16)
+        if any(known.upper() in name.upper() for known in MACHINES):
+            return hardware_of(name).peak(dtype)
     return measured_flops(device, dtype)
 
 
 _ENOUGH_SECONDS = 0.001
 
 
-def measured_flops(device: torch.device | str, dtype: torch.dtype, size: int = 1024) -> float:
+def measured_flops(
+    device: torch.device | str, dtype: torch.dtype, size: int = 1024, *, lasting: bool = False
+) -> float:
     """The rate of the fastest of five products of square matrices, in FLOP/s.
 
     The matrices have 128 rows, 256 and so on, up to `size`, until a product takes a millisecond,
     beside which what the clock misses and the start of threads are small. Takes some 0.03 seconds
     on a CPU.
+
+    Args:
+        device: that computes them.
+        dtype: of the matrices.
+        size: of the largest matrices.
+        lasting: the rate over a quarter of a second of products of the largest size instead: what a
+            processor keeps up that others share, or that its power limits.
     """
     device = torch.device(device)
-    rows = min(size, 128)
+    rows = size if lasting else min(size, 128)
     while True:
         a = torch.ones(rows, rows, dtype=dtype, device=device)
-        seconds = min(_seconds(functools.partial(torch.mm, a, a), device, 5))
+        seconds = _fastest(functools.partial(torch.mm, a, a), device, lasting)
         if seconds > _ENOUGH_SECONDS or rows == size:
             return 2 * rows**3 / seconds
         rows = min(2 * rows, size)
 
 
-def measured_bandwidth(device: torch.device | str) -> float:
-    """The bytes per second that copies on a device read and write together."""
+def measured_bandwidth(device: torch.device | str, *, lasting: bool = False) -> float:
+    """The bytes per second that copies on a device read and write together.
+
+    Of the fastest of five, or, `lasting`, over a quarter of a second.
+    """
     device = torch.device(device)
     a = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     b = torch.ones_like(a)
-    return 2 * len(a) / min(_seconds(lambda: b.copy_(a), device, _REPEATS))
+    return 2 * len(a) / _fastest(lambda: b.copy_(a), device, lasting)
 
 
 def measured_operations(device: torch.device | str) -> float:
-    """The kernels per second that a step without a compiler launches, one after another.
+    """The kernels per second that a step without a compiler launches, over a quarter of a second.
 
     Those of the gradients of a tiny model, counted as `functron.plan` counts them; views, and what
     Python does in between, are in their time. Takes some 0.5 seconds.
@@ -122,8 +143,7 @@ def measured_operations(device: torch.device | str) -> float:
     base = hardware_of("cpu")
     program = trace(step)(params, batch)
     kernels = program_times(program, base, Placement.on(Mesh(), base), alone).kernels
-    times = _seconds(lambda: step(params, batch), device, 1 + 2 * _REPEATS)
-    return kernels / statistics.median(times)
+    return kernels / _fastest(lambda: step(params, batch), device, lasting=True)
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
@@ -155,6 +175,22 @@ def free_memory_bytes(device: torch.device | str) -> int:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+_LASTING_SECONDS = 0.25
+
+
+def _fastest(call: Callable[[], object], device: torch.device, lasting: bool) -> float:
+    """The seconds of the fastest of five calls, or the mean of a quarter of a second of calls."""
+    if not lasting:
+        return min(_seconds(call, device, _REPEATS))
+    _seconds(call, device, 1)  # what is only there once
+    count, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < _LASTING_SECONDS or not count:
+        count += 1
+        call()
+        _synchronize(device)
+    return passed / count
 
 
 def _seconds(
@@ -362,9 +398,8 @@ class Measurement:
     def _connections(self, domain: Domain, network: Network) -> tuple[Domain, Network]:
         """Both with the rates of the links that were measured within them."""
         hosts = [one.host for one in self.ranks]
-        links = [link for link in self.links if link.op in ("psum", "all_gather", "psum_scatter")]
         near: dict[int, list[Link]] = {}
-        for link in links:  # by how many ranks of a group share a host; 0: all
+        for link in self.links:  # by how many ranks of a group share a host; 0: all
             shares = [hosts[rank] for rank in link.groups[0]]
             count = max(map(shares.count, shares))
             near.setdefault(0 if count == len(shares) else count, []).append(link)
@@ -421,8 +456,18 @@ class Measurement:
         )
 
 
-def _reached(links: Sequence[Link], share: int) -> dict[str, float]:
-    """The median rate of these links, of which `share` ranks have one each, and their latency."""
+def _reached(links: Sequence[Link], share: int) -> dict[str, Any]:
+    """The rates of these links, of which `share` ranks have one each, and their latencies.
+
+    The medians of those of reductions, gathers and scatters, and the median of every operation.
+    """
+    rings = [link for link in links if link.op in ("psum", "all_gather", "psum_scatter")]
+    ops = dict.fromkeys(link.op for link in links)
+    measured = {op: _median([link for link in links if link.op == op], share) for op in ops}
+    return {**_median(rings or links, share), "measured": MappingProxyType(measured)}
+
+
+def _median(links: Sequence[Link], share: int) -> dict[str, float]:
     rate = statistics.median(link.bytes_per_second for link in links) / share
     steps = [link.latency_seconds / num_steps(link.op, len(link.groups[0])) for link in links]
     return {"bytes_per_second": rate, "latency_seconds": statistics.median(steps)}
@@ -546,7 +591,8 @@ def measure(
     raise_problems("cannot measure this machine", found)
     wait = _barrier(mesh, device)
     wait()
-    here = Rank(mesh.rank, socket.gethostname(), _device_name(device), _rates(device, Path(folder)))
+    rates = _rates(device, Path(folder), wait)
+    here = Rank(mesh.rank, socket.gethostname(), _device_name(device), rates)
     ranks = sorted(_gathered(mesh, here), key=lambda one: one.rank)
     links = []
     for axis, size in mesh.mesh.axes:
@@ -597,13 +643,17 @@ def _groups(mesh: BoundMesh, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-def _rates(device: torch.device, folder: Path) -> dict[str, float]:
-    found = {
-        f"{name} matmul": measured_flops(device, getattr(torch, name), _ROWS[device.type])
-        for name in _DTYPES[device.type]
-    }
-    found["memory"] = measured_bandwidth(device)
+def _rates(device: torch.device, folder: Path, wait: Callable[[], None]) -> dict[str, float]:
+    """Of this rank; all ranks measure the same at a time, as they share processors and memory."""
+    found = {}
+    for name in _DTYPES[device.type]:
+        wait()
+        dtype = getattr(torch, name)
+        found[f"{name} matmul"] = measured_flops(device, dtype, _ROWS[device.type], lasting=True)
+    wait()
+    found["memory"] = measured_bandwidth(device, lasting=True)
     if device.type == "cpu":  # whose kernels are the operations
+        wait()
         found["operations"] = measured_operations(device)
     if device.type == "cuda":
         host = torch.zeros(_COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
@@ -612,6 +662,7 @@ def _rates(device: torch.device, folder: Path) -> dict[str, float]:
         found["from device"] = len(host) / min(
             _seconds(lambda: host.copy_(there), device, _REPEATS)
         )
+    wait()
     return found | _disk(folder)
 
 

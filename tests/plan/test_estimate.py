@@ -29,6 +29,7 @@ from functron.plan import (
     step_estimate,
     step_memory,
 )
+from functron.plan.rates import program_times
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 
@@ -295,6 +296,11 @@ def test_fully_sharded_parameters(plain):
     slow = replace(A100, network=replace(A100.network, bytes_per_second=1e9))
     waits = step_estimate(Step(made, mesh, 2), slow, exact=False)
     assert waits.exposed["fsdp"] > 10 * found.exposed.get("fsdp", 0.0)
+    cpu = step_estimate(Step(made, mesh, 2), hardware("cpu"), exact=False)
+    assert not cpu.software.overlap  # one processor computes and sends: all that layers send waits
+    layer, placement = made.layers["blocks"][0], Placement.on(mesh, cpu.hardware)
+    sent = sum(program_times(p, cpu.hardware, placement).sent["fsdp"] for p in layer.programs)
+    assert cpu.exposed["fsdp"] > 2 * MODEL.num_layers * sent
 
 
 def test_what_cannot_be_estimated(plain):

@@ -43,6 +43,21 @@ def test_a_collective_of_eight_gigabytes(op, reach, seconds):
     assert ROUND.collective_seconds(op, 8e9, reach) == pytest.approx(seconds)
 
 
+def test_collectives_that_were_measured_by_themselves(tmp_path):
+    """By hand: of 8 GB one of two ranks scatters 4 GB at 2 GB/s, gathers them at the link's own."""
+    own = {"psum_scatter": {"bytes_per_second": 2e9, "latency_seconds": 0.5}}
+    slow = replace(ROUND, domain=replace(ROUND.domain, measured=own))
+    pair = Reach(2, 2, 2)
+    assert slow.collective_seconds("psum_scatter", 8e9, pair) == pytest.approx(2.0 + 0.5)
+    gather = ROUND.collective_seconds("all_gather", 8e9, pair)
+    assert slow.collective_seconds("all_gather", 8e9, pair) == gather
+    (tmp_path / "slow.toml").write_text(slow.to_toml())
+    assert hardware(tmp_path / "slow.toml") == slow
+    (tmp_path / "slow.toml").write_text(slow.to_toml().replace("latency_seconds = 0.5", ""))
+    with pytest.raises(ValueError, match=r"domain\.measured: .*bytes_per_second and latency_sec"):
+        hardware(tmp_path / "slow.toml")
+
+
 def test_tiles_and_waves():
     """A wave of four tiles over k = 1024 takes 2 * 128^2 * (1024 + 1024) * 4 / 1e12 seconds."""
     wave = 2 * 128 * 128 * 2048 * 4 / 1e12

@@ -52,6 +52,7 @@ def test_a_machine_of_what_was_measured():
     assert found.domain.latency_seconds == pytest.approx(1e-5 / 2)  # there and back
     assert found.network.bytes_per_second == pytest.approx((1 << 20) / 4e-3)
     assert found.network.latency_seconds == pytest.approx(4e-5 / 2)
+    assert found.domain.measured["psum"]["bytes_per_second"] == found.domain.bytes_per_second
     assert found.memory_seconds(1e11) == pytest.approx(1.0)
     # large products reach what was measured: the tiles of a CPU are small
     seconds = found.matmul_seconds(4096, 4096, 4096, torch.float32)
@@ -62,9 +63,10 @@ def test_a_machine_of_what_was_measured():
     assert Measurement("dp=3", ranks(3, **busy), ()).machine().kernel_seconds == 1 / 4e4
     gpus = tuple(dataclasses.replace(one, device="NVIDIA H100 80GB HBM3") for one in ranks(2))
     assert Measurement("dp=2", gpus, ()).machine().peak(torch.bfloat16) == 989e12
-    unknown = (dataclasses.replace(gpus[0], device="NVIDIA GeForce GTX 1080"),)
-    with pytest.raises(ValueError, match="a known GPU"):
-        Measurement("dp=1", unknown, ()).machine()
+    for device in ("NVIDIA GeForce GTX 1080", "NVIDIA H100 PCIe"):
+        unknown = (dataclasses.replace(gpus[0], device=device),)
+        with pytest.raises(ValueError, match="a known GPU"):
+            Measurement("dp=1", unknown, ()).machine()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,8 @@ def test_peak_rates_and_memory(monkeypatch):
     assert peak_flops("cuda", torch.bfloat16) == 756e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     assert peak_flops("cuda", torch.float32) == 19.5e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GB200")
+    assert peak_flops("cuda", torch.bfloat16) == 2500e12  # and not the 2250 of a B200
     before = peak_memory_bytes("cpu")
     block = torch.ones(64 << 20, dtype=torch.uint8)
     assert before > 50 << 20
