@@ -506,21 +506,41 @@ def _rank_memory(step: Step, rank: int) -> dict[str, int]:
     rows, state = step.held_by(rank), step.state
     whole, experts, params = step.num_params(rank)
     own = _owned(step, whole, experts)
-    live = _live(step.schedule, step.num_ranks, step.num_microbatches, step.chunks, rank)
-    each = sum(piece.held_bytes[0] * n for piece, n in rows if piece is not step.pieces.head)
-    head = sum(piece.held_bytes[0] * n for piece, n in rows if piece is step.pieces.head)
-    stages = len(step.stages_of(rank))
-    activations = live * each / stages + head
     gradients = state.grad * (own if step.zero >= 2 else whole)
-    if step.num_ranks == step.num_microbatches == 1:  # they take the place of what is freed
-        gradients = max(0.0, gradients - activations)
+    if step.num_ranks == step.num_microbatches == 1:
+        at_peak = max(_backward(rows, gradients), key=sum)
+    else:
+        live = _live(step.schedule, step.num_ranks, step.num_microbatches, step.chunks, rank)
+        each = sum(piece.held_bytes[0] * n for piece, n in rows if piece is not step.pieces.head)
+        head = sum(piece.held_bytes[0] * n for piece, n in rows if piece is step.pieces.head)
+        activations = live * each / len(step.stages_of(rank)) + head
+        at_peak = gradients, activations, max(piece.working_bytes for piece, _ in rows)
+    gradients, activations, workspace = map(round, at_peak)
     return {
         "parameters": params,
-        "gradients": round(gradients),
+        "gradients": gradients,
         "optimizer": 0 if step.offload else round(state.optimizer * own),
-        "activations": round(activations),
-        "workspace": max(piece.working_bytes for piece, _ in rows),
+        "activations": activations,
+        "workspace": workspace,
     }
+
+
+def _backward(
+    rows: Sequence[tuple[Piece, int]], gradients: float
+) -> Iterator[tuple[float, float, float]]:
+    """Bytes of gradients, activations and workspace while each piece goes back, the last one first.
+
+    Gradients of a step's only microbatch are made as the activations before them are freed.
+    """
+    made, held = 0.0, float(sum(piece.held_bytes[0] * n for piece, n in rows))
+    each = gradients / sum(piece.num_params * n for piece, n in rows)
+    for piece, n in reversed(rows):
+        yield made, held, piece.working_bytes
+        made += each * piece.num_params * (n - 1)
+        held -= piece.held_bytes[0] * (n - 1)
+        yield made, held, piece.working_bytes
+        made += each * piece.num_params
+        held -= piece.held_bytes[0]
 
 
 def _owned(step: Step, whole: int, experts: int) -> float:

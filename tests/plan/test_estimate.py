@@ -274,15 +274,20 @@ def test_reductions_of_gradients(plain):
         assert hidden.exposed["dp"] < found.exposed["dp"]
 
 
-def test_memory_is_that_of_a_traced_step():
-    """A whole step of 4 microbatches, traced and its memory followed, within 3%."""
-    config = TrainConfig(global_batch=8, seq=256, microbatches=4, mesh="dp=2,tp=2", zero=1)
-    config = replace(config, gpt=replace(config.gpt, num_layers=6, vocab_size=1000))
-    made = plan(config, Mesh.parse(config.mesh))
+@pytest.mark.parametrize(
+    ("mesh", "zero", "microbatches", "remat"),
+    [("dp=2,tp=2", 1, 4, "none"), ("", 0, 1, "full"), ("", 0, 1, "none")],
+)
+def test_memory_is_that_of_a_traced_step(mesh, zero, microbatches, remat):
+    """A whole step, traced and its memory followed, within 3%."""
+    config = TrainConfig(global_batch=8, seq=256, microbatches=microbatches, mesh=mesh, zero=zero)
+    config = replace(config, gpt=replace(config.gpt, num_layers=6, vocab_size=1000), remat=remat)
+    made = plan(config, Mesh.parse(mesh))
     measured = made.program().memory().peak_bytes
-    found = pieces(config.gpt, made.plain_mesh, made.options, rows=1, seq=256)
+    rows = 8 // microbatches // made.plain_mesh["dp"]
+    found = pieces(config.gpt, made.plain_mesh, made.options, rows=rows, seq=256)
     state = StateBytes(grad=4, optimizer=8)
-    step = Step(found, made.plain_mesh, 4, zero=1, state=state)
+    step = Step(found, made.plain_mesh, microbatches, zero=zero, state=state)
     assert sum(step_memory(step).values()) == pytest.approx(measured, rel=0.03)
 
 
