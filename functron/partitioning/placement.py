@@ -287,7 +287,7 @@ def move_cost(
     sizes: Sizes,
     cost: Cost | None = None,
 ) -> float:
-    """What a move of a value of this global shape costs a rank: `cost`, or the bytes it sends."""
+    """The cost of a move of a value of this global shape: `cost`, or bytes that a rank sends."""
     state, total = source, 0.0
     for name, axis, where in steps(source, target, sizes):
         held = itemsize * math.prod(local_shape(shape, state, sizes))

@@ -81,7 +81,7 @@ class Settings:
         return self.pins[number]
 
     def price(self, op: str, axis: str, payload_bytes: int) -> float:
-        """What one collective costs, in seconds or in the bytes that a rank sends."""
+        """The cost of one collective, in seconds or in the bytes that a rank sends."""
         if self.cost is None:
             return sent(op, self.sizes[axis], payload_bytes)
         found = self.cost(op, axis, payload_bytes)
@@ -764,7 +764,7 @@ class Choice:
         return len({letter for letter, _ in slots}) == 1
 
     def cost(self, axis: str, slot: Slot | None) -> float:
-        """What it costs that an axis splits this letter: moves of operands, sums of results."""
+        """The cost of splitting this letter by an axis: moves of operands, sums of results."""
         n, price, total = self.sizes[axis], self.settings.price, 0.0
         seen: set[Var] = set()
         for var, labels, placement in zip(
