@@ -45,7 +45,7 @@ from functron.program.cost import equation_flops
 from functron.program.equations import Block, Equation, Scan, Var
 from functron.program.recorder import aside
 from functron.spmd.mesh import Mesh
-from functron.spmd.spec import P, as_entry, is_spec
+from functron.spmd.spec import P, is_spec
 
 State = Place | str
 """Along one axis a value is split at a place, or is one of these."""
@@ -198,9 +198,7 @@ def _spec(var: Var, spec: P, states: Mapping[str, State]) -> P:
     entries: list[Any] = [*spec, *(None for _ in var.shape)][: len(var.shape)]
     for axis, state in states.items():
         if isinstance(state, tuple):
-            before = entries[state[0]]
-            names = [] if before is None else [before] if isinstance(before, str) else [*before]
-            entries[state[0]] = as_entry([axis, *names])
+            entries[state[0]] = axis
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
@@ -256,7 +254,7 @@ class _Model:
     """
 
     def __init__(self, block: Block, settings: Settings, given, searched, held):
-        self.settings, self.searched, self.held = settings, searched, held
+        self.settings, self.held = settings, held
         self.costs: list[float] = []
         self.binary: list[bool] = []
         self.rows: list[tuple[dict[int, float], float, float]] = []
@@ -408,7 +406,7 @@ class _Model:
         self._row(held, 0, 1)
         scale = max(self.costs) or 1.0  # HiGHS takes differences below 1e-6 for none
         objective = [cost / scale for cost in self.costs]
-        # of what costs the same, what has the fewest collectives, then what is split least
+        # of what costs about the same, what has the fewest collectives, then what is split least
         for number, (cost, binary) in enumerate(zip(self.costs, self.binary, strict=True)):
             objective[number] += 1e-4 * (cost > 0 and not binary)
         for rows in self.joint.values():
@@ -433,7 +431,7 @@ class _Model:
                 f"least the {least:,} of parameters that all axes split; fix: more memory, or more "
                 f"ranks on {', '.join(self.settings.sizes)} (HiGHS: {made.message})"
             )
-        self.cost = sum(cost * x for cost, x in zip(self.costs, made.x, strict=True))
+        self.cost = float(sum(cost * x for cost, x in zip(self.costs, made.x, strict=True)))
         return {
             var: dict(zip(self.settings.sizes, states, strict=True))
             for var, rows in self.joint.items()
