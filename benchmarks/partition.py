@@ -57,7 +57,10 @@ TORCH = SimpleNamespace(
     causal=lambda x: x.masked_fill(~torch.ones(SEQ, SEQ, dtype=torch.bool).tril(), -1e30),
     rms_norm=lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w,
     embed=lambda tokens, w: F.embedding(tokens, w),
-    loss=lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+    # the mean over all tokens, as optax's: F.cross_entropy's own is over those not ignored
+    loss=lambda x, targets: F.cross_entropy(
+        x.flatten(0, 1), targets.flatten(), reduction="none"
+    ).mean(),
 )
 JAX = SimpleNamespace(
     einsum=jnp.einsum,

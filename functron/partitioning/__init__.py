@@ -1,17 +1,20 @@
 """Partitioning: functions of whole values, and annotations, to the per-rank program of any mesh.
 
-`partition.partition` makes the program: it traces the function in global view (`calls` keeps
-transforms whole), finds where values lie (`propagate`, by the `rules` of operations and the
-`placement`s that they allow), and runs equations on `shards`. `module` makes functions of modules.
+`partition.partition` makes the program: it traces the function in `global_view`, finds where values
+lie (`propagate`, by the `rules` of operations and the `placement`s that they allow), and runs
+equations on `shards`. `module` makes functions of modules, and `search` finds specs of parameters.
 """
 
+from functron.partitioning.global_view import constrain
 from functron.partitioning.module import from_module
-from functron.partitioning.partition import Partitioned, constrain, partition
+from functron.partitioning.partition import Partitioned, partition
 from functron.partitioning.placement import Digit, Placement
 from functron.partitioning.rules import Rule, pointwise, product, reduction, whole
+from functron.partitioning.search import Found, search
 
 __all__ = [
     "Digit",
+    "Found",
     "Partitioned",
     "Placement",
     "Rule",
@@ -21,5 +24,6 @@ __all__ = [
     "pointwise",
     "product",
     "reduction",
+    "search",
     "whole",
 ]

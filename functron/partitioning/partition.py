@@ -9,8 +9,9 @@ processes, as a program written by hand does.
 
 A gradient is that of the partitioned function, not the partition of a traced gradient: a call of
 `functron.value_and_grad` in the function stays whole in the trace, its function is partitioned, and
-the per-rank program is differentiated. Backward then has exactly the transposes of the collectives
-in forward, the same as handwritten programs have, and needs no rules of its own. The gradients come
+the per-rank program is differentiated. Backward then has the transposes of the collectives in
+forward, the same as handwritten programs have, and needs no rules of its own; but a sum is not
+transposed to a sum where its cotangents are known to be equal on all ranks. The gradients come
 as partial sums over all axes that do not split the parameter, and the update goes on with them by
 the same rules: a norm of them or a sum with replicated moments is an all-reduce, moments that are
 split over data axes (ZeRO) a reduce-scatter, and parameters that are not are gathered at the end.
@@ -21,27 +22,43 @@ GSPMD (Xu et al. 2021) is the idea; partial values and their delay are those of 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import itertools
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from functron.core import compat, tree
-from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes
-from functron.partitioning.calls import Call, Keeper, rematerialized
-from functron.partitioning.placement import Placement, described, move, of_spec, spec_of
+from functron.partitioning.global_view import (
+    Call,
+    global_program,
+    inlined,
+    leaving,
+    recomputed,
+    scopes_text,
+)
+from functron.partitioning.placement import (
+    Cost,
+    Placement,
+    Sizes,
+    described,
+    gather_together,
+    local_shape,
+    move,
+    move_cost,
+    of_spec,
+    spec_of,
+    steps,
+)
 from functron.partitioning.propagate import (
+    Gather,
     LocalBlock,
     LocalEquation,
     Move,
@@ -49,76 +66,20 @@ from functron.partitioning.propagate import (
     Settings,
     Spread,
 )
-from functron.partitioning.rules import MakeRule, inlined
-from functron.program.equations import Block, Equation, Fresh, Scan, Var
+from functron.partitioning.rules import MakeRule
+from functron.program.equations import Block, Scan, Var, Where
 from functron.program.program import Program
-from functron.program.recorder import active, aside, from_line, keeping
-from functron.program.trace import trace
+from functron.program.recorder import active, aside, from_line
 from functron.spmd import spec as sharding
-from functron.spmd.axes import Scope, enter
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import Mapped, check_spec_trees
 from functron.spmd.spec import P, is_spec
 from functron.transforms.policies import Policy
 from functron.transforms.scan import scan
 
-_LIBRARY = torch.library.Library("functron", "FRAGMENT")
-_LIBRARY.define("constrain(Tensor(a) x, int pin) -> Tensor(a)")
-_LIBRARY.impl("constrain", lambda x, pin: compat.alias(x), "CompositeExplicitAutograd")
-
-_pins: contextvars.ContextVar[list[P] | None] = contextvars.ContextVar(
-    "functron_pins", default=None
-)
-
 _NO_RULES: Mapping[str, MakeRule] = MappingProxyType({})
 _NO_CONSTRAINTS: Mapping[str, P] = MappingProxyType({})
 _NO_POLICIES: Mapping[str, Policy] = MappingProxyType({})
-
-
-@public
-def constrain(x: tree.Tree, spec: P) -> tree.Tree:
-    """y = x, which lies as `spec` says in what `partition` makes of the function around it.
-
-    The cotangent is left where it comes. Outside of `partition` it is x itself.
-
-    Args:
-        x: tensors, in global view.
-        spec: for each of them.
-
-    Raises:
-        ValueError: (from `partition`) an axis that the mesh lacks, or that does not divide its dim.
-    """
-    pins = _pins.get()
-    if pins is None:
-        return x
-
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        pins.append(spec)
-        return _Constrain.apply(leaf, len(pins) - 1)
-
-    return tree.map(one, x)
-
-
-class _Constrain(Function):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x, pin):
-        return torch.ops.functron.constrain(x, pin)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *cotangents) -> Any:
-        return cotangents[0], None
-
-    @staticmethod
-    def vmap(info, in_dims, x, pin):
-        return x, in_dims[0]  # one of several samples has no spec
 
 
 @public
@@ -133,6 +94,7 @@ def partition(
     rules: Mapping[str, MakeRule] = _NO_RULES,
     fallback: Literal["replicate"] | None = None,
     pick: Literal["cheapest"] | None = None,
+    cost: Cost | None = None,
     check: bool = True,
     donate: int | Sequence[int] = (),
 ) -> Partitioned:
@@ -167,6 +129,15 @@ def partition(
             an error.
         pick: "cheapest": where candidates cost about the same, the cheapest is taken; None: that is
             an error which lists them.
+        cost: the seconds of a collective, ``cost(op, axis, payload_bytes)`` with the bytes of its
+            operand (of an all_gather, of its result) on one rank, by which candidates are compared.
+            None: they cost the bytes that a rank sends. On a machine that the planner knows::
+
+                machine = functron.plan.hardware("h100")
+                ranks = functron.plan.Placement.on(mesh, machine)
+
+                def cost(op, axis, payload_bytes):
+                    return machine.collective_seconds(op, payload_bytes, ranks.reach(axis))
         check: as of `shard_map`.
         donate: as of `shard_map`.
 
@@ -187,7 +158,9 @@ def partition(
             if value not in (None, wanted)
         ],
     )
-    settings: dict[str, Any] = {"rules": dict(rules), "fallback": fallback, "pick": pick}
+    settings: dict[str, Any] = {
+        "rules": dict(rules), "fallback": fallback, "pick": pick, "cost": cost,
+    }  # fmt: skip
     by_scope = dict(constraints), dict(remat)
     return Partitioned(fn, mesh, in_specs, out_specs, settings, by_scope, check, donated)
 
@@ -229,19 +202,21 @@ class Partitioned(Mapped):
 
     @public
     def explain(self, *args: tree.Tree) -> str:
-        """Where every value lies for such arguments, equation by equation, with the moves.
+        """Where every value lies for such arguments, equation by equation, with moves and costs.
 
         Args:
             args: global values, which may be abstract.
         """
         made = self._made(args, whole=True)
-        return "\n".join(_lines(made.plan, ""))
+        return "\n".join(_lines(made.plan, "", made.settings))
 
     def _rank(self, *args):
         made = self._last = self._made(args, whole=False)
         leaves = [leaf for leaf in tree.leaves(args) if isinstance(leaf, torch.Tensor)]
         constants = [x.detach() for x in made.constants]
-        results = iter(run(made.plan, [*leaves, *constants], made.sizes))
+        # differentiated from outside, gradients in the function are differentiated a second time
+        once = not (compat.differentiating() or _taped(leaves))
+        results = iter(run(made.plan, [*leaves, *constants], made.sizes, once=once))
         outputs = [next(results) if isinstance(o, Var) else o for o in made.plan.block.outputs]
         return tree.unflatten(made.out_structure, outputs)
 
@@ -290,7 +265,8 @@ class Partitioned(Mapped):
             spread.start(value.var, placement, bit)
         spread.block(block)
         plan = Planner(settings, spread).plan(block, inputs, self._pinned(program, mesh, sizes))
-        return _Made(plan, program, sizes, self._given)
+        plan = with_gathers_together(with_equal_cotangents(plan, sizes), sizes)
+        return _Made(plan, program, settings, self._given)
 
     def _constrained(self, block: Block, pins: list[P]) -> Block:
         """`block`, with what leaves the scopes of `constraints` pinned."""
@@ -301,7 +277,7 @@ class Partitioned(Mapped):
                 raise ValueError(
                     f"partition: got a constraint for the scope {pattern!r}, which no value of "
                     f"{self.name} with {len(spec)} dims or more leaves; wanted one of "
-                    + _scopes_text(block)
+                    + scopes_text(block)
                 )
         return block
 
@@ -313,7 +289,7 @@ class Partitioned(Mapped):
                 raise ValueError(
                     f"partition: got remat of the scope {pattern!r}, in which {self.name} runs "
                     "nothing, or nothing that a pattern before has not; wanted one of "
-                    + _scopes_text(block)
+                    + scopes_text(block)
                 )
         return block
 
@@ -348,14 +324,16 @@ class _Made:
 
     Attributes:
         plan: of the whole function.
+        settings: how it was partitioned.
         sizes: of the axes with more than one rank.
         constants: tensors that the function closes over.
         out_structure: of its results.
         out_specs: a spec per result, in that structure.
     """
 
-    def __init__(self, plan: LocalBlock, program: Program, sizes, out_specs):
-        self.plan, self.sizes, self.out_structure = plan, sizes, program.out_structure
+    def __init__(self, plan: LocalBlock, program: Program, settings: Settings, out_specs):
+        self.plan, self.settings, self.out_structure = plan, settings, program.out_structure
+        self.sizes = sizes = settings.sizes
         self.constants = [i.value for i in program.inputs if i.value is not None]
         if any(compat.is_wrapped(x) or x.requires_grad for x in self.constants):
             raise ValueError(
@@ -365,98 +343,6 @@ class _Made:
         specs = [spec_of(p, sizes) if p is not None else None for p in plan.outputs]
         found = tree.unflatten(program.out_structure, specs)
         self.out_specs = found if out_specs is None else out_specs
-
-
-def leaving(block: Block, pattern: str, spec: P, pin: int) -> tuple[Block, int]:
-    """The block with a `constrain` of what leaves scopes that hold a pattern, and how many."""
-    fresh = Fresh(block)
-
-    def inside(equation: Equation) -> bool:
-        return re.search(pattern, "/".join(equation.where.scopes)) is not None
-
-    def one(block: Block) -> tuple[Block, int]:
-        read = {v for v in block.outputs if isinstance(v, Var)}
-        read |= {v for e in block.equations if not inside(e) for v in e.operands}
-        renamed: dict[Var, Var] = {}
-        equations, count = [], 0
-        for equation in block.equations:
-            op: Any = equation.op
-            if hasattr(op, "body"):
-                body, found = one(op.body)
-                op, count = replace(op, body=body), count + found
-            args, kwargs = pytree.tree_map_only(
-                Var, lambda v: renamed.get(v, v), (equation.args, dict(equation.kwargs))
-            )
-            equations.append(replace(equation, op=op, args=args, kwargs=kwargs))
-            for var in equation.results if inside(equation) else ():
-                if var in read and var.dtype.is_floating_point and len(var.shape) >= len(spec):
-                    renamed[var] = fresh.like(var, "pinned", storage=var.storage)
-                    constrained = torch.ops.functron.constrain.default
-                    outputs = (renamed[var],)
-                    equations.append(Equation(constrained, (var, pin), {}, outputs, equation.where))
-        outputs = tuple(renamed.get(v, v) if isinstance(v, Var) else v for v in block.outputs)
-        return replace(block, equations=tuple(equations), outputs=outputs), count + len(renamed)
-
-    return one(block)
-
-
-def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set[str]]:
-    """The block with what runs in scopes as calls of `remat`, and the patterns that were found.
-
-    Equations of one scope that follow one another are one call. Its results are what others read.
-    """
-    found: set[str] = set()
-
-    def scope_of(equation: Equation) -> tuple[str, tuple[str, ...]] | None:
-        """The pattern that holds, and the outermost scope that it does for."""
-        scopes = equation.where.scopes
-        for pattern in policies:
-            for end in range(1, len(scopes) + 1):
-                if re.search(pattern, "/".join(scopes[:end])):
-                    return pattern, scopes[:end]
-        return None
-
-    def inner(equation: Equation) -> Equation:
-        op: Any = equation.op
-        if not hasattr(op, "body") or getattr(op, "transform", "") == "custom_vjp":
-            return equation
-        return replace(equation, op=replace(op, body=one(op.body)))
-
-    def one(block: Block) -> Block:
-        runs = [(key, [*run]) for key, run in itertools.groupby(block.equations, scope_of)]
-        reads = Counter(v for e in block.equations for v in {*e.operands})
-        reads.update({v for v in block.outputs if isinstance(v, Var)})
-        equations: list[Equation] = []
-        for key, run in runs:
-            if key is None:
-                equations += map(inner, run)
-                continue
-            pattern, scopes = key
-            found.add(pattern)
-            inside = Counter(v for e in run for v in {*e.operands})
-            made = [v for e in run for v in e.results]
-            given = tuple(dict.fromkeys(v for e in run for v in e.operands if v not in {*made}))
-            outputs = tuple(v for v in made if reads[v] > inside[v])
-            wrap = functools.partial(rematerialized, policies[pattern])
-            op: Any = Call(Block(given, tuple(run), outputs), "remat", wrap)
-            where = replace(run[0].where, scopes=scopes)
-            equations.append(Equation(op, given, {}, outputs, where))
-        return replace(block, equations=tuple(equations))
-
-    return one(block), found
-
-
-def _scopes_text(block: Block) -> str:
-    scopes = {"/".join(e.where.scopes) for e in nested(block)} - {""}
-    return ", ".join(sorted(scopes)) or "no scopes: the function names none"
-
-
-def nested(block: Block) -> Iterator[Equation]:
-    """Every equation, those of bodies too."""
-    for equation in block.equations:
-        yield equation
-        if isinstance(equation.op, (Scan, Call)):
-            yield from nested(equation.op.body)
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -474,40 +360,216 @@ def _check_pins(pins: Sequence[P], mesh: Mesh) -> None:
     )
 
 
-def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
-    """The program of a function in global view, calls of transforms whole, and its constraints.
+# --- gradients: where cotangents are equal on all ranks
 
-    Args:
-        fn: of whole values.
-        args: fake tensors, and static values.
+
+Axes = frozenset[str]
+
+
+def with_equal_cotangents(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
+    """The plan, in which sums of differentiated functions know that backward need not send.
+
+    A rank's cotangent of a replicated value is its share of the whole, and a sum's transpose adds
+    them up. Where all that reads the sum up to the loss is computed alike by all ranks of an axis,
+    the shares over it are equal. A function that is differentiated twice keeps its sums: in the
+    derivative of a gradient, the cotangents of values that backward reads are of each rank's own.
     """
-    pins: list[P] = []
-    token = _pins.set(pins)
-    try:
-        keeper = Keeper()
-        with aside(), enter(Scope()), torch.enable_grad(), keeper, keeping(keeper):
-            return trace(fn, simulate=True)(*args), pins
-    finally:
-        _pins.reset(token)
+    done = []
+    for step in plan.steps:
+        op, body = step.equation.op, step.body
+        if body is not None and isinstance(op, Call) and op.num_moving:
+            if not _differentiates(body.block):
+                nothing: list[Axes] = [frozenset()] * len(body.outputs)
+                step = replace(step, body=_Cotangents(sizes).block(body, nothing)[0])
+        elif body is not None and step.backward is None:
+            step = replace(step, body=with_equal_cotangents(body, sizes))
+        done.append(step)
+    return replace(plan, steps=tuple(done))
+
+
+def _differentiates(block: Block) -> bool:
+    return any(
+        isinstance(e.op, (Scan, Call))
+        and ((isinstance(e.op, Call) and e.op.num_moving > 0) or _differentiates(e.op.body))
+        for e in block.equations
+    )
+
+
+class _Cotangents:
+    """Of the values of a differentiated plan the axes over which their cotangents may vary."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+
+    def block(self, plan: LocalBlock, outputs: Sequence[Axes]) -> tuple[LocalBlock, list[Axes]]:
+        """The plan with what is equal, and the axes of its inputs, from those of its outputs."""
+        found: dict[tuple[Var, Placement], Axes] = {}
+        for value, placement, axes in zip(plan.block.outputs, plan.outputs, outputs, strict=True):
+            if isinstance(value, Var) and placement is not None:
+                _vary(found, value, placement, axes | _axes_of(placement))
+        moves = self._moves(plan.moves, found)
+        done = [self._step(step, found) for step in reversed(plan.steps)]
+        inputs = zip(plan.block.inputs, plan.inputs, strict=True)
+        made = replace(plan, steps=tuple(reversed(done)), moves=moves)
+        return made, [found.get(key, frozenset()) for key in inputs]
+
+    def _moves(self, moves: Sequence[Move], found: dict) -> tuple[Move, ...]:
+        """The moves, last first: each from the cotangent of its target to that of its source."""
+        done = []
+        for each in reversed(moves):
+            axes, equal = found.get((each.var, each.target), frozenset()), set()
+            for name, axis, _ in reversed(steps(each.source, each.target, self.sizes)):
+                if name == "psum" and axis not in axes:
+                    equal.add(axis)
+                reduces = name in ("psum", "pmax", "pmin", "psum_scatter")
+                axes = axes - {axis} if reduces else axes | {axis}
+            _vary(found, each.var, each.source, axes)
+            done.append(each._replace(equal=frozenset(equal)))
+        return tuple(reversed(done))
+
+    def _step(self, step: LocalEquation, found: dict) -> LocalEquation:
+        after = self._moves(step.after, found)
+        keys = zip(step.equation.results, step.results, strict=True)
+        results = [found.get(key, frozenset()) for key in keys]
+        made, operands = self._equation(step, results)
+        rows = zip(step.equation.operands, step.operands, operands, strict=True)
+        for var, placement, axes in rows:
+            _vary(found, var, placement, axes)
+        return replace(made, moves=self._moves(step.moves, found), after=after)
+
+    def _equation(
+        self, step: LocalEquation, results: list[Axes]
+    ) -> tuple[LocalEquation, list[Axes]]:
+        """The equation with what is equal in it, and the axes of its operands."""
+        op, body = step.equation.op, step.body
+        if isinstance(op, Scan):
+            return self._scan(step, op, results)
+        if isinstance(op, Call):
+            assert body is not None
+            if step.backward is not None:  # its shares of cotangents are wherever its rule says
+                return step, [frozenset(self.sizes)] * len(step.operands)
+            made, operands = self.block(body, results)
+            return replace(step, body=made), operands
+        axes = frozenset().union(*results)
+        touched = frozenset().union(*map(_axes_of, (*step.operands, *step.results)))
+        assert step.site is not None
+        site = replace(step.site, equal=frozenset(self.sizes) - axes)
+        return replace(step, site=site), [axes | touched] * len(step.operands)
+
+    def _scan(
+        self, step: LocalEquation, op: Scan, results: list[Axes]
+    ) -> tuple[LocalEquation, list[Axes]]:
+        assert step.body is not None
+        carry, ys = results[: op.num_carry], results[op.num_carry :]
+        while True:  # until no iteration before brings more
+            made, operands = self.block(step.body, [*carry, *ys])
+            before = operands[op.num_consts : op.num_consts + op.num_carry]
+            more = [a | b for a, b in zip(carry, before, strict=True)]
+            if more == carry:
+                return replace(step, body=made), operands
+            carry = more
+
+
+def _vary(found: dict, var: Var, placement: Placement, axes: Axes) -> None:
+    key = var, placement
+    found[key] = found.get(key, frozenset()) | axes
+
+
+def _axes_of(placement: Placement) -> Axes:
+    return frozenset((*placement.split, *(axis for axis, _ in placement.partial)))
+
+
+# --- gathers: few, of the parameters of a layer
+
+_TOGETHER_BYTES = 1 << 20
+"""Shards below this size are gathered together: a collective costs as much as sending so many."""
+
+
+def with_gathers_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
+    """The plan, in which bodies of scans and of remat gather small inputs, or views, together.
+
+    Of such a body a layer's fully sharded parameters are inputs. One collective gathers those of
+    one dtype that the same other axes split.
+    """
+    done = []
+    for step in plan.steps:
+        op, body = step.equation.op, step.body
+        if body is not None and step.backward is None:
+            body = with_gathers_together(body, sizes)
+            layer = isinstance(op, Scan) or (isinstance(op, Call) and op.transform == "remat")
+            step = replace(step, body=_gathering_together(body, sizes) if layer else body)
+        done.append(step)
+    return replace(plan, steps=tuple(done))
+
+
+def _gathering_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
+    ready = {*zip(plan.block.inputs, plan.inputs, strict=True)}
+    views, others = [], []
+    for step in plan.steps:
+        equation, moved = step.equation, step.moves or step.after
+        keys = {*zip(equation.operands, step.operands, strict=True)}
+        if equation.aliases and keys <= ready and not moved:
+            ready.update(zip(equation.results, step.results, strict=True))
+            views.append(step)
+        else:
+            others.append(step)
+    groups: dict[Any, list[tuple[Move, Where]]] = {}
+    for step in others:
+        for each in step.moves:
+            var, order = each.var, steps(each.source, each.target, sizes)
+            num_bytes = math.prod(local_shape(var.shape, each.source, sizes)) * var.dtype.itemsize
+            gathers = [name for name, *_ in order] == ["all_gather"]
+            if gathers and (var, each.source) in ready and num_bytes < _TOGETHER_BYTES:
+                key = order[0][1], var.dtype, var.device, frozenset(each.target.split)
+                groups.setdefault(key, []).append((each, step.equation.where))
+    found = []
+    for (axis, *_), rows in groups.items():
+        if len(rows) > 1:
+            wheres = [where for _, where in rows]
+            levels = zip(*(where.scopes for where in wheres), strict=False)
+            shared = itertools.takewhile(lambda level: len({*level}) == 1, levels)
+            where = replace(wheres[0], scopes=(*(level[0] for level in shared), "gather"))
+            found.append(Gather(axis, tuple(each for each, _ in rows), where))
+    if not found:
+        return plan
+    done = {each for gather in found for each in gather.moves}
+    rest = [
+        replace(step, moves=tuple(each for each in step.moves if each not in done))
+        for step in others
+    ]
+    return replace(plan, steps=(*views, *rest), gathers=tuple(found), num_views=len(views))
 
 
 # --- running
 
 
-def run(plan: LocalBlock, inputs: Sequence[torch.Tensor], sizes) -> list[torch.Tensor]:
-    """The outputs of a plan on one rank's shards; inside of a mapped program."""
-    return _Run(plan, sizes).outputs(inputs)
+def run(
+    plan: LocalBlock, inputs: Sequence[torch.Tensor], sizes, *, once: bool
+) -> list[torch.Tensor]:
+    """The outputs of a plan on one rank's shards; inside of a mapped program.
+
+    Args:
+        plan: of what to run.
+        inputs: the shards.
+        sizes: of the axes with more than one rank.
+        once: nothing is differentiated twice, so that what is said of cotangents holds.
+    """
+    return _Run(plan, sizes, once).outputs(inputs)
 
 
-def _run(plan: LocalBlock, sizes, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    return run(plan, inputs, sizes)
+def _run(plan: LocalBlock, sizes, once: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    return run(plan, inputs, sizes, once=once)
+
+
+def _taped(leaves: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(map(compat.requires_grad, leaves))
 
 
 class _Run:
     """The values of one rank while a plan runs, by where they lie."""
 
-    def __init__(self, plan: LocalBlock, sizes):
-        self.plan, self.sizes = plan, sizes
+    def __init__(self, plan: LocalBlock, sizes, once: bool):
+        self.plan, self.sizes, self.once = plan, sizes, once
         self.values: dict[tuple[Var, Placement], torch.Tensor] = {}
         self.shares: set[Var] = set()
 
@@ -518,6 +580,8 @@ class _Run:
         )
         last = _last_uses(plan)
         for number, step in enumerate(plan.steps):
+            for gather in plan.gathers if number == plan.num_views else ():
+                self._gather(gather)
             self._step(step)
             for key in last.get(number, ()):
                 self.values.pop(key, None)
@@ -529,15 +593,23 @@ class _Run:
         ]
 
     def _move(self, each: Move) -> None:
-        x = self.values[each.var, each.source]
-        if each.var in self.shares:  # of gradients: their sums are the end of backward
-            with in_phase("backward"):
-                self.values[each.var, each.target] = move(x, each.source, each.target, self.sizes)
-            return
-        self.values[each.var, each.target] = move(x, each.source, each.target, self.sizes)
+        x, equal = self.values[each.var, each.source], each.equal if self.once else ()
+        # of shares of gradients: their sums are the end of backward
+        shared = in_phase("backward") if each.var in self.shares else contextlib.nullcontext()
+        with shared:
+            moved = move(x, each.source, each.target, self.sizes, equal)
+        self.values[each.var, each.target] = moved
+
+    def _gather(self, gather: Gather) -> None:
+        sources = [each.source for each in gather.moves]
+        xs = [self.values[each.var, each.source] for each in gather.moves]
+        with _origin(gather.where):
+            whole = gather_together(xs, sources, gather.axis, self.sizes)
+        for each, x in zip(gather.moves, whole, strict=True):
+            self.values[each.var, each.target] = x
 
     def _step(self, step: LocalEquation) -> None:
-        with _origin(step):
+        with _origin(step.equation.where):
             for each in step.moves:
                 self._move(each)
             equation = step.equation
@@ -549,12 +621,13 @@ class _Run:
                 body = step.body
                 assert body is not None
                 parts = [body] if step.backward is None else [body, step.backward]
-                ranked = equation.op.wrap(*(functools.partial(_run, p, self.sizes) for p in parts))
+                runs = [functools.partial(_run, p, self.sizes, self.once) for p in parts]
+                ranked = equation.op.wrap(*runs)
                 results = list(ranked(*operands))
                 if equation.op.num_moving:
                     self.shares.update(equation.results[-equation.op.num_moving :])
             else:
-                results = _computed(step, operands)
+                results = _computed(step, operands, self.once)
             rows = zip(equation.results, step.results, results, strict=True)
             self.values.update(((var, placement), x) for var, placement, x in rows)
             for each in step.after:
@@ -572,7 +645,7 @@ class _Run:
         )
 
         def scanned(before, x):
-            out = run(body, [*consts, *before, *x], self.sizes)
+            out = run(body, [*consts, *before, *x], self.sizes, once=self.once)
             return out[: op.num_carry], out[op.num_carry :]
 
         scanned.__name__ = op.name
@@ -581,7 +654,7 @@ class _Run:
         return [*after, *(y.flip(0) if op.reverse else y for y in ys)]
 
 
-def _computed(step: LocalEquation, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+def _computed(step: LocalEquation, operands: list[torch.Tensor], once: bool) -> list[torch.Tensor]:
     """The results of an operation on shards."""
     equation, values = step.equation, iter(operands)
     args, kwargs = _filled(equation.args, values), _filled(dict(equation.kwargs), values)
@@ -591,7 +664,9 @@ def _computed(step: LocalEquation, operands: list[torch.Tensor]) -> list[torch.T
         op: Any = equation.op
         out = op(*args, **kwargs)
     else:
-        out = rule.run(step.site, *args, **kwargs)
+        assert step.site is not None
+        site = step.site if once else replace(step.site, equal=frozenset())
+        out = rule.run(site, *args, **kwargs)
     leaves = list(out) if isinstance(out, (tuple, list)) else [out]
     return [x for x, var in zip(leaves, equation.outputs, strict=False) if var is not None]
 
@@ -608,12 +683,11 @@ def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 @contextlib.contextmanager
-def _origin(step: LocalEquation) -> Iterator[None]:
+def _origin(where: Where) -> Iterator[None]:
     """Say where equations come from, while the per-rank program is traced."""
     if active() is None:
         yield
         return
-    where = step.equation.where
     with in_scopes(where.scopes), from_line(where.line):
         yield
 
@@ -621,8 +695,10 @@ def _origin(step: LocalEquation) -> Iterator[None]:
 def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, Placement]]]:
     """By step, the values that nothing reads after it."""
     last: dict[tuple[Var, Placement], int] = {}
+    gathered = [each for gather in plan.gathers for each in gather.moves]
     for number, step in enumerate(plan.steps):
-        for each in (*step.moves, *step.after):
+        before = gathered if number == plan.num_views else ()
+        for each in (*before, *step.moves, *step.after):
             last[each.var, each.source] = last[each.var, each.target] = number
         keys = [*zip(step.equation.operands, step.operands, strict=True),
                 *zip(step.equation.results, step.results, strict=True)]  # fmt: skip
@@ -638,10 +714,19 @@ def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, Placement]]]:
     return found
 
 
-def _lines(plan: LocalBlock, indent: str) -> Iterator[str]:
-    for step in plan.steps:
-        for each in step.moves:
-            yield f"{indent}%{each.var.name}: {described(each.source)} -> {described(each.target)}"
+def _lines(plan: LocalBlock, indent: str, settings: Settings) -> Iterator[str]:
+    def moves(rows: Iterable[Move]) -> Iterator[str]:
+        for var, source, target, _ in rows:
+            args = var.shape, var.dtype.itemsize, source, target, settings.sizes
+            cost = settings.cost_text(move_cost(*args, settings.price))
+            yield f"{indent}%{var.name}: {described(source)} -> {described(target)}, {cost}"
+
+    for number, step in enumerate(plan.steps):
+        for gather in plan.gathers if number == plan.num_views else ():
+            names = ", ".join(f"%{each.var.name}" for each in gather.moves)
+            yield f"{indent}{names}: gathered together over {gather.axis!r}"
+            yield from moves(gather.moves)
+        yield from moves(step.moves)
         equation = step.equation
         rows = zip(equation.results, step.results, strict=True)
         results = ", ".join(f"%{v.name}{list(v.shape)} {described(p)}" for v, p in rows)
@@ -649,8 +734,6 @@ def _lines(plan: LocalBlock, indent: str) -> Iterator[str]:
         operands = ", ".join(f"%{v.name} {described(p)}" for v, p in rows)
         yield f"{indent}{results} = {equation.name}({operands})"
         if step.body is not None:
-            yield from _lines(step.body, indent + "  ")
-        for each in step.after:
-            yield f"{indent}%{each.var.name}: {described(each.source)} -> {described(each.target)}"
-    for each in plan.moves:
-        yield f"{indent}%{each.var.name}: {described(each.source)} -> {described(each.target)}"
+            yield from _lines(step.body, indent + "  ", settings)
+        yield from moves(step.after)
+    yield from moves(plan.moves)

@@ -9,7 +9,7 @@ the digit tp with 4 blocks outside: the block-cyclic layouts that reshapes make 
 and any axis can be gathered without the others.
 
 A `move` takes a value from one placement to another by the collectives of `functron.lax`; its
-derivative is theirs. `moved_bytes` says what it costs.
+derivative is theirs. `move_cost` says what it costs, in bytes or in seconds.
 
 | from | to | collective | bytes, of the value v that a rank holds without the axis, n ranks |
 |---|---|---|---|
@@ -24,7 +24,7 @@ derivative is theirs. `moved_bytes` says what it costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -36,6 +36,10 @@ from functron.spmd.spec import P, as_entry, dim_axes
 
 Sizes = Mapping[str, int]
 """The sizes of the axes with more than one rank."""
+
+Cost = Callable[[str, str, int], float]
+"""The seconds of a collective, ``(op, axis, payload_bytes)``: of its operand, or of an all_gather
+its result, on one rank."""
 
 Kind = Literal["sum", "max", "min"]
 SUM: Kind = "sum"
@@ -275,34 +279,64 @@ def _after(state: Placement, name: str, axis: str, where: tuple) -> Placement:
     return state.without(axis)
 
 
-def moved_bytes(
-    shape: Sequence[int], itemsize: int, source: Placement, target: Placement, sizes: Sizes
-) -> int:
-    """The bytes that one rank sends in a move of a value of this global shape."""
-    state, total = source, 0
+def move_cost(
+    shape: Sequence[int],
+    itemsize: int,
+    source: Placement,
+    target: Placement,
+    sizes: Sizes,
+    cost: Cost | None = None,
+) -> float:
+    """The cost of a move of a value of this global shape: `cost`, or bytes that a rank sends."""
+    state, total = source, 0.0
     for name, axis, where in steps(source, target, sizes):
-        n = sizes[axis]
         held = itemsize * math.prod(local_shape(shape, state, sizes))
-        if name in ("psum", "pmax", "pmin"):
-            total += 2 * held * (n - 1) // n
-        elif name == "all_gather":
-            total += held * (n - 1)
-        elif name in ("psum_scatter", "all_to_all"):
-            total += held * (n - 1) // n
+        if name not in ("slice", "share"):
+            payload = held * sizes[axis] if name == "all_gather" else held
+            total += cost(name, axis, payload) if cost else sent(name, sizes[axis], payload)
         state = _after(state, name, axis, where)
     return total
 
 
-def move(x: torch.Tensor, source: Placement, target: Placement, sizes: Sizes) -> torch.Tensor:
+def sent(op: str, n: int, payload_bytes: int) -> int:
+    """The bytes that each of n ranks sends in a collective, by ring algorithms."""
+    return (2 if op in ("psum", "pmax", "pmin") else 1) * payload_bytes * (n - 1) // n
+
+
+def move(
+    x: torch.Tensor,
+    source: Placement,
+    target: Placement,
+    sizes: Sizes,
+    equal: Collection[str] = (),
+) -> torch.Tensor:
     """This rank's part of a value by `target`, from its part by `source`.
 
-    Collectives: those of `steps`, one each. Integers and booleans move as well.
+    Collectives: those of `steps`, one each. Integers and booleans move as well. Over the axes
+    `equal` a sum's cotangents are equal on all ranks, so that backward sends none.
     """
     state = source
     for name, axis, where in steps(source, target, sizes):
-        x = _step(x, state, name, axis, where, sizes)
+        if name == "psum" and axis in equal:
+            x = lax.psum(x, axis, equal_cotangents=True)
+        else:
+            x = _step(x, state, name, axis, where, sizes)
         state = _after(state, name, axis, where)
     return x
+
+
+def gather_together(
+    xs: Sequence[torch.Tensor], sources: Sequence[Placement], axis: str, sizes: Sizes
+) -> list[torch.Tensor]:
+    """Values that an axis splits, replicated over it: one all_gather of all of them."""
+    every = lax.all_gather(torch.cat([x.reshape(-1) for x in xs]), axis)
+    found = []
+    parts = every.split([x.numel() for x in xs], 1)
+    for x, source, part in zip(xs, sources, parts, strict=True):
+        dim, outer = source.split[axis]
+        shape = x.unflatten(dim, (_outside(source.without(axis).dims[dim], outer, sizes), -1)).shape
+        found.append(part.unflatten(1, shape).movedim(0, dim + 1).flatten(dim, dim + 2))
+    return found
 
 
 def _step(x, state: Placement, name: str, axis: str, where: tuple, sizes: Sizes):

@@ -10,9 +10,10 @@ stays on it, and operands that are replicated along it are sliced, which costs n
 axis comes with several letters, the split that reaches further through the program stays, and
 operands split otherwise are gathered: an axis that splits the batch gathers parameters (fully
 sharded data parallelism), and one that splits parameters gathers activations (tensor and sequence
-parallelism). Where none reaches further, bytes decide, and candidates within a tenth of each other
-are refused: `functron.constrain` settles them. Partial sums that are read once pass through what is
-linear, as long as that makes them no larger; others are reduced once, for all that read them.
+parallelism). Where none reaches further, bytes, or seconds, decide, and candidates within a tenth
+of each other are refused: `functron.constrain` settles them. Partial sums that are read once pass
+through what is linear, as long as that makes them no larger; others are reduced once, for all that
+read them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from functron.partitioning.calls import Call
+from functron.partitioning.global_view import Call
 from functron.partitioning.placement import (
     SUM,
+    Cost,
     Digit,
     Digits,
     Kind,
@@ -36,14 +38,14 @@ from functron.partitioning.placement import (
     from_letters,
     local_shape,
     minor,
-    moved_bytes,
     of_spec,
     replicated,
+    sent,
     spec_of,
 )
 from functron.partitioning.rules import Labels, MakeRule, Rule, rule_of, whole
 from functron.partitioning.shards import Site
-from functron.program.equations import Block, Equation, Scan, Var
+from functron.program.equations import Block, Equation, Scan, Var, Where
 from functron.spmd.spec import P
 
 Slot = tuple[str, int]
@@ -62,6 +64,7 @@ class Settings:
         rules: of the caller, by operation.
         fallback: "replicate": operations without a rule run on replicated operands.
         pick: "cheapest": of candidates that cost alike the cheapest, or the first, is taken.
+        cost: the seconds of collectives; None: they cost the bytes that a rank sends.
         pins: the specs that `constrain` was called with, by number.
     """
 
@@ -69,12 +72,29 @@ class Settings:
     rules: Mapping[str, MakeRule] = field(default_factory=dict)
     fallback: Literal["replicate"] | None = None
     pick: Literal["cheapest"] | None = None
+    cost: Cost | None = None
     pins: Sequence[P] = ()
 
     def pin(self, equation: Equation) -> P:
         """The spec of a `constrain`."""
         number: int = equation.args[1]
         return self.pins[number]
+
+    def price(self, op: str, axis: str, payload_bytes: int) -> float:
+        """The cost of one collective, in seconds or in the bytes that a rank sends."""
+        if self.cost is None:
+            return sent(op, self.sizes[axis], payload_bytes)
+        found = self.cost(op, axis, payload_bytes)
+        if not 0 <= found < math.inf:
+            raise ValueError(
+                f"partition: cost({op!r}, {axis!r}, {payload_bytes}) is {found}; wanted seconds, 0 "
+                "or more"
+            )
+        return found
+
+    def cost_text(self, cost: float) -> str:
+        """``256 bytes``, or ``1.5 us``."""
+        return f"{cost:,.0f} bytes" if self.cost is None else f"{cost * 1e6:.4g} us"
 
     def rule(self, equation: Equation) -> Rule:
         """The rule of an equation.
@@ -111,11 +131,17 @@ def _no_rule(equation: Equation) -> str:
 
 
 class Move(NamedTuple):
-    """A value taken from one placement to another."""
+    """A value taken from one placement to another.
+
+    Attributes:
+        var, source, target: the value, and both placements.
+        equal: axes over which it is summed, and over which its cotangents are equal on all ranks.
+    """
 
     var: Var
     source: Placement
     target: Placement
+    equal: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +171,20 @@ class LocalEquation:
     after: tuple[Move, ...] = ()
 
 
+class Gather(NamedTuple):
+    """Values of a block that are gathered together, over one axis.
+
+    Attributes:
+        axis: of the mesh.
+        moves: of each of them.
+        where: the origin of the collective.
+    """
+
+    axis: str
+    moves: tuple[Move, ...]
+    where: Where
+
+
 @dataclass(frozen=True, eq=False)
 class LocalBlock:
     """A block as a rank runs it.
@@ -155,6 +195,8 @@ class LocalBlock:
         steps: in order.
         moves: of outputs, at the end.
         outputs: their placements; None for those that are no values.
+        gathers: of inputs and of views of them.
+        num_views: how many steps run before `gathers`: these views.
     """
 
     block: Block
@@ -162,6 +204,8 @@ class LocalBlock:
     steps: tuple[LocalEquation, ...]
     moves: tuple[Move, ...]
     outputs: tuple[Placement | None, ...]
+    gathers: tuple[Gather, ...] = ()
+    num_views: int = 0
 
 
 # --- forward: what reaches how far
@@ -719,9 +763,9 @@ class Choice:
         """Whether all are one letter, split in other blocks."""
         return len({letter for letter, _ in slots}) == 1
 
-    def cost(self, axis: str, slot: Slot | None) -> int:
-        """The bytes that a rank sends where an axis splits this letter: operands, then results."""
-        n, total = self.sizes[axis], 0
+    def cost(self, axis: str, slot: Slot | None) -> float:
+        """The cost of splitting this letter by an axis: moves of operands, sums of results."""
+        n, price, total = self.sizes[axis], self.settings.price, 0.0
         seen: set[Var] = set()
         for var, labels, placement in zip(
             self.equation.operands, self.rule.operands, self.placed, strict=True
@@ -739,13 +783,14 @@ class Choice:
                 continue
             held = var.nbytes // math.prod(self.sizes[a] for a in placement.split if a != axis)
             if kind is not None:
-                total += held * (n - 1) // n * (1 if target else 2)
+                total += price("psum_scatter" if target else f"p{kind}", axis, held)
             elif source is not None and target != source:
-                total += held * (n - 1) // n // (n if target else 1)
+                op, payload = ("all_to_all", held // n) if target else ("all_gather", held)
+                total += price(op, axis, payload)
         if slot is not None and slot[0] in self.rule.combined:
-            total += sum(
-                2 * self._held(i, axis) * (n - 1) // n for i in range(len(self.rule.results))
-            )
+            op = f"p{self.rule.combined[slot[0]]}"
+            held = [self._held(i, axis) for i in range(len(self.rule.results))]
+            total += sum(price(op, axis, payload) for payload in held)
         return total
 
     def _place(self, labels: Labels, slot: Slot | None) -> Place | None:
@@ -759,7 +804,7 @@ class Choice:
         axes = [d.axis for dim in labels for name in dim for d in self.letters.get(name, ())]
         return var.nbytes // math.prod(self.sizes[name] for name in axes if name != axis)
 
-    def _ambiguous(self, axis: str, costs: Mapping[Slot, int]) -> str:
+    def _ambiguous(self, axis: str, costs: Mapping[Slot, float]) -> str:
         lines = []
         for slot, cost in costs.items():
             pins = []
@@ -775,17 +820,22 @@ class Choice:
                         f"ft.constrain(x, {spec}) of its operand of shape {tuple(var.shape)}"
                     )
             lines.append(
-                f"  - {axis!r} on {self._where(slot)}: {cost:,} bytes; {' and '.join(pins)}"
+                f"  - {axis!r} on {self._where(slot)}: {self.settings.cost_text(cost)}; "
+                f"{' and '.join(pins)}"
             )
         where = self.equation.where.line or "an unknown line"
         operands = ", ".join(described(placement) for placement in self.placed)
         return (
             f"partition: at {where} {self.equation.name} gets operands {operands}, which axis "
             f"{axis!r} splits along different dims, and no choice is better than the others. "
-            "Candidates, with the bytes that a rank sends, and the line that settles it:\n"
+            f"Candidates, with {self._what_costs()}, and the line that settles it:\n"
             + "\n".join(lines)
             + '\nor pass pick="cheapest" to partition'
         )
+
+    def _what_costs(self) -> str:
+        sends = self.settings.cost is None
+        return "the bytes that a rank sends" if sends else "the time that a rank communicates"
 
     def _where(self, slot: Slot) -> str:
         rows = [(f"operand {i}", labels) for i, labels in enumerate(self.rule.operands)]
@@ -796,20 +846,3 @@ class Choice:
             for dim, letters in enumerate(labels)
             if slot[0] in letters
         )
-
-
-def total_bytes(plan: LocalBlock, sizes: Sizes) -> int:
-    """The bytes that one rank sends in the moves of a plan, forward."""
-
-    def of(moves: Iterable[Move]) -> int:
-        return sum(
-            moved_bytes(m.var.shape, m.var.dtype.itemsize, m.source, m.target, sizes) for m in moves
-        )
-
-    total = of(plan.moves)
-    for step in plan.steps:
-        total += of((*step.moves, *step.after))
-        if step.body is not None:
-            times = step.equation.op.length if isinstance(step.equation.op, Scan) else 1
-            total += times * total_bytes(step.body, sizes)
-    return total

@@ -22,16 +22,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from functron.partitioning import shards
 from functron.partitioning.placement import Kind
 from functron.partitioning.shards import Run, named
 from functron.program.equations import (
-    Block,
     Equation,
-    Fresh,
-    Scan,
     Var,
     canonical_strides,
     contiguous_strides,
@@ -654,7 +650,7 @@ def _nll_loss(equation: Equation) -> Rule:
     sizes = sizes_of([x], [labels])
     return Rule(
         operands, results, sizes, inside=frozenset(inside) - whole, whole=whole,
-        run=shards.nll_loss,
+        run=getattr(shards, equation.name.removesuffix("_forward")),
     )  # fmt: skip
 
 
@@ -802,7 +798,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "gather": _gather,
         **_rows("index index_select", _index),
         **_rows("scatter scatter_add", along(first=3)),
-        "nll_loss_forward": _nll_loss,
+        **_rows("nll_loss_forward cross_entropy_loss", _nll_loss),
         **_rows(
             "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
             "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
@@ -819,84 +815,3 @@ def rule_of(equation: Equation, own: Mapping[str, MakeRule] = _NONE) -> Rule | N
     if make is None and torch.Tag.pointwise in getattr(equation.op, "tags", ()):
         make = pointwise()
     return None if make is None else make(equation)
-
-
-_aten = torch.ops.aten
-
-
-def inlined(block: Block) -> Block:
-    """The block, in which every view is taken once, and ``bias + a @ b`` is a product and a sum.
-
-    A value that several products read through views of their own is then gathered once for all,
-    and products have rules without exceptions.
-    """
-    fresh = Fresh(block)
-    return _inlined(block, fresh)
-
-
-def _inlined(block: Block, fresh: Fresh) -> Block:
-    equations: list[Equation] = []
-    for equation in _views_once(block):
-        if isinstance(equation.op, Scan):
-            op: Any = replace(equation.op, body=_inlined(equation.op.body, fresh))
-            equations.append(replace(equation, op=op))
-        elif hasattr(equation.op, "body"):
-            op = equation.op
-            back = op.backward and _inlined(op.backward, fresh)
-            op = replace(op, body=_inlined(op.body, fresh), backward=back)
-            equations.append(replace(equation, op=op))
-        elif equation.name in ("addmm", "baddbmm") or _has_bias(equation):
-            equations += _parts(equation, fresh)
-        else:
-            equations.append(equation)
-    return replace(block, equations=tuple(equations))
-
-
-def _views_once(block: Block) -> list[Equation]:
-    """The equations without views that one before is the same as."""
-    first: dict[Any, Sequence[Var]] = {}
-    same: dict[Var, Var] = {}
-    kept = []
-    outputs = {value for value in block.outputs if isinstance(value, Var)}
-    for equation in block.equations:
-        if any(value in same for value in equation.operands):
-            args, kwargs = pytree.tree_map_only(
-                Var, lambda v: same.get(v, v), (equation.args, dict(equation.kwargs))
-            )
-            equation = replace(equation, args=args, kwargs=kwargs)
-        if equation.aliases and not outputs & {*equation.results}:
-            key = repr((str(equation.op), pytree.tree_map_only(Var, id, equation.args)))
-            if key in first:
-                same.update(zip(equation.results, first[key], strict=True))
-                continue
-            first[key] = equation.results
-        kept.append(equation)
-    return kept
-
-
-def _has_bias(equation: Equation) -> bool:
-    return equation.name == "convolution" and equation.args[2] is not None
-
-
-def _parts(equation: Equation, fresh: Fresh) -> list[Equation]:
-    (y,), where = equation.results, equation.where
-    product = fresh.like(y, "product")
-    if equation.name == "convolution":
-        x, w, bias, *rest = equation.args
-        shape = [1, bias.shape[0], *[1] * (len(y.shape) - 2)]
-        view = fresh.like(bias, "bias", shape=tuple(shape), stride=contiguous_strides(shape))
-        return [
-            replace(equation, args=(x, w, None, *rest), outputs=(product,)),
-            Equation(_aten.view.default, (bias, shape), {}, (view,), where),
-            Equation(_aten.add.Tensor, (product, view), {}, (y,), where),
-        ]
-    bias, a, b = equation.args[:3]
-    beta, alpha = (equation.kwargs.get(name, 1) for name in ("beta", "alpha"))
-    op = _aten.mm.default if equation.name == "addmm" else _aten.bmm.default
-    made = [Equation(op, (a, b), {}, (product,), where)]
-    if beta != 1:
-        scaled = fresh.like(bias, "scaled")
-        made.append(Equation(_aten.mul.Tensor, (bias, beta), {}, (scaled,), where))
-        bias = scaled
-    kwargs = {"alpha": alpha} if alpha != 1 else {}
-    return [*made, Equation(_aten.add.Tensor, (bias, product), kwargs, (y,), where)]

@@ -9,7 +9,7 @@ are simulated, differentiated and traced like everything else in a per-rank prog
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from functron.program.equations import Equation, contiguous_strides
 from functron.spmd import collectives as lax
 from functron.transforms.policies import checkpoint_name
 
+_aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Site:
@@ -39,6 +41,7 @@ class Site:
         sizes: of the letters, globally.
         shapes: of this rank's part of every result.
         axes: the sizes of the mesh axes.
+        equal: those over which the cotangents of results are equal on all ranks.
     """
 
     equation: Equation
@@ -47,6 +50,7 @@ class Site:
     sizes: Mapping[str, int]
     shapes: Sequence[tuple[int, ...]]
     axes: Sizes
+    equal: frozenset[str] = frozenset()
 
     @property
     def op(self) -> Any:
@@ -90,8 +94,10 @@ def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _total(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    return lax.psum(x, axes) if axes else x
+def _total(x: torch.Tensor, axes: Sequence[str], equal: Collection[str] = ()) -> torch.Tensor:
+    for axis in axes:
+        x = lax.psum(x, axis, equal_cotangents=axis in equal)
+    return x
 
 
 def same(site: Site, x, *args, **kwargs):
@@ -189,7 +195,8 @@ def logsumexp(site: Site, x, *args, **kwargs):
     if not axes:
         return site.op(x, *args, **kwargs)
     most = _largest(x, dims, axes)
-    out = _total((x - most).exp().sum(dims, keepdim=True), axes).log() + most
+    total = _total((x - most).exp().sum(dims, keepdim=True), axes, site.equal)
+    out = total.log() + most
     return out.reshape(site.shapes[0])
 
 
@@ -205,7 +212,8 @@ def norm(site: Site, x, ord=2, *args, **kwargs):  # noqa: A002
         return reduce((x.amax(dims) if ord > 0 else x.amin(dims)), axes).reshape(site.shapes[0])
     if ord == 0:
         return _total((x != 0).to(x.dtype).sum(dims), axes).reshape(site.shapes[0])
-    return (_total((x**ord).sum(dims), axes) ** (1 / ord)).reshape(site.shapes[0])
+    total = _total((x**ord).sum(dims), axes, site.equal)
+    return (total ** (1 / ord)).reshape(site.shapes[0])
 
 
 def layer_norm(site: Site, x, normalized_shape, weight, bias, eps):
@@ -341,18 +349,44 @@ def index(site: Site, x, *args: Any, **kwargs):
     return _masked(rows, here.reshape(*here.shape, *(1,) * (x.dim() - 1 - dim)))
 
 
-def nll_loss(site: Site, x, target, weight, reduction, ignore_index):
-    """The negative log likelihoods of targets, and how many count, over a split vocabulary."""
+_LIBRARY = torch.library.Library("functron", "FRAGMENT")
+_LIBRARY.define(
+    "cross_entropy_loss(Tensor self, Tensor target, Tensor? weight, int reduction, "
+    "SymInt ignore_index, bool half_to_float) -> (Tensor, Tensor)"
+)
+
+
+def cross_entropy_loss(site: Site, x, target, weight, reduction, ignore_index, half_to_float):
+    """`nll_loss` of log_softmax(x): over a split vocabulary of logits and the log of their sum.
+
+    The two together, since that sum's cotangent is then one number per token that all ranks have.
+    Of log_softmax alone it is a sum over the vocabulary of what only its target's rank knows.
+    """
+    x, names = x.float() if half_to_float else x, site.names(site.operands[0][-1])
+    if not names:
+        return nll_loss(site, x.log_softmax(-1), target, weight, reduction, ignore_index)
+    most = _largest(x, -1, names)
+    total = _total((x - most).exp().sum(-1, keepdim=True), names, site.equal)
+    return nll_loss(site, x, target, weight, reduction, ignore_index, total.log() + most)
+
+
+def nll_loss(site: Site, x, target, weight, reduction, ignore_index, lse=None):
+    """The negative log likelihoods of targets, and how many count, over a split vocabulary.
+
+    With `lse`, of likelihoods ``x - lse``.
+    """
     labels = site.operands[0]
     if weight is not None and not site.names([letter for row in labels for letter in row]):
-        return site.op(x, target, weight, reduction, ignore_index)
+        return _aten.nll_loss_forward(x, target, weight, reduction, ignore_index)
     counts = target != ignore_index
     ids = torch.where(counts, target, 0).unsqueeze(-1)
     letters = labels[-1]
     if site.names(letters):
         local, here = site.local(ids, letters[0])
         ids, counts_here = torch.where(here, local, 0), here
-        picked = _total(_masked(x.gather(-1, ids), counts_here), site.names(letters)).squeeze(-1)
+        picked = _masked(x.gather(-1, ids), counts_here)
+        picked = _total(picked, site.names(letters), site.equal)
+        picked = (picked if lse is None else picked - lse).squeeze(-1)
     else:
         picked = x.gather(-1, ids).squeeze(-1)
     weights = counts.to(x.dtype)
@@ -363,7 +397,7 @@ def nll_loss(site: Site, x, target, weight, reduction, ignore_index):
     if reduction == 0:
         return losses, weights.new_zeros(())
     axes = site.names([letter for row in labels[:-1] for letter in row])
-    total, count = _total(losses.sum(), axes), _total(weights.sum(), axes)
+    total, count = _total(losses.sum(), axes, site.equal), _total(weights.sum(), axes)
     return (total / count if reduction == 1 else total), count
 
 

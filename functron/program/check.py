@@ -180,7 +180,9 @@ class _Inference:
         if equation.name == "require_replicated":
             value, axis = equation.args[:2]
             if axis in values[value]:
-                self.problems.append(_varying_loss(equation, axis, values[value][axis]))
+                in_backward = equation.where.phase == "backward"
+                problem = _varying_cotangent if in_backward else _varying_loss
+                self.problems.append(problem(equation, axis, values[value][axis]))
         elif equation.name == "require_share":
             value, summed = equation.args[:2]
             over = [a for a in self.axes if a in summed and a not in values[value]]
@@ -254,6 +256,15 @@ def _varying_loss(equation: Equation, axis: str, origin: Origin) -> Problem:
         f"a loss that varies over {axis!r}{_since(origin, equation.where.line)}",
         "one replicated over the mesh",
         LOSS_FIX,
+    )
+
+
+def _varying_cotangent(equation: Equation, axis: str, origin: Origin) -> Problem:
+    return Problem(
+        f"psum over {axis!r} at {equation.where.line or 'an unknown line'}",
+        f"a cotangent that varies over {axis!r}{_since(origin, equation.where.line)}",
+        "one that all its ranks have, as equal_cotangents=True says",
+        "leave equal_cotangents out, and they are summed",
     )
 
 

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import (
 
 from functron.core.scopes import Phase
 from functron.program.equations import Code, Equation, Scan, Var
-from functron.program.text import aligned, axis_of, dtype_text, payload_bytes
+from functron.program.text import aligned, axis_of, dtype_text, payload_bytes, short_line
 
 _aten = torch.ops.aten
 
@@ -248,6 +248,53 @@ def cost(program: Code) -> Cost:
         ),
         MappingProxyType(dict(by_dtype.most_common())),
     )
+
+
+def collectives_diff(a: Code, b: Code) -> str:
+    """The collectives of which one program runs more than another, as a table; "" for none.
+
+    A row has an axis, an operation, a phase and the payload of one run (`Traffic`), how many of
+    these `a` and `b` run, how many more bytes a rank sends in `b`, and the scopes, or else lines,
+    of the program that has more of them. Its last row is that of all bytes sent.
+    """
+    ours, theirs = _by_payload(a), _by_payload(b)
+    head = ["axis", "collective", "phase", "payload of each", "this", "other", "sent", "where"]
+    rows, none = [head], ([], 0.0)
+    for key in sorted(ours.keys() | theirs.keys()):
+        (mine, sent), (other, more) = ours.get(key, none), theirs.get(key, none)
+        if len(mine) != len(other):
+            axis, op, phase, payload = key
+            wheres = dict.fromkeys(mine if len(mine) > len(other) else other)
+            shown = [*wheres][:3] + ["..."] * (len(wheres) > 3)
+            counts = [str(len(mine)), str(len(other))]
+            cells = [axis, op, phase, bytes_text(payload), *counts, _more(more - sent)]
+            rows.append([*cells, ", ".join(shown)])
+    if len(rows) == 1:
+        return ""
+    sums = [round(sum(sent for _, sent in side.values())) for side in (ours, theirs)]
+    rows.append(["in all", "", "", "", *map(bytes_text, sums), _more(sums[1] - sums[0]), ""])
+    title = f"collectives of {a.name} (this) and of {b.name} (other), per rank"
+    return "\n".join([title, *(f"  {line}" for line in aligned(rows))])
+
+
+def _by_payload(program: Code) -> dict[tuple[str, str, Phase, int], tuple[list[str], float]]:
+    """By axis, operation, phase and payload where each run is, and the bytes that all send."""
+    found: dict[tuple[str, str, Phase, int], tuple[list[str], float]] = {}
+    for equation, times in program.block.walk():
+        axis = axis_of(equation)
+        if axis is None:
+            continue
+        where, payload = equation.where, payload_bytes(equation)
+        key = axis, equation.name, where.phase, payload
+        places, sent = found.get(key, ([], 0.0))
+        place = "/".join(where.scopes) or short_line(where.line)
+        sent += times * payload * _SENT[equation.name](program.mesh.shape[axis])
+        found[key] = [*places, *[place] * times], sent
+    return found
+
+
+def _more(num_bytes: float) -> str:
+    return f"{'-' if num_bytes < 0 else '+'}{bytes_text(round(abs(num_bytes)))}"
 
 
 def equation_flops(equation: Equation) -> int:

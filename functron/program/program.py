@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
 from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.program import text
 from functron.program.check import check
-from functron.program.cost import Cost, cost
+from functron.program.cost import Cost, collectives_diff, cost
 from functron.program.equations import Block, Code, Equation, Input, Scan, Var, contiguous_strides
 from functron.program.memory import Memory, memory
 from functron.program.timeline import ProgramTimeline, Seconds, timeline
@@ -51,12 +51,29 @@ class Program(Code):
     def _repr_html_(self) -> str:
         return text.html(self)
 
-    def diff(self, other: Program | str) -> str:
+    @public
+    def diff(
+        self, other: Program | str, *, by: Literal["equations", "collectives"] = "equations"
+    ) -> str:
         """How another program, or the text of one, differs: a unified diff, "" for no difference.
 
         Values are renumbered first, so that only real differences count.
+
+        Args:
+            other: a program, such as one written by hand; or the text of one.
+            by: "collectives": instead, a table of those that one of them runs more often, by axis,
+                operation, phase and payload; for it, `other` is a program.
+
+        Raises:
+            ValueError: by collectives, `other` is text.
         """
-        return text.diff(self, other)
+        if by == "equations":
+            return text.diff(self, other)
+        if isinstance(other, str):
+            got, wanted = "the text of one", "a program"
+            fix = "functron.program.parse.parse makes one of it"
+            refuse("cannot compare collectives", "other", got, wanted, fix)
+        return collectives_diff(self, other)
 
     @public
     def check(self) -> None:

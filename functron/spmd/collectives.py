@@ -97,7 +97,13 @@ def _dim(dim: int, num_dims: int, name: str) -> int:
 
 
 @public
-def psum(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) -> tree.Tree:
+def psum(
+    x: tree.Tree,
+    axis_name: AxisNames,
+    *,
+    axis_index_groups: None = None,
+    equal_cotangents: bool = False,
+) -> tree.Tree:
     """y = sum of x over the ranks of `axis_name`; equal on all of them.
 
     Varying -> replicated. Bool is summed as int32; a Python number is multiplied by the axis size.
@@ -105,9 +111,18 @@ def psum(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) 
 
     ``psum(rank, "tp")`` is 6 on every rank of ``Mesh(tp=4)``, where ranks hold 0, 1, 2, 3.
 
+    Args:
+        x: tensors and numbers.
+        axis_name: the axis, or several.
+        equal_cotangents: the cotangents of y are the same on all ranks, as where all ranks compute
+            one loss of it alike. Backward then multiplies them by the axis size and sends nothing.
+            Simulation and `Program.check` find where it is not so; processes do not. A derivative
+            of the gradient brings cotangents that differ: do not say it in what is differentiated
+            twice.
+
     Raises:
         ValueError: x is provably equal on all ranks already (under shard_map's check), or the axis
-            is unbound.
+            is unbound; in backward, in simulation, cotangents are not what was said.
     """
     _refuse_groups(axis_index_groups)
     axes = lookup(axis_name)
@@ -118,7 +133,7 @@ def psum(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) 
         _flag_redundant(leaf, axes, "psum")
         leaf = leaf.to(torch.int32) if leaf.dtype == torch.bool else leaf
         for axis in axes:
-            leaf = Psum.call(leaf, axis, must_vary=scope().check)
+            leaf = Psum.call(leaf, axis, must_vary=scope().check, equal=equal_cotangents)
         return leaf
 
     return tree.map(one, x)

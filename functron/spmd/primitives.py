@@ -55,6 +55,7 @@ class Call:
         must_vary: a checked program wrote this reduction, so its operand must vary over the axis.
         dtypes: of `AllGatherAs`.
         summed: the names of the axes over which a share will be summed, of `RequireShare`.
+        equal: the cotangents of a `Psum`'s result are equal on all ranks.
         source: whose value `Broadcast` sends.
         wait: for the result of `Ppermute`; otherwise it may still be on its way, and only
             `functron.spmd.ragged.arrived` may touch it.
@@ -67,6 +68,7 @@ class Call:
     must_vary: bool = False
     dtypes: Dtypes | None = None
     summed: tuple[str, ...] = ()
+    equal: bool = False
     source: int = 0
     wait: bool = True
     line: Line | None = None
@@ -99,12 +101,13 @@ class _Primitive(Function):
         must_vary: bool = False,
         dtypes: Dtypes | None = None,
         summed: tuple[str, ...] = (),
+        equal: bool = False,
         source: int = 0,
         wait: bool = True,
     ) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
         line = axis.line() if isinstance(axis, BoundAxis) else None
-        call = Call(axis, perm, must_vary, dtypes, summed, source, wait, line)
+        call = Call(axis, perm, must_vary, dtypes, summed, equal, source, wait, line)
         out: Any = cls.apply(x, axis.token, call)
         return out
 
@@ -165,7 +168,33 @@ class Psum(_Primitive):
 
     @staticmethod
     def transpose(cotangent, token, call):
-        return Psum.apply(cotangent, token, call)
+        return (PsumOfEqual if call.equal else Psum).apply(cotangent, token, call)
+
+
+class PsumOfEqual(_Primitive):
+    """y = n x: the sum over ranks of an x that all have. Nothing is sent. Self-transpose."""
+
+    communicates = False
+
+    @staticmethod
+    def send(x, axis, call):
+        return axis.mark(x, "require_replicated") * axis.size
+
+    @staticmethod
+    def across(x, call):
+        raise ValueError(
+            f"psum over {call.axis.name!r} with equal_cotangents=True: got a cotangent of shape "
+            f"{tuple(x.shape[1:])} that varies over {call.axis.name!r}; wanted one that all its "
+            "ranks have; fix: leave equal_cotangents out, and they are summed"
+        )
+
+    @staticmethod
+    def replicated(x, size, call):
+        return x * size, None
+
+    @staticmethod
+    def transpose(cotangent, token, call):
+        return PsumOfEqual.apply(cotangent, token, call)
 
 
 class Broadcast(Psum):

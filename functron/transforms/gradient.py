@@ -394,7 +394,7 @@ def differentiated_outside(f: Callable, args: tree.Tree) -> bool:
         return False
     hidden, _ = hoist(f)
     return any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        isinstance(leaf, torch.Tensor) and compat.requires_grad(leaf)
         for leaf in [*tree.leaves(args), *hidden]
     )
 

@@ -1,12 +1,13 @@
 """Modules: Hugging Face models as they are, partitioned by a few specs, against themselves.
 
-Every model runs on tp=2, dp=2,tp=2 and fsdp=2: its loss, logits and all gradients are those of the
-dense module. transformers computes norms and losses in float32 whatever the model's dtype, so that
+Every model runs on tp=2, also with its sequence split, on dp=2,tp=2 and on fsdp=2: its loss, logits
+and all gradients are those of the dense module. transformers computes norms and losses in float32 whatever the model's dtype, so that
 the order of sums shows at 1e-6.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -73,13 +74,37 @@ MODELS = {
     ),
     "vit": (
         "ViTForImageClassification", "ViTConfig",
-        {**SIZES, "image_size": 16, "patch_size": 4},
+        {**SIZES, "image_size": 12, "patch_size": 4},  # and one more token: 10
         {r"query|key|value|q_proj|k_proj|v_proj|fc1|intermediate": P("tp"),
          r"(o_proj|fc2|output.dense).weight": P(None, "tp")},
     ),
 }  # fmt: skip
-MESHES = ({"tp": 2}, {"dp": 2, "tp": 2}, {"fsdp": 2})
-ALWAYS = {"llama", "gpt2", "t5"}
+# one more line splits the residual stream over its sequence where it leaves these modules, and with
+# two layers so many sums become reduce-scatters: of the embedding, and of each half of a layer
+SEQUENCE = {
+    "llama": (r"embed_tokens$|layers.\d+$", 5),
+    "qwen3": (r"embed_tokens$|layers.\d+$", 5),
+    "gemma3": (r"embed_tokens$|layers.\d+$", 5),
+    "mixtral": (r"embed_tokens$|layers.\d+$", 3),  # experts are gathered to each rank's tokens
+    "gpt2": (r"wte$|h.\d+$", 5),
+    "bert": (r"LayerNorm$", 5),
+    "t5": (r"shared$|layer.\d+$", 12),  # encoder and decoder, whose layers have three parts
+    "vit": (r"embeddings$|layers.\d+$", 4),  # its embedding is not split
+}
+LAYOUTS = {
+    "tp=2": ({"tp": 2}, False),
+    "tp=2 and sequence": ({"tp": 2}, True),
+    "dp=2,tp=2": ({"dp": 2, "tp": 2}, False),
+    "fsdp=2": ({"fsdp": 2}, False),
+}
+ALWAYS = {("llama", "dp=2,tp=2"), ("gpt2", "fsdp=2"), ("t5", "tp=2")}
+ROWS = [
+    pytest.param(
+        n, layout, marks=[] if LAYOUTS[layout][1] or (n, layout) in ALWAYS else [pytest.mark.full]
+    )
+    for n in MODELS
+    for layout in LAYOUTS
+]
 
 
 def model(name: str, **more: int) -> nn.Module:
@@ -98,13 +123,13 @@ def specs_of(name: str, params: dict, sizes: dict[str, int]) -> tuple[dict, P]:
     return ft.Rules(MODELS[name][3]).specs(params), P("dp")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ALWAYS else [pytest.mark.full]) for n in MODELS]
-)
-def test_models_as_they_are(name):
+@functools.cache
+def dense(name: str):
+    """A step, its arguments, and what it returns on one device."""
     fn, params = ft.from_module(model(name))
     if name == "vit":
-        batch, named = torch.randn(4, 3, 16, 16, dtype=torch.float64), "pixel_values"
+        pixels = torch.randn(4, 3, 12, 12, dtype=torch.float64)
+        batch, named = pixels, "pixel_values"
     else:
         batch, named = torch.arange(64).reshape(4, 16) * 7 % 60 + 1, "input_ids"
 
@@ -116,14 +141,32 @@ def test_models_as_they_are(name):
 
         return ft.value_and_grad(loss, has_aux=True)(params)
 
-    dense = step(params, batch)
-    for sizes in MESHES if name != "t5" else MESHES[:1]:
-        specs, data = specs_of(name, params, sizes)
-        mapped = ft.partition(step, ft.Mesh(**sizes), (specs, data))
-        torch.testing.assert_close(mapped(params, batch), dense, rtol=1e-5, atol=2e-6)
-        assert any(
-            p != P() for p in ft.tree.leaves(mapped.out_specs[1], lambda x: isinstance(x, P))
-        )
+    return step, params, batch, step(params, batch)
+
+
+@pytest.mark.parametrize(("name", "layout"), ROWS)
+def test_models_as_they_are(name, layout):
+    step, params, batch, wanted = dense(name)
+    sizes, sequence = LAYOUTS[layout]
+    pattern, num_scattered = SEQUENCE[name]
+    line = {pattern: P(None, "tp")} if sequence else {}
+    assert len(MODELS[name][3]) + len(line) <= 5
+    specs, data = specs_of(name, params, sizes)
+    mapped = ft.partition(step, ft.Mesh(**sizes), (specs, data), constraints=line)
+    torch.testing.assert_close(mapped(params, batch), wanted, rtol=1e-5, atol=2e-6)
+    assert any(p != P() for p in ft.tree.leaves(mapped.out_specs[1], lambda x: isinstance(x, P)))
+    if sequence:
+        program = ft.trace(mapped)(params, batch)
+        program.check()
+        stream = 4 * (10 if name == "vit" else 16) * 32 * 8
+        sent = [(e.name, e.operands[0].nbytes) for e in program.block.equations
+                if e.where.phase == "forward" and e.name.startswith("psum")]  # fmt: skip
+        assert sent.count(("psum_scatter", stream)) == num_scattered
+        assert ("psum", stream) not in sent
+        gathered = [e for e in program.block.equations if e.where.phase == "forward"
+                    and e.name == "all_gather" and e.results[0].nbytes == stream]  # fmt: skip
+        # before each half of a layer, and the head; ViT's reads one token, which one rank has
+        assert len(gathered) == num_scattered + (name == "vit")
 
 
 @pytest.mark.full  # notebook 12 runs one of them on processes; here Inductor compiles each
@@ -131,28 +174,6 @@ def test_models_as_they_are(name):
 def test_models_on_processes(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_models.py"), 2, timeout=300)
     assert done.stdout.count("equal") == 2 * 3
-
-
-def test_one_line_splits_the_sequence():
-    """Megatron's sequence parallelism of a module: scatters and gathers in place of reductions."""
-    fn, params = ft.from_module(model("llama"))
-    specs, _ = specs_of("llama", params, {"tp": 2})
-    tokens = torch.arange(64).reshape(4, 16) * 7 % 60
-
-    def loss(params, tokens):
-        return fn(params, input_ids=tokens, labels=tokens, use_cache=False).loss
-
-    line = {r"layers.\d+$|embed_tokens$": P(None, "tp")}
-    mapped = ft.partition(loss, ft.Mesh(tp=2), (specs, P()), P(), constraints=line)
-    torch.testing.assert_close(mapped(params, tokens), loss(params, tokens), rtol=1e-5, atol=0)
-    program = ft.trace(mapped)(params, tokens)
-    sent = {row.op: row.payload_bytes for row in program.cost().collectives}
-    stream = 4 * 16 * 32 * 8
-    # embedding and two per layer scatter; two per layer and the logits gather
-    assert sent["psum_scatter"] == sent["all_gather"] == 5 * stream
-    assert sent["psum"] < stream // 8
-    scopes = {"/".join(equation.where.scopes) for equation in program.block.equations}
-    assert {"model/layers.0/mlp/up_proj", "lm_head"} <= scopes
 
 
 def test_one_line_gathers_again():

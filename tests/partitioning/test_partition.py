@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,10 @@ def close(actual, expected):
 
 def collectives(mapped, *args) -> Counter:
     """Bytes sent by axis and operation, forward and backward."""
-    program = ft.trace(mapped)(*args)
+    return sent_by(ft.trace(mapped)(*args))
+
+
+def sent_by(program) -> Counter:
     program.check()
     found: Counter = Counter()
     for row in program.cost().collectives:
@@ -121,11 +126,56 @@ def test_gpt_sends_what_the_handwritten_step_sends(sizes, sequence):
     )
     hand = ft.shard_map(by_hand, mesh, (specs, batch_specs), (P(), specs))
     torch.testing.assert_close(ours(params, batch), plain(params, batch), rtol=1e-10, atol=1e-11)
-    sent, wanted = collectives(ours, params, batch), collectives(hand, params, batch)
+    program, by_hand_too = (ft.trace(f)(params, batch) for f in (ours, hand))
+    sent, wanted = sent_by(program), sent_by(by_hand_too)
     assert any(key[2] == "recompute" for key in wanted) == ("fsdp" in sizes)
     if not again:  # what is gathered for backward again is kept
         wanted = Counter({key: size for key, size in wanted.items() if key[2] != "recompute"})
-    assert sent == wanted
+    # what a loss is summed of has one cotangent on all ranks: two numbers per token over tp
+    num_tokens = 128 // math.prod(size for axis, size in sizes.items() if axis != "tp")
+    for axis in sizes:
+        wanted[axis, "psum", "backward"] -= 8 * (2 * num_tokens if axis == "tp" else 1)
+    assert sent == +wanted
+    if not again:  # where scopes are computed again, two gathers of a layer, in place of one
+        *rows, _ = program.diff(by_hand_too, by="collectives").splitlines()[2:]
+        assert rows
+        assert all(re.search(r" psum +backward | recompute ", row) for row in rows)
+
+
+# --- gradients
+
+
+def test_equal_cotangents_are_not_summed():
+    """Where a loss is computed alike on all ranks, unless it is differentiated twice."""
+    w = {name: value[0] for name, value in PARAMS.items()}
+    mesh, specs = ft.Mesh(dp=2, tp=2), {"up": P(None, "tp"), "down": P("tp", None)}
+
+    def step(w, x):
+        def loss(w):
+            return (torch.tanh(x @ w["up"]) @ w["down"]).square().mean()
+
+        return ft.value_and_grad(loss)(w)
+
+    def penalty(step):
+        def penalized(w, x):
+            value, grads = step(w, x)
+            return value + sum((g**3).sum() for g in grads.values())
+
+        return penalized
+
+    mapped = ft.partition(step, mesh, (specs, P("dp")), (P(), specs))
+    close(mapped(w, X), step(w, X))
+    gradients = 2 * 16 * 16 * 8
+    assert collectives(mapped, w, X) == {
+        ("tp", "psum", "forward"): 4 * 16 * 8,
+        ("dp", "psum", "forward"): 8,
+        ("dp", "psum", "backward"): gradients,
+    }
+    twice = torch.func.grad(penalty(step))(w, X)
+    close(torch.func.grad(penalty(mapped))(w, X), twice)
+    close(ft.grad(penalty(mapped))(w, X), twice)
+    inside = ft.partition(ft.grad(penalty(step)), mesh, (specs, P("dp")), specs)
+    close(inside(w, X), twice)
 
 
 # --- transforms inside
@@ -161,12 +211,9 @@ def test_microbatches_are_reduced_at_their_end():
     mapped = ft.partition(step, ft.Mesh(dp=2, tp=2), (SPECS, P("dp")), (P(), SPECS))
     close(mapped(PARAMS, X), step(PARAMS, X))
     sent = collectives(mapped, PARAMS, X)
-    # each rank's half of both once, and for each microbatch the loss and its transpose
+    # each rank's half of both once, and for each microbatch the loss
     gradients = 2 * 3 * 16 * 16 * 8
-    assert (
-        sum(size for key, size in sent.items() if key[:2] == ("dp", "psum"))
-        == gradients + 2 * 2 * 8
-    )
+    assert sum(size for key, size in sent.items() if key[:2] == ("dp", "psum")) == gradients + 16
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -193,7 +240,7 @@ def test_states_are_sharded_by_their_specs(zero):
         assert sent["dp", "psum_scatter", "backward"] == gradients // 2
         assert sent["dp", "all_gather", "forward"] == gradients // 2
     else:
-        assert sent["dp", "psum", "backward"] == gradients + 8
+        assert sent["dp", "psum", "backward"] == gradients
     with torch.no_grad():
         compiled = ft.jit(mapped, backend="eager")
         close(compiled(PARAMS, state, X), step(PARAMS, state, X))
@@ -281,6 +328,34 @@ def test_on_processes(torchrun):
 
 
 # --- what cannot be decided, and what is not known
+
+
+def test_candidates_are_compared_by_seconds_of_a_machine():
+    """Of a small operand fewer bytes are gathered, but on links with a latency no faster."""
+    mesh, x, w = ft.Mesh(dp=2), X[:, :8], X[:6, :8].T.contiguous()
+    specs = P("dp"), P(None, "dp")
+    machine = ft.plan.hardware("h100")
+    ranks = ft.plan.Placement.on(mesh, machine)
+
+    def seconds(op, axis, payload_bytes):
+        return machine.collective_seconds(op, payload_bytes, ranks.reach(axis))
+
+    def fn(x, w):
+        return x @ w
+
+    fewer = ft.partition(fn, mesh, specs)
+    close(fewer(x, w), fn(x, w))
+    assert fewer.out_specs == P("dp")
+    assert "%arg_1_0: P(None, 'dp') -> P(None, None), 192 bytes" in fewer.explain(x, w)
+    with pytest.raises(ValueError, match="the time that a rank communicates") as caught:
+        ft.partition(fn, mesh, specs, cost=seconds)(x, w)
+    domain = machine.domain  # one step, half of 8 x 8 or of 8 x 6 numbers of 8 bytes
+    for size in (8 * 8 * 8, 8 * 6 * 8):
+        time = domain.latency_seconds
+        time += size / 2 / (domain.bytes_per_second * domain.efficiency)
+        assert f": {time * 1e6:.4g} us; ft.constrain(x, P())" in str(caught.value)
+    with pytest.raises(ValueError, match=r"cost\('all_gather', 'dp', 384\) is -1; wanted seconds"):
+        ft.partition(fn, mesh, specs, cost=lambda *args: -1)(x, w)
 
 
 def test_an_ambiguity_is_settled_by_a_constraint():

@@ -20,7 +20,7 @@ from functron.partitioning.placement import (
     into_letters,
     local_shape,
     move,
-    moved_bytes,
+    move_cost,
     of_spec,
     replicated,
     spec_of,
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_program(data):
     mapped = ft.shard_map(program, ft.Mesh(**sizes), (source,), target, check=False)
     traced = ft.trace(mapped)(torch.empty(SHAPE, dtype=torch.float64))
     sent = sum(row.sent_bytes for row in traced.cost().collectives)
-    assert moved_bytes(SHAPE, 8, before, after, sizes) == sent
+    assert move_cost(SHAPE, 8, before, after, sizes) == sent
     assert len(steps(before, after, sizes)) >= (source != target)
 
 

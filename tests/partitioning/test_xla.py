@@ -19,18 +19,12 @@ ALWAYS = {"MLP, tp"}
     "name", [pytest.param(n, marks=[] if n in ALWAYS else [pytest.mark.full]) for n in blocks.CASES]
 )
 def test_sends_at_most_what_xla_sends(name):
-    """Bytes that one more block adds, an all-reduce that XLA slices being a reduce-scatter."""
+    """Bytes of a block, and what one more adds, an all-reduce that XLA slices as a reduce-scatter."""
     case = blocks.CASES[name]
     depths = (1,) if case.integers else (1, 2)
     ours = [blocks.functron_sends(case, depth).total() for depth in depths]
     theirs = [
         blocks.xla_sends(blocks.compiled(case, depth), scatter=True).total() for depth in depths
     ]
-    if case.integers:
-        # two float32 per token of a dp rank are summed over 4 tp ranks in backward too, as the
-        # handwritten vocabulary-parallel loss does, and over 2 dp ranks the loss is in backward and
-        # the number of targets that are not ignored
-        tokens = blocks.BATCH * blocks.SEQ // 2
-        assert ours[0] == theirs[0] + 2 * (2 * tokens * 4 * 3 // 4) + 2 * 4
-    else:
-        assert 0 < ours[1] - ours[0] <= theirs[1] - theirs[0]
+    assert 0 < ours[0] <= theirs[0]
+    assert case.integers or 0 < ours[1] - ours[0] <= theirs[1] - theirs[0]

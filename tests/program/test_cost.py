@@ -1,5 +1,6 @@
 """Costs: FLOPs against torch's counter on eager runs, bytes and collectives by hand."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -238,3 +239,36 @@ def test_cost_shows_as_text_and_html():
     alone = cost(trace(lambda x: x + 1)(torch.zeros(3)))
     assert "collective" not in str(alone)
     assert alone.arithmetic_intensity == 0
+
+
+def test_collectives_that_differ():
+    """Tensor parallelism as an all-reduce, and as a reduce-scatter and a gather around a norm."""
+    mesh, x = Mesh(dp=2, tp=4), torch.ones(8, 16)
+    w = {"up": torch.ones(16, 32), "down": torch.ones(32, 16)}
+    specs = {"up": P(None, "tp"), "down": P("tp")}
+
+    def reduced(w, x):
+        with ft.named_scope("mlp"):
+            y = lax.psum(torch.relu(x @ w["up"]) @ w["down"], "tp")
+        return lax.psum((y * y).sum(), "dp")
+
+    def scattered(w, x):
+        with ft.named_scope("mlp"):
+            y = torch.relu(x @ w["up"]) @ w["down"]
+            y = lax.all_gather(lax.psum_scatter(y, "tp", tiled=True), "tp", tiled=True)
+        return lax.psum((y * y).sum(), "dp")
+
+    a, b = (trace(ft.shard_map(f, mesh, (specs, P("dp")), P()))(w, x) for f in (reduced, scattered))
+    # y is [4, 16] float32 on a rank: 256 bytes, of which 3/4 are sent, twice in an all-reduce
+    table = [re.split(r"  +", line.strip()) for line in a.diff(b, by="collectives").splitlines()]
+    assert table == [
+        ["collectives of reduced (this) and of scattered (other), per rank"],
+        ["axis", "collective", "phase", "payload of each", "this", "other", "sent", "where"],
+        ["tp", "all_gather", "forward", "256 B", "0", "1", "+192 B", "mlp"],
+        ["tp", "psum", "forward", "256 B", "1", "0", "-384 B", "mlp"],
+        ["tp", "psum_scatter", "forward", "256 B", "0", "1", "+192 B", "mlp"],
+        ["in all", "388 B", "388 B", "+0 B"],
+    ]
+    assert a.diff(a, by="collectives") == ""
+    with pytest.raises(ValueError, match=r"other: got the text of one.*parse makes one of it"):
+        a.diff(str(b), by="collectives")

@@ -270,3 +270,27 @@ def test_an_axis_that_nothing_names_is_refused():
     for how in ({"replicated_over": "dpp"}, {"replicated_over": ("dpp",)}, {"check": False}):
         assert torch.equal(shard_map(ON_DP, OWN, P("dp"), P(), **how)(X), X[:2] + X[2:])
     shard_map(ON_DP, Mesh(dp=2, tp=2, dpp=1), P("dp"), P())(X)  # tp may be for other programs
+
+
+def test_cotangents_that_are_equal_are_not_summed():
+    def step(x, w, second):
+        def loss(w):
+            y = lax.psum(x @ w, "tp", equal_cotangents=True)
+            other = x[:, 0] if second else 1.0  # of each rank's own
+            return lax.psum((y.square().sum(1) * other).sum() / 2, "tp" if second else ())
+
+        return ft.grad(loss)(w)
+
+    specs, w = (P(None, "tp"), P("tp"), None), torch.linspace(-1, 1, 24).view(8, 3)
+    dense = torch.func.grad(lambda w: (X @ w).square().sum() / 2)(w)
+    checked = shard_map(lambda *args: ft.sync_gradients(step(*args), P("tp")), MESH, specs, P("tp"))
+    torch.testing.assert_close(checked(X, w, False), dense)
+    program = ft.trace(checked)(X, w, False)
+    program.check()
+    assert {row.axis for row in program.cost().collectives if row.phase == "backward"} == {"dp"}
+    with pytest.raises(
+        ValueError, match=r"equal_cotangents=True: got a cotangent of shape \(4, 3\)"
+    ):
+        checked(X, w, True)
+    with pytest.raises(ValueError, match=r"psum over 'tp' at .*: got a cotangent that varies"):
+        ft.trace(checked)(X, w, True).check()

@@ -74,6 +74,23 @@ def test_second_order_through_any_outer_transform(outer):
         same(got, torch.func.jvp(lambda p: torch.func.grad(loss)(p, X), (p,), (v,))[1])
 
 
+def test_second_order_through_a_mapped_program():
+    """The tape outside lies under the batched tensors of simulated ranks."""
+    p = params()
+
+    def gradient(p, x):
+        return ft.sync_gradients(ft.grad(lambda p: lax.psum(loss(p, x), "dp"))(p), P())
+
+    mapped = ft.shard_map(gradient, Mesh(dp=5), (P(), P("dp")), P())
+
+    def slope(grad):
+        return lambda p: sum(g.square().sum() for g in ft.tree.leaves(grad(p, X)))
+
+    want = torch.func.grad(slope(torch.func.grad(loss)))(p)
+    same(torch.func.grad(slope(mapped))(p), want)
+    same(ft.grad(slope(mapped))(p), want)
+
+
 def test_outer_tape_through_a_closure():
     """The gradient depends on a tensor that is only closed over, as in meta-learning."""
     rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)

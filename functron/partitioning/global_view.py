@@ -1,0 +1,604 @@
+"""A function in global view: its program before it is partitioned, with transforms as calls.
+
+A program in global view is traced before it is differentiated. Each call of `value_and_grad`,
+`remat` and `custom_vjp` is one equation with the program of its function inside, so that placements
+are found for the function as it was written, and the transform is applied to the per-rank program:
+backward then has the transposes of forward's collectives, as a handwritten program's has.
+
+`constrain` leaves its spec in such a program. `leaving` puts constraints where values leave scopes,
+`recomputed` makes calls of `remat` of scopes, and `inlined` has fewer kinds of equations do.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from functron.core import compat, tree
+from functron.core.compat import Function
+from functron.core.errors import public
+from functron.core.scopes import in_phase
+from functron.program.equations import Block, Equation, Fresh, Scan, Var, contiguous_strides
+from functron.program.program import Program
+from functron.program.recorder import Recorder, active, aside, keeping
+from functron.program.trace import trace
+from functron.spmd.axes import Scope, enter, user_line
+from functron.spmd.spec import P
+from functron.transforms.custom_vjp import custom_vjp, leaves_like
+from functron.transforms.gradient import check_loss, value_and_grad
+from functron.transforms.policies import Policy
+from functron.transforms.remat import remat
+
+Flat = Callable[..., Sequence[torch.Tensor]]
+"""A function of tensors to tensors."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operation that runs `body` under a transform.
+
+    Its operands are the body's inputs. Its results are the body's outputs and, of a gradient, then
+    those of the first `num_moving` operands.
+
+    Attributes:
+        body: the function's program, in global view.
+        transform: "remat", "value_and_grad" or "custom_vjp".
+        wrap: from the functions that a rank runs, of flat operands, to the transformed one.
+        num_moving: how many operands are differentiated.
+        backward: of a custom_vjp the program from residuals, cotangents and captured values to the
+            cotangents of operands.
+        num_outputs: the outputs of its body that are results; the others are residuals.
+        floats: the results that have cotangents.
+        pulled: the operands that `backward` has cotangents of.
+    """
+
+    body: Block
+    transform: str
+    wrap: Callable[..., Flat]
+    num_moving: int = 0
+    backward: Block | None = None
+    num_outputs: int = 0
+    floats: tuple[int, ...] = ()
+    pulled: tuple[int, ...] = ()
+
+    namespace = "functron"
+    tags = ()
+
+    def name(self) -> str:
+        """As an operation of torch has."""
+        return f"functron::{self.transform}"
+
+
+_KNOWN = frozenset(
+    {
+        "functron.ops.attention",
+        "functron.ops.cross_entropy",
+        "functron.ops.define",
+        "functron.partitioning.global_view",
+        "functron.transforms.policies",
+    }
+)
+"""Modules whose autograd Functions have the derivatives of what they record."""
+
+
+class Keeper(TorchFunctionMode):
+    """Records calls of transforms as equations of the recorder that is active.
+
+    As a mode it sees where gradients are switched off, which a trace of whole values is not: the
+    program is differentiated later, and must not be there.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._grad = True
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch._C._set_grad_enabled:
+            self._grad = bool(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def stops_gradients(self) -> bool:
+        """Whether what runs here is in a ``torch.no_grad()``.
+
+        Raises:
+            ValueError: it is in the forward of an autograd Function, whose backward is not known.
+        """
+        if self._grad and not torch.is_grad_enabled():
+            frame = sys._getframe(1)
+            while frame is not None and frame.f_code.co_name not in ("forward", "_call"):
+                frame = frame.f_back
+            module = frame.f_globals.get("__name__", "") if frame is not None else ""
+            if module not in _KNOWN:
+                raise ValueError(
+                    f"partition: at {user_line()} the function calls a torch.autograd.Function (of "
+                    f"{module or 'an unknown module'}), whose backward no program in global view "
+                    "has; wanted functions that are differentiated as they are written; fix: write "
+                    "it with functron.custom_vjp"
+                )
+        return not self._grad
+
+    def value_and_grad(self, f, positions, has_aux: bool, args, kwargs) -> tuple[Any, tuple]:
+        """The value (with what is auxiliary) and the gradients, as fake tensors."""
+        chosen = tuple(args[position] for position in positions)
+        leaves, structure = tree.flatten(chosen)
+        kept: dict[str, Any] = {}
+
+        def run(fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            new = list(args)
+            for position, value in zip(positions, tree.unflatten(structure, fresh), strict=True):
+                new[position] = value
+            out = f(*new, **kwargs)
+            value, aux = out if has_aux else (out, None)
+            check_loss(value, None)
+            kept["aux"] = _Tree(aux)
+            return [value, *kept["aux"].tensors]
+
+        def wrap(rank: Flat) -> Flat:
+            def differentiated(*operands):
+                count = len(leaves)
+
+                def loss(*moving):
+                    value, *aux = rank(*moving, *operands[count:])
+                    return value, aux
+
+                both = value_and_grad(loss, tuple(range(count)), has_aux=True)
+                (value, aux), grads = both(*operands[:count])
+                return [value, *aux, *grads]
+
+            return differentiated
+
+        made = _recorded("value_and_grad", run, leaves, wrap, moving=True)
+        value, rest = made[0], made[1 : len(made) - len(leaves)]
+        grads = tree.unflatten(structure, made[len(made) - len(leaves) :])
+        return ((value, kept["aux"].join(rest)) if has_aux else value), grads
+
+    def remat(self, f, policy: Policy, args, kwargs) -> tree.Tree:
+        """The results of `f`, as fake tensors."""
+        kept: dict[str, Any] = {}
+        given = _Tree((args, kwargs))
+
+        def run(fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            new_args, new_kwargs = given.join(fresh)
+            kept["out"] = _Tree(f(*new_args, **new_kwargs))
+            return kept["out"].tensors
+
+        wrap = functools.partial(rematerialized, policy)
+        made = _recorded("remat", run, given.tensors, wrap)
+        return kept["out"].join(made)
+
+    def custom_vjp(self, f, forward, backward, args) -> tree.Tree:
+        """The results of `forward`, as fake tensors; its backward is traced beside it."""
+        recorder = active()
+        assert recorder is not None
+        given = _Tree(args)
+        operands = [recorder.var(value) for value in given.tensors]
+        with recorder.frame() as frame:
+            fresh = [_like(recorder, value) for value in given.tensors]
+            inputs = [recorder.input(value, "operand") for value in fresh]
+            out, residuals = forward(*given.join(fresh))
+            outs, kept = _Tree(out), _Tree(residuals)
+            outputs = [recorder.var(value) for value in (*outs.tensors, *kept.tensors)]
+            body = recorder.block(inputs, outputs)
+        pull = _Pull.traced(recorder, given, outs, kept, backward)
+        both = {**frame.captured, **pull.captured}
+        captured, around = [*both], [*both.values()]
+        count = len(outs.tensors)
+        op = Call(
+            Block((*inputs, *captured), body.equations, body.outputs),
+            "custom_vjp",
+            lambda rank, rank_back: _ruled(rank, rank_back, len(operands), count, pull),
+            backward=Block((*pull.inputs, *captured), pull.equations, tuple(pull.outputs)),
+            num_outputs=count,
+            floats=pull.floats,
+            pulled=pull.pulled,
+        )
+        results = _described(outputs[:count])
+        return outs.join(recorder.emit(op, [*operands, *around], results))
+
+
+@dataclass(frozen=True, eq=False)
+class _Pull:
+    """The backward of a custom_vjp, traced.
+
+    Attributes:
+        inputs: residuals, then the cotangents of results.
+        equations, outputs: to the cotangents of operands.
+        captured: values from around it, by what they are there.
+        floats: the results that have cotangents.
+        pulled: the operands whose cotangents the outputs are.
+    """
+
+    inputs: Sequence[Var]
+    equations: tuple
+    outputs: Sequence[Var]
+    captured: Mapping[Var, Var]
+    floats: tuple[int, ...]
+    pulled: tuple[int, ...]
+
+    @classmethod
+    def traced(cls, recorder: Recorder, given: _Tree, outs: _Tree, kept: _Tree, backward) -> _Pull:
+        """`backward` on residuals and cotangents like those that forward has made."""
+        floats = tuple(i for i, x in enumerate(outs.tensors) if x.is_floating_point())
+        with recorder.frame() as frame, in_phase("backward"):
+            saved = [_like(recorder, value) for value in kept.tensors]
+            cotangents: list[Any] = [None] * len(outs.tensors)
+            for i in floats:
+                like = outs.tensors[i]
+                stride = contiguous_strides(like.shape)
+                cotangents[i] = recorder.empty(like.shape, stride, like.dtype, like.device)
+            fresh = [*saved, *(cotangents[i] for i in floats)]
+            inputs = [recorder.input(value, "cotangent") for value in fresh]
+            grads = backward(kept.join(saved), outs.join(cotangents))
+            leaves = leaves_like(given.join(given.tensors), grads)
+            rows = [leaves[place] for place in given.places]
+            pulled = tuple(
+                i
+                for i, (row, x) in enumerate(zip(rows, given.tensors, strict=True))
+                if row is not None and x.is_floating_point()
+            )
+            outputs = [recorder.var(rows[i]) for i in pulled]
+            block = recorder.block(inputs, outputs)
+        return cls(inputs, block.equations, outputs, dict(frame.captured), floats, pulled)
+
+
+def _ruled(rank: Flat, rank_back: Flat, num_operands: int, num_outputs: int, pull: _Pull) -> Flat:
+    """The custom_vjp of a rank's forward and backward; what they capture is closed over."""
+
+    def function(*operands):
+        moving, captured = operands[:num_operands], operands[num_operands:]
+
+        def forward(*values):
+            made = rank(*values, *captured)
+            return tuple(made[:num_outputs]), tuple(made[num_outputs:])
+
+        def backward(residuals, cotangents):
+            given = [cotangents[i] for i in pull.floats]
+            found = iter(rank_back(*residuals, *given, *captured))
+            return tuple(next(found) if i in pull.pulled else None for i in range(num_operands))
+
+        return custom_vjp(lambda *values: forward(*values)[0], forward, backward)(*moving)
+
+    return function
+
+
+def rematerialized(policy: Policy, rank: Flat) -> Flat:
+    """`remat` of what a rank runs."""
+    return remat(lambda *operands: tuple(rank(*operands)), policy=policy)
+
+
+class _Tree:
+    """A tree taken apart into its tensors and the rest."""
+
+    def __init__(self, value: tree.Tree):
+        leaves, self._structure = tree.flatten(value)
+        self._leaves = leaves
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors = [leaves[i] for i in self.places]
+
+    def join(self, tensors: Sequence[torch.Tensor]) -> tree.Tree:
+        """The tree with other tensors in their place."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        return tree.unflatten(self._structure, leaves)
+
+
+def _recorded(
+    name: str,
+    run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    given: Sequence[torch.Tensor],
+    wrap: Callable[[Flat], Flat],
+    *,
+    moving: bool = False,
+) -> list[torch.Tensor]:
+    """The results of `run` as an equation of what it does; with `moving`, gradients too."""
+    recorder = active()
+    assert recorder is not None
+    operands = [recorder.var(value) for value in given]
+    with recorder.frame() as frame:
+        fresh = [_like(recorder, value) for value in given]
+        inputs = [recorder.input(value, "operand") for value in fresh]
+        outputs = [recorder.var(value) for value in run(fresh)]
+        block = recorder.block(inputs, outputs)
+    inputs += list(frame.captured)
+    operands += list(frame.captured.values())
+    body = Block(tuple(inputs), block.equations, block.outputs)
+    results: list[Var] = [*outputs, *(operands[: len(given)] if moving else [])]
+    op = Call(body, name, wrap, len(given) if moving else 0)
+    return recorder.emit(op, operands, _described(results))
+
+
+def _described(values: Sequence[Var]) -> list[tuple]:
+    return [(v.shape, contiguous_strides(v.shape), v.dtype, v.device) for v in values]
+
+
+def _like(recorder: Recorder, value: torch.Tensor) -> torch.Tensor:
+    return recorder.empty(value.shape, value.stride(), value.dtype, value.device)
+
+
+_aten = torch.ops.aten
+
+
+# --- constraints
+
+_LIBRARY = torch.library.Library("functron", "FRAGMENT")
+_LIBRARY.define("constrain(Tensor(a) x, int pin) -> Tensor(a)")
+_LIBRARY.impl("constrain", lambda x, pin: compat.alias(x), "CompositeExplicitAutograd")
+
+_pins: contextvars.ContextVar[list[P] | None] = contextvars.ContextVar(
+    "functron_pins", default=None
+)
+
+
+@public
+def constrain(x: tree.Tree, spec: P) -> tree.Tree:
+    """y = x, which lies as `spec` says in what `partition` makes of the function around it.
+
+    The cotangent is left where it comes. Outside of `partition` it is x itself.
+
+    Args:
+        x: tensors, in global view.
+        spec: for each of them.
+
+    Raises:
+        ValueError: (from `partition`) an axis that the mesh lacks, or that does not divide its dim.
+    """
+    pins = _pins.get()
+    if pins is None:
+        return x
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        pins.append(spec)
+        return _Constrain.apply(leaf, len(pins) - 1)
+
+    return tree.map(one, x)
+
+
+class _Constrain(Function):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x, pin):
+        return torch.ops.functron.constrain(x, pin)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        return cotangents[0], None
+
+    @staticmethod
+    def vmap(info, in_dims, x, pin):
+        return x, in_dims[0]  # one of several samples has no spec
+
+
+# --- the program, and what is changed in it
+
+
+def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
+    """The program of a function in global view, calls of transforms whole, and its constraints.
+
+    Args:
+        fn: of whole values.
+        args: fake tensors, and static values.
+    """
+    pins: list[P] = []
+    token = _pins.set(pins)
+    try:
+        keeper = Keeper()
+        with aside(), enter(Scope()), torch.enable_grad(), keeper, keeping(keeper):
+            return trace(fn, simulate=True)(*args), pins
+    finally:
+        _pins.reset(token)
+
+
+def leaving(block: Block, pattern: str, spec: P, pin: int) -> tuple[Block, int]:
+    """The block with a `constrain` of what leaves scopes that hold a pattern, and how many."""
+    fresh = Fresh(block)
+
+    def inside(equation: Equation) -> bool:
+        return re.search(pattern, "/".join(equation.where.scopes)) is not None
+
+    def one(block: Block) -> tuple[Block, int]:
+        read = {v for v in block.outputs if isinstance(v, Var)}
+        read |= {v for e in block.equations if not inside(e) for v in e.operands}
+        renamed: dict[Var, Var] = {}
+        equations, count = [], 0
+        for equation in block.equations:
+            op: Any = equation.op
+            if hasattr(op, "body"):
+                body, found = one(op.body)
+                op, count = replace(op, body=body), count + found
+            args, kwargs = pytree.tree_map_only(
+                Var, lambda v: renamed.get(v, v), (equation.args, dict(equation.kwargs))
+            )
+            equations.append(replace(equation, op=op, args=args, kwargs=kwargs))
+            for var in equation.results if inside(equation) else ():
+                if var in read and var.dtype.is_floating_point and len(var.shape) >= len(spec):
+                    renamed[var] = fresh.like(var, "pinned", storage=var.storage)
+                    constrained = torch.ops.functron.constrain.default
+                    outputs = (renamed[var],)
+                    equations.append(Equation(constrained, (var, pin), {}, outputs, equation.where))
+        outputs = tuple(renamed.get(v, v) if isinstance(v, Var) else v for v in block.outputs)
+        return replace(block, equations=tuple(equations), outputs=outputs), count + len(renamed)
+
+    return one(block)
+
+
+def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set[str]]:
+    """The block with what runs in scopes as calls of `remat`, and the patterns that were found.
+
+    Equations of one scope that follow one another are one call. Its results are what others read.
+    """
+    found: set[str] = set()
+
+    def scope_of(equation: Equation) -> tuple[str, tuple[str, ...]] | None:
+        """The pattern that holds, and the outermost scope that it does for."""
+        scopes = equation.where.scopes
+        for pattern in policies:
+            for end in range(1, len(scopes) + 1):
+                if re.search(pattern, "/".join(scopes[:end])):
+                    return pattern, scopes[:end]
+        return None
+
+    def inner(equation: Equation) -> Equation:
+        op: Any = equation.op
+        if not hasattr(op, "body") or getattr(op, "transform", "") == "custom_vjp":
+            return equation
+        return replace(equation, op=replace(op, body=one(op.body)))
+
+    def one(block: Block) -> Block:
+        runs = [(key, [*run]) for key, run in itertools.groupby(block.equations, scope_of)]
+        reads = Counter(v for e in block.equations for v in {*e.operands})
+        reads.update({v for v in block.outputs if isinstance(v, Var)})
+        equations: list[Equation] = []
+        for key, run in runs:
+            if key is None:
+                equations += map(inner, run)
+                continue
+            pattern, scopes = key
+            found.add(pattern)
+            inside = Counter(v for e in run for v in {*e.operands})
+            made = [v for e in run for v in e.results]
+            given = tuple(dict.fromkeys(v for e in run for v in e.operands if v not in {*made}))
+            outputs = tuple(v for v in made if reads[v] > inside[v])
+            wrap = functools.partial(rematerialized, policies[pattern])
+            op: Any = Call(Block(given, tuple(run), outputs), "remat", wrap)
+            where = replace(run[0].where, scopes=scopes)
+            equations.append(Equation(op, given, {}, outputs, where))
+        return replace(block, equations=tuple(equations))
+
+    return one(block), found
+
+
+def scopes_text(block: Block) -> str:
+    """The named scopes of a block, for messages."""
+    scopes = {"/".join(e.where.scopes) for e in nested(block)} - {""}
+    return ", ".join(sorted(scopes)) or "no scopes: the function names none"
+
+
+def nested(block: Block) -> Iterator[Equation]:
+    """Every equation, those of bodies too."""
+    for equation in block.equations:
+        yield equation
+        if isinstance(equation.op, (Scan, Call)):
+            yield from nested(equation.op.body)
+
+
+def inlined(block: Block) -> Block:
+    """The block, in which every view is taken once, and ``bias + a @ b`` is a product and a sum.
+
+    A value that several products read through views of their own is then gathered once for all,
+    and products have rules without exceptions. A loss of a log-softmax that nothing else reads is
+    one operation.
+    """
+    fresh = Fresh(block)
+    return _inlined(block, fresh)
+
+
+def _inlined(block: Block, fresh: Fresh) -> Block:
+    equations: list[Equation] = []
+    for equation in _losses_of_logits(_views_once(block), block):
+        if isinstance(equation.op, Scan):
+            op: Any = replace(equation.op, body=_inlined(equation.op.body, fresh))
+            equations.append(replace(equation, op=op))
+        elif hasattr(equation.op, "body"):
+            op = equation.op
+            back = op.backward and _inlined(op.backward, fresh)
+            op = replace(op, body=_inlined(op.body, fresh), backward=back)
+            equations.append(replace(equation, op=op))
+        elif equation.name in ("addmm", "baddbmm") or _has_bias(equation):
+            equations += _parts(equation, fresh)
+        else:
+            equations.append(equation)
+    return replace(block, equations=tuple(equations))
+
+
+def _views_once(block: Block) -> list[Equation]:
+    """The equations without views that one before is the same as."""
+    first: dict[Any, Sequence[Var]] = {}
+    same: dict[Var, Var] = {}
+    kept = []
+    outputs = {value for value in block.outputs if isinstance(value, Var)}
+    for equation in block.equations:
+        if any(value in same for value in equation.operands):
+            args, kwargs = pytree.tree_map_only(
+                Var, lambda v: same.get(v, v), (equation.args, dict(equation.kwargs))
+            )
+            equation = replace(equation, args=args, kwargs=kwargs)
+        if equation.aliases and not outputs & {*equation.results}:
+            key = repr((str(equation.op), pytree.tree_map_only(Var, id, equation.args)))
+            if key in first:
+                same.update(zip(equation.results, first[key], strict=True))
+                continue
+            first[key] = equation.results
+        kept.append(equation)
+    return kept
+
+
+def _losses_of_logits(equations: list[Equation], block: Block) -> Iterator[Equation]:
+    """The equations, with `nll_loss` of `log_softmax` as one."""
+    readers = Counter(v for e in equations for v in e.operands)
+    readers.update(v for v in block.outputs if isinstance(v, Var))
+    made = {v: e for e in equations for v in e.results if e.name == "_log_softmax"}
+    joined = {
+        equation.operands[0]: made[equation.operands[0]]
+        for equation in equations
+        if equation.name == "nll_loss_forward"
+        and equation.operands[0] in made
+        and readers[equation.operands[0]] == 1
+    }
+    joined = {v: e for v, e in joined.items() if e.args[1] % len(v.shape) == len(v.shape) - 1}
+    for equation in equations:
+        first = equation.operands[:1]
+        if equation.results and equation.results[0] in joined:
+            continue
+        if equation.name == "nll_loss_forward" and first[0] in joined:
+            x, _, half_to_float = joined[first[0]].args
+            args = (x, *equation.args[1:], half_to_float)
+            op = torch.ops.functron.cross_entropy_loss.default
+            equation = replace(equation, op=op, args=args)
+        yield equation
+
+
+def _has_bias(equation: Equation) -> bool:
+    return equation.name == "convolution" and equation.args[2] is not None
+
+
+def _parts(equation: Equation, fresh: Fresh) -> list[Equation]:
+    (y,), where = equation.results, equation.where
+    product = fresh.like(y, "product")
+    if equation.name == "convolution":
+        x, w, bias, *rest = equation.args
+        shape = [1, bias.shape[0], *[1] * (len(y.shape) - 2)]
+        view = fresh.like(bias, "bias", shape=tuple(shape), stride=contiguous_strides(shape))
+        return [
+            replace(equation, args=(x, w, None, *rest), outputs=(product,)),
+            Equation(_aten.view.default, (bias, shape), {}, (view,), where),
+            Equation(_aten.add.Tensor, (product, view), {}, (y,), where),
+        ]
+    bias, a, b = equation.args[:3]
+    beta, alpha = (equation.kwargs.get(name, 1) for name in ("beta", "alpha"))
+    op = _aten.mm.default if equation.name == "addmm" else _aten.bmm.default
+    made = [Equation(op, (a, b), {}, (product,), where)]
+    if beta != 1:
+        scaled = fresh.like(bias, "scaled")
+        made.append(Equation(_aten.mul.Tensor, (bias, beta), {}, (scaled,), where))
+        bias = scaled
+    kwargs = {"alpha": alpha} if alpha != 1 else {}
+    return [*made, Equation(_aten.add.Tensor, (bias, product), kwargs, (y,), where)]
