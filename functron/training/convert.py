@@ -37,6 +37,7 @@ import torch
 from functron import checkpoint
 from functron.core import random, tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.data.blend import ALL, parse_blend
 from functron.hub import megatron
 from functron.hub.config import CONFIG, read_config, read_table
 from functron.hub.megatron_files import LATEST, Opened, open_checkpoint
@@ -52,6 +53,7 @@ from functron.program.cost import bytes_text
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
 from functron.training import config, run_folder
+from functron.training.data import is_on_disk
 from functron.training.hardware import free_memory_bytes
 from functron.training.megatron import Reading, read_mapping
 from functron.training.megatron_step import STYLES, WSD
@@ -386,7 +388,14 @@ def _export_megatron(path: Path, out: Path, expert_parallel: int) -> Conversion:
     run_folder.make(
         out, lambda folder: write_megatron(folder, run, stored, expert_parallel=expert_parallel)
     )
-    return Conversion(run.architecture, out, ())
+    notes = []
+    if run.data and not is_on_disk(run):
+        notes.append("its data is no files of tokens: functron preprocess makes them, --data-path")
+    elif run.data and run.order != "megatron":
+        notes.append("samples come in Megatron-LM's order from here on, which is another than ours")
+    if run.pack:
+        notes.append(f"samples are not packed there: pack = {run.pack}")
+    return Conversion(run.architecture, out, (), "\n".join(notes))
 
 
 def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
@@ -782,6 +791,7 @@ def arguments_of(
     ]
     raise_problems("Megatron has no such run", found)
     unit = "samples" if run.rate_unit == "samples" else "iters"
+    ordered = run.order == "megatron"
     decays = (own.start_weight_decay, own.end_weight_decay)
     decays = decays if own.weight_decay_incr_style != "constant" else (own.weight_decay,) * 2
     table |= {
@@ -794,7 +804,7 @@ def arguments_of(
         "min_lr": rate.last, "lr_decay_style": styles[rate.name], "lr_warmup_init": rate.init,
         f"lr_decay_{unit}": rate.total_steps, f"lr_warmup_{unit}": rate.num_warmup_steps,
         f"lr_wsd_decay_{unit}": rate.decay_steps if rate.name == "wsd" else None,
-        "train_samples": run.ordered_samples if unit == "samples" else None,
+        "train_samples": run.ordered_samples if unit == "samples" or ordered else None,
         "lr_wsd_decay_style": {ours: theirs for theirs, ours in WSD.items()}.get(rate.decay),
         "seed": run.seed, "iteration": step,
         "consumed_train_samples": run.batches.first_sample(step),
@@ -802,7 +812,32 @@ def arguments_of(
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": expert_parallel,
         "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
     }  # fmt: skip
-    return argparse.Namespace(**table)
+    return argparse.Namespace(**table, **_data_arguments(run))
+
+
+def _data_arguments(run: config.TrainConfig) -> dict[str, Any]:
+    """Where samples come from, of what Megatron-LM reads: files of tokens, or random ones."""
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    found: dict[str, Any] = dict.fromkeys(names, run.packed)
+    found |= {"eval_interval": run.eval_every or None, "eval_iters": run.eval_batches}
+    found |= {"full_validation": bool(run.eval_every and not run.eval_batches)}
+    found |= {"split": run.split or None, "dataloader_type": "single"}
+    if run.format == "mock":
+        return found | {"mock_data": True}
+    if not run.data or not is_on_disk(run):
+        return found
+    pairs = parse_blend(run.data) or [(ALL, run.data)]
+    words = [word for pair in pairs for word in pair if word != ALL]
+    found |= {"mock_data": False, "data_path" if run.split else "train_data_path": words}
+    if run.eval_data and not run.split:
+        found["valid_data_path"] = [word.partition("=")[2] for word in shlex.split(run.eval_data)]
+    if run.order == "megatron":
+        found |= {
+            "data_cache_path": run.order_cache or None,
+            "mid_level_dataset_surplus": run.blend_surplus,
+            "add_extra_token_to_sequence": run.extra_token,
+        }  # fmt: skip
+    return found
 
 
 def write_megatron(

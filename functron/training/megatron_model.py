@@ -535,13 +535,25 @@ def _balance(reading: Reading) -> dict[str, Any]:
 
 
 def _capacity(reading: Reading) -> dict[str, Any]:
-    why = "ours is of each sequence's tokens, Megatron-LM's of a rank's microbatch"
+    """Fields of how many tokens an expert takes.
+
+    Megatron-LM's are those of a rank's microbatch, which are those of a sequence where it has one
+    sample and no axis splits sequences. Of several samples, ours compete over all ranks.
+    """
+    one = (reading("micro_batch_size") or 1) == 1
+    why = "of each sequence's tokens, which a rank's microbatch has there"
+    if not one:
+        why = "ours is of the microbatch of all ranks, Megatron-LM's of that of one"
+    elif (reading("context_parallel_size") or 1) > 1 or reading("sequence_parallel"):
+        why = "ours is of each sequence's tokens, Megatron-LM's of a rank's part of them"
     factor = reading.take("moe_expert_capacity_factor", "gpt.moe.capacity_factor", why)
     policy = reading.take("moe_token_drop_policy", "gpt.moe.drop")
     if not factor or factor < 0:
         reading.unused("moe_token_drop_policy", "moe_expert_capacity_factor")
         return {}
-    return {"capacity_factor": factor, "drop": "probability" if policy == "probs" else "position"}
+    drop = "probability" if policy == "probs" else "position"
+    over = "sequence" if one else "batch"
+    return {"capacity_factor": factor, "capacity_over": over, "drop": drop}
 
 
 def _dense_layers(reading: Reading, own: Mapping[str, Any]) -> int:
