@@ -27,9 +27,9 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -291,6 +291,8 @@ class Opened:
         weights: of the model.
         state: the optimizer's by the names of `MOMENTS` and "master"; empty: it has none.
         step: the updates that the optimizer has made.
+        buckets: its state in the form `dp_reshardable`, which does not say of which parameters it
+            is: `functron.hub.megatron.state_of` finds it out.
     """
 
     folder: Path
@@ -298,6 +300,7 @@ class Opened:
     weights: Tensors
     state: Mapping[str, Tensors]
     step: int
+    buckets: Tensors = field(default_factory=Tensors)
 
     @property
     def args(self) -> Mapping[str, Any] | None:
@@ -406,7 +409,7 @@ def _open_sharded(folder: Path) -> Opened:
     if not isinstance(common, dict):
         _fail(folder / COMMON, type(common).__name__, "a dict")
     weights, buckets, state, problems = Tensors(), Tensors(), {}, []
-    title, optimizers = f"cannot read the Megatron checkpoint {folder}", []
+    optimizers = []
     try:
         places = _places(folder, metadata)
         entries = dict(metadata.state_dict_metadata)
@@ -427,14 +430,9 @@ def _open_sharded(folder: Path) -> Opened:
         _fail(file, error, "the metadata of tensors")
     for tensors in (weights, buckets, *state.values()):
         problems += tensors.close()
-    raise_problems(title, problems)
+    raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
     common = {**common, "optimizer": optimizers} if optimizers else common
-    opened = Opened(folder, common, weights, _named_state(state), _step_of(common))
-    if not buckets.sizes or opened.args is None:  # of a model that is not said the weights are read
-        return opened
-    state, problems = _from_buckets(buckets, weights, opened.args)
-    raise_problems(title, problems)
-    return replace(opened, state=_named_state(state))
+    return Opened(folder, common, weights, named_state(state), _step_of(common), buckets)
 
 
 def _object(place: tuple[Path, int, int]) -> Any:
@@ -509,7 +507,7 @@ def _loader(file: Path, start: int, length: int, shape: tuple, index: tuple) -> 
     return load
 
 
-def _named_state(state: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def named_state(state: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """The optimizer's state, with one name for masters."""
     found = {name: tensors for name, tensors in state.items() if name not in MASTERS}
     masters = [state[name] for name in MASTERS if name in state]
@@ -545,161 +543,6 @@ def _step_of(common: Mapping[str, Any]) -> int:
         refuse("cannot read the Megatron checkpoint", "optimizer", got, "the same number")
     iteration = common.get("iteration", 0)
     return steps.pop() if steps else iteration if isinstance(iteration, int) else 0
-
-
-# --- the distributed optimizer's buckets
-
-_HEAD = 16
-"""The numbers at its beginning by which a parameter is looked for."""
-_Box = tuple[tuple[int, int], ...]
-
-
-class _Piece(NamedTuple):
-    """The part of a parameter that a rank of tensor parallelism has: boxes, one after another."""
-
-    name: str
-    boxes: tuple[_Box, ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(_numel(box) for box in self.boxes)
-
-    def read(self, tensors: Tensors) -> torch.Tensor:
-        """Its numbers in whole tensors, flat."""
-        parts = [tensors.read(self.name, [slice(*span) for span in box]) for box in self.boxes]
-        return torch.cat([part.flatten() for part in parts])
-
-    def head(self, tensors: Tensors) -> tuple[int, bytes]:
-        """How many numbers it has, and its first ones."""
-        (start, stop), *rest = self.boxes[0]
-        rows = -(-_HEAD // max(_numel(rest), 1))
-        if _numel(self.boxes[0]) < _HEAD:
-            return self.numel, _bytes(self.read(tensors)[:_HEAD])
-        some = _Piece(self.name, (((start, min(start + rows, stop)), *rest),))
-        return self.numel, _bytes(some.read(tensors)[:_HEAD])
-
-
-def _numel(box: Sequence[tuple[int, int]]) -> int:
-    return math.prod(stop - start for start, stop in box)
-
-
-def _bytes(x: torch.Tensor) -> bytes:
-    return x.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-class _Pieces:
-    """The parts of all parameters, to be found by their numbers."""
-
-    def __init__(self, weights: Tensors, args: Mapping):
-        self._weights = weights
-        self._by_head: dict[tuple[torch.dtype, int, bytes], list[_Piece]] = {}
-        for name, shape in weights.sizes.items():
-            if name.endswith("router.expert_bias"):  # no parameter
-                continue
-            for piece in dict.fromkeys(_Piece(name, own) for own in _boxes(name, shape, args)):
-                key = (weights.dtypes[name], *piece.head(weights))
-                self._by_head.setdefault(key, []).append(piece)
-        kinds = {(dtype, numel) for dtype, numel, _ in self._by_head}
-        self._kinds = sorted(kinds, key=lambda kind: kind[1], reverse=True)
-
-    def at(self, masters: Tensors, key: str, start: int) -> list[_Piece]:
-        """Those whose numbers the masters from `start` on are rounded to: of the largest size."""
-        end = masters.sizes[key][0]
-        head = _flat(masters, key, start, min(start + _HEAD, end))
-        for dtype, numel in self._kinds:
-            near = self._by_head.get((dtype, numel, _bytes(head[:numel].to(dtype))), [])
-            if not near or start + numel > end:
-                continue
-            whole = _flat(masters, key, start, start + numel).to(dtype)
-            if found := [each for each in near if torch.equal(whole, each.read(self._weights))]:
-                return found
-        return []
-
-
-def _boxes(name: str, shape: Sequence[int], args: Mapping) -> Iterator[tuple[_Box, ...]]:
-    """The boxes that ranks of tensor parallelism may have of a parameter."""
-    tp = _whole(args, "tensor_model_parallel_size")
-    if _EXPERT.match(name):
-        tp = _whole(args, "expert_tensor_parallel_size", tp)
-    dim, count = _division(name, args)
-    if tp == 1 or dim is None:
-        yield (tuple((0, size) for size in shape),)
-    if _DOWN.match(name):
-        dim = 0  # of some versions: it is known by its numbers which
-    if tp == 1 or dim is None or shape[dim] % (count * tp):
-        return
-    for rank in range(tp):
-        yield tuple(
-            tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(shape))
-            for start, stop in _spans(shape[dim], count, tp, rank)
-        )
-
-
-def _flat(tensors: Tensors, key: str, start: int, stop: int) -> torch.Tensor:
-    return tensors.read(key, (slice(start, stop),))
-
-
-def _from_buckets(
-    buckets: Tensors, weights: Tensors, args: Mapping
-) -> tuple[dict[str, Tensors], list[Problem]]:
-    """The state by parameter of a checkpoint in Megatron-Core's form `dp_reshardable`.
-
-    A bucket has parameters one after another, each of which begins at a multiple of 64 numbers, and
-    does not say which. They are known by their masters, which are rounded to the parameters' own
-    numbers: neither the division of layers among stages nor the order of modules, which differ by
-    version, is needed. Parameters that have the same numbers must have the same moments too.
-    """
-    pieces, problems = _Pieces(weights, args), []
-    state: dict[str, Tensors] = {key: Tensors() for key in (*MOMENTS, "param")}
-    taken: dict[_Piece, tuple[str, int, int]] = {}
-    for bucket in sorted({key.rpartition(".")[0] for key in buckets.sizes}):
-        if lacks := [key for key in state if f"{bucket}.{key}" not in buckets.sizes]:
-            got, wanted = f"no {', '.join(lacks)}", "Adam's two moments, and masters"
-            problems.append(Problem(bucket, got, wanted))
-            continue
-        at = 0
-        while at < buckets.sizes[f"{bucket}.param"][0]:
-            group = pieces.at(buckets, f"{bucket}.param", at)
-            if not group:
-                got, wanted = f"numbers of no parameter from {at} on", "masters of the parameters"
-                fix = "save it once in Megatron-LM with --dist-ckpt-optim-fully-reshardable"
-                problems.append(Problem(bucket, got, wanted, fix))
-                break
-            place = (bucket, at, at + group[0].numel)
-            known = next((taken[each] for each in group if each in taken), place)
-            if not all(_same(buckets, key, place, known) for key in MOMENTS):
-                got = f"other moments from {at} on than elsewhere of {group[0].name}"
-                wanted = "the same, of parameters that have the same numbers"
-                problems.append(Problem(bucket, got, wanted))
-            piece = next((each for each in group if each not in taken), group[0])
-            if piece not in taken:
-                taken[piece] = place
-                for key, into in state.items():
-                    _add_piece(into, piece, buckets, f"{bucket}.{key}", at)
-            at = -(-place[2] // 64) * 64
-    for tensors in state.values():
-        problems += tensors.close()
-    return state, problems
-
-
-def _same(
-    buckets: Tensors, key: str, one: tuple[str, int, int], other: tuple[str, int, int]
-) -> bool:
-    values = [_flat(buckets, f"{name}.{key}", *span) for name, *span in (one, other)]
-    return one == other or torch.equal(*values)
-
-
-def _add_piece(into: Tensors, piece: _Piece, buckets: Tensors, key: str, start: int) -> None:
-    """Add a part of a bucket as the boxes of a parameter."""
-    for box in piece.boxes:
-        stop, shape = start + _numel(box), tuple(b - a for a, b in box)
-
-        def load(start=start, stop=stop, shape=shape) -> torch.Tensor:
-            return _flat(buckets, key, start, stop).view(shape)
-
-        first = tuple(a for a, _ in box)
-        into.add(piece.name, buckets.dtypes[key], Chunk(first, shape, load, Path(METADATA)))
-        start = stop
 
 
 # --- the legacy layout
@@ -770,7 +613,7 @@ def _open_ranks(folder: Path, paths: Sequence[Path]) -> Opened:
     for tensors in (weights, *state.values()):
         problems += tensors.close()
     raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
-    return Opened(folder, first, weights, _named_state(state), _step_of(first))
+    return Opened(folder, first, weights, named_state(state), _step_of(first))
 
 
 def _ranks(folder: Path, paths: Sequence[Path], args: Mapping, first: Mapping) -> list[_Rank]:
@@ -873,6 +716,37 @@ def _spans(size: int, count: int, parts: int, rank: int) -> list[tuple[int, int]
     each = size // count // parts
     starts = [(at * parts + rank) * each for at in range(count)]
     return [(start, start + each) for start in starts]
+
+
+Box = tuple[tuple[int, int], ...]
+"""Where a part of a tensor begins and ends, per dim."""
+
+
+def boxes_of_ranks(
+    name: str, shape: Sequence[int], args: Mapping[str, Any]
+) -> Iterator[tuple[Box, ...]]:
+    """The boxes that a rank of tensor parallelism may have of a parameter, for all ranks.
+
+    Args:
+        name: of the parameter.
+        shape: the whole one's.
+        args: of the run.
+    """
+    tp = _whole(args, "tensor_model_parallel_size")
+    if _EXPERT.match(name):
+        tp = _whole(args, "expert_tensor_parallel_size", tp)
+    dim, count = _division(name, args)
+    if tp == 1 or dim is None:
+        yield (tuple((0, size) for size in shape),)
+    if _DOWN.match(name):
+        dim = 0  # of some versions: it is known by its numbers which
+    if tp == 1 or dim is None or shape[dim] % (count * tp):
+        return
+    for rank in range(tp):
+        yield tuple(
+            tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(shape))
+            for start, stop in _spans(shape[dim], count, tp, rank)
+        )
 
 
 def _parts(name: str, tensor: torch.Tensor, rank: _Rank, args: Mapping) -> tuple:

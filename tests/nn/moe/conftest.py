@@ -72,6 +72,9 @@ CONFIGS = {
     "capacity-probability": replace(PLAIN, capacity_factor=0.8, drop="probability"),
     "capacity-of-batch": replace(PLAIN, capacity_factor=0.8, capacity_over="batch"),
     "expert-choice": replace(PLAIN, routing="expert_choice", capacity_factor=1.2),
+    "expert-choice-of-batch": replace(
+        PLAIN, routing="expert_choice", capacity_factor=1.2, capacity_over="batch"
+    ),
     "sinkhorn": replace(PLAIN, routing="sinkhorn"),
     "sinkhorn-capacity": replace(
         PLAIN, routing="sinkhorn", top_k=1, score="sigmoid", capacity_factor=1.0
