@@ -241,8 +241,8 @@ class _Pieces:
         self._weights = weights
         self._by_head: dict[tuple[torch.dtype, int, bytes], list[_Piece]] = {}
         for name, shape in weights.sizes.items():
-            if name.endswith("router.expert_bias"):  # no parameter
-                continue
+            if name.endswith("router.expert_bias") or not (shape and math.prod(shape)):
+                continue  # they are no parameters
             for piece in dict.fromkeys(
                 _Piece(name, own) for own in boxes_of_ranks(name, shape, args)
             ):
@@ -328,8 +328,9 @@ def _from_buckets(
 def _same(
     buckets: Tensors, key: str, one: tuple[str, int, int], other: tuple[str, int, int]
 ) -> bool:
-    values = [_flat(buckets, f"{name}.{key}", *span) for name, *span in (one, other)]
-    return one == other or torch.equal(*values)
+    if one == other:
+        return True
+    return torch.equal(*(_flat(buckets, f"{name}.{key}", *span) for name, *span in (one, other)))
 
 
 def _add_piece(into: Tensors, piece: _Piece, buckets: Tensors, key: str, start: int) -> None:
@@ -346,6 +347,9 @@ def _add_piece(into: Tensors, piece: _Piece, buckets: Tensors, key: str, start: 
 
 
 # --- in
+
+
+_WITHOUT = "save it in Megatron-LM with --no-save-optim: the parameters alone are read then"
 
 
 @dataclass(frozen=True)
@@ -390,7 +394,7 @@ def load(opened: Opened, config: GPTConfig) -> Loaded:
     ]
     others = sorted(state.keys() - {"exp_avg", "exp_avg_sq", "master"})
     missing += [
-        Problem(f"optimizer.state.{name}", "an optimizer's state", "Adam's", "use --weights-only")
+        Problem(f"optimizer.state.{name}", "an optimizer's state", "Adam's", _WITHOUT)
         for name in others
     ]
     raise_problems("cannot read the optimizer's state", missing)

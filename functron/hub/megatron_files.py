@@ -430,9 +430,22 @@ def _open_sharded(folder: Path) -> Opened:
         _fail(file, error, "the metadata of tensors")
     for tensors in (weights, buckets, *state.values()):
         problems += tensors.close()
+    problems += _other_forms(common)
     raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
     common = {**common, "optimizer": optimizers} if optimizers else common
     return Opened(folder, common, weights, named_state(state), _step_of(common), buckets)
+
+
+def _other_forms(common: Mapping[str, Any]) -> Iterator[Problem]:
+    """Forms of the distributed optimizer's state that are not read."""
+    read = ("fully_reshardable", "dp_reshardable", "fully_sharded_bucket_space")
+    found = {repr(each.get("param_state_sharding_type", read[0])) for each in _optimizers(common)}
+    for form in sorted(found):
+        if form not in map(repr, read):
+            fix = "load it in a Megatron-Core that reads it, and save it as fully_reshardable; or "
+            fix += "with --no-save-optim: the parameters alone are read then"
+            wanted = f"{read[0]} or {read[1]}: Megatron-Core no longer writes the others"
+            yield Problem("param_state_sharding_type", form[:100], wanted, fix)
 
 
 def _object(place: tuple[Path, int, int]) -> Any:
