@@ -242,14 +242,15 @@ def build(args: argparse.Namespace) -> list:
     for stage in range(count):
         number = stage if count > 1 else None
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=args.qk_layernorm, normalization=args.normalization
-        )
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization,
+            multi_latent_attention=args.multi_latent_attention,
+        )  # fmt: skip
         if args.num_experts:
             spec = get_gpt_decoder_block_spec(
                 config, False, normalization=args.normalization, vp_stage=number
             )
         if args.multi_latent_attention:
-            for layer in spec.layer_specs:
+            for layer in getattr(spec, "layer_specs", [spec]):
                 layer.submodules.self_attention.submodules.core_attention = attention_core()
         mtp = None
         if args.mtp_num_layers:
@@ -371,7 +372,7 @@ class Training:
         last = getattr(last, "module", last)  # of 16 bits it is wrapped once more
         if last.post_process:  # modules of multi-token prediction come before the model itself
             last.output_layer.register_forward_hook(
-                lambda *given: kept.append(given[-1][0].float())
+                lambda *given: kept.append(given[-1][0].float().clone())
             )
         for chunk in self.chunks:
             chunk.eval()
