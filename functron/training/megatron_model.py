@@ -875,6 +875,8 @@ def architecture_arguments(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]
             "moe_z_loss_coeff": moe.z_loss or None, "moe_input_jitter_eps": moe.jitter or None,
             "moe_expert_capacity_factor": moe.capacity_factor or None,
             "moe_token_drop_policy": "probs" if moe.drop == "probability" else "position",
+            "moe_token_dispatcher_type": "allgather" if moe.dispatch == "gather" else "alltoall",
+            "moe_router_dtype": "fp64" if moe.router_dtype == "float64" else "fp32",
         }  # fmt: skip
     if c.mtp_depth:
         made["mtp_loss_scaling_factor"] = c.mtp_weight

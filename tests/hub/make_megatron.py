@@ -96,8 +96,7 @@ FIXTURES = {
 }
 """Those that are made: all of them together would be large.
 
-Latent attention is not divided by tp: megatron-core has it for Transformer Engine, and with local
-layers its gradient under tp is another than on one rank (norm 2.0127 in the place of 2.0146).
+Latent attention is divided by tp in one without experts, which would divide its sequence too.
 """
 
 
@@ -114,6 +113,16 @@ class Loader(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader)
         (r"(dst_tensors\[key\]\.copy_\(tensors\[key\]\))", r"key == 'step' or \1"),
         # and gives all parameters as one tensor: each adds 1 to it in every step (see `shared_step`)
         (r"s\[\"step\"\] = step\b", 's["step"] = step.clone()'),
+        # of latent attention's one rotated key a rank of tp has the gradient of its own heads: with
+        # Transformer Engine's layers gathering sums them up, with local ones nothing does
+        (
+            r"\n( +)(if self\.config\.sequence_parallel:\n +# kv_compressed:\[s / TP, b, kv_lora_rank\])",
+            r"\n\1k_pos_emb = copy_to_tensor_model_parallel_region(k_pos_emb)\n\1\2",
+        ),
+        (
+            r"    (scatter_to_sequence_parallel_region,)\n\)",
+            r"    \1\n    copy_to_tensor_model_parallel_region,\n)",
+        ),
         # its norms need nothing for split sequences but the flag that `build` gives them
         (r"assert not config\.sequence_parallel, f.*", "pass"),
     )

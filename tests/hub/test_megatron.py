@@ -39,7 +39,7 @@ from functron.hub.megatron_files import (
 from functron.models.config import GPTConfig
 from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
-from functron.training.convert import convert
+from functron.training.convert import arguments_of, convert
 from functron.training.data import open_samples
 from functron.training.megatron_model import architecture_arguments, config_of
 from functron.training.plan import plan
@@ -552,7 +552,9 @@ ARCHITECTURES = {
     "relu2": GPTConfig(activation="relu2", gated=False, rope_fraction=0.5, zero_centered_norm=True),
     "qwen3": GPTConfig(num_kv_heads=2, head_dim=16, qk_norm=True, rope_theta=1e6, tied=True),
     "mixtral": GPTConfig(
-        num_kv_heads=2, moe=MoEConfig(expert_dim=64, normalise="after", aux_loss=1e-2, aux="batch")
+        num_kv_heads=2,
+        moe=MoEConfig(expert_dim=64, normalise="after", aux_loss=1e-2, aux="batch",
+                      capacity_factor=1.25, drop="probability"),
     ),
     "deepseek": GPTConfig(
         kv_rank=8, q_rank=8, head_dim=16, rope_head_dim=8, v_head_dim=16, dense_layers=1, mtp_depth=1,
@@ -570,6 +572,18 @@ def test_architectures_there_and_back(name):
     same = replace(made, vocab_size=made.padded_vocab, vocab_multiple=made.padded_vocab)
     canonical = ft.hub.family_of(made).canonical
     assert canonical(replace(back, mtp_weight=same.mtp_weight)) == canonical(same)
+    if made.moe is not None:  # of training alone
+        names = ("capacity_factor", "capacity_over", "drop", "aux", "aux_loss")
+        assert [getattr(back.moe, n) for n in names] == [getattr(made.moe, n) for n in names]
+
+
+def test_capacity_of_a_microbatch_there_and_back():
+    """Megatron's is that of a rank's samples: of all of a microbatch, on one data-parallel rank."""
+    moe = MoEConfig(8, 2, 64, normalise="after", capacity_factor=1.5, capacity_over="batch")
+    run = config.TrainConfig(gpt=GPTConfig(moe=moe), global_batch=8, microbatches=2)
+    args = vars(arguments_of(run, 3))
+    assert (args["micro_batch_size"], args["moe_expert_capacity_factor"]) == (4, 1.5)
+    assert config_of(args).moe == moe
 
 
 def test_architectures_that_megatron_has_not():
