@@ -225,7 +225,8 @@ def _gpt(reading: Reading) -> GPTConfig:
     own["fp32_residual"] = reading.take("fp32_residual_connection", "gpt.fp32_residual")
     own |= _positions(reading) | _attention(reading, own, norm)
     own |= _experts(reading, own)
-    depth = reading.take("mtp_num_layers", "gpt.mtp_depth") or 0
+    why = "ours balances experts there over tokens that have a target, Megatron-LM over all"
+    depth = reading.take("mtp_num_layers", "gpt.mtp_depth", why if "moe" in own else "") or 0
     weight = reading.take("mtp_loss_scaling_factor", "gpt.mtp_weight")
     own |= {"mtp_depth": depth, "mtp_weight": weight} if depth else {}
     if reading.take("apply_residual_connection_post_layernorm", ""):
@@ -856,10 +857,15 @@ def architecture_arguments(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]
     }  # fmt: skip
     if c.kv_rank:
         made |= {theirs: getattr(c, ours) or None for theirs, ours in _LATENT_SAME.items()}
-        made["rope_type"] = "rope"
+        made |= {"rope_type": "rope"} | _yarn_arguments(c.rope_scaling)
     else:
         made |= {"group_query_attention": c.kv_heads != c.num_heads, "num_query_groups": c.kv_heads}
-        made |= {"kv_channels": c.head_size}
+        made |= {"kv_channels": c.head_size, "rotary_interleaved": c.rope_pairs == "neighbours"}
+        if c.window:
+            skipped = {"window_attn_skip_freq": c.global_every} if c.global_every else {}
+            made |= {"window_size": (c.window - 1, 0), **skipped}
+        if c.rope_scaling is not None and c.rope_scaling.kind == "llama3":
+            made |= {"use_rope_scaling": True, "rope_scaling_factor": c.rope_scaling.factor}
     if moe is not None:
         kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
         made |= {theirs: getattr(moe, ours) for theirs, ours in _MOE_SAME.items()}
@@ -883,6 +889,18 @@ def architecture_arguments(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]
         made["mtp_loss_scaling_factor"] = c.mtp_weight**2 / (_ahead_weight(made) or 1.0)
     _check_back(config, made)
     return made
+
+
+def _yarn_arguments(scaling: nn.RopeScaling | None) -> dict[str, Any]:
+    """The arguments of latent attention's stretched positions; none where they are plain."""
+    if scaling is None or scaling.kind != "yarn":
+        return {}
+    return {
+        "rope_type": "yarn", "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_seq,
+        "beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow,
+        "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim,
+    }  # fmt: skip
 
 
 def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:

@@ -96,7 +96,8 @@ FIXTURES = {
 }
 """Those that are made: all of them together would be large.
 
-Latent attention is divided by tp in one without experts, which would divide its sequence too.
+Latent attention is divided by tp with its sequence: otherwise megatron-core 0.16.1 adds up gradients
+of `q_layernorm` that are whole on every rank, as it has to of those by head.
 """
 
 
@@ -197,7 +198,8 @@ def configuration(args: argparse.Namespace):
         "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
         "use_cpu_initialization": True, "params_dtype": args.params_dtype,
         "pipeline_dtype": args.params_dtype, "bf16": args.bf16, "gradient_accumulation_fusion": False,
-        "sequence_parallel": args.tensor_model_parallel_size > 1 and bool(args.num_experts),
+        "sequence_parallel": args.tensor_model_parallel_size > 1
+        and bool(args.num_experts or args.multi_latent_attention),
     }  # fmt: skip
     if args.virtual_pipeline_model_parallel_size:  # of two ranks: as Megatron-LM asks for
         made |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}

@@ -551,6 +551,8 @@ ARCHITECTURES = {
     "gelu": GPTConfig(norm="layer", positions="learned", bias=True, gated=False, activation="gelu"),
     "relu2": GPTConfig(activation="relu2", gated=False, rope_fraction=0.5, zero_centered_norm=True),
     "qwen3": GPTConfig(num_kv_heads=2, head_dim=16, qk_norm=True, rope_theta=1e6, tied=True),
+    "llama3.1": GPTConfig(num_kv_heads=2, rope_scaling=ft.nn.RopeScaling(factor=8.0)),
+    "mistral": GPTConfig(num_kv_heads=2, window=8, global_every=2, rope_pairs="neighbours"),
     "mixtral": GPTConfig(
         num_kv_heads=2,
         moe=MoEConfig(expert_dim=64, normalise="after", aux_loss=1e-2, aux="batch",
@@ -558,6 +560,9 @@ ARCHITECTURES = {
     ),
     "deepseek": GPTConfig(
         kv_rank=8, q_rank=8, head_dim=16, rope_head_dim=8, v_head_dim=16, dense_layers=1, mtp_depth=1,
+        rope_scaling=ft.nn.RopeScaling(
+            40.0, original_max_seq=4096, kind="yarn", mscale=1.0, mscale_all_dim=1.0
+        ),
         moe=MoEConfig(top_k=4, expert_dim=64, score="sigmoid", renormalise=True, balance_bias=True,
                       num_groups=4, top_groups=2, shared_dim=64, scale=2.5),
     ),
@@ -587,7 +592,7 @@ def test_capacity_of_a_microbatch_there_and_back():
 
 
 def test_architectures_that_megatron_has_not():
-    for change in ({"window": 8}, {"sublayer_norms": "both"}, {"logit_cap": 30.0}):
+    for change in ({"nope_every": 2}, {"sublayer_norms": "both"}, {"logit_cap": 30.0}):
         with pytest.raises(
             ValueError, match=f"Megatron has no such model\n  - {next(iter(change))}"
         ):
