@@ -56,10 +56,9 @@ DEFAULT = {
     ("moe-ep2", "torch_dist", ""),
     ("mla-pp2", "torch_dist", ""),
     ("mtp-tp2", "torch", ""),
-    ("bf16-tp2dp2", "torch_dist", ""),
-    ("bf16-tp2", "torch", "tp=2"),
+    ("bf16-tp2dp2", "torch_dist", "tp=2"),
     ("latent-tp2", "torch", ""),
-    ("aheads-ep2", "torch_dist", "pp=2"),
+    ("aheads-ep2", "torch_dist", ""),
     ("moes-ep2dp2", "torch_dist", ""),
 }
 ALL = [
@@ -237,9 +236,18 @@ def test_comes_back_as_it_was(name, unpacked, tmp_path):
     back = tmp_path / "back" / "iter_0000005"
     assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "5"
     before, after = read_by_torch(source), read_by_torch(back)
+    before = {key: value for key, value in before.items() if "optimizer.distributed." not in key}
     assert before.keys() <= after.keys()
     for key, value in before.items():
         assert torch.equal(after[key], value), key
+    # of buckets each parameter's part
+    states = [megatron.state_of(open_checkpoint(folder)) for folder in (source, back)]
+    assert states[0].keys() == states[1].keys()
+    for one, other in ((state, states[1][kind]) for kind, state in states[0].items()):
+        assert one.sizes.keys() == other.sizes.keys()
+        for key, shape in one.sizes.items():
+            box = [slice(0, size) for size in shape]
+            assert torch.equal(one.read(key, box), other.read(key, box)), key
     # the objects without which Megatron-Core refuses to load
     kinds = (
         dcp.FileSystemReader(str(f)).read_metadata().state_dict_metadata for f in (source, back)
