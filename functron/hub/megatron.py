@@ -241,7 +241,8 @@ class _Pieces:
         self._weights = weights
         self._by_head: dict[tuple[torch.dtype, int, bytes], list[_Piece]] = {}
         for name, shape in weights.sizes.items():
-            if name.endswith("router.expert_bias") or not (shape and math.prod(shape)):
+            floating = weights.dtypes[name].is_floating_point
+            if name.endswith("router.expert_bias") or not (floating and shape and math.prod(shape)):
                 continue  # they are no parameters
             for piece in dict.fromkeys(
                 _Piece(name, own) for own in boxes_of_ranks(name, shape, args)
@@ -299,6 +300,11 @@ def _from_buckets(
         if lacks := [key for key in state if f"{bucket}.{key}" not in buckets.sizes]:
             got, wanted = f"no {', '.join(lacks)}", "Adam's two moments, and masters"
             problems.append(Problem(bucket, got, wanted))
+            continue
+        shapes = {buckets.sizes[f"{bucket}.{key}"] for key in state}
+        if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+            got = f"shapes {', '.join(str(list(shape)) for shape in sorted(shapes))}"
+            problems.append(Problem(bucket, got, "one number of numbers"))
             continue
         at = 0
         while at < buckets.sizes[f"{bucket}.param"][0]:
