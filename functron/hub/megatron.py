@@ -10,8 +10,10 @@
 | ``router.expert_bias``, no parameter             | router/balance                              |
 | rows that pad the vocabulary                     | tokens: its loss counts them                |
 
-`load` reads weights, moments and masters, each as a tree like the parameters; `save` writes them as
-`torch_dist`, one tensor in memory at a time.
+`load` reads weights, moments and masters, each as a tree like the parameters; `state_of` finds out
+whose they are where the distributed optimizer's buckets do not say; `save` writes all as
+`torch_dist`, one tensor in memory at a time. Arguments are read where launch lines are, in
+`functron.training.megatron_model`.
 """
 
 from __future__ import annotations
