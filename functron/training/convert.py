@@ -103,7 +103,8 @@ def convert(
 
     Or of a Megatron checkpoint (``megatron:PATH run:PATH``), with the optimizer's state, steps and
     settings, so that ``functron train --resume`` takes the step that Megatron would have taken; and
-    back (``run:PATH megatron:PATH``), as `torch_dist`. See `read_megatron`.
+    back (``run:PATH megatron:PATH``), as `torch_dist`, with the arguments of model, optimizer,
+    schedule and data. See `read_megatron`.
 
     A run folder made of a Hugging Face folder has step 0 of a training run in it: the parameters,
     without state of an optimizer, and the settings that `fine_tuning` chooses. The newest
@@ -753,9 +754,10 @@ def _data_arguments(run: config.TrainConfig) -> dict[str, Any]:
     """Where samples come from, of what Megatron-LM reads: files of tokens, or random ones."""
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     found: dict[str, Any] = dict.fromkeys(names, run.packed)
-    found |= {"eval_interval": run.eval_every or None, "eval_iters": run.eval_batches}
-    found |= {"full_validation": bool(run.eval_every and not run.eval_batches)}
     found |= {"split": run.split or None, "dataloader_type": "single"}
+    if run.eval_every:
+        found |= {"eval_interval": run.eval_every, "eval_iters": run.eval_batches}
+        found |= {"full_validation": not run.eval_batches}
     if run.format == "mock":
         return found | {"mock_data": True}
     if not run.data or not is_on_disk(run):
