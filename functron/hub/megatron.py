@@ -12,8 +12,7 @@
 
 `load` reads weights, moments and masters, each as a tree like the parameters; `state_of` finds out
 whose they are where the distributed optimizer's buckets do not say; `save` writes all as
-`torch_dist`, one tensor in memory at a time. Arguments are read where launch lines are, in
-`functron.training.megatron_model`.
+`torch_dist`, one tensor in memory at a time.
 """
 
 from __future__ import annotations

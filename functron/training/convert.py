@@ -55,9 +55,14 @@ from functron.training import config, run_folder
 from functron.training.data import is_on_disk
 from functron.training.hardware import free_memory_bytes
 from functron.training.megatron import Reading, read_arguments
-from functron.training.megatron_model import architecture_arguments, config_of, reading_of
 from functron.training.megatron_step import STYLES, WSD, recast, update_settings
-from functron.training.migrate import DATA_ARGUMENTS, data_settings
+from functron.training.migrate import (
+    DATA_ARGUMENTS,
+    architecture_arguments,
+    config_of,
+    data_settings,
+    reading_of,
+)
 from functron.training.plan import plan
 from functron.training.step import State
 

@@ -41,7 +41,7 @@ from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
 from functron.training.convert import arguments_of, convert
 from functron.training.data import open_samples
-from functron.training.megatron_model import architecture_arguments, config_of
+from functron.training.migrate import architecture_arguments, config_of
 from functron.training.plan import plan
 from functron.training.restored import restored
 
