@@ -107,7 +107,8 @@ def draw(seed: int) -> Case:
         both += maybe(0.4, "--gpt.moe.aux batch", "--gpt.moe.aux sequence")
         both += maybe(0.3, "--gpt.moe.balance-bias", "--gpt.moe.balance-bias --gpt.moe.score sigmoid"
                            " --gpt.moe.normalise before --gpt.moe.renormalise")  # fmt: skip
-        both += maybe(0.3, "--gpt.moe.capacity-factor 1.25", "--gpt.moe.jitter 0.01")
+        both += maybe(0.3, "--gpt.moe.capacity-factor 1.25", "--gpt.moe.jitter 0.01",
+                      "--gpt.moe.capacity-factor 1.25 --gpt.moe.capacity-over batch")  # fmt: skip
         both += maybe(0.2, "--gpt.moe.routing expert_choice --gpt.moe.aux-loss 0 "
                            "--gpt.moe.capacity-factor 1 --gpt.moe.no-balance-bias "
                            "--gpt.moe.no-renormalise --gpt.moe.normalise before")  # fmt: skip

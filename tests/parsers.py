@@ -43,7 +43,7 @@ from functron.data import indexed, shards
 from functron.data.chat import Line, read_conversations
 from functron.data.sources import read_jsonl, read_parquet
 from functron.data.tokenizer import open_tokenizer
-from functron.hub import files
+from functron.hub import files, megatron
 from functron.hub.megatron_files import COMMON, METADATA, open_checkpoint, read_pickle
 from functron.pipeline.partition import parse_layout
 from functron.pipeline.schedule import Schedule
@@ -391,10 +391,19 @@ def _read_log(folder: Path, data: bytes) -> object:
 
 def _megatron_seeds(folder: Path) -> list[bytes]:
     """The metadata of a `torch_dist` checkpoint that torch.distributed.checkpoint has written."""
-    tensors = {"output_layer.weight": torch.ones(4, 2), "decoder.layers.mlp.x": torch.ones(2, 3)}
+    out, x = torch.arange(8.0).view(4, 2), torch.arange(10.0, 16.0).view(2, 3)
+    tensors = {"output_layer.weight": out, "decoder.layers.mlp.x": x}
+    bucket = torch.zeros(195)  # two ranks' rows, and two layers
+    for at, part in enumerate((*out.flatten().split(4), *x)):
+        bucket[64 * at : 64 * at + len(part)] = part
+    tensors |= {
+        f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.{key}": bucket
+        for key in ("param", "exp_avg", "exp_avg_sq")
+    }
     made = folder / "megatron"
     dcp.save(tensors, checkpoint_id=str(made), no_dist=True)
-    torch.save({"iteration": 1}, made / COMMON)
+    args = {"tensor_model_parallel_size": 2, "swiglu": True}
+    torch.save({"iteration": 1, "args": args}, made / COMMON)
     return [(made / METADATA).read_bytes()]
 
 
@@ -403,6 +412,7 @@ def _read_megatron(folder: Path, data: bytes) -> None:
     opened = open_checkpoint(folder / "megatron")
     for name, (shape, _) in opened.weights.shapes().items():
         opened.weights.read(name, [slice(0, size) for size in shape])
+    megatron.state_of(opened)
 
 
 def _pickle_seeds(folder: Path) -> list[bytes]:

@@ -215,8 +215,13 @@ def _chosen(
 
 def _is_limited(config: TrainConfig) -> bool:
     """Whether experts take so many tokens of a sequence, of which padding then is a part."""
+    return bool(_competing(config))
+
+
+def _competing(config: TrainConfig) -> str:
+    """The tokens that compete for experts, as `MoEConfig.capacity_over`; empty: none."""
     moe = config.gpt.moe if config.architecture is config.gpt else None
-    return moe is not None and bool(moe.capacity_factor)
+    return moe.capacity_over if moe is not None and moe.capacity_factor else ""
 
 
 def _is_first(mesh: Mesh | BoundMesh) -> bool:
@@ -266,6 +271,10 @@ def _window_problems(
         wanted = f"whole sequences on a rank, not in {why}: experts of limited capacity would see "
         wanted += "what pads the ends of texts"
         yield Problem("mesh", repr(options.mesh), wanted, "leave cp and ulysses out")
+    if _slides(config) and _competing(config) == "batch":
+        wanted = "'sequence': a text would compete with those that are in its batch by chance"
+        fix = "set it so in the run's config.toml"
+        yield Problem("gpt.moe.capacity_over", "'batch'", wanted, fix)
     if options.stride and not _slides(config):
         wanted = f"nothing with {family.title}, which reads whole samples"
         yield Problem("stride", str(options.stride), wanted, "leave it out")

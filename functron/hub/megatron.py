@@ -1,4 +1,4 @@
-"""Megatron-Core's GPT models: names of tensors, arguments, and the optimizer's state, in and out.
+"""Megatron-Core's GPT models: names of tensors, and the optimizer's state, in and out.
 
 | Megatron                                         | here                                        |
 |--------------------------------------------------|---------------------------------------------|
@@ -10,7 +10,8 @@
 | ``router.expert_bias``, no parameter             | router/balance                              |
 | rows that pad the vocabulary                     | tokens: its loss counts them                |
 
-`load` reads weights, moments and masters, each as a tree like the parameters; `save` writes them as
+`load` reads weights, moments and masters, each as a tree like the parameters; `state_of` finds out
+whose they are where the distributed optimizer's buckets do not say; `save` writes all as
 `torch_dist`, one tensor in memory at a time.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -26,13 +28,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.errors import Problem, raise_problems
 from functron.hub.files import Source
 from functron.hub.format import (
     DOWN,
@@ -50,11 +52,20 @@ from functron.hub.format import (
     norm,
     tensors,
 )
-from functron.hub.megatron_files import COMMON, METADATA, Opened, Tensors
+from functron.hub.megatron_files import (
+    COMMON,
+    METADATA,
+    MOMENTS,
+    Box,
+    Chunk,
+    Opened,
+    Tensors,
+    boxes_of_ranks,
+    named_state,
+)
 from functron.hub.reader import local_on_mesh, match, read_layouts
 from functron.models.config import GPTConfig
 from functron.models.family import FAMILIES
-from functron.nn.moe import MoEConfig
 
 # --- names of tensors
 
@@ -185,203 +196,167 @@ class _Split:
         return found[start - skip : stop - skip]
 
 
-# --- arguments
+# --- the distributed optimizer's buckets
 
-_SAME = MappingProxyType(
-    {
-        "num_layers": "num_layers", "hidden_size": "embed_dim", "num_attention_heads": "num_heads",
-        "max_position_embeddings": "max_seq", "norm_epsilon": "norm_eps", "swiglu": "gated",
-        "apply_layernorm_1p": "zero_centered_norm", "init_method_std": "init_stddev",
-        "fp32_residual_connection": "fp32_residual",
-    }
-)  # fmt: skip
-"""Megatron-LM's arguments, and the fields of ours that mean the same."""
-_LATENT_SAME = MappingProxyType(
-    {"q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_head_dim": "head_dim",
-     "qk_pos_emb_head_dim": "rope_head_dim", "v_head_dim": "v_head_dim"}
-)  # fmt: skip
-_MOE_SAME = MappingProxyType(
-    {
-        "num_experts": "num_experts", "moe_router_topk": "top_k",
-        "moe_ffn_hidden_size": "expert_dim",
-        "moe_router_score_function": "score", "moe_router_topk_scaling_factor": "scale",
-        "moe_router_num_groups": "num_groups", "moe_router_group_topk": "top_groups",
-        "moe_router_enable_expert_bias": "balance_bias",
-        "moe_router_bias_update_rate": "balance_rate",
-        "moe_shared_expert_intermediate_size": "shared_dim",
-        "moe_shared_expert_gate": "shared_gate",
-        "moe_z_loss_coeff": "z_loss", "moe_input_jitter_eps": "jitter",
-    }
-)  # fmt: skip
-_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
-    {
-        "add_qkv_bias": ((False, True, None), ""),
-        "rotary_interleaved": ((False, None), "multi-head attention of such pairs"),
-        "use_rope_scaling": ((False, None), "Llama 3.1's stretched rope from these arguments"),
-        "rotary_seq_len_interpolation_factor": ((None, 1), "interpolated positions"),
-        "qk_l2_norm": ((False, None), "that norm of queries and keys"),
-        "apply_residual_connection_post_layernorm": ((False, None), "such residual streams"),
-        "is_hybrid_model": ((False, None), "hybrids in a Megatron checkpoint yet"),
-        "hybrid_override_pattern": ((None,), "hybrids in a Megatron checkpoint yet"),
-        "num_moe_experts_per_layer": ((None,), "layers of different numbers of experts"),
-        "moe_use_upcycling": ((False, None), "checkpoints before they are upcycled"),
-        "moe_router_force_load_balancing": ((False, None), "routers that choose at random"),
-        "moe_router_pre_softmax": ((False, True, None), ""),
-        "moe_expert_capacity_factor": ((None,), "Megatron's capacity, which is over a batch, yet"),
-        "softmax_type": (("vanilla", None), "such a softmax in a Megatron checkpoint yet"),
-        "window_size": ((None,), "windows in a Megatron checkpoint yet"),
-        "window_attn_skip_freq": ((None,), "windows in a Megatron checkpoint yet"),
-        "no_rope_freq": ((None,), "layers without rope in a Megatron checkpoint yet"),
-        "attention_output_gate": ((False, None), "that gate in a Megatron checkpoint yet"),
-        "scale_logits_with_mup": ((False, None), "Megatron's width rules"),
-        "linear_attention_freq": ((None,), "linear attention"),
-        "experimental_attention_variant": ((None,), "that attention"),
-        "encoder_num_layers": ((None,), "encoders"),
-    }
-)
-"""Arguments that a checkpoint may have at these values alone, and what our model lacks of others.
-
-An encoder's number of layers repeats the decoder's in old ones, and is passed over there."""
+_HEAD = 16
+"""The numbers at its beginning by which a parameter is looked for."""
 
 
-def config_of(args: Mapping[str, Any], *, where: str = "args") -> GPTConfig:
-    """The architecture that Megatron-LM's arguments describe.
+class _Piece(NamedTuple):
+    """The part of a parameter that a rank of tensor parallelism has: boxes, one after another."""
 
-    The feed-forward activation is the one that Megatron computes: with biases its fused kernel of
-    GELU is the one by tanh. A load-balancing loss is ``moe_aux_loss_coeff``: "seq_aux_loss" is of
-    each sequence, "aux_loss" of each microbatch. Of one module of multi-token prediction the weight
-    is larger by ``seq / (seq - 1)``, since Megatron takes the mean over the tokens that have one.
+    name: str
+    boxes: tuple[Box, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(_numel(box) for box in self.boxes)
+
+    def read(self, tensors: Tensors) -> torch.Tensor:
+        """Its numbers in whole tensors, flat."""
+        parts = [tensors.read(self.name, [slice(*span) for span in box]) for box in self.boxes]
+        return torch.cat([part.flatten() for part in parts])
+
+    def head(self, tensors: Tensors) -> tuple[int, bytes]:
+        """How many numbers it has, and its first ones."""
+        (start, stop), *rest = self.boxes[0]
+        rows = -(-_HEAD // max(_numel(rest), 1))
+        if _numel(self.boxes[0]) < _HEAD:
+            return self.numel, _bytes(self.read(tensors)[:_HEAD])
+        some = _Piece(self.name, (((start, min(start + rows, stop)), *rest),))
+        return self.numel, _bytes(some.read(tensors)[:_HEAD])
+
+
+def _numel(box: Sequence[tuple[int, int]]) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _bytes(x: torch.Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+class _Pieces:
+    """The parts of all parameters, to be found by their numbers."""
+
+    def __init__(self, weights: Tensors, args: Mapping[str, Any]):
+        self._weights = weights
+        self._by_head: dict[tuple[torch.dtype, int, bytes], list[_Piece]] = {}
+        for name, shape in weights.sizes.items():
+            floating = weights.dtypes[name].is_floating_point
+            if name.endswith("router.expert_bias") or not (floating and shape and math.prod(shape)):
+                continue  # they are no parameters
+            for piece in dict.fromkeys(
+                _Piece(name, own) for own in boxes_of_ranks(name, shape, args)
+            ):
+                key = (weights.dtypes[name], *piece.head(weights))
+                self._by_head.setdefault(key, []).append(piece)
+        kinds = {(dtype, numel) for dtype, numel, _ in self._by_head}
+        self._kinds = sorted(kinds, key=lambda kind: kind[1], reverse=True)
+
+    def at(self, masters: Tensors, key: str, start: int) -> list[_Piece]:
+        """Those whose numbers the masters from `start` on are rounded to: of the largest size."""
+        end = masters.sizes[key][0]
+        head = _flat(masters, key, start, min(start + _HEAD, end))
+        for dtype, numel in self._kinds:
+            near = self._by_head.get((dtype, numel, _bytes(head[:numel].to(dtype))), [])
+            if not near or start + numel > end:
+                continue
+            whole = _flat(masters, key, start, start + numel).to(dtype)
+            if found := [each for each in near if torch.equal(whole, each.read(self._weights))]:
+                return found
+        return []
+
+
+def _flat(tensors: Tensors, key: str, start: int, stop: int) -> torch.Tensor:
+    return tensors.read(key, (slice(start, stop),))
+
+
+def state_of(opened: Opened) -> dict[str, Tensors]:
+    """The optimizer's state of a checkpoint by parameter, under the names of `Opened.state`.
 
     Raises:
-        ValueError: the arguments are not there, or describe what our decoder does not compute; all
-            offenders are listed.
+        ValueError: it lies in buckets whose parameters cannot be told; all such are listed.
     """
-    problems: list[Problem] = []
-    for name, (allowed, lacks) in _ONLY.items():
-        value = args.get(name)
-        if value not in allowed and not (
-            name == "encoder_num_layers" and value == args.get("num_layers")
-        ):
-            wanted = " or ".join(repr(each) for each in allowed if each is not None) or "None"
-            problems.append(Problem(name, repr(value), wanted, f"our decoder has not {lacks}"))
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
-    problems += [
-        Problem(name, "no such argument", "the model's", "pass --model")
-        for name in needed
-        if type(args.get(name)) is not int
-    ]
-    raise_problems(f"cannot tell the model of {where}", problems)
-    values: dict[str, Any] = {
-        ours: args[theirs] for theirs, ours in _SAME.items() if args.get(theirs) is not None
-    }
-    values |= _sizes(args) | _attention_of(args) | _activation_of(args)
-    if args.get("num_experts"):
-        values |= _experts_of(args, where)
-    if args.get("mtp_num_layers"):
-        values |= {"mtp_depth": args["mtp_num_layers"], "mtp_weight": _ahead_weight(args)}
-    try:
-        return GPTConfig(**values)
-    except TypeError as error:
-        refuse(f"cannot tell the model of {where}", "args", error, "arguments of Megatron-LM")
+    if not opened.buckets.sizes or opened.args is None:  # then the model is not said either
+        return dict(opened.state)
+    state, problems = _from_buckets(opened.buckets, opened.weights, opened.args)
+    raise_problems(f"cannot read the Megatron checkpoint {opened.folder}", problems)
+    return named_state(state)
 
 
-def _ahead_weight(args: Mapping[str, Any]) -> float:
-    factor, seq = args.get("mtp_loss_scaling_factor"), args.get("seq_length") or 0
-    factor = 0.1 if factor is None else factor
-    return factor * seq / (seq - 1) if args["mtp_num_layers"] == 1 and seq > 1 else factor
+def _from_buckets(
+    buckets: Tensors, weights: Tensors, args: Mapping[str, Any]
+) -> tuple[dict[str, Tensors], list[Problem]]:
+    """The state by parameter of a checkpoint in Megatron-Core's form `dp_reshardable`.
+
+    A bucket has parameters one after another, each of which begins at a multiple of 64 numbers, and
+    does not say which. They are known by their masters, which are rounded to the parameters' own
+    numbers: neither the division of layers among stages nor the order of modules, which differ by
+    version, is needed. Parameters that have the same numbers must have the same moments too.
+    """
+    pieces, problems = _Pieces(weights, args), []
+    state: dict[str, Tensors] = {key: Tensors() for key in (*MOMENTS, "param")}
+    taken: dict[_Piece, tuple[str, int, int]] = {}
+    for bucket in sorted({key.rpartition(".")[0] for key in buckets.sizes}):
+        if lacks := [key for key in state if f"{bucket}.{key}" not in buckets.sizes]:
+            got, wanted = f"no {', '.join(lacks)}", "Adam's two moments, and masters"
+            problems.append(Problem(bucket, got, wanted))
+            continue
+        shapes = {buckets.sizes[f"{bucket}.{key}"] for key in state}
+        if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+            got = f"shapes {', '.join(str(list(shape)) for shape in sorted(shapes))}"
+            problems.append(Problem(bucket, got, "one number of numbers"))
+            continue
+        at = 0
+        while at < buckets.sizes[f"{bucket}.param"][0]:
+            group = pieces.at(buckets, f"{bucket}.param", at)
+            if not group:
+                got, wanted = f"numbers of no parameter from {at} on", "masters of the parameters"
+                fix = "save it once in Megatron-LM with --dist-ckpt-optim-fully-reshardable"
+                problems.append(Problem(bucket, got, wanted, fix))
+                break
+            place = (bucket, at, at + group[0].numel)
+            known = next((taken[each] for each in group if each in taken), place)
+            if not all(_same(buckets, key, place, known) for key in MOMENTS):
+                got = f"other moments from {at} on than elsewhere of {group[0].name}"
+                wanted = "the same, of parameters that have the same numbers"
+                problems.append(Problem(bucket, got, wanted))
+            piece = next((each for each in group if each not in taken), group[0])
+            if piece not in taken:
+                taken[piece] = place
+                for key, into in state.items():
+                    _add_piece(into, piece, buckets, f"{bucket}.{key}", at)
+            at = -(-place[2] // 64) * 64
+    for into in state.values():
+        problems += into.close()
+    return state, problems
 
 
-def _sizes(args: Mapping[str, Any]) -> dict[str, Any]:
-    padded = args["padded_vocab_size"]  # all of it: Megatron's softmax has the padding in it
-    bits = {"bf16": "bfloat16", "fp16": "float16"}
-    dtype = next((bits[name] for name in bits if args.get(name)), "float32")
-    width = args.get("ffn_hidden_size") or 4 * args["hidden_size"]
-    return {
-        "vocab_size": padded, "vocab_multiple": padded, "dtype": dtype, "mlp_dim": width,
-        "norm": "rms" if args.get("normalization") == "RMSNorm" else "layer",
-        "tied": not args.get("untie_embeddings_and_output_weights"),
-        "bias": bool(args.get("add_bias_linear")), "qkv_bias": bool(args.get("add_qkv_bias")),
-        "dropout": args.get("hidden_dropout") or 0.0,
-    }  # fmt: skip
+def _same(
+    buckets: Tensors, key: str, one: tuple[str, int, int], other: tuple[str, int, int]
+) -> bool:
+    if one == other:
+        return True
+    return torch.equal(*(_flat(buckets, f"{name}.{key}", *span) for name, *span in (one, other)))
 
 
-def _attention_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
-    kind = args.get("position_embedding_type") or "learned_absolute"
-    if kind not in kinds:
-        wanted, fix = " or ".join(kinds), nearest(str(kind), kinds)
-        refuse("cannot tell the model", "position_embedding_type", repr(kind), wanted, fix)
-    values: dict[str, Any] = {"positions": kinds[kind]}
-    if kind == "rope":
-        values["rope_theta"] = float(args.get("rotary_base") or 10000)
-    if args.get("multi_latent_attention"):
-        own = {ours: args.get(theirs) or 0 for theirs, ours in _LATENT_SAME.items()}
-        rope = args.get("rope_type", "rope") or "yarn"  # what None means there
-        found = [
-            Problem(name, repr(value), wanted, "our latent attention has no other")
-            for name, value, wanted, bad in (
-                ("qk_layernorm", args.get("qk_layernorm"), "True", not args.get("qk_layernorm")),
-                ("rope_type", rope, "'rope'", rope != "rope"),
-            )
-            if bad
-        ]  # fmt: skip
-        raise_problems("cannot tell the model", found)
-        return values | own | {"positions": "rope", "rope_interleaved": True}
-    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
-    values |= {"num_kv_heads": groups or 0, "head_dim": args.get("kv_channels") or 0}
-    values |= {"qk_norm": bool(args.get("qk_layernorm"))}
-    if kind == "rope":
-        values["rope_fraction"] = float(args.get("rotary_percent") or 1.0)
-    return values
+def _add_piece(into: Tensors, piece: _Piece, buckets: Tensors, key: str, start: int) -> None:
+    """Add a part of a bucket as the boxes of a parameter."""
+    for box in piece.boxes:
+        stop, shape = start + _numel(box), tuple(b - a for a, b in box)
 
+        def load(start=start, stop=stop, shape=shape) -> torch.Tensor:
+            return _flat(buckets, key, start, stop).view(shape)
 
-def _activation_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    if args.get("swiglu"):
-        return {"activation": "silu"}
-    if args.get("squared_relu"):
-        return {"activation": "relu2"}
-    fused = args.get("bias_gelu_fusion", True) and args.get("add_bias_linear")
-    return {"activation": "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"}
-
-
-def _experts_of(args: Mapping[str, Any], where: str) -> dict[str, Any]:
-    own = {ours: args[theirs] for theirs, ours in _MOE_SAME.items() if args.get(theirs) is not None}
-    own.setdefault("expert_dim", args.get("ffn_hidden_size"))
-    kinds, coefficients = (
-        args.get("moe_router_load_balancing_type", "aux_loss"),
-        args.get("moe_aux_loss_coeff", 0.0),
-    )
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-    known = {"aux_loss": "batch", "seq_aux_loss": "sequence", "none": "sequence"}
-    frequency, layers = args.get("moe_layer_freq", 1), args["num_layers"]
-    pattern = frequency if isinstance(frequency, list) else [
-        int(at % frequency == 0) for at in range(layers)
-    ] if isinstance(frequency, int) and frequency > 0 else []  # fmt: skip
-    dense = pattern.index(1) if 1 in pattern else layers
-    found = []
-    if pattern != [0] * dense + [1] * (layers - dense):
-        wanted = "the first layers dense, and experts in all after them"
-        found.append(Problem("moe_layer_freq", repr(frequency), wanted))
-    if len(kinds) != 1 or kinds[0] not in known:
-        wanted = " or ".join(known)
-        found.append(Problem("moe_router_load_balancing_type", repr(kinds), wanted))
-    if own.get("num_groups", 1) > 1 and own.get("score") != "sigmoid":
-        wanted = "'sigmoid', whose groups Megatron ranks by their best two"
-        found.append(Problem("moe_router_score_function", repr(own.get("score")), wanted))
-    raise_problems(f"cannot tell the experts of {where}", found)
-    weight = float(coefficients[0] or 0.0) if kinds[0] != "none" else 0.0
-    own |= {"aux_loss": weight, "aux": known[kinds[0]] if weight else "sequence"}
-    if own.get("score", "softmax") == "sigmoid":
-        own["renormalise"] = own.get("top_k", 2) > 1
-    elif not args.get("moe_router_pre_softmax"):
-        own["normalise"] = "after"
-    if args.get("add_bias_linear"):
-        own |= {"expert_bias": True, "router_bias": True}
-    return {"moe": MoEConfig(**own), "dense_layers": dense}
+        first = tuple(a for a, _ in box)
+        into.add(piece.name, buckets.dtypes[key], Chunk(first, shape, load, Path(METADATA)))
+        start = stop
 
 
 # --- in
+
+
+_WITHOUT = "save it in Megatron-LM with --no-save-optim: the parameters alone are read then"
 
 
 @dataclass(frozen=True)
@@ -416,23 +391,24 @@ def load(opened: Opened, config: GPTConfig) -> Loaded:
         return read_layouts(chosen, stored, kind, split, local)
 
     params = read(opened.weights, config, found)
-    if not opened.state:
+    state = state_of(opened)
+    if not state:
         return Loaded(params)
     missing = [
         Problem(f"optimizer.state.{name}", "nothing", "it beside the other moment")
         for name in ("exp_avg", "exp_avg_sq")
-        if name not in opened.state
+        if name not in state
     ]
-    others = sorted(opened.state.keys() - {"exp_avg", "exp_avg_sq", "master"})
+    others = sorted(state.keys() - {"exp_avg", "exp_avg_sq", "master"})
     missing += [
-        Problem(f"optimizer.state.{name}", "an optimizer's state", "Adam's", "use --weights-only")
+        Problem(f"optimizer.state.{name}", "an optimizer's state", "Adam's", _WITHOUT)
         for name in others
     ]
     raise_problems("cannot read the optimizer's state", missing)
     wide = dataclasses.replace(config, dtype="float32")
     trained = [layout for layout in found if not layout.rule.paths[0].endswith(BALANCE)]
     kept = {}
-    for name, source in opened.state.items():
+    for name, source in state.items():
         made = read(source, wide, trained)
         rest = [layout for layout in found if layout.rule.paths[0].endswith(BALANCE)]
         for path in (part.path for layout in rest for part in layout.parts):
@@ -455,77 +431,6 @@ def _put(params: dict, path: str, leaf: torch.Tensor) -> None:
 
 
 # --- out
-
-
-def arguments_of(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
-    """Megatron-LM's arguments of an architecture.
-
-    Args:
-        config: the architecture.
-        seq: tokens of a sample, which the weight of multi-token prediction is scaled by.
-
-    Raises:
-        ValueError: Megatron's arguments cannot express it; all fields are listed.
-    """
-    c, moe = config, config.moe
-    made: dict[str, Any] = {theirs: getattr(c, ours) for theirs, ours in _SAME.items()}
-    made |= {
-        "ffn_hidden_size": c.mlp_dim, "padded_vocab_size": c.padded_vocab,
-        "make_vocab_size_divisible_by": c.vocab_multiple, "vocab_size": c.vocab_size,
-        "normalization": "RMSNorm" if c.norm == "rms" else "LayerNorm",
-        "untie_embeddings_and_output_weights": not c.tied, "add_bias_linear": c.bias,
-        "add_qkv_bias": c.qkv_bias, "hidden_dropout": c.dropout, "attention_dropout": 0.0,
-        "position_embedding_type": "learned_absolute" if c.positions == "learned" else c.positions,
-        "rotary_base": int(c.rope_theta), "rotary_percent": c.rope_fraction,
-        "squared_relu": c.activation == "relu2", "openai_gelu": c.activation == "gelu_tanh",
-        "bias_gelu_fusion": False, "bf16": c.dtype == "bfloat16", "fp16": c.dtype == "float16",
-        "params_dtype": c.torch_dtype, "qk_layernorm": c.qk_norm or bool(c.kv_rank),
-        "multi_latent_attention": bool(c.kv_rank), "seq_length": seq or c.max_seq,
-        "num_experts": None, "mtp_num_layers": c.mtp_depth or None,
-    }  # fmt: skip
-    if c.kv_rank:
-        made |= {theirs: getattr(c, ours) or None for theirs, ours in _LATENT_SAME.items()}
-        made["rope_type"] = "rope"
-    else:
-        made |= {"group_query_attention": c.kv_heads != c.num_heads, "num_query_groups": c.kv_heads}
-        made |= {"kv_channels": c.head_size}
-    if moe is not None:
-        kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
-        made |= {theirs: getattr(moe, ours) for theirs, ours in _MOE_SAME.items()}
-        if moe.num_groups == 1:
-            made |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
-        made |= {
-            "moe_layer_freq": [0] * c.dense_layers + [1] * (c.num_layers - c.dense_layers)
-            if c.dense_layers else 1,
-            "moe_router_load_balancing_type": kinds[moe.aux] if moe.aux_loss else "none",
-            "moe_aux_loss_coeff": moe.aux_loss,
-            "moe_router_pre_softmax": moe.score == "softmax" and moe.normalise == "before",
-            "moe_shared_expert_intermediate_size": moe.shared_dim or None,
-            "moe_z_loss_coeff": moe.z_loss or None, "moe_input_jitter_eps": moe.jitter or None,
-        }  # fmt: skip
-    if c.mtp_depth:
-        made["mtp_loss_scaling_factor"] = c.mtp_weight
-        made["mtp_loss_scaling_factor"] = c.mtp_weight**2 / (_ahead_weight(made) or 1.0)
-    _check_back(config, made)
-    return made
-
-
-def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
-    """Refuse a config that is another one when it is read from its arguments."""
-    canonical = FAMILIES["gpt"].canonical
-    # rows of padding, and how parameters are joined, are of the layout alone
-    plain = dataclasses.replace(
-        config, vocab_size=config.padded_vocab, vocab_multiple=config.padded_vocab,
-        fused_projections=False,
-    )  # fmt: skip
-    back = dataclasses.replace(config_of(made), mtp_weight=plain.mtp_weight)
-    wanted, got = canonical(plain), canonical(back)
-    found = [
-        Problem(f.name, repr(getattr(config, f.name)), f"{getattr(got, f.name)!r}, in Megatron")
-        for f in dataclasses.fields(config)
-        if getattr(wanted, f.name) != getattr(got, f.name)
-    ]
-    raise_problems("Megatron has no such model", found)
 
 
 @dataclass(frozen=True)

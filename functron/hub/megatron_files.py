@@ -291,6 +291,8 @@ class Opened:
         weights: of the model.
         state: the optimizer's by the names of `MOMENTS` and "master"; empty: it has none.
         step: the updates that the optimizer has made.
+        buckets: its state in the form `dp_reshardable`, which does not say of which parameters it
+            is: `functron.hub.megatron.state_of` finds it out.
     """
 
     folder: Path
@@ -298,6 +300,7 @@ class Opened:
     weights: Tensors
     state: Mapping[str, Tensors]
     step: int
+    buckets: Tensors = field(default_factory=Tensors)
 
     @property
     def args(self) -> Mapping[str, Any] | None:
@@ -405,44 +408,53 @@ def _open_sharded(folder: Path) -> Opened:
     metadata, common = read_metadata(file), read_pickle(folder / COMMON)
     if not isinstance(common, dict):
         _fail(folder / COMMON, type(common).__name__, "a dict")
-    weights, state, problems = Tensors(), {}, []
+    weights, buckets, state, problems = Tensors(), Tensors(), {}, []
+    optimizers = []
     try:
         places = _places(folder, metadata)
         entries = dict(metadata.state_dict_metadata)
         for key, entry in entries.items():
             if type(entry).__name__ != "TensorStorageMetadata":
-                _note_bytes(key, problems)
-                continue
-            if "optimizer.distributed." in key:
-                _note_bucket(problems)
+                if re.search(r"optimizer\.distributed\.\w+\.optimizer/", key):
+                    optimizers.append(_object(places[key, None]))
+                elif "optimizer.distributed." not in key and not _PASSED.match(key):
+                    problems.append(Problem(key, "an object", "a tensor: nothing would use it"))
                 continue
             parts = re.match(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.*)$", key)
             into = state.setdefault(parts[1], Tensors()) if parts else weights
+            into = buckets if "optimizer.distributed." in key else into
             _add_chunks(into, parts[2] if parts else key, key, entry, places)
     except _BROKEN as error:
         if isinstance(error, ValueError) and "\n" in str(error):
             raise
         _fail(file, error, "the metadata of tensors")
-    for tensors in (weights, *state.values()):
+    for tensors in (weights, buckets, *state.values()):
         problems += tensors.close()
+    problems += _other_forms(common)
     raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
-    return Opened(folder, common, weights, _named_state(state), _step_of(common))
+    common = {**common, "optimizer": optimizers} if optimizers else common
+    return Opened(folder, common, weights, named_state(state), _step_of(common), buckets)
 
 
-def _note_bytes(key: str, problems: list[Problem]) -> None:
-    if "optimizer.distributed." in key:
-        _note_bucket(problems)
-    elif not _PASSED.match(key):
-        problems.append(Problem(key, "an object", "a tensor: nothing would use it"))
+def _other_forms(common: Mapping[str, Any]) -> Iterator[Problem]:
+    """Forms of the distributed optimizer's state that are not read."""
+    read = ("fully_reshardable", "dp_reshardable", "fully_sharded_bucket_space")
+    found = {repr(each.get("param_state_sharding_type", read[0])) for each in _optimizers(common)}
+    for form in sorted(found):
+        if form not in map(repr, read):
+            fix = "load it in a Megatron-Core that reads it, and save it as fully_reshardable; or "
+            fix += "with --no-save-optim: the parameters alone are read then"
+            wanted = f"{read[0]} or {read[1]}: Megatron-Core no longer writes the others"
+            yield Problem("param_state_sharding_type", form[:100], wanted, fix)
 
 
-def _note_bucket(problems: list[Problem]) -> None:
-    """Say, once, that the optimizer's state lies in buckets."""
-    if not any(problem.path == "optimizer" for problem in problems):
-        got = "the distributed optimizer's buckets (dp_reshardable)"
-        wanted = "its state by parameter, which alone can be divided in another way"
-        fix = "load it in Megatron-LM and save it once with --dist-ckpt-optim-fully-reshardable"
-        problems.append(Problem("optimizer", got, wanted, fix))
+def _object(place: tuple[Path, int, int]) -> Any:
+    """An object that lies among shards: a list of one, as Megatron-Core writes it."""
+    found = read_pickle(*place)
+    found = found[0] if isinstance(found, list) and len(found) == 1 else found
+    if not isinstance(found, Mapping):
+        _fail(place[0], type(found).__name__, "the settings of an optimizer")
+    return found
 
 
 def _places(folder: Path, metadata: Any) -> dict[tuple, tuple[Path, int, int]]:
@@ -508,7 +520,7 @@ def _loader(file: Path, start: int, length: int, shape: tuple, index: tuple) -> 
     return load
 
 
-def _named_state(state: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def named_state(state: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """The optimizer's state, with one name for masters."""
     found = {name: tensors for name, tensors in state.items() if name not in MASTERS}
     masters = [state[name] for name in MASTERS if name in state]
@@ -614,7 +626,7 @@ def _open_ranks(folder: Path, paths: Sequence[Path]) -> Opened:
     for tensors in (weights, *state.values()):
         problems += tensors.close()
     raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
-    return Opened(folder, first, weights, _named_state(state), _step_of(first))
+    return Opened(folder, first, weights, named_state(state), _step_of(first))
 
 
 def _ranks(folder: Path, paths: Sequence[Path], args: Mapping, first: Mapping) -> list[_Rank]:
@@ -705,32 +717,71 @@ def _owned(rank: _Rank, args: Mapping, offsets: Mapping[tuple[int, int], int]) -
     return found
 
 
+def _division(name: str, args: Mapping) -> tuple[int | None, int]:
+    """The dim that tensor parallelism divides, None: none, and how many matrices lie along it."""
+    if _COLUMNS.match(name):
+        return 0, 2 if "linear_fc1." in name and args.get("swiglu") else 1
+    return (1, 1) if _ROWS.match(name) else (None, 1)
+
+
+def _spans(size: int, count: int, parts: int, rank: int) -> list[tuple[int, int]]:
+    """Where the rank's part of each of `count` matrices begins and ends along a dim of `size`."""
+    each = size // count // parts
+    starts = [(at * parts + rank) * each for at in range(count)]
+    return [(start, start + each) for start in starts]
+
+
+Box = tuple[tuple[int, int], ...]
+"""Where a part of a tensor begins and ends, per dim."""
+
+
+def boxes_of_ranks(
+    name: str, shape: Sequence[int], args: Mapping[str, Any]
+) -> Iterator[tuple[Box, ...]]:
+    """The boxes that a rank of tensor parallelism may have of a parameter, for all ranks.
+
+    Args:
+        name: of the parameter.
+        shape: the whole one's.
+        args: of the run.
+    """
+    tp = _whole(args, "tensor_model_parallel_size")
+    if _EXPERT.match(name):
+        tp = _whole(args, "expert_tensor_parallel_size", tp)
+    dim, count = _division(name, args)
+    if tp == 1 or dim is None:
+        yield (tuple((0, size) for size in shape),)
+    if _DOWN.match(name):
+        dim = 0  # of some versions: it is known by its numbers which
+    if tp == 1 or dim is None or shape[dim] % (count * tp):
+        return
+    for rank in range(tp):
+        yield tuple(
+            tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(shape))
+            for start, stop in _spans(shape[dim], count, tp, rank)
+        )
+
+
 def _parts(name: str, tensor: torch.Tensor, rank: _Rank, args: Mapping) -> tuple:
     """Where boxes of this rank's tensor begin in the whole one, and where they are in it."""
-    tp, rows = _whole(args, "tensor_model_parallel_size"), tensor.shape[0]
+    tp = _whole(args, "tensor_model_parallel_size")
     zeros, all_of = (0,) * tensor.dim(), (slice(None),) * tensor.dim()
-    if tp == 1:
+    dim, count = _division(name, args)
+    if down := _DOWN.match(name):
+        ranks = {"linear_q_down_proj": args.get("q_lora_rank")}
+        both = (args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim"))
+        ranks["linear_kv_down_proj"] = sum(each or 0 for each in both)
+        dim = 0 if tensor.shape[0] != ranks[down[1]] else None
+    if tp == 1 or dim is None:
         return ((zeros, all_of),)
-    ranks = {"linear_q_down_proj": args.get("q_lora_rank")}
-    ranks["linear_kv_down_proj"] = (args.get("kv_lora_rank") or 0) + (
-        args.get("qk_pos_emb_head_dim") or 0
-    )
-    down = _DOWN.match(name)
-    if "linear_fc1." in name and args.get("swiglu") and _COLUMNS.match(name):
-        half = rows // 2
-        rest = all_of[1:]
-        return tuple(
-            (
-                (at * half * tp + rank.tp * half, *zeros[1:]),
-                (slice(at * half, (at + 1) * half), *rest),
-            )
-            for at in (0, 1)
-        )
-    if _COLUMNS.match(name) or (down and rows != ranks[down[1]]):
-        return (((rank.tp * rows, *zeros[1:]), all_of),)
-    if _ROWS.match(name):
-        return (((0, rank.tp * tensor.shape[1]), all_of),)
-    return ((zeros, all_of),)
+    size, found = tensor.shape[dim], []
+    for (start, _), own in zip(
+        _spans(size * tp, count, tp, rank.tp), _spans(size, count, 1, 0), strict=True
+    ):
+        place, box = list(zeros), list(all_of)
+        place[dim], box[dim] = start, slice(*own)
+        found.append((tuple(place), tuple(box)))
+    return tuple(found)
 
 
 def _place(

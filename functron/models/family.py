@@ -98,7 +98,7 @@ _GPT_FREE = (
 )  # fmt: skip
 MOE_FREE = (
     "aux_loss", "aux", "z_loss", "balance_rate", "jitter", "router_dtype", "dispatch",
-    "capacity_factor", "drop",
+    "capacity_factor", "capacity_over", "drop",
 )  # fmt: skip
 """Fields of `MoEConfig` that are of training."""
 
@@ -108,7 +108,8 @@ def canonical_moe(moe: MoEConfig) -> MoEConfig:
     plain = MoEConfig()
     changes: dict[str, Any] = {name: getattr(plain, name) for name in MOE_FREE}
     if moe.routing == "expert_choice":
-        changes["capacity_factor"] = moe.capacity_factor  # how many tokens experts choose
+        # how many tokens experts choose, and of which
+        changes |= {name: getattr(moe, name) for name in ("capacity_factor", "capacity_over")}
     if moe.num_groups == 1:
         changes |= {"top_groups": 1, "group_score": plain.group_score}
     if moe.normalise == "after":  # the same, computed another way

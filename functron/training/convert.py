@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import re
 import shlex
 import shutil
@@ -37,6 +36,7 @@ import torch
 from functron import checkpoint
 from functron.core import random, tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.data.blend import ALL, parse_blend
 from functron.hub import megatron
 from functron.hub.config import CONFIG, read_config, read_table
 from functron.hub.megatron_files import LATEST, Opened, open_checkpoint
@@ -52,10 +52,17 @@ from functron.program.cost import bytes_text
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
 from functron.training import config, run_folder
+from functron.training.data import is_on_disk
 from functron.training.hardware import free_memory_bytes
-from functron.training.megatron import Reading, read_mapping
-from functron.training.megatron_step import STYLES, WSD
-from functron.training.migrate import DATA_ARGUMENTS, data_settings
+from functron.training.megatron import Reading, read_arguments
+from functron.training.megatron_step import STYLES, WSD, recast, update_settings
+from functron.training.migrate import (
+    DATA_ARGUMENTS,
+    architecture_arguments,
+    config_of,
+    data_settings,
+    reading_of,
+)
 from functron.training.plan import plan
 from functron.training.step import State
 
@@ -101,7 +108,8 @@ def convert(
 
     Or of a Megatron checkpoint (``megatron:PATH run:PATH``), with the optimizer's state, steps and
     settings, so that ``functron train --resume`` takes the step that Megatron would have taken; and
-    back (``run:PATH megatron:PATH``), as `torch_dist`. See `read_megatron`.
+    back (``run:PATH megatron:PATH``), as `torch_dist`, with the arguments of model, optimizer,
+    schedule and data. See `read_megatron`.
 
     A run folder made of a Hugging Face folder has step 0 of a training run in it: the parameters,
     without state of an optimizer, and the settings that `fine_tuning` chooses. The newest
@@ -386,7 +394,14 @@ def _export_megatron(path: Path, out: Path, expert_parallel: int) -> Conversion:
     run_folder.make(
         out, lambda folder: write_megatron(folder, run, stored, expert_parallel=expert_parallel)
     )
-    return Conversion(run.architecture, out, ())
+    notes = []
+    if run.data and not is_on_disk(run):
+        notes.append("its data is no files of tokens: functron preprocess makes them, --data-path")
+    elif run.data and run.order != "megatron":
+        notes.append("samples come in Megatron-LM's order from here on, which is another than ours")
+    if run.pack:
+        notes.append(f"samples are not packed there: pack = {run.pack}")
+    return Conversion(run.architecture, out, (), "\n".join(notes))
 
 
 def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
@@ -542,7 +557,6 @@ _OF_ADAM = {
     "differentiable": False, "fused": None, "decoupled_weight_decay": True, "bias_correction": True,
 }  # fmt: skip
 """Options of torch's Adam and Transformer Engine's, which take groups from a checkpoint whole."""
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def read_megatron(path: Path, *, model: str | None = None) -> tuple[config.TrainConfig, State]:
@@ -618,118 +632,49 @@ def settings_of(args: Mapping[str, Any], opened: Opened) -> config.TrainConfig:
     Raises:
         ValueError: some say what we have no counterpart of; all are listed.
     """
-    architecture = megatron.config_of(args, where=str(opened.folder))
-    problems = _problems(args)
-    raise_problems(f"cannot go on with the run in {opened.folder}", problems)
-    rows, samples = args["global_batch_size"], args.get("micro_batch_size") or 1
-    ramp = args.get("rampup_batch_size")
-    base = config.TrainConfig(model="megatron", gpt=architecture)
-    if architecture.dtype in _PRECISIONS:
-        base = config.with_precision(base, _PRECISIONS[architecture.dtype])
-    run = replace(
-        base,
-        gpt=architecture,
-        steps=args.get("train_iters") or opened.common.get("iteration", 1),
-        seq=args["seq_length"],
-        global_batch=rows,
-        microbatches=rows // samples if rows % samples == 0 else 1,
-        ramp_up=" ".join(map(str, ramp)) if ramp else "",
-        optimizer=_optimizer_of(args, base.optimizer),
-        **_schedule_of(args, opened.common.get("opt_param_scheduler") or {}),
-        **_data_of(args, opened),
-    )
+    architecture = config_of(args, where=str(opened.folder))
+    title = f"cannot go on with the run in {opened.folder}"
+    raise_problems(title, _problems(args))
+    reading = reading_of(_as_scheduled(args, opened.common.get("opt_param_scheduler") or {}))
+    settings = update_settings(reading, "gpt", Mesh())
+    run = replace(config.TrainConfig(model="megatron", gpt=architecture), **settings)
+    run = recast(reading, run)
+    bad = [each for each in reading.arguments.problems if each.path in reading.fates]
+    raise_problems(title, [*reading.problems, *bad])
+    run = replace(run, gpt=architecture, **_data_of(args, opened))
     _check_samples(args, opened, run)
     return run
 
 
-def _problems(args: Mapping[str, Any]) -> list[Problem]:
-    found = [
-        Problem(name, repr(args.get(name)), "a positive number")
-        for name in ("global_batch_size", "seq_length")
-        if type(args.get(name)) is not int or args[name] < 1
-    ]
-    stems = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
-    found += [
-        Problem(name, repr(args[name]), "a whole number")
-        for name in (f"{stem}_{unit}" for stem in stems for unit in ("iters", "samples"))
-        if args.get(name) is not None and (type(args[name]) is not int or args[name] < 0)
-    ]
-    only = {
-        "optimizer": ("adam", None),
-        "decoupled_lr": (None,),
-        "decoupled_weight_decay": (True, None),
-        "lr_decay_style": (*STYLES, None),
-        "lr_wsd_decay_style": (*WSD, None) if args.get("lr_decay_style") == "WSD" else (
-            args.get("lr_wsd_decay_style"),
-        ),
-    }  # fmt: skip
-    for name, allowed in only.items():
-        if args.get(name) not in allowed:
-            wanted = " or ".join(repr(each) for each in allowed if each is not None) or "None"
-            found.append(Problem(name, repr(args[name]), wanted, "there is no such thing here"))
-    if args.get("attention_dropout"):
-        got, fix = repr(args["attention_dropout"]), "our attention drops nothing"
-        found.append(Problem("attention_dropout", got, "0", fix))
-    return found
+def _as_scheduled(args: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with the counts of the scheduler's state, which goes before them.
 
-
-def _optimizer_of(args: Mapping[str, Any], base: OptimizerConfig) -> OptimizerConfig:
-    def given(name: str, default: float) -> float:
-        value = args.get(name)
-        return default if value is None else float(value)
-
-    style = args.get("weight_decay_incr_style") or "constant"
-    decay = given("weight_decay", 0.01)
-    ends = (given("start_weight_decay", decay), given("end_weight_decay", decay))
-    changes = style != "constant"
-    return replace(
-        base,
-        name="adamw",
-        b1=given("adam_beta1", 0.9),
-        b2=given("adam_beta2", 0.999),
-        eps=given("adam_eps", 1e-8),
-        clip_norm=given("clip_grad", 1.0),
-        weight_decay=decay,
-        weight_decay_incr_style=style,  # type: ignore[arg-type]  # the options are checked
-        start_weight_decay=ends[0] if changes else 0.0,
-        end_weight_decay=ends[1] if changes else 0.0,
-    )
-
-
-def _schedule_of(args: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """The schedule, in steps, or in samples where these are not those of whole steps.
-
-    The scheduler's state counts samples, and goes before `args`.
+    It counts samples. Of steps and samples that the run ends after the checkpoint has both.
     """
-    rows = args["global_batch_size"]
+    pairs = {
+        "max_lr": "lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_style",
+        "lr_warmup_steps": "lr_warmup_samples", "lr_decay_steps": "lr_decay_samples",
+    }  # fmt: skip
+    own = {theirs: scheduler[kept] for kept, theirs in pairs.items() if kept in scheduler}
+    left = {"train_samples"} if args.get("train_iters") else set()
+    left |= {"lr_warmup_iters", "lr_warmup_fraction"} if "lr_warmup_samples" in own else set()
+    left |= {"lr_decay_iters"} if "lr_decay_samples" in own else set()
+    return {name: value for name, value in args.items() if name not in left} | own
 
-    def samples(kept: str, stem: str, default: int) -> int:
-        if kept in scheduler:
-            value = scheduler[kept]
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                refuse("cannot read the schedule", kept, repr(value), "a number of samples")
-            return round(value)
-        iterations = args.get(f"{stem}_iters")
-        return args.get(f"{stem}_samples") or (default if iterations is None else iterations * rows)
 
-    total = args.get("train_samples") or (args.get("train_iters") or 1) * rows
-    counts = {
-        "warmup_steps": samples("lr_warmup_steps", "lr_warmup", 0),
-        "total_steps": samples("lr_decay_steps", "lr_decay", total),
-        "decay_steps": samples("", "lr_wsd_decay", ScheduleConfig.decay_steps * rows),
+def _problems(args: Mapping[str, Any]) -> list[Problem]:
+    """Arguments whose values a launch line may have, and a checkpoint not."""
+    only = {
+        "optimizer": (("adam", None), "its state is not read"),
+        "decoupled_lr": ((None,), "its state is not read"),
+        "decoupled_weight_decay": ((True, None), "there is no such thing here"),
+        "attention_dropout": ((0, None), "our attention drops nothing"),
     }
-    counted = bool(args.get("rampup_batch_size")) or any(n % rows for n in counts.values())
-    style = scheduler.get("lr_decay_style") or args.get("lr_decay_style") or "linear"
-    shape = args.get("lr_wsd_decay_style") if style == "WSD" else None
-    schedule = ScheduleConfig(
-        name=STYLES[style],
-        peak=float(scheduler.get("max_lr") or args.get("lr") or 0.0),
-        end=float(scheduler.get("min_lr") or args.get("min_lr") or 0.0),
-        init=float(args.get("lr_warmup_init") or 0.0),
-        decay=WSD.get(shape or "", ScheduleConfig.decay),
-        **{name: count if counted else count // rows for name, count in counts.items()},
-    )
-    return {"learning_rate": schedule, "rate_unit": "samples" if counted else "steps"}
+    found = []
+    for name, (allowed, fix) in only.items():
+        if args.get(name) not in allowed:
+            found.append(Problem(name, repr(args[name]), repr(allowed[0]), fix))
+    return found
 
 
 def _data_of(args: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
@@ -739,7 +684,7 @@ def _data_of(args: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
         ValueError: they say it in a way that there is not; all offenders are listed.
     """
     given = {name: args[name] for name in ("seed", *DATA_ARGUMENTS) if name in args}
-    reading = Reading(read_mapping(given))
+    reading = Reading(read_arguments(given))
     found = {"seed": reading("seed")}
     if any(map(reading, DATA_ARGUMENTS[:5])):
         found |= data_settings(reading, "gpt", args["global_batch_size"])
@@ -767,7 +712,7 @@ def arguments_of(
     Raises:
         ValueError: Megatron has no such model, optimizer or schedule; all offenders are listed.
     """
-    table = megatron.arguments_of(run.gpt, seq=run.seq)
+    table = architecture_arguments(run.gpt, seq=run.seq)
     own, rate = run.optimizer, run.rate_schedule
     styles = {ours: theirs for theirs, ours in STYLES.items()}
     found = [
@@ -782,10 +727,15 @@ def arguments_of(
     ]
     raise_problems("Megatron has no such run", found)
     unit = "samples" if run.rate_unit == "samples" else "iters"
+    ordered, moe = run.order == "megatron", run.gpt.moe
+    # experts' capacity is that of a microbatch there
+    over_batch = moe is not None and moe.capacity_over == "batch"
+    samples = run.global_batch // run.microbatches if over_batch else 1
     decays = (own.start_weight_decay, own.end_weight_decay)
     decays = decays if own.weight_decay_incr_style != "constant" else (own.weight_decay,) * 2
     table |= {
-        "global_batch_size": run.global_batch, "micro_batch_size": 1, "train_iters": run.steps,
+        "global_batch_size": run.global_batch, "micro_batch_size": samples,
+        "train_iters": run.steps,
         "rampup_batch_size": [int(n) for n in run.ramp_up.split()] or None,
         "optimizer": "adam", "adam_beta1": own.b1, "adam_beta2": own.b2, "adam_eps": own.eps,
         "clip_grad": own.clip_norm, "weight_decay": own.weight_decay,
@@ -794,7 +744,7 @@ def arguments_of(
         "min_lr": rate.last, "lr_decay_style": styles[rate.name], "lr_warmup_init": rate.init,
         f"lr_decay_{unit}": rate.total_steps, f"lr_warmup_{unit}": rate.num_warmup_steps,
         f"lr_wsd_decay_{unit}": rate.decay_steps if rate.name == "wsd" else None,
-        "train_samples": run.ordered_samples if unit == "samples" else None,
+        "train_samples": run.ordered_samples if unit == "samples" or ordered else None,
         "lr_wsd_decay_style": {ours: theirs for theirs, ours in WSD.items()}.get(rate.decay),
         "seed": run.seed, "iteration": step,
         "consumed_train_samples": run.batches.first_sample(step),
@@ -802,7 +752,33 @@ def arguments_of(
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": expert_parallel,
         "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
     }  # fmt: skip
-    return argparse.Namespace(**table)
+    return argparse.Namespace(**table, **_data_arguments(run))
+
+
+def _data_arguments(run: config.TrainConfig) -> dict[str, Any]:
+    """Where samples come from, of what Megatron-LM reads: files of tokens, or random ones."""
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    found: dict[str, Any] = dict.fromkeys(names, run.packed)
+    found |= {"split": run.split or None, "dataloader_type": "single"}
+    if run.eval_every:
+        found |= {"eval_interval": run.eval_every, "eval_iters": run.eval_batches}
+        found |= {"full_validation": not run.eval_batches}
+    if run.format == "mock":
+        return found | {"mock_data": True}
+    if not run.data or not is_on_disk(run):
+        return found
+    pairs = parse_blend(run.data) or [(ALL, run.data)]
+    words = [word for pair in pairs for word in pair if word != ALL]
+    found |= {"mock_data": False, "data_path" if run.split else "train_data_path": words}
+    if run.eval_data and not run.split:
+        found["valid_data_path"] = [word.partition("=")[2] for word in shlex.split(run.eval_data)]
+    if run.order == "megatron":
+        found |= {
+            "data_cache_path": run.order_cache or None,
+            "mid_level_dataset_surplus": run.blend_surplus,
+            "add_extra_token_to_sequence": run.extra_token,
+        }  # fmt: skip
+    return found
 
 
 def write_megatron(

@@ -18,7 +18,7 @@ configurations in YAML have for them: ``=`` another name, ``!`` that of its oppo
 with nothing to do here.
 
 `read_words` makes values of the words of a command line, `read_mapping` of the keys and values of
-a configuration of Megatron-Core, Megatron-Bridge or NeMo.
+a configuration of Megatron-Core, Megatron-Bridge or NeMo, `read_arguments` of a checkpoint's.
 """
 
 from __future__ import annotations
@@ -528,6 +528,27 @@ def _read_key(found: Arguments, path: str, key: str, value: Any) -> None:
         found.problems.append(Problem(path, repr(one.value), wanted, "leave one of them out"))
     if before is one or section in _WINNING or before.spelled.partition(".")[0] not in _WINNING:
         found.given[argument.name] = one
+
+
+def read_arguments(values: Mapping[str, Any]) -> Arguments:
+    """The values of a checkpoint's ``args``, under the names where Megatron-LM keeps them.
+
+    Those that are None have their defaults, and other names are passed over: Megatron-LM derives
+    many. Nothing is raised: `Arguments.problems` lists values of other kinds.
+    """
+    found = Arguments()
+    for name, value in values.items():
+        argument = table().arguments.get(name)
+        if argument is None or value is None:
+            continue
+        value = list(value) if isinstance(value, tuple) else value
+        if argument.kind == "str" and isinstance(value, list):
+            value = str(value)
+        if (made := _of_kind(argument, value)) is None:
+            found.problems.append(Problem(name, repr(value), _KINDS[argument.kind]))
+        else:
+            found.given[name] = Given(name, made, _text(value))
+    return found
 
 
 def _argument(name: str) -> tuple[Argument | None, bool]:

@@ -223,7 +223,8 @@ def _gpt(reading: Reading) -> GPTConfig:
     own["fp32_residual"] = reading.take("fp32_residual_connection", "gpt.fp32_residual")
     own |= _positions(reading) | _attention(reading, own, norm)
     own |= _experts(reading, own)
-    depth = reading.take("mtp_num_layers", "gpt.mtp_depth") or 0
+    why = "ours balances experts there over tokens that have a target, Megatron-LM over all"
+    depth = reading.take("mtp_num_layers", "gpt.mtp_depth", why if "moe" in own else "") or 0
     weight = reading.take("mtp_loss_scaling_factor", "gpt.mtp_weight")
     own |= {"mtp_depth": depth, "mtp_weight": weight} if depth else {}
     if reading.take("apply_residual_connection_post_layernorm", ""):
@@ -535,13 +536,25 @@ def _balance(reading: Reading) -> dict[str, Any]:
 
 
 def _capacity(reading: Reading) -> dict[str, Any]:
-    why = "ours is of each sequence's tokens, Megatron-LM's of a rank's microbatch"
+    """Fields of how many tokens an expert takes.
+
+    Megatron-LM's are those of a rank's microbatch, which are those of a sequence where it has one
+    sample and no axis splits sequences. Of several samples, ours compete over all ranks.
+    """
+    one = (reading("micro_batch_size") or 1) == 1
+    why = "of each sequence's tokens, which a rank's microbatch has there"
+    if not one:
+        why = "ours is of the microbatch of all ranks, Megatron-LM's of that of one"
+    elif (reading("context_parallel_size") or 1) > 1 or reading("sequence_parallel"):
+        why = "ours is of each sequence's tokens, Megatron-LM's of a rank's part of them"
     factor = reading.take("moe_expert_capacity_factor", "gpt.moe.capacity_factor", why)
     policy = reading.take("moe_token_drop_policy", "gpt.moe.drop")
     if not factor or factor < 0:
         reading.unused("moe_token_drop_policy", "moe_expert_capacity_factor")
         return {}
-    return {"capacity_factor": factor, "drop": "probability" if policy == "probs" else "position"}
+    drop = "probability" if policy == "probs" else "position"
+    over = "sequence" if one else "batch"
+    return {"capacity_factor": factor, "capacity_over": over, "drop": drop}
 
 
 def _dense_layers(reading: Reading, own: Mapping[str, Any]) -> int:

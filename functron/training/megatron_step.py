@@ -29,10 +29,13 @@ def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mes
         ranks: processes; 0: as few as the sizes allow.
     """
     mesh, settings = _mesh(reading, family, ranks)
-    settings |= {"seq": _seq(reading, family)}
-    settings |= _batches(reading, mesh)
-    settings |= _rate(reading, settings) | {"optimizer": _optimizer(reading)}
-    return mesh, settings | _memory(reading)
+    return mesh, settings | update_settings(reading, family, mesh) | _memory(reading)
+
+
+def update_settings(reading: Reading, family: FamilyName, mesh: Mesh) -> dict[str, Any]:
+    """The settings that say what updates are, on whatever mesh: batches, rates, optimizer."""
+    settings = {"seq": _seq(reading, family)} | _batches(reading, mesh)
+    return settings | _rate(reading, settings) | {"optimizer": _optimizer(reading)}
 
 
 # --- the mesh

@@ -4,6 +4,9 @@
 NeMo, and makes the `TrainConfig` of the same run, with a table of what became of every argument.
 Where the line is silent, Megatron-LM's defaults are written out. Unknown arguments, variables that
 nothing sets and sizes that do not fit are refused, all at once.
+
+The arguments in a checkpoint are read as those of a line: `config_of`. `architecture_arguments` are
+those of a model.
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from functron import nn
 from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.order import parse_ramp_up
+from functron.models.config import GPTConfig
+from functron.models.family import FAMILIES
 from functron.training import megatron
 from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, read_yaml
 from functron.training.launch_line import LaunchLine, is_open, read_script
-from functron.training.megatron import Arguments, Kind, Reading, Row
+from functron.training.megatron import Arguments, Kind, Reading, Row, read_arguments
 from functron.training.megatron_model import FamilyName, architecture, family_of_line, vocabulary
 from functron.training.megatron_step import recast, step_settings
 
@@ -589,3 +595,208 @@ def _ranges(pairs: Iterable[tuple[int, int]]) -> str:
         else:
             joined.append([first, end])
     return " ".join(f"{first}:{end}" for first, end in joined)
+
+
+# --- the arguments in a checkpoint
+
+_SAME = MappingProxyType(
+    {
+        "num_layers": "num_layers", "hidden_size": "embed_dim", "num_attention_heads": "num_heads",
+        "max_position_embeddings": "max_seq", "norm_epsilon": "norm_eps", "swiglu": "gated",
+        "apply_layernorm_1p": "zero_centered_norm", "init_method_std": "init_stddev",
+        "fp32_residual_connection": "fp32_residual",
+    }
+)  # fmt: skip
+"""Megatron-LM's arguments, and the fields of ours that mean the same."""
+_LATENT_SAME = MappingProxyType(
+    {"q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_head_dim": "head_dim",
+     "qk_pos_emb_head_dim": "rope_head_dim", "v_head_dim": "v_head_dim"}
+)  # fmt: skip
+_MOE_SAME = MappingProxyType(
+    {
+        "num_experts": "num_experts", "moe_router_topk": "top_k",
+        "moe_ffn_hidden_size": "expert_dim",
+        "moe_router_score_function": "score", "moe_router_topk_scaling_factor": "scale",
+        "moe_router_num_groups": "num_groups", "moe_router_group_topk": "top_groups",
+        "moe_router_enable_expert_bias": "balance_bias",
+        "moe_router_bias_update_rate": "balance_rate",
+        "moe_shared_expert_intermediate_size": "shared_dim",
+        "moe_shared_expert_gate": "shared_gate",
+        "moe_z_loss_coeff": "z_loss", "moe_input_jitter_eps": "jitter",
+        "moe_expert_capacity_factor": "capacity_factor",
+    }
+)  # fmt: skip
+_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
+    {
+        "is_hybrid_model": ((False, None), "hybrids in a Megatron checkpoint yet"),
+        "hybrid_override_pattern": ((None,), "hybrids in a Megatron checkpoint yet"),
+        "hybrid_layer_pattern": ((None,), "hybrids in a Megatron checkpoint yet"),
+        "num_moe_experts_per_layer": ((None,), "layers of different numbers of experts"),
+        "moe_use_upcycling": ((False, None), "checkpoints before they are upcycled"),
+        "moe_router_force_load_balancing": ((False, None), "routers that choose at random"),
+        "moe_latent_size": ((None,), "such experts in a Megatron checkpoint yet"),
+        "softmax_type": (("vanilla", None), "such a softmax in a Megatron checkpoint yet"),
+        "attention_output_gate": ((False, None), "that gate in a Megatron checkpoint yet"),
+        "scale_logits_with_mup": ((False, None), "Megatron's width rules"),
+        "linear_attention_freq": ((None,), "linear attention"),
+        "experimental_attention_variant": ((None,), "that attention"),
+        "encoder_num_layers": ((None,), "encoders"),
+    }
+)
+"""Arguments that a checkpoint may have at these values alone, and what our model lacks of others.
+
+An encoder's number of layers repeats the decoder's in old ones, and is passed over there."""
+_OF_VOCABULARY = (
+    "vocab_size", "vocab_extra_ids", "tokenizer_type", "tokenizer_model", "vocab_file",
+    "merge_file", "make_vocab_size_divisible_by",
+)  # fmt: skip
+
+
+def reading_of(args: Mapping[str, Any]) -> Reading:
+    """The arguments in a checkpoint, to be read as those of a launch line.
+
+    Its vocabulary is the padded one, whose rows are all in Megatron's softmax.
+    """
+    dropped = {*_OF_VOCABULARY, "encoder_num_layers"}
+    return Reading(read_arguments({n: v for n, v in args.items() if n not in dropped}))
+
+
+def config_of(args: Mapping[str, Any], *, where: str = "args") -> GPTConfig:
+    """The architecture that Megatron-LM's arguments in a checkpoint describe.
+
+    It is that of a launch line with them, but for what was derived since: the padded vocabulary,
+    and of one module of multi-token prediction a weight that is larger by ``seq / (seq - 1)``,
+    since Megatron takes the mean over the tokens that have one.
+
+    Raises:
+        ValueError: the arguments are not there, or describe what our decoder does not compute; all
+            offenders are listed.
+    """
+    problems: list[Problem] = []
+    for name, (allowed, lacks) in _ONLY.items():
+        value = args.get(name)
+        if value not in allowed and not (
+            name == "encoder_num_layers" and value == args.get("num_layers")
+        ):
+            wanted = " or ".join(repr(each) for each in allowed if each is not None) or "None"
+            problems.append(Problem(name, repr(value), wanted, f"our decoder has not {lacks}"))
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
+    problems += [
+        Problem(name, "no such argument", "the model's", "pass --model")
+        for name in needed
+        if type(args.get(name)) is not int
+    ]
+    title = f"cannot tell the model of {where}"
+    raise_problems(title, problems)
+    reading = reading_of(args)
+    try:
+        made = architecture(reading, "gpt")
+    except ValueError as error:
+        raise_problems(title, reading.problems)
+        raise ValueError(f"{title}\n{error}") from None
+    problems = [each for each in reading.arguments.problems if each.path in reading.fates]
+    raise_problems(title, [*reading.problems, *problems])
+    bits = {"bf16": "bfloat16", "fp16": "float16"}
+    dtype: Any = next((bits[name] for name in bits if args.get(name)), "float32")
+    padded = args["padded_vocab_size"]
+    assert isinstance(made, GPTConfig)
+    made = replace(made, vocab_size=padded, vocab_multiple=padded, dtype=dtype)
+    return replace(made, mtp_weight=_ahead_weight(args)) if made.mtp_depth else made
+
+
+def _ahead_weight(args: Mapping[str, Any]) -> float:
+    factor, seq = args.get("mtp_loss_scaling_factor"), args.get("seq_length") or 0
+    factor = 0.1 if factor is None else factor
+    return factor * seq / (seq - 1) if args["mtp_num_layers"] == 1 and seq > 1 else factor
+
+
+def architecture_arguments(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
+    """Megatron-LM's arguments of an architecture.
+
+    Args:
+        config: the architecture.
+        seq: tokens of a sample, which the weight of multi-token prediction is scaled by.
+
+    Raises:
+        ValueError: Megatron's arguments cannot express it; all fields are listed.
+    """
+    c, moe = config, config.moe
+    made: dict[str, Any] = {theirs: getattr(c, ours) for theirs, ours in _SAME.items()}
+    made |= {
+        "ffn_hidden_size": c.mlp_dim, "padded_vocab_size": c.padded_vocab,
+        "make_vocab_size_divisible_by": c.vocab_multiple, "vocab_size": c.vocab_size,
+        "normalization": "RMSNorm" if c.norm == "rms" else "LayerNorm",
+        "untie_embeddings_and_output_weights": not c.tied, "add_bias_linear": c.bias,
+        "add_qkv_bias": c.qkv_bias, "hidden_dropout": c.dropout, "attention_dropout": 0.0,
+        "position_embedding_type": "learned_absolute" if c.positions == "learned" else c.positions,
+        "rotary_base": int(c.rope_theta), "rotary_percent": c.rope_fraction,
+        "squared_relu": c.activation == "relu2", "openai_gelu": c.activation == "gelu_tanh",
+        "bias_gelu_fusion": False, "bf16": c.dtype == "bfloat16", "fp16": c.dtype == "float16",
+        "params_dtype": c.torch_dtype, "qk_layernorm": c.qk_norm or bool(c.kv_rank),
+        "multi_latent_attention": bool(c.kv_rank), "seq_length": seq or c.max_seq,
+        "num_experts": None, "mtp_num_layers": c.mtp_depth or None,
+    }  # fmt: skip
+    if c.kv_rank:
+        made |= {theirs: getattr(c, ours) or None for theirs, ours in _LATENT_SAME.items()}
+        made |= {"rope_type": "rope"} | _yarn_arguments(c.rope_scaling)
+    else:
+        made |= {"group_query_attention": c.kv_heads != c.num_heads, "num_query_groups": c.kv_heads}
+        made |= {"kv_channels": c.head_size, "rotary_interleaved": c.rope_pairs == "neighbours"}
+        if c.window:
+            skipped = {"window_attn_skip_freq": c.global_every} if c.global_every else {}
+            made |= {"window_size": (c.window - 1, 0), **skipped}
+        if c.rope_scaling is not None and c.rope_scaling.kind == "llama3":
+            made |= {"use_rope_scaling": True, "rope_scaling_factor": c.rope_scaling.factor}
+    if moe is not None:
+        kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
+        made |= {theirs: getattr(moe, ours) for theirs, ours in _MOE_SAME.items()}
+        if moe.num_groups == 1:
+            made |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        made |= {
+            "moe_layer_freq": [0] * c.dense_layers + [1] * (c.num_layers - c.dense_layers)
+            if c.dense_layers else 1,
+            "moe_router_load_balancing_type": kinds[moe.aux] if moe.aux_loss else "none",
+            "moe_aux_loss_coeff": moe.aux_loss,
+            "moe_router_pre_softmax": moe.score == "softmax" and moe.normalise == "before",
+            "moe_shared_expert_intermediate_size": moe.shared_dim or None,
+            "moe_z_loss_coeff": moe.z_loss or None, "moe_input_jitter_eps": moe.jitter or None,
+            "moe_expert_capacity_factor": moe.capacity_factor or None,
+            "moe_token_drop_policy": "probs" if moe.drop == "probability" else "position",
+            "moe_token_dispatcher_type": "allgather" if moe.dispatch == "gather" else "alltoall",
+            "moe_router_dtype": "fp64" if moe.router_dtype == "float64" else "fp32",
+        }  # fmt: skip
+    if c.mtp_depth:
+        made["mtp_loss_scaling_factor"] = c.mtp_weight
+        made["mtp_loss_scaling_factor"] = c.mtp_weight**2 / (_ahead_weight(made) or 1.0)
+    _check_back(config, made)
+    return made
+
+
+def _yarn_arguments(scaling: nn.RopeScaling | None) -> dict[str, Any]:
+    """The arguments of latent attention's stretched positions; none where they are plain."""
+    if scaling is None or scaling.kind != "yarn":
+        return {}
+    return {
+        "rope_type": "yarn", "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_seq,
+        "beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow,
+        "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim,
+    }  # fmt: skip
+
+
+def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
+    """Refuse a config that is another one when it is read from its arguments."""
+    canonical = FAMILIES["gpt"].canonical
+    # rows of padding, and how parameters are joined, are of the layout alone
+    plain = replace(
+        config, vocab_size=config.padded_vocab, vocab_multiple=config.padded_vocab,
+        fused_projections=False,
+    )  # fmt: skip
+    back = replace(config_of(made), mtp_weight=plain.mtp_weight)
+    wanted, got = canonical(plain), canonical(back)
+    found = [
+        Problem(f.name, repr(getattr(config, f.name)), f"{getattr(got, f.name)!r}, in Megatron")
+        for f in dataclasses.fields(config)
+        if getattr(wanted, f.name) != getattr(got, f.name)
+    ]
+    raise_problems("Megatron has no such model", found)

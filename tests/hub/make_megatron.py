@@ -4,7 +4,8 @@
     oracle/bin/pip install -c pins torch==2.13.0 numpy einops packaging psutil
     oracle/bin/pip install --no-deps megatron-core==0.16.1
     oracle/bin/python tests/hub/make_megatron.py make tests/hub/megatron
-    oracle/bin/python tests/hub/make_megatron.py go-on FIXTURE CHECKPOINT  # losses from there on
+    oracle/bin/python tests/hub/make_megatron.py go-on FIXTURE CHECKPOINT OUT  # from there on
+    oracle/bin/python tests/hub/make_megatron.py shared-step  # a defect that `Loader` repairs
 
 megatron-core trains tiny models for 5 steps on a CPU (gloo, its local layers: Transformer Engine and
 Apex are absent) and writes them; then it makes logits, and takes 5 further steps. `torch_dist` is
@@ -43,6 +44,9 @@ MESHES = {
     "pp2": {"pp": 2, "world": 4, "distributed": "fully_reshardable"},
     "tp2pp2vpp2": {"tp": 2, "pp": 2, "vpp": 2, "world": 4},
     "ep2": {"ep": 2, "world": 2, "distributed": "fully_reshardable"},
+    # the optimizer's state by buckets, as Megatron-LM writes it by default
+    "tp2dp2": {"tp": 2, "world": 4, "distributed": "dp_reshardable"},
+    "ep2dp2": {"ep": 2, "world": 2, "distributed": "dp_reshardable"},
 }
 COMMON = {
     "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24,
@@ -60,17 +64,23 @@ EXPERTS = {
     "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-2,
     "moe_router_topk_scaling_factor": 1.5,
 }  # fmt: skip
+LATENT = {
+    "group_query_attention": False, "num_query_groups": 4, "multi_latent_attention": True,
+    "rope_type": "rope", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "norm_epsilon": 1e-6, "qk_layernorm": True,
+}  # fmt: skip
+AHEAD = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 KINDS = {
     "llama": LLAMA,
     "gpt2": {**COMMON, "position_embedding_type": "learned_absolute"},
     "moe": {**LLAMA, **EXPERTS},
-    "mla": {
-        **LLAMA, **EXPERTS, "group_query_attention": False, "num_query_groups": 4,
-        "multi_latent_attention": True, "rope_type": "rope", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 4,
-        "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "norm_epsilon": 1e-6, "qk_layernorm": True,
-        "moe_layer_freq": [0, 1, 1, 1],
-    },
-    "mtp": {**LLAMA, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
+    "mla": {**LLAMA, **EXPERTS, **LATENT, "moe_layer_freq": [0, 1, 1, 1]},
+    "mtp": {**LLAMA, **AHEAD},
+    # smaller ones, each for what the others have not
+    "moes": {**LLAMA, **EXPERTS, "num_layers": 2},
+    "bf16": {**LLAMA, "num_layers": 2, "bf16": True, "params_dtype": torch.bfloat16},
+    "latent": {**LLAMA, **LATENT, "num_layers": 2},
+    "aheads": {**LLAMA, **EXPERTS, **AHEAD, "num_layers": 2},
 }  # fmt: skip
 
 FIXTURES = {
@@ -79,11 +89,15 @@ FIXTURES = {
     "moe": ("tp2", "ep2", "tp2pp2vpp2"),
     "mla": ("pp2", "ep2"),
     "mtp": ("tp2",),
+    "moes": ("ep2dp2",),
+    "bf16": ("tp2", "tp2dp2"),
+    "latent": ("tp2",),
+    "aheads": ("ep2",),
 }
 """Those that are made: all of them together would be large.
 
-Latent attention is not divided by tp: megatron-core has it for Transformer Engine, and with local
-layers its gradient under tp is another than on one rank (norm 2.0127 in the place of 2.0146).
+Latent attention is divided by tp with its sequence: otherwise megatron-core 0.16.1 adds up gradients
+of `q_layernorm` that are whole on every rank, as it has to of those by head.
 """
 
 
@@ -98,6 +112,18 @@ class Loader(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader)
         (r"torch\.cuda\.(empty_cache|synchronize)\(\)", "None"),
         # torch's Adam has steps among its state, which loading a checkpoint forgets
         (r"(dst_tensors\[key\]\.copy_\(tensors\[key\]\))", r"key == 'step' or \1"),
+        # and gives all parameters as one tensor: each adds 1 to it in every step (see `shared_step`)
+        (r"s\[\"step\"\] = step\b", 's["step"] = step.clone()'),
+        # of latent attention's one rotated key a rank of tp has the gradient of its own heads: with
+        # Transformer Engine's layers gathering sums them up, with local ones nothing does
+        (
+            r"\n( +)(if self\.config\.sequence_parallel:\n +# kv_compressed:\[s / TP, b, kv_lora_rank\])",
+            r"\n\1k_pos_emb = copy_to_tensor_model_parallel_region(k_pos_emb)\n\1\2",
+        ),
+        (
+            r"    (scatter_to_sequence_parallel_region,)\n\)",
+            r"    \1\n    copy_to_tensor_model_parallel_region,\n)",
+        ),
         # its norms need nothing for split sequences but the flag that `build` gives them
         (r"assert not config\.sequence_parallel, f.*", "pass"),
     )
@@ -170,9 +196,10 @@ def configuration(args: argparse.Namespace):
         "layernorm_epsilon": args.norm_epsilon, "gated_linear_unit": args.swiglu,
         "activation_func": F.silu if args.swiglu else F.gelu,
         "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
-        "use_cpu_initialization": True, "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32, "gradient_accumulation_fusion": False,
-        "sequence_parallel": args.tensor_model_parallel_size > 1 and bool(args.num_experts),
+        "use_cpu_initialization": True, "params_dtype": args.params_dtype,
+        "pipeline_dtype": args.params_dtype, "bf16": args.bf16, "gradient_accumulation_fusion": False,
+        "sequence_parallel": args.tensor_model_parallel_size > 1
+        and bool(args.num_experts or args.multi_latent_attention),
     }  # fmt: skip
     if args.virtual_pipeline_model_parallel_size:  # of two ranks: as Megatron-LM asks for
         made |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -219,20 +246,22 @@ def build(args: argparse.Namespace) -> list:
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
+    from megatron.core.transformer.module import Float16Module
 
     config, chunks = configuration(args), []
     count = args.virtual_pipeline_model_parallel_size or 1
     for stage in range(count):
         number = stage if count > 1 else None
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=args.qk_layernorm, normalization=args.normalization
-        )
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization,
+            multi_latent_attention=args.multi_latent_attention,
+        )  # fmt: skip
         if args.num_experts:
             spec = get_gpt_decoder_block_spec(
                 config, False, normalization=args.normalization, vp_stage=number
             )
         if args.multi_latent_attention:
-            for layer in spec.layer_specs:
+            for layer in getattr(spec, "layer_specs", [spec]):
                 layer.submodules.self_attention.submodules.core_attention = attention_core()
         mtp = None
         if args.mtp_num_layers:
@@ -251,8 +280,10 @@ def build(args: argparse.Namespace) -> list:
         for name, parameter in model.named_parameters():
             if config.sequence_parallel and "norm." in name:
                 parameter.sequence_parallel = True  # gradients are summed over tensor parallelism
-        chunks.append(model)
-    own = DistributedDataParallelConfig(use_distributed_optimizer=args.use_distributed_optimizer)
+        chunks.append(Float16Module(config, model) if args.bf16 else model)
+    own = DistributedDataParallelConfig(
+        use_distributed_optimizer=args.use_distributed_optimizer, grad_reduce_in_fp32=args.bf16
+    )
     return [
         DistributedDataParallel(config, own, model, disable_bucketing=number > 0)
         for number, model in enumerate(chunks)
@@ -265,7 +296,7 @@ def optimizer_of(args: argparse.Namespace, chunks: list):
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     names = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
-             "clip_grad", "use_distributed_optimizer")  # fmt: skip
+             "clip_grad", "use_distributed_optimizer", "bf16", "params_dtype")  # fmt: skip
     own = OptimizerConfig(**{name: getattr(args, name) for name in names})
     made = get_megatron_optimizer(own, chunks)
     rows = args.global_batch_size
@@ -349,9 +380,10 @@ class Training:
         from megatron.core import parallel_state as ps
 
         last, kept = self.chunks[-1].module, []
+        last = getattr(last, "module", last)  # of 16 bits it is wrapped once more
         if last.post_process:  # modules of multi-token prediction come before the model itself
             last.output_layer.register_forward_hook(
-                lambda *given: kept.append(given[-1][0].clone())
+                lambda *given: kept.append(given[-1][0].float().clone())
             )
         for chunk in self.chunks:
             chunk.eval()
@@ -384,9 +416,8 @@ def metadata_of(args) -> dict:
     return made
 
 
-def sharded(training: Training, args: argparse.Namespace, *, loading: bool) -> dict:
+def sharded(training: Training, args: argparse.Namespace, metadata: dict, *, loading: bool) -> dict:
     """The state dict that Megatron-LM's `generate_state_dict` makes for `dist_checkpointing`."""
-    metadata = metadata_of(args)
     own = args if not hasattr(args, "mesh") else argparse.Namespace(
         **{k: v for k, v in vars(args).items() if k not in ("mesh", "singleton")}
     )  # fmt: skip
@@ -411,7 +442,7 @@ def save_sharded(training: Training, args: argparse.Namespace, folder: Path) -> 
 
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    table = sharded(training, args, loading=False)
+    table = sharded(training, args, metadata_of(args), loading=False)
     table["rng_state"] = ShardedObject(
         "rng_state", [_rng()], (1,), (0,), replica_id=dist.get_rank()
     )
@@ -538,7 +569,8 @@ def load(training: Training, args: argparse.Namespace, folder: Path) -> None:
     # without Apex the distributed optimizer has no state to load into before it made a step
     training.step(0)
     training.schedule.num_steps = 0
-    table = sharded(training, args, loading=True)
+    metadata = dist_checkpointing.load_content_metadata(str(folder))
+    table = sharded(training, args, metadata or metadata_of(args), loading=True)
     found = dist_checkpointing.load(table, str(folder))
     for number, chunk in enumerate(training.chunks):
         name = f"model{number}" if len(training.chunks) > 1 else "model"
@@ -547,6 +579,38 @@ def load(training: Training, args: argparse.Namespace, folder: Path) -> None:
     training.schedule.use_checkpoint_opt_param_scheduler = True
     training.schedule.load_state_dict(found["opt_param_scheduler"])
     training.args.iteration = found["iteration"]
+
+
+def shared_step() -> None:
+    """The steps that parameters count after a checkpoint was loaded, by megatron-core as it is.
+
+    Without Transformer Engine and Apex, `DistributedOptimizer.load_state_dict` of 0.16.1 gives the
+    states of all parameters one tensor as their "step". torch's AdamW adds 1 to it for each of
+    them: the bias of its moments is corrected for as many updates as there are parameters, so that
+    losses are others from the second step on. `Loader` gives each a copy.
+    """
+    Loader.RULES = tuple(rule for rule in Loader.RULES if ".clone()" not in rule[1])
+    sys.meta_path.insert(0, Loader())
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29571",
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+    }
+    MESHES["one"] = {"world": 1, "distributed": "fully_reshardable"}
+    args = arguments("llama", "one", STEPS)
+    args.mesh, args.singleton = "one", False
+    start(args)
+    training = Training(args)
+    training.step(0)
+    for loaded in (False, True):
+        if loaded:
+            training.optimizer.load_state_dict(training.optimizer.state_dict())
+        training.step(1)
+        (own,) = training.optimizer.chained_optimizers
+        steps = sorted(float(each["step"]) for each in own.optimizer.state.values())
+        print("after loading:" if loaded else "before:", steps)
+    dist.destroy_process_group()
 
 
 def run(kind: str, mesh: str, out: Path, checkpoint: str = "") -> None:
@@ -588,5 +652,7 @@ if __name__ == "__main__":
         kind, _, mesh = rest[0].partition("-")
         run(kind, mesh, Path(rest[2]), str(Path(rest[1]).resolve()))
         print((Path(rest[2]) / "golden.json").read_text())
+    elif command == "shared-step":
+        shared_step()
     else:
         raise SystemExit(__doc__)

@@ -11,6 +11,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +28,20 @@ from functron.cli.main import main
 from functron.core import random
 from functron.data import IndexedFile, IndexedWriter
 from functron.hub import megatron
-from functron.hub.megatron_files import METADATA, open_checkpoint, read_pickle
+from functron.hub.megatron_files import (
+    METADATA,
+    Chunk,
+    Opened,
+    Tensors,
+    open_checkpoint,
+    read_pickle,
+)
 from functron.models.config import GPTConfig
 from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
-from functron.training.convert import convert
+from functron.training.convert import arguments_of, convert
 from functron.training.data import open_samples
+from functron.training.migrate import architecture_arguments, config_of
 from functron.training.plan import plan
 from functron.training.restored import restored
 
@@ -46,6 +56,10 @@ DEFAULT = {
     ("moe-ep2", "torch_dist", ""),
     ("mla-pp2", "torch_dist", ""),
     ("mtp-tp2", "torch", ""),
+    ("bf16-tp2dp2", "torch_dist", "tp=2"),
+    ("latent-tp2", "torch", ""),
+    ("aheads-ep2", "torch_dist", ""),
+    ("moes-ep2dp2", "torch_dist", ""),
 }
 ALL = [
     pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.full, id="-".join(case))
@@ -81,6 +95,19 @@ def main_loss(metrics: dict) -> float:
     return float(aux["next_token"] / aux["targets"]) if aux else float(metrics["loss"])
 
 
+def rounding_of(model: GPTConfig) -> float:
+    """By how much logits of two computations in bfloat16 differ, as a part of their size; 0: float32.
+
+    Both round to 8 bits, by 2^-9 at most, what each layer computes one after another: its norms (2),
+    projections (7: query or key, rotation, scores, values, output, up, down), gate and residual sums
+    (3), and the embedding's norm and product at the end (2). Errors that are independent add up as
+    their squares do; those of two computations are twice as many.
+    """
+    if model.dtype != "bfloat16":
+        return 0.0
+    return (2 * (12 * model.num_layers + 2)) ** 0.5 * 2**-9
+
+
 @pytest.mark.parametrize(("name", "layout", "mesh"), ALL)
 def test_goes_on_as_megatron_would_have(name, layout, mesh, unpacked, tmp_path):
     folder = unpacked(name)
@@ -91,19 +118,24 @@ def test_goes_on_as_megatron_would_have(name, layout, mesh, unpacked, tmp_path):
     stored = checkpoint.latest(tmp_path / "run" / "checkpoints")
     state, _ = restored(stored, made, random.key(run.seed), torch.device("cpu"))
     assert int(state.step) == 5
-    logits = gpt.forward(run.gpt, state.params, batch_of(1000)["tokens"])
+    logits = gpt.forward(run.gpt, state.params, batch_of(1000)["tokens"]).float()
     wanted = torch.from_numpy(np.load(folder / "golden.npz")["logits"])
-    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+    rounding = rounding_of(run.gpt)
+    # five standard deviations
+    of_logits = 1e-5 if not rounding else 5 * rounding * float(wanted.square().mean().sqrt())
+    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=of_logits)
+    # a loss is the mean over so many tokens of differences of logits
+    of_loss = of_logits / (ROWS * SEQ) ** 0.5
     for step, (loss, norm) in enumerate(golden["next"], 5):
         state, metrics = made.step(state, batch_of(step))
-        assert main_loss(metrics) == pytest.approx(loss, rel=1e-5)
-        assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
+        assert abs(main_loss(metrics) - loss) <= (of_loss if rounding else 1e-5 * loss)
+        assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=2 * rounding or 1e-4)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("moe-ep2", "gpt2-pp2") else pytest.mark.full)
+        pytest.param(name, marks=[] if name in ("moes-ep2dp2", "bf16-tp2dp2") else pytest.mark.full)
         for name in NAMES
     ],
 )
@@ -111,8 +143,9 @@ def test_both_layouts_have_the_same_numbers(name, unpacked):
     """Whatever divided them: tp, pp, virtual stages, ep, and the distributed optimizer's buffers."""
     one, other = (open_checkpoint(unpacked(name) / layout) for layout in LAYOUTS)
     assert (one.step, other.step) == (5, 5)
-    assert one.state.keys() == other.state.keys() >= {"exp_avg", "exp_avg_sq"}
-    pairs = [(one.weights, other.weights), *((one.state[k], other.state[k]) for k in one.state)]
+    states = [megatron.state_of(each) for each in (one, other)]
+    assert states[0].keys() == states[1].keys() >= {"exp_avg", "exp_avg_sq"}
+    pairs = [(one.weights, other.weights), *((states[0][k], states[1][k]) for k in states[0])]
     for ours, theirs in pairs:
         assert theirs.sizes.keys() - ours.sizes.keys() <= {
             "output_layer.weight"
@@ -120,6 +153,57 @@ def test_both_layouts_have_the_same_numbers(name, unpacked):
         for key, shape in ours.sizes.items():
             whole = [slice(0, size) for size in shape]
             assert torch.equal(ours.read(key, whole), theirs.read(key, whole)), key
+
+
+def whole(**named: torch.Tensor) -> Tensors:
+    """Tensors of one shard each, by their names."""
+    made = Tensors()
+    for name, value in named.items():
+        start = (0,) * value.dim()
+        chunk = Chunk(start, tuple(value.shape), lambda value=value: value, Path("shard"))
+        made.add(name.replace("__", "."), value.dtype, chunk)
+    assert not made.close()
+    return made
+
+
+def in_buckets(**changes: torch.Tensor) -> Opened:
+    """Two equal norms and a matrix of three numbers a row, the last first, each at a multiple of 64."""
+    ones, w = torch.ones(8, dtype=torch.bfloat16), torch.arange(6.0).view(2, 3).bfloat16()
+    flat = torch.full((64 * 2 + 8,), 7.0)
+    for start, value in ((0, w.flatten()), (64, ones), (128, ones)):
+        flat[start : start + value.numel()] = value.float() * (1 + 2**-10)  # rounded to it
+    moments = {"exp_avg": torch.arange(136.0), "exp_avg_sq": torch.arange(136.0) ** 2}
+    moments = {key: m.index_fill(0, torch.arange(64, 136), 1.0) for key, m in moments.items()}
+    buckets = {f"b__{key}": value for key, value in {"param": flat, **moments, **changes}.items()}
+    common = {"args": {"tensor_model_parallel_size": 1}}
+    weights = whole(a__weight=ones, c__weight=ones, z__weight=w)
+    return Opened(Path("folder"), common, weights, {}, 1, whole(**buckets))
+
+
+def test_buckets_by_hand():
+    """Parameters are known by the numbers that masters are rounded to, in whatever order."""
+    state = megatron.state_of(in_buckets())
+    assert state.keys() == {"exp_avg", "exp_avg_sq", "master"}
+    for name, values in {
+        "z.weight": torch.arange(6.0).view(2, 3), "a.weight": torch.ones(8),
+    }.items():  # fmt: skip
+        box = [slice(0, n) for n in values.shape]
+        assert torch.equal(state["exp_avg"].read(name, box), values)
+        assert torch.equal(state["exp_avg_sq"].read(name, box), values**2)
+        master = state["master"].read(name, box)
+        assert torch.equal(master.bfloat16(), values.bfloat16())
+        assert not torch.equal(master, values)
+
+
+def test_buckets_that_fit_no_parameters():
+    unknown = torch.zeros(136)
+    with pytest.raises(
+        ValueError, match=r"b: got numbers of no parameter from 0 on; .*reshardable"
+    ):
+        megatron.state_of(in_buckets(param=unknown))
+    # two norms of the same numbers, of which one was updated otherwise
+    with pytest.raises(ValueError, match=r"b: got other moments from 128 on than elsewhere of"):
+        megatron.state_of(in_buckets(exp_avg=torch.arange(136.0)))
 
 
 def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
@@ -145,14 +229,23 @@ def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
 def test_comes_back_as_it_was(name, unpacked, tmp_path):
     source = unpacked(name) / "torch_dist" / "iter_0000005"
     convert(f"megatron:{source}", f"run:{tmp_path / 'run'}")
-    ranks = 2 if name == "moe-ep2" else 1
+    ranks = 2 if "-ep2" in name else 1
     convert(f"run:{tmp_path / 'run'}", f"megatron:{tmp_path / 'back'}", expert_parallel=ranks)
     back = tmp_path / "back" / "iter_0000005"
     assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "5"
     before, after = read_by_torch(source), read_by_torch(back)
+    before = {key: value for key, value in before.items() if "optimizer.distributed." not in key}
     assert before.keys() <= after.keys()
     for key, value in before.items():
         assert torch.equal(after[key], value), key
+    # of buckets each parameter's part
+    states = [megatron.state_of(open_checkpoint(folder)) for folder in (source, back)]
+    assert states[0].keys() == states[1].keys()
+    for one, other in ((state, states[1][kind]) for kind, state in states[0].items()):
+        assert one.sizes.keys() == other.sizes.keys()
+        for key, shape in one.sizes.items():
+            box = [slice(0, size) for size in shape]
+            assert torch.equal(one.read(key, box), other.read(key, box)), key
     # the objects without which Megatron-Core refuses to load
     kinds = (
         dcp.FileSystemReader(str(f)).read_metadata().state_dict_metadata for f in (source, back)
@@ -165,8 +258,29 @@ def test_comes_back_as_it_was(name, unpacked, tmp_path):
     same, args = open_checkpoint(back).args, open_checkpoint(source).args
     assert same is not None
     assert args is not None
-    assert megatron.config_of(same) == megatron.config_of(args)
+    assert config_of(same) == config_of(args)
     assert same["consumed_train_samples"] == args["consumed_train_samples"] == 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_megatron_goes_on_with_ours(name, unpacked, tmp_path):
+    """There and back, loaded by megatron-core with the optimizer that the fixture had.
+
+    It prints the five losses that it printed before, to the last bit. Without Transformer Engine
+    its distributed optimizer of 0.16.1 goes on otherwise from its own checkpoints too, for a defect
+    that the script shows (``shared-step``) and repairs.
+    """
+    pytest.importorskip("megatron.core", reason="an environment as in make_megatron.py")
+    folder, out = unpacked(name), tmp_path / "out"
+    ranks = 2 if "-ep2" in name else 1
+    convert(f"megatron:{folder / 'torch_dist'}", f"run:{tmp_path / 'run'}")
+    convert(f"run:{tmp_path / 'run'}", f"megatron:{tmp_path / 'back'}", expert_parallel=ranks)
+    script = Path(__file__).parent / "make_megatron.py"
+    back = tmp_path / "back" / "iter_0000005"
+    subprocess.run([sys.executable, script, "go-on", name, back, out], check=True)
+    got, wanted = (json.loads((f / "golden.json").read_text())["next"] for f in (out, folder))
+    assert got == wanted
 
 
 def test_names_of_what_is_missing_and_unknown(unpacked, tmp_path):
@@ -346,15 +460,16 @@ def test_says_what_it_cannot_take(unpacked, tmp_path, capsys):
             convert(f"megatron:{folder}", f"run:{tmp_path / 'run'}")
 
     refused(r"consumed_train_samples: got 24; wanted 20: 5 steps of 4", consumed_train_samples=24)
-    refused(r"train_iters: got '20'; wanted a whole number", train_iters="20")
+    refused(r"train_iters: got '2.5'; wanted a whole number", train_iters="2.5")
     refused(r"seed: got 'x'; wanted a whole number", seed="x")
     refused(
         r"one of --data-path, --train-data-path and --mock-data", data_path=["a"], mock_data=True
     )
-    refused(r"window_size: got \(4, 0\); wanted None", window_size=(4, 0))
+    refused(r"window_size: got \[4, 4\]; wanted keys before a query", window_size=(4, 4))
     refused(r"optimizer: got 'muon'; wanted 'adam'", optimizer="muon")
     refused(r"attention_dropout: got 0.1; wanted 0", attention_dropout=0.1)
-    refused(r"rope_scaling: got True; wanted False", use_rope_scaling=True)
+    refused(r"softmax_type: got 'learnable'; wanted 'vanilla'", softmax_type="learnable")
+    refused(r"qk_l2_norm: got true; wanted an RMSNorm with scales", qk_l2_norm=True)
     torch.save({k: v for k, v in common.items() if k != "args"}, folder / "common.pt")
     with pytest.raises(ValueError, match=r"args: got none in it; .* pass --model"):
         convert(f"megatron:{folder}", f"run:{tmp_path / 'run'}")
@@ -389,6 +504,17 @@ def test_goes_on_with_the_next_sample(unpacked, tmp_path, capsys):
     assert main(["train", "--resume", "--out", str(out), "--steps", "6"]) == 0
     (record,) = run_folder.records(out)
     assert record["step"] == 6
+    convert(f"run:{out}", f"megatron:{tmp_path / 'back'}")
+    back = open_checkpoint(tmp_path / "back").args
+    assert back is not None
+    wanted = {**more, "train_samples": 40, "seed": 1234, "seq_length": SEQ, "iteration": 6}
+    wanted |= {"train_iters": 6, "consumed_train_samples": 24, "mock_data": False}
+    assert {name: back[name] for name in wanted} == wanted
+    convert(f"megatron:{tmp_path / 'back'}", f"run:{tmp_path / 'again'}")
+    names = ("data", "split", "order", "ordered_samples", "order_cache", "extra_token", "seq")
+    for name in names:
+        again = config.load(tmp_path / "again" / "config.toml")
+        assert getattr(again, name) == getattr(config.load(out / "config.toml"), name), name
     other = ["train", "--resume", "--out", str(out), "--steps", "7", "--split", "5,1"]
     assert main(other) == 2  # of which there are steps now
     assert "split: got '5,1'; wanted '4,1,1', as in the run" in capsys.readouterr().err
@@ -431,12 +557,19 @@ ARCHITECTURES = {
     "gelu": GPTConfig(norm="layer", positions="learned", bias=True, gated=False, activation="gelu"),
     "relu2": GPTConfig(activation="relu2", gated=False, rope_fraction=0.5, zero_centered_norm=True),
     "qwen3": GPTConfig(num_kv_heads=2, head_dim=16, qk_norm=True, rope_theta=1e6, tied=True),
+    "llama3.1": GPTConfig(num_kv_heads=2, rope_scaling=ft.nn.RopeScaling(factor=8.0)),
+    "mistral": GPTConfig(num_kv_heads=2, window=8, global_every=2, rope_pairs="neighbours"),
     "mixtral": GPTConfig(
-        num_kv_heads=2, moe=MoEConfig(expert_dim=64, normalise="after", aux_loss=1e-2, aux="batch")
+        num_kv_heads=2,
+        moe=MoEConfig(expert_dim=64, normalise="after", aux_loss=1e-2, aux="batch",
+                      capacity_factor=1.25, drop="probability"),
     ),
     "deepseek": GPTConfig(
         kv_rank=8, q_rank=8, head_dim=16, rope_head_dim=8, v_head_dim=16, dense_layers=1, mtp_depth=1,
-        moe=MoEConfig(expert_dim=64, score="sigmoid", renormalise=True, balance_bias=True,
+        rope_scaling=ft.nn.RopeScaling(
+            40.0, original_max_seq=4096, kind="yarn", mscale=1.0, mscale_all_dim=1.0
+        ),
+        moe=MoEConfig(top_k=4, expert_dim=64, score="sigmoid", renormalise=True, balance_bias=True,
                       num_groups=4, top_groups=2, shared_dim=64, scale=2.5),
     ),
 }  # fmt: skip
@@ -445,16 +578,28 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures_there_and_back(name):
     made = ARCHITECTURES[name]
-    back = megatron.config_of(megatron.arguments_of(made, seq=128))
+    back = config_of(architecture_arguments(made, seq=128))
     assert back.mtp_weight == pytest.approx(made.mtp_weight)
     same = replace(made, vocab_size=made.padded_vocab, vocab_multiple=made.padded_vocab)
     canonical = ft.hub.family_of(made).canonical
     assert canonical(replace(back, mtp_weight=same.mtp_weight)) == canonical(same)
+    if made.moe is not None:  # of training alone
+        names = ("capacity_factor", "capacity_over", "drop", "aux", "aux_loss")
+        assert [getattr(back.moe, n) for n in names] == [getattr(made.moe, n) for n in names]
+
+
+def test_capacity_of_a_microbatch_there_and_back():
+    """Megatron's is that of a rank's samples: of all of a microbatch, on one data-parallel rank."""
+    moe = MoEConfig(8, 2, 64, normalise="after", capacity_factor=1.5, capacity_over="batch")
+    run = config.TrainConfig(gpt=GPTConfig(moe=moe), global_batch=8, microbatches=2)
+    args = vars(arguments_of(run, 3))
+    assert (args["micro_batch_size"], args["moe_expert_capacity_factor"]) == (4, 1.5)
+    assert config_of(args).moe == moe
 
 
 def test_architectures_that_megatron_has_not():
-    for change in ({"window": 8}, {"sublayer_norms": "both"}, {"logit_cap": 30.0}):
+    for change in ({"nope_every": 2}, {"sublayer_norms": "both"}, {"logit_cap": 30.0}):
         with pytest.raises(
             ValueError, match=f"Megatron has no such model\n  - {next(iter(change))}"
         ):
-            megatron.arguments_of(replace(GPTConfig(), **change))
+            architecture_arguments(replace(GPTConfig(), **change))

@@ -65,6 +65,18 @@ MODELS = {
     "gpt-oss": GPT_OSS,
     "expert-choice": CHOICE,
     "sinkhorn": SINKHORN,
+    "capacity-of-batch": replace(
+        MIXTRAL,
+        moe=MoEConfig(
+            num_experts=4,
+            top_k=2,
+            expert_dim=8,
+            capacity_factor=0.75,
+            capacity_over="batch",
+            drop="probability",
+            renormalise=True,
+        ),
+    ),
     "fused": replace(CAPACITY, fused_projections=True),
 }
 FOLDED = ("ep", "tp")

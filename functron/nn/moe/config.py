@@ -27,6 +27,7 @@ _CHOICES = MappingProxyType(
         "normalise": Normalise,
         "group_score": GroupScore,
         "routing": RoutingKind,
+        "capacity_over": Balance,
         "drop": Drop,
         "aux": Balance,
         "router_dtype": RouterDtype,
@@ -57,7 +58,8 @@ class MoEConfig:
     | Zhou et al. (2022)  | routing "expert_choice", top_k 1, capacity_factor 2                   |
 
     Capacity, "expert_choice" and "sinkhorn" couple the tokens of one sequence: what a token gets
-    depends on others, for the latter two and drop "probability" also on later ones.
+    depends on others, for the latter two and drop "probability" also on later ones; and with
+    capacity_over "batch" on those of other sequences.
 
     Attributes:
         num_experts: experts of the layer, over all ranks.
@@ -84,10 +86,13 @@ class MoEConfig:
         jitter: the router's input is multiplied by uniform numbers of 1 - jitter to 1 + jitter
             (Fedus et al. 2021). The input of the experts is not.
         capacity_factor: an expert computes at most ceil(factor * tokens * top_k / num_experts) of
-            the tokens of a sequence; 0 means all of them (dropless).
-        drop: where that is too few, keep assignments by ``"position"``: all first choices of a
-            sequence in its order before the second ones (Lepikhin et al. 2020, algorithm 1); or by
-            ``"probability"``: of the largest weights.
+            the tokens of a sequence, or of a batch; 0 means all of them (dropless).
+        capacity_over: which tokens compete for it: those of each ``"sequence"``, so that
+            microbatches change nothing; or of the ``"batch"``, which is a microbatch over all
+            ranks, so that sequences with many tokens for an expert may use what others leave.
+        drop: where that is too few, keep assignments by ``"position"``: all first choices in the
+            order of the sequence before the second ones (Lepikhin et al. 2020, algorithm 1), at
+            each position of all samples; or by ``"probability"``: of the largest weights.
         aux_loss: weight of the load-balancing loss.
         aux: balance over each ``"sequence"`` (DeepSeek-V3, eq. 17) or the ``"batch"``, which is a
             microbatch over all ranks (Fedus et al. 2021, eq. 4).
@@ -119,6 +124,7 @@ class MoEConfig:
     balance_rate: float = 1e-3
     jitter: float = 0.0
     capacity_factor: float = 0.0
+    capacity_over: Balance = "sequence"
     drop: Drop = "position"
     aux_loss: float = 0.0
     aux: Balance = "sequence"
@@ -198,6 +204,10 @@ class MoEConfig:
             wanted = "score='softmax': a sigmoid has nothing to normalise"
             fix = "use normalise='before' with renormalise=True"
             yield Problem("normalise", "'after' with score='sigmoid'", wanted, fix)
+        if self.capacity_over == "batch" and not self.capacity_factor:
+            wanted = "a positive number, for which the tokens of a batch compete"
+            fix = "set capacity_factor, or capacity_over='sequence'"
+            yield Problem("capacity_factor", "0 with capacity_over='batch'", wanted, fix)
         if self.shared_gate and not self.shared_dim:
             wanted = "the width of the shared expert that is gated"
             yield Problem("shared_dim", "0 with shared_gate=True", wanted, "set shared_dim")

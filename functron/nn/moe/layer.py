@@ -63,6 +63,7 @@ from functron.nn.moe.router import (
     Routing,
     auxiliary,
     capacity,
+    competing,
     over_context,
     route,
     route_by,
@@ -646,8 +647,9 @@ def _routed(
     batch, seq = x.shape[:2]
     most = None
     if config.capacity_factor:
-        whole = routing.experts.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
-        most = batch * min(capacity(config, whole), seq)
+        limit = capacity(config, competing(config, batch, routing.experts.shape[SEQ_DIM], stream))
+        over_batch = config.capacity_over == "batch"
+        most = min(limit, batch * seq) if over_batch else batch * min(limit, seq)
 
     def compute(rows: Tensor, sizes: Tensor) -> Tensor:
         own: Any = {"axes": axes, "axis": axis, "kernels": kernels, "products": products}

@@ -4,7 +4,8 @@ The router's weight is whole on every rank, and each rank routes its own tokens.
 parallel ranks tokens are the same, or other ones under sequence parallelism; either way gradients
 are right because specs do not mention the axis, and nothing here asks which. Where tokens compete
 (capacity, expert choice, Sinkhorn) they do so with those of their own sequence and no others, so
-that neither the ranks nor the microbatches that a batch is cut into change what is dropped.
+that neither the ranks nor the microbatches that a batch is cut into change what is dropped; with
+`capacity_over` "batch" it is those of a microbatch over all ranks, and ranks alone change nothing.
 
 With k choices of E experts, f_e the fraction of tokens that choose expert e times E / k, and P_e
 the mean of its share of the tokens' scores, the load-balancing loss is
@@ -27,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,20 +47,27 @@ from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp
 
 
-def capacity(config: MoEConfig, seq: int) -> int:
-    """How many tokens of one sequence an expert computes at most.
+def capacity(config: MoEConfig, tokens: int) -> int:
+    """How many of the tokens that compete an expert computes at most.
 
-    ceil(capacity_factor * seq * top_k / num_experts), and no more than there are; all of them where
-    the factor is 0. The factor counts as the decimal number that it is written as.
+    ceil(capacity_factor * tokens * top_k / num_experts), and no more than there are; all of them
+    where the factor is 0. The factor counts as the decimal number that it is written as.
 
     Args:
-        seq: the length of the whole sequence, over all ranks that share it.
+        tokens: those of a whole sequence, over all ranks that share it; under `capacity_over`
+            "batch" those of all sequences of a microbatch.
     """
     if not config.capacity_factor:
-        return seq
+        return tokens
     # in floating point 1.1 * 100 / 10 is above 11
-    wanted = Fraction(str(config.capacity_factor)) * seq * config.top_k / config.num_experts
-    return min(math.ceil(wanted), seq)
+    wanted = Fraction(str(config.capacity_factor)) * tokens * config.top_k / config.num_experts
+    return min(math.ceil(wanted), tokens)
+
+
+def competing(config: MoEConfig, batch: int, seq: int, stream: P) -> int:
+    """How many tokens compete for an expert, where a rank has `seq` of `batch` sequences each."""
+    whole = seq * lax.axis_size(sequence_axes(stream))
+    return whole * batch * lax.axis_size(DATA_AXES) if config.capacity_over == "batch" else whole
 
 
 def keep(
@@ -130,6 +138,28 @@ def choose_tokens(
     best = in_order.gather(-1, best)
     chosen = torch.zeros_like(tokens, dtype=torch.bool)
     return _own(chosen.scatter(-1, best, torch.ones_like(best, dtype=torch.bool)).mT, stream)
+
+
+def _as_one(x: Tensor, stream: P) -> Tensor:
+    """``[batch, seq, n]`` of this rank as one sequence ``[1, tokens, n]`` of all ranks' tokens."""
+    return lax.all_gather(_whole(x, stream), DATA_AXES, axis=0, tiled=True).flatten(0, 1)[None]
+
+
+def _own_of_one(x: Tensor, batch: int, stream: P) -> Tensor:
+    """This rank's ``[batch, seq, n]`` of what is known of `_as_one`."""
+    ranks = lax.axis_size(DATA_AXES)
+    x = x.squeeze(0).unflatten(0, (batch * ranks, -1))
+    if ranks > 1:
+        x = torch.index_select(x, 0, lax.global_index(batch, DATA_AXES, device=x.device))
+    return _own(x, stream)
+
+
+def _places(rows: Tensor, positions: Tensor, stream: P) -> Tensor:
+    """The order of the tokens in `_as_one`: by position, and at each of them by sample."""
+    rows = lax.all_gather(rows, DATA_AXES, axis=0, tiled=True)
+    positions = _as_one(positions.unsqueeze(-1), stream).view(len(rows), -1)
+    at, row = _inverse(_argsort(positions)), _inverse(_argsort(rows))
+    return (at * len(rows) + row.unsqueeze(-1)).view(1, -1)
 
 
 def _whole(x: Tensor, stream: P) -> Tensor:
@@ -316,14 +346,15 @@ def route(
 
     Returns:
         This rank's `Routing`. Collectives: none for top-k without capacity; else those of `keep` or
-        `choose_tokens`; "sinkhorn" sums one number per sample and expert in each step, over the
-        axes that split the sequence. None in backward.
+        `choose_tokens`, over the data axes too where the capacity is that of a batch; "sinkhorn"
+        sums one number per sample and expert in each step, over the axes that split the sequence.
+        None in backward.
     """
     if key is not None and config.jitter:
         x = x * _noise(key, x, config, rows, positions, stream)
     logits = _logits(params, x, config)
     experts, weights, scores = _chosen(params, logits, config, stream, kernels)
-    kept = _kept(experts, weights, config, positions, stream)
+    kept = _kept(experts, weights, config, rows, positions, stream)
     # a zero alone would hide what is dropped from the loss but not from the gradient
     weights = torch.where(kept, weights * config.scale, torch.zeros_like(weights))
     return Routing(experts, weights, kept, scores, logits)
@@ -358,7 +389,8 @@ def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing
     experts = torch.where(bad, torch.arange(listed.shape[-1], device=listed.device), out.experts)
     kept, scores = out.kept, out.scores
     if kept is None:
-        kept = _kept(experts, weights, config, inputs.positions, inputs.stream)
+        places = (inputs.rows, inputs.positions, inputs.stream)
+        kept = _kept(experts, weights, config, *places)
     weights = torch.where(kept, weights, torch.zeros_like(weights))
     if scores is None:
         scores = lax.stop_gradient(out.weights).clamp_min(0)
@@ -486,16 +518,30 @@ def _weights(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig)
 
 
 def _kept(
-    experts: Tensor, weights: Tensor, config: MoEConfig, positions: Tensor, stream: P
+    experts: Tensor,
+    weights: Tensor,
+    config: MoEConfig,
+    rows: Tensor,
+    positions: Tensor,
+    stream: P,
 ) -> Tensor:
     """The assignments that the capacity has room for; all where there is none."""
     if not config.capacity_factor:
         return torch.ones_like(experts, dtype=torch.bool)
-    seq = experts.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
-    limit = capacity(config, seq)
+    batch, seq = experts.shape[:2]
+    limit = capacity(config, competing(config, batch, seq, stream))
+    if config.capacity_over == "batch":
+        positions, where = _places(rows, positions, stream), P()
+        experts = _as_one(experts, stream)
+        weights = _as_one(lax.stop_gradient(weights), stream)
+    else:
+        where = stream
     if config.routing == "expert_choice":
-        return choose_tokens(weights, limit=limit, positions=positions, stream=stream)
-    return keep(experts, weights, limit=limit, drop=config.drop, positions=positions, stream=stream)
+        kept = choose_tokens(weights, limit=limit, positions=positions, stream=where)
+    else:
+        own: Any = {"limit": limit, "positions": positions, "stream": where}
+        kept = keep(experts, weights, drop=config.drop, **own)
+    return kept if where is stream else _own_of_one(kept, batch, stream)
 
 
 def _sinkhorn(logits: Tensor, steps: int, stream: P) -> Tensor:

@@ -70,7 +70,11 @@ CONFIGS = {
     ),
     "capacity": replace(PLAIN, capacity_factor=0.8, renormalise=True),
     "capacity-probability": replace(PLAIN, capacity_factor=0.8, drop="probability"),
+    "capacity-of-batch": replace(PLAIN, capacity_factor=0.8, capacity_over="batch"),
     "expert-choice": replace(PLAIN, routing="expert_choice", capacity_factor=1.2),
+    "expert-choice-of-batch": replace(
+        PLAIN, routing="expert_choice", capacity_factor=1.2, capacity_over="batch"
+    ),
     "sinkhorn": replace(PLAIN, routing="sinkhorn"),
     "sinkhorn-capacity": replace(
         PLAIN, routing="sinkhorn", top_k=1, score="sigmoid", capacity_factor=1.0
@@ -160,6 +164,8 @@ class Dense:
 
 def dense(params: dict, x: Tensor, config: MoEConfig) -> Dense:
     """The oracle: x in the original order; ``weights`` [B, T, E] is differentiable."""
+    if config.capacity_over == "batch":
+        return dense_over_batch(params, x, replace(config, capacity_over="sequence"))
     logits = x @ params["w"] + params.get("b", 0.0)
     if config.score == "sigmoid":
         scores = 1 / (1 + (-logits).exp())
@@ -192,6 +198,19 @@ def dense(params: dict, x: Tensor, config: MoEConfig) -> Dense:
         all_choices.append(choices)
         all_kept.append(kept)
     return Dense(torch.stack(weights), scores, logits, all_choices, all_kept)
+
+
+def dense_over_batch(params: dict, x: Tensor, config: MoEConfig) -> Dense:
+    """Of a batch that competes: one sequence of all samples' first tokens, their second ones, ..."""
+    batch = len(x)
+    one = dense(params, x.transpose(0, 1).flatten(0, 1)[None], config)
+    apart = (
+        part.squeeze(0).unflatten(0, (-1, batch)).transpose(0, 1)
+        for part in (one.weights, one.scores, one.logits)
+    )
+    choices = [one.choices[0][b::batch] for b in range(batch)]
+    kept = [{(t // batch, e) for t, e in one.kept[0] if t % batch == b} for b in range(batch)]
+    return Dense(*apart, choices, kept)
 
 
 @pytest.fixture

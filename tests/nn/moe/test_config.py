@@ -51,6 +51,7 @@ def unchecked():
             "normalise: got 'after' with score='sigmoid'; .* renormalise=True",
         ),
         ({"shared_gate": True}, "shared_dim: got 0 with shared_gate=True"),
+        ({"capacity_over": "batch"}, "capacity_factor: got 0 with capacity_over='batch'"),
         (
             {"routing": "expert_choice"},
             "capacity_factor: got 0 with routing='expert_choice'; wanted a positive number",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -81,6 +83,32 @@ def test_choices(params, randn, oracle, layout, config):
     # the cases are worth something: capacities bind, and do not bind everywhere
     assert bool(config.capacity_factor) == (not got.kept.all())
     assert got.kept.any()
+
+
+@pytest.mark.parametrize("mesh", [ft.Mesh(), ft.Mesh(dp=2, tp=2)], ids=str)
+def test_capacity_of_a_batch_is_that_of_one_of_megatrons_ranks(params, randn, configs, mesh):
+    """`apply_router_token_dropping` with its policy "probs": each expert's largest probabilities."""
+    config = replace(configs["capacity-of-batch"], drop="probability")
+    weights, x = params(config), randn(BATCH, SEQ, EMBED)
+
+    def per_rank(config, params, x, rows, positions):
+        stream = P(DATA_AXES, ("tp",))
+        return route(params, x, config, stream=stream, rows=rows, positions=positions)[:2]
+
+    every = replace(config, capacity_factor=0.0, capacity_over="sequence")
+    experts, chosen = per_rank(every, weights, x, ROWS, POSITIONS)
+    none = torch.zeros(BATCH, SEQ, EXPERTS, dtype=chosen.dtype)
+    probabilities = none.scatter(-1, experts, chosen).flatten(0, 1)
+    limit = math.ceil(BATCH * SEQ * config.top_k / EXPERTS * config.capacity_factor)
+    _, indices = probabilities.topk(limit, dim=0)
+    mask = torch.zeros_like(probabilities).scatter(0, indices, 1.0)
+
+    spec = P(DATA_AXES, ("tp",))
+    in_specs = (tree.map(lambda _: P(), weights), spec, P(DATA_AXES), spec)
+    mapped = ft.shard_map(functools.partial(per_rank, config), mesh, in_specs, spec)
+    got = none.scatter(-1, *mapped(weights, x, ROWS, POSITIONS)).flatten(0, 1)
+    torch.testing.assert_close(got, probabilities * mask)
+    assert not torch.equal(got, probabilities)
 
 
 def experts_layer(experts, routing, x, split, stream):
