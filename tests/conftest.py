@@ -19,6 +19,8 @@ from jaxtyping import config as annotations
 from tests import shapes
 from tests.ranks import Ranks, environment, launcher
 
+gc.set_threshold(500_000)  # what is imported and collected stays: see `pytest_collection_finish`
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # JAX reads these when it is first imported, here or in a test. Eight devices make meshes.

@@ -242,6 +242,7 @@ def _import() -> None:
         ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))
     gc.collect()
     gc.freeze()  # forks look for no garbage in what they share
+    gc.set_threshold(20_000, 20, 50)
 
 
 def _run(job: Job, rank: int) -> int:
