@@ -238,11 +238,15 @@ def _import() -> None:
     import functron.cli.train
     import functron.hub
     from functron.checkpoint import saver
+    from functron.training.config import TrainConfig
 
     saver._import_orbax()
     tqdm.monitor_interval = 0  # no thread beside the one that forks
     with tempfile.TemporaryDirectory() as kernels:
         ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))
+    # torch finds out how operations change shapes when they are first traced
+    config = TrainConfig(mesh="dp=2,tp=2", seq=16, global_batch=4)
+    ft.training.plan(config, ft.Mesh.parse(config.mesh)).program()
     gc.collect()
     gc.freeze()  # forks look for no garbage in what they share
     gc.set_threshold(20_000, 20, 50)
