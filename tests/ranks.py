@@ -8,6 +8,7 @@ and with the environment that torchrun gives.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import runpy
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 from filelock import FileLock
@@ -214,7 +215,7 @@ def _answer(connection: Connection) -> None:
             pids.append(os.fork())
             if pids[-1] == 0:
                 connection.close()
-                sys.exit(_run(job, rank))
+                _end(_run(job, rank))
         connection.send(pids)
         for _ in pids:
             pid, status = os.wait()
@@ -223,7 +224,9 @@ def _answer(connection: Connection) -> None:
 
 def _import() -> None:
     """Import what programs would import, and find the headers that Inductor compiles first."""
+    import IPython.core.interactiveshell  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
+    import nbformat  # noqa: F401
     import pytest  # noqa: F401
     import torch._dynamo
     import torch._inductor.codecache
@@ -235,13 +238,18 @@ def _import() -> None:
     import functron.cli.train
     import functron.hub
     from functron.checkpoint import saver
+    from functron.training.config import TrainConfig
 
     saver._import_orbax()
     tqdm.monitor_interval = 0  # no thread beside the one that forks
     with tempfile.TemporaryDirectory() as kernels:
         ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))
+    # torch finds out how operations change shapes when they are first traced
+    config = TrainConfig(mesh="dp=2,tp=2", seq=16, global_batch=4)
+    ft.training.plan(config, ft.Mesh.parse(config.mesh)).program()
     gc.collect()
     gc.freeze()  # forks look for no garbage in what they share
+    gc.set_threshold(20_000, 20, 50)
 
 
 def _run(job: Job, rank: int) -> int:
@@ -263,12 +271,23 @@ def _run(job: Job, rank: int) -> int:
     sys.path[0] = str(Path(job.script).parent)
     try:
         runpy.run_path(job.script, run_name="__main__")
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _end(code: int) -> NoReturn:
+    """End this fork as Python ends, but for taking apart all that it shares, which takes 0.4 s."""
+    threading._shutdown()  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

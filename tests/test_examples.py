@@ -6,10 +6,8 @@ import contextlib
 import functools
 import importlib.util
 import io
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -145,18 +143,15 @@ def test_bert_on_processes_gives_the_losses_of_one(torchrun):
     assert found == pytest.approx(losses(simulate(script=BERT)), rel=1e-5)
 
 
-def test_from_text_to_a_model_that_writes(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def test_from_text_to_a_model_that_writes(tmp_path, monkeypatch, capsys):
     sizes = ("--megabytes", "0.5", "--vocab-size", "600", "--steps", "20", "--seq", "32")
     options = ("--eval-every", "10", "--eval-batches", "2", "--mesh", "dp=2", "--pack", "best-fit")
-    command = [sys.executable, str(ON_DISK), "--out", str(tmp_path / "work"), *sizes, *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"^step +(\d+)  validation perplexity ([\d.]+)$", done.stdout, re.MULTILINE)
+    said = call(ON_DISK, monkeypatch, capsys, "--out", str(tmp_path / "work"), *sizes, *options)
+    found = re.findall(r"^step +(\d+)  validation perplexity ([\d.]+)$", said, re.MULTILINE)
     assert [int(step) for step, _ in found] == [10, 20]
     first, last = (float(perplexity) for _, perplexity in found)
     assert last < 0.9 * first < 600  # the vocabulary, which knowing nothing would give
-    assert re.search(r"^def ", done.stdout, re.MULTILINE)
-    apart = re.search(r"with and without the cache: (\S+) apart", done.stdout)
+    assert re.search(r"^def ", said, re.MULTILINE)
+    apart = re.search(r"with and without the cache: (\S+) apart", said)
     assert apart is not None
     assert float(apart[1]) < 1e-4  # float32, logits of size 1

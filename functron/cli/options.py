@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 import shutil
@@ -133,7 +134,8 @@ def parse(
         kind,
         args=arguments,
         prog=f"functron {command}",
-        config=(tyro.conf.AvoidSubcommands,),
+        # `_help` has its own descriptions; tyro would parse the sources for comments
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff),
         return_unknown_args=True,
         **given,
     )
@@ -183,7 +185,7 @@ def options_of(value: Any, prefix: str = "") -> Iterator[Option]:
     """The options of a dataclass or an instance of it, those of dataclasses in it among them."""
     is_class = isinstance(value, type)
     kind = value if is_class else type(value)
-    hints, texts = typing.get_type_hints(kind, include_extras=True), _texts(kind)
+    hints, texts = _hints(kind), _texts(kind)
     for field in dataclasses.fields(kind):
         hint, marks = hints[field.name], ()
         if typing.get_origin(hint) is Annotated:
@@ -223,6 +225,13 @@ def _metavar(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint)).upper()
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The annotations of a dataclass's fields."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+@functools.cache
 def _texts(kind: type) -> dict[str, str]:
     """The descriptions of a dataclass's fields, from its docstring and those of its bases."""
     found: dict[str, str] = {}

@@ -23,19 +23,25 @@ import torch.distributed.distributed_c10d as c10d
 # process (2.11 to 2.13).
 import torch.distributed.nn.functional
 from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import VmapInfo, wrap_outputs_maintaining_identity
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
+    retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Function(torch.autograd.Function):
-    """`torch.autograd.Function` whose `apply` reads the signature of `forward` once.
+    """`torch.autograd.Function` whose `apply` costs less.
 
-    torch binds the arguments of every call to it, and working it out takes longer than a small
-    operation.
+    torch binds the arguments of every call to the signature of `forward`, which is read once here:
+    working it out takes longer than a small operation. And at each level of vmap torch dispatches
+    calls through an operator, and flattens operands and results as trees: `_mapped` does without.
     """
+
+    _num_operands: int | None  # of `forward`; None: any number
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -43,6 +49,56 @@ class Function(torch.autograd.Function):
         if isinstance(forward, (staticmethod, classmethod)):
             function: Any = forward.__func__
             function.__signature__ = inspect.signature(function)
+        taken = inspect.signature(cls.forward).parameters.values()
+        several = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in taken)
+        cls._num_operands = None if several else len(taken)
+
+    @classmethod
+    def apply(cls, *operands: Any, **named: Any) -> Any:
+        """The results of `forward`, differentiated and mapped by the other methods."""
+        if not _takes_mapped(cls, operands, named):
+            return super().apply(*operands, **named)
+        return _mapped(cls, retrieve_current_functorch_interpreter(), operands)
+
+
+def _takes_mapped(cls: type[Function], operands: tuple, named: dict[str, Any]) -> bool:
+    """Whether `_mapped` can call `cls`: the innermost level is a vmap, operands no containers."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        and functorch.peek_interpreter_stack().key() == TransformType.Vmap
+        and not (named or cls.generate_vmap_rule or torch._C._len_torch_function_stack())
+        and cls._num_operands in (None, len(operands))
+        and not any(
+            type(x) in pytree.SUPPORTED_NODES or isinstance(x, tuple)
+            for x in operands
+            if not isinstance(x, torch.Tensor)
+        )
+    )
+
+
+def _mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
+    """`cls.apply(*operands)` at a level of vmap, as torch's custom_function_call_vmap_helper."""
+    level, given, dims = interpreter.level(), [], []
+    for x in operands:
+        dim = None
+        if isinstance(x, torch.Tensor):
+            x, dim = functorch._unwrap_batched(functorch.unwrap_if_dead(x), level)
+        given.append(x)
+        dims.append(dim)
+    if all(dim is None for dim in dims):
+        with interpreter.lower():
+            return cls.apply(*given)
+    info = VmapInfo(interpreter.batch_size(), interpreter.randomness())
+    with interpreter.lower():
+        output, out_dims = cls.vmap(info, tuple(dims), *given)
+
+    def wrapped(value: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return value if dim is None else functorch._add_batch_dim(value, dim, level)
+
+    if isinstance(output, torch.Tensor) and (out_dims is None or isinstance(out_dims, int)):
+        same = [x for x, own in zip(operands, given, strict=True) if own is output]
+        return same[0] if same else wrapped(output, out_dims)
+    return wrap_outputs_maintaining_identity(output, given, operands, wrapped, out_dims=out_dims)
 
 
 def transforms_active() -> bool:

@@ -74,6 +74,8 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     """
     bad = [] if _is_size(num) else [Problem("num", repr(num), "an int >= 0")]
     _check("split", key, (), None, bad)
+    if is_abstract(key):
+        return key.new_empty(num, 2)
     counters = torch.arange(num, dtype=torch.int32, device=key.device)
     return _join(*threefry(key, 0, counters))
 
@@ -98,6 +100,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     elif not _is_size(data) or data > WORD:
         bad.append(Problem("data", repr(data), "an int in [0, 2**32)", "fold in data % 2**32"))
     _check("fold_in", key, (), None, bad)
+    if is_abstract(key) and not (isinstance(data, Tensor) and compat.is_wrapped(data)):
+        return key.new_empty(2)
     if not isinstance(data, Tensor):
         data = torch.full((), data, dtype=torch.int64, device=key.device)
     return _join(*threefry(key, 0, data.to(key.device, torch.int32)))
@@ -251,6 +255,14 @@ def randint(
     )
     offset = residue(high * signed(factor, 64) + low, span, width)
     return (offset + minval).to(dtype)
+
+
+def is_abstract(key: Tensor) -> bool:
+    """Whether a key is on the device meta, so that what is drawn with it is a shape and a dtype.
+
+    Nothing is computed for such draws: torch's rules for shapes would import its compiler, in 1 s.
+    """
+    return key.device.type == "meta" and not compat.is_wrapped(key) and _eager()
 
 
 # Checks

@@ -7,9 +7,11 @@ no leaf.
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -59,11 +61,16 @@ def paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]
 
     Dict keys, positions in lists and tuples, and the field names of named tuples.
     """
-    accessors = optree.tree_accessors(tree, is_leaf=is_leaf)
-    return [
+    return list(_paths_of(structure(tree, is_leaf)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _paths_of(shape: Structure) -> tuple[str, ...]:
+    """The paths of the leaves of a structure: asked for at each call of a mapped function."""
+    return tuple(
         path_string(tuple(getattr(step, "field", step.entry) for step in accessor))
-        for accessor in accessors
-    ]
+        for accessor in shape.accessors()
+    )
 
 
 def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
@@ -148,6 +155,12 @@ def broadcast_prefix(
     Raises:
         ValueError: `prefix` is not a prefix of `tree`; each place that differs is named.
     """
+    with suppress(ValueError, TypeError):  # those of a prefix that does not fit, found below
+        flat, shape = flatten(prefix, is_leaf)
+        if is_leaf is None or all(map(is_leaf, flat)):
+            parts = shape.flatten_up_to(tree)
+            rows = zip(flat, parts, strict=True)
+            return [entry for entry, part in rows for _ in range(len(leaves(part)))]
     out: list = []
     problems: list[Problem] = []
     _broadcast(prefix, tree, is_leaf, what, out, problems, wanted)

@@ -274,6 +274,8 @@ def _quantised_leaves(mask: Mask, params: tree.Tree, dtypes: tuple) -> list[bool
 
 def _zeros(param: torch.Tensor, flag: bool, dtype: MomentDtype, signed: bool) -> Any:
     if not isinstance(dtype, str):
+        if param.is_meta:  # for which zeros_like would import sympy, a third of a second
+            return param.new_zeros(param.shape, dtype=dtype)
         return torch.zeros_like(param, dtype=dtype)
     wide = torch.promote_types(param.dtype, torch.float32)
     zeros = torch.zeros_like(param, dtype=wide)

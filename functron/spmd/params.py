@@ -254,9 +254,12 @@ def init_params(
 
 def _init_one(key, path: str, d: ParamDef, spec: P, mesh) -> torch.Tensor:
     index = None
-    if isinstance(mesh, BoundMesh):
+    bound = isinstance(mesh, BoundMesh)
+    sizes = local_shape(d.shape, spec, mesh) if bound else d.shape
+    if random.is_abstract(key):
+        return torch.empty(sizes, dtype=d.dtype, device=key.device)
+    if bound:
         starts = offsets(d.shape, spec, mesh, mesh.coordinate)
-        sizes = local_shape(d.shape, spec, mesh)
         index = [
             None if local == whole else torch.arange(start, start + local, device=key.device)
             for start, local, whole in zip(starts, sizes, d.shape, strict=True)

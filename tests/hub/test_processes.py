@@ -9,7 +9,7 @@ import torch
 
 from functron import hub
 from tests.hub import tiny, tiny_others
-from tests.hub.gloo_hub import QUANTISED
+from tests.hub.gloo_hub import QUANTISED, layouts_of
 
 pytestmark = pytest.mark.distributed
 
@@ -22,10 +22,10 @@ LAYERS = {
     "deepseek-v3": {"num_hidden_layers": 4, "first_k_dense_replace": 2},
 }
 OTHERS = ("nemotron-h", "llava")
-LAYOUTS = ("tp", "dp", "fsdp", "pp", "ep")
 
 
-def test_processes(torchrun, tmp_path):
+def test_processes(torchrun, tmp_path, pytestconfig):
+    full = pytestconfig.getoption("--full")
     models = {name: tiny.make(name, **LAYERS[name]) for name in LAYERS}
     for name, model in models.items():
         tiny.store(model, tmp_path / name / "model", files=3)
@@ -33,28 +33,29 @@ def test_processes(torchrun, tmp_path):
     for name, model in others.items():
         tiny.store(model, tmp_path / name / "model", files=3)
     folders = [tmp_path / name for name in (*models, *others)]
-    done = torchrun(Path(__file__).with_name("gloo_hub.py"), 2, *folders)
-    lines = [f"{check}: ok" for check in (*LAYOUTS, "failures", "numbers")]
-    assert done.stdout.splitlines() == lines * len(models) + ["tp: ok", "fsdp: ok"] * len(others)
+    done = torchrun(Path(__file__).with_name("gloo_hub.py"), 2, full, *folders)
+    checks = [c for name in models for c in (*layouts_of(name, full), "failures", "numbers")]
+    lines = [f"{check}: ok" for check in (*checks, *("tp", "fsdp") * len(others))]
+    assert done.stdout.splitlines() == lines
     for name, model in models.items():
-        check_exports(tmp_path / name, model.state_dict())
+        check_exports(tmp_path / name, layouts_of(name, full), model.state_dict())
     for name, model in others.items():
         for layout in ("tp", "fsdp"):
             back = tiny_others.read_back(name, tmp_path / name / layout).state_dict()
             assert all(torch.equal(back[key], x) for key, x in model.state_dict().items())
 
 
-def check_exports(folder: Path, expected: dict) -> None:
+def check_exports(folder: Path, layouts: tuple[str, ...], expected: dict) -> None:
     """Every layout's export is what went in, and the same to the last byte of every file."""
     first = {file.name: file.read_bytes() for file in (folder / "tp").iterdir()}
     assert sum(name.endswith(".safetensors") for name in first) > 2
-    for layout in LAYOUTS:
+    for layout in layouts:
         back = tiny.read_back(folder / layout).state_dict()
         assert back.keys() == expected.keys()
         assert all(torch.equal(back[key], value) for key, value in expected.items())
         assert {file.name: file.read_bytes() for file in (folder / layout).iterdir()} == first
     more = ["fp8"] if folder.name in QUANTISED else []
-    assert sorted(path.name for path in folder.iterdir()) == sorted(["model", *LAYOUTS, *more])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["model", *layouts, *more])
     if more:
         config, params = hub.load_model(folder / "model")
         hub.save(folder / "one", config, params, quantise="fp8-row")

@@ -133,8 +133,13 @@ BUGS = {
 
 
 # of what each of these shows another bug is found by default: a barrier or a wait of the warp that is
-# missing, lanes that leave others waiting, results that nobody wrote
+# missing ("counting before zeros", "writing what lanes still read"), lanes that leave others waiting,
+# results that nobody wrote, wrong results ("lanes without a part", "rows by 32 bits")
 FULL = {
+    "scan of half a warp",
+    "no padding",
+    "an earlier sum still read",
+    "bytes that are still being turned",
     "sum before all are there",
     "shuffles within a branch",
     "the last token still read",

@@ -131,10 +131,13 @@ from functron.cli.process import current, guarded
 from functron.cli.train import hung
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
-from functron.training import faults
+from functron.training import faults, watchdog
 from functron.training.config import TrainConfig, load
 from functron.training.run import prepare
 from functron.training.train import train
+
+# of 10 and 5: one rank never reports, so that they are waited for in full
+watchdog.REPORT_SECONDS, watchdog.PROBE_SECONDS = 5.0, 2.0
 
 def run():
     out, checks = Path(sys.argv[1]), sys.argv[2] == "True"
