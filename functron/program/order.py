@@ -137,9 +137,11 @@ def overlapped(length: int, *, gathers: bool, rounds: int) -> Iterator[tuple[Tur
         yield "compute", index
         if rounds:
             yield "reduce", index
-        yield from (("end", index - 1 - k) for k in range(min(rounds, index)))
+        for before in range(min(rounds, index)):
+            yield "end", index - 1 - before
     for index in range(length, length + rounds):
-        yield from (("end", index - 1 - k) for k in range(index - length, min(rounds, index)))
+        for before in range(index - length, min(rounds, index)):
+            yield "end", index - 1 - before
 
 
 _CHEAP = frozenset(
