@@ -8,8 +8,8 @@ What scans hand to other scans is never stacked: such ys stay lists of slices. O
 into the slices of one preallocated stack, in the kernel that computes them. Donated inputs are
 overwritten likewise, by the kernel that computes the value that takes their memory.
 
-**Overlap.** A scan's iterations may be cut into three parts, which the driver runs one ahead and
-one behind; see `functron.program.order`.
+**Overlap.** A scan's iterations may be cut into parts, which the driver runs one ahead and one
+or more behind; see `functron.program.order`.
 
 **Placement.** Compilers repeat what is cheap to repeat, and guess what is cheap by counting reads:
 a learning-rate schedule or ``1 - b1**t`` has next to none, so it would be computed again for every
