@@ -1,7 +1,7 @@
 // Gated activations and their backward:
 //     hidden = act(gate) lift(up)      d_gate = d_hidden lift(up) act'(gate)      d_up = d_hidden act(gate) lift'(up)
 // and with these hidden again, for who has not kept it. lift is the identity but for clamped_swiglu. Rows have strides of their own: gate and up may be halves of one
-// tensor, and so may their gradients. Everything is computed in float32 and rounded once.
+// tensor, and so may their gradients. Rows from *count on, where it is given, stay as they are. Everything is computed in float32 and rounded once.
 // build: ELEMENT = float, __half, __nv_bfloat16
 #include "rows.cuh"
 
@@ -143,18 +143,21 @@ template <class Task> __device__ inline void dispatch(const Task& task, bool pac
     }
 }
 
+// The rows that there are: of experts fewer may be real than there is room for.
+__device__ inline i64 real(i64 rows, const i64* count) { return count != nullptr && *count < rows ? *count : rows; }
+
 // Blocks are numbered by rows in x and by columns in y.
 extern "C" __global__ void __launch_bounds__(256)
 glu_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ hidden, i64 rows, i64 dim, i64 gate_stride,
-            i64 up_stride, i64 lanes, i64 kind, i64 packed) {
-    dispatch(Forward{gate, up, hidden, rows, gate_stride, up_stride, lanes, (int)dim, (int)kind}, packed != 0);
+            i64 up_stride, i64 lanes, i64 kind, i64 packed, const i64* __restrict__ count) {
+    dispatch(Forward{gate, up, hidden, real(rows, count), gate_stride, up_stride, lanes, (int)dim, (int)kind}, packed != 0);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
 glu_backward(const T* __restrict__ d_hidden, const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ d_gate,
              T* __restrict__ d_up, T* __restrict__ hidden, i64 rows, i64 dim, i64 d_hidden_stride, i64 gate_stride,
-             i64 up_stride, i64 out_stride, i64 lanes, i64 kind, i64 packed) {
-    dispatch(Backward{d_hidden, gate, up, d_gate, d_up, hidden, rows, d_hidden_stride, gate_stride, up_stride, out_stride, lanes,
-                      (int)dim, (int)kind},
+             i64 up_stride, i64 out_stride, i64 lanes, i64 kind, i64 packed, const i64* __restrict__ count) {
+    dispatch(Backward{d_hidden, gate, up, d_gate, d_up, hidden, real(rows, count), d_hidden_stride, gate_stride, up_stride,
+                      out_stride, lanes, (int)dim, (int)kind},
              packed != 0);
 }

@@ -6,7 +6,8 @@ the reader empties as it goes.
 
 Iterations of a loop may overlap, with gathers for the next one and reductions of the last one. The
 order in which collectives start is the same on every rank: those of the next layer's gathers before
-this layer's own, and the reductions of this layer's gradients after them.
+this layer's own, and the reductions of this layer's gradients after them, then what is summed again
+of the layers before.
 """
 
 from __future__ import annotations
@@ -42,26 +43,45 @@ class Side:
 
 
 @dataclass(frozen=True, eq=False)
+class Round:
+    """Reductions of an iteration, and what makes late ys of them.
+
+    Attributes:
+        starts: each starts a collective; what they return must be waited for.
+        num_passed: how many values it is passed beside their operands.
+        side: what computes the late ys, and what the next round reads.
+        columns, rows: which of the loop's columns, and of its late rows of stacks, it makes.
+    """
+
+    starts: tuple[Callable, ...]
+    num_passed: int
+    side: Side
+    columns: slice
+    rows: slice
+
+    @property
+    def num_reads(self) -> int:
+        return len(self.starts) + self.num_passed
+
+
+@dataclass(frozen=True, eq=False)
 class Neighbours:
     """The gathers and reductions that run beside the iterations of a loop.
 
     Attributes:
         num_carry: of the scan.
         num_columns, num_rows: how many columns, and rows of stacks, an iteration itself makes.
-        num_ends: how many of its outputs, the last ones, are for `behind`.
         ahead: what computes the operands of `gathers`.
-        behind: what computes the late ys.
-        gathers, scatters: each starts a collective; what they return must be waited for.
+        gathers: each starts a collective; what they return must be waited for.
+        rounds: of reductions.
     """
 
     num_carry: int
     num_columns: int
     num_rows: int
-    num_ends: int
     ahead: Side | None
-    behind: Side | None
     gathers: tuple[Callable, ...]
-    scatters: tuple[Callable, ...]
+    rounds: tuple[Round, ...]
 
     def run(
         self,
@@ -88,11 +108,11 @@ class Neighbours:
         x, ahead = [], take(order[0])  # of this iteration, and of the next one
         under_way: list = []
         inputs: list = []
-        kept: list = []
+        kept: list[list] = []
         ends: list = []
-        last: list[Callable[[], None]] = []
+        pending: dict[int, Callable[[], Any]] = {}
         for turn, position in overlapped(
-            len(order), gathers=self.ahead is not None, reduces=self.behind is not None
+            len(order), gathers=self.ahead is not None, rounds=len(self.rounds)
         ):
             index = order[position]
             if turn == "gather":
@@ -101,7 +121,7 @@ class Neighbours:
             elif turn == "begin":
                 x, ahead = ahead or take(index), []
                 gathered = [_wait(value) for value in under_way]
-                kept = [] if self.behind is None else _chosen(self.behind, fixed, x)
+                kept = [_chosen(each.side, fixed, x) for each in self.rounds]
                 inputs = [*fixed, *carry, *x, *gathered, *(row[index] for row in early)]
                 carry.clear()
                 x, under_way = [], []
@@ -110,15 +130,14 @@ class Neighbours:
                 outputs = body(inputs)
                 carry = outputs[: self.num_carry]
                 give(index, outputs[self.num_carry : self.num_carry + self.num_columns], 0)
-                ends = outputs[len(outputs) - self.num_ends :]
+                if self.rounds:
+                    ends = outputs[len(outputs) - self.rounds[0].num_reads :]
                 del outputs
             elif turn == "reduce":
-                assert self.behind is not None
-                end = self._reduce(self.behind, kept, ends, [row[index] for row in late])
-                last.append(functools.partial(self._end, end, index, give))
-                del end
-            else:
-                last.pop(0)()
+                to = functools.partial(give, index)
+                pending[position] = self._reduce(0, kept, ends, [row[index] for row in late], to)
+            elif (then := pending.pop(position)()) is not None:
+                pending[position] = then
         return carry
 
     def _gather(self, fixed: list, x: list) -> list:
@@ -128,24 +147,37 @@ class Neighbours:
         operands = self.ahead.run(_chosen(self.ahead, fixed, x))
         return [start(value) for start, value in zip(self.gathers, operands, strict=True)]
 
-    def _reduce(self, behind: Side, kept: list, ends: list, rows: list) -> Callable[[], list]:
-        """Starts an iteration's reductions; the result waits for them and gives its late ys."""
-        count = len(self.scatters)
-        started = [start(value) for start, value in zip(self.scatters, ends, strict=False)]
-        inputs = [*kept, *started, *ends[count:], *rows]
+    def _reduce(
+        self, number: int, kept: list[list], ends: list, rows: list, give: Callable
+    ) -> Callable[[], Any]:
+        """Starts a round of an iteration's reductions; the result ends it, and starts the next.
+
+        Args:
+            number: of the round.
+            kept: what each round reads of the iteration's constants and xs.
+            ends: what this one reads of the iteration; it is emptied.
+            rows: the iteration's late rows of stacks.
+            give: takes columns, from the column with that number on.
+        """
+        this, count = self.rounds[number], len(self.rounds[number].starts)
+        started = [start(value) for start, value in zip(this.starts, ends, strict=False)]
+        first = len(kept[number])
+        inputs = [*kept[number], *started, *ends[count:], *rows[this.rows]]
+        kept[number] = []
         ends.clear()
 
-        def end() -> list:
-            first = len(kept)
+        def end() -> Callable[[], Any] | None:
             for i in range(first, first + count):
                 inputs[i] = _wait(inputs[i])
-            kept.clear()
-            return behind.run(inputs)
+            outputs = this.side.run(inputs)
+            give(outputs[: this.columns.stop - this.columns.start], this.columns.start)
+            if number + 1 == len(self.rounds):
+                return None
+            handed = outputs[len(outputs) - self.rounds[number + 1].num_reads :]
+            del outputs
+            return self._reduce(number + 1, kept, handed, rows, give)
 
         return end
-
-    def _end(self, end: Callable[[], list], index: int, give: Callable) -> None:
-        give(index, end(), self.num_columns)
 
 
 def neighbours(
@@ -158,8 +190,8 @@ def neighbours(
         routine: makes a procedure ready to run.
         groups: the name of the process group of every axis.
     """
-    ahead, behind, op = step.ahead, step.behind, step.op
-    if ahead is None and behind is None:
+    ahead, op = step.ahead, step.op
+    if ahead is None and not step.behind:
         return None
     inputs = op.body.inputs
     fixed = (*inputs[: op.num_consts], *inputs[op.num_consts + op.num_carry :])
@@ -168,15 +200,21 @@ def neighbours(
     def side(procedure: Procedure) -> Side:
         return Side(routine(procedure), tuple(place[v] for v in procedure.inputs if v in place))
 
+    first = len(step.columns) - sum(part.columns for part in step.behind)
+    column, row = first, 0
+    rounds = []
+    for part in step.behind:
+        columns, rows = (slice(column, column + part.columns), slice(row, row + part.stacks))
+        column, row = columns.stop, rows.stop
+        starts = tuple(_reduction(e, groups) for e in part.sums)
+        rounds.append(Round(starts, len(part.passed), side(part.procedure), columns, rows))
     return Neighbours(
         op.num_carry,
-        len(step.columns) - (behind.columns if behind else 0),
-        len(step.stacks) - (behind.stacks if behind else 0),
-        len(behind.scatters) + len(behind.passed) if behind else 0,
+        first,
+        len(step.stacks) - row,
         side(ahead.procedure) if ahead else None,
-        side(behind.procedure) if behind else None,
         tuple(_gather(e, groups) for e in ahead.gathers) if ahead else (),
-        tuple(_reduction(e, groups) for e in behind.scatters) if behind else (),
+        tuple(rounds),
     )
 
 
@@ -309,7 +347,7 @@ def _equations(step: Step) -> tuple[Equation, ...]:
     equations: tuple[Equation, ...] = ()
     if isinstance(step, Loop):
         equations = step.ahead.gathers if step.ahead else ()
-        equations += step.behind.scatters if step.behind else ()
+        equations += tuple(equation for part in step.behind for equation in part.sums)
     return equations
 
 

@@ -8,8 +8,8 @@ What scans hand to other scans is never stacked: such ys stay lists of slices. O
 into the slices of one preallocated stack, in the kernel that computes them. Donated inputs are
 overwritten likewise, by the kernel that computes the value that takes their memory.
 
-**Overlap.** A scan's iterations may be cut into three parts, which the driver runs one ahead and
-one behind; see `functron.program.order`.
+**Overlap.** A scan's iterations may be cut into parts, which the driver runs one ahead and one
+or more behind; see `functron.program.order`.
 
 **Placement.** Compilers repeat what is cheap to repeat, and guess what is cheap by counting reads:
 a learning-rate schedule or ``1 - b1**t`` has next to none, so it would be computed again for every
@@ -100,17 +100,18 @@ class Ahead:
 
 @dataclass(frozen=True, eq=False)
 class Behind:
-    """The part of an iteration that the driver ends with the iteration after.
+    """The part of an iteration that the driver ends with an iteration after it.
 
     Attributes:
-        scatters: collectives that the driver starts where the iteration ends.
-        passed: what else the iteration hands over.
-        procedure: of constants, xs, the results of `scatters`, what is passed and slices of stacks;
-            its outputs are ys of columns, then those of updates.
-        columns, stacks: how many of the loop's it makes: the last ones.
+        sums: collectives that the driver starts where the iteration, or the part before, ends.
+        passed: what else that hands over.
+        procedure: of constants, xs, the results of `sums`, what is passed and slices of stacks; its
+            outputs are ys of columns, then those of updates, then what the next part reads.
+        columns, stacks: how many of the loop's it makes: the last ones but for those of parts after
+            it.
     """
 
-    scatters: tuple[Equation, ...]
+    sums: tuple[Equation, ...]
     passed: tuple[Var, ...]
     procedure: Procedure
     columns: int
@@ -125,11 +126,12 @@ class Loop:
         equation: with a `Scan` for its operation.
         body: the steps of an iteration. Its inputs are the body's, then what `ahead` gathered, then
             one slice of each stack; its outputs are the next carry, then the ys of `columns`, then
-            those of `updates`, then the operands of what `behind` scatters and what it is passed.
+            those of `updates`, then what the first of `behind` sums and what it is passed.
         columns: results that are lists of slices.
         stacks: results that are written into slices of one tensor.
         updates: results that are written into the slices of an operand, and that operand.
-        ahead, behind: what runs beside neighbouring iterations, if anything does.
+        ahead, behind: what runs beside neighbouring iterations, if anything does: one part of each
+            that is behind for each round of sums.
     """
 
     equation: Equation
@@ -138,14 +140,13 @@ class Loop:
     stacks: tuple[Var, ...]
     updates: tuple[tuple[Var, Var], ...] = ()
     ahead: Ahead | None = None
-    behind: Behind | None = None
+    behind: tuple[Behind, ...] = ()
 
     @property
     def parts(self) -> list[Procedure]:
         """Of all its parts, in the order in which they first run."""
         ahead = [self.ahead.procedure] if self.ahead else []
-        behind = [self.behind.procedure] if self.behind else []
-        return [*ahead, self.body, *behind]
+        return [*ahead, self.body, *(part.procedure for part in self.behind)]
 
     @property
     def op(self) -> Scan:
@@ -387,10 +388,10 @@ class _Divider:
         stacks = [(inner, y) for inner, y in ys if y in used and y not in xs_only]
         carry = list(op.body.outputs[: op.num_carry])
         parts = self._split(op, [*carry, *(inner for inner, _ in [*columns, *stacks])])
-        late = parts.late if parts else frozenset()
-        # what the tail makes comes last
-        columns.sort(key=lambda row: row[0] in late)
-        stacks.sort(key=lambda row: row[0] in late)
+        late = parts.late if parts else {}
+        # what is made late comes last
+        columns.sort(key=lambda row: late.get(row[0], 0))
+        stacks.sort(key=lambda row: late.get(row[0], 0))
         made = [*carry, *(inner for inner, _ in columns)]
         updates = self._updates(equation, made, self._taken(equation, stacks), parts)
         updated = {y for _, y, _, _ in updates}
@@ -414,31 +415,37 @@ class _Divider:
         if parts is None:
             return procedure(op.body, outputs, into=rows, donated=slots, prefetch=self.prefetch)
         early = [v for v in outputs if v not in parts.late]
-        ends = [*(v for e in parts.scatters for v in e.operands), *parts.passed]
         return procedure(
-            parts.core, [*early, *ends], prefetch=self.prefetch,
+            parts.core, [*early, *(parts.rounds[0].reads if parts.rounds else ())],
+            prefetch=self.prefetch,
             into={row: v for row, v in rows.items() if v not in parts.late},
             donated={v: slot for v, slot in slots.items() if v not in parts.late},
         )  # fmt: skip
 
-    def _tail(self, parts: Split, columns: Sequence[Any], rows, slots) -> Procedure:
-        late = {v: slot for v, slot in slots.items() if v in parts.late}
-        return procedure(
-            parts.tail, [*(v for v in columns if v in parts.late), *late], prefetch=self.prefetch,
-            into={row: v for row, v in rows.items() if v in parts.late}, donated=late,
-        )  # fmt: skip
+    def _tails(self, parts: Split, columns: Sequence[Any], rows, slots) -> list[Procedure]:
+        """The procedure of each round of sums."""
+        found = []
+        for each in parts.rounds:
+            late = {v: slot for v, slot in slots.items() if v in each.late}
+            ends = [*(v for v in columns if v in each.late), *late]
+            ends += each.block.outputs[len(each.late) :]
+            into = {row: v for row, v in rows.items() if v in each.late}
+            found.append(
+                procedure(each.block, ends, prefetch=self.prefetch, into=into, donated=late)
+            )
+        return found
 
     def _overlapped(self, loop: Loop, parts: Split, columns, rows, slots) -> Loop:
         """The loop with what runs beside neighbouring iterations."""
-        ahead = behind = None
+        ahead = None
         if parts.gathers:
             ahead = Ahead(procedure(parts.head, parts.head.outputs), parts.gathers)
-        if parts.scatters:
-            inner = [v for v, _ in columns]
-            counts = [sum(v in parts.late for v in group) for group in (inner, rows.values())]
-            tail = self._tail(parts, inner, rows, slots)
-            behind = Behind(parts.scatters, parts.passed, tail, *counts)
-        return replace(loop, ahead=ahead, behind=behind)
+        inner = [v for v, _ in columns]
+        behind = []
+        for each, tail in zip(parts.rounds, self._tails(parts, inner, rows, slots), strict=True):
+            counts = [sum(v in each.late for v in group) for group in (inner, rows.values())]
+            behind.append(Behind(each.sums, each.passed, tail, *counts))
+        return replace(loop, ahead=ahead, behind=tuple(behind))
 
     def _updates(
         self, scan: Equation, made: list, taken: Sequence[tuple], parts: Split | None
@@ -450,9 +457,11 @@ class _Divider:
         slots = {inner: slot for inner, _, slot, _ in taken}
         inside = set(self._core(op, [*made, *slots], {}, slots, parts).inside)
         if parts is not None:
-            shown = {v.storage for v in parts.tail.inputs}
-            inside = {v for v in inside if slots[v].storage not in shown}
-            inside |= set(self._tail(parts, made, {}, slots).inside)
+            tails = self._tails(parts, made, {}, slots)
+            for each, tail in zip(parts.rounds, tails, strict=True):
+                shown = {v.storage for v in each.block.inputs}
+                inside = {v for v in inside if slots[v].storage not in shown}
+                inside |= set(tail.inside)
         return [row for row in taken if row[0] in inside]
 
     def _taken(self, scan: Equation, stacks: Sequence[tuple]) -> list[tuple[Var, Var, Var, Var]]:

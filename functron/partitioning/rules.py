@@ -292,7 +292,8 @@ def _packed_glu(equation: Equation) -> Rule:
     rows, sizes = _dims(y.shape), sizes_of([y], [_dims(y.shape)])
     packed = (*rows[:-1], ("half", *rows[-1]))
     whole = frozenset({"half"})
-    return Rule((packed,), (rows,), {**sizes, "half": 2}, whole=whole, run=shards.own)
+    operands = packed, *[()] * (len(equation.operands) - 1)  # a count is a number
+    return Rule(operands, (rows,), {**sizes, "half": 2}, whole=whole, run=shards.own)
 
 
 # --- views and joins

@@ -8,7 +8,9 @@ are simulated, differentiated and traced like everything else in a per-rank prog
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -111,8 +113,9 @@ _OWN: Mapping[str, Op] = MappingProxyType(
 
 
 def own(site: Site, *args):
-    """An op of functron, with its derivative."""
-    return _OWN[site.equation.name](*args)
+    """An op of functron, with its derivative; of all rows, as a count is of those of all ranks."""
+    counts = [isinstance(x, torch.Tensor) and not x.is_floating_point() for x in args]
+    return _OWN[site.equation.name](*itertools.compress(args, map(operator.not_, counts)))
 
 
 def name(site: Site, x, name):

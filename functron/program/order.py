@@ -19,6 +19,8 @@ runs them like a pipeline, one layer ahead and one behind:
                             reduce 1 ...............
 
 At most one more layer's gathered parameters and one more layer's gradients are held for it.
+Where sums follow sums, as over dp of what was scattered over fsdp, those of the second round run
+behind the layer after that one, and so on.
 
 **Gathers and scatters of sequences** (`divided`) can be cut in parts, each under the product of
 another part.
@@ -32,7 +34,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -120,11 +122,11 @@ def waits(equations: Sequence[Equation]) -> list[list[Equation]]:
 Turn = Literal["gather", "begin", "compute", "reduce", "end"]
 
 
-def overlapped(length: int, *, gathers: bool, reduces: bool) -> Iterator[tuple[Turn, int]]:
+def overlapped(length: int, *, gathers: bool, rounds: int) -> Iterator[tuple[Turn, int]]:
     """The turns of a scan's driver, and for which iteration each is, in order.
 
-    "gather" starts its gathers and "begin" waits for them; "reduce" starts its reductions, and
-    "end" waits for them and computes what is left.
+    "gather" starts its gathers and "begin" waits for them; "reduce" starts its first round of
+    reductions. Each "end" waits for a round, computes what follows, and starts the next one.
     """
     if gathers and length:
         yield "gather", 0
@@ -133,12 +135,13 @@ def overlapped(length: int, *, gathers: bool, reduces: bool) -> Iterator[tuple[T
         if gathers and index + 1 < length:
             yield "gather", index + 1
         yield "compute", index
-        if reduces:
+        if rounds:
             yield "reduce", index
-            if index:
-                yield "end", index - 1
-    if reduces and length:
-        yield "end", length - 1
+        for before in range(min(rounds, index)):
+            yield "end", index - 1 - before
+    for index in range(length, length + rounds):
+        for before in range(index - length, min(rounds, index)):
+            yield "end", index - 1 - before
 
 
 _CHEAP = frozenset(
@@ -148,31 +151,50 @@ _CHEAP = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
+class Round:
+    """Sums over ranks that an iteration starts together, and what follows from them.
+
+    Attributes:
+        sums: of whole values, or scattered; they lead to ys alone.
+        block: from the constants, xs, results of `sums` and `passed` to the ys that are `late`,
+            then, where there is a next round, its operands and what it is passed.
+        passed: what the block reads, or hands on, that constants, xs and `sums` are not.
+        late: the body's outputs that the block makes.
+    """
+
+    sums: tuple[Equation, ...]
+    block: Block
+    passed: tuple[Var, ...]
+    late: tuple[Var, ...]
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """The operands of its sums, and what it is passed."""
+        return (*(value for equation in self.sums for value in equation.operands), *self.passed)
+
+
+@dataclass(frozen=True, eq=False)
 class Split:
-    """The body of a scan in three parts.
+    """The body of a scan in parts.
 
     Attributes:
         head: from constants and xs to the operands of `gathers`.
         gathers: all-gathers that depend on xs alone.
-        core: from the body's inputs, and the gathers' results, to the next carry, the ys that are
-            not `late`, the operands of `scatters` and `passed`.
-        scatters: sums over ranks, whole or scattered, that lead to ys alone.
-        tail: from the constants, xs, results of `scatters` and `passed` to the ys that are `late`.
-        passed: what the tail reads of the core, besides.
-        late: the body's outputs that the tail makes.
+        core: from the body's inputs, and the gathers' results, to the next carry, the ys that no
+            round makes, and what the first round reads.
+        rounds: of sums over ranks, each of results of the one before.
+        late: by output of the body that a round makes, which one: 1 for the first.
     """
 
     head: Block
     gathers: tuple[Equation, ...]
     core: Block
-    scatters: tuple[Equation, ...]
-    tail: Block
-    passed: tuple[Var, ...]
-    late: frozenset[Var]
+    rounds: tuple[Round, ...]
+    late: Mapping[Var, int]
 
 
 def split(op: Scan, wanted: Sequence[Any]) -> Split | None:
-    """The body of a scan in three parts; None where one iteration has nothing to do for others.
+    """The body of a scan in parts; None where one iteration has nothing to do for others.
 
     Args:
         op: the scan.
@@ -186,28 +208,42 @@ def split(op: Scan, wanted: Sequence[Any]) -> Split | None:
     equations = live_equations(body.equations, needed)
     fixed = [*body.inputs[: op.num_consts], *body.inputs[start:]]
     early, gathers = _early(equations, fixed, body.inputs[start:])
-    scatters, after = _after(equations, carries)
-    if not gathers and not scatters:
+    found = _rounds(equations, carries)
+    if not gathers and not found:
         return None
-    made = {v for e in after for v in e.results} | {v for e in scatters for v in e.results}
-    late = frozenset(v for v in needed if v in made)
-    scattered = [v for e in scatters for v in e.results]
-    reads = dict.fromkeys(v for e in after for v in e.operands if v not in made)
-    passed = tuple(v for v in reads if v not in fixed)
+    rounds = _as_blocks(found, fixed, needed)
+    late = {v: number for number, each in enumerate(rounds, 1) for v in each.late}
     gathered = [v for e in gathers for v in e.results]
-    tail = Block(
-        (*(v for v in fixed if v in reads), *scattered, *passed), tuple(after), tuple(late)
-    )
-    ends = [*needed, *(v for e in scatters for v in e.operands), *passed]
-    ends = [v for v in ends if v not in late]
-    gone = {*gathers, *scatters, *after}
+    ends = [v for v in needed if v not in late]
+    ends += rounds[0].reads if rounds else ()
+    gone = {*gathers, *(e for sums, after in found for e in (*sums, *after))}
     rest = live_equations([e for e in equations if e not in gone], ends)
     core = Block((*body.inputs, *gathered), tuple(rest), tuple(ends))
     operands = [v for e in gathers for v in e.operands]
     first = live_equations(early, operands)
     used = {*operands, *(v for e in first for v in e.operands)}
     head = Block(tuple(v for v in fixed if v in used), tuple(first), tuple(operands))
-    return Split(head, tuple(gathers), core, tuple(scatters), tail, passed, late)
+    return Split(head, tuple(gathers), core, rounds, late)
+
+
+_Rounds = list[tuple[list[Equation], list[Equation]]]
+"""Sums, and what is computed from them and from none of the next round."""
+
+
+def _as_blocks(found: _Rounds, fixed: Sequence[Var], needed: Sequence[Var]) -> tuple[Round, ...]:
+    """Rounds with what each hands to the next."""
+    rounds: list[Round] = []
+    for sums, after in reversed(found):
+        handed = rounds[-1].reads if rounds else ()
+        summed = [v for e in sums for v in e.results]
+        made = {*summed, *(v for e in after for v in e.results)}
+        late = tuple(v for v in needed if v in made)
+        reads = dict.fromkeys([*(v for e in after for v in e.operands), *handed])
+        passed = tuple(v for v in reads if v not in made and v not in fixed)
+        inputs = (*(v for v in fixed if v in reads), *summed, *passed)
+        block = Block(inputs, tuple(after), (*late, *handed))
+        rounds.append(Round(tuple(sums), block, passed, late))
+    return tuple(reversed(rounds))
 
 
 def _early(
@@ -232,25 +268,24 @@ def _early(
     return early, gathers
 
 
-def _after(
-    equations: Sequence[Equation], carries: Collection[Var]
-) -> tuple[list[Equation], list[Equation]]:
-    """Sums over ranks that lead to no carry, and all that is computed from them."""
+def _rounds(equations: Sequence[Equation], carries: Collection[Var]) -> _Rounds:
+    """Sums over ranks that lead to no carry, by how many of them come before, and what follows."""
     barred = set(carries)  # what leads to a carry
     for equation in reversed(equations):
         if not barred.isdisjoint(equation.results):
             barred.update(equation.operands)
-    scatters: list[Equation] = []
-    after: list[Equation] = []
-    made: set[Var] = set()
+    rounds: _Rounds = []
+    number: dict[Var, int] = {}  # of the round that a value comes from, from 1
     for equation in equations:
-        if not made.isdisjoint(equation.operands):
-            after.append(equation)
-            made.update(equation.results)
-        elif _sums(equation) and barred.isdisjoint(equation.results):
-            scatters.append(equation)
-            made.update(equation.results)
-    return scatters, after
+        last = max((number.get(v, 0) for v in equation.operands), default=0)
+        if _sums(equation) and barred.isdisjoint(equation.results):
+            rounds += [([], [])] if last == len(rounds) else []
+            rounds[last][0].append(equation)
+            last += 1
+        elif last:
+            rounds[last - 1][1].append(equation)
+        number.update(dict.fromkeys(equation.results, last))
+    return rounds
 
 
 def _sums(equation: Equation) -> bool:
@@ -275,8 +310,8 @@ def arranged(block: Block, *, prefetch: bool, sequence_parts: int) -> Block:
 def sunk(block: Block) -> Block:
     """The block with sums over ranks of what scans stack computed by the scans, row by row.
 
-    Only where nothing else reads what is summed, and where the iteration has not to wait for a
-    reduction of its own first. Rows of less than a MiB that every rank gets are summed together.
+    Only where nothing else reads what is summed. Rows of less than a MiB that every rank gets are
+    summed together.
     Where microbatches are added up first, the last one is written out behind their scan.
     """
     block = _last_apart(block)
@@ -322,13 +357,10 @@ class _Links:
         assert isinstance(op, Scan)
         if op.length < 2:
             return {}
-        carries = {v for v in op.body.outputs[: op.num_carry] if isinstance(v, Var)}
-        scatters, after = _after(op.body.equations, carries)
-        late = {value for equation in (*scatters, *after) for value in equation.results}
         found: dict[int, list[_Link]] = {}
         for position, row in enumerate(op.body.outputs):
             stack = scan.outputs[position]
-            if position >= op.num_carry and isinstance(row, Var) and row not in late and stack:
+            if position >= op.num_carry and isinstance(row, Var) and stack:
                 chain = self.to_sum(stack)
                 if chain:
                     found[position] = chain

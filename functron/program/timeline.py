@@ -21,6 +21,7 @@ compute is not seen either.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -312,18 +313,27 @@ class _Planner:
         parts = split(op, _needed(equation, op)) if self.prefetch else None
         if parts is None:
             return _all([self.block(op.body)] * op.length)
-        gathers, reduced = parts.gathers, parts.scatters
-        head, core, tail = (self.block(x) for x in (parts.head, parts.core, parts.tail))
+        gathers, rounds = parts.gathers, parts.rounds
+        head, core = self.block(parts.head), self.block(parts.core)
+        tails = [self.block(each.block) for each in rounds]
         turns: dict[tuple[str, int], list[_Step]] = {}
-        for odd in (0, 1):  # two iterations' reductions are under way at once
-            keys = [(equation, odd) for equation in reduced]
+        for odd in (0, 1):  # two iterations' reductions of a round are under way at once
+            keys = [[(equation, odd) for equation in each.sums] for each in rounds]
+            starts = [[*map(self._start, r.sums, k)] for r, k in zip(rounds, keys, strict=True)]
             turns["gather", odd] = [head, *map(self._start, gathers)]
             turns["begin", odd] = [*map(_wait, gathers)]
             turns["compute", odd] = [core]
-            turns["reduce", odd] = [*map(self._start, reduced, keys)]
-            turns["end", odd] = [*map(_wait, keys), tail]
-        order = overlapped(op.length, gathers=bool(gathers), reduces=bool(reduced))
-        return _all([step for turn, index in order for step in turns[turn, index % 2]])
+            turns["reduce", odd] = starts[0] if rounds else []
+            for number, tail in enumerate(tails):
+                then = starts[number + 1] if number + 1 < len(rounds) else []
+                turns[f"end {number}", odd] = [*map(_wait, keys[number]), tail, *then]
+        steps: list[_Step] = []
+        ended: dict[int, int] = defaultdict(int)
+        for turn, index in overlapped(op.length, gathers=bool(gathers), rounds=len(rounds)):
+            name = f"end {ended[index]}" if turn == "end" else turn
+            ended[index] += turn == "end"
+            steps += turns[name, index % 2]
+        return _all(steps)
 
 
 def _needed(equation: Equation, op: Scan) -> list[Any]:

@@ -11,6 +11,7 @@ import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
 from functron.compiler.segments import Loop, procedure, split
 from functron.program.equations import Scan
+from functron.program.order import overlapped, sunk
 from functron.transforms import Gather
 
 CONFIG = gpt.GPTConfig(
@@ -77,22 +78,39 @@ def test_both_scans_of_layers_gather_ahead_and_reduce_behind(mesh, remat):
         kernels = loop.body.kernels()
         inside = [(e.name, e.args[1]) for k in kernels for e in k.equations if "gather" in e.name]
         assert ("all_gather", "fsdp") not in inside
-    assert forward.behind is None
-    assert backward.behind is not None
-    assert [(e.name, e.args[1]) for e in backward.behind.scatters] == [
-        ("psum_scatter", "fsdp")
-    ] * count
-    names = [e.name for k in backward.behind.procedure.kernels() for e in k.equations]
+    assert forward.behind == ()
+    (behind,) = backward.behind
+    assert [(e.name, e.args[1]) for e in behind.sums] == [("psum_scatter", "fsdp")] * count
+    names = [e.name for k in behind.procedure.kernels() for e in k.equations]
     assert not {"mm", "bmm"} & set(names)
+
+
+def test_sums_of_sums_run_behind_the_iteration_after():
+    """Over dp, of what was scattered over fsdp."""
+    block = sunk(traced(Mesh(dp=2, fsdp=2), dropout=0.0).block)
+    *_, backward = loops(procedure(block, block.outputs, prefetch=True))
+    found = [[(e.name, e.args[1]) for e in part.sums] for part in backward.behind]
+    assert found == [[("psum_scatter", "fsdp")], [("psum", "dp")]]
+    assert sum(part.stacks for part in backward.behind[:-1]) == 0  # all that is stacked is a sum
+
+
+def test_the_turns_of_two_rounds():
+    assert list(overlapped(3, gathers=False, rounds=2)) == [
+        ("begin", 0), ("compute", 0), ("reduce", 0),
+        ("begin", 1), ("compute", 1), ("reduce", 1), ("end", 0),
+        ("begin", 2), ("compute", 2), ("reduce", 2), ("end", 1), ("end", 0),
+        ("end", 2), ("end", 1), ("end", 2),
+    ]  # fmt: skip
+    assert list(overlapped(0, gathers=True, rounds=2)) == []
 
 
 def test_microbatches_are_loops_around_loops():
     program = traced(Mesh(fsdp=2), microbatches=2)
     outer, *inner = loops(procedure(program.block, program.block.outputs, prefetch=True))
     assert outer.ahead is None  # what all microbatches gather is no slice
-    assert outer.behind is None
+    assert outer.behind == ()
     assert all(loop.ahead is not None for loop in inner)
-    assert sum(loop.behind is not None for loop in inner) == 1
+    assert sum(bool(loop.behind) for loop in inner) == 1
 
 
 def scan_of(f, *args, mesh=None) -> Scan:
@@ -115,7 +133,7 @@ def test_what_depends_on_the_carry_is_not_started_early():
     parts = split(op, op.body.outputs)
     assert parts is not None
     assert parts.gathers == ()
-    assert [e.name for e in parts.scatters] == ["psum_scatter"]  # which leads to ys alone
+    assert [e.name for e in parts.rounds[0].sums] == ["psum_scatter"]  # which leads to ys alone
 
 
 def test_a_reduction_that_is_carried_is_not_ended_late():
@@ -130,7 +148,7 @@ def test_a_reduction_that_is_carried_is_not_ended_late():
     parts = split(op, op.body.outputs)
     assert parts is not None
     assert [e.name for e in parts.gathers] == ["all_gather"]
-    assert parts.scatters == ()
+    assert parts.rounds == ()
 
 
 def test_one_iteration_has_no_neighbour():

@@ -23,6 +23,7 @@ CASES = {
     "compiled": (Mesh(fsdp=2), {"dropout": 0.0}, [COMPILED]),
     "plain": (Mesh(fsdp=2), {"dropout": 0.0}, [None, EAGER, PLAIN]),
     "remat": (Mesh(fsdp=2), {"remat": "full", "microbatches": 2, "dropout": 0.0}, [EAGER]),
+    "twice": (Mesh(dp=2, fsdp=2), {"dropout": 0.0}, [EAGER]),  # sums of what was scattered
     "hybrid": (
         Mesh(dp=2, fsdp=2),
         {"remat": "dots", "microbatches": 2, "dropout": 0.0},
@@ -39,7 +40,7 @@ CASES = {
     "names",
     [
         ("inductor", "plain", "remat"),
-        ("tp", "both"),
+        ("tp", "both", "twice"),
         # its program is in "plain", Inductor's loops that overlap in "inductor"
         pytest.param(("compiled",), marks=pytest.mark.full),
         # its axes are in "both", remat in "remat"

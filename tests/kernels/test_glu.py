@@ -94,6 +94,51 @@ def test_rows_keep_their_layout(kind, activation):
 
 
 @kernels
+@pytest.mark.parametrize("size", [40, 41], ids=["by packs", "by elements"])
+def test_rows_from_the_count_on_stay_as_they_are(size):
+    """As new memory is here: NaN."""
+    draw = Draw(5)
+    gate, up, d_hidden = (draw(7, size, dtype=torch.bfloat16) for _ in range(3))
+    both = torch.cat([gate, up], -1)
+    for op, args in (
+        (GLU, (gate, up)),
+        (GLU_PACKED, (both,)),
+        (GLU_BACKWARD, (d_hidden, gate, up)),
+        (GLU_BACKWARD_AGAIN, (d_hidden, gate, up)),
+        (GLU_PACKED_BACKWARD, (d_hidden, both)),
+        (GLU_PACKED_BACKWARD_AGAIN, (d_hidden, both)),
+    ):
+        whole = emulated(op.kernel, *args, "silu", seeds=(0,))
+        for count in (0, 3, 9):
+            got = emulated(op.kernel, *args, "silu", torch.tensor(count), seeds=(0, 1))
+            for a, b in zip(*([x] if torch.is_tensor(x) else x for x in (got, whole)), strict=True):
+                assert torch.equal(a[:count], b[:count])
+                assert a[count:].isnan().all()
+
+
+def test_a_product_of_groups_tells_how_many_rows_are_real():
+    """And where ranks are simulated, whose rows lie side by side, all are computed."""
+    draw, sizes = Draw(6), torch.tensor([[1, 2], [0, 1]])
+    gate, up = draw(2, 4, 8), draw(2, 4, 8)
+    w, d_y = draw(2, 8, 4), draw(2, 4, 4)
+
+    def grads(gate, up, w, d_y, sizes):
+        real = (torch.arange(4) < sizes.sum()).unsqueeze(1)
+        loss = lambda gate, up, w: (glu_linear(gate, up, w, "silu", sizes) * d_y).sum()
+        *rows, d_w = ft.grad(loss, (0, 1, 2))(gate, up, w)
+        return *(torch.where(real, x, 0.0) for x in rows), d_w
+
+    program = ft.trace(grads)(gate[0], up[0], w, d_y[0], sizes[0])
+    found = [e.operands[-1] for e, _ in program.block.walk() if e.name.startswith("glu")]
+    assert [(v.shape, v.dtype) for v in found] == [((), torch.int64)] * 2
+    mapped = torch.vmap(grads, in_dims=(0, 0, None, 0, 0))(gate, up, w, d_y, sizes)
+    for index in range(2):
+        alone = grads(gate[index], up[index], w, d_y[index], sizes[index])
+        for a, b in zip(mapped, alone, strict=True):
+            torch.testing.assert_close(a[index], b, rtol=1e-5, atol=1e-6)
+
+
+@kernels
 @ACTIVATIONS
 @pytest.mark.parametrize("size", [4, 8], ids=["by elements", "by packs"])
 def test_what_is_not_finite_goes_through_and_what_is_large_stays_finite(activation, size):

@@ -126,7 +126,10 @@ def on_fake(x):
 @pytest.mark.parametrize(("left", "right"), PAIRS[:-1])
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_what_tensor_cores_are_given(left, right, dtype, monkeypatch):
-    """torch checks shapes, strides, dtypes and orders of scales on fake tensors of a GPU."""
+    """torch checks shapes, strides, dtypes and orders of scales on fake tensors of a GPU.
+
+    Of scales nothing any more in 2.15, where the kernels themselves do.
+    """
     real = torch.nn.functional.scaled_mm
 
     def double(*args, **named):
@@ -141,8 +144,9 @@ def test_what_tensor_cores_are_given(left, right, dtype, monkeypatch):
         y = on_cuda(a, b, dtype)
         assert (y.shape, y.dtype, y.device.type) == ((rows, columns), dtype, "cuda")
         wrong = b._replace(blocks={"tensor": "row"}.get(b.blocks, "tensor"))
-        with pytest.raises((RuntimeError, ValueError, IndexError)):
-            on_cuda(a, wrong, dtype)
+        if torch.__version__ < "2.14":
+            with pytest.raises((RuntimeError, ValueError, IndexError)):
+                on_cuda(a, wrong, dtype)
 
 
 def test_no_elements():

@@ -72,7 +72,12 @@ def test_sums_that_scans_compute_are_the_same_numbers(mesh, options, most):
 
 @pytest.mark.parametrize(
     ("mesh", "options", "most"),
-    [("dp=2", {}, 0.45), ("dp=2", {"zero": 2}, 0.45), ("fsdp=2", {}, 0.45)],
+    [
+        ("dp=2", {}, 0.45),
+        ("dp=2", {"zero": 2}, 0.45),
+        ("fsdp=2", {}, 0.45),
+        ("dp=2,fsdp=2", {}, 0.45),  # of sums over dp of what fsdp has scattered
+    ],
     ids=str,
 )
 def test_layers_hide_their_communication_over_data_axes(mesh, options, most):

@@ -10,9 +10,10 @@ import functron as ft
 from functron import Mesh, P, checkpoint, gpt, lax, optim, random, tree
 from functron.spmd.shard_map import Donated
 from functron.spmd.spec import unpad
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, with_model
 from functron.training.plan import plan
 from functron.training.run import prepare
+from tests.spmd.gloo_ragged import counted
 
 CONFIG = gpt.GPTConfig(
     vocab_size=40, num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, max_seq=12,
@@ -112,6 +113,21 @@ def test_the_state_is_updated_in_place(mesh):
     ):
         if after.dim():
             assert before == after.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [("gpt2-tiny", {"mesh": "dp=2,tp=2", "zero": 1}), ("mamba2-hybrid-tiny", {})],
+    ids=["gpt2", "hybrid"],
+)
+def test_the_host_reads_no_number_of_a_step(model, given):
+    """It would wait for a GPU. What exchanges of experts read is in tests/spmd."""
+    config = TrainConfig(format="mock", end_token=0, seq=16, global_batch=4, microbatches=2)
+    config = with_model(dataclasses.replace(config, **given), model)
+    run, reads = prepare(config, Mesh.parse(config.mesh)), []
+    _, metrics = counted(reads)(run.step)(run.state, run.batch(0))
+    counted(reads)(float)(metrics["loss"])
+    assert reads == [0, 1]
 
 
 def small_step(mesh, **how):
