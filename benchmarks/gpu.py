@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import importlib.util
 import json
 import os
@@ -33,15 +32,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if importlib.util.find_spec("functron") is None:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import measure
 import torch
-from models import decoder, make_batch, named_weights
-from peers import Step, functron_step, functron_training, module_step, plain_step
+from peers.functron_steps import mesh_step, training
+from peers.models import Step, decoder, make_batch
+from peers.torch_steps import hugging_face_step, plain_step
 
 from functron import Mesh, gpt, tree
 from functron.compiler.jit import jit
@@ -101,11 +100,11 @@ def shapes(tiny: bool, batch: int) -> dict[str, Shape]:
 def maker(name: str) -> Callable[..., Step]:
     """``(config, batch, device=...) -> step`` of the program of this name."""
     return {
-        "functron jit": partial(functron_step, mesh=Mesh(), compile_with=partial(jit, donate=0)),
+        "functron jit": partial(mesh_step, mesh=Mesh(), compile_with=partial(jit, donate=0)),
         "functron graph": partial(
-            functron_step, mesh=Mesh(), compile_with=partial(jit, donate=0, graph=True)
+            mesh_step, mesh=Mesh(), compile_with=partial(jit, donate=0, graph=True)
         ),
-        "functron eager": partial(functron_step, mesh=Mesh()),
+        "functron eager": partial(mesh_step, mesh=Mesh()),
         "functron fused": fused_step,
         "torch.compile": partial(plain_step, compiled=True),
         "Hugging Face": partial(hugging_face_step, compiled=False),
@@ -117,59 +116,7 @@ def maker(name: str) -> Callable[..., Step]:
 def fused_step(c: gpt.GPTConfig, batch: dict, device: str) -> Step:
     """`functron jit` with one matrix for queries, keys and values, and one for gate and up."""
     c = replace(c, fused_projections=True)
-    return functron_step(c, batch, Mesh(), device=device, compile_with=partial(jit, donate=0))
-
-
-def hugging_face_step(
-    c: gpt.GPTConfig, batch: dict, device: str, *, compiled: bool, liger: bool = False
-) -> Step:
-    """`LlamaForCausalLM` with SDPA attention and its own loss, from functron's initial weights.
-
-    With `liger` its norms, rotations, gated activations and loss are those of Liger-Kernel.
-    """
-    try:
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
-        patched: Any = importlib.import_module("liger_kernel.transformers") if liger else None
-    except ImportError as error:
-        raise SystemExit(f"skip: {error}") from None
-    config = LlamaConfig(
-        vocab_size=c.padded_vocab, hidden_size=c.embed_dim, intermediate_size=c.mlp_dim,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads,
-        num_key_value_heads=c.kv_heads, max_position_embeddings=c.max_seq,
-        rms_norm_eps=c.norm_eps, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=c.torch_dtype, attn_implementation="sdpa"
-        )
-    model.load_state_dict(hugging_face_weights(c, device))
-    model.train()
-    if patched is not None:
-        patched.apply_liger_kernel_to_llama(model=model)
-    if compiled:
-        # as one graph it would build a mask, which keeps SDPA from its fast causal kernels
-        for layer in model.model.layers:
-            layer.compile(fullgraph=True)
-        model.loss_function = torch.compile(model.loss_function)
-
-    def loss(tokens, targets):
-        # the targets are shifted already, and given as labels they would be once more
-        return model(input_ids=tokens, labels=targets, shift_labels=targets, use_cache=False).loss
-
-    return module_step(loss, list(model.parameters()), batch["tokens"], batch["targets"])
-
-
-def hugging_face_weights(c: gpt.GPTConfig, device: str) -> dict[str, torch.Tensor]:
-    """The initial weights by the names of `LlamaForCausalLM`."""
-    names = {
-        "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
-        "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
-        "mlp.up": "mlp.up_proj", "mlp.gate": "mlp.gate_proj", "mlp.down": "mlp.down_proj",
-    }  # fmt: skip
-    top = ("model.embed_tokens", "model.norm", "lm_head")
-    return named_weights(c, top, "model.layers", names, device)
+    return mesh_step(c, batch, Mesh(), device=device, compile_with=partial(jit, donate=0))
 
 
 @dataclass
@@ -328,7 +275,7 @@ def check(device: str) -> bool:
     torch.set_float32_matmul_precision("highest")  # no TF32
     c = decoder(512, 4, 256, 8, 128, mlp=512, num_kv_heads=2)
     batch = make_batch(c.vocab_size, 4, c.max_seq, device)
-    train, want = functron_training(c, Mesh(), device=device)
+    train, want = training(c, Mesh(), device=device)
     got = tree.map(torch.clone, want)
     initial = [leaf.clone() for leaf in tree.leaves(want.params)]
     compiled = jit(train, donate=0)

@@ -21,6 +21,8 @@ from typing import IO, Any
 import torch.distributed as dist
 
 WARM_UP = 2
+AGREE_STEPS, AGREE_WITHIN = 4, 1e-4
+"""How many first losses of programs are compared, and by how much they may differ, relative."""
 
 
 def resident(name: str) -> int:
@@ -36,8 +38,18 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def serve(make: Callable[[], Callable[[], float]]) -> None:
-    """The program's side: build it when told to, then take the steps that the parent asks for."""
+def pin(threads: int) -> None:
+    """Keep this process and its children to so many processors: XLA has no option for threads."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+
+
+def serve(
+    make: Callable[[], Callable[[], float]], between: Callable[[], object] = lambda: None
+) -> None:
+    """The program's side: build it when told to, then take the steps that the parent asks for.
+
+    `between` is called after every step, outside of what is timed.
+    """
     lead = not dist.is_initialized() or dist.get_rank() == 0
     # whatever else prints must not mix with the answers
     answers = os.fdopen(os.dup(1), "w")
@@ -56,6 +68,7 @@ def serve(make: Callable[[], Callable[[], float]]) -> None:
             "grown": resident("VmHWM") - before,
         }
         reset_peak()
+        between()
         if lead:
             print(json.dumps(answer), file=answers, flush=True)
 
@@ -155,12 +168,12 @@ def start(
     """Start ``python *arguments`` as a program with `threads` threads per rank."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(launcher if ranks > 1 else []), *arguments]
-    folder = tempfile.mkdtemp(dir=caches)
+    folder = caches / name.replace(" ", "-")
     env = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_CACHE_DIR": folder,
-        "XDG_CACHE_HOME": folder,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "XDG_CACHE_HOME": str(folder),
         "JAX_PLATFORMS": "cpu",
     }
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the program)

@@ -20,9 +20,9 @@ from pathlib import Path
 import measure
 import torch
 import torch.distributed as dist
-from compiled import AGREE_STEPS, AGREE_WITHIN, pin
-from measure import Program
-from models import decoder, make_batch
+from measure import AGREE_STEPS, AGREE_WITHIN, Program, pin
+from peers import functron_steps, torch_steps
+from peers.models import decoder, make_batch
 from torch import Tensor
 
 from functron.pipeline import Action, Schedule, Timeline, make
@@ -147,8 +147,6 @@ def memory(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> int:
 
 
 def serve(args: argparse.Namespace) -> None:
-    import pipeline_peers
-
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = args.cache
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -163,9 +161,9 @@ def serve(args: argparse.Namespace) -> None:
     def build() -> Callable[[], float]:
         nonlocal watch, plain
         if library == "torch":
-            return pipeline_peers.torch_step(c, batch, name, args.microbatches, compiled=compiled)
+            return torch_steps.pipelined_step(c, batch, name, args.microbatches, compiled=compiled)
         settings = {} if compiled else None
-        plain, pipeline, parameters = pipeline_peers.functron_step(c, batch, schedule, settings)
+        plain, pipeline, parameters = functron_steps.pipelined_step(c, batch, schedule, settings)
         watch = Watch(pipeline, parameters)
         return watch.stepping(plain)
 

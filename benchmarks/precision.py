@@ -34,7 +34,7 @@ if importlib.util.find_spec("functron") is None:  # a checkout that is not insta
 
 import measure
 import torch
-from models import LEARNING_RATE, WEIGHT_DECAY, decoder, make_batch
+from peers.models import LEARNING_RATE, WEIGHT_DECAY, decoder, make_batch, plain_model
 
 from functron import Mesh, jit, random
 from functron.optim import OptimizerConfig, ScheduleConfig
@@ -182,7 +182,7 @@ def program_of(name: str, args: argparse.Namespace) -> Callable[[], float]:
     if name == OURS:
         step = training(run_of(decoder(*sizes), "bf16"), "cpu")
         return partial(step, batch)
-    from peers import module_step, plain_model
+    from peers.torch_steps import module_step
 
     model = plain_model(decoder(*sizes), "cpu")
     run = torch.compile(model, fullgraph=True)

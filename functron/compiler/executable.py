@@ -42,7 +42,7 @@ from torch.utils import _pytree as pytree
 from functron.compiler.driver import Compiled, Routine, routine
 from functron.compiler.lower import graph_module
 from functron.compiler.lower import unroll as unrolled
-from functron.compiler.segments import Kernel, procedure
+from functron.compiler.segments import Kernel, made_again, procedure
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
@@ -312,7 +312,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         program = unrolled(program)
     donations = takers(program)
     prefetch = prefetch and program.mesh.size > 1
-    block = arranged(program.block, prefetch=prefetch, sequence_parts=sequence_parts)
+    block = arranged(made_again(program.block), prefetch=prefetch, sequence_parts=sequence_parts)
     steps = procedure(block, block.outputs, donated=donations, prefetch=prefetch)
     groups, folder = _groups(mesh), None if cache is None else Path(cache)
     graphs = {k: graph_module(k, groups, overlap=overlap) for k in steps.kernels()}

@@ -8,6 +8,10 @@ What scans hand to other scans is never stacked: such ys stay lists of slices. O
 into the slices of one preallocated stack, in the kernel that computes them. Donated inputs are
 overwritten likewise, by the kernel that computes the value that takes their memory.
 
+**What backward makes again.** Backward is a scan of its own, which is handed what it reads of the
+iterations of forward. Of that, what elementwise operations make of values that it is handed anyway,
+and only such operations read, costs less to make again than to write and to read (`made_again`).
+
 **Overlap.** A scan's iterations may be cut into parts, which the driver runs one ahead and one
 or more behind; see `functron.program.order`.
 
@@ -23,11 +27,13 @@ does it itself (`functron.compiler.lower`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from functron.program.equations import Block, Equation, Scan, Var
+import torch
+
+from functron.program.equations import Block, Equation, Fresh, Scan, Var
 from functron.program.order import Split, split
 from functron.program.recorder import live_equations
 
@@ -204,6 +210,116 @@ class Procedure:
 _COSTLY = frozenset(
     f"aten::{name}" for name in ("pow", "exp", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh")
 )
+
+
+_aten = torch.ops.aten
+_CHEAP = frozenset(
+    {
+        _aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.mul.Tensor, _aten.mul.Scalar,
+        _aten.neg.default, _aten.relu.default, _aten.silu.default, _aten.sigmoid.default,
+    }
+)  # fmt: skip
+_ELEMENTWISE = _CHEAP | {
+    _aten.div.Tensor, _aten.pow.Tensor_Scalar, _aten.where.self, _aten.sum.dim_IntList,
+    _aten.mean.dim, _aten.silu_backward.default, _aten.threshold_backward.default,
+}  # fmt: skip
+"""The operations that fuse with those which make their operands."""
+
+
+def made_again(block: Block) -> Block:
+    """The block, in which scans make of slices they are handed anyway what is cheap to make again.
+
+    Its results are the same numbers.
+    """
+    made, fresh = {value: e for e in block.equations for value in e.results}, Fresh(block)
+    current: dict[Equation, Equation] = {}
+    for equation in block.equations:
+        for value in dict.fromkeys(equation.operands) if isinstance(equation.op, Scan) else ():
+            ahead = made.get(value)
+            if ahead is not None and isinstance(ahead.op, Scan) and ahead.op != equation.op:
+                pair = (current.get(ahead, ahead), current.get(equation, equation))
+                rest = [current.get(e, e) for e in block.equations if e is not ahead]
+                rest = [e for e in rest if e is not pair[1]]
+                others = {v for e in rest for v in e.operands} | {*block.outputs}
+                current[ahead], current[equation] = _again(*pair, others, fresh)
+    equations = tuple(current.get(e, e) for e in block.equations)
+    return replace(block, equations=equations)
+
+
+def _again(
+    ahead: Equation, back: Equation, others: Collection[Any], fresh: Fresh
+) -> tuple[Equation, Equation]:
+    """Two scans, of which the second makes again what it can of what the first hands to it."""
+    forward, op = ahead.op, back.op
+    assert isinstance(forward, Scan)
+    assert isinstance(op, Scan)
+    known = _shared(ahead, back) if forward.length == op.length else {}
+    first = op.num_consts + op.num_carry
+    handed = dict(zip(op.body.inputs[first:], back.args[first:], strict=True))
+    readers: dict[Var, list[Equation]] = {}
+    for equation in op.body.equations:
+        for value in equation.operands:
+            readers.setdefault(value, []).append(equation)
+    made: list[Equation] = []
+    gone: set[Var] = set()
+    for equation in forward.body.equations:
+        if len(equation.results) != 1 or not all(v in known for v in equation.operands):
+            continue
+        result = equation.results[0]
+        value, view = known.get(result), equation.aliases and result not in known
+        if view:
+            base = known[equation.operands[0]]
+            whole = {"storage": base.storage, "storage_bytes": base.storage_bytes}
+            known[result] = value = fresh.like(result, "again", **whole)
+        elif value is None or equation.op not in _CHEAP or value in op.body.outputs:
+            continue
+        else:
+            fuses = all(reader.op in _ELEMENTWISE for reader in readers.get(value, []))
+            stack = handed.get(value)
+            if not fuses or stack is None or back.args.count(stack) > 1 or stack in others:
+                continue
+            gone.add(value)
+        names = {v: known[v] for v in equation.operands}
+        args = tuple(names.get(a, a) if isinstance(a, Var) else a for a in equation.args)
+        made.append(replace(equation, args=args, outputs=(value,)))
+    made = live_equations(made, list(gone))
+    stacks = {handed[value] for value in gone}
+    ys = [out in stacks for out in ahead.outputs]
+    kept = [
+        y for y, out in zip(forward.body.outputs, ahead.outputs, strict=True) if out not in stacks
+    ]
+    inputs = tuple(v for v in op.body.inputs if v not in gone)
+    body = Block(inputs, (*made, *op.body.equations), op.body.outputs)
+    shorter = replace(forward, body=replace(forward.body, outputs=tuple(kept)))
+    outputs = tuple(out for out, y in zip(ahead.outputs, ys, strict=True) if not y)
+    args = tuple(a for a in back.args if a not in stacks)
+    return replace(ahead, op=shorter, outputs=outputs), replace(
+        back, op=replace(op, body=body), args=args
+    )
+
+
+def _shared(ahead: Equation, back: Equation) -> dict[Var, Var]:
+    """Values of the first scan's iterations by their names in those of the second, which has them.
+
+    That are constants and slices of both, and what the first hands to the second.
+    """
+    forward, op = ahead.op, back.op
+    assert isinstance(forward, Scan)
+    assert isinstance(op, Scan)
+
+    def roles(scan: Scan, equation: Equation) -> list[tuple[tuple[bool, Any], Var]]:
+        consts, first = scan.num_consts, scan.num_consts + scan.num_carry
+        rows = list(zip(equation.args, scan.body.inputs, strict=True))
+        found = [((True, outer), inner) for outer, inner in rows[:consts]]
+        return found + [((False, outer), inner) for outer, inner in rows[first:]]
+
+    there = dict(reversed(roles(op, back)))
+    known = {inner: there[role] for role, inner in roles(forward, ahead) if role in there}
+    ys = list(zip(ahead.outputs, forward.body.outputs, strict=True))[forward.num_carry :]
+    for stack, value in ys:
+        if isinstance(value, Var) and (False, stack) in there:
+            known[value] = there[False, stack]
+    return known
 
 
 def costly_scalars(equations: Sequence[Equation], inputs: Sequence[Var]) -> list[Equation]:

@@ -111,6 +111,19 @@ def dispatch_modes_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def taped_alone(value: torch.Tensor) -> bool:
+    """Whether torch's tape, and nothing else, sees what is computed of a tensor of a CPU."""
+    taped = torch.is_grad_enabled() and value.requires_grad and value.device.type == "cpu"
+    seen = transforms_active() or dispatch_modes_active() or torch.compiler.is_compiling()
+    return taped and not seen
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass of torch's tape that runs here may be run again."""
+    engine: Any = torch._C
+    return engine._autograd._get_current_graph_task_keep_graph()
+
+
 def differentiating() -> bool:
     """Whether any torch.func grad or jvp level is running."""
     return transforms_active() and any(

@@ -30,10 +30,17 @@ from functron.ops.define import AUTO, Kernels
 from functron.ops.glu import glu, glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.ids import check_ids
-from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from functron.ops.norms import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    RMS_NORM,
+    taped_rms_norm,
+)
 from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames
 from functron.spmd.params import Normal, ParamDef, ones, zeros
+from functron.spmd.simulate import product
 from functron.spmd.spec import P, entry_axes
 from functron.transforms.fsdp import Encoded
 
@@ -57,7 +64,7 @@ class Adapter(NamedTuple):
 
 
 def _linear(x: Tensor, w: Tensor, **where: Any) -> Tensor:
-    return x @ w
+    return product(x, w)
 
 
 def _grouped(x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, **where: Any) -> Tensor:
@@ -509,7 +516,8 @@ def rms_norm(
         x: ``[..., embed]``; computed in float32 at least, returned in its own dtype.
         scale: ``[embed]``.
     """
-    return F.rms_norm(x, scale.shape, scale, eps)
+    taped = taped_rms_norm(x, scale, eps)
+    return F.rms_norm(x, scale.shape, scale, eps) if taped is None else taped
 
 
 def layer_norm(

@@ -49,7 +49,7 @@ from functron.ops.flex_attention import (
     tests_of,
     unfold,
 )
-from functron.ops.softmax import finite, upcast
+from functron.ops.softmax import finite
 from functron.program.recorder import active
 
 _aten = torch.ops.aten
@@ -357,12 +357,10 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _bias(hidden: Tensor | None, q: Tensor, groups: int = 1) -> Tensor | None:
-    """The bias that a kernel adds to the scores: -inf where hidden; of each group of a sample."""
+def _bias(hidden: Tensor | None, q: Tensor) -> Tensor | None:
+    """The bias that a kernel adds to the scores: -inf where hidden."""
     if hidden is None:
         return None
-    if hidden.shape[0] > 1 and groups > 1:
-        hidden = hidden.repeat_interleave(groups, 0)
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
         hidden, float("-inf")
     )
@@ -405,20 +403,8 @@ def _backward(
     wide = _padded(q, k, v)
     cotangent, out = (_wide(x, wide[2].shape[-1]) for x in (cotangent, out))
     if q.device.type == "cpu":
-        # the kernel takes grouped heads, but would add up the group's cotangents in another order
-        # than autograd does where keys are expanded
-        wide = _grouped(*wide)
-        given, made = (x.reshape(wide[0].shape) for x in (cotangent, out))
-        bias = _bias(hidden, q, wide[0].shape[0] // q.shape[0])
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            given, *wide, made, lse.reshape(wide[0].shape[:-1]), 0.0, causal,
-            attn_mask=bias, scale=scale,
-        )  # fmt: skip
-        if k.shape[1] != q.shape[1]:
-            dk, dv = (upcast(x).sum(1).to(x.dtype) for x in (dk, dv))
-        dq, dk, dv = (
-            x.reshape(*y.shape[:3], x.shape[-1])
-            for x, y in zip((dq, dk, dv), (q, k, v), strict=True)
+            cotangent, *wide, out, lse, 0.0, causal, attn_mask=_bias(hidden, q), scale=scale
         )
     elif name == "cudnn":
         # it wants the layout of forward's result; without dropout it reads no random state, but

@@ -66,6 +66,10 @@ def log_sum_exp_and_target(
     is_mask = isinstance(valid, Tensor) and valid.dtype == torch.bool
     if not is_mask and kernels.takes("cross_entropy", logits):
         return CROSS_ENTROPY(logits, ids, _number(valid, logits))
+    wide = logits.dtype in (torch.float32, torch.float64)
+    if valid is None and wide and compat.taped_alone(logits):
+        both: Any = _Shares.apply(logits, ids)
+        return both
     mask = valid if is_mask else _mask(_number(valid, logits), logits)
     both: Any = _LogSumExpTarget.apply(logits, ids, mask)
     return both
@@ -159,6 +163,9 @@ def _pullback(
     lse: Tensor,
     valid: Tensor | None,
 ) -> Tensor:
+    if compat.transforms_active() and not (torch.is_grad_enabled() or compat.differentiating()):
+        made: Any = _Cotangent.apply(d_lse, d_target, logits, ids, lse, valid)
+        return made
     x = _masked(_upcast(logits), valid)
     inside, at = _places(ids, logits.shape[-1])
     d_lse, lse = _shares(d_lse, lse)
@@ -168,6 +175,31 @@ def _pullback(
         return torch.scatter_add(grad, -1, at, d_target).to(logits.dtype)
     grad = torch.sub(x, lse.unsqueeze(-1)).exp_().mul_(d_lse)
     return grad.scatter_add_(-1, at, d_target).to(logits.dtype)
+
+
+class _Cotangent(Function):
+    """`_pullback` of simulated ranks together, in place, as nothing differentiates it."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(d_lse, d_target, logits, ids, lse, valid):
+        return _pullback(d_lse, d_target, logits, ids, lse, valid)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        return (None,) * 6
+
+    @staticmethod
+    def vmap(info, in_dims, *operands) -> Any:
+        *rest, valid = operands
+        size = info.batch_size
+        rest = [_lead(x, dim, size) for x, dim in zip(rest, in_dims, strict=False)]
+        return _Cotangent.apply(*rest, _lead_mask(valid, in_dims[-1], size, rest[2])), 0
 
 
 class _LogSumExpTarget(Function):
@@ -209,14 +241,51 @@ class _LogSumExpTarget(Function):
         # torch's generated rule counts d_lse once per row where only the ids are batched
         size = info.batch_size
         logits, ids = (_lead(x, dim, size) for x, dim in zip((logits, ids), in_dims, strict=False))
-        if in_dims[2] is not None:
-            valid = valid.movedim(in_dims[2], 0)
-            valid = valid.reshape(size, *[1] * (logits.dim() - valid.dim()), *valid.shape[1:])
+        valid = _lead_mask(valid, in_dims[2], size, logits)
         return _LogSumExpTarget.apply(logits, ids, valid), (0, 0)
 
 
 def _lead(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _lead_mask(valid: Tensor | None, dim: int | None, size: int, logits: Tensor) -> Tensor | None:
+    """A mask of columns with a dim for `size` ranks, where they have masks of their own."""
+    if valid is None or dim is None:
+        return valid
+    valid = valid.movedim(dim, 0)
+    return valid.reshape(size, *[1] * (logits.dim() - valid.dim()), *valid.shape[1:])
+
+
+class _Shares(torch.autograd.Function):
+    """`_LogSumExpTarget` on torch's tape: softmax(x) in forward, which backward overwrites.
+
+    torch's softmax goes over a row while the processor's cache has it, so forward reads and writes
+    the logits once, and backward again; exponentials are taken once. At their most there are two
+    tensors of the logits' size, as there are without.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, ids):
+        shares = torch.softmax(logits, -1)
+        # the largest share is 1 / sum_j exp(x_j - max)
+        lse = logits.amax(-1) - shares.amax(-1).log()
+        inside, at = _places(ids, logits.shape[-1])
+        target = torch.gather(logits, -1, at).squeeze(-1)
+        ctx.save_for_backward(logits, ids, lse, shares)
+        return lse, torch.where(inside, target, torch.zeros_like(target))
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        logits, ids, lse, shares = ctx.saved_tensors
+        d_lse, d_target = cotangents
+        if torch.is_grad_enabled():  # to be differentiated again
+            return _pullback(d_lse, d_target, logits, ids, lse, None), None
+        inside, at = _places(ids, logits.shape[-1])
+        multiply = torch.mul if compat.keeps_graph() else torch.Tensor.mul_
+        grad = multiply(shares, d_lse.unsqueeze(-1))
+        d_target = torch.where(inside, d_target, torch.zeros_like(d_target))
+        return grad.scatter_add_(-1, at, d_target.unsqueeze(-1)), None
 
 
 # --- the op: `valid` is an int64 scalar, or has the dims of ids, of size 1 or theirs

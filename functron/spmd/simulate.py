@@ -25,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from functron.core import compat, tree
+from functron.core.compat import Function
 from functron.core.errors import Problem, in_library, raise_problems
 from functron.spmd.axes import SimulatedAxis, TracedAxis, bind, scope, source_line, user_line
 from functron.spmd.mesh import Mesh
@@ -154,6 +155,89 @@ def _join_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Ten
         order += [*(leading.index(name) for name in axes), position]
         shape.append(value.shape[position] * math.prod(sizes[name] for name in axes))
     return value.permute(order).reshape(shape)
+
+
+# --- products of ranks
+
+
+class _Product(Function):
+    """x w of matrices, each level of vmap a leading dim of both: of size 1 where it does not vary.
+
+    torch's rule takes the ranks of two axes, of which one splits x and the other w, for a batch of
+    products, of which it makes the operands: each as often as there are ranks.
+    """
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x, w):
+        return _product(x, w)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        (dy,), (x, w) = cotangents, ctx.saved_tensors
+        dx = _Product.apply(dy, w.mT) if ctx.needs_input_grad[0] else None
+        dw = _Product.apply(x.mT, dy) if ctx.needs_input_grad[1] else None
+        return _summed_like(dx, x), _summed_like(dw, w)
+
+    @staticmethod
+    def jvp(ctx, dx, dw):
+        x, w = ctx.saved_tensors
+        parts = [] if dx is None else [_Product.apply(dx, w)]
+        parts += [] if dw is None else [_Product.apply(x, dw)]
+        return sum(parts[1:], parts[0])
+
+    @staticmethod
+    def vmap(info, in_dims, x, w):
+        rows = zip((x, w), in_dims, strict=True)
+        x, w = (v.unsqueeze(0) if dim is None else v.movedim(dim, 0) for v, dim in rows)
+        return _Product.apply(x, w), 0
+
+
+def _summed_like(grad: Any, like: torch.Tensor) -> Any:
+    """The cotangent of what was one matrix for many."""
+    return grad if grad is None or grad.shape == like.shape else grad.sum_to_size(like.shape)
+
+
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``x @ w`` of ``[*ranks, n, k]`` and ``[*ranks, k, m]``, sizes 1 where one does not vary."""
+    dims = range(x.dim() - 2)
+    batch = [d for d in dims if x.shape[d] > 1 < w.shape[d]]
+    rows = [d for d in dims if w.shape[d] == 1]  # they share w: more rows of one product
+    columns = [d for d in dims if x.shape[d] == 1 < w.shape[d]]  # they share x
+    order, lead = [*columns, *batch, *rows], [*x.shape[:-2]]
+    count, many = (math.prod(w.shape[d] for d in some) for some in (columns, batch))
+    n, k, m = *x.shape[-2:], w.shape[-1]
+    a = x.permute(*order, -2, -1).reshape(many, -1, k)
+    b = w.permute(*order, -2, -1).reshape(count, many, k, m)
+    if many == 1:
+        y = torch.bmm(a.expand(count, -1, -1), b.squeeze(1)) if count > 1 else a[0] @ b[0, 0]
+    else:
+        y = a.new_empty(count, *a.shape[:-1], m)
+        for each, out in zip(b, y, strict=True):
+            torch.bmm(a, each, out=out)
+    sizes = [max(lead[d], w.shape[d]) for d in order]
+    y = y.view(*sizes, n, m)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return y.permute(*back, -2, -1)
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``x @ w`` of a matrix w; of simulated ranks with as few products and copies as there can be.
+
+    Args:
+        x: ``[..., inputs]``.
+        w: ``[inputs, outputs]``.
+    """
+    if not any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
+        return x @ w
+    made: Any = _Product.apply(x.reshape(-1, x.shape[-1]), w)
+    return made.view(*x.shape[:-1], w.shape[-1])
 
 
 # --- what no program may do, in words: simulated, and traced (`functron.program.recorder`)

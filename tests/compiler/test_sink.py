@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import functron as ft
 from functron import tree
 from functron.compiler import compile as compile_program
 from functron.compiler.cut import sink_sums
+from functron.compiler.segments import made_again
 from functron.program.equations import Scan
 from functron.program.program import interpret
 from functron.program.trace import trace
@@ -102,3 +105,41 @@ def test_a_stack_that_something_else_reads_stays():
     assert sink_sums(program, totals).block.equations == program.block.equations
     scans = [e.op for e in program.block.equations if isinstance(e.op, Scan)]
     assert len(scans) == 1
+
+
+@pytest.mark.parametrize("returned", [False, True], ids=["handed", "returned"])
+def test_backward_makes_again_what_is_cheap(returned):
+    """silu(gate) is made again of gate, whether or not the caller is given it as well."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(LAYERS, 4, 4, generator=generator, dtype=torch.float64)
+        for name in ("gate", "up", "down")
+    }
+    x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+
+    def block(x, layer):
+        active = torch.nn.functional.silu((x @ layer["gate"]).view(5, 4))
+        return x + (active * (x @ layer["up"])) @ layer["down"], active if returned else None
+
+    def loss(weights, x):
+        y, actives = ft.scan(block, x, weights)
+        return y.square().sum(), actives
+
+    step = ft.grad(loss, has_aux=True)
+    program = trace(step)(weights, x)
+    lean = replace(program, block=made_again(program.block))
+    before, after = (
+        [len(e.args) for e in p.block.equations if isinstance(e.op, Scan)] for p in (program, lean)
+    )
+    assert after == [before[0], before[1] - 1]
+    got = interpret(lean, weights, x)
+    for one, other in zip(
+        tree.leaves(got), tree.leaves(interpret(program, weights, x)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    leaves, y = tree.map(lambda w: w.clone().requires_grad_(), weights), x
+    for i in range(LAYERS):
+        y, _ = block(y, tree.map(lambda w, i=i: w[i], leaves))
+    y.square().sum().backward()
+    for one, leaf in zip(tree.leaves(got[0]), tree.leaves(leaves), strict=True):
+        torch.testing.assert_close(one, leaf.grad, rtol=1e-12, atol=1e-12)

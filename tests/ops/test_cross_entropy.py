@@ -234,3 +234,22 @@ def test_operands_are_left_as_they_were():
     torch.autograd.grad((lse, target), leaf, (d_lse, d_lse))
     assert torch.equal(leaf.detach(), before)
     assert d_lse.eq(1).all()
+
+
+def test_backward_twice_and_again_differentiated():
+    logits, _ = data()
+    leaf, ids = logits.requires_grad_(), torch.tensor([0, VOCAB - 1, -1, VOCAB]).repeat(TOKENS)
+    ids = ids[:TOKENS]
+
+    def total(x):
+        lse, target = log_sum_exp_and_target(x, ids, None)
+        return (lse * lse - 3 * target).sum()
+
+    lse = torch.logsumexp(logits.detach(), -1, keepdim=True)
+    inside = ((ids >= 0) & (ids < VOCAB)).unsqueeze(-1)
+    onehot = F.one_hot(ids.clamp(0, VOCAB - 1), VOCAB).double() * inside
+    expected = 2 * lse * torch.softmax(logits.detach(), -1) - 3 * onehot
+    value = total(leaf)
+    for keep in (True, False):
+        close(torch.autograd.grad(value, leaf, retain_graph=keep)[0], expected)
+    assert torch.autograd.gradgradcheck(total, (leaf,))

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import functron as ft
 from functron import Mesh, P, lax, shard_map
 from functron.ops.foreach import foreach_
+from functron.spmd.simulate import product
 
 MESH = Mesh(dp=2, tp=2)
 X = torch.arange(32.0).view(4, 8)
@@ -294,3 +295,40 @@ def test_cotangents_that_are_equal_are_not_summed():
         checked(X, w, True)
     with pytest.raises(ValueError, match=r"psum over 'tp' at .*: got a cotangent that varies"):
         ft.trace(checked)(X, w, True).check()
+
+
+def test_products_of_ranks_are_those_of_whole_matrices():
+    """Rows over one axis and columns over another, in both orders, to second derivatives."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, v = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((4, 3, 6), (6, 8), (8, 6))
+    )
+
+    def ranks(x, w, v):
+        hidden = torch.tanh(product(x, w))
+        return lax.psum(product(hidden, v), "tp")
+
+    def value(f):
+        return lambda w: f(x, w, v).sin().sum()
+
+    def derivatives(f):
+        grad = torch.func.grad(value(f))
+        twice = torch.func.grad(lambda w: grad(w).cos().sum())
+        return f(x, w, v), grad(w), twice(w), torch.func.jvp(grad, (w,), (w.cos(),))[1]
+
+    def own(x, w, v):
+        total = ft.grad(lambda w: lax.psum(ranks(x, w, v).sin().sum(), ("dp", "cp")))(w)
+        return ft.sync_gradients(total, P(None, "tp"))
+
+    def dense(x, w, v):
+        return torch.tanh(x @ w) @ v
+
+    expected = derivatives(dense)
+    for mesh in (Mesh(dp=2, cp=3, tp=2), Mesh(tp=2, dp=2, cp=3)):
+        specs = (P("dp", "cp"), P(None, "tp"), P("tp"))
+        mapped = shard_map(ranks, mesh, specs, P("dp", "cp"))
+        for got, want in zip(derivatives(mapped), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        inside = shard_map(own, mesh, specs, P(None, "tp"))(x, w, v)
+        torch.testing.assert_close(inside, expected[1], rtol=1e-12, atol=1e-12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import gpt, random
+
+Step = Callable[[], float]
+"""One step of training, which gives its loss."""
 
 SEED = 0
 LEARNING_RATE = 3e-4
@@ -65,6 +68,14 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+def rope(c: gpt.GPTConfig, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position and pair of dims."""
+    half = c.head_size // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=device) / half
+    angles = torch.arange(seq, device=device)[:, None] * c.rope_theta**-exponent
+    return angles.cos().to(c.torch_dtype), angles.sin().to(c.torch_dtype)
+
+
 def rotate(x, cos, sin):
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -106,12 +117,7 @@ class Plain(nn.Module):
         self.unembed = nn.Linear(c.embed_dim, c.padded_vocab, bias=False)
 
     def logits(self, tokens):
-        c = self.config
-        half = c.head_size // 2
-        exponent = torch.arange(half, dtype=torch.float32, device=tokens.device) / half
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        angles = positions[:, None] * c.rope_theta**-exponent
-        cos, sin = angles.cos().to(c.torch_dtype), angles.sin().to(c.torch_dtype)
+        cos, sin = rope(self.config, tokens.shape[1], tokens.device)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import optax
-from models import LEARNING_RATE, WEIGHT_DECAY, initial_weights
+from peers.models import LEARNING_RATE, WEIGHT_DECAY, Step, initial_weights
 
 from functron import gpt, tree
 
@@ -47,7 +45,7 @@ def mean_loss(c: gpt.GPTConfig, scanned: bool, w: dict, tokens, targets):
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def jax_step(c: gpt.GPTConfig, batch: dict, *, scanned: bool) -> Callable[[], float]:
+def jax_step(c: gpt.GPTConfig, batch: dict, *, scanned: bool) -> Step:
     """`jax.jit` of loss, gradients and AdamW with donated weights and moments."""
     weights = tree.map(lambda leaf: jnp.array(leaf.numpy()), initial_weights(c))
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)

@@ -1,0 +1,115 @@
+"""functron's training steps: on any mesh, eager, compiled, simulated or pipelined.
+
+Every maker builds the program of this process (or rank) and returns ``step() -> loss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from peers.models import LEARNING_RATE, SEED, WEIGHT_DECAY, Step
+from torch import Tensor
+
+import functron as ft
+from functron import BoundMesh, Mesh, P, gpt, optim, random
+from functron.pipeline import Partition, Pipeline, Schedule, even_layout
+from functron.transforms import Gather
+
+
+def training(
+    c: gpt.GPTConfig,
+    mesh: Mesh | BoundMesh,
+    *,
+    stream: P = gpt.STREAM,
+    regather: bool = True,
+    device: str = "cpu",
+) -> tuple[Callable, ft.State]:
+    """functron's eager ``(state, batch) -> (state, metrics)`` on `mesh`, and the first state."""
+    defs = gpt.defs(c)
+    specs = ft.param_specs(defs, gpt.rules(c, mesh))
+    optimizer = optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    state = ft.init_state(random.key(SEED, device=device), defs, specs, optimizer, mesh)
+    options = ft.ModelOptions(stream=stream)
+    if "fsdp" in mesh.shape:
+        options = replace(options, gather=Gather(specs, regather=regather))
+
+    def loss(params, batch, key):
+        return gpt.loss(c, params, batch, options, key=key)
+
+    sharing = ft.gradients(loss, gpt.num_targets)
+    return ft.make_step(sharing, optimizer, mesh, specs, norms=None), state
+
+
+def mesh_step(
+    c: gpt.GPTConfig,
+    batch: dict,
+    mesh: Mesh | BoundMesh,
+    *,
+    compile_with: Callable | None = None,
+    **options: Any,
+) -> Step:
+    """A step on `mesh`, eager or as `compile_with` makes it, on this process's part of the batch.
+
+    `options` are those of `training`.
+    """
+    train, state = training(c, mesh, **options)
+    if compile_with is not None:
+        train = compile_with(train)
+    if isinstance(mesh, BoundMesh):
+        batch = ft.shard(batch, P(ft.DATA_AXES), mesh)
+    return _stepping(train, state, batch)
+
+
+def _stepping(train: Callable, state: ft.State, batch: dict) -> Step:
+    def step() -> float:
+        nonlocal state
+        state, metrics = train(state, batch)
+        return metrics["loss"].item()
+
+    return step
+
+
+def named_step(words: list[str], c: gpt.GPTConfig, batch: dict) -> Step:
+    """The step that words name: of an axis, "sp", "keep", "eager", "simulated", "unrolled"."""
+    if "pp" in words:
+        schedule = ft.pipeline.make("1f1b", 2, batch["tokens"].shape[0])
+        return pipelined_step(c, batch, schedule, None if "eager" in words else {})[0]
+    axis = next((word for word in words if word in ("dp", "fsdp", "tp")), None)
+    mesh = Mesh(**{axis: 2}).bind() if axis else Mesh()
+    if "simulated" in words:
+        mesh = Mesh(dp=2, tp=2)
+    options: dict[str, Any] = {"regather": "keep" not in words}
+    if "sp" in words:
+        options["stream"] = gpt.SEQUENCE_PARALLEL_STREAM
+    if not {"eager", "simulated"} & {*words}:
+        unroll = {"unroll": True} if "unrolled" in words else {}
+        options["compile_with"] = partial(ft.jit, donate=(0,), **unroll)
+    return mesh_step(c, batch, mesh, **options)
+
+
+def pipelined_step(
+    c: gpt.GPTConfig, batch: dict, schedule: Schedule, compile_with: Mapping[str, Any] | None
+) -> tuple[Step, Pipeline, list[Tensor]]:
+    """A step under `schedule`, its stages and update compiled or not.
+
+    Also the pipeline, for what can be observed of it, and this rank's parameters.
+    """
+    mesh = Mesh(pp=schedule.num_ranks).bind()
+    layout = even_layout(schedule.num_stages, c.num_layers)
+    partition = Partition(layout, schedule.pipes, gpt.uses(c))
+    defs = partition.local_defs(gpt.defs(c), mesh.coordinate["pp"])
+    specs = ft.param_specs(defs, gpt.rules(c, mesh))
+    optimizer = optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    state = ft.init_state(random.key(SEED), defs, specs, optimizer, mesh)
+
+    def stage(part, params, x, batch, key, total):
+        y = gpt.stage_loss(c, part, params, x, batch)
+        return y / total if part.loss else y
+
+    stages = ft.pipeline.pipelined(stage, partition, schedule, compile=compile_with)
+    sharing = ft.pipelined_gradients(stages, gpt.num_targets)
+    train = ft.make_step(sharing, optimizer, mesh, specs, norms=None)
+    return _stepping(train, state, batch), stages, ft.tree.leaves(state.params)
