@@ -61,6 +61,7 @@ from functron.training.migrate import (
     architecture_arguments,
     config_of,
     data_settings,
+    problems_of,
     reading_of,
 )
 from functron.training.plan import plan
@@ -635,22 +636,23 @@ def settings_of(args: Mapping[str, Any], opened: Opened) -> config.TrainConfig:
     architecture = config_of(args, where=str(opened.folder))
     title = f"cannot go on with the run in {opened.folder}"
     raise_problems(title, _problems(args))
-    reading = reading_of(_as_scheduled(args, opened.common.get("opt_param_scheduler") or {}))
+    reading = reading_of(_as_scheduled(args, opened.common))
     settings = update_settings(reading, "gpt", Mesh())
     run = replace(config.TrainConfig(model="megatron", gpt=architecture), **settings)
     run = recast(reading, run)
-    bad = [each for each in reading.arguments.problems if each.path in reading.fates]
-    raise_problems(title, [*reading.problems, *bad])
+    raise_problems(title, problems_of(reading))
     run = replace(run, gpt=architecture, **_data_of(args, opened))
     _check_samples(args, opened, run)
     return run
 
 
-def _as_scheduled(args: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+def _as_scheduled(args: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with the counts of the scheduler's state, which goes before them.
 
     It counts samples. Of steps and samples that the run ends after the checkpoint has both.
     """
+    scheduler = common.get("opt_param_scheduler")
+    scheduler = scheduler if isinstance(scheduler, Mapping) else {}
     pairs = {
         "max_lr": "lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_style",
         "lr_warmup_steps": "lr_warmup_samples", "lr_decay_steps": "lr_decay_samples",
@@ -659,6 +661,8 @@ def _as_scheduled(args: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict
     left = {"train_samples"} if args.get("train_iters") else set()
     left |= {"lr_warmup_iters", "lr_warmup_fraction"} if "lr_warmup_samples" in own else set()
     left |= {"lr_decay_iters"} if "lr_decay_samples" in own else set()
+    if not args.get("train_iters") and not args.get("train_samples"):
+        own["train_iters"] = common.get("iteration")
     return {name: value for name, value in args.items() if name not in left} | own
 
 

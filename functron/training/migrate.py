@@ -661,6 +661,18 @@ def reading_of(args: Mapping[str, Any]) -> Reading:
     return Reading(read_arguments({n: v for n, v in args.items() if n not in dropped}))
 
 
+def problems_of(reading: Reading) -> list[Problem]:
+    """What is wrong with a checkpoint's arguments, of those that were read.
+
+    Fixes of a launch line, which would be given other arguments, are none here.
+    """
+    kinds = [each for each in reading.arguments.problems if each.path in reading.fates]
+    return [
+        replace(each, fix="") if each.fix.startswith("--") else each
+        for each in (*kinds, *reading.problems)
+    ]
+
+
 def config_of(args: Mapping[str, Any], *, where: str = "args") -> GPTConfig:
     """The architecture that Megatron-LM's arguments in a checkpoint describe.
 
@@ -692,10 +704,9 @@ def config_of(args: Mapping[str, Any], *, where: str = "args") -> GPTConfig:
     try:
         made = architecture(reading, "gpt")
     except ValueError as error:
-        raise_problems(title, reading.problems)
+        raise_problems(title, problems_of(reading))
         raise ValueError(f"{title}\n{error}") from None
-    problems = [each for each in reading.arguments.problems if each.path in reading.fates]
-    raise_problems(title, [*reading.problems, *problems])
+    raise_problems(title, problems_of(reading))
     bits = {"bf16": "bfloat16", "fp16": "float16"}
     dtype: Any = next((bits[name] for name in bits if args.get(name)), "float32")
     padded = args["padded_vocab_size"]
