@@ -7,6 +7,7 @@ no leaf.
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable
@@ -59,11 +60,20 @@ def paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]
 
     Dict keys, positions in lists and tuples, and the field names of named tuples.
     """
-    accessors = optree.tree_accessors(tree, is_leaf=is_leaf)
-    return [
+    shape = structure(tree, is_leaf)
+    try:
+        return list(_paths(shape))
+    except TypeError:  # no hash, of a node of the user's
+        return list(_paths.__wrapped__(shape))
+
+
+@functools.lru_cache(1024)
+def _paths(shape: Structure) -> tuple[str, ...]:
+    accessors = optree.treespec_accessors(shape)
+    return tuple(
         path_string(tuple(getattr(step, "field", step.entry) for step in accessor))
         for accessor in accessors
-    ]
+    )
 
 
 def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
@@ -148,11 +158,23 @@ def broadcast_prefix(
     Raises:
         ValueError: `prefix` is not a prefix of `tree`; each place that differs is named.
     """
+    entries, shape = flatten(prefix, is_leaf)
+    if is_leaf is None or all(map(is_leaf, entries)):
+        try:
+            parts = shape.flatten_up_to(tree)
+            rows = zip(entries, parts, strict=True)
+            return [entry for entry, part in rows for _ in range(_count(part))]
+        except (ValueError, TypeError):  # each place that differs is found below
+            pass
     out: list = []
     problems: list[Problem] = []
     _broadcast(prefix, tree, is_leaf, what, out, problems, wanted)
     raise_problems(f"{what} is not a prefix of the value it describes", problems)
     return out
+
+
+def _count(tree: Tree) -> int:
+    return 1 if isinstance(tree, torch.Tensor) else len(leaves(tree))
 
 
 def _broadcast(prefix, tree, is_leaf, path, out, problems, wanted) -> None:
