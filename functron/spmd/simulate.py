@@ -221,6 +221,10 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     b = w.permute(*order, -2, -1).reshape(count, many, k, m)
     if many == 1:
         y = torch.bmm(a.expand(count, -1, -1), b.squeeze(1)) if count > 1 else a[0] @ b[0, 0]
+    elif count == 1:
+        y = torch.bmm(a, b[0])
+    elif compat.dispatch_modes_active():  # which have no operations that write into others
+        y = torch.stack([torch.bmm(a, each) for each in b])
     else:
         y = a.new_empty(count, *a.shape[:-1], m)
         for each, out in zip(b, y, strict=True):
