@@ -11,7 +11,6 @@ import functools
 import json
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -61,15 +60,19 @@ def paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]
 
     Dict keys, positions in lists and tuples, and the field names of named tuples.
     """
-    return list(_paths_of(structure(tree, is_leaf)))
+    shape = structure(tree, is_leaf)
+    try:
+        return list(_paths(shape))
+    except TypeError:  # no hash, of a node of the user's
+        return list(_paths.__wrapped__(shape))
 
 
-@functools.lru_cache(maxsize=1024)
-def _paths_of(shape: Structure) -> tuple[str, ...]:
-    """The paths of the leaves of a structure: asked for at each call of a mapped function."""
+@functools.lru_cache(1024)
+def _paths(shape: Structure) -> tuple[str, ...]:
+    accessors = optree.treespec_accessors(shape)
     return tuple(
         path_string(tuple(getattr(step, "field", step.entry) for step in accessor))
-        for accessor in shape.accessors()
+        for accessor in accessors
     )
 
 
@@ -155,17 +158,23 @@ def broadcast_prefix(
     Raises:
         ValueError: `prefix` is not a prefix of `tree`; each place that differs is named.
     """
-    with suppress(ValueError, TypeError):  # those of a prefix that does not fit, found below
-        flat, shape = flatten(prefix, is_leaf)
-        if is_leaf is None or all(map(is_leaf, flat)):
+    entries, shape = flatten(prefix, is_leaf)
+    if is_leaf is None or all(map(is_leaf, entries)):
+        try:
             parts = shape.flatten_up_to(tree)
-            rows = zip(flat, parts, strict=True)
-            return [entry for entry, part in rows for _ in range(len(leaves(part)))]
+            rows = zip(entries, parts, strict=True)
+            return [entry for entry, part in rows for _ in range(_count(part))]
+        except (ValueError, TypeError):  # each place that differs is found below
+            pass
     out: list = []
     problems: list[Problem] = []
     _broadcast(prefix, tree, is_leaf, what, out, problems, wanted)
     raise_problems(f"{what} is not a prefix of the value it describes", problems)
     return out
+
+
+def _count(tree: Tree) -> int:
+    return 1 if isinstance(tree, torch.Tensor) else len(leaves(tree))
 
 
 def _broadcast(prefix, tree, is_leaf, path, out, problems, wanted) -> None:

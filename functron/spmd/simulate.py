@@ -124,6 +124,8 @@ def _mark_replicated(value: torch.Tensor, spec: P, axes: list[SimulatedAxis]) ->
 
 def _lead_with_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
     """A view of the global value with the dims of its mesh axes first, in mesh order."""
+    if not sizes:
+        return value
     shape: list[int] = []
     names: list[str | None] = []
     for size, axes in zip(value.shape, dim_axes(spec, value.dim()), strict=True):
@@ -139,6 +141,8 @@ def _lead_with_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torc
 
 def _join_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
     """The global value from one that leads with a dim for every simulated axis."""
+    if not sizes:
+        return value
     mentioned = spec_axes(spec)
     for position in reversed(range(len(sizes))):
         if list(sizes)[position] not in mentioned:
@@ -217,6 +221,10 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     b = w.permute(*order, -2, -1).reshape(count, many, k, m)
     if many == 1:
         y = torch.bmm(a.expand(count, -1, -1), b.squeeze(1)) if count > 1 else a[0] @ b[0, 0]
+    elif count == 1:
+        y = torch.bmm(a, b[0])
+    elif compat.dispatch_modes_active():  # which have no operations that write into others
+        y = torch.stack([torch.bmm(a, each) for each in b])
     else:
         y = a.new_empty(count, *a.shape[:-1], m)
         for each, out in zip(b, y, strict=True):

@@ -124,9 +124,12 @@ def fsdp(
         flat = tree.broadcast_prefix(
             specs, given, is_leaf=is_spec, what="the specs of fsdp", wanted="a P, or containers"
         )
+        encoded = tree.leaves(params, is_encoded)
+        gathers = compute_dtype is not None or any(lookup(name) for name in names)
+        if not gathers and not any(map(is_encoded, encoded)):
+            return block(params, *args, **kwargs)
         places = _places(tree.paths(given), tree.leaves(given), flat, names)
         kept = [_bound(spec, names) for spec in flat]
-        encoded = tree.leaves(params, is_encoded)
         rows = zip(encoded, places, kept, strict=True)
         items = [item for row in rows for item in _items(*row, regather)]
         leaves, structure = tree.flatten(params)
