@@ -92,13 +92,14 @@ def profile(args: argparse.Namespace) -> dict:
     """Three steps by kernels, and the memory of them against what the program promises."""
     import gpu
     import torch
+    from peers.functron_steps import training
 
     import functron as ft
 
     cuda = args.device == "cuda"
     shape = list(gpu.shapes(args.tiny, args.batch).values())[-1]
     c = shape.config
-    train, state = gpu.functron_training(c, ft.Mesh(), device=args.device)
+    train, state = training(c, ft.Mesh(), device=args.device)
     batch = gpu.make_batch(c.vocab_size, shape.batch, c.max_seq, args.device)
     promised = ft.trace(train, donate=0)(state, batch).memory().peak_bytes
     step = train if args.tiny else gpu.jit(train, donate=0)

@@ -159,7 +159,7 @@ def broadcast_prefix(
         ValueError: `prefix` is not a prefix of `tree`; each place that differs is named.
     """
     entries, shape = flatten(prefix, is_leaf)
-    if is_leaf is None or all(map(is_leaf, entries)):
+    if is_leaf is None or all(is_leaf(entry) for entry in entries):
         try:
             parts = shape.flatten_up_to(tree)
             rows = zip(entries, parts, strict=True)

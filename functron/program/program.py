@@ -71,7 +71,7 @@ class Program(Code):
             return text.diff(self, other)
         if isinstance(other, str):
             got, wanted = "the text of one", "a program"
-            fix = "functron.program.parse.parse makes one of it"
+            fix = "give the program whose text it is, or compare by='equations'"
             refuse("cannot compare collectives", "other", got, wanted, fix)
         return collectives_diff(self, other)
 
