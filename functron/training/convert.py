@@ -882,12 +882,11 @@ def _common_of(
             for share in (1.0, 0.0)
             if not experts or share or run.gpt.bias
         ]  # fmt: skip
-        return {  # the first two are the distributed optimizer's, the others a plain one's
-            "optimizer": {"param_groups": groups},
-            "param_state_sharding_type": "fully_reshardable",
-            "state": {"common_step": torch.tensor(float(updates))},
-            "param_groups": groups,
-        }
+        # the first two are the distributed optimizer's, the others a plain one's: of parameters of
+        # 16 bits it lies under "optimizer"
+        plain = {"state": {"common_step": torch.tensor(float(updates))}, "param_groups": groups}
+        form = "fully_reshardable"
+        return {"optimizer": plain, "param_state_sharding_type": form, **plain}
 
     several = args.expert_model_parallel_size > 1
     made["optimizer"] = {n: optimizer(bool(n)) for n in (0, 1)} if several else optimizer(False)
