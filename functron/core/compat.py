@@ -115,7 +115,8 @@ def taped_alone(value: torch.Tensor) -> bool:
     """Whether torch's tape, and nothing else, sees what is computed of a tensor of a CPU."""
     taped = torch.is_grad_enabled() and value.requires_grad and value.device.type == "cpu"
     seen = transforms_active() or dispatch_modes_active() or torch.compiler.is_compiling()
-    return taped and not seen
+    forwards: Any = torch.autograd.forward_ad
+    return taped and not seen and forwards._current_level < 0
 
 
 def keeps_graph() -> bool:

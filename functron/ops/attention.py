@@ -49,7 +49,7 @@ from functron.ops.flex_attention import (
     tests_of,
     unfold,
 )
-from functron.ops.softmax import finite
+from functron.ops.softmax import finite, upcast
 from functron.program.recorder import active
 
 _aten = torch.ops.aten
@@ -357,10 +357,12 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _bias(hidden: Tensor | None, q: Tensor) -> Tensor | None:
-    """The bias that a kernel adds to the scores: -inf where hidden."""
+def _bias(hidden: Tensor | None, q: Tensor, groups: int = 1) -> Tensor | None:
+    """The bias that a kernel adds to the scores: -inf where hidden; of each group of a sample."""
     if hidden is None:
         return None
+    if hidden.shape[0] > 1 and groups > 1:
+        hidden = hidden.repeat_interleave(groups, 0)
     return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
         hidden, float("-inf")
     )
@@ -403,9 +405,21 @@ def _backward(
     wide = _padded(q, k, v)
     cotangent, out = (_wide(x, wide[2].shape[-1]) for x in (cotangent, out))
     if q.device.type == "cpu":
+        # it takes shared heads; below float32 it would round each head's part of their sum
+        apart = q.dtype not in (torch.float32, torch.float64) and k.shape[1] != q.shape[1]
+        wide = _grouped(*wide) if apart else wide
+        given, made = (x.reshape(wide[0].shape) for x in (cotangent, out))
+        bias = _bias(hidden, q, wide[0].shape[0] // q.shape[0])
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            cotangent, *wide, out, lse, 0.0, causal, attn_mask=_bias(hidden, q), scale=scale
-        )
+            given, *wide, made, lse.reshape(wide[0].shape[:-1]), 0.0, causal,
+            attn_mask=bias, scale=scale,
+        )  # fmt: skip
+        if apart:
+            dk, dv = (upcast(x).sum(1).to(x.dtype) for x in (dk, dv))
+            dq, dk, dv = (
+                x.reshape(*y.shape[:3], x.shape[-1])
+                for x, y in zip((dq, dk, dv), (q, k, v), strict=True)
+            )
     elif name == "cudnn":
         # it wants the layout of forward's result; without dropout it reads no random state, but
         # that must be there
