@@ -30,13 +30,7 @@ from functron.ops.define import AUTO, Kernels
 from functron.ops.glu import glu, glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.ids import check_ids
-from functron.ops.norms import (
-    ADD_LAYER_NORM,
-    ADD_RMS_NORM,
-    LAYER_NORM,
-    RMS_NORM,
-    taped_rms_norm,
-)
+from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames
 from functron.spmd.params import Normal, ParamDef, ones, zeros
@@ -516,8 +510,7 @@ def rms_norm(
         x: ``[..., embed]``; computed in float32 at least, returned in its own dtype.
         scale: ``[embed]``.
     """
-    taped = taped_rms_norm(x, scale, eps)
-    return F.rms_norm(x, scale.shape, scale, eps) if taped is None else taped
+    return F.rms_norm(x, scale.shape, scale, eps)
 
 
 def layer_norm(

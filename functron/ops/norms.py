@@ -8,11 +8,9 @@ rounded to the stream's dtype before it is normalised, as it is without kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from functron.core import compat
 from functron.core.typing import Tensor
 from functron.ops.define import (
     BACKWARD_THREADS,
@@ -196,42 +194,6 @@ RMS_NORM, ADD_RMS_NORM = _define_both(
 """(y, r): y = x r (scale, or 1 + scale) and r = 1 / sqrt(mean(x^2) + eps), of the last dim; and
 
 (y, x + residual, r): the same of the sum; residual has x's shape and dtype."""
-
-
-class _TapedRmsNorm(torch.autograd.Function):
-    """RMSNorm on torch's tape, which keeps x and r alone: half of the time of torch's own."""
-
-    @staticmethod
-    def forward(ctx, x, scale, eps):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        r = norm.mul_(norm).div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, r, scale)
-        ctx.eps = eps
-        return torch.mul(x, r).mul_(scale)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        (dy,), (x, r, scale) = cotangents, ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again
-            return *_rms_backward(dy, None, x, scale, None, ctx.eps, False), None
-        dim = x.shape[-1]
-        along = (dy * x).reshape(-1, dim)
-        factor = torch.mv(along, scale).view_as(r).mul_(r.pow(3)).div_(-dim)
-        # not as a product with r, which adds up one row after the other
-        d_scale = along.mul_(r.view(-1, 1)).sum(0)
-        return (dy * scale).mul_(r).addcmul_(x, factor), d_scale, None
-
-
-def taped_rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor | None:
-    """y = x r scale where it can be computed in few passes on a CPU; None elsewhere.
-
-    That is in float32 or float64, where torch's tape alone sees it. Shapes are those of `RMS_NORM`.
-    """
-    alike = x.dtype == scale.dtype and x.dtype in (torch.float32, torch.float64)
-    if not (alike and x.numel() and x.is_contiguous() and compat.taped_alone(x)):
-        return None
-    made: Any = _TapedRmsNorm.apply(x, scale, eps)
-    return made
 
 
 def _layer_kernel(

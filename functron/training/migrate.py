@@ -662,7 +662,7 @@ def reading_of(args: Mapping[str, Any]) -> Reading:
 
 
 def problems_of(reading: Reading) -> list[Problem]:
-    """What is wrong with a checkpoint's arguments, of those that were read.
+    """The problems of a checkpoint's arguments, of those that were read.
 
     Fixes of a launch line, which would be given other arguments, are none here.
     """

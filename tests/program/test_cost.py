@@ -270,5 +270,5 @@ def test_collectives_that_differ():
         ["in all", "388 B", "388 B", "+0 B"],
     ]
     assert a.diff(a, by="collectives") == ""
-    with pytest.raises(ValueError, match=r"other: got the text of one.*parse makes one of it"):
+    with pytest.raises(ValueError, match=r"other: got the text of one.*compare by='equations'"):
         a.diff(str(b), by="collectives")
