@@ -85,7 +85,11 @@ _ENOUGH_SECONDS = 0.001
 
 
 def measured_flops(
-    device: torch.device | str, dtype: torch.dtype, size: int = 1024, *, lasting: bool = False
+    device: torch.device | str,
+    dtype: torch.dtype,
+    size: int = 1024,
+    *,
+    together: Callable[[], None] | None = None,
 ) -> float:
     """The rate of the fastest of five products of square matrices, in FLOP/s.
 
@@ -97,35 +101,40 @@ def measured_flops(
         device: that computes them.
         dtype: of the matrices.
         size: of the largest matrices.
-        lasting: the rate over a quarter of a second of products of the largest size instead: what a
-            processor keeps up that others share, or that its power limits.
+        together: waits for all ranks. Then it is the rate of half a second of products of the
+            largest size: what a processor keeps up that ranks share, or that its power limits.
     """
     device = torch.device(device)
-    rows = size if lasting else min(size, 128)
+    rows = min(size, 128) if together is None else size
     while True:
         a = torch.ones(rows, rows, dtype=dtype, device=device)
-        seconds = _fastest(functools.partial(torch.mm, a, a), device, lasting)
+        seconds = _taken(functools.partial(torch.mm, a, a), device, together)
         if seconds > _ENOUGH_SECONDS or rows == size:
             return 2 * rows**3 / seconds
         rows = min(2 * rows, size)
 
 
-def measured_bandwidth(device: torch.device | str, *, lasting: bool = False) -> float:
+def measured_bandwidth(
+    device: torch.device | str, *, together: Callable[[], None] | None = None
+) -> float:
     """The bytes per second that copies on a device read and write together.
 
-    Of the fastest of five, or, `lasting`, over a quarter of a second.
+    Of the fastest of five, or of half a second, as of `measured_flops`.
     """
     device = torch.device(device)
     a = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     b = torch.ones_like(a)
-    return 2 * len(a) / _fastest(lambda: b.copy_(a), device, lasting)
+    return 2 * len(a) / _taken(lambda: b.copy_(a), device, together)
 
 
-def measured_operations(device: torch.device | str) -> float:
-    """The kernels per second that a step without a compiler launches, over a quarter of a second.
+def measured_operations(
+    device: torch.device | str, *, together: Callable[[], None] | None = None
+) -> float:
+    """The kernels per second that a step without a compiler launches, one after another.
 
     Those of the gradients of a tiny model, counted as `functron.plan` counts them; views, and what
-    Python does in between, are in their time. Takes some 0.5 seconds.
+    Python does in between, are in their time. Of the fastest of five steps, or of half a second,
+    as of `measured_flops`.
     """
     device = torch.device(device)
     model = gpt.GPTConfig(
@@ -143,7 +152,8 @@ def measured_operations(device: torch.device | str) -> float:
     base = hardware_of("cpu")
     program = trace(step)(params, batch)
     kernels = program_times(program, base, Placement.on(Mesh(), base), alone).kernels
-    return kernels / _fastest(lambda: step(params, batch), device, lasting=True)
+    step(params, batch)
+    return kernels / _taken(lambda: step(params, batch), device, together)
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
@@ -177,14 +187,17 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-_LASTING_SECONDS = 0.25
+_LASTING_SECONDS = 0.5
 
 
-def _fastest(call: Callable[[], object], device: torch.device, lasting: bool) -> float:
-    """The seconds of the fastest of five calls, or the mean of a quarter of a second of calls."""
-    if not lasting:
+def _taken(
+    call: Callable[[], object], device: torch.device, together: Callable[[], None] | None
+) -> float:
+    """The seconds of the fastest of five calls, or the mean of half a second of them together."""
+    if together is None:
         return min(_seconds(call, device, _REPEATS))
     _seconds(call, device, 1)  # what is only there once
+    together()
     count, start = 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < _LASTING_SECONDS or not count:
         count += 1
@@ -555,6 +568,7 @@ _LARGEST_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 _SMALLEST_BYTES = 1 << 10
 _DISK_BYTES = 1 << 26
 _REPEATS = 5
+_MESSAGES = 15  # what a message takes differs more from one to the next than what a product does
 
 
 def measure(
@@ -569,7 +583,7 @@ def measure(
     Every rank calls it. All measure their products, memory and disk at the same time, as they will
     work in a run; then axis after axis, and operation after operation, all groups at the same time.
 
-    Collectives: psum, all_gather, psum_scatter, all_to_all and ppermute over each axis, seven times
+    Collectives: psum, all_gather, psum_scatter, all_to_all and ppermute over each axis, 17 times
     for each size from 1 KiB by fours to `largest_bytes`; gathers of the numbers.
 
     Args:
@@ -645,16 +659,15 @@ def _groups(mesh: BoundMesh, axis: str) -> tuple[tuple[int, ...], ...]:
 
 def _rates(device: torch.device, folder: Path, wait: Callable[[], None]) -> dict[str, float]:
     """Of this rank; all ranks measure the same at a time, as they share processors and memory."""
-    found = {}
-    for name in _DTYPES[device.type]:
-        wait()
-        dtype = getattr(torch, name)
-        found[f"{name} matmul"] = measured_flops(device, dtype, _ROWS[device.type], lasting=True)
-    wait()
-    found["memory"] = measured_bandwidth(device, lasting=True)
+    found = {
+        f"{name} matmul": measured_flops(
+            device, getattr(torch, name), _ROWS[device.type], together=wait
+        )
+        for name in _DTYPES[device.type]
+    }
+    found["memory"] = measured_bandwidth(device, together=wait)
     if device.type == "cpu":  # whose kernels are the operations
-        wait()
-        found["operations"] = measured_operations(device)
+        found["operations"] = measured_operations(device, together=wait)
     if device.type == "cuda":
         host = torch.zeros(_COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
         there = torch.zeros(len(host), dtype=torch.uint8, device=device)
@@ -725,7 +738,7 @@ def _times(
             def program(x: torch.Tensor, call: Callable = call, op: str = op) -> torch.Tensor:
                 run = lambda: call(x, axis, mesh[axis])  # noqa: E731
                 _seconds(run, device, 2)  # connections and buffers are made
-                found[op].append(statistics.median(_seconds(run, device, _REPEATS, wait)))
+                found[op].append(statistics.median(_seconds(run, device, _MESSAGES, wait)))
                 return x
 
             shard_map(program, mesh, P(), P(), check=False)(x)
