@@ -26,7 +26,7 @@ from functron.cli.process import Process, current, mistakes, outside, record_fai
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.models import lora
-from functron.plan.hardware import Hardware, hardware
+from functron.plan.hardware import Hardware, hardware, is_known
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.spmd.params import history_mask, num_params
@@ -59,7 +59,8 @@ class TrainOptions:
         dry_run: check everything, show what one rank will compute, send and hold in a step, and how
             long it will take on --hardware, or else on this machine, and begin nothing.
         hardware: a machine, by name (h100) or in a TOML file, for which the first lines say what a
-            step is expected to take, and the log after 20 steps where it does not; empty: none.
+            step is expected to take, and the log after 20 steps where it does not; empty: the GPU
+            that this is, where a GPT is trained on one that is known.
     """
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -107,6 +108,8 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
     foreseen = None
     if main_rank:
         lines = _introduction(made, here)
+        if machine is None:
+            machine = own_machine(config, kind)
         if machine is not None:
             foreseen = expected(made.plan, machine)
             lines.append(f"expect {expectation_text(foreseen)}, on {machine.name}")
@@ -121,6 +124,17 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
         dist.barrier()  # the launcher stops all others once one has left with such a code
     leave()
     return exit_code(outcome.stopped_by)
+
+
+def own_machine(config: TrainConfig, kind: str) -> Hardware | None:
+    """The machine of this GPU; None where that is not known, and of runs that say nothing of it.
+
+    A CPU would have to be measured first, and what is no plain GPT to be traced whole, for seconds.
+    """
+    alone = config.family.name == "gpt" and config.lora is None
+    if kind != "cuda" or not alone or not is_known(torch.cuda.get_device_name()):
+        return None
+    return this_machine(kind)
 
 
 def _dry(made: Plan, machine: Hardware | None, kind: str) -> str:

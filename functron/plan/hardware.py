@@ -375,14 +375,26 @@ def hardware_of(device: str) -> Hardware:
     Raises:
         ValueError: none of `MACHINES` has it.
     """
-    if device == "cpu":
-        return hardware("cpu")
-    given = device.upper()
-    known = [name for name in MACHINES if name != "cpu" and name.upper() in given]
-    if not known or "PCIE" in given:  # machines are those of NVLink, and of its power limits
+    if not is_known(device):
         fix = f"name one of {', '.join(MACHINES)}; for another {_HELP}"
         refuse("cannot plan for this hardware", "device", device, "a known GPU", fix)
-    return hardware(max(known, key=len))
+    return hardware(_named(device))
+
+
+def is_known(device: str) -> bool:
+    """Whether one of `MACHINES` has this device, as `hardware_of` looks for it."""
+    return bool(_named(device))
+
+
+def _named(device: str) -> str:
+    """The name of the machine with a device, or nothing."""
+    if device == "cpu":
+        return device
+    given = device.upper()
+    if "PCIE" in given:  # machines are those of NVLink, and of its power limits
+        return ""
+    known = (name for name in MACHINES if name != "cpu" and name.upper() in given)
+    return max(known, key=len, default="")
 
 
 def _read(path: Path) -> Hardware:

@@ -31,12 +31,12 @@ from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
 from functron.plan.hardware import (
-    MACHINES,
     Domain,
     Hardware,
     Network,
     Placement,
     hardware_of,
+    is_known,
     num_steps,
 )
 from functron.plan.rates import FUNCTRON, program_times
@@ -76,7 +76,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
         if found:
             bf16, fp32, fp64 = _PEAKS[found]
             return {torch.float32: fp32, torch.float64: fp64}.get(dtype, bf16)
-        if any(known.upper() in name.upper() for known in MACHINES):
+        if is_known(name):
             return hardware_of(name).peak(dtype)
     return measured_flops(device, dtype)
 

@@ -12,8 +12,10 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 
 import pytest
+import torch
 
 from functron.cli.main import main
+from functron.cli.train import own_machine
 from functron.plan.estimate import step_estimate
 from functron.plan.hardware import hardware
 from functron.plan.search import AXES, Candidate
@@ -161,6 +163,18 @@ def test_a_run_says_what_was_expected_of_it(tmp_path, capsys):
     assert "s a step" in line
     assert "of the fullest rank, on CPU" in line
     assert len(re.findall(r"measured .* the median of steps 5 to 20", said)) == 1
+
+
+def test_a_gpu_that_is_known_needs_no_name(monkeypatch):
+    config, name = with_model(TrainConfig(), "llama3-tiny"), "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: name)
+    machine = own_machine(config, "cuda")
+    assert machine is not None
+    assert machine.name == "NVIDIA H100 80GB SXM"
+    assert own_machine(with_model(TrainConfig(), "mamba2-130m"), "cuda") is None
+    assert own_machine(config, "cpu") is None  # which would have to be measured
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "NVIDIA H100 PCIe")
+    assert own_machine(config, "cuda") is None
 
 
 def test_expected_and_measured_part_where_ranks_wait():
