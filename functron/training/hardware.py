@@ -417,10 +417,10 @@ class Measurement:
             count = max(map(shares.count, shares))
             near.setdefault(0 if count == len(shares) else count, []).append(link)
         if inside := near.pop(0, []):
-            domain = replace(domain, efficiency=1.0, **_reached(inside, 1))
+            domain = replace(domain, efficiency=1.0, **_rates_of(inside, 1))
         if near:
             count, outside = min(near.items())
-            network = replace(network, efficiency=1.0, **_reached(outside, count))
+            network = replace(network, efficiency=1.0, **_rates_of(outside, count))
         return domain, network
 
     def __str__(self) -> str:
@@ -469,7 +469,7 @@ class Measurement:
         )
 
 
-def _reached(links: Sequence[Link], share: int) -> dict[str, Any]:
+def _rates_of(links: Sequence[Link], share: int) -> dict[str, Any]:
     """The rates of these links, of which `share` ranks have one each, and their latencies.
 
     The medians of those of reductions, gathers and scatters, and the median of every operation.
