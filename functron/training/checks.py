@@ -280,6 +280,12 @@ def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
         got, fix = f"{config.optimizer.master_bits} with {policy.params}", "leave it out"
         wanted = "32: bfloat16 alone is the upper half of float32"
         yield Problem("optimizer.master_bits", got, wanted, fix)
+    if policy.params == "float64":  # which is there for the last digits
+        for name, dtype in (("grad_dtype", policy.grads), ("reduce_dtype", policy.reduce)):
+            if dtype not in ("", "float64"):
+                fix = "leave precision out; products alone quantises the products of such a run"
+                wanted = "float64, or nothing: sums as exact as what is summed"
+                yield Problem(f"optimizer.{name}", f"{dtype} with float64", wanted, fix)
     if policy.params == "float16":
         for name, value, wanted in (
             ("fp32_masters", config.optimizer.fp32_masters, "true"),

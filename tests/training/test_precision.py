@@ -268,6 +268,13 @@ def test_what_contradicts_itself_is_refused():
             "master_bits: got 16 without fp32_masters",
         ),
         (half, "optimizer.loss_scale.initial: got none with float16; wanted 65536"),
+        (
+            replace(
+                with_precision(TrainConfig(), "fp8-tensor"),
+                gpt=replace(gpt.PRESETS["tiny"], dtype="float64"),
+            ),
+            "optimizer.grad_dtype: got float32 with float64; wanted float64, or nothing",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             validate(config)
