@@ -300,6 +300,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     """
     from functron.compiler import inductor  # takes two seconds, and only compiling needs it
 
+    compat.keep_freed_memory()
     overlap = overlap and program.mesh.size > 1
     settings = _settings(options, overlap)
     _check(program, mesh, settings, backend, inductor.known_options(), sequence_parts)

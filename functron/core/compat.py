@@ -371,6 +371,23 @@ def default_store() -> dist.Store:
     return c10d._get_default_store()
 
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Have the allocator keep host memory that is freed, for what is allocated next.
+
+    glibc gives what is free at the end of the heap back to the system, which clears each page when
+    it is used again: of a step on CPUs that frees 80 MB of activations a tenth of the time. It then
+    keeps up to 2 GiB there, and still gives back single blocks of 32 MiB and more. Does nothing
+    where the C library has no such choice.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
 def faking() -> bool:
     """Whether a fake-tensor mode computes shapes instead of numbers here."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
