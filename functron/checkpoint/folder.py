@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import threading
 import time
 import warnings
 import zlib
@@ -30,7 +29,7 @@ import torch
 from functron.checkpoint import database
 from functron.checkpoint.database import as_array, as_tensor, from_name, name_of
 from functron.checkpoint.placement import Box, Leaf, cells, grid
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.program.text import aligned
 
@@ -220,64 +219,23 @@ def sync_all(
                 progress()
 
 
-class Syncing:
-    """Has the disk begin to hold the files of a folder while others are still written there.
+def begin_sync_(folder: Path, begun: dict[Path, int]) -> None:
+    """Have the disk begin to take what is new in a folder, without waiting for it.
 
-    >>> with Syncing(folder) as syncing:
-    ...     write_one_more_file()
-    ...     syncing.look()
-    >>> sync_all(folder)  # which has little left to do
+    What is left for `sync_all` then takes less. An fsync of every file as it is there would not do:
+    each has the file system commit its journal, for which those wait who still write.
 
     Args:
         folder: with all that is below it; it need not be there yet.
+        begun: the sizes of the files for which this was done, which are noted.
     """
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._sizes: dict[Path, int] = {}  # of what was synced
-        self._looks, self._ended = threading.Event(), False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="sync", daemon=True)
-
-    def look(self) -> None:
-        """There may be new files: begin to sync them."""
-        self._looks.set()
-
-    def __enter__(self) -> Syncing:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """End; an error of the disk, which it reports once, is raised.
-
-        Raises:
-            OSError: a file could not be synced.
-        """
-        self._ended = True
-        self._looks.set()
-        self._thread.join()
-        if kind is None and self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            while not self._ended:
-                self._looks.wait()
-                self._looks.clear()
-                self._round()
-        except BaseException as error:
-            self._error = error
-
-    def _round(self) -> None:
-        for found, _, names in os.walk(self._folder):
-            for path in (Path(found) / name for name in names):
-                if self._ended:
-                    return
-                with suppress(FileNotFoundError):  # it had a name of its own while it was written
-                    size = path.stat().st_size
-                    if self._sizes.get(path) != size:
-                        self._sizes[path] = size
-                        sync(path)
+    for found, _, names in os.walk(folder):
+        for path in (Path(found) / name for name in names):
+            with suppress(FileNotFoundError):  # it had a name of its own while it was written
+                size = path.stat().st_size
+                if begun.get(path) != size:
+                    begun[path] = size
+                    compat.begin_writing_back(path)
 
 
 def _expects_manifest(folder: Path) -> bool:

@@ -270,7 +270,7 @@ def test_a_full_disk(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first"]
 
 
-def test_an_error_that_the_disk_reports_while_files_are_written_is_not_lost(tmp_path, monkeypatch):
+def test_an_error_that_the_disk_reports_once_is_not_lost(tmp_path, monkeypatch):
     """Linux reports an error of writing back once: who asks again is told that all is well."""
     real, told = folder_module.sync, []
 
