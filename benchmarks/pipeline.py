@@ -99,7 +99,8 @@ class Watch:
         record, before = self.record, 0
 
         def after(*row) -> None:
-            kept = [tensor for values in holding for tensor in values.values()]
+            kept = [value for values in holding for value in values.values()]
+            kept = [x for value in kept for x in (value if isinstance(value, list) else [value])]
             record.held = max(record.held, memory(kept, without=own))
             record.tensors = max(record.tensors, memory(all_tensors()) - before)
 

@@ -73,6 +73,7 @@ ROWS = {
     "pp": Row("functron pp", ("torch pp", "torch pp eager"), 1.15),
     "simulated": Row("functron simulated", ("functron eager",), 0.7, ranks=1),
     "checkpoint": Row("functron checkpoint", ("torch checkpoint",)),
+    "pp-balanced": Row("functron pp balanced", ("torch pp balanced",), 1.15, usual=False),
     "dp-eager": Row("functron dp eager", ("DDP eager",), usual=False),
     "fsdp-keep": Row("functron fsdp keep", ("FSDP2 keep",), usual=False),
     "fsdp-eager": Row("functron fsdp eager", ("FSDP2 eager",), usual=False),
@@ -98,7 +99,10 @@ def maker(name: str) -> Callable[[gpt.GPTConfig, dict], Step]:
         return partial(importlib.import_module("peers.functron_steps").named_step, words)
     steps = importlib.import_module("peers.torch_steps")
     if "pp" in words:
-        return lambda c, batch: steps.pipelined_step(c, batch, "1f1b", BATCH, compiled=compiled)
+        return partial(
+            steps.pipelined_step, name="1f1b", microbatches=BATCH,
+            compiled=compiled, balanced="balanced" in words,
+        )  # fmt: skip
     made = {
         "torch": partial(steps.plain_step),
         "torch.compile": partial(steps.plain_step),

@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from peers.models import LEARNING_RATE, SEED, WEIGHT_DECAY, Step
+from peers.models import LEARNING_RATE, SEED, WEIGHT_DECAY, Step, layout
 from torch import Tensor
 
 import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, optim, random
-from functron.pipeline import Partition, Pipeline, Schedule, even_layout
+from functron.pipeline import Partition, Pipeline, Schedule
 from functron.transforms import Gather
 
 
@@ -76,7 +76,8 @@ def named_step(words: list[str], c: gpt.GPTConfig, batch: dict) -> Step:
     """The step that words name: of an axis, "sp", "keep", "eager", "simulated", "unrolled"."""
     if "pp" in words:
         schedule = ft.pipeline.make("1f1b", 2, batch["tokens"].shape[0])
-        return pipelined_step(c, batch, schedule, None if "eager" in words else {})[0]
+        compile_with = None if "eager" in words else {}
+        return pipelined_step(c, batch, schedule, compile_with, "balanced" in words)[0]
     axis = next((word for word in words if word in ("dp", "fsdp", "tp")), None)
     mesh = Mesh(**{axis: 2}).bind() if axis else Mesh()
     if "simulated" in words:
@@ -91,15 +92,19 @@ def named_step(words: list[str], c: gpt.GPTConfig, batch: dict) -> Step:
 
 
 def pipelined_step(
-    c: gpt.GPTConfig, batch: dict, schedule: Schedule, compile_with: Mapping[str, Any] | None
+    c: gpt.GPTConfig,
+    batch: dict,
+    schedule: Schedule,
+    compile_with: Mapping[str, Any] | None,
+    balanced: bool = False,
 ) -> tuple[Step, Pipeline, list[Tensor]]:
     """A step under `schedule`, its stages and update compiled or not.
 
     Also the pipeline, for what can be observed of it, and this rank's parameters.
     """
     mesh = Mesh(pp=schedule.num_ranks).bind()
-    layout = even_layout(schedule.num_stages, c.num_layers)
-    partition = Partition(layout, schedule.pipes, gpt.uses(c))
+    stages_of = layout(c, schedule.num_stages, balanced=balanced)
+    partition = Partition(stages_of, schedule.pipes, gpt.uses(c))
     defs = partition.local_defs(gpt.defs(c), mesh.coordinate["pp"])
     specs = ft.param_specs(defs, gpt.rules(c, mesh))
     optimizer = optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)

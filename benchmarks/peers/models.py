@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import gpt, random
+from functron.pipeline import Layout, balanced_layout, even_layout
 
 Step = Callable[[], float]
 """One step of training, which gives its loss."""
@@ -27,6 +28,16 @@ def decoder(vocab: int, layers: int, hidden: int, heads: int, seq: int, **option
         mlp_dim=options.pop("mlp", 0) or 4 * hidden, max_seq=seq,
         vocab_multiple=math.gcd(vocab, 128), **options,
     )  # fmt: skip
+
+
+def layout(c: gpt.GPTConfig, stages: int, *, balanced: bool) -> Layout:
+    """The layers of each stage: as many in all, or by their FLOPs, with the head in the last."""
+    if not balanced:
+        return even_layout(stages, c.num_layers)
+    width, attended = c.num_heads * c.head_size, c.max_seq / 2  # of each token, under the mask
+    layer = c.embed_dim * (2 * width + 2 * c.kv_heads * c.head_size + 3 * c.mlp_dim)
+    layer += 2 * width * attended
+    return balanced_layout(stages, [layer] * c.num_layers, loss=c.embed_dim * c.padded_vocab)
 
 
 def make_batch(vocab: int, batch: int, seq: int, device: str = "cpu") -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from peers.models import (
     WEIGHT_DECAY,
     Plain,
     Step,
+    layout,
     named_weights,
     plain_model,
     rope,
@@ -36,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from functron import gpt
-from functron.pipeline import Part, even_layout
+from functron.pipeline import Part
 
 
 def module_step(
@@ -237,22 +238,28 @@ SCHEDULES: dict[str, tuple[Callable, int]] = {
 
 
 def pipelined_step(
-    c: gpt.GPTConfig, batch: dict, name: str, microbatches: int, *, compiled: bool
+    c: gpt.GPTConfig,
+    batch: dict,
+    name: str,
+    microbatches: int,
+    *,
+    compiled: bool,
+    balanced: bool = False,
 ) -> Step:
     """`torch.distributed.pipelining` with this schedule, fused AdamW on this rank's stages."""
     make, chunks = SCHEDULES[name]
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    layout = even_layout(ranks * chunks, c.num_layers)
-    mine = [rank, 2 * ranks - 1 - rank] if name == "zbv" else [*range(rank, len(layout), ranks)]
+    parts = layout(c, ranks * chunks, balanced=balanced)
+    mine = [rank, 2 * ranks - 1 - rank] if name == "zbv" else [*range(rank, len(parts), ranks)]
     model = plain_model(c)
-    modules = [Slice(model, layout[i]) for i in mine]
+    modules = [Slice(model, parts[i]) for i in mine]
     del model
     parameters = [p for module in modules for p in module.parameters()]
     if compiled:
         for module in modules:
             module.compile(fullgraph=True)
     stages = [
-        pipelining.PipelineStage(module, i, len(layout), torch.device("cpu"))
+        pipelining.PipelineStage(module, i, len(parts), torch.device("cpu"))
         for module, i in zip(modules, mine, strict=True)
     ]
     # gradients of microbatches' means are divided by their number, as torch does by default
@@ -260,7 +267,7 @@ def pipelined_step(
     optimizer = torch.optim.AdamW(
         parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
     )
-    first, last = 0 in mine, len(layout) - 1 in mine
+    first, last = 0 in mine, len(parts) - 1 in mine
     inputs = (batch["tokens"],) if first else ()
     targets = batch["targets"]
     keywords = {"targets": targets} if last else {}

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +35,16 @@ import torch.distributed as dist
 
 from functron.checkpoint import database
 from functron.checkpoint.database import as_array, chunk_key, name_of, storable
-from functron.checkpoint.folder import LATER, Keep, clean, make_manifest, prune, sync, sync_all
+from functron.checkpoint.folder import (
+    LATER,
+    Keep,
+    begin_sync_,
+    clean,
+    make_manifest,
+    prune,
+    sync,
+    sync_all,
+)
 from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems, refuse
@@ -201,7 +211,14 @@ def write_pieces(
         for index, (leaf, chunk) in enumerate(zip(placement.leaves, division.chunks, strict=True))
         if first or division.pieces[index]
     }
-    window = database.Window(in_flight, progress)
+    begun: dict[Path, int] = {}
+
+    def written() -> None:
+        begin_sync_(mine, begun)
+        if progress is not None:
+            progress()
+
+    window = database.Window(in_flight, written)
     try:
         for index, future in opening.items():
             leaf = placement.leaves[index]
@@ -215,9 +232,9 @@ def write_pieces(
         window.abandon()
     if not mine.exists():  # all of this process's values are other ones' to write
         return {}
-    written = _checksums(mine, division, shared)
+    checksums = _checksums(mine, division, shared)
     sync_all(mine, progress)
-    return written
+    return checksums
 
 
 def _checksums(mine: Path, division: Division, shared: Any) -> dict[str, int]:
@@ -280,7 +297,6 @@ def check_complete(folder: Path, division: Division) -> None:
     raise_problems(f"the checkpoint {folder} is not complete", found, OSError)
 
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds between looks at the store
 _BEAT = 1.0  # seconds between signs of life
 
 
@@ -365,9 +381,11 @@ class Ranks:
             self._store.add(f"{self._prefix}/beat/{self.rank}", 1)
 
     def _wait(self, key: str, sender: int) -> bytes:
-        pause, seen = _FIRST_PAUSE, None
-        heard = time.monotonic()
-        while not self._store.check([key]):
+        seen, heard = None, time.monotonic()
+        while True:
+            with suppress(dist.DistStoreError):  # it is not there yet
+                self._store.wait([key], timedelta(seconds=_BEAT / 4))
+                return self._store.get(key)
             self.beat()
             beats = self._store.add(f"{self._prefix}/beat/{sender}", 0)
             if beats != seen:
@@ -378,9 +396,6 @@ class Ranks:
                     f"{limit:g} s; wanted its part of the save; fix: see why it died or "
                     "hangs, or give a longer timeout"
                 )
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
-        return self._store.get(key)
 
     def _key(self, what: str, save: int) -> str:
         return f"{self._prefix}/{save}/{what}" if self.size > 1 else what

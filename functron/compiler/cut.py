@@ -500,6 +500,23 @@ def _argument(given: Input) -> tree.Tree:
     return {inner: 0} if inner else 0
 
 
+def sliced(pieces: Sequence[Piece]) -> set[Var]:
+    """What pieces keep that can stay lists of slices: ys of scans that only scans read, as xs."""
+    found: set[Var] = set()
+    other: set[Var] = set()
+    for piece in pieces:
+        own = len(piece.outputs)
+        other.update(value for value in piece.block.outputs[:own] if isinstance(value, Var))
+        for equation in piece.block.equations:
+            op, operands = equation.op, equation.operands
+            if isinstance(op, Scan):
+                ys = [v for v in equation.outputs[op.num_carry :] if v is not None]
+                found.update(value for value in ys if value in piece.keeps)
+                operands = equation.args[: op.num_consts + op.num_carry]
+            other.update(operands)
+    return found - other
+
+
 def held_bytes(pieces: Sequence[Piece]) -> tuple[int, ...]:
     """The bytes of what is kept for later pieces after each piece has run."""
     kept, after = 0, []

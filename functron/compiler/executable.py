@@ -271,6 +271,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     sequence_parts: int = 1,
     unroll: bool = False,
     graph: bool = False,
+    sliced: Collection[Var] = (),
     backend: Backend = "inductor",
 ) -> Executable:
     """The executable of a program, for this process's rank.
@@ -292,6 +293,8 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
             with depth, and kernels may fuse across iterations.
         graph: launch the whole program as one CUDA graph after its first calls; see
             `Graph`.
+        sliced: operands and results that are lists of slices, for `Executable.run_owned`: ys of
+            scans, and what nothing but scans reads, as xs. Lists that it is given are emptied.
         backend: "eager" runs the same graphs without compiling them, for tests.
 
     Raises:
@@ -300,6 +303,7 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     """
     from functron.compiler import inductor  # takes two seconds, and only compiling needs it
 
+    compat.keep_freed_memory()
     overlap = overlap and program.mesh.size > 1
     settings = _settings(options, overlap)
     _check(program, mesh, settings, backend, inductor.known_options(), sequence_parts)
@@ -313,7 +317,8 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     donations = takers(program)
     prefetch = prefetch and program.mesh.size > 1
     block = arranged(made_again(program.block), prefetch=prefetch, sequence_parts=sequence_parts)
-    steps = procedure(block, block.outputs, donated=donations, prefetch=prefetch)
+    results = {value for value in sliced if value in block.outputs}
+    steps = procedure(block, block.outputs, donated=donations, prefetch=prefetch, sliced=results)
     groups, folder = _groups(mesh), None if cache is None else Path(cache)
     graphs = {k: graph_module(k, groups, overlap=overlap) for k in steps.kernels()}
     made = _compiled(graphs, mesh, settings, folder, backend)

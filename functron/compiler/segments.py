@@ -352,6 +352,7 @@ def procedure(
     into: Mapping[Var, Var] | None = None,
     donated: Mapping[Var, Var] | None = None,
     prefetch: bool = False,
+    sliced: Collection[Var] = (),
 ) -> Procedure:
     """The steps that compute `outputs` of a block.
 
@@ -362,16 +363,26 @@ def procedure(
         donated: values that may take the memory of an input, and that input. Those that cannot,
             since the old value is needed afterwards, are left out of `Procedure.inside`.
         prefetch: let iterations of scans overlap; see `functron.compiler.segments`.
+        sliced: those of `outputs` that stay lists of slices: ys of scans, which nothing but scans
+            reads.
     """
-    return _Divider(block, outputs, dict(into or {}), dict(donated or {}), prefetch).procedure()
+    divider = _Divider(block, outputs, dict(into or {}), dict(donated or {}), prefetch, {*sliced})
+    return divider.procedure()
 
 
 class _Divider:
     """Cuts one block into steps."""
 
     def __init__(
-        self, block, outputs, into: dict[Var, Var], donated: dict[Var, Var], prefetch: bool
+        self,
+        block: Block,
+        outputs: Sequence[Any],
+        into: dict[Var, Var],
+        donated: dict[Var, Var],
+        prefetch: bool,
+        sliced: set[Var],
     ):
+        self.sliced = sliced
         self.block, self.outputs, self.into, self.donated = block, tuple(outputs), into, donated
         self.prefetch = prefetch
         self.wanted = [v for v in [*outputs, *self.into.values()] if isinstance(v, Var)]
@@ -453,9 +464,9 @@ class _Divider:
         return self.classes.setdefault(value.storage, value.storage)
 
     def _xs_only(self) -> set[Var]:
-        """Results of scans that only scans read, slice by slice."""
-        other = set(self.wanted)
-        used: set[Var] = set()
+        """Results of scans that only scans read, slice by slice, or that are wanted so."""
+        other = set(self.wanted) - self.sliced
+        used: set[Var] = set(self.sliced)
         for equation in self.equations:
             operands = self.operands[equation]
             if isinstance(equation.op, Scan):

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
 )
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -37,11 +41,13 @@ class Function(torch.autograd.Function):
     """`torch.autograd.Function` whose `apply` costs less.
 
     torch binds the arguments of every call to the signature of `forward`, which is read once here:
-    working it out takes longer than a small operation. And at each level of vmap torch dispatches
-    calls through an operator, and flattens operands and results as trees: `_mapped` does without.
+    working it out takes longer than a small operation. And at each level of vmap or grad torch
+    dispatches calls through an operator, flattens operands and results as trees, and at each level
+    of grad makes a class: `_mapped` and `_differentiated` do without.
     """
 
     _num_operands: int | None  # of `forward`; None: any number
+    _single_level: type  # for a level of grad
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -52,21 +58,24 @@ class Function(torch.autograd.Function):
         taken = inspect.signature(cls.forward).parameters.values()
         several = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in taken)
         cls._num_operands = None if several else len(taken)
+        cls._single_level = _single_level(cls)
 
     @classmethod
     def apply(cls, *operands: Any, **named: Any) -> Any:
         """The results of `forward`, differentiated and mapped by the other methods."""
-        if not _takes_mapped(cls, operands, named):
-            return super().apply(*operands, **named)
-        return _mapped(cls, retrieve_current_functorch_interpreter(), operands)
+        if torch._C._are_functorch_transforms_active() and _is_plain(cls, operands, named):
+            kind = functorch.peek_interpreter_stack().key()
+            if kind == TransformType.Grad:
+                return _differentiated(cls, retrieve_current_functorch_interpreter(), operands)
+            if kind == TransformType.Vmap and not cls.generate_vmap_rule:
+                return _mapped(cls, retrieve_current_functorch_interpreter(), operands)
+        return super().apply(*operands, **named)
 
 
-def _takes_mapped(cls: type[Function], operands: tuple, named: dict[str, Any]) -> bool:
-    """Whether `_mapped` can call `cls`: the innermost level is a vmap, operands no containers."""
+def _is_plain(cls: type[Function], operands: tuple, named: dict[str, Any]) -> bool:
+    """Whether a call has all operands in order, and no containers among them."""
     return (
-        torch._C._are_functorch_transforms_active()
-        and functorch.peek_interpreter_stack().key() == TransformType.Vmap
-        and not (named or cls.generate_vmap_rule or torch._C._len_torch_function_stack())
+        not (named or torch._C._len_torch_function_stack())
         and cls._num_operands in (None, len(operands))
         and not any(
             type(x) in pytree.SUPPORTED_NODES or isinstance(x, tuple)
@@ -74,6 +83,50 @@ def _takes_mapped(cls: type[Function], operands: tuple, named: dict[str, Any]) -
             if not isinstance(x, torch.Tensor)
         )
     )
+
+
+def _differentiated(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
+    """`cls.apply(*operands)` at a level of grad, as torch's custom_function_call_grad."""
+    lift = interpreter._cptr.lift
+    given = (
+        lift(functorch.unwrap_if_dead(x)) if isinstance(x, torch.Tensor) else x for x in operands
+    )
+    with enable_single_level_autograd_function():
+        return cls._single_level.apply(*given)
+
+
+def _single_level(cls: type[Function]) -> type:
+    """The function that a level of grad tapes for `cls`, as torch's generate_single_level_function.
+
+    torch makes one for every call, which has the level; here its forward looks which is running.
+    """
+
+    def forward(*operands: Any) -> Any:
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        level = interpreter.level()
+        given = [
+            functorch._unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x
+            for x in operands
+        ]
+        # the tape of this level has turned off all others
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), interpreter.lower():
+            output = cls.apply(*given)
+
+        def wrapped(value: torch.Tensor) -> torch.Tensor:
+            return functorch._wrap_for_grad(value, level)
+
+        if isinstance(output, torch.Tensor):
+            same = [x for x, own in zip(operands, given, strict=True) if own is output]
+            return same[0] if same else wrapped(output)
+        return wrap_outputs_maintaining_identity(output, given, operands, wrapped)
+
+    methods = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(lambda ctx, *cotangents: cls.backward(ctx, *cotangents)),
+        "jvp": staticmethod(lambda ctx, *tangents: cls.jvp(ctx, *tangents)),
+        "setup_context": staticmethod(lambda ctx, given, out: cls.setup_context(ctx, given, out)),
+    }
+    return type(f"{cls.__name__}Generated", (_SingleLevelFunction,), methods)
 
 
 def _mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
@@ -369,6 +422,32 @@ def nccl_trace() -> list[dict[str, Any]] | None:
 def default_store() -> dist.Store:
     """The store that the default process group's processes met at."""
     return c10d._get_default_store()
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Have the allocator keep host memory that is freed, for what is allocated next.
+
+    glibc gives what is free at the end of the heap back to the system, which clears each page when
+    it is used again: of a step on CPUs that frees 80 MB of activations a tenth of the time. It then
+    keeps up to 2 GiB there, and still gives back single blocks of 32 MiB and more. Does nothing
+    where the C library has no such choice.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def begin_writing_back(path: Path) -> None:
+    """Have the disk begin to take what was written to a file; nothing where only Linux could."""
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    if begin is not None:
+        whole = ctypes.c_longlong(0)  # from the start, and to the end
+        with path.open("rb") as file:
+            begin(file.fileno(), whole, whole, ctypes.c_uint(2))  # SYNC_FILE_RANGE_WRITE
 
 
 def faking() -> bool:

@@ -205,7 +205,8 @@ class Pipeline:
         kinds = {a.kind for row in schedule.table for cell in row for a in cell}
         self.split = bool(kinds & {"I", "W"})
         self.evaluated = Pieces(stage, self.split, dtype, None)
-        self.compiled = Pieces(stage, self.split, dtype, compile)
+        pairs = any(len(cell) == 2 for row in schedule.table for cell in row)
+        self.compiled = Pieces(stage, self.split, dtype, compile, pairs=pairs)
         self.known: dict[Any, Boundary] = {}  # what travels, by signature and place
 
     def value_and_grad(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> tuple[Any, dict]:

@@ -9,7 +9,7 @@ a bound mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.compiler.cut import Piece, beside, cut, held_bytes, sink_sums
+from functron.compiler.cut import sliced as sliced_of
 from functron.compiler.executable import Executable
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
@@ -155,7 +156,7 @@ class Residuals(NamedTuple):
     """The values of a stage and microbatch, between its pieces, that those to come will read."""
 
     stage: Stage
-    values: dict[Var, torch.Tensor]
+    values: dict[Var, Any]  # tensors, and lists of slices
 
 
 class Run(NamedTuple):
@@ -177,6 +178,7 @@ class Stage:
         y: the structure of what it returns.
         sums: that of the weights' gradients.
         compiled: an executable per piece; none where they are evaluated.
+        sliced: what compiled pieces keep as lists of slices.
     """
 
     program: Program
@@ -185,6 +187,7 @@ class Stage:
     y: tree.Structure
     sums: tree.Structure
     compiled: tuple[Executable, ...] = ()
+    sliced: Collection[Var] = ()
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
@@ -229,12 +232,16 @@ class Stage:
         environment.update(ambient(others))
         return self.left(index, values, evaluate(piece.block, environment))
 
-    def taken(self, index: int, values: dict[Var, torch.Tensor]) -> list[torch.Tensor]:
+    def taken(self, index: int, values: dict[Var, Any]) -> list:
         """The values that a piece reads; those that no later one does are taken out of `values`."""
         given = [values[var] for var in self.reads[index]]
         for var in self.spent[index]:
             del values[var]
-        return given
+        # executables empty the lists that they are given
+        return [
+            list(v) if isinstance(v, list) and var in values else v
+            for var, v in zip(self.reads[index], given, strict=True)
+        ]
 
     def left(self, index: int, values: dict[Var, torch.Tensor], outputs: list) -> list:
         """The outputs of a piece without what it keeps, which is put into `values`."""
@@ -245,7 +252,8 @@ class Stage:
     def piece_program(self, index: int) -> Program:
         """A piece as a program that overwrites the sums of gradients, and what it spends."""
         piece = self.pieces[index]
-        return piece.program(self.program, {*self.arguments[_SUMS], *piece.spends})
+        spent = {*piece.spends}.difference(self.sliced)
+        return piece.program(self.program, {*self.arguments[_SUMS], *spent})
 
 
 class Pieces:
@@ -256,6 +264,7 @@ class Pieces:
         split: whether backward is cut in two.
         dtype: of the sums of gradients; None: that of the parameters.
         settings: of `functron.compiler.compile`; None evaluates the pieces.
+        pairs: whether some pieces run two as one program.
         joint: executables of two pieces as one program.
     """
 
@@ -265,8 +274,11 @@ class Pieces:
         split: bool,
         dtype: torch.dtype | None,
         settings: Mapping[str, Any] | None,
+        *,
+        pairs: bool = False,
     ):
         self.stage, self.split, self.dtype, self.settings = stage, split, dtype, settings
+        self.pairs = pairs
         self.stages: dict[Any, Stage] = {}
         self.joint: dict[Any, Executable] = {}
 
@@ -334,17 +346,19 @@ class Pieces:
         if signature not in self.stages:
             mesh = Mesh(**dict(axes))
             made = trace_stage(self.stage, call, mesh, split=self.split, dtype=self.dtype)
-            self.stages[signature] = replace(made, compiled=self._compiled(made, mesh))
+            self.stages[signature] = self._compiled(made, mesh)
         return self.stages[signature]
 
-    def _compiled(self, stage: Stage, mesh: Mesh) -> tuple[Executable, ...]:
+    def _compiled(self, stage: Stage, mesh: Mesh) -> Stage:
         if self.settings is None:
-            return ()
-        bound = _bound(mesh)
-        return tuple(
-            compile_program(stage.piece_program(index), bound, **self.settings)
+            return stage
+        bound, written_out = _bound(mesh), self.pairs or self.settings.get("unroll")
+        stage = replace(stage, sliced=() if written_out else sliced_of(stage.pieces))
+        compiled = tuple(
+            compile_program(stage.piece_program(index), bound, sliced=stage.sliced, **self.settings)
             for index in range(len(stage.pieces))
         )
+        return replace(stage, compiled=compiled)
 
 
 def trace_stage(

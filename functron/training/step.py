@@ -16,7 +16,7 @@ import torch
 
 from functron import optim
 from functron.compiler.jit import jit
-from functron.core import random, tree
+from functron.core import compat, random, tree
 from functron.core.errors import public, refuse
 from functron.core.scopes import named_scope
 from functron.ops import AUTO, Kernels
@@ -388,6 +388,7 @@ def make_step(
     Raises:
         ValueError: an axis of the mesh splits nothing.
     """
+    compat.keep_freed_memory()
     wanted = optimizer.bind(specs).grad_specs(specs)
     shares = gradients(mesh, specs, wanted)
     optimizer = optimizer.bind(specs, shares.copies)

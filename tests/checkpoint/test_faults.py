@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import torch
 from functron import Mesh, P, checkpoint, tree
 from functron.checkpoint import database
 from functron.checkpoint import database as index
+from functron.checkpoint import folder as folder_module
 from functron.checkpoint.folder import COMMITTED, LATER, MANIFEST
 from functron.spmd.spec import shard
 
@@ -266,6 +268,37 @@ def test_a_full_disk(tmp_path):
     assert f"wanted room for it in {tmp_path}" in done.stdout
     assert "fix: free space on that disk" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first"]
+
+
+def test_an_error_that_the_disk_reports_once_is_not_lost(tmp_path, monkeypatch):
+    """Linux reports an error of writing back once: who asks again is told that all is well."""
+    real, told = folder_module.sync, []
+
+    def once(path):
+        if path.parent.name == "d" and not told:
+            told.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr(folder_module, "sync", once)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.save(tmp_path / "1", {"x": torch.ones(1000, 1000)})
+    assert told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_files_of_a_checkpoint_are_synced_after_their_last_change(tmp_path, monkeypatch):
+    real, sizes = os.fsync, {}
+
+    def noting(handle):
+        sizes[os.stat(handle).st_ino] = os.stat(handle).st_size
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    checkpoint.save(tmp_path / "1", {"x": torch.ones(1000, 1000), "y": torch.ones(3)})
+    for path in [tmp_path, *tmp_path.rglob("*")]:
+        assert path.stat().st_ino in sizes, path
+        assert path.is_dir() or path.stat().st_size == sizes[path.stat().st_ino], path
 
 
 def test_no_folder_can_be_made(tmp_path):

@@ -264,6 +264,18 @@ def test_long_sums_through_inductor_are_close_to_float64(cache):
         torch.testing.assert_close(a.double(), b.double(), rtol=2e-7, atol=0)
 
 
+def test_wide_products_through_inductor_are_close_to_float64(cache):
+    """Forward and both gradients of a layer: oneDNN takes factors as they lie, transposed or not."""
+    x, w, g = randn(256, 512).float(), randn(512, 320, seed=1).float(), randn(256, 320).float()
+    three = lambda x, w, g: (x @ w, g @ w.t(), x.t() @ g, (2 * x) @ w[:, :8])
+    executable = made(three, x, w, g, backend="inductor", cache=cache)
+    for a, b in zip(executable(x, w, g), three(x.double(), w.double(), g.double()), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-4)  # a sum of 512 terms of 1
+    wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    calls = "".join(executable.code).count("functron.mm_wide.default(")
+    assert calls == (2 if wide else 0)  # of the others, one is small and one is transposed
+
+
 def test_scans_through_inductor(cache):
     chosen = ["gradient_of_both", "ys_whole_and_scanned", "carries_swap", "ys_are_views"]
 

@@ -17,7 +17,7 @@ from functron.compiler import compile as compile_program
 from functron.compiler.cut import beside, cut, held_bytes, is_effect
 from functron.pipeline.evaluate import ambient, evaluate
 from functron.pipeline.partition import Part, layout_of
-from functron.pipeline.work import Call, trace_stage
+from functron.pipeline.work import Call, Pieces, alone, trace_stage
 from functron.program.equations import Scan, Var
 from functron.program.program import interpret
 from functron.program.trace import trace
@@ -701,3 +701,29 @@ def test_two_pieces_beside_each_other_hide_what_each_sends():
     together = joint.timeline(costs)
     assert together.exposed == {"ep": 2.0}
     assert together.total == sum(t.busy["compute"] for t in alone) + 2.0
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_compiled_pieces_keep_slices_and_stack_none(split):
+    """What one piece hands to scans of the next stays as its iterations made it."""
+
+    def stage(part, params, x, batch):
+        return ft.scan(lambda x, w: (x + torch.tanh(x @ w["a"]) @ w["b"], None), x, params)[0]
+
+    params = {"a": randn(3, 4, 5), "b": randn(3, 5, 4, seed=1)}
+    part, x, cotangent = layout_of((1, 1))[1], randn(2, 4, seed=2), randn(2, 4, seed=3)
+    found, kept = [], {}
+    for settings_ in ({"backend": "eager"}, None):
+        work = Pieces(stage, split, None, settings_)
+        y, residuals = alone(work.forward(Call(1, part, False, params, x, (), (), {})))
+        if settings_ is not None:
+            kept = dict(residuals.values)
+        sums = tree.map(torch.ones_like, params)
+        found.append((y, *alone(work.backward(residuals, [cotangent], sums))))
+    lists = [value for value in kept.values() if isinstance(value, list)]
+    assert len(lists) == 2  # the carry, and tanh
+    assert {len(value) for value in lists} == {3}
+    assert not [v for v in kept.values() if not isinstance(v, list) and v.shape[0] == 3
+                and not any(v is leaf for leaf in tree.leaves(params))]  # fmt: skip
+    for a, b in zip(tree.leaves(found[0]), tree.leaves(found[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
