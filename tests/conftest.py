@@ -121,6 +121,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     some = item.config.stash[SHAPES]
     annotations.update("jaxtyping_disable", some is not None and item.nodeid not in some)
+    shapes.begin(all_calls=some is None)
 
 
 ANNOTATED = ("tests/nn/", "tests/models/", "tests/ops/", "tests/core/test_typing.py")
@@ -139,7 +140,7 @@ def _left_out(items: list[pytest.Item]) -> set[str]:
 
 
 def _with_shapes(items: list[pytest.Item]) -> set[str]:
-    """The cases whose calls are held against the annotations.
+    """The cases whose calls are held against the annotations, the first ones of each function.
 
     Of each test of what is annotated, one with each value; of each other test, one.
     """

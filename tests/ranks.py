@@ -237,6 +237,7 @@ def _import() -> None:
     import functron.cli.evaluate
     import functron.cli.train
     import functron.hub
+    from functron import data
     from functron.checkpoint import saver
     from functron.training.config import TrainConfig
 
@@ -244,7 +245,8 @@ def _import() -> None:
     tqdm.monitor_interval = 0  # no thread beside the one that forks
     with tempfile.TemporaryDirectory() as kernels:
         ft.jit(lambda x: x + 1, cache=kernels)(torch.ones(2))
-    # torch finds out how operations change shapes when they are first traced
+    data.python_text()  # what runs without data of their own are trained on
+    # how operations change shapes is found out when they are first traced
     config = TrainConfig(mesh="dp=2,tp=2", seq=16, global_batch=4)
     ft.training.plan(config, ft.Mesh.parse(config.mesh)).program()
     gc.collect()

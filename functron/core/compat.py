@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
@@ -298,6 +303,35 @@ def no_dispatch_modes() -> Iterator[None]:
     """Run a with block as if no TorchDispatchMode were active."""
     with _disable_current_modes():
         yield
+
+
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether an operation is made of others, so that it may show its operand's memory or not."""
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit)
+
+
+def fake(
+    mode: FakeTensorMode,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:
+    """A fake tensor of memory of its own, made inside of a dispatch mode."""
+    with in_kernel_invocation_manager(mode):
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
+
+
+def fake_view(mode: FakeTensorMode, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+    """The view, or the views, that `func` takes of the fake tensor ``args[0]``."""
+    with in_kernel_invocation_manager(mode):
+        meta = func(*args, **kwargs)
+    device = args[0].fake_device
+    if isinstance(meta, torch.Tensor):
+        return FakeTensor(mode, meta, device)
+    return type(meta)(FakeTensor(mode, x, device) for x in meta)
 
 
 def current_autograd_node() -> torch.autograd.graph.Node | None:

@@ -6,6 +6,7 @@ kinds of files of tokens share one protocol, and its checks.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import sysconfig
@@ -190,7 +191,8 @@ def find(path: str | Path) -> tuple[list[Path], int]:
     return taken, len(found) - len(taken)
 
 
-def python_text() -> list[Path | bytes]:
+@functools.cache  # a run asks for it several times, and to find it takes a tenth of a second
+def python_text() -> tuple[Path | bytes, ...]:
     """The English and code that every Python installation carries: some 10 MB, the same each time.
 
     The language reference's help topics, then the sources of the standard library in sorted order,
@@ -204,20 +206,21 @@ def python_text() -> list[Path | bytes]:
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata") and _is_text(file)
     ]
     english = "\n\n".join(topics[name] for name in sorted(topics))
-    return [english.encode(), *files]
+    return (english.encode(), *files)
 
 
 def _walk(root: Path, skipped: set[str] | frozenset[str] = frozenset()) -> list[Path]:
     """Regular files under `root`, except hidden ones and those under folders named in `skipped`."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
     found = []
-    for folder, folders, files in os.walk(root, onerror=fail):
-        folders[:] = [name for name in folders if name not in skipped and name[0] != "."]
-        paths = (Path(folder, name) for name in files if name[0] != ".")
-        found += [path for path in paths if path.is_file()]
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name[0] == ".":
+                continue
+            # a link may lead in a circle, which the entry itself would raise for
+            if Path(entry).is_file() if entry.is_symlink() else entry.is_file():
+                found.append(Path(entry))
+            elif entry.name not in skipped and entry.is_dir(follow_symlinks=False):
+                found += _walk(Path(entry), skipped)
     return found
 
 

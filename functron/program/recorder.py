@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -60,6 +61,100 @@ def draws(func, args, kwargs) -> bool:
 
 def _writes(argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+class Like(NamedTuple):
+    """What of a tensor the results of an operation depend on, beside its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _UnlikeError(Exception):
+    """An operand of whose kind results are not kept."""
+
+
+def _described(value: Any) -> Any:
+    """A hashable description of operands, by which the results of an operation are known.
+
+    Raises:
+        _UnlikeError: of one of them there is none.
+    """
+    kind = type(value)
+    if kind is FakeTensor:
+        plain = value.layout is torch.strided and not value.dtype.is_complex
+        if value.constant is not None or not plain:
+            raise _UnlikeError
+        return Like(tuple(value.shape), value.stride(), value.dtype, value.fake_device)
+    if kind is list or kind is tuple:
+        return kind, tuple([_described(item) for item in value])
+    if kind is dict:
+        return kind, tuple([(name, _described(item)) for name, item in value.items()])
+    if not _is_plain(value):
+        raise _UnlikeError
+    return kind, value  # 1 and 1.0 are equal
+
+
+def _operands(described: Any, mode: FakeTensorMode) -> Any:
+    """Operands of that description."""
+    if isinstance(described, Like):
+        return compat.fake(mode, *described)
+    kind, value = described
+    if kind is list or kind is tuple:
+        return kind([_operands(item, mode) for item in value])
+    return {name: _operands(item, mode) for name, item in value} if kind is dict else value
+
+
+def _like(x: torch.Tensor) -> Like | None:
+    """What a result without operands' memory is like; None where that does not say all of it."""
+    if not isinstance(x, FakeTensor) or x.constant is not None or x.layout is not torch.strided:
+        return None
+    like = Like(tuple(x.shape), x.stride(), x.dtype, x.fake_device)
+    last = sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True))
+    least = 0 if 0 in like.shape else (last + 1) * like.dtype.itemsize
+    return like if x.untyped_storage().nbytes() == least else None
+
+
+@functools.lru_cache(1 << 16)
+def _results(func: torch._ops.OpOverload, described: Any, dtype: torch.dtype) -> Any:
+    """What `func` returns for operands of a description: a `Like`, or a type and several.
+
+    None where that does not say all of it, as of results that share memory.
+
+    Args:
+        func: an operation that writes nothing.
+        described: its args and kwargs, by `_described`.
+        dtype: torch's default.
+    """
+    asking = active()
+    assert asking is not None
+    mode = asking.fake  # a new one reads all lines of the stack; the results are the same
+    with compat.no_dispatch_modes(), mode:
+        operands = _operands(described, mode)
+        out = func(*operands[0], **operands[1])
+    several = type(out) in (list, tuple)
+    leaves = list(out) if several else [out]
+    likes = [_like(leaf) for leaf in leaves]
+    if None in likes:
+        return None
+    tensors = [*leaves, *(x for x in pytree.tree_leaves(operands) if isinstance(x, FakeTensor))]
+    if len({x.untyped_storage()._cdata for x in tensors}) < len(tensors):
+        return None
+    return (type(out), likes) if several else likes[0]
+
+
+@functools.cache
+def _kind(func: Any) -> Literal["new", "view", "other"]:
+    """Whether results have memory of their own, or show that of an operand; other: torch knows."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+        return "other"
+    if func is _aten.lift_fresh.default:  # what a constant is made of
+        return "other"
+    if not func.is_view:
+        return "new"
+    return "other" if compat.is_composite(func) else "view"
 
 
 _aten = torch.ops.aten
@@ -140,6 +235,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake.cache_enabled = False  # see `_computed`
         self.constants: dict[Var, torch.Tensor] = {}
         self._root = self._frame = Frame()
         self._vars: dict[int, tuple[torch.Tensor, Var]] = {}  # keeps tensors: ids stay theirs
@@ -270,7 +366,7 @@ class Recorder(TorchDispatchMode):
         if storage._cdata not in self._storages and tensor.is_contiguous():
             self._bases[storage._cdata] = tensor
         number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
-        name = re.sub(r"\W+", "_", name).strip("_") or "value"
+        name = _identifier(name)
         count = self._names[name]
         self._names[name] += 1
         var = Var(
@@ -278,7 +374,8 @@ class Recorder(TorchDispatchMode):
             tuple(tensor.shape),
             tuple(tensor.stride()),
             tensor.dtype,
-            tensor.device,
+            # torch's own attribute is an operation of the mode
+            tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device,
             number,
             storage.nbytes(),
         )
@@ -319,7 +416,7 @@ class Recorder(TorchDispatchMode):
     def _same(self, func, tensor: torch.Tensor) -> torch.Tensor:
         """An operation that only makes another tensor object of a value."""
         fake = self._as_fake(tensor)
-        out = func(fake)
+        out = self._computed(func, (fake,), {})
         self._vars[id(out)] = (out, self._vars[id(fake)][1] if id(fake) in self._vars else
                                self.var(fake))  # fmt: skip
         return out
@@ -330,10 +427,36 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func, args, kwargs):
         try:
-            return func(*args, **kwargs)
+            return self._computed(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             text = f"trace: at {_line()} the program {depends_on_data(func)}"
             raise ValueError(text) from error
+
+    def _computed(self, func, args, kwargs):
+        """``func(*args, **kwargs)`` of fake tensors.
+
+        Shapes are known from earlier calls. torch keeps them too, but takes a third of the time of
+        a trace to describe operands, and keeps none of operations that are not its own.
+        """
+        if func is _aten._unsafe_view.default:
+            func = _aten.view.default  # it is one, by another name for the tape
+        # not what vmap does at the end of a level itself: it would be seen again from inside
+        kind = "other" if compat.transforms_active() else _kind(func)
+        if kind == "view" and type(args[0]) is FakeTensor and args[0].constant is None:
+            return compat.fake_view(self.fake, func, args, kwargs)
+        if kind != "new":
+            return func(*args, **kwargs)
+        try:
+            described = _described((args, kwargs))
+        except _UnlikeError:
+            return func(*args, **kwargs)
+        found = _results(func, described, torch.get_default_dtype())
+        if found is None:
+            return func(*args, **kwargs)
+        if isinstance(found, Like):
+            return compat.fake(self.fake, *found)
+        kind, likes = found
+        return kind([compat.fake(self.fake, *like) for like in likes])
 
     def _record(self, func, args, kwargs, out) -> None:
         leaves = [out] if isinstance(out, torch.Tensor) else pytree.tree_flatten(out)[0]
@@ -352,16 +475,16 @@ class Recorder(TorchDispatchMode):
 
     def _where(self) -> Where:
         """Scopes and line; in backward, those of the forward operation being differentiated."""
-        here = Where(phase(), scope_names(), _line())
         node = compat.current_autograd_node()
-        if node is None or here.phase == "recompute":
+        if node is None or phase() == "recompute":
+            here = Where(phase(), scope_names(), _line())
             # the tape's node was made just before; operations without one come after it
             self._wheres.setdefault(compat.autograd_sequence_number(), here)
             return here
         source = self._wheres.get(node._sequence_nr())
         if source is None:
-            return here
-        return Where(here.phase, source.scopes, source.line)
+            return Where(phase(), scope_names(), _line())
+        return Where(phase(), source.scopes, source.line)
 
     # --- in-place operations
 
@@ -466,6 +589,11 @@ def _is_statement(equation: Equation) -> bool:
     return equation.op in (ops.require_replicated.default, ops.require_share.default)
 
 
+@functools.lru_cache(1 << 10)
+def _identifier(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_") or "value"
+
+
 def _map_tensors(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """`value` with `of` of its tensors; pytree's own takes a fifth of the time of a trace."""
     if isinstance(value, torch.Tensor):
@@ -477,8 +605,11 @@ def _map_tensors(of: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value if _is_plain(value) else pytree.tree_map_only(torch.Tensor, of, value)
 
 
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float, str, torch.dtype, torch.device))
+    return value is None or isinstance(value, _PLAIN)
 
 
 def _line() -> str:

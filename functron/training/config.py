@@ -6,6 +6,7 @@ Files that people write may be YAML as well.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -698,9 +699,15 @@ def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
     return values | tables
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The annotations of a dataclass, whose text is compiled to find them."""
+    return typing.get_type_hints(kind)
+
+
 def _read(table: Mapping[str, Any], base: Any, prefix: str, problems: list[Problem]) -> dict:
     """`table`, checked against the fields of the dataclass instance `base`."""
-    hints = typing.get_type_hints(type(base))
+    hints = _hints(type(base))
     names = [f.name for f in dataclasses.fields(base)]
     out = {}
     for key, value in table.items():
@@ -758,7 +765,7 @@ def _kind(hint: Any, value: Any) -> str | None:
 
 def _rebuild(base: Any, values: Mapping[str, Any]) -> Any:
     """`base` with `values` replaced, at any depth."""
-    hints = typing.get_type_hints(type(base))
+    hints = _hints(type(base))
     new = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

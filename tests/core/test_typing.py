@@ -14,6 +14,7 @@ import torch
 from jaxtyping import TypeCheckError, install_import_hook
 
 import functron.core.typing
+from tests import shapes
 
 MODULE = """
 from __future__ import annotations
@@ -130,6 +131,29 @@ def test_functions_with_static_methods(checked):
         checked.Square.apply(torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="forward mode"):  # as unhooked: it has no jvp
         hessian(x)
+
+
+def test_the_first_calls_of_a_case_are_held(tmp_path, monkeypatch):
+    (tmp_path / "sparing_sample.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with install_import_hook("sparing_sample", "tests.shapes.first_calls"):
+        sample = importlib.import_module("sparing_sample")
+    right, wrong = torch.ones(2, 2), torch.ones(2, 3)
+    for _ in range(2):  # cases
+        shapes.begin(all_calls=False)
+        for function in (sample.wrong, sample.Square.forward):
+            with pytest.raises(TypeCheckError):
+                function(wrong)
+        for _ in range(shapes.FIRST_CALLS):
+            sample.wrong(right)
+        assert sample.wrong(wrong) is wrong
+        with pytest.raises(TypeCheckError):  # as its own calls are few
+            sample.Square.forward(wrong)
+    shapes.begin(all_calls=True)
+    for _ in range(4 * shapes.FIRST_CALLS):
+        sample.wrong(right)
+    with pytest.raises(TypeCheckError):
+        sample.wrong(wrong)
 
 
 def test_dataclasses_and_named_tuples(checked):

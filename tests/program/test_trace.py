@@ -292,3 +292,51 @@ def test_in_place_views_change_the_shape_from_there_on():
         torch.testing.assert_close(got, want)
     grad = ft.grad(lambda c: f(c, w)[0].sum())
     torch.testing.assert_close(trace(grad)(c)(c), grad(c))
+
+
+COMPUTED = {
+    # what torch's rules of types and layouts tell apart: numbers that are equal, keywords, strides
+    "an integer": lambda x, w: x.long() * 2,
+    "a float": lambda x, w: x.long() * 2.0,
+    "a truth": lambda x, w: x.long() * True,
+    "of another type": lambda x, w: x.sum(0, dtype=torch.float64),
+    "of its own type": lambda x, w: x.sum(0),
+    "a copy of a transpose": lambda x, w: x.transpose(0, 1).clone(),
+    "a copy": lambda x, w: x.clone(),
+    "sums of a transpose": lambda x, w: x.transpose(0, 1) + x.transpose(0, 1),
+    # results that show memory of others, one and several
+    "a product seen otherwise": lambda x, w: x @ w,
+    "parts": lambda x, w: x.split(1),
+    "rows": lambda x, w: x.unbind(1),
+    "a window": lambda x, w: x[:, 1:].transpose(1, 2),
+    # several results of their own
+    "the largest and where": lambda x, w: torch.max(x, 2),
+    # from nothing
+    "numbers": lambda x, w: torch.arange(3) + torch.ones(3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_results_are_like_those_of_torch_also_when_they_are_known(dtype):
+    x, w = torch.zeros(2, 3, 4), torch.zeros(4, 5)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for name, function in [*COMPUTED.items(), *COMPUTED.items()]:
+            program = trace(function)(x, w)
+            results = [output.value for output in program.outputs]
+            real = tree.leaves(function(x, w))
+            assert [(v.shape, v.stride, v.dtype) for v in results] == [
+                (tuple(y.shape), y.stride(), y.dtype) for y in real
+            ], name
+            inputs = [given.var for given in program.inputs]
+            mine = first_of_each([v.storage for v in (*inputs, *results)])
+            memory = [y.untyped_storage().data_ptr() for y in (x, w, *real)]
+            assert mine == first_of_each(memory), name
+    finally:
+        torch.set_default_dtype(default)
+
+
+def first_of_each(values):
+    """Of each value the place of the first that equals it."""
+    return [values.index(value) for value in values]
