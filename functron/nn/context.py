@@ -1,4 +1,4 @@
-"""Causal attention of sequences that are split over ranks: context parallelism.
+"""Attention of sequences that are split over ranks: context parallelism.
 
 Two mesh axes split a sequence. Along `cp` keys and values come to the queries: passed around a
 ring (Liu et al. 2023) or gathered (Dubey et al. 2024, Llama 3). Along `ulysses` heads are exchanged
@@ -44,8 +44,7 @@ import torch
 from functron.core import compat
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.typing import Float, Int, Tensor
-from functron.nn.attention import causal_attention
-from functron.ops.attention import block, block_backward
+from functron.ops.attention import attention, block, block_backward
 from functron.ops.chunked_attention import Visible
 from functron.ops.define import AUTO, Kernels
 from functron.ops.softmax import merge, upcast
@@ -195,6 +194,7 @@ class Ring:
         scale: of the scores.
         kernels: of ``"attention"``, ``"softmax"`` and ``"lse_merge"``.
         cap: of the scores; see `functron.ops.attention.block`.
+        causal: queries see no keys after them; else all, so that every step is one whole block.
     """
 
     axis: str
@@ -207,6 +207,7 @@ class Ring:
     scale: float
     kernels: Kernels = AUTO
     cap: float = 0.0
+    causal: bool = True
 
     def rank(self) -> int | Tensor:
         """This rank's place in its ring."""
@@ -311,6 +312,8 @@ def parts(ring: Ring, step: int, device: torch.device) -> list[Part]:
     """The blocks of a step that some rank needs, with flags on the device of the keys."""
     if step == 0:
         return [Part(apart=0 if ring.window else None)]
+    if not ring.causal:
+        return [Part()]
     from_before = ring.rank() >= step  # or else the ring has closed, and it is a rank after mine
     if isinstance(from_before, Tensor):
         from_before = compat.constant(from_before, device)
@@ -461,7 +464,8 @@ def _start(ring: Ring, k: Tensor, v: Tensor) -> tuple[_Keys, Part, dict[str, Any
 
 def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
     keys, whole, options = _start(ring, k, v)
-    first = block(q, *keys.own(), tests.visible(0, whole), causal=True, **options)
+    visible = tests.visible(0, whole)
+    first = block(q, *keys.own(), visible, causal=ring.causal, **options)
     out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         for part in parts(ring, step, q.device):
@@ -481,8 +485,9 @@ def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     q, k, v, tests, sinks, out, lse = residuals
     keys, whole, options = _start(ring, k, v)
     rows = (cotangent, q, out, lse)
+    visible = tests.visible(0, whole)
     dq_first, *own = block_backward(
-        cotangent, q, *keys.own(), out, lse, tests.visible(0, whole), causal=True, **options
+        cotangent, q, *keys.own(), out, lse, visible, causal=ring.causal, **options
     )
     dq, own = _Rows(upcast(dq_first), ring.balanced), [upcast(x) for x in own]
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
@@ -550,6 +555,7 @@ def context_attention(
     window: int | Int[Tensor, ""] = 0,
     sinks: Float[Tensor, " heads"] | None = None,
     kind: Kind = "ring",
+    causal: bool = True,
     balanced: bool = False,
     scale: float | None = None,
     cap: float = 0.0,
@@ -561,7 +567,8 @@ def context_attention(
     """softmax(scale q k^T + mask) v for this rank's queries over the keys of all ranks.
 
     The sequence is split over ``(axis, ulysses)``, major to minor. A query sees the keys of its
-    document up to itself and, with a window, the last `window` of them.
+    document up to itself and, with a window, the last `window` of them; without `causal`, all keys
+    of its document.
 
     Collectives, for n = `ring_size` ranks that exchange, the m steps around the ring at which
     somebody sees keys (n - 1 without a window), u ranks of `ulysses`, and K, V, Q, O the bytes of
@@ -577,7 +584,8 @@ def context_attention(
 
     Between forward and backward live q, k, v (of a gather: all ranks' k and v), the result, one
     number per query and head, and the integers. Work is that of the visible half of the scores
-    where `balanced`, else up to twice that: every rank computes as many blocks as the last.
+    where `balanced`, else up to twice that: every rank computes as many blocks as the last. Without
+    `causal` all scores are visible, and ranks have equal work in any order.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``: this rank's heads and part of the sequence.
@@ -592,6 +600,7 @@ def context_attention(
         sinks: ``[heads]`` logits that join the softmax's denominator only (Xiao et al. 2024;
             gpt-oss). This rank's heads, the same on all ranks of both axes.
         kind: "ring", or "gather": fewer and larger messages, more memory.
+        causal: mask keys after the query.
         balanced: every rank of `axis` holds an early half and a late half of every document, as
             `functron.nn.context.to_balanced` arranges them; else consecutive parts.
         scale: of the scores; None for 1 / sqrt(head_dim).
@@ -606,15 +615,16 @@ def context_attention(
         ``[batch, seq, heads, value_dim]`` in q's dtype.
 
     Raises:
-        ValueError: heads, halves, window or ring size do not fit.
+        ValueError: heads, halves, window or ring size do not fit; a window, or halves, of attention
+            that is not causal.
     """
     size = lax.axis_size(axis) if ring_size is None else ring_size
-    _check(q, k, window, kind, balanced, axis, ulysses, ring_size)
+    _check(q, k, window, kind, causal, balanced, axis, ulysses, ring_size)
     static_window = window if isinstance(window, int) else 0
     q, k, v = _exchange_heads(q, k, v, ulysses)
     plain = isinstance(window, int) and window == 0 and segments is None and sinks is None
     if size == 1 and plain and not cap:
-        out = causal_attention(q, k, v, scale=scale)
+        out = attention(q, k, v, causal=causal, scale=scale)
     else:
         seq = q.shape[_SEQ]
         if balanced and positions is not None and positions.dim() == 2:
@@ -622,7 +632,8 @@ def context_attention(
         steps = needed_steps(size, seq, static_window, balanced)
         balanced = balanced and size > 1
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        ring = Ring(axis, size, kind, balanced, seq, steps, static_window, scale, kernels, cap)
+        fixed = seq, steps, static_window, scale, kernels, cap, causal
+        ring = Ring(axis, size, kind, balanced, *fixed)
         tests = _tests(ring, q, positions, segments, window, ulysses)
         own = None if sinks is None else own_part(sinks, q.shape[_HEADS], 0, ulysses)
         q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
@@ -632,7 +643,7 @@ def context_attention(
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)
 
 
-def _check(q, k, window, kind, balanced, axis, ulysses, ring_size) -> None:
+def _check(q, k, window, kind, causal, balanced, axis, ulysses, ring_size) -> None:
     """Raise ValueError for everything that does not fit."""
     size, group = lax.axis_size(axis), lax.axis_size(ulysses)
     heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
@@ -659,6 +670,9 @@ def _check(q, k, window, kind, balanced, axis, ulysses, ring_size) -> None:
         wrong("balanced", f"{per_rank} tokens on each rank of {axis!r}", "two halves", fix)
     if isinstance(window, int) and window < 0:
         wrong("window", str(window), "0 for no window, or a number of keys")
+    if not causal and (balanced or isinstance(window, Tensor) or window):
+        what = "balanced" if balanced else "a window"
+        wrong("causal", f"False with {what}", "True", f"leave {what} out, or mask by causality")
     raise_problems("context_attention", found)
 
 

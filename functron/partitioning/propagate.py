@@ -333,7 +333,7 @@ def letters_of(
         for axis, row in places.get(var, {}).items():
             for (dim, outer), mask in row.items():
                 slot = slot_of(labels[dim], rule.sizes, outer)
-                if slot is not None and slot[0] not in rule.whole:
+                if slot is not None and rule.allows(slot[0], axis):
                     mine = found.setdefault(axis, {})
                     mine[slot] = mine.get(slot, 0) | mask
     return found
@@ -679,7 +679,7 @@ class Choice:
 
     def _valid(self, axis: str, slot: Slot | None) -> Slot | None:
         """`slot`, where the rule, the size and axes decided before allow it; or the nearest."""
-        if slot is None or not self.rule.may_split(slot[0]):
+        if slot is None or not self.rule.may_split(slot[0], axis):
             return None
         letter, _ = slot
         before, size = self.letters.get(letter, ()), self.rule.sizes[letter]

@@ -13,10 +13,11 @@ row. A rule of one's own is a function of an `Equation` that returns a `Rule`, s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 
 from functron.partitioning import shards
 from functron.partitioning.placement import Kind
-from functron.partitioning.shards import Run, named
+from functron.partitioning.shards import Run, Site, Travel, named
 from functron.program.equations import (
     Equation,
     Var,
@@ -50,9 +51,11 @@ class Rule:
         combined: letters that results lack, with how the results of ranks that hold parts combine.
         inside: letters that results lack, which `run` combines itself.
         whole: letters that no axis may split.
+        only: letters that no axes but these may split.
         linear: sets of operands: results are linear in those of a set together, so that they may
             all be partial sums where the results may be.
         run: what a rank computes, ``(site, *args, **kwargs)`` on its shards; None: the operation.
+        sent: the bytes that a rank sends in `run`, forward, by axis; None: none, or few.
     """
 
     operands: tuple[Labels, ...]
@@ -61,13 +64,19 @@ class Rule:
     combined: Mapping[str, Kind] = field(default_factory=dict)
     inside: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
+    only: Mapping[str, Collection[str]] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     run: Run | None = None
+    sent: Callable[[Site], Mapping[str, int]] | None = None
 
-    def may_split(self, letter: str) -> bool:
+    def allows(self, letter: str, axis: str) -> bool:
+        """Whether this axis is one of those that may split it."""
+        return letter not in self.whole and axis in self.only.get(letter, (axis,))
+
+    def may_split(self, letter: str, axis: str) -> bool:
         """Whether an axis may split it: it is in a result, or combined."""
         kept = any(letter in dim for labels in self.results for dim in labels)
-        return letter not in self.whole and (
+        return self.allows(letter, axis) and (
             kept or letter in self.combined or letter in self.inside
         )
 
@@ -683,6 +692,34 @@ def _attention(equation: Equation) -> Rule:
     return _without_units(rule, equation)
 
 
+def attention_over(travel: Mapping[str, Travel]) -> MakeRule:
+    """Attention whose sequences axes may split, each with the way in which keys reach queries.
+
+    Queries, keys and values have one letter for their places, which these axes alone may split.
+    Where there is a mask, or another number of keys, keys and values are gathered, and only queries
+    are split.
+
+    Args:
+        travel: by axis; see `functron.partition`.
+    """
+
+    def rule(equation: Equation) -> Rule:
+        made = _attention(equation)
+        if len(equation.operands) > 3 or made.sizes["s"] != made.sizes["t"]:
+            return replace(made, run=functools.partial(shards.masked_attention, travel))
+        q, k, v = ((*row[:2], ("s",), row[3]) for row in made.operands)
+        sizes = {letter: size for letter, size in made.sizes.items() if letter != "t"}
+        whole = (made.whole - {"s", "t"}) | ({"s"} if sizes["s"] == 1 else frozenset())
+        run = functools.partial(shards.context_attention, travel)
+        sent = functools.partial(shards.context_attention_sent, travel)
+        return replace(
+            made, operands=(q, k, v), sizes=sizes, whole=whole, only={"s": travel}, run=run,
+            sent=sent,
+        )  # fmt: skip
+
+    return rule
+
+
 def _without_units(rule: Rule, equation: Equation) -> Rule:
     """`rule` whose letters of size 1 no axis may split."""
     units = {letter for letter, size in rule.sizes.items() if size == 1}
@@ -729,6 +766,14 @@ def whole(equation: Equation) -> Rule:
 def _linear_whole(equation: Equation) -> Rule:
     return replace(whole(equation), linear=(frozenset({0}),))
 
+
+ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""The operations that `torch.nn.functional.scaled_dot_product_attention` is traced to."""
 
 _FIRST = pointwise((0,))
 _BOTH = pointwise((0, 1))
@@ -800,11 +845,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         **_rows("index index_select", _index),
         **_rows("scatter scatter_add", along(first=3)),
         **_rows("nll_loss_forward cross_entropy_loss", _nll_loss),
-        **_rows(
-            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-            _attention,
-        ),
+        **dict.fromkeys(ATTENTION, _attention),
     }
 )
 """The rules of operations, by the name that `Equation.name` has."""

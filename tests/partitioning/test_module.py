@@ -107,10 +107,10 @@ ROWS = [
 ]
 
 
-def model(name: str, **more: int) -> nn.Module:
+def model(name: str, attention: str = "", **more: int) -> nn.Module:
     cls, config, sizes, _ = MODELS[name]
     made = getattr(transformers, config)(**{**sizes, **more})
-    made._attn_implementation = "eager" if name in ("gpt2", "qwen3") else "sdpa"
+    made._attn_implementation = attention or ("eager" if name in ("gpt2", "qwen3") else "sdpa")
     if name == "mixtral":
         made._experts_implementation = "batched_mm"
     torch.manual_seed(0)
@@ -124,9 +124,9 @@ def specs_of(name: str, params: dict, sizes: dict[str, int]) -> tuple[dict, P]:
 
 
 @functools.cache
-def dense(name: str):
+def dense(name: str, attention: str = ""):
     """A step, its arguments, and what it returns on one device."""
-    fn, params = ft.from_module(model(name))
+    fn, params = ft.from_module(model(name, attention))
     if name == "vit":
         pixels = torch.randn(4, 3, 12, 12, dtype=torch.float64)
         batch, named = pixels, "pixel_values"
@@ -169,11 +169,43 @@ def test_models_as_they_are(name, layout):
         assert len(gathered) == num_scattered + (name == "vit")
 
 
+RING = {"attention": {"cp": "ring"}}  # one line more, beside P(None, "cp") for the tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"cp": 2, "tp": 2}),
+        pytest.param("llama", {"dp": 2, "cp": 2}, marks=pytest.mark.full),
+        pytest.param("llama", {"cp": 4}, marks=pytest.mark.full),
+        pytest.param("qwen3", {"cp": 2}, marks=pytest.mark.full),
+        pytest.param("bert", {"cp": 2, "tp": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_sequences_that_stay_split(name, sizes):
+    """Around a ring, of causal attention and of BERT's, every value but integers as tokens are."""
+    step, params, batch, wanted = dense(name, "sdpa")
+    specs, mesh = ft.Rules(MODELS[name][3]).specs(params), ft.Mesh(**sizes)
+    assert len(MODELS[name][3]) + len(RING) + 1 <= 5
+    mapped = ft.partition(step, mesh, (specs, P("dp", "cp")), **RING)
+    torch.testing.assert_close(mapped(params, batch), wanted, rtol=1e-5, atol=2e-6)
+    logits = mapped.out_specs[0][1]
+    assert logits[1] == "cp"
+    program = ft.trace(mapped)(params, batch)
+    program.check()
+    over = [row for row in program.cost().collectives if row.axis == "cp"]
+    gathered = sum(row.payload_bytes for row in over if "all" in row.op)
+    assert gathered <= batch.nbytes  # labels, which are shifted
+    hops = {row.phase: row.count for row in over if row.op == "ppermute"}
+    steps = 2 * 2 * (sizes["cp"] - 1)  # keys and values of two layers
+    assert hops == {"forward": steps, "backward": 2 * steps}
+
+
 @pytest.mark.full  # notebook 12 runs one of them on processes; here Inductor compiles each
 @pytest.mark.distributed
 def test_models_on_processes(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_models.py"), 2, timeout=300)
-    assert done.stdout.count("equal") == 2 * 3
+    assert done.stdout.count("equal") == 2 * 4
 
 
 def test_one_line_gathers_again():

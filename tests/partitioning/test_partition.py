@@ -14,7 +14,7 @@ import torch
 
 import functron as ft
 from functron import P, gpt, lax, optim
-from functron.models.options import SEQUENCE_PARALLEL_STREAM
+from functron.models.options import SEQUENCE_PARALLEL_STREAM, Context
 from functron.partitioning import Rule, pointwise
 
 DTYPE = torch.float64
@@ -84,6 +84,7 @@ LAYOUTS = {
     "dp": ({"dp": 2}, False),
     "fsdp": ({"fsdp": 2}, False),
     "dp+fsdp+tp+sp": ({"dp": 2, "fsdp": 2, "tp": 2}, True),
+    "cp+tp": ({"cp": 2, "tp": 2}, False),
 }
 
 
@@ -105,7 +106,7 @@ def test_gpt_sends_what_the_handwritten_step_sends(sizes, sequence):
     tokens = torch.arange(128).reshape(8, 16) * 7 % 60
     batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
     batch_specs = {name: gpt.batch_specs()[name] for name in batch}
-    options = ft.ModelOptions()
+    options = ft.ModelOptions(context=Context("ring", "contiguous"))
     if sequence:
         options = dataclasses.replace(options, stream=SEQUENCE_PARALLEL_STREAM)
     if "fsdp" in sizes:
@@ -122,8 +123,9 @@ def test_gpt_sends_what_the_handwritten_step_sends(sizes, sequence):
     # under tp dots would have activations gathered again too, which the handwritten step keeps
     again = {"attention|mlp": ft.policies.dots} if sizes == {"fsdp": 2} else {}
     ours = ft.partition(
-        plain, mesh, (specs, batch_specs), (P(), specs), constraints=stream, remat=again
-    )
+        plain, mesh, (specs, batch_specs), (P(), specs), constraints=stream, remat=again,
+        attention={"cp": "ring"} if "cp" in sizes else {},
+    )  # fmt: skip
     hand = ft.shard_map(by_hand, mesh, (specs, batch_specs), (P(), specs))
     torch.testing.assert_close(ours(params, batch), plain(params, batch), rtol=1e-10, atol=1e-11)
     program, by_hand_too = (ft.trace(f)(params, batch) for f in (ours, hand))
