@@ -145,7 +145,8 @@ def partition(
             policy would. Parameters that are split over data axes are then gathered for each scope
             as it runs, and again in its backward, so that no more than one scope's are ever whole:
             ``{r"layers\.\d+$": policies.nothing}``. The outermost scopes count, and the first of
-            several patterns.
+            several patterns. What a scan runs is a scope of the name of the function that is
+            scanned: ``{"^step$": policies.dots}`` for the layers of `functron.gpt`.
         rules: rules of operations by name, before those of `functron.partitioning.rules.TABLE`.
         fallback: "replicate": an operation without a rule runs on replicated operands; None: it is
             an error.
@@ -191,7 +192,7 @@ def partition(
 
 
 def _travel_problems(attention: Mapping[str, Travel], mesh: Mesh | BoundMesh) -> list[Problem]:
-    known, names = get_args(Travel), [name for name, _ in mesh.axes]
+    known, names = get_args(Travel), mesh.axis_names
     found = [
         Problem("attention", repr(axis), "axes of the mesh", nearest(axis, names))
         for axis in attention
@@ -334,7 +335,7 @@ class Partitioned(Mapped):
                 raise ValueError(
                     f"partition: got remat of the scope {pattern!r}, in which {self.name} runs "
                     "nothing, or nothing that a pattern before has not; wanted one of "
-                    + scopes_text(block)
+                    + scopes_text(block, scans=True)
                 )
         return block
 

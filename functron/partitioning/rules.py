@@ -52,6 +52,7 @@ class Rule:
         inside: letters that results lack, which `run` combines itself.
         whole: letters that no axis may split.
         only: letters that no axes but these may split.
+        beside: letters that an axis may split besides another, which then it does.
         linear: sets of operands: results are linear in those of a set together, so that they may
             all be partial sums where the results may be.
         run: what a rank computes, ``(site, *args, **kwargs)`` on its shards; None: the operation.
@@ -65,6 +66,7 @@ class Rule:
     inside: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     only: Mapping[str, Collection[str]] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     run: Run | None = None
     sent: Callable[[Site], Mapping[str, int]] | None = None
@@ -248,6 +250,7 @@ def along(
 
     def rule(equation: Equation) -> Rule:
         x, labels = equation.operands[0], _dims(equation.operands[0].shape)
+        count = min(first, len(equation.operands))  # a number may stand for an operand
         along = [labels[dim][0] for dim in _axes(equation, name) if labels[dim]]
         # a result may be longer or shorter there, as of topk
         own = [
@@ -255,17 +258,17 @@ def along(
                 (f"{letters[0]}*",) if letters and letters[0] in along and size != old else letters
                 for letters, size, old in zip(labels, value.shape, x.shape, strict=True)
             )
-            for value in (*equation.operands[:first], *equation.results)
+            for value in (*equation.operands[:count], *equation.results)
         ]
-        others = [_dims(value.shape, "o") for value in equation.operands[first:]]
-        operands = (*own[:first], *others)
-        sizes = sizes_of([*equation.operands, *equation.results], [*operands, *own[first:]])
+        others = [_dims(value.shape, "o") for value in equation.operands[count:]]
+        operands = (*own[:count], *others)
+        sizes = sizes_of([*equation.operands, *equation.results], [*operands, *own[count:]])
         whole = {letter for row in others for dim in row for letter in dim}
         whole |= {letter for letter in sizes if letter.endswith("*")}
         whole |= set(along) if split is None else set()
         return Rule(
             operands,
-            tuple(own[first:]),
+            tuple(own[count:]),
             sizes,
             whole=frozenset(whole),
             linear=(frozenset({0}),) if linear else (),
@@ -519,7 +522,10 @@ def _joined(equation: Equation) -> Rule:
         sizes |= {"parts": len(operands), "part": min(parts)}
         rule = Rule((before,) * len(operands), (after,), sizes, linear=linear)
         return replace(rule, whole=frozenset({"parts"}))
-    rows, whole = [], set(labels[dim])
+    # beside nothing but empty parts, one is all of it, such as of a cache that begins
+    alone = {value.shape[dim] for value in operands if len(value.shape) == len(y.shape)}
+    alone = alone <= {0, y.shape[dim]} and math.prod(y.shape) > 0
+    rows, whole = [], set() if alone else set(labels[dim])
     for number, value in enumerate(operands):
         if len(value.shape) != len(y.shape):
             rows.append(_dims(value.shape, f"e{number}."))
@@ -528,7 +534,7 @@ def _joined(equation: Equation) -> Rule:
         own = (f"p{number}",) if value.shape[dim] != 1 else ()
         own = labels[dim] if value.shape[dim] == y.shape[dim] else own
         rows.append(tuple(own if i == dim else row for i, row in enumerate(labels)))
-        whole |= set(own)
+        whole |= set() if alone and own == labels[dim] else set(own)
     sizes |= sizes_of(operands, rows)
     return Rule(tuple(rows), (tuple(labels),), sizes, whole=frozenset(whole), linear=linear)
 
@@ -720,6 +726,28 @@ def attention_over(travel: Mapping[str, Travel]) -> MakeRule:
     return rule
 
 
+def _dispatched(equation: Equation) -> Rule:
+    """Tokens and experts, both of which an axis may split, and the hidden dim of experts."""
+    op: Any = equation.op
+    *params, _, experts, weights, kept = equation.operands
+    rows = []
+    for path, value in zip(op.paths, params, strict=False):
+        layer, _, kind = path.rpartition("/")
+        dims = [("e",), *((f"{path}.{i}",) for i in range(1, len(value.shape)))]
+        if layer != "down":
+            dims[-1] = ("f",)
+        elif kind == "w":
+            dims[1] = ("f",)
+        rows.append(tuple(dims))
+    tokens = (("n",), ("d",))
+    operands = (*rows, tokens, *((("n",), ("choice",)) for _ in (experts, weights, kept)))
+    sizes = sizes_of(equation.operands, operands)
+    return Rule(
+        operands, (tokens,), sizes, {"f": "sum"}, inside=frozenset({"e"}),
+        whole=frozenset(sizes) - {"e", "f", "n"}, beside={"e": "n"}, run=shards.dispatched,
+    )  # fmt: skip
+
+
 def _without_units(rule: Rule, equation: Equation) -> Rule:
     """`rule` whose letters of size 1 no axis may split."""
     units = {letter for letter, size in rule.sizes.items() if size == 1}
@@ -790,6 +818,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "mv": product("mk,k->m"),
         "dot": product("k,k->"),
         "convolution": _convolution,
+        "dispatched": _dispatched,
         **_rows("add sub", _BOTH),
         "copy": pointwise((1,), run=shards.copy),
         "fill": pointwise(run=shards.copy),

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from functron.core import compat
+from functron.core import compat, tree
 from functron.nn import context
 from functron.ops import Op
 from functron.ops import attention as attention_ops
@@ -443,6 +443,25 @@ def attention(site: Site, *args, **kwargs):
     else:
         scores = scores + mask
     return scores.softmax(-1) @ v, None, *rest
+
+
+def dispatched(site: Site, *operands):
+    """The experts' results of this rank's tokens, which axes that split experts send to them.
+
+    Collectives: those of `functron.nn.moe.dispatched`. Over an axis that splits the experts' hidden
+    dim results are parts of a sum.
+    """
+    op, axes = site.op, tuple(site.names("e"))
+    count = len(operands) - 4
+    hidden = site.names("f")
+    if len(hidden) > 1:
+        raise ValueError(
+            f"partition: at {site.equation.where.line} the hidden dim of experts is split by "
+            f"{' and '.join(hidden)}; wanted one axis; fix: split experts by the others"
+        )
+    alone = next(axis for axis in STANDARD_AXES if axis not in site.axes)
+    params = tree.unflatten(op.structure, operands[:count])
+    return op.run(params, *operands[count:], axes=axes or (alone,), axis=(hidden or [alone])[0])
 
 
 Travel = Literal["ring", "zigzag", "gather", "exchange"]

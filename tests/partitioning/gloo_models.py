@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from test_module import MODELS, RING, model
@@ -17,8 +19,8 @@ NAMES = {
 TOKENS = torch.arange(64).reshape(4, 16) * 7 % 60 + 1
 
 
-def check(name: str, mesh: ft.BoundMesh, **options) -> None:
-    fn, params = ft.from_module(model(name, **NAMES[name]))
+def check(name: str, mesh: ft.BoundMesh, **options: Any) -> None:
+    fn, params = ft.from_module(model(name, "", **NAMES[name]))
     specs = ft.Rules(MODELS[name][3]).specs(params)
 
     def step(params, tokens):

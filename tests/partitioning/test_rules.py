@@ -69,6 +69,7 @@ CASES = {
     "log_softmax": (lambda a: a.log_softmax(-1), (4, 8, 16)),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b), (8, 16), (16,), (16,)),
     "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-5), (8, 16), (16,)),
+    "scatter": (lambda a: a.scatter(1, IDS[:, :4], 2.0) * a, (4, 16)),
     "cumsum": (lambda a: a.cumsum(1), (8, 16)),
     "sort": (lambda a: a.sort(1).values, (8, 16)),
     "topk": (lambda a: a.topk(2, 1).values, (8, 16)),
