@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
+import math
 import re
 import sys
 from collections import Counter
@@ -547,7 +548,7 @@ def inlined(block: Block) -> Block:
 
     A value that several products read through views of their own is then gathered once for all,
     and products have rules without exceptions. A loss of a log-softmax that nothing else reads is
-    one operation.
+    one operation, and attention has the mask of booleans that it was called with.
     """
     fresh = Fresh(block)
     return _inlined(block, fresh)
@@ -555,7 +556,7 @@ def inlined(block: Block) -> Block:
 
 def _inlined(block: Block, fresh: Fresh) -> Block:
     equations: list[Equation] = []
-    for equation in _losses_of_logits(_views_once(block), block):
+    for equation in _losses_of_logits(_masks_of_pairs(_views_once(block), block), block):
         if isinstance(equation.op, Scan):
             op: Any = replace(equation.op, body=_inlined(equation.op.body, fresh))
             equations.append(replace(equation, op=op))
@@ -591,6 +592,33 @@ def _views_once(block: Block) -> list[Equation]:
             first[key] = equation.results
         kept.append(equation)
     return kept
+
+
+_MASKS = ("attn_mask", "attn_bias")
+
+
+def _masks_of_pairs(equations: list[Equation], block: Block) -> list[Equation]:
+    """The equations, in which attention reads masks of booleans, not the numbers made of them."""
+    made = {v: e for e in equations for v in e.results}
+
+    def number(value: Any) -> Any:
+        scalar = made.get(value) if isinstance(value, Var) else None
+        known = scalar is not None and scalar.name == "scalar_tensor"
+        return scalar.args[0] if scalar is not None and known else value
+
+    pairs: dict[Var, Var] = {}
+    for value, equation in made.items():
+        if equation.name == "where" and [*map(number, equation.args[1:])] == [0, -math.inf]:
+            pairs[value] = equation.args[0]
+    kept = []
+    for equation in equations:
+        if "dot_product" in equation.name:
+            kwargs = {name: pairs.get(value, value) if name in _MASKS else value
+                      for name, value in equation.kwargs.items()}  # fmt: skip
+            equation = replace(equation, kwargs=kwargs)
+        kept.append(equation)
+    read = {v for e in kept for v in e.operands} | {*block.outputs}
+    return [e for e in kept if read & {*e.results} or not pairs.keys() & {*e.results}]
 
 
 def _losses_of_logits(equations: list[Equation], block: Block) -> Iterator[Equation]:

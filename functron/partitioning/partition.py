@@ -16,6 +16,10 @@ as partial sums over all axes that do not split the parameter, and the update go
 the same rules: a norm of them or a sum with replicated moments is an all-reduce, moments that are
 split over data axes (ZeRO) a reduce-scatter, and parameters that are not are gathered at the end.
 
+Two operations are no more than themselves on shards where their dims are split. Attention of a
+sequence that stays split is that of programs written by hand, `functron.nn.context_attention`, if
+it is annotated; and experts that axes split get tokens by `functron.nn.moe.mixture`, in real rows.
+
 GSPMD (Xu et al. 2021) is the idea; partial values and their delay are those of OneFlow and DTensor.
 """
 
@@ -127,13 +131,14 @@ def partition(
             `constraints`, and what is computed is `functron.nn.context_attention`:
 
             * "ring": they travel around the axis; nobody has all of them. Ranks with the end of
-              causal sequences have most to do, and others wait for them: up to twice the time.
+              causal sequences have most to do, and others wait for them: up to twice the time. A
+              mask of booleans that all heads share is taken as well, and every pair computed.
             * "zigzag": a ring in which each rank has an early and a late part of a causal sequence,
               and the same to do. Outside of attention values lie in order, so that queries, keys
               and values are exchanged before each, and the result after it, which sends their bytes
               besides. (A program by hand arranges tokens once.) 2 n divides the sequence.
             * "gather": they are gathered, and only queries are split. In backward less is sent than
-              in a ring, since all keys are kept. Also where there is a mask.
+              in a ring, since all keys are kept. Also where a mask is of numbers, or of heads.
             * "exchange": heads are exchanged for sequence before, and back after it; the axis must
               divide them. Together with one of the others it is the minor axis of the two:
               ``P("dp", ("cp", "ulysses"))``.
@@ -420,7 +425,8 @@ def _check_travel(plan: LocalBlock, axes: Sequence[str], name: str) -> None:
                 f"{len(sites)} calls of scaled_dot_product_attention in {name}; fix: split the "
                 "sequence by it in in_specs or constraints; "
                 + ("" if sites else "and call torch.nn.functional.scaled_dot_product_attention, as "
-                   'modules of Hugging Face do with attn_implementation="sdpa"; ')
+                   'modules of Hugging Face do with attn_implementation="sdpa", on what a kernel '
+                   "takes: keys and values of one width; ")
                 + "or leave it out"
             )  # fmt: skip
 
@@ -789,7 +795,7 @@ def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, Placement]]]:
 
 
 def _notes(step: LocalEquation) -> Iterator[str]:
-    """What an equation sends by itself, and an annotation with which it would gather no queries."""
+    """The bytes that attention sends by itself, or the annotation with which it gathers nothing."""
     if step.site is not None and step.rule is not None and step.rule.sent is not None:
         for axis, num_bytes in step.rule.sent(step.site).items():
             yield f"  sends {num_bytes:,} bytes over {axis!r}"

@@ -702,26 +702,25 @@ def attention_over(travel: Mapping[str, Travel]) -> MakeRule:
     """Attention whose sequences axes may split, each with the way in which keys reach queries.
 
     Queries, keys and values have one letter for their places, which these axes alone may split.
-    Where there is a mask, or another number of keys, keys and values are gathered, and only queries
-    are split.
+    A mask that says which pairs are seen has rows as queries are split, and all columns. Where it
+    is one of numbers, or of heads, or keys are of another number, they are gathered, and only
+    queries are split.
 
     Args:
         travel: by axis; see `functron.partition`.
     """
 
     def rule(equation: Equation) -> Rule:
-        made = _attention(equation)
-        if len(equation.operands) > 3 or made.sizes["s"] != made.sizes["t"]:
+        made, masks = _attention(equation), equation.operands[3:]
+        biased = any(m.dtype != torch.bool or m.shape[-3:-2] not in ((), (1,)) for m in masks)
+        if biased or made.sizes["s"] != made.sizes["t"]:
             return replace(made, run=functools.partial(shards.masked_attention, travel))
-        q, k, v = ((*row[:2], ("s",), row[3]) for row in made.operands)
-        sizes = {letter: size for letter, size in made.sizes.items() if letter != "t"}
-        whole = (made.whole - {"s", "t"}) | ({"s"} if sizes["s"] == 1 else frozenset())
+        q, k, v = ((*row[:2], ("s",), row[3]) for row in made.operands[:3])
+        sizes, operands = made.sizes, (q, k, v, *made.operands[3:])
+        whole = (made.whole - {"s"}) | ({"s"} if sizes["s"] == 1 else frozenset())
         run = functools.partial(shards.context_attention, travel)
         sent = functools.partial(shards.context_attention_sent, travel)
-        return replace(
-            made, operands=(q, k, v), sizes=sizes, whole=whole, only={"s": travel}, run=run,
-            sent=sent,
-        )  # fmt: skip
+        return replace(made, operands=operands, whole=whole, only={"s": travel}, run=run, sent=sent)
 
     return rule
 
@@ -786,6 +785,13 @@ def factory(equation: Equation) -> Rule:
     return Rule(operands, results, sizes, whole=frozenset(sizes))
 
 
+def _like(equation: Equation) -> Rule:
+    """A new tensor of the dtype and device of another, wherever that lies."""
+    made = factory(equation)
+    read = frozenset(letter for row in made.operands for dim in row for letter in dim)
+    return replace(made, inside=read, whole=made.whole - read)
+
+
 def whole(equation: Equation) -> Rule:
     """An operation that every rank runs on replicated operands."""
     return factory(equation)
@@ -834,7 +840,8 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         **_rows("zeros_like ones_like full_like empty_like", pointwise()),
         **_rows("check_ids", pointwise()),
         **_rows("arange full zeros ones scalar_tensor empty eye linspace", factory),
-        **_rows("new_zeros new_ones new_full new_empty tril_indices triu_indices", factory),
+        **_rows("tril_indices triu_indices", factory),
+        **_rows("new_zeros new_ones new_full new_empty", _like),
         "sum": reduction("sum", linear=True),
         "mean": reduction("sum", linear=True, run=shards.mean),
         "amax": reduction("max"),

@@ -475,13 +475,18 @@ def context_attention(travel: Mapping[str, Travel], site: Site, *args, **kwargs)
     around, exchange = _sequence_axes(travel, site)
     kind, given = travel.get(around), named(site.equation.op, args, kwargs)
     q, k, v = (given[name].transpose(1, 2) for name in ("query", "key", "value"))
-    causal = bool(given.get("is_causal"))
+    causal, mask = bool(given.get("is_causal")), given.get("attn_mask", given.get("attn_bias"))
+    if mask is not None:
+        others = [axis for axis in site.names("s") if travel[axis] in ("zigzag", "exchange")]
+        _refuse_masks(travel, site, others)
+        mask = mask.expand(*mask.shape[:-2], q.shape[1], site.sizes["s"])
+        mask = mask.reshape(-1, *mask.shape[-2:])
     balanced = kind == "zigzag" and causal
     if balanced:
         q, k, v = (context.to_balanced(x, 1, around, exchange) for x in (q, k, v))
     out = context.context_attention(
         q, k, v, kind="gather" if kind == "gather" else "ring", causal=causal, balanced=balanced,
-        scale=given.get("scale"), axis=around, ulysses=exchange,
+        pairs=mask, scale=given.get("scale"), axis=around, ulysses=exchange,
     )  # fmt: skip
     out = context.to_contiguous(out, 1, around, exchange) if balanced else out
     return out.transpose(1, 2), *[None] * (len(site.equation.outputs) - 1)
@@ -507,16 +512,20 @@ def context_attention_sent(travel: Mapping[str, Travel], site: Site) -> dict[str
 
 def masked_attention(travel: Mapping[str, Travel], site: Site, *args, **kwargs):
     """`attention` of queries that axes may split, with all keys."""
-    refused = [axis for axis in site.names("s") if travel.get(axis, "gather") != "gather"]
-    if refused and len(site.equation.operands) > 3:
-        axis = refused[0]
+    others = [axis for axis in site.names("s") if travel.get(axis, "gather") != "gather"]
+    _refuse_masks(travel, site, others if len(site.equation.operands) > 3 else [])
+    return attention(site, *args, **kwargs)
+
+
+def _refuse_masks(travel: Mapping[str, Travel], site: Site, axes: Sequence[str]) -> None:
+    for axis in axes:
+        bias = "" if travel[axis] != "ring" else ", of numbers or of heads"
         raise ValueError(
             f"partition: at {site.equation.where.line} attention of a sequence that {axis!r} "
-            f"splits has a mask; attention={{{axis!r}: {travel[axis]!r}}} takes none but "
-            "is_causal=True; fix: leave the mask out where it is causal, or "
+            f"splits has a mask{bias}, which attention={{{axis!r}: {travel[axis]!r}}} does not "
+            "take; fix: is_causal=True in its place where it is causal, or "
             f'attention={{{axis!r}: "gather"}}, with which ranks have all keys'
         )
-    return attention(site, *args, **kwargs)
 
 
 def _sequence_axes(travel: Mapping[str, Travel], site: Site) -> tuple[str, str]:

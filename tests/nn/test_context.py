@@ -251,6 +251,7 @@ def test_needed_steps():
         ({"ring_size": 3}, "a divisor of the 4 ranks of 'cp'"),
         ({"kind": "gather", "ring_size": 2}, 'use kind="ring"'),
         ({"window": -1}, "0 for no window"),
+        ({"pairs": torch.ones(1, 4, 4, dtype=torch.bool)}, "in order"),
         ({"window": 2, "causal": False}, "leave a window out"),
         ({"balanced": True, "causal": False}, "leave balanced out"),
         ({"heads": 3}, "a divisor of q's 3"),

@@ -186,7 +186,35 @@ def test_a_training_step(travel, again):
         assert found["cp", "ppermute", "backward"] == 2 * own
 
 
-def test_masks_are_gathered_for_or_refused():
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_masks_of_pairs(kind):
+    """Each its own of every sample, as packed documents make them; nobody gathers queries."""
+    args, spec, mesh = draw(kv_heads=4), MESHES["dp=2,cp=2"], ft.Mesh(dp=2, cp=2)
+    seen = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1)) < 0.5
+    seen = seen | torch.eye(8, dtype=torch.bool)
+
+    def masked(q, k, v, seen):
+        out = F.scaled_dot_product_attention(q, k, v, seen)
+        return out * torch.linspace(1, 2, out.numel(), dtype=out.dtype).reshape(out.shape)
+
+    def total(*args):
+        return masked(*args).sum()
+
+    specs = (spec, spec, spec, P("dp"))
+    mapped = ft.partition(masked, mesh, specs, attention={"cp": kind})
+    close(mapped(*args, seen), masked(*args, seen))
+    assert mapped.out_specs == spec
+    step = ft.grad(total, (0, 1, 2))
+    inside = ft.partition(step, mesh, specs, specs[:3], attention={"cp": kind})
+    close(inside(*args, seen), step(*args, seen))
+    rows = sent(ft.trace(mapped)(*args, seen))
+    assert sum(rows.values()) == (args[1].nbytes + args[2].nbytes) // 4
+    for other in ("zigzag", "exchange"):
+        with pytest.raises(ValueError, match=rf"has a mask, which attention=.*{other}.*not take"):
+            ft.partition(masked, mesh, specs, attention={"cp": other})(*args, seen)
+
+
+def test_masks_of_numbers_are_gathered_for_or_refused():
     args, spec, mesh = draw(kv_heads=4), MESHES["cp=2"], ft.Mesh(cp=2)
     bias = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -196,7 +224,7 @@ def test_masks_are_gathered_for_or_refused():
     gathered = ft.partition(masked, mesh, (spec,) * 3, attention={"cp": "gather"})
     close(gathered(*args), masked(*args))
     assert gathered.out_specs == spec
-    with pytest.raises(ValueError, match=r"test_attention\.py.*has a mask.*'cp': \"gather\""):
+    with pytest.raises(ValueError, match=r"test_attention\.py.*of numbers.*'cp': \"gather\""):
         ft.partition(masked, mesh, (spec,) * 3, attention={"cp": "ring"})(*args)
 
 

@@ -183,6 +183,7 @@ RING: dict[str, Any] = {
         pytest.param("llama", {"dp": 2, "cp": 2}, marks=pytest.mark.full),
         pytest.param("llama", {"cp": 4}, marks=pytest.mark.full),
         pytest.param("qwen3", {"cp": 2}, marks=pytest.mark.full),
+        pytest.param("gemma3", {"cp": 2}, marks=pytest.mark.full),  # with masks of windows
         pytest.param("bert", {"cp": 2, "tp": 2}, marks=pytest.mark.full),
     ],
 )

@@ -173,8 +173,7 @@ def test_tokens_are_sent_to_their_experts(sizes):
     rows = {key: size for key, size in wanted.items() if key[1] == "ragged_all_to_all"}
     assert {key[2] for key in rows} == {"forward", "backward"}
     assert {key: sent[key] for key in rows} == rows
-    print(sent, wanted)
-    print("\n".join(s for s in ours.explain(params, batch).splitlines() if "->" in s))
+    print(ours.explain(params, batch))
     assert sum(sent.values()) <= sum(wanted.values())
 
 

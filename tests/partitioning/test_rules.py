@@ -88,6 +88,7 @@ CASES = {
     "halves": (lambda a: torch.cat([-a[:, 8:], a[:, :8]], 1), (8, 16)),
     "cat": (lambda a, b: weighted(torch.cat([a, b], 1)), (8, 16), (8, 16)),
     "uneven cat": (lambda a, b: weighted(torch.cat([a, b], 1)), (8, 16), (8, 4)),
+    "cat to nothing": (lambda a: weighted(torch.cat([a.new_zeros(0), a, a[:0]])), (8, 16)),
     "stack": (lambda a, b: weighted(torch.stack([a, b], 1)), (8, 16), (8, 16)),
     "select": (lambda a: a[:, 3], (8, 16)),
     "pad": (lambda a: F.pad(a, (1, 2)), (8, 16)),
