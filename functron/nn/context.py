@@ -722,7 +722,7 @@ def _tests(
     found = {name: _from_sources(ring, x, ulysses) for name, x in given.items()}
     if has_window and "positions" not in found:
         found["positions"] = [_places(ring, step, q.device) for step in (0, *ring.steps)]
-    return Tests(**found, window=window)
+    return Tests(found.get("segments", []), found.get("positions", []), window)
 
 
 def _from_sources(ring: Ring, x: Tensor, ulysses: str) -> list[Tensor]:

@@ -170,8 +170,10 @@ def partition(
         donate: as of `shard_map`.
 
     Raises:
-        ValueError: a spec does not fit; (when it is called) an operation has no rule; or an axis
-            splits an operation's operands along different dims, and no choice is better.
+        ValueError: a spec does not fit; (when it is called) an operation has no rule; an axis
+            splits an operation's operands along different dims, and no choice is better; an axis
+            of `constraints` or `constrain` does not divide its dim; or one of `attention` splits no
+            sequence, or one whose attention has a mask that it does not take.
     """
     check_spec_trees(in_specs, P() if out_specs is None else out_specs, mesh, None)
     donated = (donate,) if isinstance(donate, int) else tuple(donate)

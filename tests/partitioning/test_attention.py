@@ -148,7 +148,8 @@ def rotated(x):
 def loss(params, tokens):
     x = F.embedding(tokens, params["embed"])
     q, k, v = ((x @ params[n]).unflatten(-1, (-1, 4)).transpose(1, 2) for n in "qkv")
-    mixed = attend(True)(rotated(q), rotated(k), v)
+    with ft.named_scope("attention"):
+        mixed = attend(True)(rotated(q), rotated(k), v)
     x = x + mixed.transpose(1, 2).flatten(2) @ params["o"]
     return F.cross_entropy((x @ params["embed"].T).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
@@ -164,7 +165,7 @@ def step(params, state, tokens):
 
 @pytest.mark.parametrize("travel", ["ring", pytest.param("zigzag", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "again", [{}, pytest.param({"": ft.policies.nothing}, marks=pytest.mark.full)]
+    "again", [{}, pytest.param({"attention": ft.policies.nothing}, marks=pytest.mark.full)]
 )
 def test_a_training_step(travel, again):
     """Positions, the loss, clipping and updates follow from how tokens are split."""
@@ -200,18 +201,18 @@ def test_masks_of_pairs(kind):
     def total(*args):
         return masked(*args).sum()
 
-    specs = (spec, spec, spec, P("dp"))
+    specs, given = (spec, spec, spec, P("dp")), (*args, seen)
     mapped = ft.partition(masked, mesh, specs, attention={"cp": kind})
-    close(mapped(*args, seen), masked(*args, seen))
+    close(mapped(*given), masked(*given))
     assert mapped.out_specs == spec
     step = ft.grad(total, (0, 1, 2))
     inside = ft.partition(step, mesh, specs, specs[:3], attention={"cp": kind})
-    close(inside(*args, seen), step(*args, seen))
-    rows = sent(ft.trace(mapped)(*args, seen))
+    close(inside(*given), step(*given))
+    rows = sent(ft.trace(mapped)(*given))
     assert sum(rows.values()) == (args[1].nbytes + args[2].nbytes) // 4
     for other in ("zigzag", "exchange"):
         with pytest.raises(ValueError, match=rf"has a mask, which attention=.*{other}.*not take"):
-            ft.partition(masked, mesh, specs, attention={"cp": other})(*args, seen)
+            ft.partition(masked, mesh, specs, attention={"cp": other})(*given)
 
 
 def test_masks_of_numbers_are_gathered_for_or_refused():

@@ -173,8 +173,8 @@ def test_tokens_are_sent_to_their_experts(sizes):
     rows = {key: size for key, size in wanted.items() if key[1] == "ragged_all_to_all"}
     assert {key[2] for key in rows} == {"forward", "backward"}
     assert {key: sent[key] for key in rows} == rows
-    print(ours.explain(params, batch))
-    assert sum(sent.values()) <= sum(wanted.values())
+    for key, size in sent.items():  # statistics, of a few numbers, are summed where they arise
+        assert size <= wanted[key] + (512 if key[1:] == ("psum", "forward") else 0)
 
 
 # --- gradients

@@ -521,7 +521,10 @@ def mixture(
     """y[n] = sum over the kept choices j of weights[n, j] * expert chosen[n, j] of x[n].
 
     In a function for one device that `functron.partition` partitions, tokens are exchanged over
-    the axes by which specs split experts (dim 0 of `params`): axes and axis follow from specs.
+    the axes by which specs split experts (dim 0 of `params`): axes and axis follow from specs. So
+    they are for models of transformers whose experts are computed by this, which is registered with
+    its ``ALL_EXPERTS_FUNCTIONS``. Its own "batched_mm" copies the parameters of each token's
+    experts, so that parameters are gathered.
 
     Args:
         params: this rank's part of `expert_defs`.
