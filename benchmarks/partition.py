@@ -57,6 +57,7 @@ TORCH = SimpleNamespace(
     causal=lambda x: x.masked_fill(~torch.ones(SEQ, SEQ, dtype=torch.bool).tril(), -1e30),
     rms_norm=lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w,
     embed=lambda tokens, w: F.embedding(tokens, w),
+    attend=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
     # the mean over all tokens, as optax's: F.cross_entropy's own is over those not ignored
     loss=lambda x, targets: F.cross_entropy(
         x.flatten(0, 1), targets.flatten(), reduction="none"
@@ -69,6 +70,9 @@ JAX = SimpleNamespace(
     causal=lambda x: jnp.where(jnp.tril(jnp.ones((SEQ, SEQ), bool)), x, -1e30),
     rms_norm=lambda x, w: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w,
     embed=lambda tokens, w: w[tokens],
+    attend=lambda *heads: jax.nn.dot_product_attention(
+        *(x.swapaxes(1, 2) for x in heads), is_causal=True
+    ).swapaxes(1, 2),
     loss=lambda x, targets: optax.softmax_cross_entropy_with_integer_labels(x, targets).mean(),
 )
 
@@ -86,6 +90,12 @@ def attention(lib, pin, w, x):
     scores = lib.causal(lib.einsum("btgrk,bsgk->bgrts", q, k) * HEAD**-0.5)
     mixed = lib.einsum("bgrts,bsgk->btgrk", lib.softmax(scores), v)
     return lib.einsum("btgrk,grkd->btd", mixed, w["out"])
+
+
+def long_attention(lib, pin, w, x):
+    """Of a sequence that stays split."""
+    q, k, v = (lib.einsum("btd,dhk->bhtk", x, w[name]) for name in "qkv")
+    return lib.einsum("bhtk,hkd->btd", lib.attend(q, k, v), w["out"])
 
 
 def experts(lib, pin, w, x, sent):
@@ -123,6 +133,8 @@ def attention_shapes(groups: int) -> dict[str, tuple[int, ...]]:
             "out": (groups, HEADS // groups, HEAD, EMBED)}  # fmt: skip
 
 
+LONG = {"q": (EMBED, HEADS, HEAD), "k": (EMBED, KV_HEADS, HEAD), "v": (EMBED, KV_HEADS, HEAD),
+        "out": (HEADS, HEAD, EMBED)}  # fmt: skip
 BLOCK = {**MLP_SHAPES, **attention_shapes(KV_HEADS), "norm": (EMBED,), "mlp_norm": (EMBED,)}
 BLOCK_TP = {**MLP_TP, **ATTENTION_TP, "norm": P(), "mlp_norm": P()}
 # over fsdp what tp leaves: the other dim of products, and the groups' neighbours
@@ -133,7 +145,7 @@ BOTH = {"gate": P("fsdp", "tp"), "up": P("fsdp", "tp"), "down": P("tp", "fsdp"),
 
 @dataclass(frozen=True)
 class Case:
-    """A block on a mesh: shapes and specs of its weights, and of its data."""
+    """A block on a mesh: shapes and specs of its weights, of its data, and how keys travel."""
 
     block: Callable
     sizes: dict[str, int]
@@ -142,6 +154,7 @@ class Case:
     data: tuple[P, ...] = (P("dp"),)
     data_shapes: tuple[tuple[int, ...], ...] = ((BATCH, SEQ, EMBED),)
     integers: bool = field(default=False)
+    attention: Mapping[str, Any] = field(default_factory=dict)
 
 
 DP_TP = {"dp": 2, "tp": 4}
@@ -149,6 +162,13 @@ CASES = {
     "MLP, tp": Case(mlp, DP_TP, MLP_SHAPES, MLP_TP),
     "attention, tp": Case(attention, DP_TP, attention_shapes(HEADS), ATTENTION_TP),
     "grouped attention, tp": Case(attention, DP_TP, attention_shapes(KV_HEADS), ATTENTION_TP),
+    **{
+        f"attention, sequence, {kind}": Case(
+            long_attention, {"cp": 8}, LONG, dict.fromkeys(LONG, P()), (P(None, "cp"),),
+            attention={"cp": kind},
+        )
+        for kind in ("gather", "ring")
+    },
     "experts, ep": Case(
         experts, {"ep": 8}, {"up": (EXPERTS, EMBED, MLP), "down": (EXPERTS, MLP, EMBED)},
         {"up": P("ep"), "down": P("ep")}, (P("ep"), P("ep")),
@@ -196,7 +216,9 @@ def functron_sends(case: Case, depth: int) -> Counter[str]:
         return ft.value_and_grad(lambda w: total(TORCH, case, ft.constrain, w, data))(layers)
 
     mesh = ft.Mesh(**case.sizes)
-    mapped = ft.partition(step, mesh, (specs, *case.data), (P(), specs), pick="cheapest")
+    layout = (specs, *case.data), (P(), specs)
+    options: Any = {"pick": "cheapest", "attention": case.attention}
+    mapped = ft.partition(step, mesh, *layout, **options)
     sent: Counter[str] = Counter()
     for row in ft.trace(mapped)(layers, *data).cost().collectives:
         sent[row.op] += row.sent_bytes

@@ -1,4 +1,4 @@
-"""Causal attention of sequences that are split over ranks: context parallelism.
+"""Attention of sequences that are split over ranks: context parallelism.
 
 Two mesh axes split a sequence. Along `cp` keys and values come to the queries: passed around a
 ring (Liu et al. 2023) or gathered (Dubey et al. 2024, Llama 3). Along `ulysses` heads are exchanged
@@ -36,16 +36,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from functron.core import compat
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.core.typing import Float, Int, Tensor
-from functron.nn.attention import causal_attention
-from functron.ops.attention import block, block_backward
+from functron.core.typing import Bool, Float, Int, Tensor
+from functron.ops.attention import attention, block, block_backward
 from functron.ops.chunked_attention import Visible
 from functron.ops.define import AUTO, Kernels
 from functron.ops.softmax import merge, upcast
@@ -195,6 +194,7 @@ class Ring:
         scale: of the scores.
         kernels: of ``"attention"``, ``"softmax"`` and ``"lse_merge"``.
         cap: of the scores; see `functron.ops.attention.block`.
+        causal: queries see no keys after them; else all, so that every step is one whole block.
     """
 
     axis: str
@@ -207,6 +207,7 @@ class Ring:
     scale: float
     kernels: Kernels = AUTO
     cap: float = 0.0
+    causal: bool = True
 
     def rank(self) -> int | Tensor:
         """This rank's place in its ring."""
@@ -274,15 +275,17 @@ class Tests:
         segments: ``[batch, seq]``, own first; empty where samples are not packed.
         positions: ``[batch or 1, seq]``, own first; empty where no window needs them.
         window: as in `Visible`.
+        pairs: ``[batch or 1, seq, size * seq]``, of own queries with the keys of every rank.
     """
 
     segments: list[Int[Tensor, "_ seq"]] = field(default_factory=list)
     positions: list[Int[Tensor, "_ seq"]] = field(default_factory=list)
     window: int | Tensor = 0
+    pairs: Bool[Tensor, "_ seq keys"] | None = None
 
-    def visible(self, at: int, part: Part) -> Any:
+    def visible(self, ring: Ring, at: int, part: Part) -> Any:
         """The test of a part of the step number `at`; None where there is nothing to test."""
-        if not self.segments and not self.positions:
+        if not self.segments and not self.positions and self.pairs is None:
             return None
         none: Any = (None, None)
         segments = (self.segments[0], self.segments[at]) if self.segments else none
@@ -294,7 +297,15 @@ class Tests:
             take(positions[1], part.keys, 1),
             self.window,
             part.apart,
+            self._pairs(ring, (0, *ring.steps)[at]),
         )
+
+    def _pairs(self, ring: Ring, step: int) -> Tensor | None:
+        if self.pairs is None:
+            return None
+        source = compat.constant((ring.rank() - step) % ring.size, self.pairs.device)
+        columns = self.pairs.unflatten(2, (ring.size, -1))
+        return torch.index_select(columns, 2, source.reshape(1)).squeeze(2)
 
 
 def take(x: Any, half: Flag | None, dim: int) -> Any:
@@ -311,6 +322,8 @@ def parts(ring: Ring, step: int, device: torch.device) -> list[Part]:
     """The blocks of a step that some rank needs, with flags on the device of the keys."""
     if step == 0:
         return [Part(apart=0 if ring.window else None)]
+    if not ring.causal:
+        return [Part()]
     from_before = ring.rank() >= step  # or else the ring has closed, and it is a rank after mine
     if isinstance(from_before, Tensor):
         from_before = compat.constant(from_before, device)
@@ -461,12 +474,13 @@ def _start(ring: Ring, k: Tensor, v: Tensor) -> tuple[_Keys, Part, dict[str, Any
 
 def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
     keys, whole, options = _start(ring, k, v)
-    first = block(q, *keys.own(), tests.visible(0, whole), causal=True, **options)
+    visible = tests.visible(ring, 0, whole)
+    first = block(q, *keys.own(), visible, causal=ring.causal, **options)
     out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         for part in parts(ring, step, q.device):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
-            visible = tests.visible(number, part)
+            visible = tests.visible(ring, number, part)
             mine = take(q, part.queries, 2)
             made = block(mine, *there, visible, causal=False, **options)
             _merge(out, lse, made, part, ring.kernels)
@@ -481,15 +495,16 @@ def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     q, k, v, tests, sinks, out, lse = residuals
     keys, whole, options = _start(ring, k, v)
     rows = (cotangent, q, out, lse)
+    visible = tests.visible(ring, 0, whole)
     dq_first, *own = block_backward(
-        cotangent, q, *keys.own(), out, lse, tests.visible(0, whole), causal=True, **options
+        cotangent, q, *keys.own(), out, lse, visible, causal=ring.causal, **options
     )
     dq, own = _Rows(upcast(dq_first), ring.balanced), [upcast(x) for x in own]
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         given = [_Rows(torch.zeros_like(upcast(x)), ring.balanced) for x in (k_there, v_there)]
         for part in parts(ring, step, q.device):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
-            visible = tests.visible(number, part)
+            visible = tests.visible(ring, number, part)
             d_mine, q_mine, out_mine, lse_mine = (take(x, part.queries, 2) for x in rows)
             # exp(score - lse) is 0 then, whatever the keys that are not to be seen
             lse_mine = _where(part.valid, lse_mine, torch.finfo(lse.dtype).max / 4)
@@ -549,7 +564,9 @@ def context_attention(
     segments: Int[Tensor, "batch seq"] | None = None,
     window: int | Int[Tensor, ""] = 0,
     sinks: Float[Tensor, " heads"] | None = None,
+    pairs: Bool[Tensor, "*batch seq keys"] | None = None,
     kind: Kind = "ring",
+    causal: bool = True,
     balanced: bool = False,
     scale: float | None = None,
     cap: float = 0.0,
@@ -561,7 +578,8 @@ def context_attention(
     """softmax(scale q k^T + mask) v for this rank's queries over the keys of all ranks.
 
     The sequence is split over ``(axis, ulysses)``, major to minor. A query sees the keys of its
-    document up to itself and, with a window, the last `window` of them.
+    document up to itself and, with a window, the last `window` of them; without `causal`, all keys
+    of its document.
 
     Collectives, for n = `ring_size` ranks that exchange, the m steps around the ring at which
     somebody sees keys (n - 1 without a window), u ranks of `ulysses`, and K, V, Q, O the bytes of
@@ -577,7 +595,8 @@ def context_attention(
 
     Between forward and backward live q, k, v (of a gather: all ranks' k and v), the result, one
     number per query and head, and the integers. Work is that of the visible half of the scores
-    where `balanced`, else up to twice that: every rank computes as many blocks as the last.
+    where `balanced`, else up to twice that: every rank computes as many blocks as the last. Without
+    `causal` all scores are visible, and ranks have equal work in any order.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``: this rank's heads and part of the sequence.
@@ -591,7 +610,10 @@ def context_attention(
             may differ between layers that are scanned, but every step is then taken.
         sinks: ``[heads]`` logits that join the softmax's denominator only (Xiao et al. 2024;
             gpt-oss). This rank's heads, the same on all ranks of both axes.
+        pairs: ``[batch or 1, seq, keys]``: whether this rank's queries see each key of all ranks,
+            besides what else hides keys; None: they do. Not where `balanced`, nor over `ulysses`.
         kind: "ring", or "gather": fewer and larger messages, more memory.
+        causal: mask keys after the query.
         balanced: every rank of `axis` holds an early half and a late half of every document, as
             `functron.nn.context.to_balanced` arranges them; else consecutive parts.
         scale: of the scores; None for 1 / sqrt(head_dim).
@@ -606,15 +628,16 @@ def context_attention(
         ``[batch, seq, heads, value_dim]`` in q's dtype.
 
     Raises:
-        ValueError: heads, halves, window or ring size do not fit.
+        ValueError: heads, halves, window, pairs or ring size do not fit; a window, or halves, of
+            attention that is not causal.
     """
     size = lax.axis_size(axis) if ring_size is None else ring_size
-    _check(q, k, window, kind, balanced, axis, ulysses, ring_size)
+    _check(q, k, window, pairs, kind, causal, balanced, axis, ulysses, ring_size)
     static_window = window if isinstance(window, int) else 0
     q, k, v = _exchange_heads(q, k, v, ulysses)
-    plain = isinstance(window, int) and window == 0 and segments is None and sinks is None
+    plain = isinstance(window, int) and window == 0 and segments is sinks is pairs is None
     if size == 1 and plain and not cap:
-        out = causal_attention(q, k, v, scale=scale)
+        out = attention(q, k, v, causal=causal, scale=scale)
     else:
         seq = q.shape[_SEQ]
         if balanced and positions is not None and positions.dim() == 2:
@@ -622,8 +645,9 @@ def context_attention(
         steps = needed_steps(size, seq, static_window, balanced)
         balanced = balanced and size > 1
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        ring = Ring(axis, size, kind, balanced, seq, steps, static_window, scale, kernels, cap)
-        tests = _tests(ring, q, positions, segments, window, ulysses)
+        fixed = seq, steps, static_window, scale, kernels, cap, causal
+        ring = Ring(axis, size, kind, balanced, *fixed)
+        tests = replace(_tests(ring, q, positions, segments, window, ulysses), pairs=pairs)
         own = None if sinks is None else own_part(sinks, q.shape[_HEADS], 0, ulysses)
         q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
         if kind == "gather" and size > 1:
@@ -632,7 +656,7 @@ def context_attention(
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)
 
 
-def _check(q, k, window, kind, balanced, axis, ulysses, ring_size) -> None:
+def _check(q, k, window, pairs, kind, causal, balanced, axis, ulysses, ring_size) -> None:
     """Raise ValueError for everything that does not fit."""
     size, group = lax.axis_size(axis), lax.axis_size(ulysses)
     heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
@@ -659,6 +683,15 @@ def _check(q, k, window, kind, balanced, axis, ulysses, ring_size) -> None:
         wrong("balanced", f"{per_rank} tokens on each rank of {axis!r}", "two halves", fix)
     if isinstance(window, int) and window < 0:
         wrong("window", str(window), "0 for no window, or a number of keys")
+    if pairs is not None:
+        wanted = q.shape[_SEQ], ring * k.shape[_SEQ]
+        if tuple(pairs.shape[1:]) != wanted or balanced or group > 1:
+            got = f"{list(pairs.shape)}" + (", balanced" if balanced else "")
+            fix = "the contiguous order, and no exchange of heads"
+            wrong("pairs", got, f"[batch or 1, {wanted[0]}, {wanted[1]}] in order", fix)
+    if not causal and (balanced or isinstance(window, Tensor) or window):
+        what = "balanced" if balanced else "a window"
+        wrong("causal", f"False with {what}", "True", f"leave {what} out, or mask by causality")
     raise_problems("context_attention", found)
 
 
@@ -689,7 +722,7 @@ def _tests(
     found = {name: _from_sources(ring, x, ulysses) for name, x in given.items()}
     if has_window and "positions" not in found:
         found["positions"] = [_places(ring, step, q.device) for step in (0, *ring.steps)]
-    return Tests(**found, window=window)
+    return Tests(found.get("segments", []), found.get("positions", []), window)
 
 
 def _from_sources(ring: Ring, x: Tensor, ulysses: str) -> list[Tensor]:

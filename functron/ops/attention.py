@@ -236,6 +236,8 @@ def implementation(
     """
     if cap or visible is not None:
         why_not = _no_flex(q, k, v, kernels, on)
+        if visible is not None and visible.pairs is not None:
+            why_not = "no kernel takes pairs of queries and keys"
         if not why_not:
             return Implementation("flex", "one kernel for masks and caps")
         if cap or q.device.type != "cpu" or kernels.takes("softmax", q, v):

@@ -36,7 +36,8 @@ class Visible:
     """Which keys a query may see, besides causality by place: a test of integers per pair.
 
     A key is visible if it is of the query's segment and, with a window, at most window - 1
-    positions before it. Each is ``[batch or 1, seq]``, or None where it is not tested.
+    positions before it. Each is ``[batch or 1, seq]``, or None where it is not tested. Or pairs say
+    so, one by one.
 
     Attributes:
         query_segments: document numbers of the queries.
@@ -47,6 +48,7 @@ class Visible:
             integer scalar tensor.
         apart: at least so many positions lie between a query and the key of its number, on every
             rank; with an int for a window, chunks out of reach are not computed. None: not known.
+        pairs: whether each key is visible to each query; None: those that pass the tests are.
     """
 
     query_segments: Int[Tensor, "_ seq"] | None = None
@@ -55,6 +57,7 @@ class Visible:
     key_positions: Int[Tensor, "_ keys"] | None = None
     window: int | Int[Tensor, ""] = 0
     apart: int | None = None
+    pairs: Bool[Tensor, "_ seq keys"] | None = None
 
     def reaches(self, rows: slice, columns: slice) -> bool:
         """Whether some of these queries may see some of these keys."""
@@ -64,9 +67,10 @@ class Visible:
 
     def chunk(self, rows: slice, columns: slice) -> Bool[Tensor, "_ rows columns"] | None:
         """The test for a chunk of queries and of keys; None where all pass."""
-        passed = None
+        passed = None if self.pairs is None else self.pairs[:, rows, columns]
         if self.query_segments is not None and self.key_segments is not None:
-            passed = self.query_segments[:, rows, None] == self.key_segments[:, None, columns]
+            same = self.query_segments[:, rows, None] == self.key_segments[:, None, columns]
+            passed = same if passed is None else passed & same
         if self.query_positions is None or self.key_positions is None:
             return passed
         distance = self.query_positions[:, rows, None] - self.key_positions[:, None, columns]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
+import math
 import re
 import sys
 from collections import Counter
@@ -78,6 +79,31 @@ class Call:
     def name(self) -> str:
         """As an operation of torch has."""
         return f"functron::{self.transform}"
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """An operation that sends tokens to their experts, as `functron.nn.moe` does.
+
+    Its operands are parameters of experts, tokens, and the experts, weights and kept choices of
+    each token.
+
+    Attributes:
+        run: of these, with the axes that split experts and the one that splits their hidden dim.
+        structure: of the parameters.
+        paths: of each operand, parameters' as in their tree.
+    """
+
+    run: Callable[..., torch.Tensor]
+    structure: Any
+    paths: tuple[str, ...]
+
+    namespace = "functron"
+    tags = ()
+
+    def name(self) -> str:
+        """As an operation of torch has."""
+        return "functron::dispatched"
 
 
 _KNOWN = frozenset(
@@ -176,6 +202,17 @@ class Keeper(TorchFunctionMode):
         wrap = functools.partial(rematerialized, policy)
         made = _recorded("remat", run, given.tensors, wrap)
         return kept["out"].join(made)
+
+    def dispatched(self, run: Callable[..., torch.Tensor], args: tuple) -> torch.Tensor:
+        """The experts' results of tokens, as a fake tensor: how tokens travel is decided later."""
+        recorder, (params, x, *chosen) = active(), args
+        assert recorder is not None
+        leaves, structure = tree.flatten(params)
+        paths = (*tree.paths(params), "tokens", "experts", "weights", "kept")
+        operands = [recorder.var(value) for value in (*leaves, x, *chosen)]
+        result = x.shape, contiguous_strides(x.shape), x.dtype, x.device
+        (out,) = recorder.emit(Dispatch(run, structure, paths), operands, [result])
+        return out
 
     def custom_vjp(self, f, forward, backward, args) -> tree.Tree:
         """The results of `forward`, as fake tensors; its backward is traced beside it."""
@@ -444,12 +481,13 @@ def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set
     """The block with what runs in scopes as calls of `remat`, and the patterns that were found.
 
     Equations of one scope that follow one another are one call. Its results are what others read.
+    What a scan runs is in a scope of the name of the function that is scanned.
     """
     found: set[str] = set()
 
-    def scope_of(equation: Equation) -> tuple[str, tuple[str, ...]] | None:
+    def scope_of(equation: Equation, name: str = "") -> tuple[str, tuple[str, ...]] | None:
         """The pattern that holds, and the outermost scope that it does for."""
-        scopes = equation.where.scopes
+        scopes = (*equation.where.scopes, name) if name else equation.where.scopes
         for pattern in policies:
             for end in range(1, len(scopes) + 1):
                 if re.search(pattern, "/".join(scopes[:end])):
@@ -460,10 +498,12 @@ def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set
         op: Any = equation.op
         if not hasattr(op, "body") or getattr(op, "transform", "") == "custom_vjp":
             return equation
-        return replace(equation, op=replace(op, body=one(op.body)))
+        whole = scope_of(equation, op.name) if isinstance(op, Scan) else None
+        return replace(equation, op=replace(op, body=one(op.body, whole)))
 
-    def one(block: Block) -> Block:
+    def one(block: Block, whole: tuple[str, tuple[str, ...]] | None = None) -> Block:
         runs = [(key, [*run]) for key, run in itertools.groupby(block.equations, scope_of)]
+        runs = runs if whole is None else [(whole, [*block.equations])]
         reads = Counter(v for e in block.equations for v in {*e.operands})
         reads.update({v for v in block.outputs if isinstance(v, Var)})
         equations: list[Equation] = []
@@ -486,9 +526,12 @@ def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set
     return one(block), found
 
 
-def scopes_text(block: Block) -> str:
-    """The named scopes of a block, for messages."""
+def scopes_text(block: Block, *, scans: bool = False) -> str:
+    """The named scopes of a block, and with `scans` functions that are scanned, for messages."""
     scopes = {"/".join(e.where.scopes) for e in nested(block)} - {""}
+    for equation in nested(block) if scans else ():
+        if isinstance(equation.op, Scan):
+            scopes.add("/".join((*equation.where.scopes, equation.op.name)))
     return ", ".join(sorted(scopes)) or "no scopes: the function names none"
 
 
@@ -505,7 +548,7 @@ def inlined(block: Block) -> Block:
 
     A value that several products read through views of their own is then gathered once for all,
     and products have rules without exceptions. A loss of a log-softmax that nothing else reads is
-    one operation.
+    one operation, and attention has the mask of booleans that it was called with.
     """
     fresh = Fresh(block)
     return _inlined(block, fresh)
@@ -513,7 +556,7 @@ def inlined(block: Block) -> Block:
 
 def _inlined(block: Block, fresh: Fresh) -> Block:
     equations: list[Equation] = []
-    for equation in _losses_of_logits(_views_once(block), block):
+    for equation in _losses_of_logits(_masks_of_pairs(_views_once(block), block), block):
         if isinstance(equation.op, Scan):
             op: Any = replace(equation.op, body=_inlined(equation.op.body, fresh))
             equations.append(replace(equation, op=op))
@@ -549,6 +592,33 @@ def _views_once(block: Block) -> list[Equation]:
             first[key] = equation.results
         kept.append(equation)
     return kept
+
+
+_MASKS = ("attn_mask", "attn_bias")
+
+
+def _masks_of_pairs(equations: list[Equation], block: Block) -> list[Equation]:
+    """The equations, in which attention reads masks of booleans, not the numbers made of them."""
+    made = {v: e for e in equations for v in e.results}
+
+    def number(value: Any) -> Any:
+        scalar = made.get(value) if isinstance(value, Var) else None
+        known = scalar is not None and scalar.name == "scalar_tensor"
+        return scalar.args[0] if scalar is not None and known else value
+
+    pairs: dict[Var, Var] = {}
+    for value, equation in made.items():
+        if equation.name == "where" and [*map(number, equation.args[1:])] == [0, -math.inf]:
+            pairs[value] = equation.args[0]
+    kept = []
+    for equation in equations:
+        if "dot_product" in equation.name:
+            kwargs = {name: pairs.get(value, value) if name in _MASKS else value
+                      for name, value in equation.kwargs.items()}  # fmt: skip
+            equation = replace(equation, kwargs=kwargs)
+        kept.append(equation)
+    read = {v for e in kept for v in e.operands} | {*block.outputs}
+    return [e for e in kept if read & {*e.results} or not pairs.keys() & {*e.results}]
 
 
 def _losses_of_logits(equations: list[Equation], block: Block) -> Iterator[Equation]:

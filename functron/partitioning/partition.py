@@ -16,6 +16,10 @@ as partial sums over all axes that do not split the parameter, and the update go
 the same rules: a norm of them or a sum with replicated moments is an all-reduce, moments that are
 split over data axes (ZeRO) a reduce-scatter, and parameters that are not are gathered at the end.
 
+Two operations are no more than themselves on shards where their dims are split. Attention of a
+sequence that stays split is that of programs written by hand, `functron.nn.context_attention`, if
+it is annotated; and experts that axes split get tokens by `functron.nn.moe.mixture`, in real rows.
+
 GSPMD (Xu et al. 2021) is the idea; partial values and their delay are those of OneFlow and DTensor.
 """
 
@@ -28,13 +32,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes
 from functron.partitioning.global_view import (
     Call,
@@ -66,7 +70,8 @@ from functron.partitioning.propagate import (
     Settings,
     Spread,
 )
-from functron.partitioning.rules import MakeRule
+from functron.partitioning.rules import ATTENTION, MakeRule, attention_over
+from functron.partitioning.shards import Travel
 from functron.program.equations import Block, Scan, Var, Where
 from functron.program.program import Program
 from functron.program.recorder import active, aside, from_line
@@ -79,6 +84,7 @@ from functron.transforms.scan import scan
 
 _NO_RULES: Mapping[str, MakeRule] = MappingProxyType({})
 _NO_CONSTRAINTS: Mapping[str, P] = MappingProxyType({})
+_NO_TRAVEL: Mapping[str, Travel] = MappingProxyType({})
 _NO_POLICIES: Mapping[str, Policy] = MappingProxyType({})
 
 
@@ -90,6 +96,7 @@ def partition(
     out_specs: tree.Tree = None,
     *,
     constraints: Mapping[str, P] = _NO_CONSTRAINTS,
+    attention: Mapping[str, Travel] = _NO_TRAVEL,
     remat: Mapping[str, Policy] = _NO_POLICIES,
     rules: Mapping[str, MakeRule] = _NO_RULES,
     fallback: Literal["replicate"] | None = None,
@@ -118,12 +125,33 @@ def partition(
             as it is: what leaves a scope whose path holds the pattern, floating-point values of at
             least as many dims, lies as the spec says. ``{"attention|mlp": P("dp", "tp")}`` splits
             the residual stream along the sequence.
+        attention: by mesh axes that split sequences, the way in which keys and values reach queries
+            in `torch.nn.functional.scaled_dot_product_attention`, causal by ``is_causal`` or not:
+            ``{"cp": "ring"}``. The sequence then stays split as it comes, by in_specs or
+            `constraints`, and what is computed is `functron.nn.context_attention`:
+
+            * "ring": they travel around the axis; nobody has all of them. Ranks with the end of
+              causal sequences have most to do, and others wait for them: up to twice the time. A
+              mask of booleans that all heads share is taken as well, and every pair computed.
+            * "zigzag": a ring in which each rank has an early and a late part of a causal sequence,
+              and the same to do. Outside of attention values lie in order, so that queries, keys
+              and values are exchanged before each, and the result after it, which sends their bytes
+              besides. (A program by hand arranges tokens once.) 2 n divides the sequence.
+            * "gather": they are gathered, and only queries are split. In backward less is sent than
+              in a ring, since all keys are kept. Also where a mask is of numbers, or of heads.
+            * "exchange": heads are exchanged for sequence before, and back after it; the axis must
+              divide them. Together with one of the others it is the minor axis of the two:
+              ``P("dp", ("cp", "ulysses"))``.
+
+            Over axes that are not listed, queries, keys and values of a split sequence are gathered
+            (queries only where attention is causal).
         remat: policies by patterns of named scopes, for code that stays as it is: each scope whose
             path holds the pattern is computed again in backward, as `functron.remat` with that
             policy would. Parameters that are split over data axes are then gathered for each scope
             as it runs, and again in its backward, so that no more than one scope's are ever whole:
             ``{r"layers\.\d+$": policies.nothing}``. The outermost scopes count, and the first of
-            several patterns.
+            several patterns. What a scan runs is a scope of the name of the function that is
+            scanned: ``{"^step$": policies.dots}`` for the layers of `functron.gpt`.
         rules: rules of operations by name, before those of `functron.partitioning.rules.TABLE`.
         fallback: "replicate": an operation without a rule runs on replicated operands; None: it is
             an error.
@@ -142,8 +170,10 @@ def partition(
         donate: as of `shard_map`.
 
     Raises:
-        ValueError: a spec does not fit; (when it is called) an operation has no rule; or an axis
-            splits an operation's operands along different dims, and no choice is better.
+        ValueError: a spec does not fit; (when it is called) an operation has no rule; an axis
+            splits an operation's operands along different dims, and no choice is better; an axis
+            of `constraints` or `constrain` does not divide its dim; or one of `attention` splits no
+            sequence, or one whose attention has a mask that it does not take.
     """
     check_spec_trees(in_specs, P() if out_specs is None else out_specs, mesh, None)
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
@@ -156,13 +186,35 @@ def partition(
                 ("pick", pick, "cheapest"),
             )
             if value not in (None, wanted)
-        ],
+        ]
+        + _travel_problems(attention, mesh),
     )
+    over = dict.fromkeys(ATTENTION, attention_over(dict(attention))) if attention else {}
     settings: dict[str, Any] = {
-        "rules": dict(rules), "fallback": fallback, "pick": pick, "cost": cost,
+        "rules": {**over, **rules}, "fallback": fallback, "pick": pick, "cost": cost,
     }  # fmt: skip
     by_scope = dict(constraints), dict(remat)
-    return Partitioned(fn, mesh, in_specs, out_specs, settings, by_scope, check, donated)
+    given = settings, by_scope, dict(attention)
+    return Partitioned(fn, mesh, in_specs, out_specs, given, check, donated)
+
+
+def _travel_problems(attention: Mapping[str, Travel], mesh: Mesh | BoundMesh) -> list[Problem]:
+    known, names = get_args(Travel), mesh.axis_names
+    found = [
+        Problem("attention", repr(axis), "axes of the mesh", nearest(axis, names))
+        for axis in attention
+        if axis not in names
+    ]
+    found += [
+        Problem(f"attention[{axis!r}]", repr(kind), " or ".join(known), nearest(kind, known))
+        for axis, kind in attention.items()
+        if kind not in known
+    ]
+    kinds = sorted(attention.values())
+    if len({kind == "exchange" for kind in kinds}) < len(kinds) or kinds == ["exchange", "zigzag"]:
+        wanted = "one axis, or two of which one exchanges and the other is a ring or gathers"
+        found.append(Problem("attention", repr(dict(attention)), wanted))
+    return found
 
 
 class Partitioned(Mapped):
@@ -172,9 +224,9 @@ class Partitioned(Mapped):
         fn: the function of whole values.
     """
 
-    def __init__(self, fn, mesh, in_specs, out_specs, settings, by_scope, check, donate):
-        self.fn, self._settings, self._given = fn, settings, out_specs
-        self._constraints, self._policies = by_scope
+    def __init__(self, fn, mesh, in_specs, out_specs, given, check, donate):
+        self._settings, (self._constraints, self._policies), self._attention = given
+        self.fn, self._given = fn, out_specs
         self._plans: dict[Any, _Made] = {}
         self._last: _Made | None = None
         super().__init__(self._rank, mesh, in_specs, P(), check, None, donate)
@@ -265,6 +317,7 @@ class Partitioned(Mapped):
             spread.start(value.var, placement, bit)
         spread.block(block)
         plan = Planner(settings, spread).plan(block, inputs, self._pinned(program, mesh, sizes))
+        _check_travel(plan, [axis for axis in self._attention if axis in sizes], self.name)
         plan = with_gathers_together(with_equal_cotangents(plan, sizes), sizes)
         return _Made(plan, program, settings, self._given)
 
@@ -289,7 +342,7 @@ class Partitioned(Mapped):
                 raise ValueError(
                     f"partition: got remat of the scope {pattern!r}, in which {self.name} runs "
                     "nothing, or nothing that a pattern before has not; wanted one of "
-                    + scopes_text(block)
+                    + scopes_text(block, scans=True)
                 )
         return block
 
@@ -358,6 +411,35 @@ def _check_pins(pins: Sequence[P], mesh: Mesh) -> None:
             for problem in sharding.problems(f"constrain number {i}", None, spec, mesh)
         ],
     )
+
+
+def _check_travel(plan: LocalBlock, axes: Sequence[str], name: str) -> None:
+    """Refuse an annotation of attention that nothing is about.
+
+    Raises:
+        ValueError: no attention has a sequence that one of the axes splits.
+    """
+    sites = [s.site for s in _local(plan) if s.equation.name in ATTENTION and s.site is not None]
+    for axis in axes:
+        if not any(axis in site.names("s") for site in sites):
+            raise ValueError(
+                f"partition: got attention over {axis!r}, which splits the sequence of none of the "
+                f"{len(sites)} calls of scaled_dot_product_attention in {name}; fix: split the "
+                "sequence by it in in_specs or constraints; "
+                + ("" if sites else "and call torch.nn.functional.scaled_dot_product_attention, as "
+                   'modules of Hugging Face do with attn_implementation="sdpa", on what a kernel '
+                   "takes: keys and values of one width; ")
+                + "or leave it out"
+            )  # fmt: skip
+
+
+def _local(plan: LocalBlock) -> Iterator[LocalEquation]:
+    """Every equation as a rank runs it, those of bodies too."""
+    for step in plan.steps:
+        yield step
+        for body in (step.body, step.backward):
+            if body is not None:
+                yield from _local(body)
 
 
 # --- gradients: where cotangents are equal on all ranks
@@ -714,6 +796,21 @@ def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, Placement]]]:
     return found
 
 
+def _notes(step: LocalEquation) -> Iterator[str]:
+    """The bytes that attention sends by itself, or the annotation with which it gathers nothing."""
+    if step.site is not None and step.rule is not None and step.rule.sent is not None:
+        for axis, num_bytes in step.rule.sent(step.site).items():
+            yield f"  sends {num_bytes:,} bytes over {axis!r}"
+    elif step.equation.name in ATTENTION:
+        for var, source, target, _ in step.moves:
+            for digit in source.dims[2]:
+                if digit not in target.dims[2]:
+                    yield (
+                        f"  gathers the sequence of %{var.name} over {digit.axis!r}; "
+                        f'attention={{{digit.axis!r}: "ring"}} would leave it split'
+                    )
+
+
 def _lines(plan: LocalBlock, indent: str, settings: Settings) -> Iterator[str]:
     def moves(rows: Iterable[Move]) -> Iterator[str]:
         for var, source, target, _ in rows:
@@ -733,6 +830,7 @@ def _lines(plan: LocalBlock, indent: str, settings: Settings) -> Iterator[str]:
         rows = zip(equation.operands, step.operands, strict=True)
         operands = ", ".join(f"%{v.name} {described(p)}" for v, p in rows)
         yield f"{indent}{results} = {equation.name}({operands})"
+        yield from (indent + note for note in _notes(step))
         if step.body is not None:
             yield from _lines(step.body, indent + "  ", settings)
         yield from moves(step.after)

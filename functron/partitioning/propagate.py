@@ -333,7 +333,7 @@ def letters_of(
         for axis, row in places.get(var, {}).items():
             for (dim, outer), mask in row.items():
                 slot = slot_of(labels[dim], rule.sizes, outer)
-                if slot is not None and slot[0] not in rule.whole:
+                if slot is not None and rule.allows(slot[0], axis):
                     mine = found.setdefault(axis, {})
                     mine[slot] = mine.get(slot, 0) | mask
     return found
@@ -508,12 +508,17 @@ class _State:
         (var,) = equation.results
         spec = self.settings.pin(equation)
         source, target = self.placed[var], of_spec(spec, len(var.shape), self.sizes)
-        for digits, size in zip(target.dims, var.shape, strict=True):
+        for dim, (digits, size) in enumerate(zip(target.dims, var.shape, strict=True)):
             if not fits(digits, size, self.sizes):
+                ranks = math.prod(self.sizes[digit.axis] for digit in digits)
+                below = size - size % ranks
+                nearest = f"{below} or {below + ranks}" if below else f"{ranks}"
                 raise ValueError(
                     f"partition: at {equation.where.line} got constrain to {spec} of shape "
-                    f"{tuple(var.shape)}; wanted dims that its axes divide; fix: constrain another "
-                    "dim, or pad it"
+                    f"{tuple(var.shape)}, whose dim {dim} of {size} the {ranks} ranks of "
+                    f"{spec[dim]!r} do not divide; wanted a multiple of {ranks}, such as "
+                    f"{nearest}; fix: choose sizes that give one of these, pad the dim to "
+                    f"{below + ranks} in the function and mask what is added, or constrain another"
                 )
         self.placed[var] = target
         return (Move(var, source, target),) if source != target else ()
@@ -619,8 +624,7 @@ class Choice:
         """Where operands are read and results come, and the axes of letters."""
         for axis in self.sizes:
             slot = self._slot(axis)
-            if slot is not None:
-                letter, outer = slot
+            for letter, outer in () if slot is None else (slot, *self._beside(axis, slot[0])):
                 digits = (*self.letters.get(letter, ()), Digit(outer, axis))
                 self.letters[letter] = tuple(sorted(digits))
         linear = self._linear()
@@ -661,6 +665,12 @@ class Choice:
             slot = self._valid(axis, slot_of(labels[place[0]], self.rule.sizes, place[1]))
             if slot is not None:
                 slots.setdefault(slot, []).append(i)
+        for slot in [slot for slot in slots if slot[0] in self.rule.beside]:
+            del slots[slot]
+            letter = self.rule.beside[slot[0]]
+            main = self._valid(axis, (letter, minor(self.letters.get(letter, ()), self.sizes)))
+            if not slots and main is not None:  # a slice of what all ranks have
+                return main
         if not slots:
             return self._without_split(axis)
         if len(slots) > 1:
@@ -672,6 +682,17 @@ class Choice:
                 return None
         return slot
 
+    def _beside(self, axis: str, letter: str) -> list[Slot]:
+        """The slots of letters that the axis splits besides this one."""
+        found = {}
+        for labels, placement in zip(self.rule.operands, self.placed, strict=True):
+            place = placement.split.get(axis)
+            if place is not None:
+                slot = self._valid(axis, slot_of(labels[place[0]], self.rule.sizes, place[1]))
+                if slot is not None and self.rule.beside.get(slot[0]) == letter:
+                    found[slot[0]] = slot
+        return list(found.values())
+
     def _with(self, letter: str) -> list[int]:
         return [
             i for i, labels in enumerate(self.rule.operands) if any(letter in dim for dim in labels)
@@ -679,7 +700,7 @@ class Choice:
 
     def _valid(self, axis: str, slot: Slot | None) -> Slot | None:
         """`slot`, where the rule, the size and axes decided before allow it; or the nearest."""
-        if slot is None or not self.rule.may_split(slot[0]):
+        if slot is None or not self.rule.may_split(slot[0], axis):
             return None
         letter, _ = slot
         before, size = self.letters.get(letter, ()), self.rule.sizes[letter]
@@ -831,6 +852,14 @@ class Choice:
             f"Candidates, with {self._what_costs()}, and the line that settles it:\n"
             + "\n".join(lines)
             + '\nor pass pick="cheapest" to partition'
+            + (self._attention_hint(axis) if self.equation.name == "bmm" else "")
+        )
+
+    def _attention_hint(self, axis: str) -> str:
+        return (
+            f"; where these are queries and keys of a sequence that {axis!r} splits, call "
+            "torch.nn.functional.scaled_dot_product_attention, and pass "
+            f'attention={{{axis!r}: "ring"}}'
         )
 
     def _what_costs(self) -> str:

@@ -13,10 +13,11 @@ row. A rule of one's own is a function of an `Equation` that returns a `Rule`, s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 
 from functron.partitioning import shards
 from functron.partitioning.placement import Kind
-from functron.partitioning.shards import Run, named
+from functron.partitioning.shards import Run, Site, Travel, named
 from functron.program.equations import (
     Equation,
     Var,
@@ -50,9 +51,12 @@ class Rule:
         combined: letters that results lack, with how the results of ranks that hold parts combine.
         inside: letters that results lack, which `run` combines itself.
         whole: letters that no axis may split.
+        only: letters that no axes but these may split.
+        beside: letters that an axis may split besides another, which then it does.
         linear: sets of operands: results are linear in those of a set together, so that they may
             all be partial sums where the results may be.
         run: what a rank computes, ``(site, *args, **kwargs)`` on its shards; None: the operation.
+        sent: the bytes that a rank sends in `run`, forward, by axis; None: none, or few.
     """
 
     operands: tuple[Labels, ...]
@@ -61,13 +65,20 @@ class Rule:
     combined: Mapping[str, Kind] = field(default_factory=dict)
     inside: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
+    only: Mapping[str, Collection[str]] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     run: Run | None = None
+    sent: Callable[[Site], Mapping[str, int]] | None = None
 
-    def may_split(self, letter: str) -> bool:
+    def allows(self, letter: str, axis: str) -> bool:
+        """Whether this axis is one of those that may split it."""
+        return letter not in self.whole and axis in self.only.get(letter, (axis,))
+
+    def may_split(self, letter: str, axis: str) -> bool:
         """Whether an axis may split it: it is in a result, or combined."""
         kept = any(letter in dim for labels in self.results for dim in labels)
-        return letter not in self.whole and (
+        return self.allows(letter, axis) and (
             kept or letter in self.combined or letter in self.inside
         )
 
@@ -239,6 +250,7 @@ def along(
 
     def rule(equation: Equation) -> Rule:
         x, labels = equation.operands[0], _dims(equation.operands[0].shape)
+        count = min(first, len(equation.operands))  # a number may stand for an operand
         along = [labels[dim][0] for dim in _axes(equation, name) if labels[dim]]
         # a result may be longer or shorter there, as of topk
         own = [
@@ -246,17 +258,17 @@ def along(
                 (f"{letters[0]}*",) if letters and letters[0] in along and size != old else letters
                 for letters, size, old in zip(labels, value.shape, x.shape, strict=True)
             )
-            for value in (*equation.operands[:first], *equation.results)
+            for value in (*equation.operands[:count], *equation.results)
         ]
-        others = [_dims(value.shape, "o") for value in equation.operands[first:]]
-        operands = (*own[:first], *others)
-        sizes = sizes_of([*equation.operands, *equation.results], [*operands, *own[first:]])
+        others = [_dims(value.shape, "o") for value in equation.operands[count:]]
+        operands = (*own[:count], *others)
+        sizes = sizes_of([*equation.operands, *equation.results], [*operands, *own[count:]])
         whole = {letter for row in others for dim in row for letter in dim}
         whole |= {letter for letter in sizes if letter.endswith("*")}
         whole |= set(along) if split is None else set()
         return Rule(
             operands,
-            tuple(own[first:]),
+            tuple(own[count:]),
             sizes,
             whole=frozenset(whole),
             linear=(frozenset({0}),) if linear else (),
@@ -510,7 +522,10 @@ def _joined(equation: Equation) -> Rule:
         sizes |= {"parts": len(operands), "part": min(parts)}
         rule = Rule((before,) * len(operands), (after,), sizes, linear=linear)
         return replace(rule, whole=frozenset({"parts"}))
-    rows, whole = [], set(labels[dim])
+    # beside nothing but empty parts, one is all of it, such as of a cache that begins
+    alone = {value.shape[dim] for value in operands if len(value.shape) == len(y.shape)}
+    alone = alone <= {0, y.shape[dim]} and math.prod(y.shape) > 0
+    rows, whole = [], set() if alone else set(labels[dim])
     for number, value in enumerate(operands):
         if len(value.shape) != len(y.shape):
             rows.append(_dims(value.shape, f"e{number}."))
@@ -519,7 +534,7 @@ def _joined(equation: Equation) -> Rule:
         own = (f"p{number}",) if value.shape[dim] != 1 else ()
         own = labels[dim] if value.shape[dim] == y.shape[dim] else own
         rows.append(tuple(own if i == dim else row for i, row in enumerate(labels)))
-        whole |= set(own)
+        whole |= set() if alone and own == labels[dim] else set(own)
     sizes |= sizes_of(operands, rows)
     return Rule(tuple(rows), (tuple(labels),), sizes, whole=frozenset(whole), linear=linear)
 
@@ -683,6 +698,55 @@ def _attention(equation: Equation) -> Rule:
     return _without_units(rule, equation)
 
 
+def attention_over(travel: Mapping[str, Travel]) -> MakeRule:
+    """Attention whose sequences axes may split, each with the way in which keys reach queries.
+
+    Queries, keys and values have one letter for their places, which these axes alone may split.
+    A mask that says which pairs are seen has rows as queries are split, and all columns. Where it
+    is one of numbers, or of heads, or keys are of another number, they are gathered, and only
+    queries are split.
+
+    Args:
+        travel: by axis; see `functron.partition`.
+    """
+
+    def rule(equation: Equation) -> Rule:
+        made, masks = _attention(equation), equation.operands[3:]
+        biased = any(m.dtype != torch.bool or m.shape[-3:-2] not in ((), (1,)) for m in masks)
+        if biased or made.sizes["s"] != made.sizes["t"]:
+            return replace(made, run=functools.partial(shards.masked_attention, travel))
+        q, k, v = ((*row[:2], ("s",), row[3]) for row in made.operands[:3])
+        sizes, operands = made.sizes, (q, k, v, *made.operands[3:])
+        whole = (made.whole - {"s"}) | ({"s"} if sizes["s"] == 1 else frozenset())
+        run = functools.partial(shards.context_attention, travel)
+        sent = functools.partial(shards.context_attention_sent, travel)
+        return replace(made, operands=operands, whole=whole, only={"s": travel}, run=run, sent=sent)
+
+    return rule
+
+
+def _dispatched(equation: Equation) -> Rule:
+    """Tokens and experts, both of which an axis may split, and the hidden dim of experts."""
+    op: Any = equation.op
+    *params, _, experts, weights, kept = equation.operands
+    rows = []
+    for path, value in zip(op.paths, params, strict=False):
+        layer, _, kind = path.rpartition("/")
+        dims = [("e",), *((f"{path}.{i}",) for i in range(1, len(value.shape)))]
+        if layer != "down":
+            dims[-1] = ("f",)
+        elif kind == "w":
+            dims[1] = ("f",)
+        rows.append(tuple(dims))
+    tokens = (("n",), ("d",))
+    operands = (*rows, tokens, *((("n",), ("choice",)) for _ in (experts, weights, kept)))
+    sizes = sizes_of(equation.operands, operands)
+    return Rule(
+        operands, (tokens,), sizes, {"f": "sum"}, inside=frozenset({"e"}),
+        whole=frozenset(sizes) - {"e", "f", "n"}, beside={"e": "n"}, run=shards.dispatched,
+    )  # fmt: skip
+
+
 def _without_units(rule: Rule, equation: Equation) -> Rule:
     """`rule` whose letters of size 1 no axis may split."""
     units = {letter for letter, size in rule.sizes.items() if size == 1}
@@ -721,6 +785,13 @@ def factory(equation: Equation) -> Rule:
     return Rule(operands, results, sizes, whole=frozenset(sizes))
 
 
+def _like(equation: Equation) -> Rule:
+    """A new tensor of the dtype and device of another, wherever that lies."""
+    made = factory(equation)
+    read = frozenset(letter for row in made.operands for dim in row for letter in dim)
+    return replace(made, inside=read, whole=made.whole - read)
+
+
 def whole(equation: Equation) -> Rule:
     """An operation that every rank runs on replicated operands."""
     return factory(equation)
@@ -729,6 +800,14 @@ def whole(equation: Equation) -> Rule:
 def _linear_whole(equation: Equation) -> Rule:
     return replace(whole(equation), linear=(frozenset({0}),))
 
+
+ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""The operations that `torch.nn.functional.scaled_dot_product_attention` is traced to."""
 
 _FIRST = pointwise((0,))
 _BOTH = pointwise((0, 1))
@@ -745,6 +824,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "mv": product("mk,k->m"),
         "dot": product("k,k->"),
         "convolution": _convolution,
+        "dispatched": _dispatched,
         **_rows("add sub", _BOTH),
         "copy": pointwise((1,), run=shards.copy),
         "fill": pointwise(run=shards.copy),
@@ -760,7 +840,8 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         **_rows("zeros_like ones_like full_like empty_like", pointwise()),
         **_rows("check_ids", pointwise()),
         **_rows("arange full zeros ones scalar_tensor empty eye linspace", factory),
-        **_rows("new_zeros new_ones new_full new_empty tril_indices triu_indices", factory),
+        **_rows("tril_indices triu_indices", factory),
+        **_rows("new_zeros new_ones new_full new_empty", _like),
         "sum": reduction("sum", linear=True),
         "mean": reduction("sum", linear=True, run=shards.mean),
         "amax": reduction("max"),
@@ -800,11 +881,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         **_rows("index index_select", _index),
         **_rows("scatter scatter_add", along(first=3)),
         **_rows("nll_loss_forward cross_entropy_loss", _nll_loss),
-        **_rows(
-            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-            _attention,
-        ),
+        **dict.fromkeys(ATTENTION, _attention),
     }
 )
 """The rules of operations, by the name that `Equation.name` has."""

@@ -205,14 +205,15 @@ def _spec(var: Var, spec: P, states: Mapping[str, State]) -> P:
 
 
 def strategies(
-    equation: Equation, rule: Rule, n: int, states: Sequence[Collection[State]]
+    equation: Equation, rule: Rule, axis: str, n: int, states: Sequence[Collection[State]]
 ) -> list[_Strategy]:
     """The ways to divide an equation along an axis of n ranks.
 
     Args:
         equation: what to divide.
         rule: its rule.
-        n: ranks.
+        axis: which.
+        n: its ranks.
         states: in which each operand may come.
     """
 
@@ -228,7 +229,7 @@ def strategies(
     }
     found = []
     for slot in slots:
-        if slot is None or not rule.may_split(slot[0]) or rule.sizes[slot[0]] % (slot[1] * n):
+        if slot is None or not rule.may_split(slot[0], axis) or rule.sizes[slot[0]] % (slot[1] * n):
             continue
         operands = tuple(state(labels, slot) for labels in rule.operands)
         results = tuple(state(labels, slot) for labels in rule.results)
@@ -327,7 +328,8 @@ class _Model:
             state = pin.split.get(axis, WHOLE)
             ways = [_Strategy((state,), (state,), False)]
         else:
-            ways = strategies(equation, rule, n, [made[var] for var in equation.operands])
+            states = [made[var] for var in equation.operands]
+            ways = strategies(equation, rule, axis, n, states)
         chosen = {self._variable(): strategy for strategy in ways}
         self._row(dict.fromkeys(chosen, 1.0), 1, 1)
         for number, strategy in chosen.items():

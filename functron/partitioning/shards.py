@@ -14,12 +14,13 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from functron.core import compat
+from functron.core import compat, tree
+from functron.nn import context
 from functron.ops import Op
 from functron.ops import attention as attention_ops
 from functron.ops.glu import GLU, GLU_PACKED
@@ -27,6 +28,8 @@ from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NOR
 from functron.partitioning.placement import Digits, Sizes
 from functron.program.equations import Equation, contiguous_strides
 from functron.spmd import collectives as lax
+from functron.spmd.mesh import STANDARD_AXES
+from functron.spmd.spec import P
 from functron.transforms.policies import checkpoint_name
 
 _aten = torch.ops.aten
@@ -58,6 +61,16 @@ class Site:
     def op(self) -> Any:
         """The operation itself, for letters that are not split."""
         return self.equation.op
+
+    def held(self, letter: str) -> int:
+        """The size of this rank's part of a letter."""
+        return self.sizes[letter] // math.prod(self.axes[axis] for axis in self.names(letter))
+
+    def held_bytes(self, operand: int) -> int:
+        """The bytes of this rank's part of an operand."""
+        letters = [letter for dim in self.operands[operand] for letter in dim]
+        itemsize = self.equation.operands[operand].dtype.itemsize
+        return math.prod(map(self.held, letters)) * itemsize
 
     def names(self, letters: Sequence[str]) -> list[str]:
         """The axes that split these letters."""
@@ -430,3 +443,105 @@ def attention(site: Site, *args, **kwargs):
     else:
         scores = scores + mask
     return scores.softmax(-1) @ v, None, *rest
+
+
+def dispatched(site: Site, *operands):
+    """The experts' results of this rank's tokens, which axes that split experts send to them.
+
+    Collectives: those of `functron.nn.moe.dispatched`. Over an axis that splits the experts' hidden
+    dim results are parts of a sum.
+    """
+    op, axes = site.op, tuple(site.names("e"))
+    count = len(operands) - 4
+    hidden = site.names("f")
+    if len(hidden) > 1:
+        raise ValueError(
+            f"partition: at {site.equation.where.line} the hidden dim of experts is split by "
+            f"{' and '.join(hidden)}; wanted one axis; fix: split experts by the others"
+        )
+    alone = next(axis for axis in STANDARD_AXES if axis not in site.axes)
+    params = tree.unflatten(op.structure, operands[:count])
+    return op.run(params, *operands[count:], axes=axes or (alone,), axis=(hidden or [alone])[0])
+
+
+Travel = Literal["ring", "zigzag", "gather", "exchange"]
+"""The way in which keys and values of a split sequence reach its queries."""
+
+
+def context_attention(travel: Mapping[str, Travel], site: Site, *args, **kwargs):
+    """`attention` of a sequence that axes may split, by `functron.nn.context_attention`."""
+    if not site.names("s"):
+        return attention(site, *args, **kwargs)
+    around, exchange = _sequence_axes(travel, site)
+    kind, given = travel.get(around), named(site.equation.op, args, kwargs)
+    q, k, v = (given[name].transpose(1, 2) for name in ("query", "key", "value"))
+    causal, mask = bool(given.get("is_causal")), given.get("attn_mask", given.get("attn_bias"))
+    if mask is not None:
+        others = [axis for axis in site.names("s") if travel[axis] in ("zigzag", "exchange")]
+        _refuse_masks(travel, site, others)
+        mask = mask.expand(*mask.shape[:-2], q.shape[1], site.sizes["s"])
+        mask = mask.reshape(-1, *mask.shape[-2:])
+    balanced = kind == "zigzag" and causal
+    if balanced:
+        q, k, v = (context.to_balanced(x, 1, around, exchange) for x in (q, k, v))
+    out = context.context_attention(
+        q, k, v, kind="gather" if kind == "gather" else "ring", causal=causal, balanced=balanced,
+        pairs=mask, scale=given.get("scale"), axis=around, ulysses=exchange,
+    )  # fmt: skip
+    out = context.to_contiguous(out, 1, around, exchange) if balanced else out
+    return out.transpose(1, 2), *[None] * (len(site.equation.outputs) - 1)
+
+
+def context_attention_sent(travel: Mapping[str, Travel], site: Site) -> dict[str, int]:
+    """The bytes that a rank sends in `context_attention`, forward, by axis."""
+    if not site.names("s"):
+        return {}
+    around, exchange = _sequence_axes(travel, site)
+    n, u = (site.axes.get(axis, 1) for axis in (around, exchange))
+    q, k, v = map(site.held_bytes, range(3))
+    out = math.prod(site.shapes[0]) * site.equation.results[0].dtype.itemsize
+    kv_heads = site.held("h")
+    repeats = u // math.gcd(u, kv_heads)
+    keys = repeats * (k + v)
+    found = {around: (n - 1) * keys, exchange: (q + keys + out) * (u - 1) // u}
+    given = named(site.op, site.equation.args, site.equation.kwargs)
+    if travel.get(around) == "zigzag" and given["is_causal"]:
+        found[around] += q + k + v + out
+    return {axis: sent for axis, sent in found.items() if sent}
+
+
+def masked_attention(travel: Mapping[str, Travel], site: Site, *args, **kwargs):
+    """`attention` of queries that axes may split, with all keys."""
+    others = [axis for axis in site.names("s") if travel.get(axis, "gather") != "gather"]
+    _refuse_masks(travel, site, others if len(site.equation.operands) > 3 else [])
+    return attention(site, *args, **kwargs)
+
+
+def _refuse_masks(travel: Mapping[str, Travel], site: Site, axes: Sequence[str]) -> None:
+    for axis in axes:
+        bias = "" if travel[axis] != "ring" else ", of numbers or of heads"
+        raise ValueError(
+            f"partition: at {site.equation.where.line} attention of a sequence that {axis!r} "
+            f"splits has a mask{bias}, which attention={{{axis!r}: {travel[axis]!r}}} does not "
+            "take; fix: is_causal=True in its place where it is causal, or "
+            f'attention={{{axis!r}: "gather"}}, with which ranks have all keys'
+        )
+
+
+def _sequence_axes(travel: Mapping[str, Travel], site: Site) -> tuple[str, str]:
+    """The axis around which keys travel, and that of exchanges; of one rank where there is none."""
+    digits, outer = site.letters["s"], 1
+    ordered = sorted(digits, key=lambda digit: travel[digit.axis] == "exchange")
+    for blocks, axis in ordered:
+        if blocks != outer:
+            names = tuple(name for _, name in ordered)
+            raise ValueError(
+                f"partition: at {site.equation.where.line} attention gets a sequence that "
+                f"{' and '.join(axis for _, axis in digits)} split in another way than {P(names)}; "
+                "wanted consecutive parts, of exchanges inside of others; fix: split it so, in "
+                "in_specs or by functron.constrain"
+            )
+        outer *= site.axes[axis]
+    found = {travel[axis] == "exchange": axis for _, axis in ordered}
+    alone = next(axis for axis in STANDARD_AXES if axis not in site.axes)
+    return found.get(False, alone), found.get(True, alone)

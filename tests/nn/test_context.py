@@ -23,7 +23,7 @@ ON = pytest.mark.parametrize("mesh", MESHES, ids=str)
 SEGMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 7 + [3] * 3, [4] * 8 + [5] * 8])
 
 
-def formula(window=0, segments=None, scale=None):
+def formula(window=0, segments=None, scale=None, causal=True):
     """Every score of every pair; the mask from the places in the sequence and the documents."""
 
     def dense(q, k, v, sinks=None):
@@ -35,7 +35,7 @@ def formula(window=0, segments=None, scale=None):
             scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
             t = torch.arange(q.shape[1])
             distance = t[:, None] - t[None, :]
-            seen = distance >= 0
+            seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
             if window:
                 seen = seen & (distance < window)
             seen = seen[None]
@@ -87,7 +87,7 @@ def check(agrees, randn):
         balanced = options.pop("balanced", False)
         given = window if static else torch.tensor(window)
         program = layer(balanced, window=given, **options)
-        dense = formula(window, segments, options.get("scale"))
+        dense = formula(window, segments, options.get("scale"), options.get("causal", True))
         others = () if segments is None else (segments,)
         agrees(
             program,
@@ -104,6 +104,14 @@ def check(agrees, randn):
 @ON
 def test_causal(check, mesh, kind, balanced):
     check(mesh, kind=kind, balanced=balanced)
+
+
+@pytest.mark.pairwise(of=lambda mesh, kind, packed: [{"kind": kind, "packed": packed}])
+@KIND
+@pytest.mark.parametrize("packed", [False, True])
+@ON
+def test_every_key_is_seen(check, mesh, kind, packed):
+    check(mesh, kind=kind, causal=False, sinks=packed, segments=SEGMENTS if packed else None)
 
 
 @pytest.mark.pairwise
@@ -243,6 +251,9 @@ def test_needed_steps():
         ({"ring_size": 3}, "a divisor of the 4 ranks of 'cp'"),
         ({"kind": "gather", "ring_size": 2}, 'use kind="ring"'),
         ({"window": -1}, "0 for no window"),
+        ({"pairs": torch.ones(1, 4, 4, dtype=torch.bool)}, "in order"),
+        ({"window": 2, "causal": False}, "leave a window out"),
+        ({"balanced": True, "causal": False}, "leave balanced out"),
         ({"heads": 3}, "a divisor of q's 3"),
         ({"seq": 4, "balanced": True}, "two halves"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import functron as ft
 from functron import P
+from functron.nn import moe
 
 transformers = pytest.importorskip("transformers")
 
@@ -107,10 +109,10 @@ ROWS = [
 ]
 
 
-def model(name: str, **more: int) -> nn.Module:
+def model(name: str, attention: str = "", **more: int) -> nn.Module:
     cls, config, sizes, _ = MODELS[name]
     made = getattr(transformers, config)(**{**sizes, **more})
-    made._attn_implementation = "eager" if name in ("gpt2", "qwen3") else "sdpa"
+    made._attn_implementation = attention or ("eager" if name in ("gpt2", "qwen3") else "sdpa")
     if name == "mixtral":
         made._experts_implementation = "batched_mm"
     torch.manual_seed(0)
@@ -124,9 +126,9 @@ def specs_of(name: str, params: dict, sizes: dict[str, int]) -> tuple[dict, P]:
 
 
 @functools.cache
-def dense(name: str):
+def dense(name: str, attention: str = ""):
     """A step, its arguments, and what it returns on one device."""
-    fn, params = ft.from_module(model(name))
+    fn, params = ft.from_module(model(name, attention))
     if name == "vit":
         pixels = torch.randn(4, 3, 12, 12, dtype=torch.float64)
         batch, named = pixels, "pixel_values"
@@ -169,11 +171,88 @@ def test_models_as_they_are(name, layout):
         assert len(gathered) == num_scattered + (name == "vit")
 
 
+RING: dict[str, Any] = {
+    "attention": {"cp": "ring"}
+}  # one line more, beside P(None, "cp") for the tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"cp": 2, "tp": 2}),
+        pytest.param("llama", {"dp": 2, "cp": 2}, marks=pytest.mark.full),
+        pytest.param("llama", {"cp": 4}, marks=pytest.mark.full),
+        pytest.param("qwen3", {"cp": 2}, marks=pytest.mark.full),
+        pytest.param("gemma3", {"cp": 2}, marks=pytest.mark.full),  # with masks of windows
+        pytest.param("bert", {"cp": 2, "tp": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_sequences_that_stay_split(name, sizes):
+    """Around a ring, of causal attention and of BERT's, every value but integers as tokens are."""
+    step, params, batch, wanted = dense(name, "sdpa")
+    specs, mesh = ft.Rules(MODELS[name][3]).specs(params), ft.Mesh(**sizes)
+    assert len(MODELS[name][3]) + len(RING) + 1 <= 5
+    mapped = ft.partition(step, mesh, (specs, P("dp", "cp")), **RING)
+    torch.testing.assert_close(mapped(params, batch), wanted, rtol=1e-5, atol=2e-6)
+    logits = mapped.out_specs[0][1]
+    assert logits[1] == "cp"
+    program = ft.trace(mapped)(params, batch)
+    program.check()
+    over = [row for row in program.cost().collectives if row.axis == "cp"]
+    gathered = sum(row.payload_bytes for row in over if "all" in row.op)
+    assert gathered <= batch.nbytes  # labels, which are shifted
+    hops = {row.phase: row.count for row in over if row.op == "ppermute"}
+    steps = 2 * 2 * (sizes["cp"] - 1)  # keys and values of two layers
+    assert hops == {"forward": steps, "backward": 2 * steps}
+
+
+def exchanged(self, hidden, index, weights):
+    """Experts as transformers calls them, with tokens sent to the ranks that have theirs."""
+    wide = self.gate_up_proj.unflatten(1, (2, -1)).permute(0, 3, 1, 2)
+    params = {"gate_up": {"w": wide}, "down": {"w": self.down_proj.mT}}
+    kept = torch.ones_like(index, dtype=torch.bool)
+    options = {"activation": "silu", "num_experts": self.num_experts}
+    return moe.mixture(params, hidden, index, weights, kept, **options)
+
+
+def test_experts_stay_where_they_are():
+    """By one function, which transformers lets one register: not parameters move, but tokens."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("functron", exchanged)
+    step, params, batch, wanted = dense("mixtral")
+    module: Any = model("mixtral")
+    module.config._experts_implementation = "functron"
+    fn, _ = ft.from_module(module)
+    line = {SEQUENCE["mixtral"][0]: P(None, "tp")}
+
+    def own(params, batch):
+        def loss(params):
+            out = fn(params, input_ids=batch, labels=batch)
+            return out.loss, out.logits
+
+        return ft.value_and_grad(loss, has_aux=True)(params)
+
+    specs, data = specs_of("mixtral", params, {"tp": 2})
+    found = []
+    for each in (step, own):
+        mapped = ft.partition(each, ft.Mesh(tp=2), (specs, data), constraints=line)
+        torch.testing.assert_close(mapped(params, batch), wanted, rtol=1e-5, atol=2e-6)
+        program = ft.trace(mapped)(params, batch)
+        program.check()
+        rows = [e for e in program.block.equations if e.operands]
+        found.append({(e.name, e.results[0].nbytes) for e in rows if e.results})
+    whole = {("all_gather", 4 * width * 32 * 8) for width in (96, 48)}
+    assert whole <= found[0]
+    assert not whole & found[1]
+    assert any(name == "ragged_all_to_all" for name, _ in found[1])
+
+
 @pytest.mark.full  # notebook 12 runs one of them on processes; here Inductor compiles each
 @pytest.mark.distributed
 def test_models_on_processes(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_models.py"), 2, timeout=300)
-    assert done.stdout.count("equal") == 2 * 3
+    assert done.stdout.count("equal") == 2 * 4
 
 
 def test_one_line_gathers_again():

@@ -14,7 +14,8 @@ import torch
 
 import functron as ft
 from functron import P, gpt, lax, optim
-from functron.models.options import SEQUENCE_PARALLEL_STREAM
+from functron.models.options import SEQUENCE_PARALLEL_STREAM, Context
+from functron.nn.moe import MoEConfig
 from functron.partitioning import Rule, pointwise
 
 DTYPE = torch.float64
@@ -84,6 +85,7 @@ LAYOUTS = {
     "dp": ({"dp": 2}, False),
     "fsdp": ({"fsdp": 2}, False),
     "dp+fsdp+tp+sp": ({"dp": 2, "fsdp": 2, "tp": 2}, True),
+    "cp+tp": ({"cp": 2, "tp": 2}, False),
 }
 
 
@@ -105,7 +107,7 @@ def test_gpt_sends_what_the_handwritten_step_sends(sizes, sequence):
     tokens = torch.arange(128).reshape(8, 16) * 7 % 60
     batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
     batch_specs = {name: gpt.batch_specs()[name] for name in batch}
-    options = ft.ModelOptions()
+    options = ft.ModelOptions(context=Context("ring", "contiguous"))
     if sequence:
         options = dataclasses.replace(options, stream=SEQUENCE_PARALLEL_STREAM)
     if "fsdp" in sizes:
@@ -120,10 +122,11 @@ def test_gpt_sends_what_the_handwritten_step_sends(sizes, sequence):
 
     stream = {"^embed|attention|mlp": P(("dp", "fsdp"), "tp")} if sequence else {}
     # under tp dots would have activations gathered again too, which the handwritten step keeps
-    again = {"attention|mlp": ft.policies.dots} if sizes == {"fsdp": 2} else {}
+    again = {"^step$": ft.policies.dots} if sizes == {"fsdp": 2} else {}
     ours = ft.partition(
-        plain, mesh, (specs, batch_specs), (P(), specs), constraints=stream, remat=again
-    )
+        plain, mesh, (specs, batch_specs), (P(), specs), constraints=stream, remat=again,
+        attention={"cp": "ring"} if "cp" in sizes else {},
+    )  # fmt: skip
     hand = ft.shard_map(by_hand, mesh, (specs, batch_specs), (P(), specs))
     torch.testing.assert_close(ours(params, batch), plain(params, batch), rtol=1e-10, atol=1e-11)
     program, by_hand_too = (ft.trace(f)(params, batch) for f in (ours, hand))
@@ -136,10 +139,42 @@ def test_gpt_sends_what_the_handwritten_step_sends(sizes, sequence):
     for axis in sizes:
         wanted[axis, "psum", "backward"] -= 8 * (2 * num_tokens if axis == "tp" else 1)
     assert sent == +wanted
-    if not again:  # where scopes are computed again, two gathers of a layer, in place of one
-        *rows, _ = program.diff(by_hand_too, by="collectives").splitlines()[2:]
-        assert rows
-        assert all(re.search(r" psum +backward | recompute ", row) for row in rows)
+    *rows, _ = program.diff(by_hand_too, by="collectives").splitlines()[2:]
+    assert rows
+    kept = r" psum +backward " if again else r" psum +backward | recompute "
+    assert all(re.search(kept, row) for row in rows)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"ep": 2, "tp": 2}, pytest.param({"dp": 2, "ep": 4}, marks=FULL)], ids=str
+)
+def test_tokens_are_sent_to_their_experts(sizes):
+    """The one-device layer of experts: real rows are exchanged, as where it is written by hand."""
+    experts = MoEConfig(num_experts=4, top_k=2, expert_dim=16, aux_loss=1e-2, shared_dim=16)
+    config = dataclasses.replace(TINY, moe=experts)
+    mesh, defs = ft.Mesh(**sizes), gpt.defs(config)
+    params = ft.init_params(ft.random.key(0), defs)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh))
+    tokens = torch.arange(128).reshape(8, 16) * 7 % 60
+    batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
+    batch_specs = {name: gpt.batch_specs()[name] for name in batch}
+
+    def plain(params, batch):
+        return ft.value_and_grad(lambda p: gpt.loss(config, p, batch))(params)
+
+    def by_hand(params, batch):
+        value, grads = plain(params, batch)
+        return value, ft.sync_gradients(grads, specs)
+
+    ours = ft.partition(plain, mesh, (specs, batch_specs), (P(), specs))
+    hand = ft.shard_map(by_hand, mesh, (specs, batch_specs), (P(), specs))
+    torch.testing.assert_close(ours(params, batch), plain(params, batch), rtol=1e-10, atol=1e-11)
+    sent, wanted = (sent_by(ft.trace(f)(params, batch)) for f in (ours, hand))
+    rows = {key: size for key, size in wanted.items() if key[1] == "ragged_all_to_all"}
+    assert {key[2] for key in rows} == {"forward", "backward"}
+    assert {key: sent[key] for key in rows} == rows
+    for key, size in sent.items():  # statistics, of a few numbers, are summed where they arise
+        assert size <= wanted[key] + (512 if key[1:] == ("psum", "forward") else 0)
 
 
 # --- gradients
@@ -403,8 +438,12 @@ def test_mistakes_are_told():
     mesh = ft.Mesh(dp=2)
     with pytest.raises(ValueError, match=r"which no value of net with 2 dims.*wanted one of layer"):
         ft.partition(net, mesh, (P(), P("dp")), constraints={"block": P("dp", None)})(PARAMS, X)
-    with pytest.raises(ValueError, match=r"constrain to .* wanted dims that its axes divide"):
-        ft.partition(lambda x: ft.constrain(x[:3], P("dp")), mesh, (P(),))(X)
+    # as of the tokens of a ViT-B/16: 196 patches, and one more
+    uneven = r"constrain to P\('dp'\) of shape \(197, 2\), whose dim 0 of 197 .* 196 or 198; fix"
+    with pytest.raises(ValueError, match=uneven):
+        ft.partition(lambda x: ft.constrain(x, P("dp")), mesh, (P(),))(X.new_ones(197, 2))
+    with pytest.raises(ValueError, match=r"dim 0 of shape \(197, 2\), 197.*a multiple of 2.*198"):
+        ft.partition(net, mesh, (P(), P("dp")))(PARAMS, X.new_ones(197, 2))
     with pytest.raises(ValueError, match=r"constrain number 0.*axes of the mesh"):
         ft.partition(lambda x: ft.constrain(x, P("model")), mesh, (P(),))(X)
     with pytest.raises(ValueError, match=r"output.*a multiple of 2"):

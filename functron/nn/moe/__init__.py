@@ -1,7 +1,7 @@
 """Mixtures of experts: layers of which each token uses a few parts."""
 
 from functron.nn.moe.config import MoEConfig
-from functron.nn.moe.layer import ExpertActivation, expert_defs, experts, moe, moe_defs
+from functron.nn.moe.layer import ExpertActivation, expert_defs, experts, mixture, moe, moe_defs
 from functron.nn.moe.router import (
     Router,
     RouterInput,
@@ -28,6 +28,7 @@ __all__ = [
     "capacity",
     "expert_defs",
     "experts",
+    "mixture",
     "moe",
     "moe_defs",
     "route",

@@ -74,6 +74,7 @@ from functron.ops.define import AUTO, Kernels
 from functron.ops.glu import glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
+from functron.program.recorder import keeper
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import add_rows, arrived, copy_rows, exchange, pick, swap_blocks
@@ -501,6 +502,67 @@ def _gathered(
     return lax.psum_scatter(y.to(dtype), axes, tiled=True)
 
 
+def mixture(
+    params: dict,
+    x: Float[Tensor, "tokens embed"],
+    chosen: Int[Tensor, "tokens choices"],
+    weights: Float[Tensor, "tokens choices"],
+    kept: Bool[Tensor, "tokens choices"],
+    *,
+    activation: ExpertActivation,
+    num_experts: int,
+    axes: tuple[str, ...] = ("ep",),
+    axis: str = "tp",
+    meanwhile: Callable[[], None] = lambda: None,
+    kernels: Kernels = AUTO,
+    products: Products = PRODUCTS,
+    **options: Any,
+) -> Float[Tensor, "tokens embed"]:
+    """y[n] = sum over the kept choices j of weights[n, j] * expert chosen[n, j] of x[n].
+
+    In a function for one device that `functron.partition` partitions, tokens are exchanged over
+    the axes by which specs split experts (dim 0 of `params`): axes and axis follow from specs. So
+    they are for models of transformers whose experts are computed by this, which is registered with
+    its ``ALL_EXPERTS_FUNCTIONS``. Its own "batched_mm" copies the parameters of each token's
+    experts, so that parameters are gathered.
+
+    Args:
+        params: this rank's part of `expert_defs`.
+        x: ``[N, embed]``, this rank's tokens.
+        chosen: int64 ``[N, k]``, the experts of each token.
+        weights: ``[N, k]``.
+        kept: bool ``[N, k]``.
+        activation: see `experts`.
+        num_experts: experts over all ranks.
+        axes: the mesh axes over which tokens, and experts, are split.
+        axis: the one that splits the hidden dim, if it is none of these: results are then parts of
+            a sum over its ranks.
+        meanwhile, kernels: see `dispatched`.
+        products: see `experts`.
+        options: `kind` and `per_expert` of `dispatched`.
+
+    Returns:
+        ``[N, embed]`` in x's dtype. Collectives: those of `dispatched`.
+    """
+    own: Any = {"activation": activation, "num_experts": num_experts, "kernels": kernels,
+                "products": products, **options}  # fmt: skip
+    if (keep := keeper()) is not None:
+        meanwhile()
+        return keep.dispatched(
+            functools.partial(mixture, **own), (params, x, chosen, weights, kept)
+        )
+    parts = 1 if axis in axes else lax.axis_size(axis)
+    where: Any = {"axes": axes, "axis": axis, "kernels": kernels, "products": products}
+
+    def compute(rows: Tensor, sizes: Tensor) -> Tensor:
+        return experts(params, rows, sizes, activation=activation, parts=parts, **where)
+
+    return dispatched(
+        x, chosen, weights, kept, compute, num_experts=num_experts, axes=axes,
+        meanwhile=meanwhile, kernels=kernels, **options,
+    )  # fmt: skip
+
+
 def moe_defs(
     config: MoEConfig,
     embed_dim: int,
@@ -651,20 +713,19 @@ def _routed(
         over_batch = config.capacity_over == "batch"
         most = min(limit, batch * seq) if over_batch else batch * min(limit, seq)
 
-    def compute(rows: Tensor, sizes: Tensor) -> Tensor:
-        own: Any = {"axes": axes, "axis": axis, "kernels": kernels, "products": products}
-        return experts(params, rows, sizes, activation=activation, parts=parts, **own)
-
-    y = dispatched(
+    y = mixture(
+        params,
         x.flatten(0, 1),
         *[value.flatten(0, 1) for value in chosen],
-        compute=compute,
+        activation=activation,
         num_experts=config.num_experts,
         axes=axes,
+        axis=axis,
         kind=config.dispatch,
         per_expert=most,
         meanwhile=meanwhile,
         kernels=kernels,
+        products=products,
     ).unflatten(0, (batch, seq))
     return reduce_partial(y, stream, axis) if parts > 1 else y
 
