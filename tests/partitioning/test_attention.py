@@ -194,8 +194,8 @@ def test_masks_of_pairs(kind):
     seen = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1)) < 0.5
     seen = seen | torch.eye(8, dtype=torch.bool)
 
-    def masked(q, k, v, seen):
-        out = F.scaled_dot_product_attention(q, k, v, seen)
+    def masked(*given):
+        out = F.scaled_dot_product_attention(*given)
         return out * torch.linspace(1, 2, out.numel(), dtype=out.dtype).reshape(out.shape)
 
     def total(*args):

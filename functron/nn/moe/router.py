@@ -698,7 +698,7 @@ def auxiliary(
         axes that split what it balances; under sequence parallelism one of a scalar. In backward
         the latter alone.
     """
-    zero = torch.zeros_like(routing.logits[:1, :1, 0]).sum()
+    zero = torch.zeros_like(routing.logits[..., 0]).sum()
     share = lax.stop_gradient(zero)
     if config.aux_loss:
         share = share + config.aux_loss * _imbalance(routing, config, counted, stream, kernels)
