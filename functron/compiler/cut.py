@@ -501,7 +501,7 @@ def _argument(given: Input) -> tree.Tree:
 
 
 def sliced(pieces: Sequence[Piece]) -> set[Var]:
-    """What pieces keep that can stay lists of slices: ys of scans that only scans read, as xs."""
+    """The kept values that can stay lists of slices: ys of scans that only scans read, as xs."""
     found: set[Var] = set()
     other: set[Var] = set()
     for piece in pieces:
