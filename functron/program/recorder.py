@@ -64,7 +64,7 @@ def _writes(argument) -> bool:
 
 
 class Like(NamedTuple):
-    """What of a tensor the results of an operation depend on, beside its numbers."""
+    """A tensor but for its numbers: all else of it that results of operations depend on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -108,7 +108,7 @@ def _operands(described: Any, mode: FakeTensorMode) -> Any:
 
 
 def _like(x: torch.Tensor) -> Like | None:
-    """What a result without operands' memory is like; None where that does not say all of it."""
+    """The description of a result with memory of its own; None where it leaves something out."""
     if not isinstance(x, FakeTensor) or x.constant is not None or x.layout is not torch.strided:
         return None
     like = Like(tuple(x.shape), x.stride(), x.dtype, x.fake_device)
@@ -119,9 +119,9 @@ def _like(x: torch.Tensor) -> Like | None:
 
 @functools.lru_cache(1 << 16)
 def _results(func: torch._ops.OpOverload, described: Any, dtype: torch.dtype) -> Any:
-    """What `func` returns for operands of a description: a `Like`, or a type and several.
+    """The description of the results of `func`: a `Like`, or a type and several.
 
-    None where that does not say all of it, as of results that share memory.
+    None where it leaves something out, as of results that share memory.
 
     Args:
         func: an operation that writes nothing.
