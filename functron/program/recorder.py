@@ -64,7 +64,7 @@ def _writes(argument) -> bool:
 
 
 class Like(NamedTuple):
-    """A tensor but for its numbers: all else of it that results of operations depend on."""
+    """Shape, strides, dtype and device of a tensor, on which those of results depend."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -108,7 +108,7 @@ def _operands(described: Any, mode: FakeTensorMode) -> Any:
 
 
 def _like(x: torch.Tensor) -> Like | None:
-    """The description of a result with memory of its own; None where it leaves something out."""
+    """The description of a result with memory of its own; None where it is not complete."""
     if not isinstance(x, FakeTensor) or x.constant is not None or x.layout is not torch.strided:
         return None
     like = Like(tuple(x.shape), x.stride(), x.dtype, x.fake_device)
@@ -119,9 +119,9 @@ def _like(x: torch.Tensor) -> Like | None:
 
 @functools.lru_cache(1 << 16)
 def _results(func: torch._ops.OpOverload, described: Any, dtype: torch.dtype) -> Any:
-    """The description of the results of `func`: a `Like`, or a type and several.
+    """Descriptions of the results of `func`: a `Like`, or a type and several.
 
-    None where it leaves something out, as of results that share memory.
+    None where they are not complete, as of results that share memory.
 
     Args:
         func: an operation that writes nothing.
