@@ -74,7 +74,7 @@ def kept_bytes(mesh, stream, remat):
     ],
 )
 def test_what_a_layer_keeps(monkeypatch, tp, sequence_parallel, remat, formula, scores):
-    monkeypatch.setattr(sys.modules["functron.nn.attention"], "attention", written_out)
+    monkeypatch.setattr(sys.modules["functron.nn.context"], "attention", written_out)
     stream = gpt.SEQUENCE_PARALLEL_STREAM if sequence_parallel else gpt.STREAM
     kept = kept_bytes(Mesh(tp=tp), stream, remat)
     # the paper leaves out what is smaller by the factor h: two statistics of each of two norms
@@ -86,6 +86,6 @@ def test_what_a_layer_keeps(monkeypatch, tp, sequence_parallel, remat, formula, 
 
 
 def test_selective_keeps_less_by_the_scores(monkeypatch):
-    monkeypatch.setattr(sys.modules["functron.nn.attention"], "attention", written_out)
+    monkeypatch.setattr(sys.modules["functron.nn.context"], "attention", written_out)
     none, selective = (kept_bytes(Mesh(), gpt.STREAM, remat) for remat in ("none", "selective"))
     assert 2 * AS2B <= none - selective <= 5 * AS2B
