@@ -38,7 +38,7 @@ _counts: dict[str, int] = {}  # by name, the calls in this case
 def begin(all_calls: bool) -> None:
     """Begin a case, of which each function's first calls are held, or all."""
     for function in _done:
-        del function.__no_type_check__  # type: ignore[attr-defined]
+        vars(function).pop("__no_type_check__")
     _done.clear()
     _counts.clear()
     _counts[""] = sys.maxsize if all_calls else FIRST_CALLS

@@ -705,7 +705,7 @@ def test_two_pieces_beside_each_other_hide_what_each_sends():
 
 @pytest.mark.parametrize("split", [False, True])
 def test_compiled_pieces_keep_slices_and_stack_none(split):
-    """What one piece hands to scans of the next stays as its iterations made it."""
+    """Values that one piece hands to scans of the next stay as its iterations made them."""
 
     def stage(part, params, x, batch):
         return ft.scan(lambda x, w: (x + torch.tanh(x @ w["a"]) @ w["b"], None), x, params)[0]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import P, optim
+from tests.partitioning.test_partition import sent_by
 
 MESHES = {
     "cp=2": P(None, None, "cp"),
@@ -49,14 +50,6 @@ def energy(causal: bool):
     return fn
 
 
-def sent(program) -> Counter:
-    program.check()
-    found: Counter = Counter()
-    for row in program.cost().collectives:
-        found[row.axis, row.op, row.phase] += row.sent_bytes
-    return found
-
-
 def check(mesh: ft.Mesh, spec: P, causal: bool, travel: dict[str, Any], heads: int = 4) -> None:
     """Values, gradients from inside and outside, and that no axis gathers queries."""
     args = draw(heads)
@@ -71,7 +64,7 @@ def check(mesh: ft.Mesh, spec: P, causal: bool, travel: dict[str, Any], heads: i
     close(inside(*args), wanted)
     # what a rank sends is what the rule says, which the explanation shows
     forward = Counter()
-    for (axis, _, _), size in sent(ft.trace(mapped)(*args)).items():
+    for (axis, _, _), size in sent_by(ft.trace(mapped)(*args)).items():
         forward[axis] += size
     text = mapped.explain(*args)
     assert all(f"sends {size:,} bytes over {axis!r}" in text for axis, size in forward.items())
@@ -105,7 +98,8 @@ def test_bytes(kind, forward, backward):
     spec = MESHES["cp=4"]
     mapped = ft.partition(step, ft.Mesh(cp=4), (spec,) * 3, (spec,) * 3, attention={"cp": kind})
     own = (args[1].nbytes + args[2].nbytes) // 4
-    found = {key: size for key, size in sent(ft.trace(mapped)(*args)).items() if key[1] != "psum"}
+    rows = sent_by(ft.trace(mapped)(*args))
+    found = {key: size for key, size in rows.items() if key[1] != "psum"}
     assert found == {
         ("cp", op, phase): count * own
         for phase, row in (("forward", forward), ("backward", backward))
@@ -178,7 +172,7 @@ def test_a_training_step(travel, again):
         attention={"cp": travel}, remat=again,
     )  # fmt: skip
     close(mapped(PARAMS, state, TOKENS), step(PARAMS, state, TOKENS))
-    found = sent(ft.trace(mapped)(PARAMS, state, TOKENS))
+    found = sent_by(ft.trace(mapped)(PARAMS, state, TOKENS))
     # the targets are rolled: whole sequences of integers, and nothing else, are gathered over cp
     assert found["cp", "all_gather", "forward"] == TOKENS.nbytes // 2
     own = 2 * 4 * 8 * 8 * 8 // 4  # keys and values of a rank
@@ -208,7 +202,7 @@ def test_masks_of_pairs(kind):
     step = ft.grad(total, (0, 1, 2))
     inside = ft.partition(step, mesh, specs, specs[:3], attention={"cp": kind})
     close(inside(*given), step(*given))
-    rows = sent(ft.trace(mapped)(*given))
+    rows = sent_by(ft.trace(mapped)(*given))
     assert sum(rows.values()) == (args[1].nbytes + args[2].nbytes) // 4
     for other in ("zigzag", "exchange"):
         with pytest.raises(ValueError, match=rf"has a mask, which attention=.*{other}.*not take"):

@@ -53,6 +53,16 @@ def sent_by(program) -> Counter:
     return found
 
 
+def problem(config: gpt.GPTConfig, sizes: dict[str, int]) -> tuple:
+    """A mesh, parameters and their specs, and a batch and its."""
+    mesh, defs = ft.Mesh(**sizes), gpt.defs(config)
+    params = ft.init_params(ft.random.key(0), defs)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh))
+    tokens = torch.arange(128).reshape(8, 16) * 7 % 60
+    batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
+    return mesh, params, specs, batch, {name: gpt.batch_specs()[name] for name in batch}
+
+
 # --- the program that is written by hand
 
 
@@ -101,12 +111,7 @@ FULL = [pytest.mark.full]  # each is a part of one that runs always
 )
 def test_gpt_sends_what_the_handwritten_step_sends(sizes, sequence):
     """The plain loss of one device, against the per-rank program of the same rules."""
-    mesh, defs = ft.Mesh(**sizes), gpt.defs(TINY)
-    params = ft.init_params(ft.random.key(0), defs)
-    specs = ft.param_specs(defs, gpt.rules(TINY, mesh))
-    tokens = torch.arange(128).reshape(8, 16) * 7 % 60
-    batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
-    batch_specs = {name: gpt.batch_specs()[name] for name in batch}
+    mesh, params, specs, batch, batch_specs = problem(TINY, sizes)
     options = ft.ModelOptions(context=Context("ring", "contiguous"))
     if sequence:
         options = dataclasses.replace(options, stream=SEQUENCE_PARALLEL_STREAM)
@@ -152,12 +157,7 @@ def test_tokens_are_sent_to_their_experts(sizes):
     """The one-device layer of experts: real rows are exchanged, as where it is written by hand."""
     experts = MoEConfig(num_experts=4, top_k=2, expert_dim=16, aux_loss=1e-2, shared_dim=16)
     config = dataclasses.replace(TINY, moe=experts)
-    mesh, defs = ft.Mesh(**sizes), gpt.defs(config)
-    params = ft.init_params(ft.random.key(0), defs)
-    specs = ft.param_specs(defs, gpt.rules(config, mesh))
-    tokens = torch.arange(128).reshape(8, 16) * 7 % 60
-    batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
-    batch_specs = {name: gpt.batch_specs()[name] for name in batch}
+    mesh, params, specs, batch, batch_specs = problem(config, sizes)
 
     def plain(params, batch):
         return ft.value_and_grad(lambda p: gpt.loss(config, p, batch))(params)
