@@ -396,27 +396,39 @@ def kept(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-_ORDERED_GLOO = "gloo_in_order"
+CPU_BACKEND = "gloo_in_order"
+"""The name that torch has for the backend of the groups that `cpu_backend` makes."""
 
 
-def mesh_backend(device_type: str) -> str | None:
-    """The backend for groups of many collectives at once; None where it is torch's own choice.
+def cpu_backend(
+    make: Callable[[dist.Store, int, int, timedelta], Any] | None = None,
+) -> str | None:
+    """The name of a backend for groups of CPUs that `make` makes; None where gloo is not theirs.
 
-    It is gloo with one thread per group, for collectives in the order in which they start. torch
-    gives a group two, and each writes the name of the work that it ended into the same string,
-    without a lock. Where two end at once and a name is longer than a string holds in itself (as of
-    functional all-gathers), freed memory is written to, or freed again (2.13).
+    Args:
+        make: from a store, a rank, their number and a timeout; None: `ordered_gloo`.
     """
-    if device_type != "cpu":
-        return None
     parts = (part.partition(":") for part in dist.get_backend_config().split(","))
     if {device: backend for device, _, backend in parts}.get("cpu") != "gloo":
         return None
-    dist.Backend.register_backend(_ORDERED_GLOO, _ordered_gloo, devices=["cpu"])
-    return _ORDERED_GLOO
+    dist.Backend.register_backend(CPU_BACKEND, make or ordered_gloo, devices=["cpu"])
+    return CPU_BACKEND
 
 
-def _ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def ordered_gloo(
+    store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
+) -> Any:
+    """Gloo with one thread per group, for collectives in the order in which they start.
+
+    torch gives a group two, and each writes the name of the work that it ended into the same
+    string, without a lock. Where two end at once and a name is longer than a string holds in itself
+    (as of functional all-gathers), freed memory is written to, or freed again (2.13).
+
+    Args:
+        store: at which the ranks meet.
+        rank, size: of this process among them.
+        timeout: not heeded: it is that of the default process group.
+    """
     default: Any = c10d._get_default_group()._get_backend(torch.device("cpu"))
     while hasattr(default, "wrapped_pg"):  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
         default = default.wrapped_pg
@@ -430,7 +442,7 @@ def _ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -
 
 def runs_gloo(group: dist.ProcessGroup) -> bool:
     """Whether a process group sends tensors of CPUs by gloo."""
-    return dist.get_backend(group) in ("gloo", _ORDERED_GLOO)
+    return dist.get_backend(group) in ("gloo", CPU_BACKEND)
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from functron.core import compat
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.spmd.flight import EVERYWHERE, FlightRecorder, RecordedGroup
+from functron.spmd.host import Host, can_share
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
@@ -123,6 +124,8 @@ class Mesh:
         device_type: str = "cpu",
         timeout_seconds: float | None = None,
         recorder: FlightRecorder | None = None,
+        *,
+        shared_memory: bool = True,
     ) -> BoundMesh:
         """This mesh with one process per rank: process groups from torch's DeviceMesh.
 
@@ -138,6 +141,8 @@ class Mesh:
             timeout_seconds: after which a collective over an axis gives up on ranks that do not
                 come to it; None: torch's choice, whatever that of the default process group is.
             recorder: of what this process sends over the axes; None: nobody asks.
+            shared_memory: whether processes on CPUs of one host sum, gather and scatter through
+                memory that they share (`functron.spmd.host`), not through sockets.
 
         Raises:
             ValueError: torch.distributed is not initialised, or its world size is not `size`.
@@ -157,7 +162,9 @@ class Mesh:
         if not self.axes:
             return BoundMesh(self, rank, {}, {}, device_type, recorder)
         sizes = tuple(size for _, size in self.axes)
-        backend = compat.mesh_backend(device_type)
+        backend = None
+        if device_type == "cpu":
+            backend = compat.cpu_backend(Host().group if shared_memory and can_share() else None)
         override: Any = None if backend is None else dict.fromkeys(self.axis_names, backend)
         devices = init_device_mesh(
             device_type, sizes, mesh_dim_names=self.axis_names, backend_override=override
