@@ -375,7 +375,17 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 
 
 def group(name: str) -> dist.ProcessGroup:
-    """The process group of that name."""
+    """The process group of that name, as the functions of torch.distributed take it.
+
+    They know groups that torch made. One in Python, which only functional collectives find by its
+    name, has what it stands before as `whole`.
+    """
+    found: Any = named(name)
+    return getattr(found, "whole", found)
+
+
+def named(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives find by that name."""
     key: Any = name  # a type of its own in new versions
     return c10d._resolve_process_group(key)
 
@@ -396,58 +406,56 @@ def kept(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-CPU_BACKEND = "gloo_in_order"
-"""The name that torch has for the backend of the groups that `cpu_backend` makes."""
+_ORDERED_GLOO = "gloo_in_order"
 
 
-def cpu_backend(
-    make: Callable[[dist.Store, int, int, timedelta], Any] | None = None,
-) -> str | None:
-    """The name of a backend for groups of CPUs that `make` makes; None where gloo is not theirs.
+def mesh_backend(device_type: str) -> str | None:
+    """The backend for groups of many collectives at once; None where it is torch's own choice.
 
-    Args:
-        make: from a store, a rank, their number and a timeout; None: `ordered_gloo`.
+    It is gloo with one thread per group, for collectives in the order in which they start. torch
+    gives a group two, and each writes the name of the work that it ended into the same string,
+    without a lock. Where two end at once and a name is longer than a string holds in itself (as of
+    functional all-gathers), freed memory is written to, or freed again (2.13).
     """
+    if device_type != "cpu":
+        return None
     parts = (part.partition(":") for part in dist.get_backend_config().split(","))
     if {device: backend for device, _, backend in parts}.get("cpu") != "gloo":
         return None
-    dist.Backend.register_backend(CPU_BACKEND, make or ordered_gloo, devices=["cpu"])
-    return CPU_BACKEND
+    dist.Backend.register_backend(_ORDERED_GLOO, _ordered_gloo, devices=["cpu"])
+    return _ORDERED_GLOO
 
 
-def ordered_gloo(
-    store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
-) -> Any:
-    """Gloo with one thread per group, for collectives in the order in which they start.
-
-    torch gives a group two, and each writes the name of the work that it ended into the same
-    string, without a lock. Where two end at once and a name is longer than a string holds in itself
-    (as of functional all-gathers), freed memory is written to, or freed again (2.13).
-
-    Args:
-        store: at which the ranks meet.
-        rank, size: of this process among them.
-        timeout: not heeded: it is that of the default process group.
-    """
-    default: Any = c10d._get_default_group()._get_backend(torch.device("cpu"))
-    while hasattr(default, "wrapped_pg"):  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
-        default = default.wrapped_pg
+def _ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    default = _gloo_options(c10d._get_default_group())
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = default.options._devices
-    options._timeout = default.options._timeout
+    options._devices = default._devices
+    options._timeout = default._timeout
     options._threads = 1
     return gloo(store, rank, size, options)
 
 
+def _gloo_options(group: dist.ProcessGroup) -> Any:
+    backend: Any = group._get_backend(torch.device("cpu"))
+    while hasattr(backend, "wrapped_pg"):  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    return backend.options
+
+
 def runs_gloo(group: dist.ProcessGroup) -> bool:
     """Whether a process group sends tensors of CPUs by gloo."""
-    return dist.get_backend(group) in ("gloo", CPU_BACKEND)
+    return dist.get_backend(group) in ("gloo", _ORDERED_GLOO)
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Have a group's collectives give up after so long: new groups do not take it from others."""
     c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def gloo_timeout_seconds(group: dist.ProcessGroup) -> float:
+    """After how long the collectives of a group of gloo's give up."""
+    return _gloo_options(group)._timeout.total_seconds()
 
 
 def nccl_trace() -> list[dict[str, Any]] | None:

@@ -11,12 +11,11 @@ from typing import Any, cast, get_args
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.hub import files
 from functron.hub.decoders import LACKING
-from functron.hub.encoders import BERT, LLAVA, T5, VIT
 from functron.hub.entries import LONGEST, read_entries, write_entries
+from functron.hub.families import BERT, LLAVA, MAMBA2, NEMOTRON_H, T5, VIT
 from functron.hub.format import Format, config_problems
 from functron.hub.mixtures import DECODERS
 from functron.hub.quantised import ENTRY, read_scheme
-from functron.hub.state_spaces import MAMBA2, NEMOTRON_H
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import Config, dtype_of, family_of
 

@@ -1,9 +1,10 @@
 """Collectives between the processes of one host, through memory that they share.
 
 Over sockets (gloo) every byte goes through the kernel several times, in threads that take the
-processor from the program. A `HostGroup` is a process group of gloo whose all-reduces, all-gathers
-and reduce-scatters of tensors on CPUs go through shared memory instead: each rank writes what it
-sends to a ring of its own, and reads those of the others.
+processor from the program. A `HostGroup` stands before a process group of gloo's, where functional
+collectives find it by its name. All-reduces, all-gathers and reduce-scatters of tensors on CPUs go
+through shared memory there: each rank writes what it sends to a ring of its own, and reads those of
+the others.
 
 **In lockstep.** All ranks of a group enter the same collectives in the same order, and cut them
 into the same pieces, so a piece lies at the same place of every ring. A rank tells the others how
@@ -20,7 +21,6 @@ on the ranks' processors being idle: who waits for long sleeps.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import platform
@@ -44,9 +44,6 @@ from functron.core import compat
 
 if sys.platform == "linux":
     import fcntl
-
-BACKEND = "gloo_and_memory"
-"""The name that torch has for the backend of process groups that `Host` makes."""
 
 MAX_RANKS = 8  # each reads the rings of all others
 RINGS_BYTES = 16 << 20  # of all ranks of a group
@@ -100,7 +97,7 @@ class Kind(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Elements `first` to `last` of what one rank gets from another, at bytes of an endless ring."""
+    """Elements `first` to `last` of what one rank gets from another, in an endless ring."""
 
     first: int
     last: int
@@ -196,28 +193,35 @@ def _make_file(size: int) -> str:
     return f"{nonce.hex()} {name}"
 
 
-def _join(store: dist.Store, rank: int, size: int) -> _Memory | None:
+def _join(group: dist.ProcessGroup) -> _Memory | None:
     """The memory that all ranks of a group share; None, on all, where one of them cannot.
 
     Those of another host find no file of that name, or another number in it.
+
+    Collectives: a broadcast and an all-gather of some hundred bytes.
     """
-    key = "functron/memory"
-    if rank == 0:
-        store.set(key, _make_file(size))
-    nonce, _, name = store.get(key).decode().partition(" ")
-    memory = None
-    if name:
-        with contextlib.suppress(OSError):
-            file = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-            if os.pread(file, 7, 0).hex() == nonce:
-                memory = _Memory(file, rank, size, _ring_bytes(size))
-            else:
-                os.close(file)
-    store.set(f"{key}/{rank}", "no" if memory is None else "yes")
-    everyone = all(store.get(f"{key}/{other}") == b"yes" for other in range(size))
-    if rank == 0 and name:
-        os.unlink(name)  # it lasts as long as somebody has it open
-    return memory if everyone else None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    names: list[Any] = [_make_file(size) if rank == 0 else ""]
+    dist.broadcast_object_list(names, group=group, group_src=0)
+    memory = _open(names[0], rank, size)
+    joined: list[Any] = [None] * size
+    dist.all_gather_object(joined, memory is not None, group=group)
+    if rank == 0 and names[0]:
+        os.unlink(names[0].partition(" ")[2])  # it lasts as long as somebody has it open
+    return memory if all(joined) else None
+
+
+def _open(made: str, rank: int, size: int) -> _Memory | None:
+    """The memory in the file that `_make_file` made, if this process sees the same one."""
+    nonce, _, name = made.partition(" ")
+    try:
+        file = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if os.pread(file, 7, 0).hex() != nonce:
+        os.close(file)
+        return None
+    return _Memory(file, rank, size, _ring_bytes(size))
 
 
 # --- the collectives
@@ -439,92 +443,120 @@ def _aligned(length: int) -> int:
 
 
 class HostWork(dist._Work):
-    """Collectives through shared memory that are under way."""
+    """Collectives through shared memory that are under way.
 
-    def __init__(self, group: HostGroup, entered: Sequence[_Entered]):
+    Args:
+        lockstep: of the group.
+        host: of this process.
+        entered: what was entered.
+        seconds: that other ranks have to come.
+    """
+
+    def __init__(
+        self, lockstep: _Lockstep, host: Host, entered: Sequence[_Entered], seconds: float
+    ):
         super().__init__()
-        self._group, self._entered = group, entered
+        self._lockstep, self._host, self._entered = lockstep, host, entered
+        self._seconds = seconds
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for their end."""
         for entered in self._entered:
-            self._group.wait_for(entered, timeout)
+            seconds = timeout.total_seconds() if timeout else self._seconds
+            self._lockstep.wait(entered, self._host, seconds)
         return True
 
     def is_completed(self) -> bool:
         """Whether they have ended."""
-        self._group.lockstep.go_on()
+        self._lockstep.go_on()
         return all(entered.done or entered.error is not None for entered in self._entered)
 
 
 class HostGroup(dist.ProcessGroup):
-    """A process group of gloo whose sums, gathers and scatters go through shared memory.
+    """A process group whose sums, gathers and scatters go through shared memory.
 
     Args:
-        gloo: does everything else.
+        group: of gloo, of the same ranks: it does everything else.
         memory: that the ranks share.
         host: of this process.
     """
 
-    def __init__(self, gloo: Any, memory: _Memory, host: Host):
-        given: tuple[Any, ...] = (memory.rank, memory.size)
-        super().__init__(*given)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._set_default_backend(kind)
-        self._register_backend(torch.device("cpu"), kind, gloo)
-        self._gloo, self._host, self.lockstep = gloo, host, _Lockstep(memory)
+    def __init__(self, group: dist.ProcessGroup, memory: _Memory, host: Host):
+        rank_and_size: tuple[Any, ...] = (memory.rank, memory.size)
+        super().__init__(*rank_and_size)
+        self._whole, self._host = weakref.ref(group), host
+        self.lockstep: _Lockstep | None = _Lockstep(memory)
         host.groups.add(self.lockstep)
+        # who parts from the others lets the memory go, by which they find out
+        weakref.finalize(group, HostGroup.close, self).atexit = False
+
+    @property
+    def whole(self) -> Any:
+        """The process group that this one stands before."""
+        return self._whole()
+
+    def close(self) -> None:
+        """Take part no more."""
+        self.lockstep = None
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         """The name that torch has for it."""
-        return BACKEND
-
-    def wait_for(self, entered: _Entered, timeout: timedelta) -> None:
-        """Return when a collective has ended."""
-        given = timeout or self._gloo.options._timeout
-        self.lockstep.wait(entered, self._host, given.total_seconds())
+        return "memory"
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """A sum, maximum or minimum, in place."""
         op = _REDUCTIONS.get(opts.reduceOp.op.name)
         if op is None or not _fit(tensors):
-            return super().allreduce(tensors, opts)
-        return HostWork(self, [self._enter(op, x, x) for x in tensors])
+            return self.whole.allreduce(tensors, opts)
+        return self._enter([(op, x, x) for x in tensors])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
         """Several at once."""
         op = _REDUCTIONS.get(opts.reduceOp.op.name)
         if op is None or not _fit(tensors):
-            return super().allreduce_coalesced(tensors, opts)
-        return HostWork(self, [self._enter(op, x, x) for x in tensors])
+            return self.whole.allreduce_coalesced(tensors, opts)
+        return self._enter([(op, x, x) for x in tensors])
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
         """All ranks' tensors, on all."""
         if not _fit(inputs):
-            return super().allgather_into_tensor_coalesced(outputs, inputs, *opts)
-        rows = zip(outputs, inputs, strict=True)
-        return HostWork(self, [self._enter("all_gather", *row) for row in rows])
+            return self.whole.allgather_into_tensor_coalesced(outputs, inputs, *opts)
+        return self._enter([("all_gather", *row) for row in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
         """A part of a sum for each."""
         if not _fit(inputs) or opts[0].reduceOp.op.name != "SUM":
-            return super().reduce_scatter_tensor_coalesced(outputs, inputs, *opts)
-        rows = zip(outputs, inputs, strict=True)
-        return HostWork(self, [self._enter("psum_scatter", *row) for row in rows])
+            return self.whole.reduce_scatter_tensor_coalesced(outputs, inputs, *opts)
+        return self._enter([("psum_scatter", *row) for row in zip(outputs, inputs, strict=True)])
 
-    def _enter(self, op: str, output: torch.Tensor, operand: torch.Tensor) -> _Entered:
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        """One rank's tensors, on all."""
+        return self.whole.broadcast(tensors, opts)
+
+    def alltoall_base(self, output: Any, operand: Any, receives: Any, sends: Any, opts: Any) -> Any:
+        """A part of each rank's tensor for each; how much may differ by rank."""
+        return self.whole.alltoall_base(output, operand, receives, sends, opts)
+
+    def _enter(self, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> HostWork:
+        if self.lockstep is None:
+            raise HostError("this process has left the group")
+        entered = [self._entered(*row) for row in rows]
+        for each in entered:
+            self.lockstep.enter(each)
+        seconds = compat.gloo_timeout_seconds(self.whole)
+        return HostWork(self.lockstep, self._host, entered, seconds)
+
+    def _entered(self, op: str, output: torch.Tensor, operand: torch.Tensor) -> _Entered:
         size, operand = self.size(), operand.detach().contiguous()
         into = output.detach().contiguous()  # in a row, if not of the output's memory
         numel = operand.numel() // size if op == "psum_scatter" else operand.numel()
         rows = (size, numel)
-        entered = _Entered(
+        return _Entered(
             Kind(op, operand.dtype, numel),
             into.view(rows) if op == "all_gather" else into.view(-1),
             operand.view(rows) if op == "psum_scatter" else operand.view(-1),
             None if output.is_contiguous() else output.detach(),
         )
-        self.lockstep.enter(entered)
-        return entered
 
 
 _REDUCTIONS = {"SUM": "psum", "MAX": "pmax", "MIN": "pmin"}
@@ -535,7 +567,7 @@ def _fit(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class Host:
-    """The groups of a mesh of which one process takes part, as torch's backend makes them.
+    """The groups of a mesh that one process takes part in.
 
     Who waits in one group goes on with what was entered in the others, so that ranks may wait for
     collectives over different axes in different orders, as over sockets.
@@ -546,20 +578,19 @@ class Host:
 
     def go_on(self, but: _Lockstep) -> bool:
         """Write and read what can be of other groups; whether that was anything."""
-        return any([group.go_on() for group in self.groups if group is not but])
+        moved = False
+        for group in self.groups:
+            moved |= group is not but and group.go_on()
+        return moved
 
-    def group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """A process group of these ranks: a `HostGroup` where they share a host, else gloo."""
-        gloo = compat.ordered_gloo(store, rank, size)
-        if not 1 < size <= MAX_RANKS:
-            return gloo
-        memory = _join(store, rank, size)
-        return gloo if memory is None else HostGroup(gloo, memory, self)
+    def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A `HostGroup` of the same ranks, where all of them share this host; else `group`.
 
-
-def can_share() -> bool:
-    """Whether processes of this system can have a `Host`.
-
-    On Linux, by processors of x86: others may show a piece to be written before what is in it.
-    """
-    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+        On Linux and processors of x86 alone: others may show that a piece is written before what is
+        in it.
+        """
+        here = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+        if not here or not compat.runs_gloo(group) or not 1 < group.size() <= MAX_RANKS:
+            return group
+        memory = _join(group)
+        return group if memory is None else compat.kept(HostGroup(group, memory, self))

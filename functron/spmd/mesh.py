@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from functron.core import compat
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.spmd.flight import EVERYWHERE, FlightRecorder, RecordedGroup
-from functron.spmd.host import Host, can_share
+from functron.spmd.host import Host
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
@@ -162,24 +162,24 @@ class Mesh:
         if not self.axes:
             return BoundMesh(self, rank, {}, {}, device_type, recorder)
         sizes = tuple(size for _, size in self.axes)
-        backend = None
-        if device_type == "cpu":
-            backend = compat.cpu_backend(Host().group if shared_memory and can_share() else None)
+        backend = compat.mesh_backend(device_type)
         override: Any = None if backend is None else dict.fromkeys(self.axis_names, backend)
         devices = init_device_mesh(
             device_type, sizes, mesh_dim_names=self.axis_names, backend_override=override
         )
-        groups = {}
+        groups, host = {}, Host() if shared_memory and device_type == "cpu" else None
         for name in self.axis_names:
+            group = devices.get_group(name)
             # torch's own names differ by rank, and compiled programs must not
             groups[name] = f"functron:{device_type}:{self}:{name}"
-            compat.name_group(groups[name], devices.get_group(name))
             if timeout_seconds is not None:
-                compat.set_group_timeout(devices.get_group(name), timeout_seconds)
-            dist.all_reduce(torch.zeros(1, device=device_type), group=devices.get_group(name))
+                compat.set_group_timeout(group, timeout_seconds)
+            dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+            used = group if host is None else host.group(group)
+            compat.name_group(groups[name], used)
             if recorder is not None:
-                recorder.ranks[name] = tuple(dist.get_process_group_ranks(devices.get_group(name)))
-                recorded = RecordedGroup(devices.get_group(name), name, recorder)
+                recorder.ranks[name] = tuple(dist.get_process_group_ranks(group))
+                recorded = RecordedGroup(used, name, recorder)
                 compat.name_group(_recorded(groups[name]), compat.kept(recorded))
         return BoundMesh(self, rank, self.coordinate(rank), groups, device_type, recorder)
 

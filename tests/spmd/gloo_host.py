@@ -1,0 +1,125 @@
+"""Run by test_host.py under torchrun with 4 processes: collectives through shared memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from functron import Mesh
+from functron.core import compat
+from functron.spmd import host
+
+_c10d = torch.ops._c10d_functional
+wait = _c10d.wait_tensor
+REDUCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def operands(numel, dtype, ranks):
+    generator = torch.Generator().manual_seed(numel)
+    return [(torch.randn(numel, generator=generator) * 10).to(dtype) for _ in range(ranks)]
+
+
+def check_values(mesh):
+    """Collectives of all ranks' operands, added in the order of ranks, to the bit.
+
+    The longest are of more pieces than a ring has room for.
+    """
+    for bound, axis in ((mesh, "dp"), (mesh, "tp"), (Mesh(fsdp=4).bind(), "fsdp")):
+        name, ranks, me = bound.groups[axis], bound[axis], bound.coordinate[axis]
+        assert isinstance(compat.named(name), host.HostGroup)
+        for numel in (4, 516, 2_500_000):
+            for dtype in host._DTYPES if numel < 1000 else (torch.float32,):
+                every = operands(numel, dtype, ranks)
+                mine = every[me]
+                for operation in REDUCTIONS if numel < 1000 else ("sum",):
+                    got = wait(_c10d.all_reduce(mine, operation, name))
+                    want = reduce(REDUCTIONS[operation], every)
+                    torch.testing.assert_close(got, want, rtol=0, atol=0)
+                got = wait(_c10d.all_gather_into_tensor(mine, ranks, name))
+                torch.testing.assert_close(got, torch.cat(every), rtol=0, atol=0)
+                got = wait(_c10d.reduce_scatter_tensor(mine, "sum", ranks, name))
+                want = reduce(torch.add, every).chunk(ranks)[me]
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def check_layouts(mesh):
+    """Operands and results that do not lie in a row, and empty ones."""
+    name, rank = mesh.groups["dp"], mesh.coordinate["dp"]
+    x = torch.arange(12.0).view(3, 4)
+    got = wait(_c10d.all_reduce((x * (rank + 1)).T, "sum", name))
+    torch.testing.assert_close(got, 3 * x.T)
+    y = (x * (rank + 1)).T
+    wait(_c10d.all_reduce_(y, "sum", name))
+    torch.testing.assert_close(y, 3 * x.T)
+    assert wait(_c10d.all_reduce(torch.ones(0), "sum", name)).shape == (0,)
+
+
+def check_others(mesh):
+    """Gloo does what does not go through memory."""
+    name, rank = mesh.groups["dp"], mesh.coordinate["dp"]
+    group = compat.group(name)
+    assert wait(_c10d.all_reduce(torch.tensor([rank == 1]), "max", name)).item()
+    got = wait(_c10d.all_to_all_single(torch.arange(2.0) + 10 * rank, [1, 1], [1, 1], name))
+    assert got.tolist() == [rank, 10 + rank]
+    assert wait(_c10d.broadcast(torch.full((2,), rank), 0, name)).tolist() == [0, 0]
+    found = [None, None]
+    dist.all_gather_object(found, f"of {rank}", group=group)
+    assert found == ["of 0", "of 1"]
+
+
+def check_orders(mesh):
+    """Ranks wait for axes in different orders, with more under way than rings have room for."""
+    x = torch.arange(2_000_000, dtype=torch.float32)
+    begun = {
+        axis: [_c10d.all_reduce(x + i, "sum", mesh.groups[axis]) for i in range(3)]
+        for axis in ("dp", "tp")
+    }
+    for axis in ("dp", "tp") if mesh.rank in (0, 3) else ("tp", "dp"):
+        for i, value in enumerate(begun[axis]):
+            assert torch.equal(wait(value), 2 * (x + i))
+
+
+def check_mismatch(mesh):
+    """Ranks that are in different collectives are told both."""
+    if mesh.coordinate["dp"] == 0:
+        return
+    name, me = mesh.groups["tp"], mesh.coordinate["tp"]
+    kinds = ["psum of 6 x float32", "psum of 8 x float32"]
+    with pytest.raises(host.HostError) as told:
+        wait(_c10d.all_reduce(torch.ones(6 + 2 * me), "sum", name))
+    want = f"rank {me} of the axis is in {kinds[me]}, rank {1 - me} in {kinds[1 - me]}"
+    assert str(told.value) == want
+    with pytest.raises(host.HostError):  # for good
+        wait(_c10d.all_reduce(torch.ones(2), "sum", name))
+
+
+def check_late(mesh):
+    """Who does not come in time is named, and so is who has ended."""
+    mesh = Mesh(dp=4).bind(timeout_seconds=1.0)
+    name = mesh.groups["dp"]
+    if mesh.rank in (1, 2):
+        time.sleep(2.5)
+        os._exit(0)
+    if mesh.rank == 3:
+        time.sleep(3.5)
+    begun = time.monotonic()
+    with pytest.raises(host.HostError) as told:
+        wait(_c10d.all_reduce(torch.ones(5), "sum", name))
+    late = ["ranks 1, 2, 3 did not come to psum of 5 x float32 for 1 s"]
+    late.append("ranks 1, 2 of the axis ended before psum of 5 x float32")
+    assert str(told.value) == late[mesh.rank == 3]
+    assert mesh.rank == 0 or time.monotonic() - begun < 0.9
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    both = Mesh(dp=2, tp=2).bind()
+    for check in sys.argv[1:]:
+        globals()[f"check_{check}"](both)
+        print(f"{check} on {both.rank}: ok", flush=True)
