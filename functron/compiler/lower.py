@@ -77,13 +77,8 @@ LIBRARY.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 torch.library.register_fake("functron::mm_into", lambda out, a, b: None, lib=LIBRARY)
 
 
-def _mm_wide(a, b):
-    """a b by oneDNN, which takes both as they lie: b as the transpose of a layer's weight."""
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-
-
 LIBRARY.define("mm_wide(Tensor a, Tensor b) -> Tensor")
-LIBRARY.impl("mm_wide", _mm_wide, "CompositeExplicitAutograd")
+LIBRARY.impl("mm_wide", compat.wide_product, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "functron::mm_wide", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=LIBRARY
 )
@@ -285,27 +280,8 @@ def _is_long(equation: Equation) -> bool:
     )
 
 
-_WIDE = 1 << 26  # FLOPs from which a product gains more than calling another library costs
-
-
 def _is_wide(equation: Equation) -> bool:
-    """Whether this is a product of float32 matrices on a CPU that oneDNN computes faster than MKL.
-
-    MKL keeps to vectors of 256 bits on AMD's processors. oneDNN takes 512 wherever there are any,
-    and is 6% to 15% faster, unless it has to copy the first factor: that must lie row by row.
-    """
-    if equation.op is not _aten.mm.default or not torch.backends.mkldnn.is_available():
-        return False
-    a, b = equation.operands
-    rows, inner = a.shape
-    return (
-        a.device.type == "cpu"
-        and a.dtype == torch.float32
-        and a.stride == (inner, 1)
-        and sorted(b.stride) == sorted((1, b.shape[b.stride[0] != 1]))
-        and 2 * rows * inner * b.shape[1] >= _WIDE
-        and "AVX512" in torch.backends.cpu.get_cpu_capability()
-    )
+    return equation.op is _aten.mm.default and compat.is_wide(*equation.operands)
 
 
 def _laid_out(graph: fx.Graph, x: fx.Node, like: Var) -> fx.Node:

@@ -203,6 +203,22 @@ class _Product(Function):
         return _Product.apply(x, w), 0
 
 
+class _WideProduct(torch.autograd.Function):
+    """x w of matrices that oneDNN multiplies faster than MKL, for torch's tape."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return compat.wide_product(x, w)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        (dy,), (x, w) = cotangents, ctx.saved_tensors
+        dx = product(dy, w.mT) if ctx.needs_input_grad[0] else None
+        dw = product(x.mT, dy) if ctx.needs_input_grad[1] else None
+        return dx, dw
+
+
 def _summed_like(grad: Any, like: torch.Tensor) -> Any:
     """The cotangent of what was one matrix for many."""
     return grad if grad is None or grad.shape == like.shape else grad.sum_to_size(like.shape)
@@ -220,7 +236,11 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     a = x.permute(*order, -2, -1).reshape(many, -1, k)
     b = w.permute(*order, -2, -1).reshape(count, many, k, m)
     if many == 1:
-        y = torch.bmm(a.expand(count, -1, -1), b.squeeze(1)) if count > 1 else a[0] @ b[0, 0]
+        y = (
+            torch.bmm(a.expand(count, -1, -1), b.squeeze(1))
+            if count > 1
+            else _matrices(a[0], b[0, 0])
+        )
     elif count == 1:
         y = torch.bmm(a, b[0])
     elif compat.dispatch_modes_active():  # which have no operations that write into others
@@ -235,6 +255,11 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y.permute(*back, -2, -1)
 
 
+def _matrices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    wide = compat.is_wide(x, w) and compat.unseen(x) and not torch.is_grad_enabled()
+    return compat.wide_product(x, w) if wide else x @ w
+
+
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """``x @ w`` of a matrix w; of simulated ranks with as few products and copies as there can be.
 
@@ -243,7 +268,11 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         w: ``[inputs, outputs]``.
     """
     if not any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
-        return x @ w
+        rows = x.reshape(-1, x.shape[-1]) if x.is_contiguous() else x
+        if not (compat.is_wide(rows, w) and compat.unseen(x) and compat.unseen(w)):
+            return x @ w
+        wide: Any = _WideProduct.apply(rows, w)
+        return wide.view(*x.shape[:-1], w.shape[-1])
     made: Any = _Product.apply(x.reshape(-1, x.shape[-1]), w)
     return made.view(*x.shape[:-1], w.shape[-1])
 
