@@ -74,6 +74,15 @@ ROWS = {
     "simulated": Row("functron simulated", ("functron eager",), 0.7, ranks=1),
     "checkpoint": Row("functron checkpoint", ("torch checkpoint",)),
     "pp-balanced": Row("functron pp balanced", ("torch pp balanced",), 1.15, usual=False),
+    **{
+        f"{axis}-sockets": Row(f"functron {words} sockets", peers, usual=False)
+        for axis, words, peers in (
+            ("dp", "dp", ("DDP",)),
+            ("fsdp", "fsdp", ("FSDP2",)),
+            ("tp", "tp", ("Megatron-core tp", "DTensor tp")),
+            ("sp", "tp sp", ("Megatron-core tp", "Megatron-core tp sp", "DTensor tp sp")),
+        )
+    },
     "dp-eager": Row("functron dp eager", ("DDP eager",), usual=False),
     "fsdp-keep": Row("functron fsdp keep", ("FSDP2 keep",), usual=False),
     "fsdp-eager": Row("functron fsdp eager", ("FSDP2 eager",), usual=False),

@@ -73,13 +73,17 @@ def _stepping(train: Callable, state: ft.State, batch: dict) -> Step:
 
 
 def named_step(words: list[str], c: gpt.GPTConfig, batch: dict) -> Step:
-    """The step that words name: of an axis, "sp", "keep", "eager", "simulated", "unrolled"."""
+    """The step that words name: of an axis, "sp", "keep", "eager", "simulated", "unrolled".
+
+    Processes send by memory that they share, and by gloo alone with "sockets".
+    """
     if "pp" in words:
         schedule = ft.pipeline.make("1f1b", 2, batch["tokens"].shape[0])
         compile_with = None if "eager" in words else {}
         return pipelined_step(c, batch, schedule, compile_with, "balanced" in words)[0]
     axis = next((word for word in words if word in ("dp", "fsdp", "tp")), None)
-    mesh = Mesh(**{axis: 2}).bind() if axis else Mesh()
+    shared = "sockets" not in words
+    mesh = Mesh(**{axis: 2}).bind(shared_memory=shared) if axis else Mesh()
     if "simulated" in words:
         mesh = Mesh(dp=2, tp=2)
     options: dict[str, Any] = {"regather": "keep" not in words}

@@ -3,8 +3,9 @@
 `Mesh` names the axes and `P` splits values over them; `shard_map` runs a per-rank program on all
 ranks, which communicate by `collectives` (``functron.lax``). Below these: `axes` (what an axis name
 means where a program runs), `primitives` (collectives with derivatives and vmap rules), `simulate`
-(all ranks in one process), `flight` (what a process entered and left) and `ragged` (all-to-all of
-as many rows as there are). `params` says what parameters are, before any exists.
+(all ranks in one process), `host` (collectives through the memory of one machine), `flight` (what a
+process entered and left) and `ragged` (all-to-all of as many rows as there are). `params` says what
+parameters are, before any exists.
 """
 
 from functron.spmd import collectives

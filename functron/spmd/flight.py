@@ -306,12 +306,12 @@ class RecordedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """A sum, maximum or minimum."""
         work = lambda: self._group.allreduce(tensors, opts)  # noqa: E731
-        return self._under_way(_reductions(opts), tensors[0], work)
+        return self._under_way(reduction(opts), tensors[0], work)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
         """Several at once."""
         work = lambda: self._group.allreduce_coalesced(tensors, opts)  # noqa: E731
-        return self._under_way(_reductions(opts), tensors[0], work)
+        return self._under_way(reduction(opts), tensors[0], work)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """One rank's tensors, on all."""
@@ -334,9 +334,10 @@ class RecordedGroup(dist.ProcessGroup):
         return self._under_way("all_to_all", operand, work)
 
 
-def _reductions(opts: Any) -> str:
-    operation = str(opts.reduceOp).rpartition(".")[2].lower()
-    return {"max": "pmax", "min": "pmin"}.get(operation, "psum")
+def reduction(opts: Any) -> str:
+    """The reduction that options of torch's ask for, as `functron.lax` names it if it has it."""
+    name = opts.reduceOp.op.name.lower()
+    return {"sum": "psum", "max": "pmax", "min": "pmin"}.get(name, name)
 
 
 # --- on GPUs

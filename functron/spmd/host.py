@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from functron.core import compat
+from functron.spmd.flight import reduction
 
 if sys.platform == "linux":
     import fcntl
@@ -505,15 +506,15 @@ class HostGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """A sum, maximum or minimum, in place."""
-        op = _REDUCTIONS.get(opts.reduceOp.op.name)
-        if op is None or not _fit(tensors):
+        op = reduction(opts)
+        if op not in _COMBINE or not _fit(tensors):
             return self.whole.allreduce(tensors, opts)
         return self._enter([(op, x, x) for x in tensors])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
         """Several at once."""
-        op = _REDUCTIONS.get(opts.reduceOp.op.name)
-        if op is None or not _fit(tensors):
+        op = reduction(opts)
+        if op not in _COMBINE or not _fit(tensors):
             return self.whole.allreduce_coalesced(tensors, opts)
         return self._enter([(op, x, x) for x in tensors])
 
@@ -525,7 +526,7 @@ class HostGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
         """A part of a sum for each."""
-        if not _fit(inputs) or opts[0].reduceOp.op.name != "SUM":
+        if not _fit(inputs) or reduction(opts[0]) != "psum":
             return self.whole.reduce_scatter_tensor_coalesced(outputs, inputs, *opts)
         return self._enter([("psum_scatter", *row) for row in zip(outputs, inputs, strict=True)])
 
@@ -557,9 +558,6 @@ class HostGroup(dist.ProcessGroup):
             operand.view(rows) if op == "psum_scatter" else operand.view(-1),
             None if output.is_contiguous() else output.detach(),
         )
-
-
-_REDUCTIONS = {"SUM": "psum", "MAX": "pmax", "MIN": "pmin"}
 
 
 def _fit(tensors: Sequence[torch.Tensor]) -> bool:

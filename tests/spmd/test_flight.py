@@ -48,6 +48,11 @@ compiled(w, x)
 recorder.begin(2)
 compiled(w, x)
 jitted = [recorder.kinds[number] for number in recorder.sequence]
+most = ft.jit(ft.shard_map(lambda x: lax.pmax(x.sum(), "dp"), mesh, P("dp"), P(), check=False))
+recorder.begin(3)
+most(x)
+kinds = [recorder.kinds[number] for number in recorder.sequence]
+assert [kind.op for kind in kinds if kind.dtype == "float32"] == ["pmax"], kinds
 plain = ft.shard_map(two, ft.Mesh(dp=2, tp=2).bind(), in_specs=specs, out_specs=P(), check=False)
 torch.testing.assert_close(compiled(w, x), plain(w, x))
 if dist.get_rank() == 1:
