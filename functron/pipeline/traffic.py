@@ -22,6 +22,7 @@ from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Action
 from functron.spmd.axes import StageAxis
 from functron.spmd.collectives import psum_stages
+from functron.spmd.host import HostGroup
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class Post:
         self.axis, self.recorder = stages.name, stages.recorder
         self.device = device
         self.batched = not compat.runs_gloo(self.group)  # which has no batches
+        known = compat.named(stages.group)
+        self.host = known if isinstance(known, HostGroup) else None
         self.waiting: list[tuple[torch.Tensor, int, Arriving | None]] = []
         self.leaving: list[tuple[dist.Work, torch.Tensor, int]] = []
 
@@ -149,6 +152,11 @@ class Post:
                 arriving.works.append(work)
 
     def _begin(self, rows: list[tuple[torch.Tensor, int, Arriving | None]]) -> list[Any]:
+        if self.host is not None:
+            ways = (
+                (self.rank, p) if arriving is None else (p, self.rank) for _, p, arriving in rows
+            )
+            return [self.host.transfer(row[0], *way) for row, way in zip(rows, ways, strict=True)]
         calls = [
             (dist.isend if arriving is None else dist.irecv, tensor, peer)
             for tensor, peer, arriving in rows

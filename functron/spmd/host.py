@@ -11,9 +11,12 @@ into the same pieces, so a piece lies at the same place of every ring. A rank te
 many pieces it has written and how many it has read, and with each piece which collective it is part
 of: ranks that enter different ones find out, and none adds up numbers that do not belong together.
 
-**Nothing runs in the background.** To enter a collective is to write as many pieces as there is
-room for; waiting for it reads and adds up, and writes the rest. Both work on whatever was entered
-before as well, in order.
+**In the program's own thread.** To enter a collective is to write as many pieces as there is room
+for; waiting for it reads and adds up, and writes the rest. Both work on whatever was entered before
+as well, in order. A thread looks fifty times a second whether there is something to go on with, so
+that no rank depends on where another one waits.
+
+Transfers from one rank to another go the same way, through a ring of the two.
 
 Sums are taken in the order of ranks, and are the same bits on all of them. Nothing of this depends
 on the ranks' processors being idle: who waits for long sleeps.
@@ -47,18 +50,20 @@ if sys.platform == "linux":
     import fcntl
 
 MAX_RANKS = 8  # each reads the rings of all others
-RINGS_BYTES = 16 << 20  # of all ranks of a group
-_MAX_PIECES = 256  # in a ring
+RINGS_BYTES = 16 << 20  # for collectives, of all ranks of a group
+CHANNELS_BYTES = 4 << 20  # for transfers between two, of all pairs
+_MAX_PIECES = 64  # in a ring
 _ALIGN = 64  # bytes, a line of the cache
 _FOLDER = Path("/dev/shm")
 _YIELDS = 200  # before a rank that waits sleeps
 _SLEEP_SECONDS, _LOOK_SECONDS = 5e-5, 0.2
+_BUSY_SECONDS, _MOVED_SECONDS = 2e-2, 1e-3  # between looks of a thread beside the program
 
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 )  # fmt: skip
-_OPS = ("psum", "pmax", "pmin", "all_gather", "psum_scatter")
+_OPS = ("psum", "pmax", "pmin", "all_gather", "psum_scatter", "send")
 _COMBINE: dict[str, Any] = {
     "psum": torch.add,
     "pmax": torch.maximum,
@@ -105,39 +110,74 @@ class _Piece(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def length(self) -> int:
+        return self.last - self.first
+
 
 # --- the memory
 
 
-class _Memory:
-    """What the ranks of a group share: a ring for each, and counters.
+class _Rings:
+    """Rings in shared memory, and the counters of the ranks that write and read them.
 
     Attributes:
-        file: descriptor, whose bytes `rank` a process has locked for as long as it takes part.
         written, read: by rank, pieces so far.
-        kinds: by rank, of the last pieces that it wrote.
+        kinds: by ring, of the last pieces that were written to it.
         ring_bytes: the size of a ring.
     """
 
-    def __init__(self, file: int, rank: int, size: int, ring_bytes: int):
-        self.file, self.rank, self.size, self.ring_bytes = file, rank, size, ring_bytes
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        self._map = mmap.mmap(file, _file_bytes(size, ring_bytes))
-        numbers = memoryview(self._map).cast("q")
-        lines = numbers[_NONCE : _NONCE + 16 * size]
-        self.written, self.read = lines[::16], lines[8::16]
-        self.kinds = numbers[_NONCE + 16 * size : _head(size) // 8]
-        self._bytes = torch.frombuffer(
-            self._map, dtype=torch.uint8, count=size * ring_bytes, offset=_head(size)
-        ).view(size, ring_bytes)
-        self._rings: dict[torch.dtype, list[torch.Tensor]] = {}
+    def __init__(self, memory: mmap.mmap, at: int, num_ranks: int, num_rings: int, ring_bytes: int):
+        numbers = memoryview(memory).cast("q")[at // 8 :]
+        counters = 2 * _LINE * num_ranks
+        self.written, self.read = numbers[:counters:_LINE][::2], numbers[:counters:_LINE][1::2]
+        self.kinds = numbers[counters : counters + _MAX_PIECES * num_rings]
+        self.ring_bytes = ring_bytes
+        at += self.head_bytes(num_ranks, num_rings)
+        count = num_rings * ring_bytes
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=at)
+        self._bytes, self._views = flat.view(num_rings, ring_bytes), {}
 
-    def rings(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """By rank its ring, as elements of `dtype`."""
-        found = self._rings.get(dtype)
+    @staticmethod
+    def head_bytes(num_ranks: int, num_rings: int) -> int:
+        """The size of what lies before the rings."""
+        numbers = 2 * _LINE * num_ranks + _MAX_PIECES * num_rings
+        return -(-8 * numbers // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def of(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The rings, as elements of `dtype`."""
+        found = self._views.get(dtype)
         if found is None:
-            found = self._rings[dtype] = list(self._bytes.view(dtype))
+            found = self._views[dtype] = list(self._bytes.view(dtype))
         return found
+
+
+_LINE = 8  # numbers to a line of the cache: nobody waits for a line that another one writes
+
+
+class _Memory:
+    """A file in memory, which the ranks of a group share.
+
+    A number by which its ranks know it, rings for collectives, one for each rank, and a ring for
+    transfers of each pair.
+
+    Attributes:
+        rank, size: of this process in the group.
+        rings: for collectives.
+    """
+
+    def __init__(self, file: int, rank: int, size: int):
+        self._file, self.rank, self.size = file, rank, size
+        # a process has its byte locked for as long as it takes part, however it ends
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        self._map = mmap.mmap(file, _file_bytes(size))
+        self.rings = _Rings(self._map, mmap.PAGESIZE, size, size, _ring_bytes(size))
+
+    def channel(self, source: int, target: int) -> _Rings:
+        """The ring for transfers from one rank to another."""
+        number = source * (self.size - 1) + target - (target > source)
+        at = _channels_at(self.size) + number * _channel_bytes(self.size)
+        return _Rings(self._map, at, 2, 1, _channel_ring_bytes(self.size))
 
     def ended(self) -> list[int]:
         """The other ranks whose processes take part no more."""
@@ -145,31 +185,34 @@ class _Memory:
 
     def _is_free(self, rank: int) -> bool:
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
         except OSError:
             return False
-        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
 
     def __del__(self) -> None:
-        os.close(self.file)
-
-
-_NONCE = 8  # numbers before the counters, of which the first is drawn by the one who made the file
-
-
-def _head(size: int) -> int:
-    """Bytes before the rings."""
-    numbers = _NONCE + 16 * size + _MAX_PIECES * size
-    return -(-8 * numbers // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _file_bytes(size: int, ring_bytes: int) -> int:
-    return _head(size) + size * ring_bytes
+        os.close(self._file)
 
 
 def _ring_bytes(size: int) -> int:
     return RINGS_BYTES // size // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _channels_at(size: int) -> int:
+    return mmap.PAGESIZE + _Rings.head_bytes(size, size) + size * _ring_bytes(size)
+
+
+def _channel_ring_bytes(size: int) -> int:
+    return CHANNELS_BYTES // (size * (size - 1)) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _channel_bytes(size: int) -> int:
+    return _Rings.head_bytes(2, 1) + _channel_ring_bytes(size)
+
+
+def _file_bytes(size: int) -> int:
+    return _channels_at(size) + size * (size - 1) * _channel_bytes(size)
 
 
 def _make_file(size: int) -> str:
@@ -183,7 +226,7 @@ def _make_file(size: int) -> str:
     except OSError:
         return ""
     try:
-        os.posix_fallocate(file, 0, _file_bytes(size, _ring_bytes(size)))
+        os.posix_fallocate(file, 0, _file_bytes(size))
         nonce = secrets.token_bytes(7)
         os.pwrite(file, nonce, 0)
     except OSError:
@@ -222,15 +265,15 @@ def _open(made: str, rank: int, size: int) -> _Memory | None:
     if os.pread(file, 7, 0).hex() != nonce:
         os.close(file)
         return None
-    return _Memory(file, rank, size, _ring_bytes(size))
+    return _Memory(file, rank, size)
 
 
-# --- the collectives
+# --- collectives and transfers
 
 
 @dataclass(eq=False)
 class _Entered:
-    """A collective that was entered.
+    """A collective or a transfer that was entered.
 
     Attributes:
         kind: that its ranks have in common.
@@ -239,29 +282,44 @@ class _Entered:
         output: that gets the result at the end, where `into` is none of its memory.
         pieces: that it is cut into.
         written, read: how many of them were.
+        done: whether this rank has no more to do with it.
         error: that it ended with.
     """
 
     kind: Kind
     into: torch.Tensor
     operand: torch.Tensor
-    output: torch.Tensor | None
+    output: torch.Tensor | None = None
     pieces: Sequence[_Piece] = ()
     written: int = 0
     read: int = 0
+    done: bool = False
     error: HostError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.read == len(self.pieces)
 
 
 class _Lockstep:
-    """The collectives of one rank of a group, in the order in which they were entered."""
+    """What one rank enters with others, in the order in which all of them enter it.
 
-    def __init__(self, memory: _Memory):
-        self.memory, self.rank, self.size = memory, memory.rank, memory.size
-        self._others = [rank for rank in range(self.size) if rank != self.rank]
+    Args:
+        memory: of the group.
+        rings: that are written and read.
+        ranks: of the group that take part; each counts its pieces in this order.
+        writers: those that write, by their places in `ranks`: each to a ring of its own.
+        readers: those that read, by their places.
+    """
+
+    def __init__(
+        self,
+        memory: _Memory,
+        rings: _Rings,
+        ranks: Sequence[int],
+        writers: Sequence[int],
+        readers: Sequence[int],
+    ):
+        self._memory, self._rings, self._ranks = memory, rings, ranks
+        self._writers, self._readers = writers, readers
+        self._me = ranks.index(memory.rank)
+        self._others = [place for place in range(len(ranks)) if place != self._me]
         self._entered: deque[_Entered] = deque()
         self._places: deque[_Piece] = deque()  # of pieces that some rank has not read
         self._end = 0  # of what is cut, in bytes of the endless ring
@@ -279,7 +337,7 @@ class _Lockstep:
         self.go_on()
 
     def _cut(self, kind: Kind) -> list[_Piece]:
-        width, ring = kind.dtype.itemsize, self.memory.ring_bytes
+        width, ring = kind.dtype.itemsize, self._rings.ring_bytes
         rows = len(self._others) if kind.op == "psum_scatter" else 1
         longest = ring // 4 // rows // _ALIGN * _ALIGN // width
         pieces = []
@@ -294,107 +352,119 @@ class _Lockstep:
 
     def go_on(self) -> bool:
         """Write and read what can be without waiting; whether that was anything."""
-        with self._lock:
-            if self._error is not None:
-                return False
-            moved = False
-            while self._write() or self._read():
-                moved = True
-            return moved
+        moved = False
+        if self._entered:
+            with self._lock, torch.no_grad():
+                while self._error is None and (self._write() or self._read()):
+                    moved = True
+        return moved
 
     def _write(self) -> bool:
+        if self._me not in self._writers:
+            return False
         found = next((e for e in self._entered if e.written < len(e.pieces)), None)
-        if found is None:
+        if found is None or not self._has_room(found.pieces[found.written]):
             return False
-        piece, memory = found.pieces[found.written], self.memory
-        if not self._has_room(piece):
-            return False
-        ring = memory.rings(found.kind.dtype)[self.rank]
-        place, length = self._place(found.kind, piece), piece.last - piece.first
-        if found.kind.op == "psum_scatter":
-            stride = self._stride(found.kind, piece)
-            for slot, rank in enumerate(self._others):
-                at = place + slot * stride
-                ring[at : at + length] = found.operand[rank, piece.first : piece.last]
+        piece, kind, rings = found.pieces[found.written], found.kind, self._rings
+        ring, place, length = rings.of(kind.dtype)[self._me], self._place(kind, piece), piece.length
+        if kind.op == "psum_scatter":
+            for slot, other in enumerate(self._others):
+                at = place + slot * self._stride(kind, piece)
+                ring[at : at + length] = found.operand[other, piece.first : piece.last]
         else:
             ring[place : place + length] = found.operand[piece.first : piece.last]
-        number = self._num_written
-        memory.kinds[self.rank * _MAX_PIECES + number % _MAX_PIECES] = found.kind.encode()
-        self._num_written = memory.written[self.rank] = number + 1
+        rings.kinds[self._me * _MAX_PIECES + self._num_written % _MAX_PIECES] = kind.encode()
+        self._num_written += 1
+        rings.written[self._me] = self._num_written
         found.written += 1
         self._places.append(piece)
         return True
 
     def _has_room(self, piece: _Piece) -> bool:
-        read = min(self.memory.read)
+        read = min(self._rings.read[reader] for reader in self._readers)
         while self._num_free < read:
             self._places.popleft()
             self._num_free += 1
         if not self._places:
             return True
-        room = piece.end - self._places[0].begin <= self.memory.ring_bytes
+        room = piece.end - self._places[0].begin <= self._rings.ring_bytes
         return room and len(self._places) < _MAX_PIECES
 
     def _place(self, kind: Kind, piece: _Piece) -> int:
-        return piece.begin % self.memory.ring_bytes // kind.dtype.itemsize
+        return piece.begin % self._rings.ring_bytes // kind.dtype.itemsize
 
     @staticmethod
     def _stride(kind: Kind, piece: _Piece) -> int:
-        return _aligned((piece.last - piece.first) * kind.dtype.itemsize) // kind.dtype.itemsize
+        return _aligned(piece.length * kind.dtype.itemsize) // kind.dtype.itemsize
 
     def _read(self) -> bool:
         if not self._entered:
             return False
         found = self._entered[0]
-        if found.read < len(found.pieces):
-            if min(self.memory.written) <= self._num_read:
+        if self._me not in self._readers:
+            found.done = found.written == len(found.pieces)
+        elif found.read < len(found.pieces):
+            if self._late():
                 return False
-            self._check(found.kind)
+            if not self._agree(found.kind):
+                return False
             self._take(found, found.pieces[found.read])
             found.read += 1
-            self._num_read = self.memory.read[self.rank] = self._num_read + 1
-        if found.done:
-            self._entered.popleft()
+            self._num_read += 1
+            self._rings.read[self._me] = self._num_read
+            return True
+        else:
+            found.done = True
             if found.output is not None:
                 found.output.copy_(found.into.view(found.output.shape))
-        return True
+        if found.done:
+            self._entered.popleft()
+        return found.done
 
-    def _check(self, mine: Kind) -> None:
+    def _late(self) -> list[int]:
+        """The places of those that have not written what is to be read next."""
+        return [w for w in self._writers if self._rings.written[w] <= self._num_read]
+
+    def _agree(self, mine: Kind) -> bool:
         code, at = mine.encode(), self._num_read % _MAX_PIECES
-        theirs = [self.memory.kinds[rank * _MAX_PIECES + at] for rank in range(self.size)]
-        others = [f"rank {r} in {Kind.decode(k)}" for r, k in enumerate(theirs) if k != code]
+        theirs = {w: self._rings.kinds[w * _MAX_PIECES + at] for w in self._writers}
+        others = [
+            f"rank {self._ranks[place]} in {Kind.decode(kind)}"
+            for place, kind in theirs.items()
+            if kind != code
+        ]
         if others:
-            raise self._fail(f"rank {self.rank} of the axis is in {mine}, {', '.join(others)}")
+            self._fail(f"rank {self._memory.rank} of the axis is in {mine}, {', '.join(others)}")
+        return not others
 
     def _take(self, found: _Entered, piece: _Piece) -> None:
         kind, first, last = found.kind, piece.first, piece.last
-        rings, at, length = self.memory.rings(kind.dtype), self._place(kind, piece), last - first
-        if kind.op == "all_gather":
-            for rank, ring in enumerate(rings):
-                mine = rank == self.rank
-                found.into[rank, first:last] = (
-                    found.operand[first:last] if mine else ring[at : at + length]
-                )
-            return
-        into, parts = found.into[first:last], []
-        for rank, ring in enumerate(rings):
-            start = at
+        rings, at = self._rings.of(kind.dtype), self._place(kind, piece)
+        if kind.op == "send":
+            found.into[first:last] = rings[0][at : at + piece.length]
+        elif kind.op == "all_gather":
+            for place, ring in enumerate(rings):
+                own = place == self._me
+                part = found.operand[first:last] if own else ring[at : at + piece.length]
+                found.into[place, first:last] = part
+        else:
+            parts = []
+            for place, ring in enumerate(rings):
+                start = at
+                if kind.op == "psum_scatter":
+                    start += (self._me - (self._me > place)) * self._stride(kind, piece)
+                parts.append(ring[start : start + piece.length])
             if kind.op == "psum_scatter":
-                if rank == self.rank:
-                    parts.append(found.operand[rank, first:last])
-                    continue
-                start += (self.rank - (self.rank > rank)) * self._stride(kind, piece)
-            parts.append(ring[start : start + length])
-        combine = _COMBINE[kind.op]
-        combine(parts[0], parts[1], out=into)
-        for part in parts[2:]:
-            combine(into, part, out=into)
+                parts[self._me] = found.operand[self._me, first:last]
+            into, combine = found.into[first:last], _COMBINE[kind.op]
+            combine(parts[0], parts[1], out=into)
+            for part in parts[2:]:
+                combine(into, part, out=into)
 
-    def _fail(self, why: str) -> HostError:
+    def _fail(self, why: str) -> None:
         self._error = HostError(why)
         for entered in self._entered:
             entered.error = self._error
-        return self._error
 
     def wait(self, found: _Entered, host: Host, seconds: float) -> None:
         """Return when a collective has ended.
@@ -402,7 +472,7 @@ class _Lockstep:
         Raises:
             HostError: a rank ended, is in another collective, or did not come for `seconds`.
         """
-        tries, began = 0, 0.0
+        tries, began, looked = 0, 0.0, 0.0
         while True:
             moved = self.go_on()
             if found.error is not None:
@@ -425,17 +495,19 @@ class _Lockstep:
                 self._look(found, now - began, seconds)
 
     def _look(self, found: _Entered, waited: float, seconds: float) -> None:
-        late = [r for r in self._others if self.memory.written[r] <= self._num_read]
-        ended = [rank for rank in self.memory.ended() if rank in late]
+        if self._me in self._readers and found.read < len(found.pieces):
+            late = [self._ranks[place] for place in self._late()]
+        else:  # nobody reads what is in the ring
+            late = [self._ranks[r] for r in self._readers if self._ranks[r] != self._memory.rank]
+        ended = [rank for rank in self._memory.ended() if rank in late]
         with self._lock:
             if ended:
-                raise self._fail(f"{_ranks(ended)} of the axis ended before {found.kind}")
-            if waited > seconds:
-                who = _ranks(late) if late else "a rank that must read first"
-                raise self._fail(f"{who} did not come to {found.kind} for {seconds:g} s")
+                self._fail(f"{_named(ended)} of the axis ended before {found.kind}")
+            elif waited > seconds:
+                self._fail(f"{_named(late)} did not come to {found.kind} for {seconds:g} s")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -486,8 +558,11 @@ class HostGroup(dist.ProcessGroup):
         rank_and_size: tuple[Any, ...] = (memory.rank, memory.size)
         super().__init__(*rank_and_size)
         self._whole, self._host = weakref.ref(group), host
-        self.lockstep: _Lockstep | None = _Lockstep(memory)
-        host.groups.add(self.lockstep)
+        self._memory: _Memory | None = memory
+        everyone = range(memory.size)
+        self._lockstep = _Lockstep(memory, memory.rings, everyone, everyone, everyone)
+        self._channels: dict[tuple[int, int], _Lockstep] = {}
+        host.locksteps.add(self._lockstep)
         # who parts from the others lets the memory go, by which they find out
         weakref.finalize(group, HostGroup.close, self).atexit = False
 
@@ -498,7 +573,8 @@ class HostGroup(dist.ProcessGroup):
 
     def close(self) -> None:
         """Take part no more."""
-        self.lockstep = None
+        self._memory = self._lockstep = None
+        self._channels = {}
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         """The name that torch has for it."""
@@ -530,6 +606,27 @@ class HostGroup(dist.ProcessGroup):
             return self.whole.reduce_scatter_tensor_coalesced(outputs, inputs, *opts)
         return self._enter([("psum_scatter", *row) for row in zip(outputs, inputs, strict=True)])
 
+    def transfer(self, tensor: torch.Tensor, source: int, target: int) -> Any:
+        """The start of a transfer of a tensor from one rank to another, of which this is one.
+
+        Those from one to another come in the order in which both start them.
+        """
+        if not _fit([tensor]):
+            call = dist.isend if source == self.rank() else dist.irecv
+            return call(tensor, None, self.whole, 0, target if source == self.rank() else source)
+        row = tensor.detach().view(-1)
+        entered = _Entered(Kind("send", tensor.dtype, tensor.numel()), row, row)
+        return self._work(self._channel(source, target), [entered])
+
+    def _channel(self, source: int, target: int) -> _Lockstep | None:
+        found = self._channels.get((source, target))
+        if found is None and self._memory is not None:
+            rings = self._memory.channel(source, target)
+            found = _Lockstep(self._memory, rings, (source, target), (0,), (1,))
+            self._channels[source, target] = found
+            self._host.locksteps.add(found)
+        return found
+
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """One rank's tensors, on all."""
         return self.whole.broadcast(tensors, opts)
@@ -539,13 +636,15 @@ class HostGroup(dist.ProcessGroup):
         return self.whole.alltoall_base(output, operand, receives, sends, opts)
 
     def _enter(self, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> HostWork:
-        if self.lockstep is None:
+        return self._work(self._lockstep, [self._entered(*row) for row in rows])
+
+    def _work(self, lockstep: _Lockstep | None, entered: Sequence[_Entered]) -> HostWork:
+        if lockstep is None:
             raise HostError("this process has left the group")
-        entered = [self._entered(*row) for row in rows]
         for each in entered:
-            self.lockstep.enter(each)
+            lockstep.enter(each)
         seconds = compat.gloo_timeout_seconds(self.whole)
-        return HostWork(self.lockstep, self._host, entered, seconds)
+        return HostWork(lockstep, self._host, entered, seconds)
 
     def _entered(self, op: str, output: torch.Tensor, operand: torch.Tensor) -> _Entered:
         size, operand = self.size(), operand.detach().contiguous()
@@ -572,13 +671,14 @@ class Host:
     """
 
     def __init__(self) -> None:
-        self.groups: weakref.WeakSet[_Lockstep] = weakref.WeakSet()
+        self.locksteps: weakref.WeakSet[_Lockstep] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
 
-    def go_on(self, but: _Lockstep) -> bool:
-        """Write and read what can be of other groups; whether that was anything."""
+    def go_on(self, but: _Lockstep | None = None) -> bool:
+        """Write and read what can be without waiting, but of one; whether that was anything."""
         moved = False
-        for group in self.groups:
-            moved |= group is not but and group.go_on()
+        for lockstep in list(self.locksteps):
+            moved |= lockstep is not but and lockstep.go_on()
         return moved
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -591,4 +691,21 @@ class Host:
         if not here or not compat.runs_gloo(group) or not 1 < group.size() <= MAX_RANKS:
             return group
         memory = _join(group)
-        return group if memory is None else compat.kept(HostGroup(group, memory, self))
+        if memory is None:
+            return group
+        if self._thread is None:
+            self._thread = threading.Thread(target=_go_on, args=(weakref.ref(self),), daemon=True)
+            self._thread.start()
+        return compat.kept(HostGroup(group, memory, self))
+
+
+def _go_on(host: weakref.ref[Host]) -> None:
+    """Go on with what was entered, while the process may be computing, or waiting elsewhere."""
+    moved = False
+    while True:
+        time.sleep(_MOVED_SECONDS if moved else _BUSY_SECONDS)
+        found = host()
+        if found is None:
+            return
+        moved = found.go_on()
+        del found

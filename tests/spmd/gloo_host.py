@@ -85,6 +85,38 @@ def check_orders(mesh):
             assert torch.equal(wait(value), 2 * (x + i))
 
 
+def check_transfers(mesh):
+    """Ranks send one another more than rings have room for, before any of them waits."""
+    name, me = mesh.groups["dp"], mesh.coordinate["dp"]
+    group = compat.named(name)
+    assert isinstance(group, host.HostGroup)
+    sizes = (5, 700_000, 300_000)
+    works = [group.transfer(torch.full((n,), float(n + me)), me, 1 - me) for n in sizes]
+    dist.barrier(group=compat.group(name))  # waits, and does not go on with them
+    got = [torch.zeros(n) for n in sizes]
+    works += [group.transfer(x, 1 - me, me) for x in got]
+    works += [group.transfer(torch.tensor([bool(me)]), me, 1 - me)]  # by gloo
+    flag = torch.tensor([False])
+    works += [group.transfer(flag, 1 - me, me)]
+    for work in works:
+        work.wait()
+    assert all(
+        torch.equal(x, torch.full((n,), n + 1.0 - me)) for x, n in zip(got, sizes, strict=True)
+    )
+    assert flag.item() is (me == 0)
+
+
+def check_busy(mesh):
+    """A rank that waits elsewhere goes on with what it entered, which others wait for."""
+    x = torch.arange(3_000_000, dtype=torch.float32)
+    begun = _c10d.all_reduce(x, "sum", mesh.groups["tp"])
+    if mesh.rank == 0:
+        dist.barrier()
+    assert torch.equal(wait(begun), 2 * x)
+    if mesh.rank != 0:
+        dist.barrier()
+
+
 def check_mismatch(mesh):
     """Ranks that are in different collectives are told both."""
     if mesh.coordinate["dp"] == 0:

@@ -9,7 +9,7 @@ import torch
 
 from functron.spmd import host
 
-CHECKS = ("values", "layouts", "others", "orders", "mismatch", "late")
+CHECKS = ("values", "layouts", "others", "orders", "transfers", "busy", "mismatch", "late")
 
 
 def test_processes(torchrun):
@@ -58,5 +58,5 @@ def test_without_room_for_the_file_there_is_none(tmp_path, monkeypatch):
 def test_who_ends_is_known_by_the_lock_that_the_process_held(made):
     memory = host._open(made, 0, 2)
     assert memory is not None
-    memory.rings(torch.float32)[1][0] = 3.0
+    memory.rings.of(torch.float32)[1][0] = 3.0
     assert memory.ended() == [1]  # nobody holds the byte of the other rank
