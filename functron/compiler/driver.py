@@ -203,10 +203,11 @@ def neighbours(
     first = len(step.columns) - sum(part.columns for part in step.behind)
     column, row = first, 0
     rounds = []
-    for part in step.behind:
+    makers = (step.body, *(part.procedure for part in step.behind))
+    for part, maker in zip(step.behind, makers, strict=False):
         columns, rows = (slice(column, column + part.columns), slice(row, row + part.stacks))
         column, row = columns.stop, rows.stop
-        starts = tuple(_reduction(e, groups) for e in part.sums)
+        starts = tuple(_reduction(e, groups, maker) for e in part.sums)
         rounds.append(Round(starts, len(part.passed), side(part.procedure), columns, rows))
     return Neighbours(
         op.num_carry,
@@ -234,14 +235,20 @@ def _gather(equation: Equation, groups: Mapping[str, str]) -> Callable:
     return start
 
 
-def _reduction(equation: Equation, groups: Mapping[str, str]) -> Callable:
-    _, axis, size = equation.args
+def _reduction(equation: Equation, groups: Mapping[str, str], maker: Procedure) -> Callable:
+    """Starts a reduction of one of the outputs of `maker`."""
+    operand, axis, size = equation.args
     group = groups[axis]
+    assert isinstance(operand, Var)
+    shown = [v.storage for v in (*maker.inputs, *maker.outputs) if isinstance(v, Var)]
+    is_own = shown.count(operand.storage) == 1
 
     def start(x: torch.Tensor) -> torch.Tensor:
-        if equation.name == "psum":
-            return _c10d.all_reduce(x.contiguous(), "sum", group)
-        return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group).squeeze(0)
+        if equation.name != "psum":
+            return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group).squeeze(0)
+        if is_own or not x.is_contiguous():
+            return _c10d.all_reduce_(x.contiguous(), "sum", group)
+        return _c10d.all_reduce(x, "sum", group)
 
     return start
 

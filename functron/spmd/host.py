@@ -50,7 +50,7 @@ if sys.platform == "linux":
     import fcntl
 
 MAX_RANKS = 8  # each reads the rings of all others
-RINGS_BYTES = 16 << 20  # for collectives, of all ranks of a group
+RINGS_BYTES = 8 << 20  # for collectives, of all ranks of a group
 CHANNELS_BYTES = 4 << 20  # for transfers between two, of all pairs
 _MAX_PIECES = 64  # in a ring
 _ALIGN = 64  # bytes, a line of the cache
