@@ -75,6 +75,9 @@ class Function(torch.autograd.Function):
                 return _differentiated(cls, retrieve_current_functorch_interpreter(), operands)
             if kind == TransformType.Vmap and not cls.generate_vmap_rule:
                 return _mapped(cls, retrieve_current_functorch_interpreter(), operands)
+        elif len(operands) == cls._num_operands and not named:  # nothing to bind
+            given: Any = torch._functorch.utils.unwrap_dead_wrappers(operands)
+            return super(torch.autograd.Function, cls).apply(*given)
         return super().apply(*operands, **named)
 
 
@@ -172,24 +175,26 @@ def dispatch_modes_active() -> bool:
 
 def taped_alone(value: torch.Tensor) -> bool:
     """Whether torch's tape, and nothing else, sees what is computed of a tensor of a CPU."""
-    taped = torch.is_grad_enabled() and value.requires_grad and value.device.type == "cpu"
-    seen = transforms_active() or dispatch_modes_active() or torch.compiler.is_compiling()
-    forwards: Any = torch.autograd.forward_ad
-    return taped and not seen and forwards._current_level < 0
+    return (
+        torch.is_grad_enabled()
+        and value.requires_grad
+        and value.device.type == "cpu"
+        and unseen(value)
+    )
 
 
-def unseen(value: torch.Tensor) -> bool:
-    """Whether no transform, dispatch mode, compiler or autocast sees what is computed of a tensor.
+def unseen(*values: torch.Tensor) -> bool:
+    """Whether nothing but torch's tape sees what is computed of tensors.
 
-    Torch's tape may.
+    No transform, dispatch mode, compiler or autocast, and no subclass of tensors.
     """
     seen = transforms_active() or dispatch_modes_active() or torch.compiler.is_compiling()
     forwards: Any = torch.autograd.forward_ad
-    casts = torch.is_autocast_enabled(value.device.type)
-    return not (seen or casts) and forwards._current_level < 0 and type(value) in _PLAIN
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    return (
+        not (seen or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+        and forwards._current_level < 0
+        and not torch.overrides.has_torch_function(values)
+    )
 
 
 def keeps_graph() -> bool:

@@ -84,6 +84,8 @@ def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
     Raises:
         ValueError: a tree in `rest` has another structure; every path that differs is named.
     """
+    if not rest and isinstance(tree, torch.Tensor):  # the operand of most collectives
+        return fn(tree)
     flat, shape = flatten(tree, is_leaf)
     columns = [same_structure(tree, other, is_leaf=is_leaf) for other in rest]
     return unflatten(shape, [fn(*row) for row in zip(flat, *columns, strict=True)])

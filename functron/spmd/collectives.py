@@ -307,6 +307,8 @@ def all_to_all(
     def one(leaf: torch.Tensor) -> torch.Tensor:
         source = _dim(split_axis, leaf.dim(), "all_to_all split_axis")
         target = _dim(concat_axis, leaf.dim(), "all_to_all concat_axis")
+        if not axes and tiled:
+            return leaf
         out = _split(leaf, source, math.prod(sizes), tiled, "all_to_all")
         out = out.unflatten(0, sizes) if axes else out
         for position, axis in enumerate(axes):

@@ -214,8 +214,9 @@ class _WideProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         (dy,), (x, w) = cotangents, ctx.saved_tensors
-        dx = product(dy, w.mT) if ctx.needs_input_grad[0] else None
-        dw = product(x.mT, dy) if ctx.needs_input_grad[1] else None
+        again = product if torch.is_grad_enabled() else _matrices
+        dx = again(dy, w.mT) if ctx.needs_input_grad[0] else None
+        dw = again(x.mT, dy) if ctx.needs_input_grad[1] else None
         return dx, dw
 
 
@@ -256,7 +257,8 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _matrices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    wide = compat.is_wide(x, w) and compat.unseen(x) and not torch.is_grad_enabled()
+    """x w, of which nobody takes the derivative."""
+    wide = compat.is_wide(x, w) and compat.unseen(x, w)
     return compat.wide_product(x, w) if wide else x @ w
 
 
@@ -268,8 +270,8 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         w: ``[inputs, outputs]``.
     """
     if not any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
-        rows = x.reshape(-1, x.shape[-1]) if x.is_contiguous() else x
-        if not (compat.is_wide(rows, w) and compat.unseen(x) and compat.unseen(w)):
+        rows = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
+        if not (compat.is_wide(rows, w) and compat.unseen(x, w)):
             return x @ w
         wide: Any = _WideProduct.apply(rows, w)
         return wide.view(*x.shape[:-1], w.shape[-1])
