@@ -72,9 +72,15 @@ def _mm_into(out, a, b):
     torch.mm(a, b, out=out.view(a.shape[0], b.shape[1]))
 
 
-LIBRARY.define("mm_into(Tensor(a!) out, Tensor a, Tensor b) -> ()")
-LIBRARY.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
-torch.library.register_fake("functron::mm_into", lambda out, a, b: None, lib=LIBRARY)
+def _mm_onto(out, a, b):
+    """out += a b, likewise."""
+    out.view(a.shape[0], b.shape[1]).addmm_(a, b)
+
+
+for _name, _mm in {"mm_into": _mm_into, "mm_onto": _mm_onto}.items():
+    LIBRARY.define(f"{_name}(Tensor(a!) out, Tensor a, Tensor b) -> ()")
+    LIBRARY.impl(_name, _mm, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"functron::{_name}", lambda out, a, b: None, lib=LIBRARY)
 
 
 LIBRARY.define("mm_wide(Tensor a, Tensor b) -> Tensor")
@@ -109,14 +115,15 @@ def graph_module(kernel: Kernel, groups: Groups, *, overlap: bool = False) -> fx
         nodes[value] = graph.placeholder(f"operand_{position}")
     kernel = replace(kernel, equations=tuple(issued(kernel.equations))) if overlap else kernel
     placed, gone = _placed(kernel)
+    inside = {target for _, target in placed.values()}
     overwriting = in_place(kernel)
     due = waits(kernel.equations)
     for equation, waited in zip(kernel.equations, due, strict=False):
         for collective in waited if overlap else ():
             _end(graph, collective, nodes)
         if equation in placed:
-            args = [nodes[v] for v in (placed[equation], *equation.operands)]
-            graph.call_function(torch.ops.functron.mm_into.default, tuple(args))
+            op, target = placed[equation]
+            graph.call_function(op, tuple(nodes[v] for v in (target, *equation.operands)))
         elif equation in overwriting:
             _overwrite(graph, equation, overwriting[equation], nodes)
         elif equation not in gone:
@@ -126,35 +133,50 @@ def graph_module(kernel: Kernel, groups: Groups, *, overlap: bool = False) -> fx
     for collective in due[-1] if overlap else ():
         _end(graph, collective, nodes)
     for target, value in kernel.updates:
-        if target not in placed.values() and nodes[target] is not nodes[value]:
+        if target not in inside and nodes[target] is not nodes[value]:
             graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
     # other kernels were traced, and are compiled, for results in torch's own layout
     graph.output(tuple(_laid_out(graph, nodes[value], value) for value in kernel.results))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _placed(kernel: Kernel) -> tuple[dict[Equation, Var], set[Equation]]:
-    """Products that are written where they are to be, and the views on the way that are not made.
+def _placed(kernel: Kernel) -> tuple[dict[Equation, tuple[Any, Var]], set[Equation]]:
+    """Products that are written where they are to be, and what on the way there is not computed.
 
     A weight's gradient is a product of matrices that nothing else reads, and overwrites a row of
-    the gradients of all layers. Inductor would compute it elsewhere and copy it.
+    the gradients of all layers, or is added to the gradient of the microbatches before. Inductor
+    would compute it elsewhere, and copy it.
     """
     read = [*kernel.results, *(v for e in kernel.equations for v in e.operands)]
     uses = Counter([*read, *(value for _, value in kernel.updates)])
     made = {value: equation for equation in kernel.equations for value in equation.results}
-    placed: dict[Equation, Var] = {}
-    gone: set[Equation] = set()
-    for target, value in kernel.updates:
+
+    def source(value: Var) -> tuple[Equation | None, list[Equation]]:
+        """The equation that makes a value for one reader alone, and views that show it."""
         way: list[Equation] = []
         while value in made and made[value].op in _SPLITS and uses[value] == 1:
             way.append(made[value])
             value = way[-1].operands[0]
-        product = made.get(value)
-        if product is None or product.op is not _aten.mm.default or uses[value] != 1:
+        return made.get(value) if uses[value] == 1 else None, way
+
+    placed: dict[Equation, tuple[Any, Var]] = {}
+    gone: set[Equation] = set()
+    for target, value in kernel.updates:
+        op, reads = torch.ops.functron.mm_into.default, 0
+        product, way = source(value)
+        if product is not None and product.op is _aten.add.Tensor and not product.kwargs:
+            rest = [x for x in product.operands if x is not target]
+            if len(product.args) == 2 and len(rest) == 1 and len(product.operands) == 2:
+                op, reads = torch.ops.functron.mm_onto.default, 1
+                way, more = [*way, product], rest[0]
+                product, views = source(more)
+                way += views
+        if product is None or product.op is not _aten.mm.default:
             continue
+        (made_of,) = product.results
         contiguous = target.stride == contiguous_strides(target.shape)
-        if contiguous and target.dtype == value.dtype and target not in uses:
-            placed[product] = target
+        if contiguous and target.dtype == made_of.dtype and uses[target] == reads:
+            placed[product] = op, target
             gone.update(way)
     return placed, gone
 
