@@ -72,6 +72,11 @@ DONATED = {
     "returned_twice": (lambda a, b, w: (b, (b, a + b)), [1, 1, 0]),
     "result_twice": (lambda a, b, w: (lambda y: (y, (y, b)))(a + b), [0, 0, 1]),
     "result_and_view": (lambda a, b, w: (lambda y: (y, y[1:], b))(a + b), [0, "any", 1]),
+    "product_added": (lambda a, b, w: (a + b @ w[0], b + 1), [0, 1]),
+    "product_added_turned": (lambda a, b, w: ((w[1].t() @ b).view(2, 2) + a, b + 1), [0, 1]),
+    "product_added_to_what_is_read": (lambda a, b, w: (a + b @ w[0], b + a), [0, 1]),
+    "product_of_what_it_is_added_to": (lambda a, b, w: (a + a @ w[0], b + 1), [0, 1]),
+    "product_read_twice": (lambda a, b, w: (lambda y: (a + y, b + y))(b @ w[0]), [0, 1]),
     "chain": (lambda a, b, w: (b * 2, (b * 2 + a) * 3), [0, 1]),
     "view_returned": (lambda a, b, w: (a[1:], b + 1, a + 1), [None, 1, None]),
     "by_path": (lambda a, b, w: {"1": a * 2, "0": b * 3}, [0, 1]),
@@ -122,7 +127,11 @@ def test_donated_memory(name, unroll):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("updated_and_swapped", marks=pytest.mark.full), "turned", "later_kernel"]
+    "name",
+    [
+        pytest.param("updated_and_swapped", marks=pytest.mark.full),
+        *("turned", "later_kernel", "product_added"),
+    ],
 )
 def test_donated_memory_through_inductor(name, cache):
     fn, memory = DONATED[name]
@@ -342,6 +351,24 @@ def test_gradients_of_weights_are_written_where_they_are_kept(fused, count):
     copies = layer.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     products = layer.find_nodes(op="call_function", target=torch.ops.functron.mm_into.default)
     assert (len(products), len(copies)) == (count, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        (name, name in ("product_added", "product_added_turned"))
+        for name in DONATED
+        if "product" in name
+    ],
+)
+def test_products_are_added_where_nothing_else_reads(name, count):
+    fn, _ = DONATED[name]
+    block = trace(fn, donate=(0, 1))(randn(2, 2), randn(2, 2), randn(3, 2, 2)).block
+    (kernel,) = procedure(block, block.outputs).kernels()
+    updates = tuple(zip(block.inputs[:2], kernel.results, strict=True))
+    found = graph_module(replace(kernel, updates=updates, results=()), {}).graph
+    added = found.find_nodes(op="call_function", target=torch.ops.functron.mm_onto.default)
+    assert len(added) == count
 
 
 @pytest.mark.full

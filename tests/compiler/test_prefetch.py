@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
+from functron.compiler import driver
 from functron.compiler.segments import Loop, procedure, split
 from functron.program.equations import Scan
 from functron.program.order import overlapped, sunk
@@ -160,3 +162,21 @@ def test_one_iteration_has_no_neighbour():
     op = scan_of(f, torch.ones(2, 6))
     assert op.length == 1
     assert split(op, op.body.outputs) is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "call"),
+    [((), 1, "all_reduce_"), ((), 2, "all_reduce"), ((0,), 1, "all_reduce")],
+    ids=["own", "shown_twice", "an_input"],
+)
+def test_sums_are_taken_in_place_where_nothing_else_shows_them(monkeypatch, inputs, outputs, call):
+    fn = ft.shard_map(lambda x: lax.psum(x * 2, "dp"), Mesh(dp=2), P("dp"), P())
+    block = ft.trace(fn)(torch.ones(4)).block
+    (equation,) = (e for e in block.equations if e.name == "psum")
+    value, calls = equation.args[0], []
+    names = ("all_reduce", "all_reduce_")
+    record = {name: lambda x, *_, name=name: calls.append(name) for name in names}
+    monkeypatch.setattr(driver, "_c10d", SimpleNamespace(**record))
+    maker = SimpleNamespace(inputs=[value for _ in inputs], outputs=[value] * outputs)
+    driver._reduction(equation, {"dp": "a group"}, maker)(torch.ones(2))  # pyright: ignore
+    assert calls == [call]

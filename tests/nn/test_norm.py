@@ -105,3 +105,15 @@ def test_defs_carry_no_decay():
         "bias": ((EMBED,), ("embed",), False),
     }
     assert set(nn.norm_defs(EMBED, "rms", axis=None, dtype=torch.float32)) == {"scale"}
+
+
+def test_rms_norm_of_the_tape_alone_has_derivatives_of_any_order(randn):
+    x, scale = (randn(2, 3, EMBED) * 3).requires_grad_(), randn(EMBED).requires_grad_()
+
+    def normed(x, scale):
+        return nn.rms_norm(x, scale, eps=1e-2)
+
+    assert type(normed(x, scale).grad_fn).__name__ == "_RMSNormBackward"
+    torch.testing.assert_close(normed(x, scale), rms({"scale": scale}, x, 1e-2))
+    assert torch.autograd.gradcheck(normed, (x, scale))
+    assert torch.autograd.gradgradcheck(normed, (x, scale))

@@ -234,3 +234,18 @@ def test_interleaved_pairs():
     torch.testing.assert_close(
         rotated, torch.view_as_real(expected).flatten(-2), rtol=1e-12, atol=1e-12
     )
+
+
+def test_rotations_of_the_tape_alone_have_derivatives_of_any_order():
+    x = torch.randn(2, 5, 3, HEAD_DIM, dtype=torch.float64).requires_grad_()
+    turns = rotations(range(5), HEAD_DIM, THETA)
+    table = turns.real.contiguous(), turns.imag.contiguous()
+
+    def turned(x):
+        return nn.apply_rope(x, table)
+
+    assert type(turned(x).grad_fn).__name__ == "_TurnedBackward"
+    pairs = torch.complex(*x.chunk(2, -1)) * turns.unsqueeze(-2)
+    torch.testing.assert_close(turned(x), torch.cat([pairs.real, pairs.imag], -1))
+    assert torch.autograd.gradcheck(turned, (x,))
+    assert torch.autograd.gradgradcheck(turned, (x,))
