@@ -336,7 +336,7 @@ class RecordedGroup(dist.ProcessGroup):
 
 def reduction(opts: Any) -> str:
     """The reduction that options of torch's ask for, as `functron.lax` names it if it has it."""
-    name = opts.reduceOp.op.name.lower()
+    name = str(opts.reduceOp.op.name).lower()
     return {"sum": "psum", "max": "pmax", "min": "pmin"}.get(name, name)
 
 

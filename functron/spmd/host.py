@@ -404,9 +404,7 @@ class _Lockstep:
         if self._me not in self._readers:
             found.done = found.written == len(found.pieces)
         elif found.read < len(found.pieces):
-            if self._late():
-                return False
-            if not self._agree(found.kind):
+            if self._late() or not self._agree(found.kind):
                 return False
             self._take(found, found.pieces[found.read])
             found.read += 1
@@ -557,9 +555,11 @@ class HostGroup(dist.ProcessGroup):
     def __init__(self, group: dist.ProcessGroup, memory: _Memory, host: Host):
         rank_and_size: tuple[Any, ...] = (memory.rank, memory.size)
         super().__init__(*rank_and_size)
-        self._whole, self._host = weakref.ref(group), host
+        self._whole = weakref.ref(group)
+        self._host: Host | None = host
         self._memory: _Memory | None = memory
         everyone = range(memory.size)
+        self._lockstep: _Lockstep | None
         self._lockstep = _Lockstep(memory, memory.rings, everyone, everyone, everyone)
         self._channels: dict[tuple[int, int], _Lockstep] = {}
         host.locksteps.add(self._lockstep)
@@ -573,7 +573,7 @@ class HostGroup(dist.ProcessGroup):
 
     def close(self) -> None:
         """Take part no more."""
-        self._memory = self._lockstep = None
+        self._host = self._memory = self._lockstep = None
         self._channels = {}
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
@@ -582,16 +582,16 @@ class HostGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         """A sum, maximum or minimum, in place."""
-        op = reduction(opts)
-        if op not in _COMBINE or not _fit(tensors):
-            return self.whole.allreduce(tensors, opts)
-        return self._enter([(op, x, x) for x in tensors])
+        return self._reduce(tensors, opts) or self.whole.allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
         """Several at once."""
+        return self._reduce(tensors, opts) or self.whole.allreduce_coalesced(tensors, opts)
+
+    def _reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> HostWork | None:
         op = reduction(opts)
         if op not in _COMBINE or not _fit(tensors):
-            return self.whole.allreduce_coalesced(tensors, opts)
+            return None
         return self._enter([(op, x, x) for x in tensors])
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
@@ -620,7 +620,7 @@ class HostGroup(dist.ProcessGroup):
 
     def _channel(self, source: int, target: int) -> _Lockstep | None:
         found = self._channels.get((source, target))
-        if found is None and self._memory is not None:
+        if found is None and self._memory is not None and self._host is not None:
             rings = self._memory.channel(source, target)
             found = _Lockstep(self._memory, rings, (source, target), (0,), (1,))
             self._channels[source, target] = found
@@ -639,7 +639,7 @@ class HostGroup(dist.ProcessGroup):
         return self._work(self._lockstep, [self._entered(*row) for row in rows])
 
     def _work(self, lockstep: _Lockstep | None, entered: Sequence[_Entered]) -> HostWork:
-        if lockstep is None:
+        if lockstep is None or self._host is None:
             raise HostError("this process has left the group")
         for each in entered:
             lockstep.enter(each)

@@ -134,7 +134,8 @@ class Mesh:
 
         Collectives: on every axis one all-reduce of 4 bytes. The first call on a group of NCCL's
         connects all of its ranks: if that were a send between two stages of a pipeline, these would
-        wait for the others for ever.
+        wait for the others for ever. On CPUs also a broadcast and an all-gather of some hundred
+        bytes.
 
         Args:
             device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).

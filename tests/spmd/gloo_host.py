@@ -34,7 +34,7 @@ def check_values(mesh):
         name, ranks, me = bound.groups[axis], bound[axis], bound.coordinate[axis]
         assert isinstance(compat.named(name), host.HostGroup)
         for numel in (4, 516, 2_500_000):
-            for dtype in host._DTYPES if numel < 1000 else (torch.float32,):
+            for dtype in host._DTYPES if numel == 516 else (torch.float32,):
                 every = operands(numel, dtype, ranks)
                 mine = every[me]
                 for operation in REDUCTIONS if numel < 1000 else ("sum",):
@@ -133,20 +133,20 @@ def check_mismatch(mesh):
 
 def check_late(mesh):
     """Who does not come in time is named, and so is who has ended."""
-    mesh = Mesh(dp=4).bind(timeout_seconds=1.0)
+    mesh = Mesh(dp=4).bind(timeout_seconds=0.6)
     name = mesh.groups["dp"]
     if mesh.rank in (1, 2):
-        time.sleep(2.5)
+        time.sleep(1.2)
         os._exit(0)
     if mesh.rank == 3:
-        time.sleep(3.5)
+        time.sleep(1.6)
     begun = time.monotonic()
     with pytest.raises(host.HostError) as told:
         wait(_c10d.all_reduce(torch.ones(5), "sum", name))
-    late = ["ranks 1, 2, 3 did not come to psum of 5 x float32 for 1 s"]
+    late = ["ranks 1, 2, 3 did not come to psum of 5 x float32 for 0.6 s"]
     late.append("ranks 1, 2 of the axis ended before psum of 5 x float32")
     assert str(told.value) == late[mesh.rank == 3]
-    assert mesh.rank == 0 or time.monotonic() - begun < 0.9
+    assert mesh.rank == 0 or time.monotonic() - begun < 0.5
 
 
 if __name__ == "__main__":
