@@ -69,15 +69,16 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *operands: Any, **named: Any) -> Any:
         """The results of `forward`, differentiated and mapped by the other methods."""
-        if torch._C._are_functorch_transforms_active() and _is_plain(cls, operands, named):
+        if not torch._C._are_functorch_transforms_active():
+            if len(operands) == cls._num_operands and not named:  # nothing to bind
+                given: Any = torch._functorch.utils.unwrap_dead_wrappers(operands)
+                return super(torch.autograd.Function, cls).apply(*given)
+        elif _is_plain(cls, operands, named):
             kind = functorch.peek_interpreter_stack().key()
             if kind == TransformType.Grad:
                 return _differentiated(cls, retrieve_current_functorch_interpreter(), operands)
             if kind == TransformType.Vmap and not cls.generate_vmap_rule:
                 return _mapped(cls, retrieve_current_functorch_interpreter(), operands)
-        elif len(operands) == cls._num_operands and not named:  # nothing to bind
-            given: Any = torch._functorch.utils.unwrap_dead_wrappers(operands)
-            return super(torch.autograd.Function, cls).apply(*given)
         return super().apply(*operands, **named)
 
 
@@ -534,7 +535,9 @@ def is_wide(a: Any, b: Any) -> bool:
     MKL keeps to vectors of 256 bits on AMD's processors. oneDNN takes 512 wherever there are any,
     and is 5% to 20% faster, if the first factor lies row by row or the second has many columns.
     """
-    if a.dtype != torch.float32 or a.device.type != "cpu" or len(a.shape) != 2 != len(b.shape):
+    if a.dtype != torch.float32 or a.device.type != "cpu":
+        return False
+    if len(a.shape) != 2 or len(b.shape) != 2:
         return False
     (rows, inner), columns = a.shape, b.shape[1]
     if 2 * rows * inner * columns < _WIDE_FLOPS:

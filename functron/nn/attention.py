@@ -217,8 +217,9 @@ def apply_rope(
         # keys of no heads
         return QK_NORM_ROPE(x, x[..., :0, :], None, None, *table, 0.0, False, interleaved)[0]
     cos, sin = (part.unsqueeze(-2) for part in table)
-    alike = x.dtype == cos.dtype and not (cos.requires_grad or sin.requires_grad)
-    if alike and not interleaved and compat.taped_alone(x):
+    plain = x.dtype == cos.dtype in (torch.float32, torch.float64) and not interleaved
+    fixed = not (cos.requires_grad or sin.requires_grad)
+    if plain and fixed and compat.taped_alone(x):
         turned: Any = _Turned.apply(x, cos, sin)
         return turned
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)

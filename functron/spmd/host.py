@@ -140,7 +140,7 @@ class _Rings:
 
     @staticmethod
     def head_bytes(num_ranks: int, num_rings: int) -> int:
-        """The size of what lies before the rings."""
+        """The size of the counters before the rings."""
         numbers = 2 * _LINE * num_ranks + _MAX_PIECES * num_rings
         return -(-8 * numbers // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -298,7 +298,7 @@ class _Entered:
 
 
 class _Lockstep:
-    """What one rank enters with others, in the order in which all of them enter it.
+    """The collectives that one rank enters with others, in the order in which all enter them.
 
     Args:
         memory: of the group.

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import functron as ft
 from functron import Mesh, gpt, random, tree
 from functron.pipeline import make, traffic
+from functron.spmd import host
 from functron.training.config import TrainConfig
 from functron.training.plan import plan
 from tests.pipeline.gloo_pipeline import (
@@ -148,7 +150,8 @@ def check_mistakes(late: Transfers) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    with transfers() as late:
+    sockets = mock.patch.object(host.Host, "group", lambda self, group: group)
+    with sockets, transfers() as late:
         for check in (
             (check_compiled,) if "compiled" in sys.argv else (check_steps, check_vocabulary)
         ):

@@ -20,6 +20,7 @@ def small(monkeypatch):
 
 
 def operands(columns, turned):
+    torch.manual_seed(columns)
     x = torch.randn(2, 4, 16)
     w = torch.randn(columns, 16).t() if turned else torch.randn(16, columns)
     return x.requires_grad_(), w.requires_grad_()
@@ -42,7 +43,7 @@ def test_values_and_derivatives(columns, turned):
     assert "_WideProductBackward" in str(getattr(found[0].grad_fn, "next_functions", ""))
     double = (v.detach().double().requires_grad_() for v in (x, w))
     for got, want in zip(found, derivatives(torch.matmul, *double), strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+        assert (got.double() - want).norm() < 1e-5 * want.norm()
     torch.testing.assert_close(product(x, w), x @ w, rtol=1e-5, atol=1e-5)
 
 
