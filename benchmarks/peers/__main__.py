@@ -73,6 +73,7 @@ ROWS = {
     "pp": Row("functron pp", ("torch pp", "torch pp eager"), 1.15),
     "simulated": Row("functron simulated", ("functron eager",), 0.7, ranks=1),
     "checkpoint": Row("functron checkpoint", ("torch checkpoint",)),
+    "pp-whole": Row("functron pp whole", ("torch pp",), 1.15, usual=False),
     "pp-balanced": Row("functron pp balanced", ("torch pp balanced",), 1.15, usual=False),
     **{
         f"{axis}-sockets": Row(f"functron {words} sockets", peers, usual=False)

@@ -52,13 +52,15 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     return place("gpipe", [round_pipe(num_ranks)], num_microbatches, [column] * num_ranks)
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_ranks: int, num_microbatches: int, *, split: int | None = None) -> Schedule:
     """Backwards as early as can be: GPipe's bubble, but min(m, p - r) live activations at rank r.
 
     After p - 1 - r forwards, a rank alternates: one forward, one backward. Narayanan et al. 2021,
-    "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), and Megatron-LM.
+    "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), and Megatron-LM. With
+    `split` a backward is I, and W right after it: cotangents leave before the gradients of weights
+    are computed, so the ranks before wait for tI where they would for tI + tW. ZB-H1 moves W too.
     """
-    return _alternating("1f1b", num_ranks, num_microbatches, hop=1)
+    return _alternating("1f1b", num_ranks, num_microbatches, hop=1, split=bool(split))
 
 
 def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -148,7 +150,9 @@ def forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sched
     return place("forward", [pipe], num_microbatches, [column] * num_ranks)
 
 
-def _alternating(name: str, num_ranks: int, num_microbatches: int, hop: int) -> Schedule:
+def _alternating(
+    name: str, num_ranks: int, num_microbatches: int, hop: int, split: bool = False
+) -> Schedule:
     """1F1B that has `hop` forwards ahead per rank that follows."""
     raise_problems(f"schedule {name}", _count_problems(num_ranks, num_microbatches))
     forwards = [Action("F", m) for m in range(num_microbatches)]
@@ -156,7 +160,9 @@ def _alternating(name: str, num_ranks: int, num_microbatches: int, hop: int) -> 
     columns = []
     for rank in range(num_ranks):
         ahead = hop * (num_ranks - 1 - rank)
-        columns.append([cell for pair in _zip_ahead(forwards, backwards, ahead) for cell in pair])
+        column = [cell for pair in _zip_ahead(forwards, backwards, ahead) for cell in pair]
+        kinds = {"F": "F", "B": "IW" if split else "B"}
+        columns.append([Action(k, a.microbatch) for a in column for k in kinds[a.kind]])
     return place(name, [round_pipe(num_ranks)], num_microbatches, columns)
 
 
@@ -568,7 +574,7 @@ def make(
         num_chunks: stages per rank; None: what the schedule has, 2 for interleaved and
             breadth-first, 1 where both are possible.
         options: more arguments of the schedule's function: `group_size` of interleaved and
-            combined-1f1b.
+            combined-1f1b, `split` of 1f1b.
 
     Raises:
         ValueError: no such name, file or option; counts that the schedule does not admit; a table

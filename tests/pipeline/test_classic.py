@@ -83,6 +83,32 @@ def test_interleaved_groups_as_in_megatrons_example():
         assert warmup == 2 * (2 - 1 - rank) + (2 - 1) * 3
 
 
+def test_split_backwards_of_1f1b_by_hand():
+    """Cotangents leave before the gradients of weights are computed; no more is live."""
+    split = make("1f1b", 2, 2, split=1)
+    assert split.table == Schedule.parse(
+        """
+        pipe: 0 1
+        F0    .
+        F1    F0
+        .     I0
+        I0    W0
+        W0    F1
+        .     I1
+        I1    W1
+        W1    .
+        """
+    ).table  # fmt: skip
+    for counts in ((2, 2), (4, 3), (3, 8)):
+        split, whole = make("1f1b", *counts, split=1), make("1f1b", *counts)
+        split.validate()
+        ranks = range(counts[0])
+        assert [split.peak_live(r) for r in ranks] == [whole.peak_live(r) for r in ranks]
+        for rank in ranks:
+            kinds = "".join(a.kind for _, a in split.column(rank))
+            assert kinds.replace("IW", "B") == "".join(a.kind for _, a in whole.column(rank))
+
+
 def test_breadth_first_by_hand():
     assert breadth_first(2, 2).table == Schedule.parse(
         """
