@@ -31,7 +31,10 @@ from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
 )
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch._functorch.utils import (
+    enable_single_level_autograd_function,
+    unwrap_dead_wrappers,
+)
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -71,8 +74,8 @@ class Function(torch.autograd.Function):
         """The results of `forward`, differentiated and mapped by the other methods."""
         if not torch._C._are_functorch_transforms_active():
             if len(operands) == cls._num_operands and not named:  # nothing to bind
-                given: Any = torch._functorch.utils.unwrap_dead_wrappers(operands)
-                return super(torch.autograd.Function, cls).apply(*given)
+                above: Any = super(torch.autograd.Function, cls)
+                return above.apply(*unwrap_dead_wrappers(operands))
         elif _is_plain(cls, operands, named):
             kind = functorch.peek_interpreter_stack().key()
             if kind == TransformType.Grad:

@@ -161,7 +161,7 @@ def _alternating(
     for rank in range(num_ranks):
         ahead = hop * (num_ranks - 1 - rank)
         column = [cell for pair in _zip_ahead(forwards, backwards, ahead) for cell in pair]
-        kinds = {"F": "F", "B": "IW" if split else "B"}
+        kinds: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("I", "W") if split else ("B",)}
         columns.append([Action(k, a.microbatch) for a in column for k in kinds[a.kind]])
     return place(name, [round_pipe(num_ranks)], num_microbatches, columns)
 

@@ -85,7 +85,7 @@ def test_interleaved_groups_as_in_megatrons_example():
 
 def test_split_backwards_of_1f1b_by_hand():
     """Cotangents leave before the gradients of weights are computed; no more is live."""
-    split = make("1f1b", 2, 2, split=1)
+    split = one_f_one_b(2, 2, split=1)
     assert split.table == Schedule.parse(
         """
         pipe: 0 1
@@ -100,7 +100,7 @@ def test_split_backwards_of_1f1b_by_hand():
         """
     ).table  # fmt: skip
     for counts in ((2, 2), (4, 3), (3, 8)):
-        split, whole = make("1f1b", *counts, split=1), make("1f1b", *counts)
+        split, whole = one_f_one_b(*counts, split=1), one_f_one_b(*counts)
         split.validate()
         ranks = range(counts[0])
         assert [split.peak_live(r) for r in ranks] == [whole.peak_live(r) for r in ranks]
