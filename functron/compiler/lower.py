@@ -166,10 +166,10 @@ def _placed(kernel: Kernel) -> tuple[dict[Equation, tuple[Any, Var]], set[Equati
         product, way = source(value)
         if product is not None and product.op is _aten.add.Tensor and not product.kwargs:
             rest = [x for x in product.operands if x is not target]
-            if len(product.args) == 2 and len(rest) == 1 and len(product.operands) == 2:
+            if target in product.operands and len(rest) == 1:
                 op, reads = torch.ops.functron.mm_onto.default, 1
-                way, more = [*way, product], rest[0]
-                product, views = source(more)
+                way.append(product)
+                product, views = source(rest[0])
                 way += views
         if product is None or product.op is not _aten.mm.default:
             continue

@@ -313,6 +313,15 @@ def _write_labels(config: ViTConfig) -> dict:
     return {_LABELS[0]: {str(i): name for i, name in enumerate(names)}, _LABELS[1]: by_name}
 
 
+_SIZES = (
+    same("num_channels", "channels", 3),
+    same("num_hidden_layers", "num_layers", 12),
+    same("hidden_size", "embed_dim", 768),
+    same("num_attention_heads", "num_heads", 12),
+    same("intermediate_size", "mlp_dim", 3072),
+)
+"""The sizes of ViT and of CLIP's vision transformer, whose defaults are the same."""
+
 VIT = Format(
     "vit",
     "ViTForImageClassification",
@@ -321,11 +330,7 @@ VIT = Format(
         architecture("ViTForImageClassification"),
         square("image_size", "image_size", 224),
         square("patch_size", "patch_size", 16),
-        same("num_channels", "channels", 3),
-        same("num_hidden_layers", "num_layers", 12),
-        same("hidden_size", "embed_dim", 768),
-        same("num_attention_heads", "num_heads", 12),
-        same("intermediate_size", "mlp_dim", 3072),
+        *_SIZES,
         same("layer_norm_eps", "norm_eps", 1e-12),
         activation("hidden_act", "gelu", _ACTIVATIONS),
         Entry(_LABELS, ("num_classes",), _read_labels, _write_labels),
@@ -398,11 +403,7 @@ def _llava_namings(config: LlavaConfig) -> list[tuple[Rule, ...]]:
 _TOWER = (
     square("image_size", "image_size", 224),
     square("patch_size", "patch_size", 32),
-    same("num_channels", "channels", 3),
-    same("num_hidden_layers", "num_layers", 12),
-    same("hidden_size", "embed_dim", 768),
-    same("num_attention_heads", "num_heads", 12),
-    same("intermediate_size", "mlp_dim", 3072),
+    *_SIZES,
     same("layer_norm_eps", "norm_eps", 1e-5),
     activation("hidden_act", "quick_gelu", _ACTIVATIONS),
     fixed(patch_bias=False, pre_norm=True, final_norm=False, num_classes=0),

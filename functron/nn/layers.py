@@ -518,7 +518,7 @@ def rms_norm(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`rms_norm` for torch's tape alone: with ten passes over memory where torch takes thirty."""
+    """`rms_norm` for torch's tape alone, in fewer passes over memory than torch composes it of."""
 
     @staticmethod
     def forward(ctx, x, scale, eps):

@@ -153,10 +153,8 @@ class Post:
 
     def _begin(self, rows: list[tuple[torch.Tensor, int, Arriving | None]]) -> list[Any]:
         if self.host is not None:
-            ways = (
-                (self.rank, p) if arriving is None else (p, self.rank) for _, p, arriving in rows
-            )
-            return [self.host.transfer(row[0], *way) for row, way in zip(rows, ways, strict=True)]
+            send, receive = self.host.isend, self.host.irecv
+            return [(send if a is None else receive)(tensor, peer) for tensor, peer, a in rows]
         calls = [
             (dist.isend if arriving is None else dist.irecv, tensor, peer)
             for tensor, peer, arriving in rows

@@ -475,3 +475,10 @@ def describe(recorder: FlightRecorder, waiting: Waiting | None) -> Mapping[str, 
         "line": None if kind.line is None else str(kind.line),
         "seconds": round(time.perf_counter() - waiting.since, 3) if waiting.since else None,
     }
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks in words: ``"rank 1"``, ``"ranks 1, 2"``."""
+    if not ranks:
+        return "no other rank"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from functron.core import compat
-from functron.spmd.flight import reduction
+from functron.spmd.flight import listed, reduction
 
 if sys.platform == "linux":
     import fcntl
@@ -400,10 +400,8 @@ class _Lockstep:
     def _read(self) -> bool:
         if not self._entered:
             return False
-        found = self._entered[0]
-        if self._me not in self._readers:
-            found.done = found.written == len(found.pieces)
-        elif found.read < len(found.pieces):
+        found, reads = self._entered[0], self._me in self._readers
+        if reads and found.read < len(found.pieces):
             if self._late() or not self._agree(found.kind):
                 return False
             self._take(found, found.pieces[found.read])
@@ -411,13 +409,13 @@ class _Lockstep:
             self._num_read += 1
             self._rings.read[self._me] = self._num_read
             return True
-        else:
-            found.done = True
-            if found.output is not None:
-                found.output.copy_(found.into.view(found.output.shape))
-        if found.done:
-            self._entered.popleft()
-        return found.done
+        if not reads and found.written < len(found.pieces):
+            return False
+        if found.output is not None:
+            found.output.copy_(found.into.view(found.output.shape))
+        self._entered.popleft()
+        found.done = True
+        return True
 
     def _late(self) -> list[int]:
         """The places of those that have not written what is to be read next."""
@@ -500,13 +498,9 @@ class _Lockstep:
         ended = [rank for rank in self._memory.ended() if rank in late]
         with self._lock:
             if ended:
-                self._fail(f"{_named(ended)} of the axis ended before {found.kind}")
+                self._fail(f"{listed(ended)} of the axis ended before {found.kind}")
             elif waited > seconds:
-                self._fail(f"{_named(late)} did not come to {found.kind} for {seconds:g} s")
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                self._fail(f"{listed(late)} did not come to {found.kind} for {seconds:g} s")
 
 
 def _aligned(length: int) -> int:
@@ -606,14 +600,19 @@ class HostGroup(dist.ProcessGroup):
             return self.whole.reduce_scatter_tensor_coalesced(outputs, inputs, *opts)
         return self._enter([("psum_scatter", *row) for row in zip(outputs, inputs, strict=True)])
 
-    def transfer(self, tensor: torch.Tensor, source: int, target: int) -> Any:
-        """The start of a transfer of a tensor from one rank to another, of which this is one.
-
-        Those from one to another come in the order in which both start them.
-        """
+    def isend(self, tensor: torch.Tensor, peer: int) -> Any:
+        """Start to send a contiguous tensor to another rank, which receives in the same order."""
         if not _fit([tensor]):
-            call = dist.isend if source == self.rank() else dist.irecv
-            return call(tensor, None, self.whole, 0, target if source == self.rank() else source)
+            return dist.isend(tensor, None, self.whole, 0, peer)
+        return self._transfer(tensor, self.rank(), peer)
+
+    def irecv(self, tensor: torch.Tensor, peer: int) -> Any:
+        """Start to receive a contiguous tensor from another rank."""
+        if not _fit([tensor]):
+            return dist.irecv(tensor, None, self.whole, 0, peer)
+        return self._transfer(tensor, peer, self.rank())
+
+    def _transfer(self, tensor: torch.Tensor, source: int, target: int) -> HostWork:
         row = tensor.detach().view(-1)
         entered = _Entered(Kind("send", tensor.dtype, tensor.numel()), row, row)
         return self._work(self._channel(source, target), [entered])

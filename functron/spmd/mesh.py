@@ -142,8 +142,8 @@ class Mesh:
             timeout_seconds: after which a collective over an axis gives up on ranks that do not
                 come to it; None: torch's choice, whatever that of the default process group is.
             recorder: of what this process sends over the axes; None: nobody asks.
-            shared_memory: whether processes on CPUs of one host sum, gather and scatter through
-                memory that they share (`functron.spmd.host`), not through sockets.
+            shared_memory: whether processes on CPUs of one host sum, gather, scatter and send to
+                other stages through memory that they share (`functron.spmd.host`), not by gloo.
 
         Raises:
             ValueError: torch.distributed is not initialised, or its world size is not `size`.

@@ -270,11 +270,12 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         w: ``[inputs, outputs]``.
     """
     if not any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
-        rows = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
-        if not (compat.is_wide(rows, w) and compat.unseen(x, w)):
-            return x @ w
-        wide: Any = _WideProduct.apply(rows, w)
-        return wide.view(*x.shape[:-1], w.shape[-1])
+        if w.device.type == "cpu" and compat.unseen(x, w):
+            rows = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
+            if compat.is_wide(rows, w):
+                wide: Any = _WideProduct.apply(rows, w)
+                return wide.view(*x.shape[:-1], w.shape[-1])
+        return x @ w
     made: Any = _Product.apply(x.reshape(-1, x.shape[-1]), w)
     return made.view(*x.shape[:-1], w.shape[-1])
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from functron.compiler import driver
 from functron.core import compat
 from functron.spmd import BoundMesh
-from functron.spmd.flight import FlightRecorder, Kind, describe
+from functron.spmd.flight import FlightRecorder, Kind, describe, listed
 from functron.training.records import EVENTS, event_log
 
 HANGS = "hangs"
@@ -210,7 +210,7 @@ def _made(
     reports: Mapping[int, Report],
     what: str,
 ) -> Verdict:
-    names = _listed(ranks) if ranks else "no rank"
+    names = listed(ranks) if ranks else "no rank"
     hosts = sorted({reports[rank]["host"] for rank in ranks if rank in reports})
     on = f" (on {', '.join(hosts)})" if hosts else ""
     where = "at any collective"
@@ -224,7 +224,7 @@ def _made(
     lines = [
         f"step {step + 1} hangs: {names}{on} {arrived} {where}",
         f"  - {names}: {what}",
-        f"  - {_listed(waiting)} wait" if len(waiting) > 1 else f"  - {_listed(waiting)} waits",
+        f"  - {listed(waiting)} wait" if len(waiting) > 1 else f"  - {listed(waiting)} waits",
         f"  - wanted: a sign of life from all; fix: {_FIXES[reason]}; then go on with --resume",
     ]
     return Verdict(reason, ranks, step, at, "\n".join(lines))
@@ -237,12 +237,6 @@ _FIXES = {
     "connection": "look at the network of its machine",
     "unknown": "look at the stacks in the reports, and at the devices",
 }
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "no other rank"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # --- this process

@@ -91,13 +91,13 @@ def check_transfers(mesh):
     group = compat.named(name)
     assert isinstance(group, host.HostGroup)
     sizes = (5, 700_000, 300_000)
-    works = [group.transfer(torch.full((n,), float(n + me)), me, 1 - me) for n in sizes]
+    works = [group.isend(torch.full((n,), float(n + me)), 1 - me) for n in sizes]
     dist.barrier(group=compat.group(name))  # waits, and does not go on with them
     got = [torch.zeros(n) for n in sizes]
-    works += [group.transfer(x, 1 - me, me) for x in got]
-    works += [group.transfer(torch.tensor([bool(me)]), me, 1 - me)]  # by gloo
+    works += [group.irecv(x, 1 - me) for x in got]
+    works += [group.isend(torch.tensor([bool(me)]), 1 - me)]  # by gloo
     flag = torch.tensor([False])
-    works += [group.transfer(flag, 1 - me, me)]
+    works += [group.irecv(flag, 1 - me)]
     for work in works:
         work.wait()
     assert all(
