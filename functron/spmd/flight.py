@@ -442,9 +442,13 @@ class Agreement:
         for rank, key in zip(others, keys, strict=True):
             theirs, matched, text = self._store.get(key).decode().split("|", 2)
             if (theirs, matched) != (str(step), str(kind.matched)):
+                # in the order of ranks: the first of the two to say it may be the only one
+                (lower, wanted, its), (upper, got, at) = sorted(
+                    [(rank, text, int(theirs) + 1), (self._rank, str(kind), step + 1)]
+                )
                 raise DisagreementError(
-                    f"collective {place}: got {text} (step {int(theirs) + 1}) on rank {rank} where "
-                    f"rank {self._rank} has {kind} (step {step + 1}); wanted the same on both, "
+                    f"collective {place}: got {got} (step {at}) on rank {upper} where "
+                    f"rank {lower} has {wanted} (step {its}); wanted the same on both, "
                     "which would otherwise wait for one another for ever; fix: decide by "
                     "lax.axis_index and torch.where, not by a Python branch on the rank"
                 )
