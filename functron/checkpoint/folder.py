@@ -29,7 +29,7 @@ import torch
 from functron.checkpoint import database
 from functron.checkpoint.database import as_array, as_tensor, from_name, name_of
 from functron.checkpoint.placement import Box, Leaf, cells, grid
-from functron.core import compat, tree
+from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.program.text import aligned
 
@@ -219,23 +219,55 @@ def sync_all(
                 progress()
 
 
-def begin_sync_(folder: Path, begun: dict[Path, int]) -> None:
-    """Have the disk begin to take what is new in a folder, without waiting for it.
+class WriteBehind:
+    """Has the disk take the files of a folder while later ones are written, in a thread.
 
     What is left for `sync_all` then takes less. An fsync of every file as it is there would not do:
-    each has the file system commit its journal, for which those wait who still write.
+    each has the file system commit its journal, for which those wait who still write. The pages
+    of what the disk has are given up, and used again for what comes next: a checkpoint that fills
+    the memory with its pages drives out those of the data, and where the memory of a virtual
+    machine was not in use for a while, its first use takes longer than the disk does.
 
     Args:
         folder: with all that is below it; it need not be there yet.
-        begun: the sizes of the files for which this was done, which are noted.
     """
-    for found, _, names in os.walk(folder):
-        for path in (Path(found) / name for name in names):
-            with suppress(FileNotFoundError):  # it had a name of its own while it was written
-                size = path.stat().st_size
-                if begun.get(path) != size:
-                    begun[path] = size
-                    compat.begin_writing_back(path)
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._seen: dict[Path, None] = {}
+        self._thread = futures.ThreadPoolExecutor(1, "write behind")
+
+    def __enter__(self) -> WriteBehind:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def go_on(self) -> None:
+        """Something was written."""
+        self._thread.submit(self._go_on)
+
+    def _go_on(self) -> None:
+        for found, _, names in os.walk(self._folder):
+            for path in (Path(found) / name for name in names):
+                if path not in self._seen:
+                    self._seen[path] = None
+                    # of a new file the disk begins to take what is there, of the one `_BEHIND`
+                    # before it has taken most, whose pages are given up
+                    _give_up(path)
+                    if len(self._seen) > _BEHIND:
+                        _give_up([*self._seen][-1 - _BEHIND])
+
+
+_BEHIND = 2  # files
+
+
+def _give_up(path: Path) -> None:
+    """Have the disk begin to take a file's pages, and forget those that it has."""
+    if hasattr(os, "posix_fadvise"):
+        # it may have had a name of its own while it was written
+        with suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _expects_manifest(folder: Path) -> bool:

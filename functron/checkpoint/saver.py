@@ -38,7 +38,7 @@ from functron.checkpoint.database import as_array, chunk_key, name_of, storable
 from functron.checkpoint.folder import (
     LATER,
     Keep,
-    begin_sync_,
+    WriteBehind,
     clean,
     make_manifest,
     prune,
@@ -211,25 +211,25 @@ def write_pieces(
         for index, (leaf, chunk) in enumerate(zip(placement.leaves, division.chunks, strict=True))
         if first or division.pieces[index]
     }
-    begun: dict[Path, int] = {}
+    with WriteBehind(mine) as behind:
 
-    def written() -> None:
-        begin_sync_(mine, begun)
-        if progress is not None:
-            progress()
+        def written() -> None:
+            behind.go_on()
+            if progress is not None:
+                progress()
 
-    window = database.Window(in_flight, written)
-    try:
-        for index, future in opening.items():
-            leaf = placement.leaves[index]
-            array = _named(leaf, folder, future.result)()
-            for piece in division.pieces[index]:
-                begin = _begin(array, piece, source(index, piece))
-                size = database.nbytes_of(piece.size, leaf.dtype.itemsize)
-                window.add(size, lambda b=begin, at=leaf: _named(at, folder, b().result))
-        window.drain()
-    finally:
-        window.abandon()
+        window = database.Window(in_flight, written)
+        try:
+            for index, future in opening.items():
+                leaf = placement.leaves[index]
+                array = _named(leaf, folder, future.result)()
+                for piece in division.pieces[index]:
+                    begin = _begin(array, piece, source(index, piece))
+                    size = database.nbytes_of(piece.size, leaf.dtype.itemsize)
+                    window.add(size, lambda b=begin, at=leaf: _named(at, folder, b().result))
+            window.drain()
+        finally:
+            window.abandon()
     if not mine.exists():  # all of this process's values are other ones' to write
         return {}
     checksums = _checksums(mine, division, shared)

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -517,15 +516,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 32 << 20)
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def begin_writing_back(path: Path) -> None:
-    """Have the disk begin to take what was written to a file; nothing where only Linux could."""
-    begin = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if begin is not None:
-        whole = ctypes.c_longlong(0)  # from the start, and to the end
-        with path.open("rb") as file:
-            begin(file.fileno(), whole, whole, ctypes.c_uint(2))  # SYNC_FILE_RANGE_WRITE
 
 
 _WIDE_FLOPS = 1 << 26  # from which a product gains more than calling another library costs
