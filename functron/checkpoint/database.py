@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from functron.checkpoint.placement import Leaf
+from functron.core import compat
 from functron.core.errors import Problem, raise_problems
 
 PROCESS = "ocdbt.process_"
@@ -110,24 +111,14 @@ def context() -> Any:
     """
     import tensorstore as ts
 
-    _keep_buffers()
+    compat.keep_freed_memory()  # buffers of chunks, for the next chunks: a fifth of a save
     return ts.Context(
         {
-            "file_io_concurrency": {"limit": 8},  # each thread keeps memory that it used
+            "file_io_concurrency": {"limit": 8},
             "file_io_sync": False,
             "cache_pool#ocdbt": {"total_bytes_limit": 64 << 20},
         }
     )
-
-
-def _keep_buffers() -> None:
-    """Have the allocator keep the buffers of chunks that are freed, for the next chunks.
-
-    glibc gives large blocks back to the system, which clears them before they are used again: a
-    fifth of the time of a save. It stops to do so up to the size of a block that it saw freed, of
-    32 MiB at most; this one is never touched, so it costs nothing.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def store(folder: Path, key: str = "", *, write: bool = False) -> dict[str, Any]:

@@ -250,7 +250,7 @@ class WriteBehind:
     def _go_on(self) -> None:
         for found, _, names in os.walk(self._folder):
             for path in (Path(found) / name for name in names):
-                if path not in self._seen:
+                if path not in self._seen and _is_large(path):
                     self._seen[path] = None
                     # of a new file the disk begins to take what is there, of the one `_BEHIND`
                     # before it has taken most, whose pages are given up
@@ -259,13 +259,20 @@ class WriteBehind:
                         _give_up([*self._seen][-1 - _BEHIND])
 
 
+def _is_large(path: Path) -> bool:
+    """Whether a file has values; others are written anew, for which they must not be in use."""
+    try:
+        return path.stat().st_size > _SMALL
+    except FileNotFoundError:  # it had a name of its own while it was written
+        return False
+
+
 _BEHIND = 2  # files
 
 
 def _give_up(path: Path) -> None:
     """Have the disk begin to take a file's pages, and forget those that it has."""
     if hasattr(os, "posix_fadvise"):
-        # it may have had a name of its own while it was written
         with suppress(OSError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -525,6 +525,7 @@ def save_together(order: Order, source: Source, ranks: Ranks) -> None:
         TimeoutError: some process is dead, or hangs.
         ValueError: something lies at the target.
     """
+    compat.keep_freed_memory()  # before Orbax is imported, whose threads have heaps of their own
     if ranks.rank == 0:
         _lead(order, source, ranks)
     else:
