@@ -452,6 +452,8 @@ class _Lockstep:
                 parts.append(ring[start : start + piece.length])
             if kind.op == "psum_scatter":
                 parts[self._me] = found.operand[self._me, first:last]
+            elif self._me < 2:  # read before anything is written over it
+                parts[self._me] = found.operand[first:last]
             into, combine = found.into[first:last], _COMBINE[kind.op]
             combine(parts[0], parts[1], out=into)
             for part in parts[2:]:
