@@ -673,6 +673,7 @@ def save(
     It appears under its name only then: a process that dies meanwhile leaves a folder with
     "orbax-checkpoint-tmp" in its name, which readers ignore. Where the placement is that of a bound
     mesh, all ranks call this at the same point and each writes a part; no collectives.
+    From the first save on the C library keeps the memory that this process frees, up to 2 GiB.
 
     Args:
         path: a folder that does not exist; its parents are made. All ranks must reach it.

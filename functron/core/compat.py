@@ -509,9 +509,9 @@ def keep_freed_memory() -> None:
 
     glibc gives what is free at the end of the heap back to the system, which clears each page when
     it is used again: of a step on CPUs that frees 80 MB of activations a tenth of the time. It then
-    keeps up to 2 GiB there, and still gives back single blocks of 32 MiB and more. New
-    threads share two heaps, and find there what others freed, in place of up to eight heaps for
-    each processor. Does nothing where the C library has no such choice.
+    keeps up to 2 GiB there, and still gives back single blocks of 32 MiB and more. New threads
+    share two heaps, and find there what others freed, in place of up to eight heaps for each
+    processor. Does nothing where the C library has no such choice.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

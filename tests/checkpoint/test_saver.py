@@ -36,6 +36,18 @@ def held_up(monkeypatch):
     return event
 
 
+def test_the_disk_takes_files_of_values_while_later_ones_are_written(tmp_path, monkeypatch):
+    given: list[str] = []
+    monkeypatch.setattr(folders, "_give_up", lambda path: given.append(path.name))
+    with folders.WriteBehind(tmp_path / "d") as behind:
+        for name, size in (("a", 2 << 20), ("manifest", 10), ("b", 2 << 20), ("c", 2 << 20)):
+            (tmp_path / "d").mkdir(exist_ok=True)
+            (tmp_path / "d" / name).write_bytes(bytes(size))
+            behind.go_on()
+            behind._thread.submit(int).result()
+    assert given == ["a", "b", "c", "a"]
+
+
 def test_the_state_may_change_while_it_is_written(tmp_path, held_up):
     with saver(tmp_path) as one:
         x = torch.full((1000,), 7.0)
