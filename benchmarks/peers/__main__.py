@@ -74,6 +74,7 @@ ROWS = {
     "simulated": Row("functron simulated", ("functron eager",), 0.7, ranks=1),
     "checkpoint": Row("functron checkpoint", ("torch checkpoint",)),
     "pp-whole": Row("functron pp whole", ("torch pp",), 1.15, usual=False),
+    "pp-zb-h1": Row("functron pp zb-h1", ("torch pp", "torch pp eager"), 1.15, usual=False),
     "pp-balanced": Row("functron pp balanced", ("torch pp balanced",), 1.15, usual=False),
     "dp-eager": Row("functron dp eager", ("DDP eager",), usual=False),
     "fsdp-keep": Row("functron fsdp keep", ("FSDP2 keep",), usual=False),

@@ -73,13 +73,17 @@ def _stepping(train: Callable, state: ft.State, batch: dict) -> Step:
 
 
 def named_step(words: list[str], c: gpt.GPTConfig, batch: dict) -> Step:
-    """The step that words name: of an axis, "sp", "keep", "eager", "simulated", "unrolled".
+    """The step that words name: an axis, "sp", "keep", "eager", "simulated", "unrolled", "zb-h1".
 
     Processes send by memory that they share, and by gloo alone with "sockets". A pipeline's
     backward is whole with "whole"; else cotangents leave before weights' gradients are computed.
     """
     if "pp" in words:
-        schedule = ft.pipeline.make("1f1b", 2, batch["tokens"].shape[0], split="whole" not in words)
+        num_microbatches = batch["tokens"].shape[0]
+        if "zb-h1" in words:
+            schedule = ft.pipeline.make("zb-h1", 2, num_microbatches)
+        else:
+            schedule = ft.pipeline.make("1f1b", 2, num_microbatches, split="whole" not in words)
         compile_with = None if "eager" in words else {}
         return pipelined_step(c, batch, schedule, compile_with, "balanced" in words)[0]
     axis = next((word for word in words if word in ("dp", "fsdp", "tp")), None)

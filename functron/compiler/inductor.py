@@ -20,7 +20,7 @@ import torch._guards as guards
 from filelock import FileLock
 from torch import fx
 from torch._inductor import compile_fx as inductor
-from torch._inductor import config, cpu_vec_isa
+from torch._inductor import config, cpu_vec_isa, ir, lowering
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.dependencies import Dep, StarDep, WeakDep
 from torch._inductor.loop_body import LoopBody
@@ -31,10 +31,19 @@ from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 
+from functron.compiler.lower import MM_WIDE
 from functron.core import compat
 from functron.program.equations import Var
 
 Options = Mapping[str, Any]
+
+
+@lowering.register_lowering(MM_WIDE, type_promotion_kind=None)
+def _wide(a: Any, b: Any) -> Any:
+    """oneDNN's operation itself, so that a kernel calls it without passing through Python."""
+    call = lowering.fallback_handler(compat.wide_operation(), add_to_fallback_set=False)
+    turned = lowering.lowerings[torch.ops.aten.permute.default](b, [1, 0])
+    return call(ir.ExternKernel.require_contiguous(a), turned, None, "none", [], "")
 
 
 def known_options() -> set[str]:

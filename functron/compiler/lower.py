@@ -84,9 +84,31 @@ for _name, _mm in {"mm_into": _mm_into, "mm_onto": _mm_onto}.items():
 
 
 LIBRARY.define("mm_wide(Tensor a, Tensor b) -> Tensor")
+MM_WIDE = torch.ops.functron.mm_wide.default
 LIBRARY.impl("mm_wide", compat.wide_product, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "functron::mm_wide", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=LIBRARY
+)
+
+_flash = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+LIBRARY.define("causal_flash(Tensor q, Tensor k, Tensor v, float? scale) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "causal_flash_backward(Tensor cotangent, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "float? scale) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.impl("causal_flash", compat.causal_flash, "CompositeExplicitAutograd")
+LIBRARY.impl("causal_flash_backward", compat.causal_flash_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "functron::causal_flash",
+    lambda q, k, v, scale: _flash(q, k, v, 0.0, True, scale=scale),
+    lib=LIBRARY,
+)
+torch.library.register_fake(
+    "functron::causal_flash_backward",
+    lambda *given: _flash_backward(*given[:-1], 0.0, True, scale=given[-1]),
+    lib=LIBRARY,
 )
 LIBRARY.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
 torch.library.register_fake("functron::permute_ranks", _like, lib=LIBRARY)
@@ -205,12 +227,12 @@ def _equation(
         )
         return
     if _is_wide(equation):
-        op = torch.ops.functron.mm_wide.default
-        nodes[equation.results[0]] = graph.call_function(op, args)
+        nodes[equation.results[0]] = graph.call_function(MM_WIDE, args)
         return
+    op, args, kwargs = _by_bands(equation, args, kwargs)
     # what Inductor makes of an operation may be laid out otherwise than torch's own result, which
     # was traced: a view of that is then a copy, and places in its memory are those of a copy
-    op = _aten.reshape.default if equation.op in _VIEWS else equation.op
+    op = _aten.reshape.default if op in _VIEWS else op
     if op in _STRIDED:
         args = (_laid_out(graph, args[0], equation.args[0]), *args[1:])
     node = graph.call_function(op, args, kwargs)
@@ -300,6 +322,23 @@ def _is_long(equation: Equation) -> bool:
         and result.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and math.prod(x.shape) > _LONG * math.prod(result.shape)
     )
+
+
+def _by_bands(equation: Equation, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The call of an equation; of causal attention on a CPU, that which skips hidden scores."""
+    op = equation.op
+    if op not in (_flash, _flash_backward):
+        return op, args, kwargs
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    here = {**dict(zip(names, equation.args, strict=False)), **kwargs}
+    plain = not given.get("dropout_p") and given.get("attn_mask") is None
+    if not (plain and given.get("is_causal") and compat.skips_hidden(here["query"], here["key"])):
+        return op, args, kwargs
+    ours = torch.ops.functron
+    twin = ours.causal_flash if op is _flash else ours.causal_flash_backward
+    tensors = names[: names.index("dropout_p")]
+    return twin.default, (*(given[name] for name in tensors), given.get("scale")), {}
 
 
 def _is_wide(equation: Equation) -> bool:

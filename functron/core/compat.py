@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.util
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -39,6 +40,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
@@ -176,14 +178,10 @@ def dispatch_modes_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def taped_alone(value: torch.Tensor) -> bool:
-    """Whether torch's tape, and nothing else, sees what is computed of a tensor of a CPU."""
-    return (
-        torch.is_grad_enabled()
-        and value.requires_grad
-        and value.device.type == "cpu"
-        and unseen(value)
-    )
+def taped_alone(value: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether torch's tape, and nothing else, sees what is computed of tensors of a CPU."""
+    taped = torch.is_grad_enabled() and value.requires_grad and value.is_cpu
+    return taped and unseen(value, *others)
 
 
 def unseen(*values: torch.Tensor) -> bool:
@@ -191,12 +189,13 @@ def unseen(*values: torch.Tensor) -> bool:
 
     No transform, dispatch mode, compiler or autocast, and no subclass of tensors.
     """
-    seen = transforms_active() or dispatch_modes_active() or torch.compiler.is_compiling()
-    forwards: Any = torch.autograd.forward_ad
-    return (
-        not (seen or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
-        and forwards._current_level < 0
-        and not torch.overrides.has_torch_function(values)
+    return not (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or forward_ad._current_level >= 0
+        or torch.overrides.has_torch_function(values)
     )
 
 
@@ -530,14 +529,10 @@ def is_wide(a: Any, b: Any) -> bool:
     MKL keeps to vectors of 256 bits on AMD's processors. oneDNN takes 512 wherever there are any,
     and is 5% to 20% faster, if the first factor lies row by row or the second has many columns.
     """
-    if a.dtype != torch.float32 or a.device.type != "cpu":
-        return False
-    if len(a.shape) != 2 or len(b.shape) != 2:
+    if a.dtype != torch.float32 or len(a.shape) != 2 or len(b.shape) != 2:
         return False
     (rows, inner), columns = a.shape, b.shape[1]
-    if 2 * rows * inner * columns < _WIDE_FLOPS:
-        return False
-    if not torch.backends.mkldnn.is_available() or "AVX512" not in _cpu_capability():
+    if 2 * rows * inner * columns < _WIDE_FLOPS or a.device.type != "cpu" or not _has_wide():
         return False
     along, across = _strides(a), _strides(b)
     in_rows = along == (inner, 1) or (columns >= _COPIED_COLUMNS and along == (1, rows))
@@ -549,13 +544,119 @@ def _strides(value: Any) -> tuple[int, ...]:
 
 
 @functools.cache
-def _cpu_capability() -> str:
-    return torch.backends.cpu.get_cpu_capability()
+def _has_wide() -> bool:
+    has = torch.backends.mkldnn.is_available()
+    return has and "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b`` of float32 matrices by oneDNN, which takes b as it lies; without a derivative."""
-    return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), None, "none", [], "")
+    return wide_operation()(a.contiguous(), b.t(), None, "none", [], "")
+
+
+def wide_operation() -> Any:
+    """The operation of oneDNN that `wide_product` calls."""
+    return torch.ops.mkldnn._linear_pointwise.default
+
+
+def wide_cotangents(
+    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wants: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The cotangents of a and b of a product for which `is_wide` is true, where they are wanted.
+
+    All three products are of as many FLOPs, so that nothing but the columns is asked again.
+    """
+    da = wide_product(dy, b.t()) if wants[0] else None
+    if not wants[1]:
+        return da, None
+    many = dy.shape[1] >= _COPIED_COLUMNS
+    return da, wide_product(a.t(), dy) if many else torch.mm(a.t(), dy)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def skips_hidden(q: Any, k: Any) -> bool:
+    """Whether `causal_flash` is faster than the kernel alone, for tensors or what is like them.
+
+    The kernel takes 512 keys at a time, and computes the scores of all of them, also of those that
+    come after a query: of 256 queries twice as many as it needs. Threads wait for one another after
+    each band, which costs what is won of fewer queries than 384.
+    """
+    if q.dtype not in (torch.float32, torch.float64) or q.device.type != "cpu":
+        return False
+    (batch, heads, seq, _), threads = q.shape, torch.get_num_threads()
+    fewest = 2 * _FEWEST_ROWS if threads == 1 else 6 * _FEWEST_ROWS
+    return k.shape[2] == seq and fewest <= seq <= 1024 and batch * heads >= threads
+
+
+_FEWEST_ROWS = 64
+
+
+def _bands(q: torch.Tensor) -> tuple[int, list[tuple[int, torch.Tensor | None]]]:
+    """How many queries a band has; of each its last key, and its biases: -inf where hidden."""
+    seq = q.shape[2]
+    rows = max(_FEWEST_ROWS, -(-seq // 8))
+    hidden = torch.full((rows, seq), -math.inf, dtype=q.dtype, device=q.device)
+    hidden = hidden.triu_(seq - rows + 1)[None, None]  # of the last ones
+    found: list[tuple[int, torch.Tensor | None]] = [(rows, None)]  # the kernel's own mask is right
+    for end in range(2 * rows, seq + rows, rows):
+        skipped = max(end - seq, 0)
+        found.append((end - skipped, hidden[:, :, skipped:, seq + skipped - end :]))
+    return rows, found
+
+
+def causal_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention and its logsumexp by the kernel of CPUs, for bands of queries in turn.
+
+    The queries of a band attend to the keys up to its last one, and no score beyond is computed.
+    As torch's operation, which it is in place of: q, k and v ``[batch, heads, seq, width]``, of one
+    width, and as many queries as keys; k and v may have fewer heads. Without a derivative.
+    """
+    rows, bands = _bands(q)
+    made = [
+        _flash(x, k[:, :, :end], v[:, :, :end], 0.0, bias is None, attn_mask=bias, scale=scale)
+        for x, (end, bias) in zip(q.split(rows, 2), bands, strict=True)
+    ]
+    out, lse = (_joined(parts) for parts in zip(*made, strict=True))
+    return out, lse
+
+
+def causal_flash_backward(
+    cotangent: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The cotangents of q, k and v of `causal_flash`, from that of its first result."""
+    rows, bands = _bands(q)
+    operands = zip(*(x.split(rows, 2) for x in (cotangent, q, out, lse)), strict=True)
+    queries: list[torch.Tensor] = []
+    dk = dv = None
+    for (g, x, y, z), (end, bias) in reversed(list(zip(operands, bands, strict=True))):
+        dx, *more = _flash_backward(
+            g, x, k[:, :, :end], v[:, :, :end], y, z, 0.0, bias is None, attn_mask=bias, scale=scale
+        )
+        queries.insert(0, dx)
+        if dk is None or dv is None:
+            dk, dv = more  # the last band sees all keys
+        else:
+            dk[:, :, :end].add_(more[0])
+            dv[:, :, :end].add_(more[1])
+    assert dk is not None
+    assert dv is not None
+    return _joined(queries), dk, dv
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Results ``[batch, heads, rows, ...]`` one below the other, in the kernel's own layout."""
+    return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
 
 
 def faking() -> bool:

@@ -511,7 +511,7 @@ def rms_norm(
         scale: ``[embed]``.
     """
     plain = x.dtype == scale.dtype in (torch.float32, torch.float64)
-    if plain and compat.taped_alone(x) and compat.unseen(scale):
+    if plain and compat.taped_alone(x, scale):
         normed: Any = _RMSNorm.apply(x, scale, eps)
         return normed
     return F.rms_norm(x, scale.shape, scale, eps)

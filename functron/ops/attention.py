@@ -370,11 +370,19 @@ def _bias(hidden: Tensor | None, q: Tensor, groups: int = 1) -> Tensor | None:
     )
 
 
+def _by_bands(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool) -> bool:
+    """Whether a CPU skips what is hidden; traced programs say torch's operation instead."""
+    traced = active() is not None or torch.compiler.is_compiling()
+    return causal and hidden is None and not traced and compat.skips_hidden(q, k)
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float, name: Name
 ) -> tuple[Tensor, Tensor]:
     operands = _padded(q, k, v)
-    if q.device.type == "cpu":
+    if _by_bands(q, k, hidden, causal):
+        out, lse = compat.causal_flash(*operands, scale)
+    elif q.device.type == "cpu":
         flash = _aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = flash(*operands, 0.0, causal, attn_mask=_bias(hidden, q), scale=scale)
     elif name == "cudnn":
@@ -406,7 +414,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _padded(q, k, v)
     cotangent, out = (_wide(x, wide[2].shape[-1]) for x in (cotangent, out))
-    if q.device.type == "cpu":
+    if _by_bands(q, k, hidden, causal):
+        dq, dk, dv = compat.causal_flash_backward(cotangent, *wide, out, lse, scale)
+    elif q.device.type == "cpu":
         # it takes shared heads; below float32 it would round each head's part of their sum
         apart = q.dtype not in (torch.float32, torch.float64) and k.shape[1] != q.shape[1]
         wide = _grouped(*wide) if apart else wide
@@ -597,7 +607,8 @@ def attention(
     """
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     by = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if implementation(q, k, v, logsumexp=False).name == "sdpa":
+    sdpa = implementation(q, k, v, logsumexp=False).name == "sdpa"
+    if sdpa and not _by_bands(q, k, None, causal):
         out = _sdpa(q, k, v, causal, by)
     else:
         out, _ = block(q, k, v, causal=causal, scale=by)

@@ -214,7 +214,10 @@ class _WideProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         (dy,), (x, w) = cotangents, ctx.saved_tensors
-        again = product if torch.is_grad_enabled() else _matrices
+        graphs = torch.is_grad_enabled()
+        if not graphs and compat.unseen(dy):
+            return compat.wide_cotangents(dy, x, w, ctx.needs_input_grad)
+        again = product if graphs else torch.matmul
         dx = again(dy, w.mT) if ctx.needs_input_grad[0] else None
         dw = again(x.mT, dy) if ctx.needs_input_grad[1] else None
         return dx, dw
@@ -269,8 +272,9 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x: ``[..., inputs]``.
         w: ``[inputs, outputs]``.
     """
-    if not any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
-        if w.device.type == "cpu" and compat.unseen(x, w):
+    axes = scope().axes
+    if not axes or not any(isinstance(axis, SimulatedAxis) for axis in axes.values()):
+        if compat.unseen(x, w):
             rows = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
             if compat.is_wide(rows, w):
                 wide: Any = _WideProduct.apply(rows, w)

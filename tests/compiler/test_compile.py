@@ -5,6 +5,8 @@ Most run with backend="eager", which runs the plan and the graphs without Induct
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ import functron as ft
 from functron import tree
 from functron.compiler import compile as compile_program
 from functron.compiler.executable import Backend
+from functron.ops.attention import attention
 from functron.program.equations import Scan
 from functron.program.trace import trace
 
@@ -272,8 +275,31 @@ def test_wide_products_through_inductor_are_close_to_float64(cache):
     for a, b in zip(executable(x, w, g), three(x.double(), w.double(), g.double()), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-4)  # a sum of 512 terms of 1
     wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
-    calls = "".join(executable.code).count("functron.mm_wide.default(")
+    calls = "".join(executable.code).count("mkldnn._linear_pointwise.default(")
     assert calls == (2 if wide else 0)  # of the others, one is small and one is transposed
+
+
+def test_causal_attention_through_inductor_skips_what_is_hidden(cache, monkeypatch):
+    """Of 128 queries, the first 64 read no later key; forward and backward, heads of keys shared."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    q, k, g = randn(1, 128, 4, 8).float(), randn(1, 128, 2, 8, seed=1).float(), randn(1, 128, 4, 8)
+
+    def gradients(q, k, v, g):
+        loss = lambda q, k, v: (attention(q, k, v, causal=True) * g).sum()
+        return torch.func.grad(loss, (0, 1, 2))(q, k, v)
+
+    operands = (q, k, 2 * k, g.float())
+    executable = made(gradients, *operands, backend="inductor", cache=cache)
+    assert "functron.causal_flash.default(" in "".join(executable.code)
+    assert "functron.causal_flash_backward.default(" in "".join(executable.code)
+    q, k, v, g = (x.double().transpose(1, 2).requires_grad_() for x in operands)
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    hidden = torch.ones(128, 128, dtype=torch.bool).triu(1)
+    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    for got, want in zip(
+        executable(*operands), torch.autograd.grad(out, (q, k, v), g), strict=True
+    ):
+        torch.testing.assert_close(got.double().transpose(1, 2), want, rtol=0, atol=1e-5)
 
 
 def test_scans_through_inductor(cache):

@@ -1,5 +1,7 @@
-"""Numbers on a device, made without a copy that the host waits for; memory that is kept."""
+"""Numbers on a device, made without a copy that the host waits for; memory that is kept; attention
+by the kernel of CPUs, without the scores that are hidden."""
 
+import math
 import os
 import subprocess
 import sys
@@ -57,3 +59,42 @@ print(given_back, min(faults() for _ in range(4)))
     )
     given_back, kept = map(int, run.stdout.split())
     assert 10 * kept < given_back  # 20,000, or fewer of larger pages
+
+
+@pytest.mark.parametrize("seq", [128, 129, 200, 1024])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1)])
+def test_bands_of_causal_attention(seq, heads, kv_heads):
+    """The formula in double precision, its derivatives, and the layouts of torch's operation."""
+    torch.manual_seed(seq)
+    made = [torch.randn(2, seq, n, 4, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in made)
+    grouped = [x.repeat_interleave(heads // kv_heads, 1) for x in (k, v)]
+    scores = 0.3 * q @ grouped[0].mT
+    hidden = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    expected = scores.softmax(-1) @ grouped[1]
+    g = torch.randn_like(expected)
+    with torch.no_grad():
+        out, lse = compat.causal_flash(q, k, v, 0.3)
+        grads = compat.causal_flash_backward(g, q, k, v, out, lse, 0.3)
+    wanted = [expected, scores.logsumexp(-1), *torch.autograd.grad(expected, (q, k, v), g)]
+    torch.testing.assert_close([out, lse, *grads], wanted, rtol=1e-10, atol=1e-10)
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    whole = getattr(torch.ops.aten, name)(q, k, v, 0.0, True, scale=0.3)
+    back = getattr(torch.ops.aten, f"{name}_backward")(g, q, k, v, *whole, 0.0, True, scale=0.3)
+    alike = zip([out, lse, *grads], [*whole, *back], strict=True)
+    assert all(a.stride() == b.stride() for a, b in alike)
+
+
+def test_where_bands_pay(monkeypatch):
+    """For one thread from 128 queries on, for more from 384; torch skips blocks of 512 keys."""
+    q = torch.empty(2, 4, 2048, 8)
+    rows = {1: [128, 1024], 2: [384, 1024], 16: []}
+    for threads, (*ends,) in rows.items():
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        found = [n for n in range(1, 2049) if compat.skips_hidden(q[:, :, :n], q[:, :, :n])]
+        assert [*found[:1], *found[-1:]] == ends
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    half = q[:, :, :128].bfloat16()  # in which sums over bands would be rounded
+    assert not compat.skips_hidden(half, half)
+    assert not compat.skips_hidden(q[:, :, :128], q[:, :, :256])

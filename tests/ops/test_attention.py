@@ -71,6 +71,32 @@ def test_formula(causal):
     close(pullback(cotangent), expected_pullback(cotangent))
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("seen_by", ["tape", "grad", "vmap"])
+def test_a_sequence_in_bands(seen_by, kv_heads, monkeypatch):
+    """One long enough that a CPU skips what is hidden, by everything that may look at it."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    generator = torch.Generator().manual_seed(kv_heads)
+    shapes = [(2, 1, 130, heads, 4) for heads in (2, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    loss = energy(attention, True)
+    shared = lambda q, k, v, causal: formula(
+        q, *(x.repeat_interleave(2 // kv_heads, -2) for x in (k, v)), causal=causal
+    )
+    operands = [(q[i], k[i], v[i]) for i in range(2)]
+    expected = [grad(energy(shared, True), (0, 1, 2))(*each) for each in operands]
+    if seen_by == "vmap":
+        found = vmap(grad(loss, (0, 1, 2)))(q, k, v)
+        close(found, tuple(map(torch.stack, zip(*expected, strict=True))))
+        return
+    for each, want in zip(operands, expected, strict=True):
+        if seen_by == "tape":
+            taped = [x.clone().requires_grad_() for x in each]
+            close(torch.autograd.grad(loss(*taped), taped), want)
+        else:
+            close(grad(loss, (0, 1, 2))(*each), want)
+
+
 def test_causal_attention_ignores_later_keys():
     q, k, v = qkv()
     before = attention(q, k, v, causal=True)
