@@ -397,7 +397,9 @@ def _compiled(
     from functron.compiler import inductor  # as above
 
     made: dict[Kernel, tuple[Compiled, str]] = {}
-    with inductor.directory(cache) as folder:
+    on_cpu = all(value.device.type == "cpu" for kernel in kernels for value in kernel.reads)
+    beside = inductor.beside() if on_cpu else nullcontext()
+    with inductor.directory(cache) as folder, beside:
         # each process begins with another kernel, and finds the others' on disk
         start = rank % max(1, len(kernels))
         for kernel in [*kernels[start:], *kernels[:start]]:

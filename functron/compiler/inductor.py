@@ -11,6 +11,7 @@ import copy
 import hashlib
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from filelock import FileLock
 from torch import fx
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config, cpu_vec_isa, ir, lowering
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.dependencies import Dep, StarDep, WeakDep
 from torch._inductor.loop_body import LoopBody
@@ -58,8 +60,9 @@ def directory(path: Path | None) -> Iterator[Path]:
         yield Path(cache_dir()) / "functron"
         return
     if not torch.cuda.is_available():
-        # what the CPU can do is found by compiling, which would be repeated in each new directory
-        cpu_vec_isa.valid_vec_isa_list()
+        # what compilers can do is found by compiling, which would be repeated in each new directory
+        with config.patch(_vectors()):
+            cpu_vec_isa.valid_vec_isa_list()
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     os.environ[name] = str(Path(path).absolute())
@@ -70,6 +73,17 @@ def directory(path: Path | None) -> Iterator[Path]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def _vectors() -> dict[str, Any]:
+    """Options by which Inductor believes that vectors of this processor, an x86, can be compiled.
+
+    It would compile and run four small programs to see, in 8 seconds, in each new directory. It
+    looks at the processor's flags all the same, and any compiler of C++20, which it needs, has
+    them. What the user has set (`TORCHINDUCTOR_VEC_ISA_OK`) stays.
+    """
+    known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return {"cpp.vec_isa_ok": True} if known and config.cpp.vec_isa_ok is None else {}
 
 
 def compiled(
@@ -89,10 +103,32 @@ def compiled(
     folder.mkdir(parents=True, exist_ok=True)
     name = _key(graph, operands, options)
     path = folder / f"{name}.kernel"
-    with config.patch(dict(options)), FileLock(folder / f"{name}.lock"):
+    with config.patch({**_vectors(), **options}), FileLock(folder / f"{name}.lock"):
         if path.exists() and _is_own(path):
             return _load(path, operands)
         return _compile(graph, operands, path)
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """C++ of the graphs of this with block is compiled beside it, and is there at its end.
+
+    Inductor has processes of the compiler beside it, but waits for those of a graph before it
+    begins with the next one, which takes Python as long again.
+    """
+    here, begun = threading.get_ident(), []
+    wait = AsyncCompile.wait
+
+    def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        begun.append((self, scope)) if threading.get_ident() == here else wait(self, scope)
+
+    AsyncCompile.wait = later
+    try:
+        yield
+    finally:
+        AsyncCompile.wait = wait
+    for made, scope in begun:
+        wait(made, scope)
 
 
 def _is_own(path: Path) -> bool:

@@ -1,12 +1,15 @@
-"""Programs of ranks, which are the same though each rank has a device of its own."""
+"""Programs of ranks, which are the same though each rank has a device of its own; compilers."""
 
 import re
+import threading
 
 import pytest
 import torch
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
 
 import functron as ft
-from functron.compiler import executable
+from functron.compiler import executable, inductor
 from functron.program.parse import parse
 from functron.spmd.mesh import BoundMesh
 
@@ -48,3 +51,26 @@ def test_only_what_differs_is_shown(monkeypatch):
     changes = [line for line in str(caught.value).splitlines() if line[:1] in "+-"]
     assert [line[0] for line in changes] == ["-", "+"]
     assert all("add" in line for line in changes)
+
+
+def test_what_a_compiler_makes_is_waited_for_at_the_end_of_a_block(monkeypatch):
+    """Of the thread of the block; what another one compiles is waited for at once."""
+    waited = []
+    monkeypatch.setattr(AsyncCompile, "wait", lambda self, scope: waited.append(scope))
+    wait = AsyncCompile.wait
+    with inductor.beside():
+        AsyncCompile().wait({"ours": 1})
+        other = threading.Thread(target=AsyncCompile().wait, args=({"theirs": 2},))
+        other.start()
+        other.join()
+        assert waited == [{"theirs": 2}]
+    assert waited == [{"theirs": 2}, {"ours": 1}]
+    with pytest.raises(KeyError), inductor.beside():
+        raise KeyError
+    assert AsyncCompile.wait is wait
+
+
+def test_vectors_are_what_the_user_says():
+    for said in (True, False):
+        with config.patch({"cpp.vec_isa_ok": said}):
+            assert inductor._vectors() == {}
