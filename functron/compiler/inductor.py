@@ -78,7 +78,7 @@ def directory(path: Path | None) -> Iterator[Path]:
 def _vectors() -> dict[str, Any]:
     """Options by which Inductor believes that vectors of this processor, an x86, can be compiled.
 
-    It would compile and run four small programs to see, in 8 seconds, in each new directory. It
+    It would compile and run three small programs to see, in 7 seconds, in each new directory. It
     looks at the processor's flags all the same, and any compiler of C++20, which it needs, has
     them. What the user has set (`TORCHINDUCTOR_VEC_ISA_OK`) stays.
     """
@@ -113,14 +113,17 @@ def compiled(
 def beside() -> Iterator[None]:
     """C++ of the graphs of this with block is compiled beside it, and is there at its end.
 
-    Inductor has processes of the compiler beside it, but waits for those of a graph before it
-    begins with the next one, which takes Python as long again.
+    Inductor starts compilers beside it, but waits for those of a graph before it begins with the
+    next one, which takes Python as long again. What a compiler raises is raised at the end.
     """
     here, begun = threading.get_ident(), []
     wait = AsyncCompile.wait
 
     def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        begun.append((self, scope)) if threading.get_ident() == here else wait(self, scope)
+        if threading.get_ident() == here:
+            begun.append((self, scope))
+        else:
+            wait(self, scope)
 
     AsyncCompile.wait = later
     try:

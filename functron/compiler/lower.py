@@ -90,9 +90,6 @@ torch.library.register_fake(
     "functron::mm_wide", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=LIBRARY
 )
 
-_flash = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
 LIBRARY.define("causal_flash(Tensor q, Tensor k, Tensor v, float? scale) -> (Tensor, Tensor)")
 LIBRARY.define(
     "causal_flash_backward(Tensor cotangent, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -102,12 +99,12 @@ LIBRARY.impl("causal_flash", compat.causal_flash, "CompositeExplicitAutograd")
 LIBRARY.impl("causal_flash_backward", compat.causal_flash_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "functron::causal_flash",
-    lambda q, k, v, scale: _flash(q, k, v, 0.0, True, scale=scale),
+    lambda q, k, v, scale: compat.FLASH(q, k, v, 0.0, True, scale=scale),
     lib=LIBRARY,
 )
 torch.library.register_fake(
     "functron::causal_flash_backward",
-    lambda *given: _flash_backward(*given[:-1], 0.0, True, scale=given[-1]),
+    lambda *given: compat.FLASH_BACKWARD(*given[:-1], 0.0, True, scale=given[-1]),
     lib=LIBRARY,
 )
 LIBRARY.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
@@ -326,19 +323,17 @@ def _is_long(equation: Equation) -> bool:
 
 def _by_bands(equation: Equation, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The call of an equation; of causal attention on a CPU, that which skips hidden scores."""
-    op = equation.op
-    if op not in (_flash, _flash_backward):
+    op, ours = equation.op, torch.ops.functron
+    twins = {compat.FLASH: ours.causal_flash, compat.FLASH_BACKWARD: ours.causal_flash_backward}
+    if op not in twins:
         return op, args, kwargs
     names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    here = {**dict(zip(names, equation.args, strict=False)), **kwargs}
+    query, count = names.index("query"), names.index("dropout_p")
+    given = {**dict(zip(names[count:], args[count:], strict=False)), **kwargs}
     plain = not given.get("dropout_p") and given.get("attn_mask") is None
-    if not (plain and given.get("is_causal") and compat.skips_hidden(here["query"], here["key"])):
+    if not (plain and given.get("is_causal") and compat.skips_hidden(*equation.args[query:][:2])):
         return op, args, kwargs
-    ours = torch.ops.functron
-    twin = ours.causal_flash if op is _flash else ours.causal_flash_backward
-    tensors = names[: names.index("dropout_p")]
-    return twin.default, (*(given[name] for name in tensors), given.get("scale")), {}
+    return twins[op].default, (*args[:count], given.get("scale")), {}
 
 
 def _is_wide(equation: Equation) -> bool:

@@ -190,8 +190,8 @@ def unseen(*values: torch.Tensor) -> bool:
     No transform, dispatch mode, compiler or autocast, and no subclass of tensors.
     """
     return not (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
+        transforms_active()
+        or dispatch_modes_active()
         or torch.compiler.is_compiling()
         or torch._C._is_any_autocast_enabled()
         or forward_ad._current_level >= 0
@@ -573,8 +573,8 @@ def wide_cotangents(
     return da, wide_product(a.t(), dy) if many else torch.mm(a.t(), dy)
 
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def skips_hidden(q: Any, k: Any) -> bool:
@@ -618,7 +618,7 @@ def causal_flash(
     """
     rows, bands = _bands(q)
     made = [
-        _flash(x, k[:, :, :end], v[:, :, :end], 0.0, bias is None, attn_mask=bias, scale=scale)
+        FLASH(x, k[:, :, :end], v[:, :, :end], 0.0, bias is None, attn_mask=bias, scale=scale)
         for x, (end, bias) in zip(q.split(rows, 2), bands, strict=True)
     ]
     out, lse = (_joined(parts) for parts in zip(*made, strict=True))
@@ -638,20 +638,17 @@ def causal_flash_backward(
     rows, bands = _bands(q)
     operands = zip(*(x.split(rows, 2) for x in (cotangent, q, out, lse)), strict=True)
     queries: list[torch.Tensor] = []
-    dk = dv = None
+    sums: list[torch.Tensor] = []
     for (g, x, y, z), (end, bias) in reversed(list(zip(operands, bands, strict=True))):
-        dx, *more = _flash_backward(
+        dx, *parts = FLASH_BACKWARD(
             g, x, k[:, :, :end], v[:, :, :end], y, z, 0.0, bias is None, attn_mask=bias, scale=scale
         )
-        queries.insert(0, dx)
-        if dk is None or dv is None:
-            dk, dv = more  # the last band sees all keys
-        else:
-            dk[:, :, :end].add_(more[0])
-            dv[:, :, :end].add_(more[1])
-    assert dk is not None
-    assert dv is not None
-    return _joined(queries), dk, dv
+        queries.append(dx)
+        for total, part in zip(sums, parts, strict=False):
+            total[:, :, :end].add_(part)
+        sums = sums or parts  # the last band sees all keys
+    dk, dv = sums
+    return _joined(queries[::-1]), dk, dv
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

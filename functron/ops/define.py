@@ -409,15 +409,13 @@ class Kernels:
         choice = self.by_op.get(op, self.choice)
         if choice != "auto":
             return choice == "kernel"
-        for x in operands:
-            if x is not None and not x.is_cuda:
-                return False
+        tensors = [x for x in operands if x is not None]
+        if not (tensors and all(x.is_cuda for x in tensors)):
+            return False
         if keeper() is not None and op not in PARTITIONED:
             return False
-        tensors = [x for x in operands if x is not None]
         floats = [x.dtype for x in tensors if x.is_floating_point()]
-        fits = all(dtype in _HALF_AND_SINGLE for dtype in floats)
-        return bool(tensors) and fits and usable(tensors[0].device) is None
+        return all(d in _HALF_AND_SINGLE for d in floats) and usable(tensors[0].device) is None
 
 
 AUTO = Kernels()

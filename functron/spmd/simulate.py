@@ -272,8 +272,7 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x: ``[..., inputs]``.
         w: ``[inputs, outputs]``.
     """
-    axes = scope().axes
-    if not axes or not any(isinstance(axis, SimulatedAxis) for axis in axes.values()):
+    if not any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
         if compat.unseen(x, w):
             rows = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
             if compat.is_wide(rows, w):
