@@ -1,13 +1,11 @@
-"""Precision: what each policy sends, multiplies and holds, and how long steps in bfloat16 take.
+"""Precision: what each policy sends, multiplies and holds, and how long its steps take on a GPU.
 
-    python benchmarks/precision.py            all parts
+    python benchmarks/precision.py            both parts
     python benchmarks/precision.py --only traced
     python benchmarks/precision.py --only gpu --device cpu --tiny    its code, where there is no GPU
 
 * **traced**: one rank's program of a step of llama3-8b on 64 ranks, by policy: bytes sent by
   collective and dtype, FLOPs by dtype, memory, and what quantisation adds to a layer. Nothing runs.
-* **cpu**: the compiled step under the policy bf16 against a plain module under torch's autocast to
-  bfloat16 with `torch.compile`, stepping in turn.
 * **gpu**: compiled steps of four layers of 8B, every recipe that the GPU has against bf16; and the
   quantising kernels against the time in which a copy moves as many bytes. Skipped without a GPU.
 """
@@ -17,10 +15,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +28,8 @@ from typing import Any
 if importlib.util.find_spec("functron") is None:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import measure
 import torch
-from peers.models import LEARNING_RATE, WEIGHT_DECAY, decoder, make_batch, plain_model
+from peers.models import LEARNING_RATE, WEIGHT_DECAY, decoder, make_batch
 
 from functron import Mesh, jit, random
 from functron.optim import OptimizerConfig, ScheduleConfig
@@ -55,9 +50,6 @@ POLICIES = (
 )  # fmt: skip
 SENT_AS = {"float32": "bfloat16", **dict.fromkeys(POLICIES[4:], "quantised")}
 """As what parameters may be gathered that fsdp splits, beside as they are."""
-SIZES = {"hidden": 256, "layers": 4, "seq": 256, "vocab": 1024, "batch": 2}
-OURS, PEER = "functron bf16", "autocast + torch.compile"
-AGREE_STEPS, AGREE_WITHIN = 4, 1e-2
 GPU_STEPS, GPU_WARM_UP = 8, 4
 FASTER, OF_COPY = 1.35, 0.8
 """The targets on a GPU: a step in 8 bits as times as fast as in 16, and of a copy's bandwidth."""
@@ -175,48 +167,6 @@ def run_of(model: Any, name: str, **fields: Any) -> TrainConfig:
     return with_precision(base, name)
 
 
-def program_of(name: str, args: argparse.Namespace) -> Callable[[], float]:
-    """A CPU's program of this name."""
-    sizes = (args.vocab, args.layers, args.hidden, args.hidden // 64, args.seq)
-    batch = make_batch(args.vocab, args.batch, args.seq)
-    if name == OURS:
-        step = training(run_of(decoder(*sizes), "bf16"), "cpu")
-        return partial(step, batch)
-    from peers.torch_steps import module_step
-
-    model = plain_model(decoder(*sizes), "cpu")
-    run = torch.compile(model, fullgraph=True)
-
-    def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return run(tokens, targets)
-
-    return module_step(loss, list(model.parameters()), batch["tokens"], batch["targets"])
-
-
-def cpu(args: argparse.Namespace) -> bool:
-    """The ratio of steps, of programs that step in turn; whether they compute the same losses."""
-    sizes = [f"--{name}={getattr(args, name)}" for name in SIZES]
-    with tempfile.TemporaryDirectory() as caches:
-        ours, theirs = (
-            measure.start(name, [__file__, *sizes, "--serve", name], ranks=1,
-                          threads=args.threads, caches=Path(caches))
-            for name in (OURS, PEER)
-        )  # fmt: skip
-        measure.run([ours, theirs], args.rounds)
-    print(f"\nsteps in bfloat16 on this CPU, {args.rounds} rounds, {args.threads} threads:")
-    if failures := [f"{p.name}: {p.failure}" for p in (ours, theirs) if p.failure]:
-        print(*failures, sep="\n")
-        return False
-    for p in (ours, theirs):
-        print(f"  {p.name:26} {1e3 * p.seconds:9.1f} ms, compiled in {p.compile_seconds:.1f} s")
-    print(f"  {OURS} is {measure.ratio(theirs, ours):.2f} times as fast")
-    losses = {p.name: p.losses for p in (ours, theirs)}
-    if wrong := measure.disagreement(losses, AGREE_STEPS, AGREE_WITHIN):
-        print("NOT THE SAME PROGRAM: losses differ", *wrong, sep="\n  ")
-    return not wrong
-
-
 def gpu(args: argparse.Namespace) -> bool:
     """Steps by recipe, and kernels by bandwidth; whether the targets are met, on a GPU."""
     cuda = args.device == "cuda"
@@ -276,7 +226,6 @@ def timed(step: Callable[[], float], tiny: bool) -> float:
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], bool]] = {
     "traced": traced,
-    "cpu": cpu,
     "gpu": gpu,
 }
 
@@ -286,20 +235,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    for name, default in {**SIZES, "rounds": 25, "threads": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", default=",".join(PARTS), help=f"of: {', '.join(PARTS)}")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the part gpu")
     parser.add_argument("--tiny", action="store_true", help="small sizes in it, not compiled")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     args = parse()
-    if args.serve:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        return measure.serve(partial(program_of, args.serve, args))
     chosen = args.only.split(",")
     if unknown := sorted({*chosen} - {*PARTS}):
         sys.exit(f"--only: got {unknown}; wanted some of {list(PARTS)}")

@@ -14,7 +14,7 @@ from peers.models import LEARNING_RATE, SEED, WEIGHT_DECAY, Step, layout
 from torch import Tensor
 
 import functron as ft
-from functron import BoundMesh, Mesh, P, gpt, optim, random
+from functron import BoundMesh, Mesh, P, gpt, optim, random, tree
 from functron.pipeline import Partition, Pipeline, Schedule
 from functron.transforms import Gather
 
@@ -25,13 +25,20 @@ def training(
     *,
     stream: P = gpt.STREAM,
     regather: bool = True,
+    masters: bool = False,
     device: str = "cpu",
 ) -> tuple[Callable, ft.State]:
-    """functron's eager ``(state, batch) -> (state, metrics)`` on `mesh`, and the first state."""
+    """functron's eager ``(state, batch) -> (state, metrics)`` on `mesh`, and the first state.
+
+    With `masters` the optimizer updates float32 copies of the parameters.
+    """
     defs = gpt.defs(c)
     specs = ft.param_specs(defs, gpt.rules(c, mesh))
     optimizer = optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    state = ft.init_state(random.key(SEED, device=device), defs, specs, optimizer, mesh)
+    if masters:
+        optimizer = optim.with_fp32_masters(optimizer, tree.map(lambda d: d.dtype, defs))
+    key = random.key(SEED, device=device)
+    state = ft.init_state(key, defs, specs, optimizer, mesh, masters=masters)
     options = ft.ModelOptions(stream=stream)
     if "fsdp" in mesh.shape:
         options = replace(options, gather=Gather(specs, regather=regather))
@@ -77,6 +84,7 @@ def named_step(words: list[str], c: gpt.GPTConfig, batch: dict) -> Step:
 
     Processes send by memory that they share, and by gloo alone with "sockets". A pipeline's
     backward is whole with "whole"; else cotangents leave before weights' gradients are computed.
+    With "bf16" parameters are in bfloat16 and have float32 masters.
     """
     if "pp" in words:
         num_microbatches = batch["tokens"].shape[0]
@@ -92,6 +100,8 @@ def named_step(words: list[str], c: gpt.GPTConfig, batch: dict) -> Step:
     if "simulated" in words:
         mesh = Mesh(dp=2, tp=2)
     options: dict[str, Any] = {"regather": "keep" not in words}
+    if "bf16" in words:
+        c, options["masters"] = replace(c, dtype="bfloat16"), True
     if "sp" in words:
         options["stream"] = gpt.SEQUENCE_PARALLEL_STREAM
     if not {"eager", "simulated"} & {*words}:

@@ -63,11 +63,21 @@ def module_step(
     return step
 
 
-def plain_step(c: gpt.GPTConfig, batch: dict, device: str = "cpu", *, compiled: bool) -> Step:
-    """The plain module: the whole forward and, through AOTAutograd, backward as one graph each."""
+def plain_step(
+    c: gpt.GPTConfig, batch: dict, device: str = "cpu", *, compiled: bool, low: bool = False
+) -> Step:
+    """The plain module: the whole forward and, through AOTAutograd, backward as one graph each.
+
+    With `low` products are in bfloat16, by torch's autocast.
+    """
     model = plain_model(c, device)
     run = torch.compile(model, fullgraph=True) if compiled else model
-    return module_step(run, list(model.parameters()), batch["tokens"], batch["targets"])
+
+    def loss(tokens, targets):
+        with torch.autocast(device, torch.bfloat16, enabled=low):
+            return run(tokens, targets)
+
+    return module_step(loss, list(model.parameters()), batch["tokens"], batch["targets"])
 
 
 def local_rows(batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,11 +98,18 @@ def mean_over_ranks(step: Step) -> Step:
 
 
 def hugging_face_step(
-    c: gpt.GPTConfig, batch: dict, device: str = "cpu", *, compiled: bool, liger: bool = False
+    c: gpt.GPTConfig,
+    batch: dict,
+    device: str = "cpu",
+    *,
+    compiled: bool,
+    low: bool = False,
+    liger: bool = False,
 ) -> Step:
     """`LlamaForCausalLM` with SDPA attention and its own loss, from functron's initial weights.
 
-    With `liger` its norms, rotations, gated activations and loss are those of Liger-Kernel.
+    With `low` products are in bfloat16, by torch's autocast. With `liger` its norms, rotations,
+    gated activations and loss are those of Liger-Kernel.
     """
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig
@@ -122,7 +139,9 @@ def hugging_face_step(
 
     def loss(tokens, targets):
         # the targets are shifted already, and given as labels they would be once more
-        return model(input_ids=tokens, labels=targets, shift_labels=targets, use_cache=False).loss
+        given = {"labels": targets, "shift_labels": targets, "use_cache": False}
+        with torch.autocast(device, torch.bfloat16, enabled=low):
+            return model(input_ids=tokens, **given).loss
 
     return module_step(loss, list(model.parameters()), batch["tokens"], batch["targets"])
 
