@@ -162,7 +162,7 @@ def public(fn: F) -> F:
         try:
             if wanted is None:  # later than where annotations are written, which may look ahead
                 wanted = _wanted_of(fn)
-            if found := [p for one in wanted for p in one.problems(args, kwargs)]:
+            if wanted and (found := [p for one in wanted for p in one.problems(args, kwargs)]):
                 raise_problems(f"{fn.__name__} cannot use these arguments", found, TypeError)
             return fn(*args, **kwargs)
         except Exception as error:
@@ -338,7 +338,7 @@ def _is_number(text: Any) -> bool:
 def _wanted_of(fn: Callable) -> tuple[_Wanted, ...]:
     """The arguments of `fn` whose annotations can be checked; of what is not of Python none."""
     plain = inspect.unwrap(fn)
-    if not hasattr(plain, "__code__"):
+    if not (hasattr(plain, "__code__") and plain.__annotations__):
         return ()
     names = getattr(plain, "__globals__", {})
     found = []

@@ -153,15 +153,15 @@ def broadcast_prefix(
     Args:
         prefix: a tree that ends no later than `tree` does.
         tree: the tree whose leaves are to be covered.
-        is_leaf: what counts as a leaf of `prefix`.
+        is_leaf: what a leaf of `prefix` must be, of which None may be one; containers are none.
         what: the name of the prefix in error messages.
         wanted: what the message asks for when the prefix does not fit.
 
     Raises:
         ValueError: `prefix` is not a prefix of `tree`; each place that differs is named.
     """
-    entries, shape = flatten(prefix, is_leaf)
-    if is_leaf is None or all(is_leaf(entry) for entry in entries):
+    entries, shape = optree.tree_flatten(prefix, none_is_leaf=is_leaf is not None)
+    if is_leaf is None or all(map(is_leaf, entries)):
         try:
             parts = shape.flatten_up_to(tree)
             rows = zip(entries, parts, strict=True)

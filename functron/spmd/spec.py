@@ -10,6 +10,7 @@ know of it but who stores the parts, for whom there are `padded_shape`, `pad` an
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ def entry_axes(entry: Entry) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+@functools.lru_cache(1024)
 def spec_axes(spec: P) -> tuple[str, ...]:
     """Every axis that `spec` mentions, in dim order."""
     return tuple(name for entry in spec for name in entry_axes(entry))
@@ -302,6 +304,7 @@ class Cut(NamedTuple):
 Cuts = tuple[Cut, ...]
 
 
+@functools.lru_cache(1024)
 def cuts_between(spec: P, into: P, num_dims: int) -> Cuts:
     """The cuts that make parts with spec `into` of a value with spec `spec`.
 

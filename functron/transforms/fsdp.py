@@ -124,10 +124,9 @@ def fsdp(
         flat = tree.broadcast_prefix(
             specs, given, is_leaf=is_spec, what="the specs of fsdp", wanted="a P, or containers"
         )
-        encoded = tree.leaves(params, is_encoded)
-        gathers = compute_dtype is not None or any(lookup(name) for name in names)
-        if not gathers and not any(map(is_encoded, encoded)):
+        if compute_dtype is None and given is params and not any(map(lookup, names)):
             return block(params, *args, **kwargs)
+        encoded = tree.leaves(params, is_encoded)
         places = _places(tree.paths(given), tree.leaves(given), flat, names)
         kept = [_bound(spec, names) for spec in flat]
         rows = zip(encoded, places, kept, strict=True)
@@ -224,12 +223,22 @@ def is_encoded(value: Any) -> bool:
 
 
 def plain(params: tree.Tree) -> tree.Tree:
-    """Parameters without their codes."""
+    """Parameters without their codes; the same tree where none of them has any."""
+    if not _are_coded(params):
+        return params
 
     def one(leaf: Any) -> Any:
         return leaf.like if is_encoded(leaf) else leaf
 
     return tree.map(one, params, is_leaf=is_encoded)
+
+
+def _are_coded(params: tree.Tree) -> bool:
+    """Whether any of the parameters has codes."""
+    leaves = tree.leaves(params)  # at once, as codes are integers
+    if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+        return False
+    return any(map(is_encoded, tree.leaves(params, is_encoded)))
 
 
 def attached(params: tree.Tree, codes: tree.Tree) -> tree.Tree:
