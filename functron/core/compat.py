@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._C._functorch as functorch
@@ -594,17 +594,34 @@ def skips_hidden(q: Any, k: Any) -> bool:
 _FEWEST_ROWS = 64
 
 
-def _bands(q: torch.Tensor) -> tuple[int, list[tuple[int, torch.Tensor | None]]]:
-    """How many queries a band has; of each its last key, and its biases: -inf where hidden."""
-    seq = q.shape[2]
+class _Bands(NamedTuple):
+    """The queries of causal attention, band by band.
+
+    Attributes:
+        starts: the first query of every band but the first.
+        ends: the last key that each sees, and one.
+        biases: -inf where a key is hidden; None: the kernel's own mask is right.
+    """
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    biases: tuple[torch.Tensor | None, ...]
+
+
+def _bands(q: torch.Tensor) -> _Bands:
+    made = _make_bands.__wrapped__ if dispatch_modes_active() else _make_bands
+    return made(q.shape[2], q.dtype, q.device)
+
+
+@functools.lru_cache(8)
+def _make_bands(seq: int, dtype: torch.dtype, device: torch.device) -> _Bands:
     rows = max(_FEWEST_ROWS, -(-seq // 8))
-    hidden = torch.full((rows, seq), -math.inf, dtype=q.dtype, device=q.device)
+    hidden = torch.full((rows, seq), -math.inf, dtype=dtype, device=device)
     hidden = hidden.triu_(seq - rows + 1)[None, None]  # of the last ones
-    found: list[tuple[int, torch.Tensor | None]] = [(rows, None)]  # the kernel's own mask is right
-    for end in range(2 * rows, seq + rows, rows):
-        skipped = max(end - seq, 0)
-        found.append((end - skipped, hidden[:, :, skipped:, seq + skipped - end :]))
-    return rows, found
+    starts = tuple(range(rows, seq, rows))
+    ends = (*starts, seq)
+    rest = (hidden[:, :, a - b :, seq - b :] for a, b in zip(starts, ends[1:], strict=True))
+    return _Bands(starts, ends, (None, *rest))
 
 
 def causal_flash(
@@ -616,10 +633,11 @@ def causal_flash(
     As torch's operation, which it is in place of: q, k and v ``[batch, heads, seq, width]``, of one
     width, and as many queries as keys; k and v may have fewer heads. Without a derivative.
     """
-    rows, bands = _bands(q)
+    bands = _bands(q)
+    rows = zip(q.tensor_split(bands.starts, 2), bands.ends, bands.biases, strict=True)
     made = [
         FLASH(x, k[:, :, :end], v[:, :, :end], 0.0, bias is None, attn_mask=bias, scale=scale)
-        for x, (end, bias) in zip(q.split(rows, 2), bands, strict=True)
+        for x, end, bias in rows
     ]
     out, lse = (_joined(parts) for parts in zip(*made, strict=True))
     return out, lse
@@ -635,11 +653,12 @@ def causal_flash_backward(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The cotangents of q, k and v of `causal_flash`, from that of its first result."""
-    rows, bands = _bands(q)
-    operands = zip(*(x.split(rows, 2) for x in (cotangent, q, out, lse)), strict=True)
+    bands = _bands(q)
+    operands = (x.tensor_split(bands.starts, 2) for x in (cotangent, q, out, lse))
     queries: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
-    for (g, x, y, z), (end, bias) in reversed(list(zip(operands, bands, strict=True))):
+    rows = list(zip(*operands, bands.ends, bands.biases, strict=True))
+    for g, x, y, z, end, bias in reversed(rows):
         dx, *parts = FLASH_BACKWARD(
             g, x, k[:, :, :end], v[:, :, :end], y, z, 0.0, bias is None, attn_mask=bias, scale=scale
         )
