@@ -1,7 +1,8 @@
 """Programs in processes of their own, stepped in turn by one parent, so that none disturbs another.
 
 Each program gets a fresh process, or with torchrun one per rank, and cold compiler caches. It
-sleeps while another one is timed. Parent and program exchange one line per step over pipes.
+sleeps while another one is timed; before each step there is a pause in which it falls asleep.
+Parent and program exchange one line per step over pipes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import IO, Any
 import torch.distributed as dist
 
 WARM_UP = 2
+PAUSE_SECONDS = 0.1
+"""Threads of a pool look for work a while after a step; the next program was 5% slower for it."""
 AGREE_STEPS, AGREE_WITHIN = 4, 1e-4
 """How many first losses of programs are compared, and by how much they may differ, relative."""
 
@@ -190,6 +193,7 @@ def run(programs: Sequence[Program], rounds: int) -> None:
             program.step()
     for _ in range(rounds):
         for program in programs:
+            time.sleep(PAUSE_SECONDS)
             program.step()
     for program in programs:
         program.close()
