@@ -114,10 +114,11 @@ def maker(name: str) -> Callable[[gpt.GPTConfig, dict], Step]:
             steps.pipelined_step, name="1f1b", microbatches=BATCH,
             compiled=compiled, balanced="balanced" in words,
         )  # fmt: skip
+    low = "bf16" in words
     made = {
-        "torch": partial(steps.plain_step, low="bf16" in words),
-        "torch.compile": partial(steps.plain_step, low="bf16" in words),
-        "transformers": partial(steps.hugging_face_step, low="bf16" in words),
+        "torch": partial(steps.plain_step, low=low),
+        "torch.compile": partial(steps.plain_step, low=low),
+        "transformers": partial(steps.hugging_face_step, low=low),
         "DDP": partial(steps.ddp_step),
         "FSDP2": partial(steps.fsdp_step, reshard="keep" not in words),
         "DTensor": partial(steps.dtensor_step, sequence="sp" in words),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +43,19 @@ from functron.pipeline import Part
 
 
 def module_step(
-    model: Callable, parameters: list, tokens, targets, reduce: Callable | None = None
+    model: Callable,
+    parameters: list,
+    tokens,
+    targets,
+    reduce: Callable | None = None,
+    *,
+    low: bool = False,
 ) -> Step:
-    """``.backward()``, `reduce` of the gradients and fused AdamW on ``model(tokens, targets)``."""
+    """``.backward()``, `reduce` of the gradients and fused AdamW on ``model(tokens, targets)``.
+
+    With `low` the model's products are in bfloat16, by torch's autocast.
+    """
+    products = partial(torch.autocast, tokens.device.type, torch.bfloat16) if low else nullcontext
     # the fused kernel takes plain tensors or DTensors, not both in one call
     groups = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
     optimizer = torch.optim.AdamW(
@@ -52,7 +64,8 @@ def module_step(
     )  # fmt: skip
 
     def step() -> float:
-        loss = model(tokens, targets)
+        with products():
+            loss = model(tokens, targets)
         loss.backward()
         if reduce is not None:
             reduce()
@@ -68,16 +81,11 @@ def plain_step(
 ) -> Step:
     """The plain module: the whole forward and, through AOTAutograd, backward as one graph each.
 
-    With `low` products are in bfloat16, by torch's autocast.
+    `low` is as in `module_step`.
     """
     model = plain_model(c, device)
     run = torch.compile(model, fullgraph=True) if compiled else model
-
-    def loss(tokens, targets):
-        with torch.autocast(device, torch.bfloat16, enabled=low):
-            return run(tokens, targets)
-
-    return module_step(loss, list(model.parameters()), batch["tokens"], batch["targets"])
+    return module_step(run, list(model.parameters()), batch["tokens"], batch["targets"], low=low)
 
 
 def local_rows(batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +116,8 @@ def hugging_face_step(
 ) -> Step:
     """`LlamaForCausalLM` with SDPA attention and its own loss, from functron's initial weights.
 
-    With `low` products are in bfloat16, by torch's autocast. With `liger` its norms, rotations,
-    gated activations and loss are those of Liger-Kernel.
+    `low` is as in `module_step`. With `liger` its norms, rotations, gated activations and loss are
+    those of Liger-Kernel.
     """
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig
@@ -139,11 +147,9 @@ def hugging_face_step(
 
     def loss(tokens, targets):
         # the targets are shifted already, and given as labels they would be once more
-        given = {"labels": targets, "shift_labels": targets, "use_cache": False}
-        with torch.autocast(device, torch.bfloat16, enabled=low):
-            return model(input_ids=tokens, **given).loss
+        return model(input_ids=tokens, labels=targets, shift_labels=targets, use_cache=False).loss
 
-    return module_step(loss, list(model.parameters()), batch["tokens"], batch["targets"])
+    return module_step(loss, list(model.parameters()), batch["tokens"], batch["targets"], low=low)
 
 
 def hugging_face_weights(c: gpt.GPTConfig, device: str) -> dict[str, torch.Tensor]:

@@ -40,7 +40,6 @@ def test_freed_memory_is_kept_for_the_next_step():
     program = """
 import resource
 import torch
-from torch._subclasses import FakeTensorMode
 from functron.core import compat
 
 def faults():
