@@ -249,6 +249,11 @@ def json_checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def is_float(leaf: Any) -> bool:
+    """Whether `leaf` is a floating-point tensor, which has a derivative."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
 def is_leaf(value: Any) -> bool:
     """Whether `value` is a leaf rather than a container (None is an empty container)."""
     return optree.tree_is_leaf(value)

@@ -383,8 +383,8 @@ def _forward(
     if _by_bands(q, k, hidden, causal):
         out, lse = compat.causal_flash(*operands, scale)
     elif q.device.type == "cpu":
-        flash = _aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(*operands, 0.0, causal, attn_mask=_bias(hidden, q), scale=scale)
+        bias = _bias(hidden, q)
+        out, lse = compat.FLASH(*operands, 0.0, causal, attn_mask=bias, scale=scale)
     elif name == "cudnn":
         operands = laid_out(*operands)
         out, lse = _aten._scaled_dot_product_cudnn_attention(
@@ -422,7 +422,7 @@ def _backward(
         wide = _grouped(*wide) if apart else wide
         given, made = (x.reshape(wide[0].shape) for x in (cotangent, out))
         bias = _bias(hidden, q, wide[0].shape[0] // q.shape[0])
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = compat.FLASH_BACKWARD(
             given, *wide, made, lse.reshape(wide[0].shape[:-1]), 0.0, causal,
             attn_mask=bias, scale=scale,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 
-from functron.core import compat
+from functron.core import compat, tree
 from functron.core.compat import Function
 from functron.core.errors import nearest
 from functron.core.typing import Tensor
@@ -256,9 +256,7 @@ def _of_formula(formula: Any) -> Gradient:
     """The gradient that torch gives of a function in its operations."""
 
     def backward(saved: Sequence[Any], cotangents: tuple) -> list:
-        moving = [
-            i for i, x in enumerate(saved) if isinstance(x, torch.Tensor) and x.is_floating_point()
-        ]
+        moving = [i for i, x in enumerate(saved) if tree.is_float(x)]
 
         def of_moving(*values: torch.Tensor) -> tuple:
             args = list(saved)

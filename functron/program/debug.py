@@ -452,7 +452,7 @@ def check_grads(
     problems = [Problem("order", repr(order), "at least 1")] if order < 1 else []
     problems += [Problem("modes", repr(m), '"rev" or "fwd"') for m in modes if m not in _MODES]
     leaves, structure = tree.flatten(args)
-    moving = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+    moving = [i for i, leaf in enumerate(leaves) if tree.is_float(leaf)]
     if not moving:
         got = "no floating-point tensor"
         problems.append(Problem("args", got, "something to differentiate by"))
@@ -462,7 +462,7 @@ def check_grads(
     whole = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
 
     def rows(*local: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(leaf.unsqueeze(0) for leaf in tree.leaves(f(*local)) if _is_float(leaf))
+        return tuple(leaf.unsqueeze(0) for leaf in tree.leaves(f(*local)) if tree.is_float(leaf))
 
     ranks = P(tuple(name for name, size in whole.axes if size > 1))
     mapped = shard_map(rows, whole, P() if in_specs is None else in_specs, ranks, check=False)
@@ -496,10 +496,6 @@ def check_grads(
 
 
 _MODES = ("rev", "fwd")
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _pulled(function: Callable, u: tuple[torch.Tensor, ...]) -> Callable:

@@ -235,8 +235,7 @@ def plain(params: tree.Tree) -> tree.Tree:
 
 def _are_coded(params: tree.Tree) -> bool:
     """Whether any of the parameters has codes."""
-    leaves = tree.leaves(params)  # at once, as codes are integers
-    if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+    if all(map(tree.is_float, tree.leaves(params))):  # seen at once, as codes are integers
         return False
     return any(map(is_encoded, tree.leaves(params, is_encoded)))
 
@@ -454,8 +453,8 @@ class _Gathering:
         return [self._cast(value) for value in out]
 
     def _cast(self, value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self.compute) if floating and self.compute is not None else value
+        cast = self.compute is not None and tree.is_float(value)
+        return value.to(self.compute) if cast else value
 
     def _dtypes(self, operand: torch.dtype, shard: torch.dtype, last: bool) -> Dtypes:
         sent = (self.compute or shard) if shard.is_floating_point else shard

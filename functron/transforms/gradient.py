@@ -141,7 +141,7 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
 def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     """`vjp` as a part of a derivative: its cotangents are not yet the shares of a gradient."""
     leaves, structure = tree.flatten(primals)
-    moving = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+    moving = [i for i, leaf in enumerate(leaves) if tree.is_float(leaf)]
     split = _Split()
 
     def flat(*values):
@@ -149,8 +149,8 @@ def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
         for i, value in zip(moving, values, strict=True):
             full[i] = value
         outputs = split.tensors(f(*tree.unflatten(structure, full)))
-        floats = tuple(value for value in outputs if _is_float(value))
-        return floats, [value for value in outputs if not _is_float(value)]
+        floats = tuple(value for value in outputs if tree.is_float(value))
+        return floats, [value for value in outputs if not tree.is_float(value)]
 
     outer = differentiated_outside(f, primals)
     floats, others, pull = _pullback(flat, [leaves[i] for i in moving], outer)
@@ -178,7 +178,7 @@ def assume_shares(grads: tree.Tree) -> tree.Tree:
     an argument of the program: `sync_gradients` takes no others, since nothing else tells a share
     from a gradient that counts the loss once per rank. No communication, and no proof.
     """
-    return tree.map(lambda leaf: as_share(leaf) if _is_float(leaf) else leaf, grads)
+    return tree.map(lambda leaf: as_share(leaf) if tree.is_float(leaf) else leaf, grads)
 
 
 @public
@@ -300,10 +300,6 @@ def share(leaf: torch.Tensor) -> torch.Tensor:
     return leaf if scope().shares is None else as_share(leaf)  # in a trace, what varies is one
 
 
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
 class _Split:
     """A tree taken apart into its tensors, which transforms track, and the rest."""
 
@@ -312,7 +308,7 @@ class _Split:
         self.rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         found = [leaves[i] for i in self.positions]
-        self.is_float = [_is_float(leaf) for leaf in found]
+        self.is_float = [tree.is_float(leaf) for leaf in found]
         return found
 
     def tensors_of(self, other: tree.Tree) -> list:
@@ -338,7 +334,7 @@ def _check_leaves(paths: list[str], leaves: list) -> None:
                 "pass it as another argument, outside argnums",
             )
             for path, leaf in zip(paths, leaves, strict=True)
-            if not _is_float(leaf)
+            if not tree.is_float(leaf)
         ],
         TypeError,
     )
@@ -346,8 +342,8 @@ def _check_leaves(paths: list[str], leaves: list) -> None:
 
 def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:
     """Raise ValueError unless `value` is a scalar, replicated over exactly these axes, or all."""
-    if not _is_float(value) or value.dim():
-        got = f"shape {tuple(value.shape)}" if _is_float(value) else repr(value)
+    if not tree.is_float(value) or value.dim():
+        got = f"shape {tuple(value.shape)}" if tree.is_float(value) else repr(value)
         raise ValueError(
             f"grad: the function returned {got}; wanted a floating-point scalar (with aux outputs, "
             "pass has_aux=True)"

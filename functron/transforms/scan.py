@@ -543,8 +543,7 @@ def _stacked(batch: tree.Tree, count: int, position: int) -> tree.Tree:
 
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
-    floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    return leaf.to(dtype) if dtype is not None and floating else leaf
+    return leaf.to(dtype) if dtype is not None and tree.is_float(leaf) else leaf
 
 
 def microbatches(batch: tree.Tree, count: int, where: str = "batch") -> Iterator[tree.Tree]:
