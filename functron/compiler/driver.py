@@ -318,8 +318,14 @@ def routine(
     procedure: Procedure,
     compiled: Mapping[Kernel, Compiled],
     groups: Mapping[str, str] | None = None,
+    *,
+    tells: bool = False,
 ) -> Routine:
-    """A procedure with its compiled kernels, ready to run."""
+    """A procedure with its compiled kernels, ready to run.
+
+    With `tells` it counts a version of the input that its steps write to first, before they do:
+    compiled code itself does not say that it wrote.
+    """
     slots: dict[Var, int] = {value: i for i, value in enumerate(procedure.inputs)}
     for step in procedure.steps:
         for value in step.results:
@@ -340,11 +346,41 @@ def routine(
         _step(step, slots, tuple(sorted(dead.get(index, ()))), compiled, groups or {})
         for index, step in enumerate(procedure.steps)
     )
+    if tells:
+        steps = _telling(procedure, steps, slots)
     outputs = tuple(
         (slots[value], None) if isinstance(value, Var) else (None, value)
         for value in procedure.outputs
     )
     return Routine(size, steps, procedure, outputs)
+
+
+def _telling(procedure: Procedure, steps: tuple, slots: Mapping[Var, int]) -> tuple:
+    """The steps, the first that writes to an input of them with a word before it."""
+    inputs = set(procedure.inputs)
+    for index, step in enumerate(procedure.steps):
+        written = next((target for target in _targets(step) if target in inputs), None)
+        if written is not None:
+            told = _told(steps[index], slots[written])
+            return (*steps[:index], told, *steps[index + 1 :])
+    return steps
+
+
+def _told(step: Callable, slot: int) -> Callable:
+    def run(slots: Slots) -> None:
+        torch.autograd.graph.increment_version(slots[slot])
+        step(slots)
+
+    return run
+
+
+def _targets(step: Step) -> list[Var]:
+    """The operands that a step overwrites."""
+    if isinstance(step, Kernel):
+        return [target for target, _ in step.updates]
+    if isinstance(step, Loop):
+        return [operand for _, operand in step.updates]
+    return [step.target] if isinstance(step, Copy) else []
 
 
 def _equations(step: Step) -> tuple[Equation, ...]:

@@ -18,8 +18,10 @@ from functron.program.order import divided
 from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
-from functron.spmd.mesh import BoundMesh
-from functron.spmd.shard_map import Mapped, refuse_donated
+from functron.spmd.axes import unwinding
+from functron.spmd.donation import refuse_donated
+from functron.spmd.mesh import BoundMesh, Call
+from functron.spmd.shard_map import Mapped
 
 
 @public
@@ -150,8 +152,9 @@ class Jitted:
         if active() is not None:  # a part of a larger program
             return self.fn(*args)
         leaves, structure = tree.flatten(args)
-        executable = self._executable(args, leaves, structure)
-        out = executable.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        with unwinding():
+            executable = self._executable(args, leaves, structure)
+            out = executable.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if isinstance(self.fn, Mapped) and self.fn.observe is not None:
             self.fn.observe(args, out)
         return out
@@ -184,7 +187,8 @@ class Jitted:
             mesh = self.fn.mesh if isinstance(self.fn, Mapped) else None
             bound = mesh if isinstance(mesh, BoundMesh) else None
             described = {path: text for path, (_, text) in _described(args).items()}
-            entry = _Entry(compile_program(program, bound, **self.settings), described)
+            with Call(f"compiling {self.name}", bound, alike=True):
+                entry = _Entry(compile_program(program, bound, **self.settings), described)
             entries[signature] = entry
         return entry.executable
 

@@ -44,7 +44,7 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode
 
 
 class Function(torch.autograd.Function):
@@ -168,6 +168,11 @@ def _mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
     return wrap_outputs_maintaining_identity(output, given, operands, wrapped, out_dims=out_dims)
 
 
+def no_overrides() -> contextlib.AbstractContextManager[Any]:
+    """A with block in which subclasses of tensors do not see what is done with them."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def transforms_active() -> bool:
     """Whether any torch.func transform is running."""
     return torch._C._are_functorch_transforms_active()
@@ -288,6 +293,37 @@ def is_batched_at(value: torch.Tensor, level: int) -> bool:
 def unwrap_if_dead(value: torch.Tensor) -> torch.Tensor:
     """`value` without the wrappers of transforms that have returned."""
     return functorch.unwrap_if_dead(value)
+
+
+class Ambient(NamedTuple):
+    """The state that torch keeps of the with blocks around a program.
+
+    Attributes:
+        levels: of torch.func transforms.
+        grad: whether a tape is on.
+        functions, dispatches: how many modes see functions, and operations.
+    """
+
+    levels: int
+    grad: bool
+    functions: int
+    dispatches: int
+
+    @classmethod
+    def here(cls) -> Ambient:
+        """That of the caller."""
+        modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+        return cls(functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled(), *modes)
+
+    def put_back(self) -> None:
+        """Leave what was entered since, where an interrupt came between entering and noting it."""
+        if functorch.get_dynamic_layer_stack_depth() > self.levels:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(self.levels)
+        while torch._C._len_torch_dispatch_stack() > self.dispatches:
+            _pop_mode()
+        while torch._C._len_torch_function_stack() > self.functions:
+            torch._C._pop_torch_function_stack()
+        torch.set_grad_enabled(self.grad)
 
 
 @contextlib.contextmanager
@@ -426,6 +462,27 @@ def kept(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     return group
+
+
+def close_group(name: str, device_type: str) -> None:
+    """Leave the process group of that name, for good: ranks that wait in it get an error.
+
+    The default group stays: processes may make new ones in it. Its own collectives are given up,
+    where it is NCCL's.
+    """
+    try:
+        known: Any = named(name)
+    except RuntimeError:  # closed before
+        return
+    whole = getattr(known, "whole", known)
+    key: Any = name
+    c10d._unregister_process_group(key)
+    if hasattr(known, "close"):  # its ranks share memory
+        known.close()
+    if dist.get_backend(whole) == "nccl":
+        whole._get_backend(torch.device(device_type)).abort()
+    if whole is not dist.group.WORLD:
+        dist.destroy_process_group(whole)
 
 
 _ORDERED_GLOO = "gloo_in_order"

@@ -79,9 +79,11 @@ def foreach_(
         columns = _columns([_dense_row(row, len(mutated), copied) for row in rows])
     with torch.no_grad():
         for group in _groups(columns):
-            fn(*map(list, group))
-            for column in group[: len(mutated)]:  # the fused kernels do not say that they wrote
+            # fused kernels do not say that they wrote; said before it, so that what interrupts them
+            # finds tensors that may have been written (`functron.spmd.donation`)
+            for column in group[: len(mutated)]:
                 torch.autograd.graph.increment_version(list(column))
+            fn(*map(list, group))
         for target, value in copied:
             target.copy_(value)
 

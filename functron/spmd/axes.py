@@ -13,6 +13,7 @@ import linecache
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from functron.core import compat
 from functron.core.errors import in_library, nearest, public
 from functron.spmd.flight import FlightRecorder, Line
-from functron.spmd.mesh import STANDARD_AXES
+from functron.spmd.mesh import STANDARD_AXES, LostRanksError, Membership
 
 LIBRARY = torch.library.Library("functron", "DEF")
 
@@ -173,13 +174,13 @@ def raise_lost(error: RuntimeError, where: str) -> None:
         where: the collectives that it may be of, their axes and the user's lines.
 
     Raises:
-        RuntimeError: another process ended, or is in another collective.
+        LostRanksError: another process ended, or is in another collective.
     """
     if not (isinstance(error, dist.DistError) or _SOURCE.search(str(error))):
         return
     rank = f"process {dist.get_rank()} of {dist.get_world_size()}"
     message = _SOURCE.sub("", str(error)).partition(". ")[0].strip()
-    told = RuntimeError(
+    told = LostRanksError(
         f"{where}: {rank} lost the others ({message}); wanted all ranks of the axis in "
         "the same collective with the same shapes; fix: look at the process that ended first: its "
         "own error says why, or the system ended it (out of memory, a signal)"
@@ -203,7 +204,9 @@ def _communicates(method: F) -> F:
 
     @functools.wraps(method)
     def call(self: BoundAxis, *args: Any) -> Any:
-        recorder = self.recorder
+        recorder, member = self.recorder, self.membership
+        if member is not None:
+            member.entered += 1
         if recorder is not None:
             name = _REDUCTIONS[args[1]] if op == "psum" else op
             recorder.wait(recorder.begun(name, self.name, args[0]))
@@ -255,6 +258,7 @@ class BoundAxis:
         index: of this process on it.
         group: the process group.
         recorder: of what goes over it; None: nobody asks.
+        membership: that counts what is entered; None: nobody asks.
     """
 
     name: str
@@ -263,6 +267,7 @@ class BoundAxis:
     group: str
     token: None = None
     recorder: FlightRecorder | None = None
+    membership: Membership | None = None
 
     def line(self) -> Line | None:
         """The line of a program that is about to communicate over this axis, if one is asked."""
@@ -275,6 +280,8 @@ class BoundAxis:
 
     def entered(self, op: str, value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Record a collective that takes as long as a with block."""
+        if self.membership is not None:
+            self.membership.entered += 1
         if self.recorder is None:
             return contextlib.nullcontext()
         return self.recorder.entered(op, self.name, value)
@@ -416,6 +423,38 @@ def enter(scope: Scope) -> Iterator[None]:
         yield
     finally:
         _scope.reset(token)
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Leave, where a with block ends by an exception, all that was entered in it.
+
+    Every with block leaves what it entered, but Ctrl-C may come between entering and noting it:
+    axes would stay bound, or a level of vmap on the stack, for all programs after it. What then
+    fails on the way is no error of its own: KeyboardInterrupt is raised. Frames are cleared first,
+    as generators among their values put levels back when they are freed.
+    """
+    outer, ambient = _scope.get(), compat.Ambient.here()
+    try:
+        yield
+    except BaseException as error:
+        chain = list(_chain(error))
+        interrupt = next((e for e in chain if isinstance(e, KeyboardInterrupt)), None)
+        if interrupt is not None:
+            for each in chain:
+                traceback.clear_frames(each.__traceback__)
+        ambient.put_back()
+        _scope.set(outer)
+        if interrupt is None or interrupt is error:
+            raise
+        raise interrupt from None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those in whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = None if error.__suppress_context__ else error.__context__
 
 
 def lookup(names: AxisNames) -> list[Axis]:

@@ -54,6 +54,7 @@ RINGS_BYTES = 8 << 20  # for collectives, of all ranks of a group
 CHANNELS_BYTES = 4 << 20  # for transfers between two, of all pairs
 _MAX_PIECES = 64  # in a ring
 _ALIGN = 64  # bytes, a line of the cache
+_LEFT_AT = 64  # in the first page, a byte for each rank
 _FOLDER = Path("/dev/shm")
 _YIELDS = 200  # before a rank that waits sleeps
 _SLEEP_SECONDS, _LOOK_SECONDS = 5e-5, 0.2
@@ -178,6 +179,15 @@ class _Memory:
         number = source * (self.size - 1) + target - (target > source)
         at = _channels_at(self.size) + number * _channel_bytes(self.size)
         return _Rings(self._map, at, 2, 1, _channel_ring_bytes(self.size))
+
+    def leave(self) -> None:
+        """Tell the others that this process takes part no more, though it goes on."""
+        self._map[_LEFT_AT + self.rank] = 1
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self.rank)
+
+    def have_left(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these, whose processes take part no more, go on."""
+        return all(self._map[_LEFT_AT + rank] for rank in ranks)
 
     def ended(self) -> list[int]:
         """The other ranks whose processes take part no more."""
@@ -459,6 +469,11 @@ class _Lockstep:
             for part in parts[2:]:
                 combine(into, part, out=into)
 
+    def end(self) -> None:
+        """Enter and go on with nothing any more."""
+        with self._lock:
+            self._fail("this process has left the group")
+
     def _fail(self, why: str) -> None:
         self._error = HostError(why)
         for entered in self._entered:
@@ -500,7 +515,8 @@ class _Lockstep:
         ended = [rank for rank in self._memory.ended() if rank in late]
         with self._lock:
             if ended:
-                self._fail(f"{listed(ended)} of the axis ended before {found.kind}")
+                how = "left the group" if self._memory.have_left(ended) else "ended"
+                self._fail(f"{listed(ended)} of the axis {how} before {found.kind}")
             elif waited > seconds:
                 self._fail(f"{listed(late)} did not come to {found.kind} for {seconds:g} s")
 
@@ -568,7 +584,12 @@ class HostGroup(dist.ProcessGroup):
         return self._whole()
 
     def close(self) -> None:
-        """Take part no more."""
+        """Take part no more; ranks that wait for this one find out."""
+        if self._memory is not None:
+            self._memory.leave()
+        for lockstep in (self._lockstep, *self._channels.values()):
+            if lockstep is not None:
+                lockstep.end()
         self._host = self._memory = self._lockstep = None
         self._channels = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ FSDP_AXES = ("dp", "fsdp")
 CONTEXT_AXES = ("cp", "ulysses")
 """The axes that split every sequence, major to minor: attention passes keys and values along ``cp``
 (Liu et al. 2023), and exchanges heads for sequence along ``ulysses`` (Jacobs et al. 2023)."""
+
+
+REBIND = "start all processes again from the newest checkpoint, or call mesh.bind() on all ranks"
+VOTE_SECONDS = 5.0
+"""That ranks have to fail as one of them did, before it parts from them."""
 
 
 @dataclass(frozen=True, init=False)
@@ -168,11 +174,14 @@ class Mesh:
         devices = init_device_mesh(
             device_type, sizes, mesh_dim_names=self.axis_names, backend_override=override
         )
+        added = compat.default_store().add(f"functron/bound/{self}/{device_type}", 1)
+        number = (added - 1) // self.size  # of a mesh like this; every rank adds one for each
+        again = [str(number)] if number else []
         groups, host = {}, Host() if shared_memory and device_type == "cpu" else None
         for name in self.axis_names:
             group = devices.get_group(name)
             # torch's own names differ by rank, and compiled programs must not
-            groups[name] = f"functron:{device_type}:{self}:{name}"
+            groups[name] = ":".join(["functron", device_type, str(self), name, *again])
             if timeout_seconds is not None:
                 compat.set_group_timeout(group, timeout_seconds)
             dist.all_reduce(torch.zeros(1, device=device_type), group=group)
@@ -182,7 +191,29 @@ class Mesh:
                 recorder.ranks[name] = tuple(dist.get_process_group_ranks(group))
                 recorded = RecordedGroup(used, name, recorder)
                 compat.name_group(_recorded(groups[name]), compat.kept(recorded))
-        return BoundMesh(self, rank, self.coordinate(rank), groups, device_type, recorder)
+        rest = recorder, Membership(number)
+        return BoundMesh(self, rank, self.coordinate(rank), groups, device_type, *rest)
+
+
+class LostRanksError(RuntimeError):
+    """Another process ended, left its groups, or is in another collective."""
+
+
+@dataclass(eq=False)
+class Membership:
+    """The part that a process takes in the groups of a bound mesh.
+
+    Attributes:
+        number: how many meshes like this one were bound before it; the same on all ranks.
+        calls: of programs that this process has made over the groups.
+        entered: collectives that these entered, as far as they are counted one by one.
+        closed: why the process left the groups; "" while it takes part.
+    """
+
+    number: int = 0
+    calls: int = 0
+    entered: int = 0
+    closed: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,6 +228,7 @@ class BoundMesh:
             every rank.
         device_type: where the tensors of collectives live.
         recorder: of what this process sends over the axes; None: nobody asks.
+        membership: whether this process still takes part in the groups.
     """
 
     mesh: Mesh
@@ -205,6 +237,7 @@ class BoundMesh:
     groups: Mapping[str, str]
     device_type: str
     recorder: FlightRecorder | None = field(default=None, compare=False, repr=False)
+    membership: Membership = field(default_factory=Membership, compare=False, repr=False)
 
     @property
     def compiled_groups(self) -> dict[str, str]:
@@ -240,7 +273,93 @@ class BoundMesh:
         for axis, size in mesh.axes:
             rank = rank * size + coordinate[axis]
         groups = {axis: self.groups[axis] for axis in mesh.axis_names}
-        return BoundMesh(mesh, rank, coordinate, groups, self.device_type, self.recorder)
+        rest = self.device_type, self.recorder, self.membership
+        return BoundMesh(mesh, rank, coordinate, groups, *rest)
+
+    def leave(self, why: str) -> None:
+        """Close the groups of this mesh, in this process: ranks that wait in them find out.
+
+        Programs over the mesh are refused from then on, with the reason `why`. `Mesh.bind` makes
+        new groups, on all ranks together.
+        """
+        self.membership.closed = why
+        for name in self.groups.values():
+            compat.close_group(name, self.device_type)
+
+
+class Call:
+    """A program that the ranks of a mesh run together, within a with block.
+
+    Where one of them fails in it, the others may be anywhere: waiting for this one, or past their
+    updates. So the groups of the mesh are closed, unless all ranks failed alike. A process that
+    Ctrl-C interrupted does not ask the others.
+
+    Args:
+        program: its name, for messages.
+        mesh: the ranks; one that is simulated, or of one rank, has no others that could differ.
+        alike: whether an exception is raised on all ranks, if on one; None: they tell one another,
+            within `VOTE_SECONDS`. What is sent must be counted then (`Membership.entered`).
+
+    Attributes:
+        gone: whether what the program should have updated is lost.
+
+    Raises:
+        LostRanksError: this process has left the groups of the mesh.
+    """
+
+    def __init__(self, program: str, mesh: Mesh | BoundMesh | None, *, alike: bool | None):
+        self.program, self.gone, self._alike = program, False, alike
+        bound = isinstance(mesh, BoundMesh) and mesh.size > 1
+        self._mesh = mesh if isinstance(mesh, BoundMesh) and bound else None
+        self._entered = 0
+
+    def __enter__(self) -> Call:
+        if self._mesh is not None:
+            member = self._mesh.membership
+            if member.closed:
+                raise LostRanksError(
+                    f"{self.program}: the process groups of Mesh({self._mesh.mesh}) are closed: "
+                    f"{member.closed}; fix: {REBIND}"
+                )
+            member.calls += 1
+            self._entered = member.entered
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None or self._mesh is None or self._mesh.membership.closed:
+            return
+        if self._alike is None and not self.gone and self._num_entered() == 0:
+            return  # nothing was sent, so this call can be made again
+        foreseen = isinstance(error, Exception) and not isinstance(error, LostRanksError)
+        if foreseen and (self._all_fail() if self._alike is None else self._alike):
+            return
+        text = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
+        self._mesh.leave(f"rank {self._mesh.rank} was interrupted in {self.program} by {text}")
+        error.add_note(
+            f"other ranks may have stopped elsewhere in {self.program}: the process groups of "
+            f"Mesh({self._mesh.mesh}) are closed; fix: {REBIND}"
+        )
+
+    def _num_entered(self) -> int:
+        assert self._mesh is not None
+        return self._mesh.membership.entered - self._entered
+
+    def _all_fail(self) -> bool:
+        """Whether all ranks fail in this call, having sent and lost as much as this one.
+
+        They tell one another through the store where they met. Collectives: none.
+        """
+        assert self._mesh is not None
+        mesh, member, store = self._mesh, self._mesh.membership, compat.default_store()
+        prefix = f"functron/failed/{mesh.mesh}/{member.number}/{member.calls}"
+        names = [f"{prefix}/{rank}" for rank in range(mesh.size)]
+        mine = f"{self._num_entered()} {self.gone}"
+        try:
+            store.set(names[mesh.rank], mine)
+            store.wait(names, timedelta(seconds=VOTE_SECONDS))
+            return all(store.get(name).decode() == mine for name in names)
+        except RuntimeError:  # of one that did not fail in this time, or has ended
+            return False
 
 
 def _recorded(group: str) -> str:

@@ -1,9 +1,6 @@
-"""shard_map: one per-rank program, mapped over a mesh; and donation of what it is called with.
+"""shard_map: one per-rank program, mapped over a mesh.
 
-A program runs on the simulator, or in this process with its axes bound to process groups. A caller
-may give a tensor's memory to the results, and the tensor is gone: it becomes a `Donated`: it holds
-no memory, and whatever is done with it raises, with the call that consumed it. JAX calls such
-arrays deleted.
+A program runs on the simulator, or in this process with its axes bound to process groups.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +23,7 @@ from functron.spmd import spec as sharding
 from functron.spmd.axes import (
     AxisNames,
     BoundAxis,
+    Scope,
     StageAxis,
     TracedAxis,
     bind,
@@ -33,10 +31,12 @@ from functron.spmd.axes import (
     raise_lost,
     scope,
     source_line,
+    unwinding,
     user_line,
 )
 from functron.spmd.collectives import all_gather
-from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
+from functron.spmd.donation import Donation, check_consumable, refuse_donated
+from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Call, Mesh
 from functron.spmd.primitives import InputReplicated, OutputReplicated
 from functron.spmd.simulate import (
     LineRecorder,
@@ -48,98 +48,12 @@ from functron.spmd.simulate import (
 from functron.spmd.spec import P, dim_axes, is_spec, spec_axes, validate
 from functron.spmd.spec import shard as shard_one
 
-FIX = "use the result in its place, or donate a clone"
-
-
-class Donated(torch.Tensor):
-    """The remains of a tensor that a program consumed. Every use of it raises."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        found = (x for x in tree.leaves((args, kwargs)) if isinstance(x, Donated))
-        what = next(vars(x)["consumed"] for x in found)
-        raise ValueError(f"a tensor {what}, and its memory with it; fix: {FIX}")
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Donated({vars(self)['consumed']})"
-
-
-def consume(tensor: torch.Tensor, path: str, program: str) -> torch.Tensor:
-    """Another tensor with the memory of `tensor`, which becomes `Donated`."""
-    live = tensor.detach()
-    release: Any = tensor.set_
-    release()
-    tensor.__class__ = Donated
-    vars(tensor)["consumed"] = f"was donated to {program} as argument {path}"
-    return live
-
-
-def refuse_donated(leaves: Sequence[Any], paths: Callable[[], Sequence[str]], program: str) -> None:
-    """Raise ValueError, with the call that consumed it, where an argument is `Donated`."""
-    gone = [isinstance(leaf, Donated) for leaf in leaves]
-    if any(gone):
-        first = gone.index(True)
-        more = f", and {sum(gone) - 1} more like it" if sum(gone) > 1 else ""
-        consumed = vars(leaves[first])["consumed"]
-        raise ValueError(
-            f"{program}: argument {paths()[first]}: got a tensor that {consumed}; {FIX}{more}"
-        )
-
-
-def consume_all(leaves: Mapping[str, Any], results: Sequence[Any], program: str) -> list:
-    """The results of a program that ran eagerly, after consuming its donated arguments, by path.
-
-    A result may be an argument itself, or show its memory: that stays. Arguments that a tape or a
-    transform tracks are left alone.
-    """
-    live: dict[int, torch.Tensor] = {}
-    kept = []  # so that no other tensor gets the id of one
-    for path, leaf in leaves.items():
-        if not isinstance(leaf, torch.Tensor) or id(leaf) in live or isinstance(leaf, Donated):
-            continue
-        if not (leaf.requires_grad or compat.is_wrapped(leaf)):
-            live[id(leaf)] = consume(leaf, path, program)
-            kept.append(leaf)
-    return [live.get(id(result), result) for result in results]
-
-
-def check_consumable(tensors: Sequence[torch.Tensor], donated: Mapping[int, str]) -> None:
-    """Check that the memory of every donated argument is its own.
-
-    Args:
-        tensors: all arguments, none of them `Donated`.
-        donated: the position and path of those that are to be consumed.
-
-    Raises:
-        ValueError: it shows the memory of another argument, which would be overwritten.
-    """
-    owners: dict[int, int] = {}
-    memory = [value.untyped_storage().data_ptr() for value in tensors]
-    for position, pointer in enumerate(memory):
-        owners.setdefault(pointer, position)
-    shared = {}
-    for position, pointer in enumerate(memory):
-        first = owners[pointer]
-        if pointer and first != position and (position in donated or first in donated):
-            shared[position] = first
-    raise_problems(
-        "donated arguments share memory",
-        [
-            Problem(
-                f"argument {donated.get(i, i)}",
-                f"the memory of {donated.get(j, j)}",
-                "memory of its own",
-                "donate a clone",
-            )
-            for i, j in shared.items()
-        ],
-    )
-
 
 def bound_axes(mesh: BoundMesh) -> tuple[list[BoundAxis], list[str]]:
     """The axes of `mesh` that communicate, and the names of those of size 1."""
+    told = mesh.recorder, mesh.membership
     axes = [
-        BoundAxis(name, size, mesh.coordinate[name], mesh.groups[name], None, mesh.recorder)
+        BoundAxis(name, size, mesh.coordinate[name], mesh.groups[name], None, *told)
         for name, size in mesh.shape.items()
         if size > 1
     ]
@@ -429,6 +343,8 @@ class Mapped:
         self.f, self.mesh, self.stages, self.donate = f, mesh, stages, donate
         self.check = check and not (isinstance(mesh, BoundMesh) and mesh[stages or ""] > 1)
         self._mapped = mesh.without(stages)
+        # what stages send one another is not counted
+        self._alike = None if mesh[stages or ""] == 1 else False
         self.in_specs, self.out_specs = in_specs, out_specs
         meant = {*STANDARD_AXES, *replicated_over, stages}
         self._own = [n for n in unsplit_axes(mesh, in_specs, out_specs) if n not in meant]
@@ -452,25 +368,53 @@ class Mapped:
             )
         leaves, structure, specs, paths = self._flatten(args)
         stages, named = self._stage_axis() or scope().stages, scope().named
-        with enter(replace(scope(), stages=stages, named=set() if named is None else named)):
+        inner = replace(scope(), stages=stages, named=set() if named is None else named)
+        with unwinding():
             if scope().axis_index is not None:
-                return self._trace(leaves, structure, specs)
-            self._check_donated(leaves, paths)
-            before = {
-                i: leaf._version
-                for i, leaf in enumerate(leaves)
-                if _counts_edits(leaf) and _position(paths[i]) not in self.donate
-            }
-            if isinstance(self._mapped, BoundMesh):
-                out = self._run(self._mapped, leaves, structure, specs)
-            else:
-                out = self._simulate(self._mapped, leaves, structure, specs)
-        self._refuse_edits(leaves, paths, before)
-        out = self._consumed(leaves, paths, out)
-        seen = compat.transforms_active() or compat.dispatch_modes_active()
-        if self.observe is not None and not seen:
-            self.observe(args, out)
+                with enter(inner):
+                    return self._trace(leaves, structure, specs)
+            return self._together(args, inner, leaves, paths, structure, specs)
+
+    def _together(self, args: tuple, inner: Scope, leaves: list, paths: list, structure, specs):
+        """The results of all ranks, or of this process's, which makes the call with the others."""
+        modes = compat.dispatch_modes_active()
+        alone = modes or compat.transforms_active()
+        if isinstance(self._mapped, BoundMesh) and self.check:
+            with enter(inner), Call(self.name, self.mesh, alike=True):
+                self._check_once(self._mapped, leaves, structure, specs)
+        donated = {} if alone else self._donated(leaves, paths)
+        before = {
+            i: leaf._version
+            for i, leaf in enumerate(leaves)
+            if _counts_edits(leaf) and _position(paths[i]) not in self.donate
+        }
+        with Call(self.name, self.mesh, alike=True if modes else self._alike) as call:
+            with enter(inner), Donation(call) as donation:
+                given = list(leaves)
+                for i, path in donated.items():
+                    given[i] = donation.take(path, leaves[i])
+                donation.start()
+                out = self._compute(given, structure, specs)
+                donation.finish()
+            self._refuse_edits(leaves, paths, before)
+            if self.observe is not None and not alone:
+                self.observe(args, out)
         return out
+
+    def _donated(self, leaves: list, paths: list[str]) -> dict[int, str]:
+        """The places and paths of the tensors that are consumed, each with memory of its own."""
+        if not self.donate:
+            return {}
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        donated = {i: paths[i] for i in tensors if _position(paths[i]) in self.donate}
+        places = {place: paths[i] for place, i in enumerate(tensors) if i in donated}
+        check_consumable(list(tensors.values()), places)
+        return donated
+
+    def _compute(self, leaves: list, structure, specs: list) -> Any:
+        if isinstance(self._mapped, BoundMesh):
+            return self._run(self._mapped, leaves, structure, specs)
+        return self._simulate(self._mapped, leaves, structure, specs)
 
     def _refuse_edits(self, leaves: list, paths: list[str], before: dict[int, int]) -> None:
         edited: dict[int, list[str]] = {}
@@ -490,23 +434,6 @@ class Mapped:
                 for position, found in edited.items()
             ],
         )
-
-    def _check_donated(self, leaves: list, paths: list[str]) -> None:
-        if not self.donate or compat.dispatch_modes_active() or compat.transforms_active():
-            return
-        rows = zip(paths, leaves, strict=True)
-        tensors = {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}
-        donated = [(i, p) for i, p in enumerate(tensors) if _position(p) in self.donate]
-        check_consumable(list(tensors.values()), dict(donated))
-
-    def _consumed(self, leaves: list, paths: list[str], out: Any) -> Any:
-        """The results, after consuming what was donated; recorded programs decide it."""
-        if not self.donate or compat.dispatch_modes_active() or compat.transforms_active():
-            return out
-        results, structure = tree.flatten(out)
-        rows = zip(paths, leaves, strict=True)
-        donated = {path: leaf for path, leaf in rows if _position(path) in self.donate}
-        return tree.unflatten(structure, consume_all(donated, results, self.name))
 
     def _stage_axis(self) -> StageAxis | None:
         name, mesh = self.stages, self.mesh
@@ -655,8 +582,6 @@ class Mapped:
             run_ranks(self._body(f, structure, _Result(), r), mesh, empty, specs, check=True)
 
     def _run(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> Any:
-        if self.check:
-            self._check_once(mesh, leaves, structure, specs)
         try:
             return self._on_one_rank(*bound_axes(mesh), leaves, structure, specs)
         except RuntimeError as error:  # of the transfers of a pipeline, say

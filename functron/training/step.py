@@ -24,6 +24,7 @@ from functron.optim.transformation import multiplied
 from functron.pipeline.execute import Pipeline
 from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames
+from functron.spmd.mesh import Call
 from functron.spmd.params import ParamDef, init_params
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.spmd.spec import cut_tree, join, whole_over
@@ -445,10 +446,11 @@ def make_step(
     taken = jit(rest, donate=0, **shares.compile)
 
     def two_programs(state: State, batch: tree.Tree) -> tuple[State, dict]:
-        value, grads = made(state, batch)
-        state, found = taken(state, grads)
-        if look is not None:
-            look(state, batch)
+        with Call("step", mesh, alike=False):  # no rank is left between the two
+            value, grads = made(state, batch)
+            state, found = taken(state, grads)
+            if look is not None:
+                look(state, batch)
         return state, _metrics(value, found)
 
     return two_programs

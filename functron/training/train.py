@@ -31,6 +31,7 @@ from functron.data import Blend
 from functron.models import gpt
 from functron.spmd import BoundMesh
 from functron.spmd.flight import Agreement, DeviceClock
+from functron.spmd.mesh import LostRanksError
 from functron.training import data, records, restarts, run_folder, watchdog
 from functron.training.anomalies import Anomaly, Guard
 from functron.training.config import TrainConfig
@@ -481,6 +482,7 @@ def train(
     # measured on all ranks at the same time, as they will run
     peak = job.across(peak_flops(device, config.architecture.torch_dtype), dist.ReduceOp.SUM)
     with ExitStack() as stack:
+        stack.enter_context(_noting_checkpoints(out))
         if config.deterministic:
             stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
@@ -520,6 +522,18 @@ def train(
             del outcome  # of a state that a rollback forgets
             history = [record for record in history if record["step"] <= run.start]
             past = [record for record in past if record["step"] <= run.start] + history
+
+
+@contextmanager
+def _noting_checkpoints(out: Path | None) -> Iterator[None]:
+    """Say, to an interrupt that may have come in an update, where the run goes on."""
+    try:
+        yield
+    except (KeyboardInterrupt, LostRanksError) as error:
+        newest = None if out is None else run_folder.newest(out)
+        if newest is not None:
+            error.add_note(f"--out {out} --resume goes on from the newest checkpoint, {newest}")
+        raise
 
 
 def _nowhere(kind: str, step: int, **about: Any) -> None:

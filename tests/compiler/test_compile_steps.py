@@ -17,7 +17,7 @@ from functron.compiler import inductor
 from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.program.trace import trace
-from functron.spmd.shard_map import Donated
+from functron.spmd.donation import Donated
 from tests.compiler.test_compile import assert_same, made, randn
 
 

@@ -12,7 +12,7 @@ import torch
 
 import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
-from functron.spmd.shard_map import Donated
+from functron.spmd.donation import Donated
 
 X = torch.arange(6.0).reshape(2, 3)
 

@@ -99,7 +99,8 @@ def stage(part, params, x, batch):
     return y.sum() if part.loss else y
 
 
-mapped = ft.shard_map(total, mesh, P("dp"), P())
+# who lost the others has left the groups of that mesh: each place where it is noticed has its own
+mapped, mapped_too = (ft.shard_map(total, m, P("dp"), P()) for m in (mesh, ft.Mesh(dp=2).bind()))
 try:
     mapped(torch.ones(4 + rank))
 except ValueError as error:
@@ -107,7 +108,9 @@ except ValueError as error:
 print(mapped(torch.ones(4)).tolist(), flush=True)
 
 split = P(None, "fsdp"), P("fsdp")
-sharded = ft.shard_map(step, ft.Mesh(fsdp=2).bind(), split, split[0], check=False)
+sharded, sharded_too = (
+    ft.shard_map(step, ft.Mesh(fsdp=2).bind(), split, split[0], check=False) for _ in range(2)
+)
 layout, schedule = even_layout(2, 2), make("1f1b", 2, 2)
 stages = pipelined(stage, Partition(layout, schedule.pipes, {"w": "t"}), schedule)
 staged = ft.shard_map(stages.value_and_grad, ft.Mesh(pp=2).bind(), P(), P(), stages="pp")
@@ -115,8 +118,8 @@ compiled, compiled_total = (ft.jit(fn, backend="eager") for fn in (sharded, mapp
 calls = [
     lambda: compiled(torch.ones(3, 4, 8), torch.ones(2, 8)),
     lambda: compiled_total(torch.ones(4)),
-    lambda: mapped(torch.ones(4)),
-    lambda: ft.jit(sharded, backend="eager")(torch.ones(3, 4, 8), torch.ones(2, 8)),
+    lambda: mapped_too(torch.ones(4)),
+    lambda: ft.jit(sharded_too, backend="eager")(torch.ones(3, 4, 8), torch.ones(2, 8)),
     lambda: staged({"w": torch.ones(1, 5, 5)}, torch.ones(4, 5)),
 ]
 for call in calls:

@@ -8,7 +8,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, checkpoint, gpt, lax, optim, random, tree
-from functron.spmd.shard_map import Donated
+from functron.spmd.donation import Donated
 from functron.spmd.spec import unpad
 from functron.training.config import TrainConfig, with_model
 from functron.training.plan import plan

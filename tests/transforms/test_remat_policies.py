@@ -18,7 +18,7 @@ from functron import Mesh, P, checkpoint_name, gpt, lax, policies, random, tree
 from functron.core.compat import is_wrapped
 from functron.program.program import interpret
 from functron.program.trace import trace
-from functron.spmd.shard_map import Donated
+from functron.spmd.donation import Donated
 from functron.transforms.remat import Kept
 
 torch.manual_seed(0)
