@@ -34,8 +34,8 @@ from functron.checkpoint.database import from_name, name_of, nbytes_of
 from functron.checkpoint.placement import Division, Placement
 from functron.checkpoint.saver import Snapshot
 from functron.core import tree
+from functron.core.compat import CUDA
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.streams import CUDA
 from functron.spmd import BoundMesh, Mesh
 
 AXES = ("dp", "fsdp")

@@ -47,8 +47,8 @@ from functron.checkpoint.folder import (
 )
 from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
+from functron.core.compat import CUDA, Streams
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.streams import CUDA, Streams
 
 Moments = Callable[[str, int], None]
 """``at(moment, step)`` is called as a process comes to a moment of a run; for tests of faults."""

@@ -1,7 +1,4 @@
-"""``functron evaluate | sample | compare``: a model's losses on held-out texts, and its own text.
-
-And several runs side by side.
-"""
+"""``functron evaluate | sample``: losses of a trained model on held-out texts, and its own text."""
 
 from __future__ import annotations
 
@@ -11,11 +8,9 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
-import tyro
 
 from functron import checkpoint
 from functron.checkpoint.restore import read_params
@@ -49,7 +44,6 @@ from functron.training.evaluation import (
 )
 from functron.training.hardware import free_memory_bytes
 from functron.training.plan import plan
-from functron.training.records import compare as compare_runs
 from functron.training.run import own_part
 
 Program = Callable[[dict, Mesh | BoundMesh, torch.device], str]
@@ -532,38 +526,3 @@ def _encoded(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
         text = tokenizer.render(messages, add_generation_prompt=True)
         return tokenizer.encode(text, special=False)
     return tokenizer.encode(options.prompt)
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """Show several runs side by side: the settings that differ, losses and speeds, and a picture.
-
-    Attributes:
-        runs: run folders, or files with what Megatron-LM printed of its runs.
-        svg: write the loss curves of all into this file.
-        json: print a JSON object instead of a table.
-    """
-
-    runs: tyro.conf.Positional[
-        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN RUN [RUN ...]")]
-    ]
-    svg: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("compare.svg")
-    json: bool = False
-
-
-def compare(arguments: Sequence[str]) -> int:
-    """Print the table, and draw the losses."""
-    options = parse(CompareOptions, arguments, "compare")
-    with mistakes():
-        found = compare_runs(options.runs)
-        try:
-            options.svg.write_text(found.svg(), encoding="utf-8")
-        except OSError as error:
-            got, wanted = error.strerror or str(error), "a file to write the picture into"
-            refuse("cannot draw", str(options.svg), got, wanted, "name another: --svg FILE")
-    if options.json:
-        shown = {"runs": found.runs, "settings": found.settings, "results": found.results}
-        print(json.dumps(shown, indent=2))
-    else:
-        print(f"{found}\n\nthe losses of all: {options.svg}")
-    return 0

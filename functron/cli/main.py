@@ -26,10 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "sample": ("evaluate.sample", "continue a prompt with a trained model"),
         "evaluate": ("evaluate.run", "loss and perplexity of a trained model on held-out sets"),
-        "compare": (
-            "evaluate.compare",
-            "the settings, losses and speeds of several runs side by side",
-        ),
+        "compare": ("compare.run", "the settings, losses and speeds of several runs side by side"),
         "rerun": (
             "train.rerun",
             "take a step of a run again, to tell a fault of the hardware from one of the model",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
+from functron.core.compat import CUDA, Streams
 from functron.core.errors import public
-from functron.core.streams import CUDA, Streams
 from functron.optim.transformation import GradientTransformation, bindable
 from functron.program.recorder import active
 from functron.spmd.spec import P, is_spec

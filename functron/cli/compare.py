@@ -1,0 +1,51 @@
+"""``functron compare``: the settings, losses and speeds of several runs side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from functron.cli.options import parse
+from functron.cli.process import mistakes
+from functron.core.errors import refuse
+from functron.training.records import compare
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Show several runs side by side: the settings that differ, losses and speeds, and a picture.
+
+    Attributes:
+        runs: run folders, or files with what Megatron-LM printed of its runs.
+        svg: write the loss curves of all into this file.
+        json: print a JSON object instead of a table.
+    """
+
+    runs: tyro.conf.Positional[
+        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN RUN [RUN ...]")]
+    ]
+    svg: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("compare.svg")
+    json: bool = False
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the table, and draw the losses."""
+    options = parse(CompareOptions, arguments, "compare")
+    with mistakes():
+        found = compare(options.runs)
+        try:
+            options.svg.write_text(found.svg(), encoding="utf-8")
+        except OSError as error:
+            got, wanted = error.strerror or str(error), "a file to write the picture into"
+            refuse("cannot draw", str(options.svg), got, wanted, "name another: --svg FILE")
+    if options.json:
+        shown = {"runs": found.runs, "settings": found.settings, "results": found.results}
+        print(json.dumps(shown, indent=2))
+    else:
+        print(f"{found}\n\nthe losses of all: {options.svg}")
+    return 0
