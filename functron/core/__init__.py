@@ -2,6 +2,5 @@
 
 `tree` (nested containers with paths), `errors` (messages that teach), `random` (counter-based
 keys), `scopes` (named scopes and phases), `closure` (tensors a function closes over), `typing`
-(shapes in signatures), `plot` (SVG), `streams` (copies beside what is computed) and `compat`
-(private names of torch).
+(shapes in signatures), `plot` (SVG) and `compat` (private names of torch, and of CUDA's streams).
 """

@@ -113,7 +113,9 @@ def test_uniform(keys, dtype, bounds):
     ours, theirs = keys
     got = random.uniform(ours, SHAPE, getattr(torch, dtype), *bounds)
     assert got.dtype == getattr(torch, dtype)
-    expected = jax.random.uniform(theirs, SHAPE, dtype, *bounds)
+    # not as one program: a processor with float16 of its own fuses product and sum, and rounds once
+    with jax.disable_jit(dtype == "float16"):
+        expected = jax.random.uniform(theirs, SHAPE, dtype, *bounds)
     np.testing.assert_array_equal(as64(got), as64(expected))
 
 
