@@ -25,6 +25,7 @@ from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
+from functron.data import Blend
 from functron.models import lora
 from functron.plan.hardware import Hardware, hardware, is_known
 from functron.spmd import Mesh
@@ -204,6 +205,8 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
         f"eval   {x.name}: {x.num_batches} x {x.global_batch} samples of {x.samples.summary()}"
         for x in run.held_out
     ]
+    if isinstance(text, Blend) and (note := text.note()) is not None:
+        lines.append(f"blend  {note}")
     tokenizer = run_folder.tokenizer_path(config)
     if tokenizer is not None:
         lines.append(f"tokens {tokenizer}")
@@ -327,13 +330,15 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
     early, _ = first.parse_known_args(arguments)
     resumes = early.resume in ("True", "auto")
     begun = early.out / run_folder.CONFIG if resumes and early.out else None
-    file = early.config or (begun if begun is not None and begun.is_file() else None)
+    begun = begun if begun is not None and begun.is_file() else None
+    file = early.config or begun
     on_gpu = early.device != "cpu" and torch.cuda.is_available()
     base = starting_config(
         file,
         model=early.model,
         precision=early.precision,
         default_precision="bf16" if on_gpu else None,
+        begun=begun,
     )
     default = TrainOptions(early.config, options=base)
     return parse(TrainOptions, arguments, "train", default, boxes=BOXES, common=COMMON)

@@ -1,7 +1,8 @@
 """Blends: several sources of samples as one, in proportions; and the parts of a corpus.
 
-Which source has which sample is known in O(1), exactly (`Mixture`, `Exhaustive`). `split` makes the
-training, validation and test parts of a file of tokens: contiguous runs of its documents.
+Which source has which sample is arithmetic, exact and without an index (`Mixture`, `Exhaustive`).
+`split` makes the training, validation and test parts of a file of tokens: contiguous runs of its
+documents.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -84,11 +86,8 @@ def parse_blend(text: str) -> list[tuple[str, str]] | None:
     Raises:
         ValueError: it begins with a number, but weights and paths do not alternate.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError:  # a quotation mark that is not closed is part of a path
-        return None
-    if len(words) < 2 or not (_is_number(words[0]) or words[0] == ALL):
+    words = _words(text)
+    if not words:
         return None
     pairs = list(zip(words[::2], words[1::2], strict=False))
     problems = [
@@ -103,6 +102,21 @@ def parse_blend(text: str) -> list[tuple[str, str]] | None:
     return pairs
 
 
+def is_blend(text: str) -> bool:
+    """Whether `parse_blend` takes it for a blend, written rightly or not."""
+    return bool(_words(text))
+
+
+def _words(text: str) -> list[str]:
+    """The weights and paths of a blend; none where it is a path."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation mark that is not closed is part of a path
+        return []
+    begins = len(words) > 1 and (_is_number(words[0]) or words[0] == ALL)
+    return words if begins else []
+
+
 def _is_number(word: str) -> bool:
     try:
         float(word)
@@ -111,8 +125,214 @@ def _is_number(word: str) -> bool:
     return True
 
 
+class _Splits:
+    """Who has each sample of a row that several share, as a binary tree of divisions in two.
+
+    A node of the tree has a row of samples, numbered from 0, of which one child has the share a:
+
+        of the first m it has ``L(m) = floor(m a + 1/2)``,
+
+    sample m is its own if ``L(m + 1) > L(m)``, and then the child's number L(m); or else the other
+    child's number ``m - L(m)``. The root has all samples, and every leaf is one of those that share
+    them. Sources of large weight are near the root, and where sample n belongs takes one division
+    for every node above its leaf: nothing is stored but the tree.
+
+    **No count is 2 from its share**, for n below 2^56 and up to 64 leaves. Let e(v) be by how much
+    the count of node v misses its share of n, so that ``e(root) = 0``, and a child that has the
+    part p of its parent ``|e| <= p |e(parent)| + 1/2``, from rounding. A child that is no leaf has
+    at most 2/3 of its parent: leaves are dealt by descending share, each to the side that has less.
+    So where the larger side S of 1 has several leaves, the last one it was given, x, came when
+    ``S - x <= 1 - S``, and ``x <= S - x``, since it is none of the larger ones; hence
+    ``S / 2 <= S - x <= 1 - S``. Under d such nodes then
+
+        ``|e| <= 1/2 + (2/3) 1/2 + (2/3)^2 1/2 + ... = 3/2 - 3/2 (2/3)^d``,
+
+    and at a leaf below them, however much of its parent it has, ``|e| <= 2 - 3/2 (2/3)^d``. Parts
+    are multiples of 2^-64, which moves the count of a child by ``n P 2^-64`` at most, where P is
+    the share of its parent, and of the leaf by ``n 2^-64 (2/3)^d (3/2 d + 1)`` in all: less than
+    what is left to 2. All is computed in whole numbers, so every machine has the same.
+
+    Args:
+        shares: whole numbers above 0, of any size: whose sum is all.
+    """
+
+    def __init__(self, shares: Sequence[int]):
+        self._size = len(shares)
+        children: list[list[int]] = []
+        parts: list[int] = []
+        # the leaves of nodes to come, and which child of which node these are
+        waiting = [(sorted(range(len(shares)), key=lambda leaf: -shares[leaf]), -1, 0)]
+        while waiting:
+            leaves, above, side = waiting.pop()
+            name = len(children) if len(leaves) > 1 else ~leaves[0]
+            if above >= 0:
+                children[above][side] = name
+            if len(leaves) > 1:
+                sides = _dealt(leaves, shares)
+                part, whole = (sum(shares[leaf] for leaf in some) for some in (sides[0], leaves))
+                nearest = ((part << 65) + whole) // (2 * whole)
+                parts.append(min(max(nearest, 1), (1 << 64) - 1))
+                children.append([0, 0])
+                waiting += [(sides[0], name, 1), (sides[1], name, 0)]
+        self._nodes = list(zip(children, parts, strict=True))
+        self._children = np.array(children, np.int64).reshape(-1, 2)
+        self._parts = np.array(parts, np.uint64)  # of child 1
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The leaves of samples `numbers`, ``0 <= n < 2^63``, and how many earlier ones each had.
+
+        Both int64, the shape of `numbers`.
+        """
+        places = np.asarray(numbers, np.int64).reshape(-1).astype(np.uint64)
+        leaves, own = np.zeros(places.shape, np.int64), places.copy()
+        rows = np.arange(places.size if self._nodes else 0)
+        nodes, places = np.zeros(rows.shape, np.int64), places[: rows.size]
+        while rows.size:
+            parts = self._parts[nodes]
+            before = _rounded(places, parts)
+            # L(m + 1) > L(m): adding the share carries out of the 64 bits behind the point
+            ones = places * parts + _HALF > ~parts
+            places = np.where(ones, before, places - before)
+            nodes = self._children[nodes, ones.astype(np.int64)]
+            ends = nodes < 0
+            if ends.any():
+                leaves[rows[ends]], own[rows[ends]] = ~nodes[ends], places[ends]
+                rows, nodes, places = rows[~ends], nodes[~ends], places[~ends]
+        shape = np.shape(numbers)
+        return leaves.reshape(shape), own.astype(np.int64).reshape(shape)
+
+    def counts(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples each leaf has: int64 ``[k]``."""
+        found = np.zeros(self._size, np.int64)
+        waiting = [(0 if self._nodes else -1, int(samples))]
+        while waiting:
+            node, count = waiting.pop()
+            if node < 0:
+                found[~node] = count
+                continue
+            (other, one), part = self._nodes[node]
+            ones = (count * part + (1 << 63)) >> 64
+            waiting += [(one, ones), (other, count - ones)]
+        return found
+
+
+def _dealt(leaves: Sequence[int], shares: Sequence[int]) -> tuple[list[int], list[int]]:
+    """`leaves`, by descending share, each to the one of two sides that has less."""
+    sides: tuple[list[int], list[int]] = ([], [])
+    totals = [0, 0]
+    for leaf in leaves:
+        side = int(totals[0] > totals[1])
+        sides[side].append(leaf)
+        totals[side] += shares[leaf]
+    return sides
+
+
+_HALF = np.uint64(1 << 63)
+_32 = np.uint64(32)
+_LOW = np.uint64((1 << 32) - 1)
+
+
+def _rounded(counts: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """``floor(counts * parts / 2^64 + 1/2)`` of uint64, counts below 2^63."""
+    high, low = counts >> _32, counts & _LOW
+    part_high, part_low = parts >> _32, parts & _LOW
+    middle = low * part_high + ((low * part_low) >> _32)
+    rest = high * part_low + (middle & _LOW) + (_HALF >> _32)
+    return high * part_high + (middle >> _32) + (rest >> _32)
+
+
 class Mixture:
     """Which source sample n of a run comes from, and which sample of that source it is.
+
+    The sources are spread evenly: of the first n samples, for every n below 2^56 and up to 64
+    sources of any weights,
+
+        ``|count_i - w_i n| < 2``.
+
+    Samples are divided in two, again and again, down to single sources, each time by Bresenham's
+    line ``floor(m a + 1/2)``. So all of it is arithmetic in whole numbers, without a table, and no
+    sample depends on those before it. `GreedyMixture` is what runs had before.
+
+    Args:
+        weights: above 0: shares of their sum if all are whole, or else fractions that sum to 1.
+
+    Attributes:
+        weights: exact fractions that sum to 1.
+
+    Raises:
+        ValueError: weights are none, not finite, not positive or fractions that do not sum to 1.
+    """
+
+    def __init__(self, weights: Sequence[float | int | str | Fraction]):
+        self.weights = proportions(weights, "weights")
+        scale = math.lcm(*(weight.denominator for weight in self.weights))
+        self._splits = _Splits([int(weight * scale) for weight in self.weights])
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
+
+        Both int64, the shape of `numbers`.
+        """
+        return self._splits.at(numbers)
+
+    def positions(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples came from each source: int64 ``[k]``."""
+        return self._splits.counts(samples)
+
+
+class Exhaustive:
+    """Which source sample n comes from where every sample of all sources comes once an epoch.
+
+    The sources are spread evenly over an epoch, in proportion to how many samples each has, as
+    `Mixture` spreads them, and as close to their shares. Integers, and no table. Megatron-LM's
+    exhaustive blend has as many of each in another order, which is that of
+    `functron.data.MegatronMixture`. `ChainedExhaustive` is what runs had before.
+
+    Args:
+        sizes: how many samples each source has, at least 1.
+
+    Attributes:
+        weights: exact fractions that sum to 1.
+        counts: int64 ``[k]``: `sizes`.
+
+    Raises:
+        ValueError: there are none, one is below 1, or more than 2^30 samples in all.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self.counts, self.weights = _epoch_of(sizes)
+        self._total = int(self.counts.sum())
+        self._splits = _Splits(self.counts.tolist())
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `Mixture.at`."""
+        epochs, within = np.divmod(np.asarray(numbers, np.int64), self._total)
+        sources, own = self._splits.at(within)
+        return sources, epochs * self.counts[sources] + own
+
+    def positions(self, samples: int) -> np.ndarray:
+        """As `Mixture.positions`."""
+        epochs, within = divmod(samples, self._total)
+        return epochs * self.counts + self._splits.counts(within)
+
+
+def _epoch_of(sizes: Sequence[int]) -> tuple[np.ndarray, tuple[Fraction, ...]]:
+    """The sizes of sources as an array, and their shares of all samples."""
+    total = sum(sizes)
+    found = [
+        Problem(f"sizes[{i}]", str(size), "at least 1") for i, size in enumerate(sizes) if size < 1
+    ]
+    if total > MOST:
+        fix = "give weights in place of all"
+        found.append(Problem("sizes", f"{total} samples", f"at most {MOST} in all", fix))
+    if not sizes:
+        found.append(Problem("sizes", "none", "at least one"))
+    raise_problems("cannot blend all samples", found)
+    return np.asarray(sizes, np.int64), tuple(Fraction(int(size), total) for size in sizes)
+
+
+class GreedyMixture:
+    """`Mixture` as runs had it that began with order 1.
 
     The order of a block of 2^16 samples is the greedy one: source i of weight w_i goes next if its
     deficit ``w_i (n + 1) - count_i`` is the largest, the first such source on a tie. It is computed
@@ -123,7 +343,7 @@ class Mixture:
 
     in the first block: counts are within 1 of their shares for up to three sources, and below
     ``ln k`` behind for more. The last count of a block is repeated with it; so in later blocks the
-    weights are those of whole blocks, multiples of 2^-16.
+    weights are those of whole blocks, multiples of 2^-16, which is far off for small ones.
 
     Args:
         weights: above 0: shares of their sum if all are whole, or else fractions that sum to 1.
@@ -167,14 +387,12 @@ class Mixture:
         return blocks * self.counts + begun
 
 
-class Exhaustive:
-    """Which source sample n comes from where every sample of all sources comes once an epoch.
+class ChainedExhaustive:
+    """`Exhaustive` as runs had it that began with order 1.
 
-    The sources are spread evenly over an epoch, in proportion to how many samples each has. Source
-    0 of a of N samples has sample n of an epoch where ``floor((2 (n + 1) a + N) / 2N)`` is larger
-    than the same of n (Bresenham's line); what is left is divided in the same way among the others.
-    Integers, and no table. Megatron-LM's exhaustive blend has as many of each in another order,
-    which is that of `functron.data.MegatronMixture`.
+    Source 0 of a of N samples has sample n of an epoch where ``floor((2 (n + 1) a + N) / 2N)`` is
+    larger than the same of n (Bresenham's line); what is left is divided in the same way among the
+    others.
 
     Args:
         sizes: how many samples each source has, at least 1.
@@ -188,20 +406,7 @@ class Exhaustive:
     """
 
     def __init__(self, sizes: Sequence[int]):
-        total = sum(sizes)
-        found = [
-            Problem(f"sizes[{i}]", str(size), "at least 1")
-            for i, size in enumerate(sizes)
-            if size < 1
-        ]
-        if total > MOST:
-            fix = "give weights in place of all"
-            found.append(Problem("sizes", f"{total} samples", f"at most {MOST} in all", fix))
-        if not sizes:
-            found.append(Problem("sizes", "none", "at least one"))
-        raise_problems("cannot blend all samples", found)
-        self.counts = np.asarray(sizes, np.int64)
-        self.weights = tuple(Fraction(int(size), total) for size in sizes)
+        self.counts, self.weights = _epoch_of(sizes)
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `Mixture.at`."""
@@ -254,6 +459,15 @@ class Shares(Protocol):
         ...
 
 
+Order = Literal[1, 2]
+ORDERS: Mapping[int, tuple[Callable[..., Shares], Callable[..., Shares]]] = MappingProxyType({
+    1: (GreedyMixture, ChainedExhaustive),
+    2: (Mixture, Exhaustive),
+})  # fmt: skip
+"""The orders of blends by their version: those of weights, and those of all samples."""
+NEWEST: Order = 2
+
+
 class Blend(Samples):
     """Samples of several sources in proportion to their weights.
 
@@ -266,6 +480,8 @@ class Blend(Samples):
         weights: of each, as `Mixture` takes them; None: every sample of all sources comes once an
             epoch, as `Exhaustive` orders them; or who has which sample, as a value that says it.
         names: the user's, for them; None: their numbers.
+        order: a version of `ORDERS`: 1 is that of runs which began before there was another, with
+            `GreedyMixture` and `ChainedExhaustive`.
 
     Attributes:
         mixture: who has which sample.
@@ -273,7 +489,8 @@ class Blend(Samples):
         vocab_size: the largest of the sources'.
 
     Raises:
-        ValueError: there are not as many weights or names as sources, or what `Mixture` raises.
+        ValueError: there are not as many weights or names as sources, no such order, or what
+            `Mixture` raises.
     """
 
     def __init__(
@@ -281,10 +498,14 @@ class Blend(Samples):
         sources: Sequence[Samples],
         weights: Sequence[float | int | str | Fraction] | Shares | None,
         names: Sequence[str] | None = None,
+        order: int = NEWEST,
     ):
+        if order not in ORDERS:
+            refuse("cannot blend", "order", order, f"one of {', '.join(map(str, ORDERS))}")
+        of_weights, of_all = ORDERS[order]
         self.names = tuple(map(str, range(len(sources))) if names is None else names)
         if weights is None:
-            weights = Exhaustive(_sizes(sources)) if sources else []
+            weights = of_all(_sizes(sources)) if sources else []
         given = len(weights.weights if isinstance(weights, Shares) else weights)
         raise_problems("cannot blend", [
             Problem(what, f"{got} for {len(sources)} sources", "one of each, and at least 1 source")
@@ -292,7 +513,7 @@ class Blend(Samples):
             if got != len(sources) or not sources
         ])  # fmt: skip
         self._sources = tuple(sources)
-        self.mixture: Shares = weights if isinstance(weights, Shares) else Mixture(weights)
+        self.mixture: Shares = weights if isinstance(weights, Shares) else of_weights(weights)
         self.vocab_size = max(source.vocab_size for source in sources)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
@@ -334,10 +555,28 @@ class Blend(Samples):
                 entry["epochs"] = entry.get("epochs", 0.0) + count / size
         return found
 
+    def note(self) -> str | None:
+        """A line for the user on proportions that are not the weights'; None: they are."""
+        if not isinstance(self.mixture, GreedyMixture):
+            return None
+        pairs = zip(self.mixture.counts.tolist(), self.mixture.weights, strict=True)
+        missed = [float(count / (BLOCK * weight) - 1) for count, weight in pairs]
+        worst = max(range(len(missed)), key=lambda source: abs(missed[source]))
+        if abs(missed[worst]) < _NOTED:
+            return None
+        return (
+            f"order 1, as the run began: of {self.names[worst]} come "
+            f"{abs(missed[worst]):.1%} too {'many' if missed[worst] > 0 else 'few'} samples; "
+            "a new run has them right"
+        )
+
     def summary(self) -> str:
         """The samples, in a few words for the user."""
         parts = zip(self.mixture.weights, self.names, self._sources, strict=True)
         return "; ".join(f"{float(w):.4g} {name}: {x.summary()}" for w, name, x in parts)
+
+
+_NOTED = 0.005
 
 
 def _sizes(sources: Sequence[Samples]) -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from functron.core.errors import Problem, raise_problems
+from functron.data.blend import NEWEST, is_blend
 from functron.data.order import Gaps, RampUp
 from functron.models.family import TRAINED
 from functron.optim import (
@@ -381,6 +382,10 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.cuda_graph and not (config.compile and config.device != "cpu"):
         got, fix = "true without compile on a GPU", "add --compile, or leave it out"
         yield Problem("cuda_graph", got, "a compiled step of a CUDA GPU", fix)
+    if config.blend_order != NEWEST and (config.order == "megatron" or not is_blend(config.data)):
+        got = f"{config.blend_order} with order=megatron"
+        got = got if config.order == "megatron" else f"{config.blend_order} without a blend"
+        yield Problem("blend_order", got, "nothing, or a blend as --data", "leave it out")
     if config.loss_chunk_tokens and config.gpt.logit_cap:
         got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
         yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
@@ -405,8 +410,8 @@ def _out_problems(out: str) -> Sequence[Problem]:
 _ORDER = (
     "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
     "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
-    "extra_token", "order", "blend_surplus", "ramp_up", "mask_rate", "mask_token", "mean_span",
-    "end_token",
+    "extra_token", "order", "blend_surplus", "blend_order", "ramp_up", "mask_rate", "mask_token",
+    "mean_span", "end_token",
 )  # fmt: skip
 """The settings that determine which samples each step sees."""
 _SIZES = ("seed", "seq", "global_batch", "ramp_up")

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
+from functron.data.blend import NEWEST, Order, is_blend
 from functron.data.megatron import SURPLUS
 from functron.data.order import RampUp, parse_ramp_up
 from functron.models import gpt
@@ -83,6 +84,10 @@ class TrainConfig:
             empty: each process makes them, and keeps them in memory.
         blend_surplus: how many more samples than a blend takes its sources have in that order: its
             --mid-level-dataset-surplus.
+        blend_order: the version of the order in which the sources of a blend take turns, which a
+            run keeps as it began: 2: of the first samples, however many, each has its share to
+            within 2; 1: that of runs before it, blocks of 2^16 samples that repeat, whose shares
+            are multiples of 2^-16.
         extra_token: samples of tokens on disk have a target for their last token, which is read
             beyond them; otherwise it predicts nothing, as with Megatron-LM's
             add_extra_token_to_sequence=False.
@@ -255,6 +260,7 @@ class TrainConfig:
     order_samples: int = 0
     order_cache: str = ""
     blend_surplus: float = SURPLUS
+    blend_order: Order = NEWEST
     extra_token: bool = True
     mask_documents: bool = False
     fim_rate: float = 0.0
@@ -431,8 +437,8 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "data": (
         "data", "tokenizer", "tokenizer_pattern", "format", "seq", "global_batch", "ramp_up",
         "overlong", "split", "order", "order_samples", "order_cache", "blend_surplus",
-        "extra_token", "mask_documents", "pack", "fim_rate", "fim_spm_rate", "fim_tokens",
-        "mask_rate", "mask_token", "mean_span", "end_token", "prefetch",
+        "blend_order", "extra_token", "mask_documents", "pack", "fim_rate", "fim_spm_rate",
+        "fim_tokens", "mask_rate", "mask_token", "mean_span", "end_token", "prefetch",
     ),
     "model": (
         "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
@@ -518,15 +524,23 @@ def _tables(architecture: TrainedConfig) -> dict[str, Any]:
 
 
 def load(
-    path: str | Path, *, model: str | None = None, precision: str | None = None
+    path: str | Path,
+    *,
+    model: str | None = None,
+    precision: str | None = None,
+    begun: TrainConfig | None = None,
 ) -> TrainConfig:
     """The configuration in a file: what it leaves out has the preset's or default value.
+
+    The file of a run folder is complete. What it leaves out came after the run: a blend there has
+    the first order.
 
     Args:
         path: a TOML file; YAML where its name ends in .yaml or .yml, of which true, false, null and
             numbers are what YAML 1.2 calls so (``off`` and ``12:30`` are text, ``1e-3`` a number).
         model: a preset that replaces the file's model and its table, such as [gpt].
         precision: a policy for a file that names none, and for the dtypes that it leaves out.
+        begun: the run that goes on with it, which has `KEPT` where the file leaves them out.
 
     Raises:
         ValueError: the file cannot be read, is no TOML or YAML, has unknown keys, values of the
@@ -546,12 +560,27 @@ def load(
     else:
         base = TrainConfig()
         problems.append(Problem("model", repr(name), "a preset", nearest(str(name), PRESETS)))
+    if begun is not None:
+        base = dataclasses.replace(base, **{name: getattr(begun, name) for name in KEPT})
     values = _read(table, base, "", problems)
     raise_problems(f"cannot use the configuration {path}", problems)
     made = _rebuild(base, values)
+    if "blend_order" not in table and _is_of_run(Path(path)) and begun is None:
+        first = made.order == "arithmetic" and is_blend(made.data)
+        made = dataclasses.replace(made, blend_order=1 if first else NEWEST)
     named = made.precision if made.precision != "auto" else precision
     # the policy fills what the file leaves out, of the model that the file has
     return made if named is None else _rebuild(with_precision(made, named), values)
+
+
+KEPT = ("blend_order",)
+"""Settings that a run goes on with as it began, where its new configuration leaves them out."""
+
+
+def _is_of_run(path: Path) -> bool:
+    """Whether this is the configuration of a run that took steps, or saved what it began with."""
+    beside = (path.parent / name for name in ("checkpoints", "metrics.jsonl"))
+    return path.name == "config.toml" and any(found.exists() for found in beside)
 
 
 def starting_config(
@@ -560,6 +589,7 @@ def starting_config(
     model: str | None = None,
     precision: str | None = None,
     default_precision: str | None = None,
+    begun: Path | None = None,
     **fields: Any,
 ) -> TrainConfig:
     """The configuration that a command's options override: of a file, or of a preset.
@@ -569,13 +599,15 @@ def starting_config(
         model: a preset that the options name.
         precision: a policy that they name, which fills what a file says too; None or "auto": none.
         default_precision: the policy where neither they nor the file name one.
+        begun: the configuration of the run that goes on with it; None: it begins.
         fields: of the `TrainConfig`, where there is no file.
 
     Raises:
         ValueError: an unknown preset or policy, or what `load` raises.
     """
     if file is not None:
-        base = load(file, model=model, precision=default_precision)
+        kept = None if begun is None or begun == file else load(begun)
+        base = load(file, model=model, precision=default_precision, begun=kept)
     else:
         base = dataclasses.replace(TrainConfig(), **fields)
         base = base if model is None else with_model(base, model)

@@ -416,7 +416,8 @@ def _token_samples(
     sources: list[Any] = [
         _samples(config, learnt, open_tokens(x), part, index) for index, x in enumerate(paths)
     ]
-    return Blend(sources, None if weights[0] == ALL else weights, paths)
+    given = None if weights[0] == ALL else weights
+    return Blend(sources, given, paths, config.blend_order)
 
 
 def _megatron_samples(config: TrainConfig, part: str, build: bool) -> Samples:

@@ -13,6 +13,7 @@ import pytest
 
 from functron.cli.main import main
 from functron.data import Blend, ByteText, IndexedWriter, Mixture
+from functron.data.blend import GreedyMixture
 from functron.training import data, run_folder
 from functron.training import records as report
 from functron.training.config import load
@@ -96,6 +97,54 @@ def test_a_run_that_goes_on_says_the_same(whole, tmp_path):
         for folder in (run, whole)
     )
     assert got == want
+
+
+@pytest.fixture(scope="module")
+def before(prefixes, tmp_path_factory):
+    """A run of 6 steps on a blend, as runs were that began before orders had versions."""
+    out, (a, b) = tmp_path_factory.mktemp("before") / "run", prefixes
+    given = ["--data", f"1 {a} 2 {b} 7 {a}", "--steps", 6, "--save-every", 3]
+    assert train(*SMALL, *given, "--blend-order", 1, "--out", out) == 0
+    config = out / run_folder.CONFIG
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if not line.startswith("blend_order")))
+    return out
+
+
+def test_a_run_keeps_the_order_of_its_blend(before, prefixes, tmp_path, capsys):
+    own, (a, b) = tmp_path / "own.toml", prefixes
+    own.write_text(f'data = "1 {a} 2 {b} 7 {a}"\n')
+    ways = ([], ["--config", own, *SMALL], ["--mesh", "dp=2"], ["--config", before / "config.toml"])
+    for way in ways:
+        run = tmp_path / f"run{ways.index(way)}"
+        shutil.copytree(before, run)
+        shutil.rmtree(run / "checkpoints" / "6")
+        assert train("--out", run, "--resume", "auto", "--save-every", 3, "--steps", 6, *way) == 0
+        assert load(run / run_folder.CONFIG).blend_order == 1
+        assert "blend_order = 1" in (run / run_folder.CONFIG).read_text()
+        got, want = map(run_folder.records, (run, before))
+        for name in ("sources", "samples", "batch"):
+            assert [x[name] for x in got] == [x[name] for x in want]
+        assert [x["loss"] for x in got] == pytest.approx([x["loss"] for x in want], rel=1e-5)
+    sources, _ = GreedyMixture([1, 2, 7]).at(np.arange(6 * BATCH))
+    for step, record in enumerate(run_folder.records(before), 1):
+        assert record["sources"][str(b)]["samples"] == (sources[: step * BATCH] == 1).sum()
+    capsys.readouterr()
+    assert train("--out", run, "--resume", "--steps", 7, "--blend-order", 2) == 2
+    assert "blend_order: got 2; wanted 1, as in the run" in capsys.readouterr().err
+
+
+def test_a_run_that_begins_records_the_newest_order(whole, before, tmp_path, capsys):
+    assert "blend_order = 2" in (whole / run_folder.CONFIG).read_text()
+    own, run = tmp_path / "config.toml", tmp_path / "runs"
+    own.write_text(f'data = "{load(before / run_folder.CONFIG).data}"\n')  # a user's, of no run
+    assert train("--config", own, *SMALL, "--steps", 6, "--out", run) == 0
+    assert load(run / run_folder.CONFIG).blend_order == 2
+    hashes = [[x["batch"] for x in run_folder.records(folder)] for folder in (run, before)]
+    assert hashes[0] != hashes[1]
+    capsys.readouterr()
+    assert train(*SMALL, "--steps", 1, "--blend-order", 1, "--out", tmp_path / "none") == 2
+    assert "blend_order: got 1 without a blend; wanted nothing" in capsys.readouterr().err
 
 
 @pytest.mark.distributed
