@@ -95,6 +95,7 @@ def draw(seed: int) -> Case:
     if rng.random() < 0.15:
         both += ["--ramp-up", "8 8 16", "--global-batch", "16"]
         both += maybe(0.5, "--rate-unit samples --learning-rate.name linear")
+        both += maybe(0.3, "--earlier-batches 1x8")
     both += maybe(0.2, "--mask-documents", "--pack best-fit")
     both += maybe(0.2, "--gpt.dropout 0.1")
     both += maybe(0.15, "--gpt.z-loss 1e-3")

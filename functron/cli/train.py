@@ -237,6 +237,12 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
         lines.append(f"resume {config.out}, {done}{', from memory' if run.from_memory else ''}")
+    if config.earlier_batches and run.start:
+        size, first = run.batches.batch_size(run.start), run.batches.first_sample(run.start)
+        lines.append(
+            f"batch  {size} samples a step from step {run.start + 1} on, whose first is number "
+            f"{first:,} of the run; before {config.earlier_batches}"
+        )
     if run.notes:
         lines.append(f"recast {'; '.join(run.notes)}")
     return lines
@@ -341,7 +347,8 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
         begun=begun,
     )
     default = TrainOptions(early.config, options=base)
-    return parse(TrainOptions, arguments, "train", default, boxes=BOXES, common=COMMON)
+    options = parse(TrainOptions, arguments, "train", default, boxes=BOXES, common=COMMON)
+    return replace(options, options=run_folder.with_changed_batch(options.options))
 
 
 # --- a step again

@@ -320,6 +320,8 @@ def _in_blocks(places: np.ndarray, size: int, block: int, together: int, key: in
 class RampUp:
     """Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, without its counter.
 
+    A run whose batches were changed half-way has `earlier` ones.
+
     The batch size goes from `start` to `final` in steps of `increment`, each of which lasts for the
     same number of samples: with n increments, after c samples it is
     ``start + increment * floor(c n / samples)``, and `final` once c is `samples`. A step reads what
@@ -334,19 +336,27 @@ class RampUp:
         increment: what is added each time.
         samples: over how many samples the size grows.
         final: the size afterwards.
+        earlier: how many steps a run began with, and of what size: ``(steps, size)`` each, in
+            order, whose samples count among those over which the size grows.
 
     Raises:
-        ValueError: sizes below 1, a final size that increments do not reach, or fewer samples than
-            increments.
+        ValueError: sizes or steps below 1, a final size that increments do not reach, or fewer
+            samples than increments.
     """
 
     start: int
     increment: int
     samples: int
     final: int
+    earlier: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         problems = list(_problems(self.start, self.increment, self.samples, self.final))
+        problems += [
+            Problem(f"earlier[{i}]", f"{steps} steps of {size}", "at least 1 of at least 1")
+            for i, (steps, size) in enumerate(self.earlier)
+            if min(steps, size) < 1
+        ]
         raise_problems("batch sizes cannot grow like this", problems)
 
     @cached_property
@@ -355,6 +365,9 @@ class RampUp:
         increments = (self.final - self.start) // self.increment
         step = consumed = 0
         rows = []
+        for count, size in self.earlier:
+            rows.append((step, consumed, size))
+            step, consumed = step + count, consumed + count * size
         for stage in range(increments):
             size = self.start + stage * self.increment
             # the first count of samples that is floor(c * increments / samples) > stage
@@ -375,8 +388,8 @@ class RampUp:
     def batch_size_after(self, samples: int) -> int:
         """How many samples a step has that begins after so many, as Megatron's calculator has it.
 
-        ``batch_size_after(first_sample(step)) == batch_size(step)``; after any other number of
-        samples, as where a run goes on that had other sizes before, it is what comes next.
+        ``batch_size_after(first_sample(step)) == batch_size(step)``, but of `earlier` steps; after
+        any other number of samples it is what comes next.
         """
         if samples >= self.samples:
             return self.final
@@ -402,16 +415,52 @@ class RampUp:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that come up, ascending: what a mesh must be able to divide."""
+        """The sizes that come up, one after another."""
         return tuple(self._stages[2])
 
+    def sizes_from(self, step: int) -> tuple[int, ...]:
+        """Those of `step` and the steps after it: what a mesh must be able to divide."""
+        steps, _, sizes = self._stages
+        return tuple(sizes[bisect.bisect_right(steps, step) - 1 :])
 
-def parse_ramp_up(text: str, final: int) -> RampUp:
+    def until(self, step: int) -> tuple[tuple[int, int], ...]:
+        """The first `step` steps as `earlier` has them: how many have which size."""
+        steps, _, sizes = self._stages
+        found: list[tuple[int, int]] = []
+        for first, end, size in zip(steps, [*steps[1:], step], sizes, strict=True):
+            if (count := min(end, step) - first) < 1:
+                break
+            if found and found[-1][1] == size:
+                count += found.pop()[0]
+            found.append((count, size))
+        return tuple(found)
+
+
+def parse_earlier(text: str) -> tuple[tuple[int, int], ...]:
+    """The ``(steps, size)`` of ``"6x4 10x8"``: 6 steps of 4 samples, and 10 of 8.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    words = text.replace(",", " ").split()
+    if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", word) for word in words):
+        wanted = "steps and their samples, such as 6x4 10x8"
+        refuse("no such batches", "earlier_batches", repr(text), wanted, "leave it out")
+    return tuple((int(n), int(size)) for n, size in (word.split("x") for word in words))
+
+
+def earlier_text(earlier: Iterable[tuple[int, int]]) -> str:
+    """Earlier batches as the text that `parse_earlier` reads."""
+    return " ".join(f"{steps}x{size}" for steps, size in earlier)
+
+
+def parse_ramp_up(text: str, final: int, earlier: str = "") -> RampUp:
     """The batch sizes that ``"START INCREMENT SAMPLES"`` describes; of empty text, `final` always.
 
     Args:
         text: three whole numbers, as Megatron-LM's --rampup-batch-size takes them.
         final: the size afterwards.
+        earlier: the batches before, as `parse_earlier` reads them.
 
     Raises:
         ValueError: it is no such text, or what `RampUp` raises, in the words of `TrainConfig`.
@@ -427,7 +476,7 @@ def parse_ramp_up(text: str, final: int) -> RampUp:
         names = [f"ramp_up={text!r}: {name}" for name in ("START", "INCREMENT", "SAMPLES")]
         problems = list(_problems(start, increment, samples, final, (*names, "global_batch")))
         raise_problems("batch sizes cannot grow like this", problems)
-    return RampUp(start, increment, samples, final)
+    return RampUp(start, increment, samples, final, parse_earlier(earlier))
 
 
 def _problems(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from functron.training.records import compare
     from functron.training.replicas import leaf_hash
     from functron.training.run import prepare
+    from functron.training.run_folder import with_changed_batch
     from functron.training.train import train
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "prepare",
     "step_report",
     "train",
+    "with_changed_batch",
 ]
 
 _MEMBERS: Mapping[str, str] = MappingProxyType(
@@ -48,6 +50,7 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "prepare": "run",
         "step_report": "plan",
         "train": "train",
+        "with_changed_batch": "run_folder",
     }
 )
 """Public names, and the modules that they are in."""

@@ -113,7 +113,7 @@ def validate(
                 _try(lambda: plan.stage_flops(Part(range(0), loss=True)), messages)
         if fits and not precision:
             _try(lambda: plan.encode, messages)
-    if config.ramp_up and config.global_batch >= 1:
+    if (config.ramp_up or config.earlier_batches) and config.global_batch >= 1:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
@@ -201,7 +201,15 @@ def _batch_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
 def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Problem]:
     """Problems of the sizes that batches have while they grow."""
     share, why = _batch_parts(config, mesh)
-    wrong = [size for size in ramp.sizes[:-1] if size % share]
+    taken = len(ramp.sizes) - len(run_folder.sizes_to_come(config))
+    before = {size for size in ramp.sizes[taken : len(ramp.earlier)] if size % share}
+    if before:
+        listed = ", ".join(map(str, sorted(before)))
+        got = f"{config.earlier_batches!r}: batches of {listed} samples, which are to come"
+        fix = "choose a mesh and microbatches that divide them"
+        fix += "; or --change-batch, which takes others in their place" if config.resume else ""
+        yield Problem("earlier_batches", got, f"multiples of {share}: {why}", fix)
+    wrong = [size for size in ramp.sizes[max(taken, len(ramp.earlier)) : -1] if size % share]
     if wrong:
         listed = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
         got = f"{config.ramp_up!r}: batches of {listed} samples"
@@ -386,6 +394,9 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
         got = f"{config.blend_order} with order=megatron"
         got = got if config.order == "megatron" else f"{config.blend_order} without a blend"
         yield Problem("blend_order", got, "nothing, or a blend as --data", "leave it out")
+    if config.change_batch and not config.resume:
+        fix = "add --resume, or leave it out: a new run has the batches it is given"
+        yield Problem("change_batch", "true without resume", "a run that goes on", fix)
     if config.loss_chunk_tokens and config.gpt.logit_cap:
         got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
         yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
@@ -410,12 +421,14 @@ def _out_problems(out: str) -> Sequence[Problem]:
 _ORDER = (
     "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
     "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
-    "extra_token", "order", "blend_surplus", "blend_order", "ramp_up", "mask_rate", "mask_token",
-    "mean_span", "end_token",
+    "extra_token", "order", "blend_surplus", "blend_order", "ramp_up", "earlier_batches",
+    "mask_rate", "mask_token", "mean_span", "end_token",
 )  # fmt: skip
 """The settings that determine which samples each step sees."""
-_SIZES = ("seed", "seq", "global_batch", "ramp_up")
+_SIZES = ("seed", "seq", "global_batch", "ramp_up", "earlier_batches")
 """Of these, those that say how many it sees, and the seed."""
+_CHANGED = ("global_batch", "ramp_up")
+"""Of these, those that change_batch changes."""
 
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
@@ -442,10 +455,17 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
     elsewhere = begun.source.startswith("megatron:") and not run_folder.records(path)
     fix = "leave it out, or begin a new run in another folder"
     kept = (*(_SIZES if elsewhere else _ORDER), *_LORA) if begun_steps else ()
+    anew = f"--change-batch goes on so after the {run_folder.steps_done(config)} steps taken; or "
+    fixes = {str(name): anew + fix for name in _CHANGED}
+    wanted: dict[str, Any] = {name: getattr(begun, name) for name in kept}
+    if config.change_batch and begun_steps:
+        own = run_folder.with_changed_batch(config)
+        wanted |= {name: getattr(own, name) for name in (*_CHANGED, "earlier_batches")}
+        fixes["earlier_batches"] = "leave it out; in Python, with_changed_batch(config) fills it in"
     found = [
-        Problem(name, repr(getattr(config, name)), f"{getattr(begun, name)!r}, as in the run", fix)
-        for name in kept
-        if getattr(config, name) != getattr(begun, name)
+        Problem(name, repr(now), f"{value!r}, as in the run", fixes.get(name, fix))
+        for name, value in wanted.items()
+        if (now := getattr(config, name)) != value
     ]
     if begun_steps and newest is not None:
         found += _gap_problems(config, begun, int(newest.name))

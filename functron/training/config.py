@@ -144,6 +144,9 @@ class TrainConfig:
         ramp_up: begin with fewer samples per step: "START INCREMENT SAMPLES", as Megatron-LM has
             it: from START to global_batch in steps of INCREMENT, each for the same number of
             samples, SAMPLES for all of them together. Empty: global_batch from the first step on.
+        earlier_batches: batches of other sizes that the run began with, before those of
+            global_batch and ramp_up: "6x4 10x8" are 6 steps of 4 samples and 10 of 8. A run that
+            changes its batches notes them here.
         microbatches: parts of each rank's batch, one after another, to save activation memory and
             to keep all ranks of a pipeline at work.
         schedule: who computes which microbatch when, where the mesh has pp: 1f1b, gpipe,
@@ -197,6 +200,10 @@ class TrainConfig:
             where none is complete, on the mesh asked for now, and in another precision where
             --precision is given as well; auto: begin a run where there is none as well, such as in
             a job that is started again until it is done.
+        change_batch: with resume: go on with another global_batch or ramp_up than the run had, from
+            its newest checkpoint and the next sample on. What counts samples goes on: rates of
+            rate_unit=samples and an order of order=megatron stay as they were planned, and the
+            samples of ramp_up are those of the whole run.
         save_every: save after every so many steps as well; 0: only at the end.
         keep_last: how many of the newest checkpoints stay; 0: all.
         keep_every: checkpoints of multiples of this step stay in any case; 0: none do.
@@ -290,6 +297,7 @@ class TrainConfig:
     seq: int = 128
     global_batch: int = 8
     ramp_up: str = ""
+    earlier_batches: str = ""
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 0
@@ -312,6 +320,7 @@ class TrainConfig:
     seed: int = 0
     out: str = ""
     resume: bool | Literal["auto"] = False
+    change_batch: bool = False
     save_every: int = 0
     keep_last: int = 0
     keep_every: int = 0
@@ -343,9 +352,9 @@ class TrainConfig:
         """How many samples each step has, and which one is its first.
 
         Raises:
-            ValueError: `ramp_up` describes no such sizes.
+            ValueError: `ramp_up` or `earlier_batches` describes no such sizes.
         """
-        return parse_ramp_up(self.ramp_up, self.global_batch)
+        return parse_ramp_up(self.ramp_up, self.global_batch, self.earlier_batches)
 
     @property
     def packed(self) -> bool:
@@ -436,9 +445,10 @@ class TrainConfig:
 BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "data": (
         "data", "tokenizer", "tokenizer_pattern", "format", "seq", "global_batch", "ramp_up",
-        "overlong", "split", "order", "order_samples", "order_cache", "blend_surplus",
-        "blend_order", "extra_token", "mask_documents", "pack", "fim_rate", "fim_spm_rate",
-        "fim_tokens", "mask_rate", "mask_token", "mean_span", "end_token", "prefetch",
+        "earlier_batches", "overlong", "split", "order", "order_samples", "order_cache",
+        "blend_surplus", "blend_order", "extra_token", "mask_documents", "pack", "fim_rate",
+        "fim_spm_rate", "fim_tokens", "mask_rate", "mask_token", "mean_span", "end_token",
+        "prefetch",
     ),
     "model": (
         "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
@@ -458,7 +468,7 @@ BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "device",
     ),
     "optimizer": ("steps", "seed", "optimizer", "learning_rate", "rate_unit"),
-    "checkpoint": ("out", "resume", "save_every", "keep_last", "keep_every"),
+    "checkpoint": ("out", "resume", "change_batch", "save_every", "keep_last", "keep_every"),
     "evaluation": ("eval_every", "eval_batches", "eval_data", "eval_averaged"),
     "resilience": (
         "max_restarts", "restart_pause_seconds", "elastic", "slots", "memory_save_every",
@@ -573,7 +583,7 @@ def load(
     return made if named is None else _rebuild(with_precision(made, named), values)
 
 
-KEPT = ("blend_order",)
+KEPT = ("blend_order", "earlier_batches")
 """Settings that a run goes on with as it began, where its new configuration leaves them out."""
 
 

@@ -851,6 +851,8 @@ def _common_of(
 ) -> dict[str, Any]:
     """The contents of ``common.pt``: for one optimizer, distributed or not."""
     rate, rows = run.rate_schedule, 1 if run.rate_unit == "samples" else run.global_batch
+    # Megatron's steps of a rate are samples; after other batches than now its steps are ours
+    by_samples = run.rate_unit == "samples" or bool(run.ramp_up)
     made: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": step,
         "num_floating_point_operations_so_far": 0,
@@ -858,7 +860,7 @@ def _common_of(
             "max_lr": args.lr, "min_lr": args.min_lr, "lr_decay_style": args.lr_decay_style,
             "lr_warmup_steps": rate.num_warmup_steps * rows,
             "lr_decay_steps": rate.total_steps * rows,
-            "num_steps": run.batches.first_sample(step),
+            "num_steps": run.batches.first_sample(step) if by_samples else step * rows,
             "start_wd": args.start_weight_decay, "end_wd": args.end_weight_decay,
             "wd_incr_style": args.weight_decay_incr_style,
             "wd_incr_steps": args.train_samples or run.steps * run.global_batch,

@@ -943,7 +943,8 @@ def bubble_note(plan: Plan) -> str | None:
 def _more_microbatches(plan: Plan) -> Iterator[tuple[TrainConfig, float]]:
     """The configs with more microbatches that the batch can be cut into, and their bubbles."""
     config = plan.config
-    samples = math.gcd(*config.batches.sizes) // math.prod(plan.mesh[axis] for axis in DATA_AXES)
+    sizes = config.batches.sizes[len(config.batches.earlier) :]
+    samples = math.gcd(*sizes) // math.prod(plan.mesh[axis] for axis in DATA_AXES)
     for count in range(config.microbatches + 1, samples + 1):
         changed = replace(config, microbatches=count)
         if samples % count == 0 and (least := _bubble(plan, changed)) is not None:

@@ -347,7 +347,7 @@ def require(package: str) -> None:
 
 
 _SMOOTHED = 50  # curves of more points than these are drawn as their moving average
-_TOKENS_A_STEP = ("seq", "global_batch", "ramp_up")
+_TOKENS_A_STEP = ("seq", "global_batch", "ramp_up", "earlier_batches")
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def resized(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
         return config
     before = math.prod(mesh[name] for name in DATA_AXES)
     ranks = before // mesh[axis] * size
-    batches = config.batches.sizes
+    batches = run_folder.sizes_to_come(config)
     if any(batch % ranks for batch in batches):
         return None
     rows = max(config.global_batch // (before * config.microbatches), 1)

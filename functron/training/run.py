@@ -351,7 +351,9 @@ def _memory_of(made: Plan, memory: Path | None) -> Memory | None:
         return None
     like = abstract_state(made, random.key(made.config.seed).to("meta"))
     samples = made.config.anomalies.skipped_samples  # which a state has not seen
-    return Memory(memory, made.mesh, like, f"{made.config.seed} {samples}")
+    earlier = made.config.earlier_batches  # after which it has seen others
+    seen = f"{made.config.seed} {samples}" + (f" {earlier}" if earlier else "")
+    return Memory(memory, made.mesh, like, seen)
 
 
 def _remembered(

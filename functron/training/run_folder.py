@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from functron import checkpoint
 from functron.core.errors import Problem, raise_problems
+from functron.data.order import earlier_text
 from functron.data.tokenizer import BYTES, TOKENIZER, Tokenizer, kind_of, tokenizers_in
 from functron.hub.writer import TOKENIZER_FILES
 from functron.training.config import TrainConfig, dump, load
@@ -78,7 +79,58 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _lasting(config: TrainConfig) -> str:
-    return dump(dataclasses.replace(config, out="", resume=False))
+    return dump(dataclasses.replace(config, out="", resume=False, change_batch=False))
+
+
+def steps_done(config: TrainConfig) -> int:
+    """The steps that a run has behind it where it goes on; 0 where it begins."""
+    found = newest(Path(config.out)) if config.resume and config.out else None
+    return 0 if found is None else int(found.name)
+
+
+def sizes_to_come(config: TrainConfig) -> tuple[int, ...]:
+    """The sizes of the batches that are still to be taken, which the mesh must be able to divide.
+
+    Raises:
+        ValueError: `TrainConfig.batches` cannot be told.
+    """
+    return config.batches.sizes_from(steps_done(config))
+
+
+def with_changed_batch(config: TrainConfig) -> TrainConfig:
+    """`config` with the batches that its run took before it changes them (`change_batch`).
+
+    They are noted in `earlier_batches`, so that the next sample is the one after those that the
+    steps so far have had. What is planned by the number of samples stays as it was: the rates of
+    rate_unit=samples, and the order of order=megatron. A ramp_up that is over is left out.
+
+    Returns:
+        `config` itself where it does not go on with a run, or changes nothing.
+
+    Raises:
+        ValueError: the configuration of the run cannot be read.
+    """
+    path = Path(config.out)
+    if not (config.change_batch and config.resume and config.out and is_run(path)):
+        return config
+    begun, done = load(path / CONFIG), steps_done(config)
+    batches = begun.batches
+    changed: dict[str, Any] = {"earlier_batches": begun.earlier_batches}
+    same = (config.global_batch, config.ramp_up) == (begun.global_batch, begun.ramp_up)
+    if not same or done < sum(steps for steps, _ in batches.earlier):
+        over = begun.ramp_up == config.ramp_up and batches.first_sample(done) >= batches.samples
+        ramp_up = "" if over else config.ramp_up
+        earlier = batches.until(done)
+        if earlier and not ramp_up and earlier[-1][1] == config.global_batch:
+            earlier = earlier[:-1]
+        changed = {"earlier_batches": earlier_text(earlier), "ramp_up": ramp_up}
+    if config.rate_unit == begun.rate_unit == "samples" and not config.learning_rate.total_steps:
+        changed["learning_rate"] = dataclasses.replace(
+            config.learning_rate, total_steps=begun.rate_schedule.total_steps
+        )
+    if config.order == begun.order == "megatron" and not config.order_samples:
+        changed["order_samples"] = begun.ordered_samples
+    return dataclasses.replace(config, **changed)
 
 
 def tokenizer_path(config: TrainConfig) -> Path | None:

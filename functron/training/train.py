@@ -28,6 +28,7 @@ from functron import checkpoint
 from functron.checkpoint.saver import own_store
 from functron.core import compat, tree
 from functron.data import Blend
+from functron.data.order import earlier_text
 from functron.models import gpt
 from functron.spmd import BoundMesh
 from functron.spmd.flight import Agreement, DeviceClock
@@ -813,7 +814,8 @@ def _rolled_back(
 ) -> Run:
     """The run from a checkpoint before an anomaly, without the samples that led to it. Collective.
 
-    What was saved after that checkpoint is removed: it has seen them.
+    What was saved after that checkpoint is removed: it has seen them. Steps that were taken before
+    the batches changed are taken again with the batches of now, which the mesh can divide.
     """
     policy, batches = run.config.anomalies, run.batches
     first = max(found.step - 1 - policy.rollback_steps, 0)  # the first step that is forgotten
@@ -839,10 +841,15 @@ def _rolled_back(
     start = int(state.step)
     skipped = {"skipped": config.anomalies.skipped_samples} if skips else {}
     write("rollback", found.step, to=start, since=first + 1, **skipped)
-    # the programs are the same: samples are no part of them
-    made = dataclasses.replace(run.plan, config=config)
+    # the programs are the same, of which samples are no part; but rates may count them
+    made, step, watch = dataclasses.replace(run.plan, config=config), run.step, run.watch
+    if start < sum(steps for steps, _ in batches.earlier):
+        config = dataclasses.replace(config, earlier_batches=earlier_text(batches.until(start)))
+        job.told(lambda: None if out is None else run_folder.write_config(out, config))
+        made = plan(config, run.mesh)
+        step, watch = programs(made, run.around)
     return Run(
-        made, run.text, state, run.step, run.watch, run.device, start,
+        made, run.text, state, step, watch, run.device, start,
         run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around, run.at, run.memory,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron.data import ByteText
-from functron.data.order import RampUp, drawn, parse_ramp_up
+from functron.data.order import RampUp, drawn, earlier_text, parse_earlier, parse_ramp_up
 
 TEXT = ByteText(None, 8, seed=1)
 
@@ -37,6 +37,48 @@ def test_every_step_is_the_counters(start, increment, increments, per_increment,
         assert ramp.step_of(first) == ramp.step_of(first + size - 1) == step
     assert {size for size, _ in rows} <= set(ramp.sizes)
     assert ramp.sizes[-1] == final
+
+
+EARLIER = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=4)
+
+
+@given(
+    earlier=EARLIER, start=st.integers(1, 8), increments=st.integers(0, 5), cut=st.integers(0, 20)
+)
+def test_earlier_batches_come_first_and_their_samples_count(earlier, start, increments, cut):
+    ramp = RampUp(start, 3, 40, start + 3 * increments, tuple(earlier))
+    rows, consumed = [], 0
+    for size in [size for steps, size in earlier for _ in range(steps)]:
+        rows.append((size, consumed))
+        consumed += size
+    for _ in range(30):  # by Megatron's calculator, from the samples of all steps
+        size = start + 3 * (consumed * increments // 40) if consumed < 40 else ramp.final
+        rows.append((size, consumed))
+        consumed += size
+    steps = range(len(rows))
+    assert [(ramp.batch_size(i), ramp.first_sample(i)) for i in steps] == rows
+    for step, (size, first) in enumerate(rows):
+        assert ramp.step_of(first) == ramp.step_of(first + size - 1) == step
+    # cut after those, anywhere, and put together again it is the same
+    cut += sum(n for n, _ in earlier)
+    again = RampUp(start, 3, 40, ramp.final, ramp.until(cut))
+    assert [(again.batch_size(i), again.first_sample(i)) for i in steps] == rows
+    assert sum(n for n, _ in ramp.until(cut)) == cut
+    assert set(ramp.sizes_from(cut)) == {size for size, _ in rows[cut:]} | {ramp.final}
+    assert parse_earlier(earlier_text(ramp.until(cut))) == ramp.until(cut)
+
+
+def test_earlier_batches_as_they_are_written():
+    ramp = parse_ramp_up("", 8, "6x4, 2x16")
+    assert ramp.earlier == ((6, 4), (2, 16))
+    assert (ramp.sizes, ramp.first_steps, ramp.first_sample(8)) == ((4, 16, 8), (0, 6, 8), 56)
+    assert ramp.until(7) == ((6, 4), (1, 16))
+    assert ramp.until(0) == ()
+    for text in ("6", "0x4", "4x0", "6x4x2", "-1x4"):
+        with pytest.raises(ValueError, match="such as 6x4 10x8"):
+            parse_earlier(text)
+    with pytest.raises(ValueError, match=r"earlier\[1\]: got 1 steps of 0; wanted at least 1"):
+        RampUp(8, 1, 1, 8, ((6, 4), (1, 0)))
 
 
 def test_the_example_of_megatrons_help():

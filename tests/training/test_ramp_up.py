@@ -1,9 +1,13 @@
-"""Runs whose batches grow: the steps of a hand-written loop, on every mesh and when they go on."""
+"""Runs whose batches grow, or are changed half-way: the steps of a hand-written loop.
+
+On every mesh, and when they go on.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -19,11 +23,14 @@ import functron as ft
 from functron import Mesh, checkpoint, gpt, optim, random, tree
 from functron.checkpoint.restore import read_params
 from functron.cli.main import main
+from functron.cli.train import parse_train
 from functron.data import ByteText, IndexedWriter
 from functron.optim import OptimizerConfig
-from functron.training import run_folder
+from functron.training import run_folder, with_changed_batch
+from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, load
+from functron.training.faults import Corrupt, injected
 from functron.training.plan import plan
 from functron.training.run import prepare
 from functron.training.train import train
@@ -53,7 +60,8 @@ def alone():
     return taken(RUN)
 
 
-def test_losses_are_those_of_a_loop_by_hand(alone):
+def by_hand(sizes: list[int], rates=None) -> list[tuple[float, float]]:
+    """Losses and gradient norms of `RUN` with batches of these sizes, of samples one after another."""
     params = ft.init_params(random.split(random.key(RUN.seed), 2)[0], plan(RUN, Mesh()).whole_defs)
     leaves, structure = tree.flatten(params)
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -68,18 +76,23 @@ def test_losses_are_those_of_a_loop_by_hand(alone):
     ]
     adamw = torch.optim.AdamW(groups, betas=(settings.b1, settings.b2), eps=settings.eps)
     rate = optim.make_schedule(RUN.rate_schedule)
-    text, wanted = ByteText(RUN.data, RUN.seq, seed=RUN.seed), []
-    for index, (size, first) in enumerate(zip(SIZES, FIRST, strict=False)):
+    text, wanted, first = ByteText(RUN.data, RUN.seq, seed=RUN.seed), [], 0
+    for index, size in enumerate(sizes):
         data = {**text.draw(np.arange(first, first + size)), "rows": torch.arange(size)}
         value = gpt.loss(RUN.gpt, tree.unflatten(structure, leaves), data) / (size * RUN.seq)
         adamw.zero_grad()
         value.backward()
         norm = torch.nn.utils.clip_grad_norm_(leaves, settings.clip_norm)
         for group in adamw.param_groups:
-            group["lr"] = float(rate(torch.tensor(index)))
+            group["lr"] = float(rate(torch.tensor(index))) if rates is None else rates[index]
         adamw.step()
         wanted.append((value.item(), norm.item()))
-    got = [(record["loss"], record["grad_norm"]) for record in alone]
+        first += size
+    return wanted
+
+
+def test_losses_are_those_of_a_loop_by_hand(alone):
+    got, wanted = [(record["loss"], record["grad_norm"]) for record in alone], by_hand(SIZES)
     # learning rates are float32, rounded differently
     torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-6, atol=1e-6)
 
@@ -145,6 +158,90 @@ def test_rates_may_count_samples(changes, monkeypatch):
         optim.by_samples(optim.constant(1.0), [1, 1], [2, 4])
 
 
+# --- batches that are changed half-way ------------------------------------------------------------
+
+
+def changed(out: Path, **changes) -> TrainConfig:
+    """The run in `out`, to go on with these changes."""
+    begun = replace(load(out / run_folder.CONFIG), out=str(out), resume=True, change_batch=True)
+    config = with_changed_batch(replace(begun, **changes))
+    validate(config)
+    return config
+
+
+def go_on(config: TrainConfig) -> list[dict]:
+    out = Path(config.out)
+    train(prepare(config, Mesh.parse(config.mesh), "cpu", run_folder.newest(out)), out)
+    return run_folder.records(out)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"mesh": "dp=2,tp=2", "microbatches": 2, "zero": 2}])
+def test_a_run_of_4_samples_a_step_goes_on_with_8(mesh, tmp_path):
+    out = tmp_path / "run"
+    rates = optim.ScheduleConfig("linear", 1e-2, warmup_steps=8, total_steps=80, end=0.0)
+    base = replace(RUN, ramp_up="", global_batch=4, rate_unit="samples", learning_rate=rates)
+    train(prepare(replace(base, steps=6), Mesh()), out)
+    config = changed(out, global_batch=8, steps=8, **mesh)
+    assert (config.earlier_batches, config.batches.sizes) == ("6x4", (4, 8))
+    whole = prepare(config, Mesh())
+    numbers = [whole.samples_of(step)["samples"] for step in range(8)]
+    assert numbers == [*([n, n + 4] for n in range(0, 24, 4)), [24, 32], [32, 40]]
+    go_on(config)
+    # once more, with another size, and then as it is
+    found = go_on(changed(out, global_batch=4, steps=9, **mesh))
+    assert load(out / run_folder.CONFIG).earlier_batches == "6x4 2x8"
+    again = replace(load(out / run_folder.CONFIG), out=str(out), resume=True, steps=10)
+    validate(again)
+    found = go_on(again)
+    sizes = [4] * 6 + [8] * 2 + [4] * 2
+    seen = np.cumsum(sizes).tolist()
+    assert [record["samples"] for record in found] == seen
+    assert [record["tokens"] for record in found] == [12 * n for n in seen]
+    before = [0, *seen[:-1]]
+    wanted = [1e-2 * min(n / 8, (80 - n) / 72) for n in before]
+    assert [record["lr"] for record in found] == pytest.approx(wanted, rel=1e-6)
+    got = [(record["loss"], record["grad_norm"]) for record in found]
+    hand = by_hand(sizes, rates=wanted)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(hand), rtol=1e-6, atol=1e-6)
+    about = checkpoint.metadata(out / "checkpoints" / "8")
+    assert (about["samples"], about["tokens"]) == (40, 480)
+
+
+def test_what_counts_samples_stays_as_it_was_planned(tmp_path):
+    out = tmp_path / "run"
+    base = replace(RUN, ramp_up="4 4 16", rate_unit="samples", steps=5)  # 40 samples
+    train(prepare(replace(base, steps=3, learning_rate=replace(
+        base.learning_rate, total_steps=40)), Mesh()), out)  # fmt: skip
+    stopped = replace(base, out=str(out), order="megatron")
+    run_folder.write_config(out, stopped)
+    going_on = replace(stopped, resume=True, change_batch=True)
+    # after 16 samples the batches have grown: what is left of the ramp is nothing
+    config = with_changed_batch(replace(going_on, global_batch=10))
+    assert (config.earlier_batches, config.ramp_up, config.global_batch) == ("2x4 1x8", "", 10)
+    assert config.rate_schedule.total_steps == config.ordered_samples == 40
+    # or it may grow again, by the samples of the whole run: 16 of 48 are a third of the increments
+    config = with_changed_batch(replace(going_on, global_batch=16, ramp_up="4 4 48"))
+    batches = config.batches
+    assert [batches.batch_size(step) for step in range(8)] == [4, 4, 8, 8, 8, 12, 12, 16]
+    assert batches.first_sample(3) == 16
+    # where nothing is changed, nothing is noted
+    assert with_changed_batch(going_on).earlier_batches == ""
+
+
+def test_a_rollback_beyond_the_change_takes_its_steps_with_the_batches_of_now(tmp_path):
+    out = tmp_path / "run"
+    base = replace(RUN, ramp_up="", global_batch=4, save_every=2)
+    train(prepare(replace(base, steps=4), Mesh()), out)
+    policy = AnomalyConfig(on_nonfinite="rollback", rollback_steps=2, skip_data=False)
+    config = changed(out, global_batch=8, steps=8, anomalies=policy)
+    made = prepare(config, Mesh(), "cpu", run_folder.newest(out))
+    fault = Corrupt(step=5, leaf="params/embed", element=None)
+    train(replace(made, step=injected(made.step, [fault])), out)
+    assert load(out / run_folder.CONFIG).earlier_batches == "2x4"
+    samples = [record["samples"] for record in run_folder.records(out)]
+    assert samples == [4, 8, 16, 24, 32, 40, 48, 56]
+
+
 # --- as a command ---------------------------------------------------------------------------------
 
 SMALL = [
@@ -177,10 +274,10 @@ def whole(tmp_path_factory):
     return folder / "run"
 
 
-def cut_after(run: Path, step: int, copy: Path) -> Path:
+def cut_after(run: Path, step: int, copy: Path, steps: int = 5) -> Path:
     shutil.copytree(run, copy)
-    for number in range(step + 1, 6):
-        shutil.rmtree(copy / "checkpoints" / str(number))
+    for number in range(step + 1, steps + 1):
+        shutil.rmtree(copy / "checkpoints" / str(number), ignore_errors=True)
     return copy
 
 
@@ -221,6 +318,108 @@ def test_goes_on_on_processes(whole, tmp_path, in_processes):
     close(means[0], means[1], 1e-5)
     evals = [run_folder.records(run)[-1]["eval"]["a"] for run in (cut, whole)]
     torch.testing.assert_close(*(x["loss"] for x in evals), rtol=2e-6, atol=0)
+
+
+@pytest.fixture(scope="module")
+def changing(whole, tmp_path_factory):
+    """A run of 6 steps of 4 samples on a blend, and one that goes on with 8 for 3 more."""
+    folder = tmp_path_factory.mktemp("changing")
+    data = load(whole / run_folder.CONFIG).data
+    sizes = ["--global-batch", 4, "--ramp-up", "", "--steps", 6, "--save-every", 3]
+    assert command(*SMALL, *sizes, "--data", data, "--out", folder / "before") == 0
+    shutil.copytree(folder / "before", folder / "after")
+    more = ["--out", folder / "after", "--resume", "--steps", 9, "--global-batch", 8]
+    assert command(*more, "--change-batch", "--save-every", 1) == 0
+    return folder / "before", folder / "after"
+
+
+def test_a_command_changes_the_batch(changing, tmp_path, capsys):
+    _, after = changing
+    for name in (run_folder.CONFIG, "checkpoints/9"):
+        assert (after / name).exists()
+    text = (after / run_folder.CONFIG).read_text()
+    assert 'earlier_batches = "6x4"' in text
+    assert "change_batch = false" in text
+    records = run_folder.records(after)
+    samples = [4, 8, 12, 16, 20, 24, 32, 40, 48]
+    assert [record["samples"] for record in records] == samples
+    assert [sum(x["samples"] for x in r["sources"].values()) for r in records] == samples
+    config = replace(load(after / run_folder.CONFIG), out=str(after))
+    run = prepare(config, Mesh(), "cpu", after / "checkpoints" / "9")
+    for step, (first, end) in enumerate(itertools.pairwise([0, *samples])):
+        drawn = run.text.draw(np.arange(first, end))  # every sample once, one after another
+        assert torch.equal(run.host_batch(step)["tokens"], drawn["tokens"])
+    # as a run that had these batches planned
+    planned = tmp_path / "planned"
+    assert command("--config", after / run_folder.CONFIG, "--out", planned) == 0
+    assert losses(planned) == losses(after)
+    hashes = [[x["batch"] for x in run_folder.records(folder)] for folder in (planned, after)]
+    assert hashes[0] == hashes[1]
+    # asked for again, as a job does that is started again, or resumed from where it was changed
+    again = cut_after(after, 7, tmp_path / "again", 9)
+    asked = ["--steps", 9, "--global-batch", 8, "--change-batch"]
+    assert command("--out", again, "--resume", "auto", *asked) == 0
+    assert losses(again) == losses(after)
+    assert load(again / run_folder.CONFIG).earlier_batches == "6x4"
+    back = cut_after(after, 3, tmp_path / "back", 9)
+    assert command("--out", back, "--resume", "--steps", 8) == 0
+    assert losses(back) == losses(after)[:8]
+    back = cut_after(after, 3, tmp_path / "other", 9)
+    capsys.readouterr()
+    assert command("--out", back, "--resume", "--steps", 5, "--change-batch") == 0
+    said = "batch  8 samples a step from step 4 on, whose first is number 12 of the run; before 3x4"
+    assert said in capsys.readouterr().out
+    assert [x["samples"] for x in run_folder.records(back)] == [4, 8, 12, 20, 28]
+
+
+def test_a_changed_batch_on_a_mesh(changing, tmp_path, in_processes):
+    before, after = changing
+    run = tmp_path / "run"
+    shutil.copytree(before, run)
+    options = ["--global-batch", 8, "--change-batch", "--mesh", "dp=2", "--microbatches", 4]
+    in_processes(2, "train", "--out", run, "--resume", *options, "--steps", 8)  # 4 do not go in 8
+    torch.testing.assert_close(losses(run), losses(after)[:8], rtol=2e-6, atol=0)
+    names = ("samples", "sources", "batch")
+    rows = [[[x[n] for n in names] for x in run_folder.records(r)[:8]] for r in (run, after)]
+    assert rows[0] == rows[1]
+    assert (
+        command("--out", run, "--resume", "--steps", 9, "--mesh", "fsdp=4", "--microbatches", 2)
+        == 0
+    )
+    torch.testing.assert_close(losses(run), losses(after), rtol=2e-6, atol=0)
+
+
+def test_batches_that_cannot_be_changed(changing, tmp_path, capsys):
+    before, after = changing
+
+    def said(*arguments) -> str:
+        capsys.readouterr()
+        assert command(*arguments) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    text = said("--out", before, "--resume", "--global-batch", 8)
+    assert (
+        "global_batch: got 8; wanted 4, as in the run; fix: --change-batch goes on so after" in text
+    )
+    more = ["--out", before, "--resume", "--change-batch", "--global-batch"]
+    assert (
+        "wanted a multiple of 4: data-parallel ranks 2 x microbatches 2; fix: set it to 8"
+        in said(*more, 6, "--mesh", "dp=2", "--microbatches", 2)
+    )
+    assert "change_batch: got true without resume" in said(
+        "--out", tmp_path / "x", "--change-batch"
+    )
+    assert "earlier_batches: got '5x4'; wanted '6x4', as in the run" in said(
+        "--out", after, "--resume", "--earlier-batches", "5x4"
+    )
+    assert "wanted steps and their samples, such as 6x4 10x8" in said("--earlier-batches", "6*4")
+    # what is to be taken again must fit as well
+    back = cut_after(after, 3, tmp_path / "back", 9)
+    more = ["--out", back, "--resume", "--mesh", "dp=8"]
+    assert "earlier_batches: got '6x4': batches of 4 samples, which are to come" in said(*more)
+    validate(parse_train([*map(str, more), "--change-batch"]))
+    shutil.rmtree(back / "checkpoints")
+    assert "batches of 4 samples, which are to come" in said(*more)
 
 
 def test_what_cannot_be(whole, tmp_path, capsys):
