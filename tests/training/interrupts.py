@@ -169,16 +169,19 @@ def check_ranks(way: str, count: int, seed: int) -> None:
         assert not isinstance(error, LostRanksError) or "lost the" in words or "closed" in words
         what = "done" if error is None else look_at(state, fresh())
         assert time.monotonic() - began < 30, f"waited for {time.monotonic() - began} s"
-        took, words = False, ""
-        try:  # whoever has a state goes on; that must be all ranks, from the same one, or none
-            step(after if what == "done" else state, data)
-            took = True
+        # whoever has a state goes on: all ranks from the same step, or none after the next one
+        taken, words = int(what == "done"), ""
+        try:
+            for _ in range(2):
+                state, _ = step(after if what == "done" and taken == 1 else state, data)
+                taken += 1
         except (ValueError, LostRanksError) as refusal:
             words = str(refusal)
-        assert took or "closed" in words or "lost the" in words or what == "gone", words
+        assert not words or "closed" in words or "lost the" in words or what == "gone", words
         went_on: list[Any] = [None, None]
-        dist.all_gather_object(went_on, (what, took))
-        assert went_on[0] == went_on[1] or not (went_on[0][1] or went_on[1][1]), went_on
+        dist.all_gather_object(went_on, (what, taken, not words))
+        together = went_on[0][1] == went_on[1][1]
+        assert together or not (went_on[0][2] or went_on[1][2]), went_on
         del step, state, error
     print(f"rank {me}: {way} ends", flush=True)
 
