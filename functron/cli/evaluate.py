@@ -459,7 +459,10 @@ def _continued(options: SampleOptions, config: TrainConfig, tokenizer: TextToken
             mesh=mesh if mesh.size > 1 else None,
         )
         new = _ended(tokens[0, len(ids) :].tolist(), tokenizer.stops)
-        return tokenizer.decode(new if options.chat else ids + new)
+        if not isinstance(tokenizer, Tokenizer) or not options.chat:
+            return tokenizer.decode(ids + new)
+        prompt = tokenizer.render(_asked(options), add_generation_prompt=True)
+        return tokenizer.decode(new).removeprefix(" " * prompt.endswith(" "))
 
     return program
 
@@ -522,7 +525,10 @@ def _encoded(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
             fix = "leave it out, or train with --tokenizer"
             wanted = "one with a tokenizer's template"
             refuse("cannot write a conversation", "chat", got, wanted, fix)
-        messages = [{"role": "user", "content": options.prompt}]
-        text = tokenizer.render(messages, add_generation_prompt=True)
-        return tokenizer.encode(text, special=False)
+        return tokenizer.encode_prompt(_asked(options))
     return tokenizer.encode(options.prompt)
+
+
+def _asked(options: SampleOptions) -> list[dict[str, str]]:
+    """The conversation that the prompt begins."""
+    return [{"role": "user", "content": options.prompt}]

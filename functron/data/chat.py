@@ -208,6 +208,8 @@ class Chat(Samples):
         num_samples: samples in an epoch.
         num_skipped: conversations left out because they are too long, or the assistant has
             no token in the part that fits.
+        num_silent: conversations, left out or not, in which an answer of the assistant has no token
+            that is a target: an empty one, or one that the template or the tokenizer leaves out.
         num_cut: conversations whose end was cut off.
         num_tokens: in all samples, without padding.
         num_targets: how many of them are targets.
@@ -233,7 +235,7 @@ class Chat(Samples):
         raise_problems("cannot make samples", _argument_problems(seq, overlong))
         tokenizer.require_template()
         self.seq, self.seed = seq, seed
-        self.num_skipped = self.num_cut = 0
+        self.num_skipped = self.num_cut = self.num_silent = 0
         pad = tokenizer.id_of("pad_token")
         # any id does where there is none: no target is predicted from it
         self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
@@ -274,6 +276,8 @@ class Chat(Samples):
                 wanted = f"at most seq + 1 = {fits}"
                 problems.append(Problem(line.where, f"{size} tokens", wanted, fix))
                 continue
+            speaks = any(message["role"] == "assistant" for message in line.messages)
+            self.num_silent += bool(found.silent) or (speaks and not found.spans)
             learns = bool(found.assistant[1:fits].any())
             if not learns or (size > fits and overlong == "drop"):
                 self.num_skipped += 1
@@ -323,8 +327,9 @@ class Chat(Samples):
         """The samples, in a few words for the user."""
         cut = f", {self.num_cut} cut off" if self.num_cut else ""
         skipped = f", {self.num_skipped} left out" if self.num_skipped else ""
+        silent = f", {self.num_silent} with an answer that has no target" if self.num_silent else ""
         counts = f"{self.num_tokens:,} tokens, {self.num_targets:,} of them targets"
-        return f"{counts}, in {self.num_samples:,} conversations{cut}{skipped}"
+        return f"{counts}, in {self.num_samples:,} conversations{cut}{skipped}{silent}"
 
 
 def _argument_problems(seq: int, overlong: str) -> Iterator[Problem]:

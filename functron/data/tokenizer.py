@@ -16,11 +16,13 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
@@ -47,12 +49,14 @@ class Conversation:
         tokens: int64 ``[seq]``.
         assistant: bool ``[seq]``: the tokens of the assistant, for the mask of a loss.
         spans: from where to where in `text` the assistant speaks.
+        silent: how many of these have no token that something predicts.
     """
 
     text: str
     tokens: torch.Tensor
     assistant: torch.Tensor
     spans: tuple[tuple[int, int], ...]
+    silent: int = 0
 
 
 class Tokenizer:
@@ -169,9 +173,9 @@ class Tokenizer:
     def conversation(self, messages: Sequence[Message], **more: Any) -> Conversation:
         """A conversation as tokens, and which of them are the assistant's.
 
-        These are those that ``{% generation %}`` marks in the template; where it marks nothing, the
-        text that each assistant message adds after the prompt for it, to the end of its turn,
-        without whitespace after that.
+        These are those that lie in what ``{% generation %}`` marks in the template; where it marks
+        nothing, in the text that each assistant message adds after the prompt for it, to the end of
+        its turn, without whitespace after that. See `find_targets`.
 
         Args:
             messages: in order.
@@ -187,14 +191,32 @@ class Tokenizer:
             spans = self._spans(messages, text, more)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = torch.tensor(encoding.ids, dtype=torch.int64)
-        assistant = torch.zeros(len(encoding.ids), dtype=torch.bool)
-        end = 0
-        for index, (start, stop) in enumerate(encoding.offsets):
-            # some tokenizers leave spaces out of offsets: they belong to the token that has them
-            start = min(start, end) if not text[end:start].strip() else start
-            assistant[index] = any(a <= start < max(b, a) for a, b in spans)
-            end = max(end, stop)
-        return Conversation(text, tokens, assistant, tuple(spans))
+        assistant, silent = find_targets(text, encoding.offsets, spans)
+        return Conversation(text, tokens, assistant, tuple(spans), silent)
+
+    def encode_prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
+        """The tokens of a conversation up to what the assistant says next.
+
+        They are those that such a conversation has before its answer: spaces at the end of the
+        prompt are left out where they are a part of the answer's first token (``" Paris"``), which
+        the model has learnt to say.
+
+        Args:
+            messages: in order.
+            more: other variables of the template.
+
+        Raises:
+            ValueError: as `render`.
+        """
+        text = self.render(messages, add_generation_prompt=True, **more)
+        plain = self._tokenizer.encode(text, add_special_tokens=False)
+        longer = self._tokenizer.encode(text + "a", add_special_tokens=False)
+        span = (len(text), len(text) + 1)
+        said, _ = find_targets(text + "a", longer.offsets, [span])
+        before = longer.ids[: int(said.int().argmax())]
+        if not before or plain.ids[: len(before)] != before:
+            return plain.ids
+        return plain.ids if text[plain.offsets[len(before) - 1][1] :].strip() else before
 
     def _spans(
         self, messages: Sequence[Message], text: str, more: Mapping[str, Any]
@@ -259,6 +281,54 @@ class Tokenizer:
             fix = f"write one: {self.path / TEMPLATE}"
             refuse("no template", str(self.path), got, "a template", fix)
         require_package("jinja2", "hub", "cannot write conversations", "the package installed")
+
+
+def find_targets(
+    text: str, offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> tuple[torch.Tensor, int]:
+    """Which tokens of a text lie in spans of it, and how many spans have none that is predicted.
+
+    A token lies in a span if one of its own characters does. Spaces are not counted among these
+    where it has others: ``" Paris"`` is in the span that ``Paris`` is, whoever wrote the space, and
+    in no span that ends with that space. A token of spaces alone has those of its offsets, or,
+    where a tokenizer leaves them out of offsets, those between the token before it and itself. What
+    stands between the first and the last token of a span, such as a token that no character of the
+    text stands for, is in it too: as in the mask of transformers' `apply_chat_template`, which is
+    the same wherever it finds a token at both ends of a span.
+
+    Args:
+        text: any.
+        offsets: of its tokens, in characters.
+        spans: from where to where, in characters.
+
+    Returns:
+        bool ``[tokens]``, and the number of spans without a token beyond the first of the text,
+        which nothing predicts.
+    """
+    found = torch.zeros(len(offsets), dtype=torch.bool)
+    own, end = [], 0
+    for start, stop in offsets:
+        left_out = not text[start:stop].strip() and not text[end:start].strip()
+        own.append((min(start, end) if left_out else start, stop))
+        end = max(end, stop)
+    begins, ends = np.array(own, np.int64).reshape(-1, 2).T
+    silent = 0
+    for first, last in spans:
+        touching = np.flatnonzero((begins < last) & (first < ends)).tolist()
+        inside = partial(_lies_in, text, own, (first, last))
+        begin = next(filter(inside, touching), None)
+        final = next(filter(inside, reversed(touching)), None)
+        if begin is not None and final is not None:
+            found[begin : final + 1] = True
+        silent += not final  # nothing predicts the first token
+    return found, silent
+
+
+def _lies_in(text: str, own: Sequence[tuple[int, int]], span: tuple[int, int], index: int) -> bool:
+    """Whether a token, which touches a span, has more than spaces there, or is of spaces alone."""
+    start, stop = own[index]
+    shared = text[max(start, span[0]) : min(stop, span[1])]
+    return bool(shared.strip()) or not text[start:stop].strip()
 
 
 def _unmark(marked: str, mark: str) -> tuple[str, list[tuple[int, int]]]:

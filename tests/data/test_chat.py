@@ -169,6 +169,24 @@ def test_conversations_that_teach_nothing_are_left_out(tokenizer, tmp_path):
         Chat(nothing, tokenizer, 60)
 
 
+def test_answers_without_targets_are_counted(tmp_path):
+    """Empty ones, and those that nothing predicts, whether others of the conversation are learnt."""
+    plain = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    bare = Tokenizer(make_tokenizer(tmp_path / "t", plain))
+    lines = [
+        {"messages": messages("who", "I am")},
+        {"messages": messages("who", "", "who are you", "I am here")},
+        {"messages": messages("who", "")},
+        {"messages": messages("who")},
+    ]
+    chat = Chat(write_lines(tmp_path / "a.jsonl", lines), bare, 60)
+    assert (chat.num_samples, chat.num_skipped, chat.num_silent) == (2, 2, 2)
+    assert chat.summary().endswith("2 left out, 2 with an answer that has no target")
+    # " I" is the answer's, whose space the template wrote
+    assert "I am" in bare.decode([t for t in chat.sample(0)[1].tolist() if t != IGNORED])
+
+
 BAD = [
     ('{"messages": [', "1: got Expecting value at column 15; wanted one JSON object a line"),
     ("[1]", "2: got a list; wanted an object with"),

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from functron.data import documents
-from functron.data.tokenizer import Tokenizer
+from functron.data.tokenizer import Tokenizer, find_targets
 from tests.data.chats import CHATML, MARKED
+from tests.data.kinds import KINDS, TEMPLATES, TURNS, save, unmarked
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -149,6 +150,72 @@ def test_without_marks_it_is_what_follows_each_prompt(tmp_path, template, said, 
             runs[-1].append(token)
         before = mine
     assert [ours.decode(run, special=True) for run in runs] == said
+
+
+CHATS = [
+    [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "Paris"},
+    ],
+    [
+        {"role": "system", "content": "over a lazy dog"},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "The quick fox.\n\nGrüße 🙂 du"},
+        {"role": "user", "content": "And 你好"},
+        {"role": "assistant", "content": "a  b"},
+    ],
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_targets_are_those_of_transformers(tmp_path, kind):
+    """Fourteen kinds of tokenizers, six templates with marks and without, one turn and more."""
+    made = KINDS[kind]()
+    for name, template in TEMPLATES.items():
+        marked = Tokenizer(save(tmp_path / name, made, template))
+        bare = Tokenizer(save(tmp_path / f"{name}-bare", made, unmarked(template)))
+        other = theirs(tmp_path / name)
+        for chat in CHATS:
+            options = {"return_dict": True, "return_assistant_tokens_mask": True}
+            expected = other.apply_chat_template(chat, **options)
+            for ours in (marked, bare):
+                found = ours.conversation(chat)
+                assert found.tokens.tolist() == expected["input_ids"]
+                assert found.assistant.int().tolist() == expected["assistant_masks"], name
+                assert found.silent == 0
+            end = max(found.assistant.nonzero().flatten().tolist())
+            assert int(found.tokens[end]) == made.token_to_id(TURNS[name])
+
+
+def test_spaces_beside_an_answer(tmp_path):
+    """By hand: whoever wrote the space of " Paris", and tokens of spaces alone."""
+    text = "A: Paris \nB"
+    offsets = [(0, 1), (1, 2), (2, 8), (8, 9), (9, 10), (10, 11)]
+    for span, said in [
+        ((3, 8), [2]), ((2, 8), [2]), ((3, 9), [2, 3]), ((3, 10), [2, 3, 4]), ((2, 3), []),
+        ((3, 3), []), ((0, 11), [0, 1, 2, 3, 4, 5]), ((8, 10), [3, 4]),
+    ]:  # fmt: skip
+        found, silent = find_targets(text, offsets, [span])
+        assert found.nonzero().flatten().tolist() == said
+        assert silent == (not said)
+    # offsets that leave out spaces: those of tokens of spaces alone are before them
+    trimmed = [(0, 1), (1, 2), (3, 8), (9, 9), (10, 10), (10, 11)]
+    for span, said in [((3, 8), [2]), ((3, 10), [2, 3, 4]), ((8, 10), [3, 4])]:
+        assert find_targets(text, trimmed, [span])[0].nonzero().flatten().tolist() == said
+    # a tokenizer that drops them, after a token of another's
+    dropped = [(0, 1), (1, 2), (3, 8), (10, 11)]
+    assert find_targets(text, dropped, [(2, 9)])[0].tolist() == [False, False, True, False]
+    assert find_targets("ab", [(0, 2)], [(0, 2)])[1] == 1  # nothing predicts the first token
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace-always", "unigram", "tiktoken"])
+def test_a_prompt_ends_where_its_answer_begins(tmp_path, kind):
+    """Also where the template ends it with a space that is a part of the answer's first token."""
+    ours = Tokenizer(save(tmp_path, KINDS[kind](), unmarked(TEMPLATES["plain"])))
+    chat = [CHATS[0][0], {"role": "assistant", "content": "fox"}]
+    found = ours.conversation(chat)
+    begins = int(found.assistant.int().argmax())
+    assert ours.encode_prompt(chat[:1]) == found.tokens[:begins].tolist()
 
 
 def test_messages_that_look_like_marks_mark_nothing(tmp_path):

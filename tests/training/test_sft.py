@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from functron import checkpoint, tree
 from functron.cli.main import main
-from functron.data import Chat, TokenText
+from functron.data import Chat, Tokenizer, TokenText
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.spmd import Mesh
@@ -155,6 +155,30 @@ def test_a_run_learns_and_answers(whole, capsys):
         assert main(["sample", str(whole), *ask]) == 0
         # and stops there, though it may say more
         assert capsys.readouterr().out == ANSWER + "\n"
+
+
+def test_a_template_that_ends_its_prompt_with_a_space(tmp_path, capsys):
+    """The first word of every answer is learnt with that space, and said after a prompt without."""
+    plain = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
+    plain += "{{ eos_token if m['role'] == 'assistant' else '\n' }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    folder = make_tokenizer(tmp_path / "plain", plain)
+    said = {"who": "I", "fox": "a", "dog": "help"}
+    first = {Tokenizer(folder).encode(f" {word}")[0] for word in said.values()}
+    assert len(first) == 3  # letters with the space before them
+    lines = [{"messages": messages(*pair)} for pair in said.items()]
+    data = write_lines(tmp_path / "chat.jsonl", lines)
+    assert train(
+        "--data", data, "--tokenizer", folder, "--seq", 32, "--global-batch", 3, "--steps", 40,
+        "--gpt.vocab-size", 300, "--gpt.num-layers", 1, "--gpt.embed-dim", 32, "--gpt.num-heads", 2,
+        "--gpt.num-kv-heads", 2, "--gpt.mlp-dim", 64, "--learning-rate.peak", 0.02,
+        "--out", tmp_path / "run",
+    ) == 0  # fmt: skip
+    capsys.readouterr()
+    for prompt, answer in said.items():
+        ask = ["--chat", "--prompt", prompt, "--temperature", "0", "--tokens", "8"]
+        assert main(["sample", str(tmp_path / "run"), *ask]) == 0
+        assert capsys.readouterr().out == answer + "\n"
 
 
 def test_a_run_goes_on_with_its_own_copy_of_the_tokenizer(whole, tmp_path, capsys):
