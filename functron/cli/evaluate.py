@@ -20,8 +20,9 @@ from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data import Tokenizer
+from functron.data.documents import TextTokenizer, encode_prompt
 from functron.data.sliding import Sliding
-from functron.data.tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
+from functron.data.tokenizer import ByteTokenizer, open_tokenizer
 from functron.models import bert, generation, gpt, lora, mamba, t5
 from functron.models.generation import Draw, generate
 from functron.models.t5 import Sentinels, respond
@@ -508,7 +509,8 @@ def _ended(tokens: list[int], stops: Collection[int]) -> list[int]:
 
 def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
     if options.tokenizer:
-        return open_tokenizer(options.tokenizer, pattern=config.tokenizer_pattern)
+        how = {"pattern": config.tokenizer_pattern, "rules": config.rules}
+        return open_tokenizer(options.tokenizer, **how)
     found = data.tokenizer_of(replace(config, out=str(options.run)))
     if found is None and data.is_on_disk(config):
         got = "a run on tokens that does not say what made them"
@@ -526,7 +528,7 @@ def _encoded(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
             wanted = "one with a tokenizer's template"
             refuse("cannot write a conversation", "chat", got, wanted, fix)
         return tokenizer.encode_prompt(_asked(options))
-    return tokenizer.encode(options.prompt)
+    return encode_prompt(tokenizer, options.prompt)
 
 
 def _asked(options: SampleOptions) -> list[dict[str, str]]:

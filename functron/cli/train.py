@@ -210,6 +210,8 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     tokenizer = run_folder.tokenizer_path(config)
     if tokenizer is not None:
         lines.append(f"tokens {tokenizer}")
+    if run.rules:
+        lines.append(f"rules  {run.rules}")
     if config.lora is not None:
         count = num_params(adapters)
         lines.append(

@@ -11,14 +11,15 @@ iterator state to save, and the same samples come on every mesh and after resumi
 - The order of Megatron-LM's samples: `megatron_samples`, `MegatronWindows`, `MegatronMixture`.
 - Several sources: `Blend`. Objectives: `mask_tokens`, `take_out`, `FillInTheMiddle`, `Transformed`.
 - Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
-- Tokenizers: `open_tokenizer`, `Tokenizer`. Tokens of text: `functron.data.preprocess`.
+- Tokenizers: `open_tokenizer`, `Tokenizer`; by what rules: `TextRules`.
+- Tokens of text, to disk: `functron.data.preprocess`.
 """
 
 from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
 from functron.data.chat import Chat
 from functron.data.context_schedule import ContextCosts, ContextPlan, Placement, arrange, schedule
 from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
-from functron.data.documents import python_text
+from functron.data.documents import TextRules, python_text
 from functron.data.indexed import IndexedFile, IndexedWriter, merge
 from functron.data.megatron import MegatronMixture, MegatronWindows, megatron_samples
 from functron.data.order import Samples, permute, shuffled
@@ -45,6 +46,7 @@ __all__ = [
     "PackedTokens",
     "Placement",
     "Samples",
+    "TextRules",
     "TokenText",
     "TokenWindows",
     "Tokenizer",

@@ -210,6 +210,7 @@ class Chat(Samples):
             no token in the part that fits.
         num_silent: conversations, left out or not, in which an answer of the assistant has no token
             that is a target: an empty one, or one that the template or the tokenizer leaves out.
+        num_names: names of special tokens in the messages of all conversations.
         num_cut: conversations whose end was cut off.
         num_tokens: in all samples, without padding.
         num_targets: how many of them are targets.
@@ -235,7 +236,8 @@ class Chat(Samples):
         raise_problems("cannot make samples", _argument_problems(seq, overlong))
         tokenizer.require_template()
         self.seq, self.seed = seq, seed
-        self.num_skipped = self.num_cut = self.num_silent = 0
+        self.num_skipped = self.num_cut = self.num_silent = self.num_names = 0
+        self._rules = tokenizer.rules
         pad = tokenizer.id_of("pad_token")
         # any id does where there is none: no target is predicted from it
         self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
@@ -276,6 +278,7 @@ class Chat(Samples):
                 wanted = f"at most seq + 1 = {fits}"
                 problems.append(Problem(line.where, f"{size} tokens", wanted, fix))
                 continue
+            self.num_names += found.names
             speaks = any(message["role"] == "assistant" for message in line.messages)
             self.num_silent += bool(found.silent) or (speaks and not found.spans)
             learns = bool(found.assistant[1:fits].any())
@@ -323,13 +326,14 @@ class Chat(Samples):
             "targets": torch.from_numpy(np.stack(targets)),
         }
 
-    def summary(self) -> str:
-        """The samples, in a few words for the user."""
+    def summary(self, more: str = "") -> str:
+        """The samples, in a few words for the user; `more` is said of the conversations, too."""
         cut = f", {self.num_cut} cut off" if self.num_cut else ""
         skipped = f", {self.num_skipped} left out" if self.num_skipped else ""
         silent = f", {self.num_silent} with an answer that has no target" if self.num_silent else ""
         counts = f"{self.num_tokens:,} tokens, {self.num_targets:,} of them targets"
-        return f"{counts}, in {self.num_samples:,} conversations{cut}{skipped}{silent}"
+        names = f"; {self._rules.describe_names(self.num_names)}"
+        return f"{counts}, in {self.num_samples:,} conversations{cut}{skipped}{silent}{more}{names}"
 
 
 def _argument_problems(seq: int, overlong: str) -> Iterator[Problem]:

@@ -280,6 +280,7 @@ class FillInTheMiddle:
         rate: the share of documents that are rearranged.
         spm_rate: the share of these that are SPM.
         end: the id that ends a document, and stays at its end; None: there is none.
+        begin: the ids that documents begin with, and which stay there.
         seed: selects documents and places.
 
     Raises:
@@ -293,6 +294,7 @@ class FillInTheMiddle:
     spm_rate: float = 0.5
     end: int | None = None
     seed: int = 0
+    begin: tuple[int, ...] = ()
 
     def __post_init__(self):
         problems = [
@@ -350,11 +352,13 @@ class FillInTheMiddle:
             return document[:room]
         last = 1 if body[-1] == self.end else 0
         body, end = body[: len(body) - last], body[len(body) - last :]
+        first = len(self.begin) * (tuple(body[: len(self.begin)].tolist()) == self.begin)
+        begin, body = body[:first], body[first:]
         low, high = sorted(cut * (len(body) + 1) >> 64 for cut in cuts)
         before, inside, after = body[:low], body[low:high], body[high:]
         p, m, s = ([token] for token in (self.prefix, self.middle, self.suffix))
         if kind * _UNIT < self.spm_rate:
-            parts = (p, s, after, m, before, inside, end)
+            parts = (begin, p, s, after, m, before, inside, end)
         else:
-            parts = (p, before, s, after, m, inside, end)
+            parts = (begin, p, before, s, after, m, inside, end)
         return np.concatenate([np.asarray(part, np.int64) for part in parts])

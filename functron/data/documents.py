@@ -1,7 +1,8 @@
 """Files mapped into memory: as rows of numbers, read as if they stood one after another.
 
 Reads see that the files are still as long as they were. And the files of text in a folder. All
-kinds of files of tokens share one protocol, and its checks.
+kinds of files of tokens share one protocol, and its checks; so do all tokenizers (`TextTokenizer`).
+By what rules a document of text becomes tokens is in one place: `TextRules`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,196 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import re
 import sysconfig
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
 from functron.core.errors import Problem, on_hub, raise_problems, refuse
+
+SpecialTokens = Literal["text", "parse"]
+"""The meaning of names of special tokens in a text in a text; see `TextRules`."""
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """By what rules text becomes tokens: where it begins and ends, and what special tokens are.
+
+    BOS are the ids that the tokenizer itself puts before a text (`TextTokenizer.begin`): ``<s>``,
+    ``<|begin_of_text|>``, ``[CLS]``, or none. EOS is its end of text. What it puts after a text by
+    itself is never added: a prompt goes on, and a document has its EOS once.
+
+    | text | begins with | ends with |
+    |---|---|---|
+    | documents to train on: of files, of ``functron preprocess`` | BOS | EOS |
+    | the same, packed, cut or rearranged | as they were made | as they were made |
+    | held-out sets of a run, during training | BOS | EOS |
+    | prompts of ``functron sample`` | BOS | |
+    | texts of ``functron evaluate`` | BOS, which is no target | |
+    | conversations, to train on or as a prompt | what the template writes | what it writes |
+    | text that a T5 restores | | its end_token |
+    | requests to `functron.models.scoring` | EOS where a text is empty | |
+    | text as bytes, without a tokenizer | | |
+
+    Names of special tokens inside of text, such as ``<|endoftext|>`` in a web page about tokenizers
+    or ``<|im_end|>`` in a message of a user, are text like any other (``special_tokens="text"``),
+    or become their ids (``"parse"``), as with transformers' tokenizers, unless these have
+    ``split_special_tokens=True``. What a template of conversations writes itself is always parsed.
+    Added tokens that are not special, such as GPT-NeoX's runs of spaces, are pieces of text.
+
+    Attributes:
+        special_tokens: ``text`` or ``parse``.
+        prepend_bos: False: without the BOS, everywhere.
+        version: 2. 1 has the rules that were before these, for what began by them: documents have
+            no BOS, names of special tokens are parsed by a tokenizer.json, and by no other kind,
+            and a token is the assistant's by its first character alone.
+    """
+
+    special_tokens: SpecialTokens = "text"
+    prepend_bos: bool = True
+    version: Literal[1, 2] = 2
+
+    def begin_document(self, tokenizer: TextTokenizer) -> tuple[int, ...]:
+        """The ids that a document to train on begins with."""
+        return () if self.version == 1 else self.begin_prompt(tokenizer)
+
+    def begin_prompt(self, tokenizer: TextTokenizer) -> tuple[int, ...]:
+        """The ids that a prompt begins with, or a text that is evaluated."""
+        return tokenizer.begin if self.prepend_bos else ()
+
+    def describe(self, tokenizer: TextTokenizer | None, end: int | None) -> str:
+        """The rules in words, with the names of tokens.
+
+        Args:
+            tokenizer: None: text is read as bytes.
+            end: the id that ends documents; None: none does.
+        """
+        if tokenizer is None:
+            return "bytes of text, with nothing before or after it"
+        ends = () if end is None else (end,)
+        before, after = _named(tokenizer, self.begin_document(tokenizer)), _named(tokenizer, ends)
+        document = " ".join([*before, "text", *after])
+        return f"documents: {document}; {self.describe_prompts(tokenizer)}"
+
+    def describe_prompts(self, tokenizer: TextTokenizer) -> str:
+        """As `describe`, without the documents to train on."""
+        prompt = (*_named(tokenizer, self.begin_prompt(tokenizer)), "text")
+        said = f"prompts and texts to evaluate: {' '.join(prompt)}"
+        return f"{said}; conversations: as the template writes them"
+
+    def describe_names(self, count: int) -> str:
+        """How many names of special tokens there were in text, and what they became, in words."""
+        names = f"{count or 'no'} {'name' if count == 1 else 'names'} of special tokens in the text"
+        if self.version == 1:
+            return f"{names}, which a tokenizer.json parses" if count else names
+        if self.special_tokens == "parse":
+            return f"{names}, parsed (--special-tokens text keeps them)" if count else names
+        return f"{names}, kept as text (--special-tokens parse makes them ids)" if count else names
+
+
+def _named(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:
+    """The names of special tokens."""
+    names = {index: name for name, index in tokenizer.special_tokens.items()}
+    return [names.get(index, f"token {index}") for index in ids]
+
+
+RULES = TextRules()
+"""The rules of what begins now."""
+
+OLD_RULES = TextRules(version=1)
+"""The rules of what began before rules were recorded."""
+
+
+class SpecialNames:
+    """The names of special tokens, found in text: the longest one where several begin.
+
+    Args:
+        ids: by the names.
+    """
+
+    def __init__(self, ids: Mapping[str, int]):
+        self.ids = {name: index for name, index in ids.items() if name}
+        longest = sorted(self.ids, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest))) if longest else None
+
+    def count(self, text: str) -> int:
+        """How many names there are in a text."""
+        return 0 if self.pattern is None else len(self.pattern.findall(text))
+
+    def parse(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """The ids of a text in which names stand for their tokens, and `encode` takes the rest."""
+        found, end = [], 0
+        for match in () if self.pattern is None else self.pattern.finditer(text):
+            found += encode(text[end : match.start()]) if match.start() > end else []
+            found.append(self.ids[match[0]])
+            end = match.end()
+        return found + (encode(text[end:]) if end < len(text) or not found else [])
+
+
+@runtime_checkable
+class TextTokenizer(Protocol):
+    """Text to token ids and back, of every kind (see `functron.data.tokenizer`).
+
+    Attributes:
+        file: what was read; None: nothing.
+        vocab_size: ids are below it.
+        num_ordinary: how many ids there are without tokens that were added for special purposes.
+        rules: by which text becomes tokens.
+        begin: the ids that the model expects before a text.
+        names: those of special tokens, as they are found in text.
+    """
+
+    @property
+    def file(self) -> Path | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_ordinary(self) -> int: ...
+    @property
+    def rules(self) -> TextRules: ...
+    @property
+    def begin(self) -> tuple[int, ...]: ...
+    @property
+    def names(self) -> SpecialNames: ...
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that stands between documents; None where there is none."""
+        ...
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The ids after which a model has finished."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of tokens that stand for no text, by their names."""
+        ...
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text; `special`: with what the model expects around one."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts, with nothing around them."""
+        ...
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids; `special`: with the names of special tokens."""
+        ...
+
+
+def encode_prompt(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """The tokens of a text that a model goes on with, or is evaluated on; see `TextRules`."""
+    return [*tokenizer.rules.begin_prompt(tokenizer), *tokenizer.encode(text, special=False)]
 
 
 class Mapped:

@@ -619,5 +619,5 @@ class PackedChat(Samples):
     def summary(self) -> str:
         """The samples, in a few words for the user."""
         share = self.num_tokens / (self.num_samples * self.seq)
-        packed = f"packed into {self.num_samples:,} samples, {share:.0%} full"
-        return f"{self._chat.summary()}, {packed}"
+        packed = f", packed into {self.num_samples:,} samples, {share:.0%} full"
+        return self._chat.summary(packed)

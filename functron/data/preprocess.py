@@ -29,11 +29,19 @@ import filelock
 import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.documents import MAX_LISTED, check_dtype, fitting_dtype
+from functron.data.documents import (
+    MAX_LISTED,
+    OLD_RULES,
+    SpecialTokens,
+    TextRules,
+    TextTokenizer,
+    check_dtype,
+    fitting_dtype,
+)
 from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.shards import with_checksums
 from functron.data.sources import Chunk, Text, cut, find_files, read, where
-from functron.data.tokenizer import TextTokenizer, end_of_text, open_tokenizer
+from functron.data.tokenizer import end_of_text, open_tokenizer
 
 Empty = Literal["refuse", "drop", "keep"]
 Format = Literal["indexed", "npy"]
@@ -52,6 +60,9 @@ class Settings:
         out: where to, without the endings that the format has.
         key: of the text in JSONL objects; the column of Parquet files.
         append_eod: end every document with the token that ends a text.
+        prepend_bos: begin every document with what the tokenizer puts before a text, if anything.
+        special_tokens: what names of special tokens in the text are: ``text``, or ``parse``: their
+            ids (see `functron.data.documents.TextRules`).
         end_of_text: the name of that special token; empty: the tokenizer's own.
         pattern: how a tiktoken file's tokenizer splits text.
         format: ``indexed``: OUT.bin and OUT.idx, as Megatron-LM has them; ``npy``: OUT.npy, and
@@ -67,6 +78,8 @@ class Settings:
     out: str
     key: str = "text"
     append_eod: bool = True
+    prepend_bos: bool = True
+    special_tokens: SpecialTokens = "text"
     end_of_text: str = ""
     pattern: str = ""
     format: Format = "indexed"
@@ -82,6 +95,11 @@ class Settings:
         if hasattr(os, "sched_getaffinity"):  # not on macOS
             return len(os.sched_getaffinity(0))
         return os.cpu_count() or 1
+
+    @property
+    def rules(self) -> TextRules:
+        """The rules by which text becomes tokens."""
+        return TextRules(self.special_tokens, self.prepend_bos)
 
     @property
     def targets(self) -> tuple[Path, Path]:
@@ -135,7 +153,9 @@ class Summary:
         documents: how many were written.
         tokens: in all documents together.
         empty: documents without tokens, left out or kept.
+        names: how many names of special tokens were in the text.
         dtype: of the tokens.
+        rules: by which text became tokens, in words.
         progress: of the process that finished; None: it was complete before.
     """
 
@@ -145,7 +165,9 @@ class Summary:
     documents: int
     tokens: int
     empty: int
+    names: int
     dtype: str
+    rules: str
     progress: Progress | None
 
     def __str__(self) -> str:
@@ -157,6 +179,7 @@ class Summary:
         lines = [
             f"text    {files}, {self.size / 1e6:,.1f} MB",
             f"tokens  {self.tokens:,} in {documents}{empty}, {self.dtype}",
+            f"rules   {self.rules}",
             f"written {names}",
         ]
         if self.progress is None:
@@ -197,11 +220,13 @@ class Counts:
         documents: those written.
         tokens: in all of them.
         empty: documents without tokens.
+        names: names of special tokens in the text.
     """
 
     documents: int
     tokens: int
     empty: int
+    names: int = 0
 
 
 class Encoder:
@@ -215,8 +240,9 @@ class Encoder:
 
     def __init__(self, settings: Settings, end: int | None, tokenizer: TextTokenizer | None = None):
         self._settings, self._end = settings, end
-        pattern = settings.pattern
-        self._tokenizer = tokenizer or open_tokenizer(settings.tokenizer, pattern=pattern)
+        how = {"pattern": settings.pattern, "rules": settings.rules}
+        self._tokenizer = tokenizer or open_tokenizer(settings.tokenizer, **how)
+        self._begin = settings.rules.begin_document(self._tokenizer)
 
     def __call__(self, task: Task) -> Counts | list[Problem]:
         """Make the part of a task, or say why it cannot be made: then nothing is left of it."""
@@ -234,16 +260,18 @@ class Encoder:
     def _encode(self, task: Task) -> Counts:
         settings, tokenizer = self._settings, self._tokenizer
         problems: list[Problem] = []
-        empty = 0
+        empty = names = 0
         kept = settings.empty == "keep"
         options = {"vocab_size": tokenizer.vocab_size, "allow_empty": kept, "overwrite": True}
         with IndexedWriter(task.part, np.dtype(settings.dtype), **options) as writer:
             for batch in _batches(task.chunk, settings.key, problems):
                 lists = tokenizer.encode_batch([text.text for text in batch])
                 for text, ids in zip(batch, lists, strict=True):
-                    if ids and self._end is not None:
-                        ids.append(self._end)
-                    elif not ids:
+                    names += tokenizer.names.count(text.text)
+                    if ids:
+                        ids[:0] = self._begin
+                        ids += () if self._end is None else (self._end,)
+                    else:
                         empty += 1
                         if settings.empty == "refuse" and len(problems) < MAX_LISTED:
                             problems.append(_empty_problem(task.chunk, text))
@@ -253,7 +281,7 @@ class Encoder:
                     writer.extend(tokens, lengths)
             if problems:
                 raise _UnreadableError(problems)
-        return Counts(writer.num_documents, writer.num_tokens, empty)
+        return Counts(writer.num_documents, writer.num_tokens, empty, names)
 
 
 def _title(task: Task) -> str:
@@ -510,6 +538,9 @@ def _one_thread() -> Iterator[None]:
 
 CHUNK_BYTES = 1 << 22
 MANIFEST = "manifest.json"
+RULE_KEYS = ("text_rules", "begin_of_text", "prepend_bos", "special_tokens")
+"""The part of a record that has the rules by which text became tokens."""
+
 _CANNOT = "cannot preprocess"
 
 
@@ -539,19 +570,21 @@ def preprocess(
     """
     if settings.workers < 0:
         refuse(_CANNOT, "workers", settings.workers, "at least 0")
-    tokenizer = open_tokenizer(settings.tokenizer, pattern=settings.pattern)
+    rules = settings.rules
+    tokenizer = open_tokenizer(settings.tokenizer, pattern=settings.pattern, rules=rules)
     resolved, end = _resolved(settings, tokenizer)
     files = find_files(settings.inputs)
     chunks = cut(files, settings.key, chunk_bytes)
     stats = {file: _stat(file) for file in files}
     tasks = [Task(chunk, settings.parts / _name(chunk, stats)) for chunk in chunks]
-    manifest = _manifest(resolved, end, tasks)
+    manifest = _manifest(resolved, end, rules.begin_document(tokenizer), tasks)
     size = sum(length for length, _ in stats.values())
     summary = functools.partial(Summary, settings, len(files), size, dtype=resolved.dtype)
     complete = _complete(settings, manifest)
     if complete is not None:
         shutil.rmtree(settings.parts, ignore_errors=True)  # ended while it went
-        return summary(**asdict(complete), progress=None)
+        counts, own = complete
+        return summary(**asdict(counts), rules=_said(own, tokenizer, end, counts), progress=None)
     with _lock(settings):
         _check_parts(settings, manifest)
         # tokenizers are large to send, and some cannot be
@@ -570,7 +603,15 @@ def preprocess(
         write_json(record, with_checksums({**manifest, **asdict(counts)}, settings.targets))
         record.replace(settings.record)
         shutil.rmtree(settings.parts, ignore_errors=True)
-    return summary(**asdict(counts), progress=progress)
+    said = _said(rules, tokenizer, end, counts)
+    return summary(**asdict(counts), rules=said, progress=progress)
+
+
+def _said(rules: TextRules, tokenizer: TextTokenizer, end: int | None, counts: Counts) -> str:
+    """The rules by which text became tokens, in words."""
+    old = rules.version == 1
+    names = "made before its rules were recorded" if old else rules.describe_names(counts.names)
+    return f"{rules.describe(tokenizer, end)}; {names}"
 
 
 def _resolved(settings: Settings, tokenizer: TextTokenizer) -> tuple[Settings, int | None]:
@@ -586,7 +627,9 @@ def _resolved(settings: Settings, tokenizer: TextTokenizer) -> tuple[Settings, i
     return replace(settings, tokenizer=path, dtype=cast(Dtype, dtype.name)), end
 
 
-def _manifest(settings: Settings, end: int | None, tasks: Sequence[Task]) -> dict[str, Any]:
+def _manifest(
+    settings: Settings, end: int | None, begin: Sequence[int], tasks: Sequence[Task]
+) -> dict[str, Any]:
     """All that decides the bytes of the result; two runs that agree in it make the same."""
     file = Path(settings.tokenizer)
     digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else str(file)
@@ -598,6 +641,10 @@ def _manifest(settings: Settings, end: int | None, tasks: Sequence[Task]) -> dic
         "tokenizer_sha256": digest,
         "pattern": settings.pattern,
         "end_of_text": end,
+        "text_rules": settings.rules.version,
+        "begin_of_text": list(begin),
+        "prepend_bos": settings.prepend_bos,
+        "special_tokens": settings.special_tokens,
         "dtype": settings.dtype,
         "key": settings.key,
         "empty_documents": settings.empty,
@@ -611,8 +658,10 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
     return [key for key in wanted if key not in ignored and found.get(key) != wanted[key]]
 
 
-def _complete(settings: Settings, manifest: Mapping[str, Any]) -> Counts | None:
-    """The counts of an earlier, complete result of the same; None: there is none.
+def _complete(settings: Settings, manifest: Mapping[str, Any]) -> tuple[Counts, TextRules] | None:
+    """The counts of an earlier, complete result of the same, and its rules; None: there is none.
+
+    What was made before rules were recorded is complete, too, and has those of then.
 
     Raises:
         ValueError: something else is where the result should go.
@@ -620,10 +669,12 @@ def _complete(settings: Settings, manifest: Mapping[str, Any]) -> Counts | None:
     existing = [path for path in settings.targets if path.exists()]
     found = _load(settings.record) or {}
     fields = ("documents", "tokens", "empty")
-    differ = _differences(found, manifest)
+    old = bool(found) and "text_rules" not in found
+    differ = [key for key in _differences(found, manifest) if not (old and key in RULE_KEYS)]
     differ += [key for key in ("text", "format") if found.get(key) != manifest[key]]
     if len(existing) == 2 and not differ and all(field in found for field in fields):
-        return Counts(*(found[field] for field in fields))
+        counts = Counts(**{name: found.get(name, 0) for name in (*fields, "names")})
+        return counts, OLD_RULES if old else settings.rules
     if not existing or settings.parts.exists():
         return None  # what the parts are of decides
     differ = differ if found else []

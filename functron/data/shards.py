@@ -13,7 +13,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tokenize import TokenError
 from types import MappingProxyType
@@ -25,9 +25,12 @@ from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.documents import (
     MAX_LISTED,
+    OLD_RULES,
+    RULES,
     Concatenated,
     Mapped,
     Part,
+    TextRules,
     TokenFile,
     check_dtype,
     check_range,
@@ -332,11 +335,19 @@ class Provenance:
         tokenizer: the path of its file when it did, or ``bytes``.
         pattern: how it split text; empty: by the file, or its name.
         sha256: of the file.
+        end: the id that ends documents; None: none does, or that is not recorded.
+        begin: the ids that documents begin with.
+        names: how many names of special tokens were in the text.
+        rules: by which it made them; those of version 1 where they are not recorded.
     """
 
     tokenizer: str
     pattern: str
     sha256: str
+    end: int | None = None
+    begin: tuple[int, ...] = ()
+    names: int = 0
+    rules: TextRules = OLD_RULES
 
     @property
     def is_there(self) -> bool:
@@ -374,11 +385,27 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
     return known[first] if len(known) == len(found) else None
 
 
-def _recorded(path: str) -> Provenance | None:
-    record = _record_of(_record_file(path)) or {}
+def makers_of(paths: Sequence[str | Path]) -> list[Provenance | None]:
+    """The maker and the rules of each of some tokens; None where there is no record of them."""
+    return [_recorded(str(path)) for path in paths]
+
+
+def _recorded(of: str) -> Provenance | None:
+    record = _record_of(_record_file(of)) or {}
     fields = [record.get(name) for name in ("tokenizer", "pattern", "tokenizer_sha256")]
     texts = [field for field in fields if isinstance(field, str)]
-    return Provenance(*texts) if len(texts) == len(fields) else None  # another program's
+    if len(texts) != len(fields):
+        return None  # another program's
+    path, pattern, sha256 = texts
+    end = record.get("end_of_text")
+    made = Provenance(path, pattern, sha256, end if isinstance(end, int) else None)
+    begin, names = record.get("begin_of_text"), record.get("names")
+    special, bos = record.get("special_tokens"), record.get("prepend_bos")
+    if record.get("text_rules") != RULES.version or special not in ("text", "parse"):
+        return made
+    if not (isinstance(begin, list) and isinstance(names, int) and isinstance(bos, bool)):
+        return made
+    return replace(made, begin=tuple(begin), names=names, rules=TextRules(special, bos))
 
 
 def _record_file(path: str | Path) -> Path:

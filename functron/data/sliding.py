@@ -11,9 +11,14 @@ import torch
 
 from functron.core.errors import refuse
 from functron.data.chat import IGNORED, Chat
-from functron.data.documents import TokenFile, check_ids, find
+from functron.data.documents import (
+    TextTokenizer,
+    TokenFile,
+    check_ids,
+    encode_prompt,
+    find,
+)
 from functron.data.order import rows_of, shuffled
-from functron.data.tokenizer import TextTokenizer
 from functron.data.windows import check_vocabulary, texts_of, token_dtype
 
 
@@ -42,9 +47,10 @@ class Texts(Protocol):
 class Documents:
     """Files of text, each as its tokens: bytes, or what a tokenizer gives.
 
-    Of a tokenizer these are the tokens of the text with what the model expects around one, as
-    ``functron sample`` reads a prompt and transformers' ``tokenizer(text)`` does; unlike in
-    training nothing is put after it. All of the text is tokenised when this is made.
+    Of a tokenizer these are the tokens of the text with its BOS before them, if it has one, as
+    ``functron sample`` reads a prompt (`functron.data.documents.TextRules`); unlike in training
+    nothing is put after them, and what is before them is no target. All of the text is tokenised
+    when this is made.
 
     Args:
         path: a file or a folder of them (see `functron.data.documents.find`).
@@ -57,6 +63,7 @@ class Documents:
 
     def __init__(self, path: str | Path, tokenizer: TextTokenizer | None, vocab_size: int):
         files, _ = find(path)
+        self._begin = 0 if tokenizer is None else len(tokenizer.rules.begin_prompt(tokenizer))
         if tokenizer is None:
             self._tokens = [np.memmap(file, np.uint8, mode="r") for file in files]
             self.num_bytes = sum(len(tokens) - 1 for tokens in self._tokens)
@@ -66,7 +73,10 @@ class Documents:
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         found = self._tokens[text][start : start + length + 1]
-        return found[:-1], found[1:]
+        tokens, targets = found[:-1], found[1:]
+        if (hidden := self._begin - 1 - start) > 0:
+            targets = np.where(np.arange(len(targets)) < hidden, IGNORED, targets.astype(np.int64))
+        return tokens, targets
 
     def summary(self) -> str:
         """Their number, in a few words for the user."""
@@ -80,7 +90,7 @@ def _tokenised(
     """The tokens of each file that has some, and the bytes of all but the first ones."""
     found, count = [], 0
     for text in texts_of(files):
-        ids = np.array(tokenizer.encode(text), token_dtype(tokenizer))
+        ids = np.array(encode_prompt(tokenizer, text), token_dtype(tokenizer))
         if len(ids):
             check_vocabulary(int(ids.max()) + 1, vocab_size)
             found.append(ids)

@@ -13,20 +13,20 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
-from functron.data.documents import require_package
+from functron.data.documents import RULES, SpecialNames, TextRules, TextTokenizer, require_package
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -50,6 +50,7 @@ class Conversation:
         assistant: bool ``[seq]``: the tokens of the assistant, for the mask of a loss.
         spans: from where to where in `text` the assistant speaks.
         silent: how many of these have no token that something predicts.
+        names: how many names of special tokens there are in the messages.
     """
 
     text: str
@@ -57,6 +58,18 @@ class Conversation:
     assistant: torch.Tensor
     spans: tuple[tuple[int, int], ...]
     silent: int = 0
+    names: int = 0
+
+
+class Rendered(str):
+    """A text that a template wrote.
+
+    Attributes:
+        literal: from where to where there are names of special tokens that are text, as they come
+            from messages: not the template's own.
+    """
+
+    literal: tuple[tuple[int, int], ...] = ()
 
 
 class Tokenizer:
@@ -66,6 +79,7 @@ class Tokenizer:
         path: a folder with tokenizer.json and, for special tokens and conversations,
             tokenizer_config.json and perhaps chat_template.jinja; or a file like tokenizer.json,
             beside which these are.
+        rules: by which text becomes tokens.
 
     Attributes:
         file: tokenizer.json.
@@ -75,31 +89,48 @@ class Tokenizer:
             models that read text alone have no embeddings for.
         special: special tokens by what they are for: ``{"bos_token": "<s>", ...}``.
         template: Jinja source that writes conversations; None where the model has none.
+        names: of special tokens, as they are found in text.
 
     Raises:
         ValueError: the package tokenizers is missing, or the files are missing or broken.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, rules: TextRules = RULES):
         path = Path(path)
         file = path if path.is_file() else path / TOKENIZER
-        self.file, self.path = file, file.parent
+        self.file, self.path, self.rules = file, file.parent, rules
         self._tokenizer = _read_tokenizer(file)
         settings = _read_settings(self.path / SETTINGS)
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.num_ordinary: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
-        named = {name: _content(settings.get(name)) for name in _SPECIAL}
-        self.special = {name: token for name, token in named.items() if token is not None}
+        tokens = {name: _content(settings.get(name)) for name in _SPECIAL}
+        self.special = {name: token for name, token in tokens.items() if token is not None}
         self.template = _find_template(self.path, settings)
         self._mark = uuid.uuid4().hex  # which no message can have in it
+        self._break = str(uuid.uuid4().int)  # likewise; the same in upper case
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        known = {token.content: index for index, token in added if token.special}
+        named = (*self.special.values(), *self._end[:1])
+        ids = {name: self._tokenizer.token_to_id(name) for name in named}
+        known |= {name: index for name, index in ids.items() if index is not None}
+        self.names = SpecialNames(known)
+        if rules.version > 1:
+            _make_special(self._tokenizer, known)
+        self._parses = rules.special_tokens == "parse" or rules.version == 1
+        if not self._parses:
+            _read_names(self._tokenizer, self.names)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of `text`.
 
         Args:
-            text: any.
+            text: any. In what `render` made, the names of special tokens that the template wrote
+                stand for these, and those in messages are what they are in any text.
             special: add what the model expects around a text, such as a token for its beginning.
         """
+        if isinstance(text, Rendered):
+            ids, _ = self._encode_rendered(text)
+            return [*self._around[0], *ids, *self._around[1]] if special else ids
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -123,6 +154,22 @@ class Tokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
     @property
+    def begin(self) -> tuple[int, ...]:
+        """The ids that the tokenizer puts before a text."""
+        return self._around[0]
+
+    @functools.cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that the tokenizer puts before a text, and after it."""
+        for text in ("a", "1", "."):
+            ids, plain = (_try_encode(self._tokenizer, text, special) for special in (True, False))
+            size = len(plain)
+            for start in range(len(ids) - size + 1) if plain else ():
+                if ids[start : start + size] == plain:
+                    return tuple(ids[:start]), tuple(ids[start + size :])
+        return (), ()
+
+    @property
     def special_tokens(self) -> Mapping[str, int]:
         """The ids of tokens that were added to those of text, by their names."""
         found = self._tokenizer.get_added_tokens_decoder()
@@ -131,11 +178,13 @@ class Tokenizer:
     @property
     def end_of_text(self) -> int | None:
         """The id that stands between documents: of eos_token, or of what it is usually called."""
-        for token in (self.special.get("eos_token"), *_ENDS):
-            found = None if token is None else self._tokenizer.token_to_id(token)
-            if found is not None:
-                return found
-        return None
+        return self._tokenizer.token_to_id(self._end[0]) if self._end else None
+
+    @property
+    def _end(self) -> list[str]:
+        """The tokens that may end a text, as far as there are such."""
+        found = (self.special.get("eos_token"), *_ENDS)
+        return [x for x in found if x and self._tokenizer.token_to_id(x) is not None]
 
     @property
     def stops(self) -> frozenset[int]:
@@ -189,10 +238,11 @@ class Tokenizer:
         marks = re.search(r"{%-?\s*generation\s*-?%}", self.template or "")
         if not spans and marks is None:
             spans = self._spans(messages, text, more)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        tokens = torch.tensor(encoding.ids, dtype=torch.int64)
-        assistant, silent = find_targets(text, encoding.offsets, spans)
-        return Conversation(text, tokens, assistant, tuple(spans), silent)
+        ids, offsets = self._encode_rendered(text)
+        find = find_targets if self.rules.version > 1 else _find_by_first
+        assistant, silent = find(text, offsets, spans)
+        tokens, names = torch.tensor(ids, dtype=torch.int64), self._count_names([messages, more])
+        return Conversation(text, tokens, assistant, tuple(spans), silent, names)
 
     def encode_prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
         """The tokens of a conversation up to what the assistant says next.
@@ -208,15 +258,16 @@ class Tokenizer:
         Raises:
             ValueError: as `render`.
         """
-        text = self.render(messages, add_generation_prompt=True, **more)
-        plain = self._tokenizer.encode(text, add_special_tokens=False)
-        longer = self._tokenizer.encode(text + "a", add_special_tokens=False)
-        span = (len(text), len(text) + 1)
-        said, _ = find_targets(text + "a", longer.offsets, [span])
-        before = longer.ids[: int(said.int().argmax())]
-        if not before or plain.ids[: len(before)] != before:
-            return plain.ids
-        return plain.ids if text[plain.offsets[len(before) - 1][1] :].strip() else before
+        text = self._render(messages, True, more)[0]
+        longer = Rendered(text + "a")
+        longer.literal = text.literal
+        plain, ends = self._encode_rendered(text)
+        answered, offsets = self._encode_rendered(longer)
+        said, _ = find_targets(longer, offsets, [(len(text), len(longer))])
+        before = answered[: int(said.int().argmax())]
+        if not before or plain[: len(before)] != before:
+            return plain
+        return plain if text[ends[len(before) - 1][1] :].strip() else before
 
     def _spans(
         self, messages: Sequence[Message], text: str, more: Mapping[str, Any]
@@ -239,8 +290,24 @@ class Tokenizer:
 
     def _render(
         self, messages: Sequence[Message], prompt: bool, more: Mapping[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[Rendered, list[tuple[int, int]]]:
         """The text, and the spans of it that the template marks."""
+        given = {name: value for name, value in more.items() if name not in _SPECIAL}
+        found = self._count_names([messages, given])
+        if self._parses or not found:
+            return self._unmark(self._write(messages, prompt, more))
+        broken, others = self._broken(list(messages)), self._broken(given)
+        text, spans = self._unmark(self._write(broken, prompt, {**more, **others}))
+        plain = self._unmark(self._write(messages, prompt, more))
+        if plain != (text, spans):
+            got = f"{found} names of special tokens, on which what the template writes depends"
+            wanted = "messages whose text the template writes as it is"
+            fix = "take them out, or read them as special tokens: --special-tokens parse"
+            refuse("the template reads special tokens in messages", "messages", got, wanted, fix)
+        return text, spans
+
+    def _write(self, messages: Sequence[Message], prompt: bool, more: Mapping[str, Any]) -> str:
+        """The text that the template writes, with marks."""
         self.require_template()
         from jinja2 import TemplateError
 
@@ -253,6 +320,7 @@ class Tokenizer:
             for piece in template.generate(**variables):
                 environment.check(len(piece))
                 pieces.append(piece)
+            return "".join(pieces)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             refuse(
                 "the template refuses this conversation",
@@ -263,7 +331,99 @@ class Tokenizer:
         except (ArithmeticError, AttributeError, IndexError, MemoryError, RecursionError) as error:
             got = f"{type(error).__name__}: {error}"
             refuse("the template fails", str(self.path), got, "a template that writes text")
-        return _unmark("".join(pieces), self._mark)
+
+    def _count_names(self, value: Any) -> int:
+        """How many names of special tokens there are in texts, at any depth."""
+        if isinstance(value, str):
+            return self.names.count(value)
+        if isinstance(value, Mapping):
+            return sum(self._count_names(each) for pair in value.items() for each in pair)
+        return sum(map(self._count_names, value)) if isinstance(value, list | tuple) else 0
+
+    def _broken(self, value: Any) -> Any:
+        """`value` with a mark inside of every name of a special token, at any depth."""
+        if isinstance(value, str) and self.names.pattern is not None:
+            return self.names.pattern.sub(lambda m: m[0][0] + self._break + m[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self._broken(name): self._broken(each) for name, each in value.items()}
+        return [self._broken(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _unmark(self, marked: str) -> tuple[Rendered, list[tuple[int, int]]]:
+        """A text without its marks, the spans that stood between them, and the names with one."""
+        pieces, breaks, edges, size = [], [], [], 0
+        for piece in re.split(f"({self._mark}|{self._break})", marked):
+            if piece == self._mark:
+                edges.append(size)
+            elif piece == self._break:
+                breaks.append(size - 1)
+            else:
+                pieces.append(piece)
+                size += len(piece)
+        text, pattern = Rendered("".join(pieces)), self.names.pattern
+        found = [] if pattern is None else [pattern.match(text, start) for start in breaks]
+        text.literal = tuple(match.span() for match in found if match is not None)
+        return text, list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _encode_rendered(self, text: Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text that a template wrote, without anything around it, and their offsets.
+
+        The template's own names of special tokens stand for these; `literal` ones are text.
+        """
+        if not text.literal:
+            found = self._parser.encode(text, add_special_tokens=False)
+            return found.ids, found.offsets
+        # as no setting parses one name and not another, the template's get names of their own
+        tokenizer, aliases, ids = self._aliased
+        pieces, origin = [], []
+        end = 0
+        for start, stop in self._own_names(text):
+            pieces += [text[end:start], aliases[text[start:stop]]]
+            origin += [*range(end, start), *([start] * len(pieces[-1]))]
+            end = stop
+        origin += range(end, len(text) + 1)
+        found = tokenizer.encode("".join([*pieces, text[end:]]), add_special_tokens=False)
+        offsets = [(origin[start], origin[stop]) for start, stop in found.offsets]
+        own: list[int] = found.ids
+        return [ids.get(index, index) for index in own], offsets
+
+    @functools.cached_property
+    def _parser(self) -> Any:
+        """Parses names of special tokens, as those are which a template writes."""
+        if self._parses:
+            return self._tokenizer
+        made = _read_tokenizer(self.file)
+        _make_special(made, self.names.ids)
+        return made
+
+    def _own_names(self, text: Rendered) -> Iterator[tuple[int, int]]:
+        """From where to where there are names of special tokens that the template wrote."""
+        literal, at, pattern = dict(text.literal), 0, self.names.pattern
+        within = {index for span in text.literal for index in range(*span)}
+        while pattern is not None and (match := pattern.search(text, at)) is not None:
+            start, at = match.span()
+            if within.isdisjoint(range(start, at)):
+                yield start, at
+            else:
+                at = literal.get(start, start + 1)
+
+    @functools.cached_property
+    def _aliased(self) -> tuple[Any, dict[str, str], dict[int, int]]:
+        """A tokenizer that takes names of special tokens for text, and parses aliases of them.
+
+        With the aliases by the names, and the ids of special tokens by those of their aliases.
+        """
+        from tokenizers import AddedToken
+
+        made = _read_tokenizer(self.file)
+        _make_special(made, self.names.ids)
+        added = {x.content: x for x in made.get_added_tokens_decoder().values()}
+        _read_names(made, self.names)
+        aliases = {name: f"<{self._mark}:{index}>" for name, index in self.names.ids.items()}
+        for name, alias in aliases.items():
+            strips = {"lstrip": added[name].lstrip, "rstrip": added[name].rstrip}
+            made.add_tokens([AddedToken(alias, normalized=False, **strips)])
+        ids = {made.token_to_id(alias): self.names.ids[name] for name, alias in aliases.items()}
+        return made, aliases, ids
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -331,14 +491,68 @@ def _lies_in(text: str, own: Sequence[tuple[int, int]], span: tuple[int, int], i
     return bool(shared.strip()) or not text[start:stop].strip()
 
 
-def _unmark(marked: str, mark: str) -> tuple[str, list[tuple[int, int]]]:
-    """A text without its marks, and the spans that stood between them."""
-    text, spans = "", []
-    for number, piece in enumerate(marked.split(mark)):
-        if number % 2:
-            spans.append((len(text), len(text) + len(piece)))
-        text += piece
-    return text, spans
+def _find_by_first(
+    text: str, offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> tuple[torch.Tensor, int]:
+    """As `find_targets`, by the first characters of tokens alone: version 1 of the rules."""
+    found, end = torch.zeros(len(offsets), dtype=torch.bool), 0
+    begins = []
+    for start, stop in offsets:
+        begins.append(min(start, end) if not text[end:start].strip() else start)
+        end = max(end, stop)
+    for index, start in enumerate(begins):
+        found[index] = any(first <= start < max(last, first) for first, last in spans)
+    silent = sum(not any(a <= start < b for start in begins[1:]) for a, b in spans)
+    return found, silent
+
+
+def _make_special(tokenizer: Any, names: Iterable[str]) -> None:
+    """Have a tokenizer know that tokens are special, as transformers does for those of settings."""
+    from tokenizers import AddedToken
+
+    added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    known = (name for name in names if name and tokenizer.token_to_id(name) is not None)
+    plain = AddedToken("", special=True, normalized=False)
+    tokenizer.add_special_tokens([
+        AddedToken(
+            name,
+            special=True,
+            normalized=added.get(name, plain).normalized,
+            lstrip=added.get(name, plain).lstrip,
+            rstrip=added.get(name, plain).rstrip,
+        )
+        for name in known
+    ])  # fmt: skip
+
+
+def _try_encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    """The ids of a text; none where the model has no token for some of it, not even an unknown."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=special).ids
+    except Exception:  # the package raises no other class
+        return []
+
+
+def _read_names(tokenizer: Any, names: SpecialNames) -> None:
+    """Have a tokenizer take names of special tokens for text.
+
+    The package leaves these names to the model, of which some have them among their pieces, as
+    Unigram models have: text is then split after the first character of such a name.
+    """
+    import tokenizers
+
+    tokenizer.encode_special_tokens = True
+    pieces = [
+        name
+        for name, index in names.ids.items()
+        if len(name) > 1 and index in _try_encode(tokenizer, name)
+    ]
+    if pieces:
+        pattern = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in pieces)
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        own = tokenizer.pre_tokenizer
+        splits = [split] if own is None else [own, split]
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(splits)
 
 
 TEMPLATE_SECONDS = 10.0
@@ -446,7 +660,7 @@ def _read_tokenizer(file: Path) -> Any:
 
     text = _read(file, "a model with a fast tokenizer; transformers' save_pretrained writes one")
     try:
-        return tokenizers.Tokenizer.from_str(text or "")
+        made = tokenizers.Tokenizer.from_str(text or "")
     except Exception as error:  # the package raises no other class
         refuse(
             CANNOT,
@@ -455,6 +669,9 @@ def _read_tokenizer(file: Path) -> Any:
             "a tokenizer.json",
             "copy or download it again",
         )
+    made.no_truncation()  # of those who saved it, such as to the 128 tokens of an encoder
+    made.no_padding()
+    return made
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -515,51 +732,6 @@ BYTES = "bytes"
 SNIFFED = 256
 
 
-@runtime_checkable
-class TextTokenizer(Protocol):
-    """Text to token ids and back: `Tokenizer`, `SentencePiece`, `RankFile` or `ByteTokenizer`.
-
-    Attributes:
-        file: what was read; None: nothing.
-        vocab_size: ids are below it.
-        num_ordinary: how many ids there are without tokens that were added for special purposes.
-    """
-
-    @property
-    def file(self) -> Path | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_ordinary(self) -> int: ...
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that stands between documents; None where there is none."""
-        ...
-
-    @property
-    def stops(self) -> frozenset[int]:
-        """The ids after which a model has finished."""
-        ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The ids of tokens that stand for no text, by their names."""
-        ...
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text; `special`: with what the model expects around one."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts, with nothing around them."""
-        ...
-
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids; `special`: with the names of special tokens."""
-        ...
-
-
 class ByteTokenizer:
     """Text as its bytes in UTF-8, ids 0 to 255; 256 ends a text."""
 
@@ -567,19 +739,31 @@ class ByteTokenizer:
     vocab_size = 257
     num_ordinary = 256
     end_of_text = 256
+    begin: tuple[int, ...] = ()
     stops = frozenset({256})
     special_tokens: Mapping[str, int] = MappingProxyType({"<|endoftext|>": 256})
+    names = SpecialNames(special_tokens)
+
+    def __init__(self, rules: TextRules = RULES):
+        self.rules = rules
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return list(text.encode())
+        if not _parses(self.rules):
+            return list(text.encode())
+        return self.names.parse(text, lambda piece: list(piece.encode()))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode()) for text in texts]
+        return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of bytes; those that are no UTF-8 give the replacement character."""
         text = bytes(token for token in tokens if token < 256).decode(errors="replace")
         return text + "<|endoftext|>" * (special and 256 in tokens)
+
+
+def _parses(rules: TextRules) -> bool:
+    """Whether names of special tokens are parsed by a tokenizer that is no tokenizer.json."""
+    return rules.special_tokens == "parse" and rules.version > 1
 
 
 END = "<|endoftext|>"
@@ -652,6 +836,7 @@ class RankFile:
         path: the file.
         pattern: one of `SCHEMES`, or a regular expression, with which ``<|endoftext|>`` follows the
             last rank; empty: by the file's name (`STEMS`).
+        rules: by which text becomes tokens.
 
     Attributes:
         file: the file.
@@ -659,14 +844,15 @@ class RankFile:
         vocab_size: ids are below it.
         num_ordinary: how many of them are not special.
         special_tokens: ids of special tokens.
+        names, begin: as of any `TextTokenizer`.
 
     Raises:
         ValueError: the package tiktoken is missing, the file has another format (with the lines at
             fault), or the pattern is none, or not known.
     """
 
-    def __init__(self, path: str | Path, pattern: str = ""):
-        self.file = Path(path)
+    def __init__(self, path: str | Path, pattern: str = "", *, rules: TextRules = RULES):
+        self.rules, self.file = rules, Path(path)
         self.path = self.file.parent
         require_package("tiktoken", "tiktoken", CANNOT, f"it, to read {path}")
         import tiktoken
@@ -686,6 +872,9 @@ class RankFile:
         except (ValueError, AssertionError) as error:
             got = f"{pattern or scheme.pattern!r} ({error})"
             refuse(CANNOT, "pattern", got, "a regular expression", "check it")
+        self.names = SpecialNames(self.special_tokens)
+        begin = self.special_tokens.get("<|begin_of_text|>")
+        self.begin: tuple[int, ...] = () if begin is None else (begin,)
         self._known = {*ranks.values(), *self.special_tokens.values()}
         self.vocab_size: int = max(self._known) + 1
         self.num_ordinary: int = last + 1
@@ -700,16 +889,18 @@ class RankFile:
         return frozenset(token for token in found if token is not None)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text, in which names of special tokens are text.
-
-        `special`: begin with ``<|begin_of_text|>``, if there is one.
-        """
-        ids = self._encoding.encode_ordinary(text)
-        begin = self.special_tokens.get("<|begin_of_text|>")
-        return [begin, *ids] if special and begin is not None else ids
+        """The ids of a text; `special`: begin with ``<|begin_of_text|>``, if there is one."""
+        encoding = self._encoding
+        parsed = _parses(self.rules)
+        ids = (
+            encoding.encode(text, allowed_special="all")
+            if parsed
+            else encoding.encode_ordinary(text)
+        )
+        return [*self.begin, *ids] if special else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._encoding.encode_ordinary(text) for text in texts]
+        return [self.encode(text, special=False) for text in texts]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of ids; those that no token has give nothing."""
@@ -766,6 +957,8 @@ class SentencePiece:
 
     Args:
         path: the file.
+        rules: by which text becomes tokens; what stands between names that are parsed is encoded by
+            itself.
 
     Attributes:
         file: likewise.
@@ -773,13 +966,14 @@ class SentencePiece:
         vocab_size: ids are below it.
         num_ordinary: all of them, as those of control symbols are among those of text.
         special_tokens: the ids of control symbols and of the unknown token, by their names.
+        names, begin: as of any `TextTokenizer`.
 
     Raises:
         ValueError: the package sentencepiece is missing, or the file is none of its models.
     """
 
-    def __init__(self, path: str | Path):
-        self.file = Path(path)
+    def __init__(self, path: str | Path, *, rules: TextRules = RULES):
+        self.rules, self.file = rules, Path(path)
         self.path = self.file.parent
         require_package("sentencepiece", "sentencepiece", CANNOT, f"it, to read {path}")
         import sentencepiece
@@ -796,6 +990,8 @@ class SentencePiece:
         self.num_ordinary: int = size
         ids = (i for i in range(size) if model.is_control(i) or model.is_unknown(i))
         self.special_tokens: Mapping[str, int] = {model.id_to_piece(i): i for i in ids}
+        self.names = SpecialNames(self.special_tokens)
+        self.begin: tuple[int, ...] = tuple(i for i in (model.bos_id(),) if i >= 0)
 
     @property
     def end_of_text(self) -> int | None:
@@ -808,12 +1004,14 @@ class SentencePiece:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text; `special`: begin with the model's ``<s>``, if it has one."""
-        ids = self._model.encode(text, out_type=int)
-        begin = self._model.bos_id()
-        return [begin, *ids] if special and begin >= 0 else ids
+        (ids,) = self.encode_batch([text])
+        return [*self.begin, *ids] if special else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._model.encode(list(texts), out_type=int, num_threads=1)
+        encode = partial(self._model.encode, out_type=int, num_threads=1)
+        if not _parses(self.rules):
+            return encode(list(texts))
+        return [self.names.parse(text, encode) for text in texts]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of ids; those that no token has give nothing."""
@@ -830,7 +1028,9 @@ class SentencePiece:
                 yield self._model.decode(list(run))
 
 
-def open_tokenizer(path: str | Path, *, pattern: str = "") -> TextTokenizer:
+def open_tokenizer(
+    path: str | Path, *, pattern: str = "", rules: TextRules = RULES
+) -> TextTokenizer:
     """Open a tokenizer of whatever kind.
 
     Args:
@@ -838,12 +1038,13 @@ def open_tokenizer(path: str | Path, *, pattern: str = "") -> TextTokenizer:
             rank file of tiktoken (``.tiktoken``; Llama 3's is called tokenizer.model); or a folder
             with one of these.
         pattern: how a rank file's tokenizer splits text (see `RankFile`).
+        rules: by which text becomes tokens.
 
     Raises:
         ValueError: there is none, its package is missing, or it cannot be read.
     """
     if str(path) == BYTES:
-        return ByteTokenizer()
+        return ByteTokenizer(rules)
     file = _file_of(Path(path))
     kind = kind_of(file)
     if pattern and kind is not RankFile:
@@ -853,7 +1054,7 @@ def open_tokenizer(path: str | Path, *, pattern: str = "") -> TextTokenizer:
             repr(pattern),
             f"none: {file} splits text by itself",
         )
-    return RankFile(file, pattern) if kind is RankFile else kind(file)
+    return RankFile(file, pattern, rules=rules) if kind is RankFile else kind(file, rules=rules)
 
 
 def end_of_text(tokenizer: TextTokenizer, name: str = "") -> int:

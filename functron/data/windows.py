@@ -16,6 +16,7 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.denoising import FillInTheMiddle
 from functron.data.documents import (
     Concatenated,
+    TextTokenizer,
     TokenFile,
     byte_parts,
     check_ids,
@@ -27,7 +28,6 @@ from functron.data.documents import (
     refuse_order,
 )
 from functron.data.order import IGNORED, Samples, check_index, mix, shuffled
-from functron.data.tokenizer import TextTokenizer
 
 
 class Windows(Samples):
@@ -321,7 +321,8 @@ def mark_documents(leaves: dict[str, np.ndarray], row: int, begins: np.ndarray) 
 class TokenText(Windows):
     """Text as a tokenizer's tokens, cut into windows of `seq` and shuffled anew in every epoch.
 
-    Documents stand one after another, each with the end-of-text token after it.
+    Documents stand one after another, each with the tokenizer's BOS before it, if it has one, and
+    the end-of-text token after it (`functron.data.documents.TextRules`).
 
     All of the text is tokenised when this is made, and its tokens stay in memory, 2 or 4 bytes
     each: some seconds and as many bytes as the text has for 10 MB of it. That is for corpora of up
@@ -339,6 +340,7 @@ class TokenText(Windows):
         num_tokens: tokens in the whole text.
         num_documents: files it is made of.
         num_skipped: files of the folder that were left out.
+        num_names: names of special tokens in the text.
         vocab_size: one more than the largest id in the text.
 
     Raises:
@@ -358,9 +360,11 @@ class TokenText(Windows):
         files, self.num_skipped = (python_text(), 0) if path is None else find(path)
         end, kind = _end_of(tokenizer), token_dtype(tokenizer)
         pieces: list[np.ndarray] = []
-        self.vocab_size = 0
+        self.vocab_size = self.num_names = 0
+        self._rules, begin = tokenizer.rules, tokenizer.rules.begin_document(tokenizer)
         for text in texts_of(files):
-            piece = np.array([*tokenizer.encode(text, special=False), end], kind)
+            piece = np.array([*begin, *tokenizer.encode(text, special=False), end], kind)
+            self.num_names += tokenizer.names.count(text)
             self.vocab_size = max(self.vocab_size, int(piece.max()) + 1)
             check_vocabulary(self.vocab_size, vocab_size)
             pieces.append(piece)
@@ -376,7 +380,8 @@ class TokenText(Windows):
     def summary(self) -> str:
         """The samples, in a few words for the user."""
         skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
-        return f"{self.num_tokens:,} tokens in {self.num_documents} documents{skipped}"
+        names = f"; {self._rules.describe_names(self.num_names)}"
+        return f"{self.num_tokens:,} tokens in {self.num_documents} documents{skipped}{names}"
 
 
 def token_dtype(tokenizer: TextTokenizer) -> type:

@@ -419,7 +419,8 @@ def _out_problems(out: str) -> Sequence[Problem]:
 
 
 _ORDER = (
-    "data", "tokenizer", "tokenizer_pattern", "format", "overlong", "split", "mask_documents",
+    "data", "tokenizer", "tokenizer_pattern", "special_tokens", "prepend_bos", "text_rules",
+    "format", "overlong", "split", "mask_documents",
     "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
     "extra_token", "order", "blend_surplus", "blend_order", "ramp_up", "earlier_batches",
     "mask_rate", "mask_token", "mean_span", "end_token",

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
 from functron.data.blend import NEWEST, Order, is_blend
+from functron.data.documents import SpecialTokens, TextRules
 from functron.data.megatron import SURPLUS
 from functron.data.order import RampUp, parse_ramp_up
 from functron.models import gpt
@@ -36,6 +37,7 @@ from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import moments_of
 from functron.precision import POLICIES, Policy, Recipe
 from functron.training.anomalies import AnomalyConfig
+from functron.training.records import CONFIG, METRICS
 
 Precision = Literal[
     "auto", "float32", "bf16", "bf16-pure", "fp16",
@@ -65,6 +67,14 @@ class TrainConfig:
             it was converted from, what functron preprocess made the tokens with, or else bytes.
         tokenizer_pattern: how the tokenizer splits text, where it is a .tiktoken file that has not
             one of the usual names: gpt2, cl100k, o200k, llama3 or a regular expression.
+        special_tokens: what names of special tokens in text and messages are, such as
+            <|endoftext|> on a page about it: text; parse: the tokens of that name, as in what a
+            template of conversations writes. Tokens on disk have it as they were made.
+        prepend_bos: documents, prompts and texts to evaluate begin with what the tokenizer puts
+            before a text (BOS), if anything; see functron.data.documents.TextRules.
+        text_rules: by which version of these rules text becomes tokens. 1 is for runs that began
+            before there was a 2, which keep it: documents without BOS, names of special tokens as
+            the kind of tokenizer has it, and targets of conversations by tokens' first characters.
         format: how `data` is read: text; chat: JSONL files of conversations, of which the model
             learns the tokens of the assistant; tokens: files of functron preprocess or Megatron-LM,
             a prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
@@ -260,6 +270,9 @@ class TrainConfig:
     data: str = ""
     tokenizer: str = ""
     tokenizer_pattern: str = ""
+    special_tokens: SpecialTokens = "text"
+    prepend_bos: bool = True
+    text_rules: Literal[1, 2] = 2
     format: Literal["auto", "text", "chat", "tokens", "mock"] = "auto"
     overlong: Literal["refuse", "cut", "drop"] = "refuse"
     split: str = ""
@@ -357,6 +370,11 @@ class TrainConfig:
         return parse_ramp_up(self.ramp_up, self.global_batch, self.earlier_batches)
 
     @property
+    def rules(self) -> TextRules:
+        """The rules by which text becomes tokens."""
+        return TextRules(self.special_tokens, self.prepend_bos, self.text_rules)
+
+    @property
     def packed(self) -> bool:
         """Whether batches say which tokens are of the same document, which alone they attend to."""
         return self.mask_documents or bool(self.pack)
@@ -444,11 +462,11 @@ class TrainConfig:
 
 BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "data": (
-        "data", "tokenizer", "tokenizer_pattern", "format", "seq", "global_batch", "ramp_up",
-        "earlier_batches", "overlong", "split", "order", "order_samples", "order_cache",
-        "blend_surplus", "blend_order", "extra_token", "mask_documents", "pack", "fim_rate",
-        "fim_spm_rate", "fim_tokens", "mask_rate", "mask_token", "mean_span", "end_token",
-        "prefetch",
+        "data", "tokenizer", "tokenizer_pattern", "special_tokens", "prepend_bos", "text_rules",
+        "format", "seq", "global_batch", "ramp_up", "earlier_batches", "overlong", "split", "order",
+        "order_samples", "order_cache", "blend_surplus", "blend_order", "extra_token",
+        "mask_documents", "pack", "fim_rate", "fim_spm_rate", "fim_tokens", "mask_rate",
+        "mask_token", "mean_span", "end_token", "prefetch",
     ),
     "model": (
         "model", "source", "gpt", "mamba", "bert", "t5", "lora_rank", "lora_alpha", "lora_targets",
@@ -543,7 +561,7 @@ def load(
     """The configuration in a file: what it leaves out has the preset's or default value.
 
     The file of a run folder is complete. What it leaves out came after the run: a blend there has
-    the first order.
+    the first order, and text became tokens by the first rules.
 
     Args:
         path: a TOML file; YAML where its name ends in .yaml or .yml, of which true, false, null and
@@ -572,6 +590,8 @@ def load(
         problems.append(Problem("model", repr(name), "a preset", nearest(str(name), PRESETS)))
     if begun is not None:
         base = dataclasses.replace(base, **{name: getattr(begun, name) for name in KEPT})
+    elif _is_of_run(Path(path)):
+        table = {"text_rules": 1} | table
     values = _read(table, base, "", problems)
     raise_problems(f"cannot use the configuration {path}", problems)
     made = _rebuild(base, values)
@@ -583,14 +603,14 @@ def load(
     return made if named is None else _rebuild(with_precision(made, named), values)
 
 
-KEPT = ("blend_order", "earlier_batches")
+KEPT = ("blend_order", "earlier_batches", "special_tokens", "prepend_bos", "text_rules")
 """Settings that a run goes on with as it began, where its new configuration leaves them out."""
 
 
 def _is_of_run(path: Path) -> bool:
     """Whether this is the configuration of a run that took steps, or saved what it began with."""
-    beside = (path.parent / name for name in ("checkpoints", "metrics.jsonl"))
-    return path.name == "config.toml" and any(found.exists() for found in beside)
+    beside = (path.parent / name for name in ("checkpoints", METRICS))
+    return path.name == CONFIG and any(found.exists() for found in beside)
 
 
 def starting_config(

@@ -38,12 +38,12 @@ from functron.data import (
 from functron.data.blend import ALL, PARTS, DocumentRange, parse_blend
 from functron.data.chat import chat_files
 from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
-from functron.data.documents import TokenFile, find
+from functron.data.documents import TextTokenizer, TokenFile, find
 from functron.data.indexed import IndexedFile
 from functron.data.megatron import megatron_samples, num_ordered, sequence_parts
-from functron.data.shards import is_tokens, provenance
+from functron.data.shards import is_tokens, makers_of, provenance
 from functron.data.sliding import Conversations, Documents, StoredTokens, Texts
-from functron.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, open_tokenizer
+from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
 from functron.data.windows import check_vocabulary
 from functron.spmd import Mesh
 from functron.training import run_folder
@@ -158,6 +158,8 @@ def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objecti
     mask, text = _id_of(config, tokenizer, _MASKS, 1)
     end = None if tokenizer is None else tokenizer.end_of_text
     special = () if end is None else (end,)
+    if tokenizer is not None:
+        special += config.rules.begin_document(tokenizer)
 
     def over(samples: Any, seed: int) -> Samples:
         def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
@@ -302,21 +304,23 @@ def tokenizer_of(config: TrainConfig) -> TextTokenizer | None:
     path = run_folder.tokenizer_path(config)
     if path is None and config.tokenizer == BYTES and is_on_disk(config):
         path = BYTES
-    pattern = config.tokenizer_pattern
-    return None if path is None else open_tokenizer(path, pattern=pattern)
+    how = {"pattern": config.tokenizer_pattern, "rules": config.rules}
+    return None if path is None else open_tokenizer(path, **how)
 
 
 def with_tokenizer(config: TrainConfig) -> TrainConfig:
-    """`config` with the tokenizer that its tokens on disk were made with.
+    """`config` with the tokenizer that its tokens on disk were made with, and the rules of text.
 
-    It is unchanged where it names one or its run folder has one, and where nothing says what made
-    the tokens, or the tokenizer's file has changed since then.
+    It keeps a tokenizer that it names or its run folder has. It is unchanged where nothing says
+    what made the tokens, or the tokenizer's file has changed since then.
 
     Raises:
-        ValueError: `data` is a blend of tokens of different tokenizers, or is written wrongly.
+        ValueError: `data` is a blend of tokens of different tokenizers, or is written wrongly; or
+            they were made by other rules than it names.
     """
     if not config.data or not is_on_disk(config) or config.format == "mock":
         return config
+    config = _with_rules(config)
     if config.tokenizer or run_folder.tokenizer_path(config) is not None:
         return config
     made = provenance(sources_of(config))
@@ -324,6 +328,50 @@ def with_tokenizer(config: TrainConfig) -> TrainConfig:
         return config
     pattern = config.tokenizer_pattern or made.pattern
     return dataclasses.replace(config, tokenizer=made.tokenizer, tokenizer_pattern=pattern)
+
+
+def _with_rules(config: TrainConfig) -> TrainConfig:
+    """`config` with the rules by which its tokens on disk were made, if these are recorded."""
+    recorded = (made.rules for made in makers_of(sources_of(config)) if made is not None)
+    found = next((rules for rules in recorded if rules.version == config.text_rules > 1), None)
+    if found is None:
+        return config
+    default, fix = TrainConfig(), "leave it out, or preprocess again"
+    raise_problems("tokens of other rules", [
+        Problem(name, repr(value), f"{made!r}, by which {config.data} was made", fix)
+        for name in ("special_tokens", "prepend_bos")
+        if (value := getattr(config, name)) != getattr(default, name)
+        and value != (made := getattr(found, name))
+    ])  # fmt: skip
+    own = {"special_tokens": found.special_tokens, "prepend_bos": found.prepend_bos}
+    return dataclasses.replace(config, **own)
+
+
+def describe_rules(config: TrainConfig, tokenizer: TextTokenizer | None) -> str:
+    """By what rules a run's text became tokens, and its prompts do, in words; none of random ones.
+
+    Args:
+        config: the run.
+        tokenizer: as `reader_of` finds it.
+    """
+    if config.format == "mock":
+        return ""
+    rules, on_disk = config.rules, is_on_disk(config)
+    if not on_disk and (tokenizer is None or isinstance(tokenizer, ByteTokenizer)):
+        return rules.describe(None, None)
+    if not on_disk and tokenizer is not None:
+        own = rules.describe(tokenizer, tokenizer.end_of_text)
+        return f"{own} (text-rules 1, by which this run began)" if rules.version == 1 else own
+    recorded = makers_of(sources_of(config))
+    made = recorded[0] if len({one and (one.rules, one.end) for one in recorded}) == 1 else None
+    if made is not None and tokenizer is not None:
+        own = made.rules.describe(tokenizer, made.end)
+        if made.rules.version == 1:
+            return f"{own}; made before rules were recorded: a tokenizer.json parsed special tokens"
+        return f"{own}; {made.rules.describe_names(sum(one.names for one in recorded if one))}"
+    by = "by several rules" if any(recorded) else "by rules that they do not record"
+    prompts = "" if tokenizer is None else f"; {rules.describe_prompts(tokenizer)}"
+    return f"documents: as they were made, {by}{prompts}"
 
 
 def reader_of(config: TrainConfig) -> TextTokenizer | None:
@@ -479,7 +527,7 @@ def _samples(
         seed=seed,
         vocab_size=learnt.vocab_size,
         mask_documents=config.mask_documents,
-        middle=_middle(config),
+        middle=_middle(config, file.path),
         extra_token=config.extra_token,
     )
     return learnt.over(windows, seed)
@@ -515,7 +563,7 @@ def _megatron_part(config: TrainConfig, file: IndexedFile, part: str) -> TokenFi
     return DocumentRange(file, found, part)
 
 
-def _middle(config: TrainConfig) -> FillInTheMiddle | None:
+def _middle(config: TrainConfig, path: Path) -> FillInTheMiddle | None:
     if not config.fim_rate:
         return None
     try:
@@ -527,6 +575,7 @@ def _middle(config: TrainConfig) -> FillInTheMiddle | None:
         problem = Problem("fim_tokens", repr(config.fim_tokens), "three or four ids", fix)
         raise_problems("cannot fill in the middle", [problem])
     prefix, middle, suffix, *end = ids
+    made = makers_of([path])[0]
     return FillInTheMiddle(
         prefix,
         middle,
@@ -535,6 +584,7 @@ def _middle(config: TrainConfig) -> FillInTheMiddle | None:
         config.fim_spm_rate,
         end[0] if end else None,
         seed=config.seed,
+        begin=() if made is None else made.begin,
     )
 
 
@@ -561,6 +611,7 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         wanted = "documents as long as they were packed"
         yield Problem("fim_rate", f"{config.fim_rate} with pack={config.pack}", wanted, fix)
     yield from _order_problems(config)
+    yield from _rule_problems(config, path)
     if not config.extra_token and is_on_disk(config):
         others = {"pack": config.pack, "fim_rate": config.fim_rate}
         others |= {"a model that restores tokens": config.family.objective in ("masked", "spans")}
@@ -588,6 +639,19 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             f"{config.family.name}.vocab_size", got, wanted, "set it to 256 or choose a model"
         )
+
+
+def _rule_problems(config: TrainConfig, tokenizer: Path | None) -> Iterator[Problem]:
+    """Settings of the rules of text that change nothing."""
+    default, fix = TrainConfig(), "leave it out"
+    bare = config.format == "mock" or (tokenizer is None and not is_on_disk(config))
+    for name in ("special_tokens", "prepend_bos"):
+        if (value := getattr(config, name)) == getattr(default, name):
+            continue
+        if bare:
+            yield Problem(name, str(value), "nothing without a tokenizer", fix)
+        elif config.text_rules == 1:
+            yield Problem(name, str(value), "nothing with text_rules=1", fix)
 
 
 def _order_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -58,6 +58,7 @@ class Run:
             `checkpoint.Saver` calls it with.
         memory: the folder of main memory for ``memory_save_every``; None: nothing is kept there.
         from_memory: whether the state comes from there.
+        rules: by what rules its text became tokens, in words.
     """
 
     plan: Plan
@@ -75,6 +76,7 @@ class Run:
     at: Moments = nowhere
     memory: Path | None = None
     from_memory: bool = False
+    rules: str = ""
 
     @property
     def config(self) -> TrainConfig:
@@ -198,7 +200,7 @@ def prepare(
     start = int(state.step)
     return Run(
         made, text, state, step, watch, where, start, held_out, program, notes, begin_from,
-        around, at, memory, kept is not None,
+        around, at, memory, kept is not None, data.describe_rules(config, tokenizer),
     )  # fmt: skip
 
 

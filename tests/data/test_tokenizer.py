@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from functron.data import documents
+from functron.data.documents import TextRules
 from functron.data.tokenizer import Tokenizer, find_targets
 from tests.data.chats import CHATML, MARKED
 from tests.data.kinds import KINDS, TEMPLATES, TURNS, save, unmarked
@@ -79,13 +80,16 @@ def theirs(folder: Path):
 
 @pytest.mark.parametrize("text", [TEXT, "", " ", "a\n\n b", "<|im_start|>user<|im_end|>", "\x00é"])
 def test_text(tmp_path, text):
-    ours, other = Tokenizer(make(tmp_path)), theirs(tmp_path)
-    for special in (True, False):
-        ids = ours.encode(text, special=special)
-        assert ids == other.encode(text, add_special_tokens=special)
-        assert ours.decode(ids) == other.decode(ids, skip_special_tokens=True)
-        assert ours.decode(ids, special=True) == other.decode(ids)
-    assert ours.decode(torch.tensor(ours.encode(text)), special=True) == "<|bos|>" + text
+    other = theirs(make(tmp_path))
+    for rules in (TextRules("text"), TextRules("parse")):
+        ours, split = Tokenizer(tmp_path, rules=rules), rules.special_tokens == "text"
+        for special in (True, False):
+            ids = ours.encode(text, special=special)
+            how = {"add_special_tokens": special, "split_special_tokens": split}
+            assert ids == other.encode(text, **how)
+            assert ours.decode(ids) == other.decode(ids, skip_special_tokens=True)
+            assert ours.decode(ids, special=True) == other.decode(ids)
+        assert ours.decode(torch.tensor(ours.encode(text)), special=True) == "<|bos|>" + text
     assert ours.vocab_size == len(other) == 330
 
 
