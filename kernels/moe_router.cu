@@ -21,10 +21,24 @@ __device__ inline unsigned order_of(float x) {
     return x != x ? ALL : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The first expert of the highest order among all lanes' candidates.
-__device__ inline int first_best(unsigned order, int expert) {
-    const unsigned best = __reduce_max_sync(ALL, order);
-    return __reduce_min_sync(ALL, order == best ? (unsigned)expert : ALL);
+// The first expert of the highest order among all lanes' candidates; of equal ones that of the highest `tie`.
+__device__ inline int first_best(unsigned order, unsigned tie, int expert) {
+    const bool among = order == __reduce_max_sync(ALL, order);
+    const unsigned best = __reduce_max_sync(ALL, among ? tie : NONE);
+    return __reduce_min_sync(ALL, among && tie == best ? (unsigned)expert : ALL);
+}
+
+__device__ inline float finite(float x) { return fminf(fmaxf(x, -3.4e38f), 3.4e38f); }
+// log(exp(x) + exp(y)) of finite numbers.
+__device__ inline float log_add(float x, float y) { return fmaxf(x, y) + log1pf(expf(-fabsf(x - y))); }
+__device__ inline float log_sigmoid(float x) { return fminf(x, 0.f) - log1pf(expf(-fabsf(x))); }
+
+// What rises with the sum S of the scores of two logits, also where it rounds: for sigmoids log(S) - log(2 - S).
+__device__ inline float order_of_pair(float x, float y, int score) {
+    if (score == GIVEN) return x + y;
+    x = finite(x), y = finite(y);
+    if (score == SOFTMAX) return log_add(x, y);
+    return log_add(log_sigmoid(x), log_sigmoid(y)) - log_add(log_sigmoid(-x), log_sigmoid(-y));
 }
 
 // Scores of the logits of a token; unused items are 0 in both.
@@ -50,18 +64,25 @@ __device__ inline void score_all(const float (&logit)[ITEMS], float (&value)[ITE
     for (int i = 0; i < ITEMS; ++i) value[i] = value[i] / sum;
 }
 
-// The groups to choose from, as bits; `ranking` has the experts' numbers. At most 32 groups, one to a lane.
-__device__ inline unsigned choose_groups(const float* ranking, int lane, int groups, int members, int wanted, bool top_two) {
-    float best = -CUDART_INF_F, second = -CUDART_INF_F;
+// The groups to choose from, as bits; `ranking` has the experts' numbers, `logits` what orders equal ones. At most 32
+// groups, one to a lane.
+__device__ inline unsigned choose_groups(const float* ranking, const float* logits, int lane, int groups, int members,
+                                         int wanted, bool top_two, int score) {
+    float best = -CUDART_INF_F, second = -CUDART_INF_F, of_best = -CUDART_INF_F, of_second = -CUDART_INF_F;
+    const auto above = [](float x, float of_x, float y, float of_y) {
+        return order_of(x) > order_of(y) || (order_of(x) == order_of(y) && order_of(of_x) > order_of(of_y));
+    };
     for (int i = 0; lane < groups && i < members; ++i) {
-        const float x = ranking[lane * members + (i + lane) % members];  // lanes meet different banks
-        const bool above = order_of(x) > order_of(best);
-        second = above ? best : order_of(x) > order_of(second) ? x : second;
-        best = above ? x : best;
+        const int at = lane * members + (i + lane) % members;  // lanes meet different banks
+        const float x = ranking[at], of_x = logits[at];
+        const bool first = above(x, of_x, best, of_best), next = !first && above(x, of_x, second, of_second);
+        second = first ? best : next ? x : second, of_second = first ? of_best : next ? of_x : of_second;
+        best = first ? x : best, of_best = first ? of_x : of_best;
     }
     unsigned order = lane < groups ? order_of(top_two ? best + second : best) : NONE, chosen = 0;
+    const unsigned tie = order_of(top_two ? order_of_pair(of_best, of_second, score) : of_best);
     for (int i = 0; i < wanted; ++i) {
-        const int group = first_best(order, lane);
+        const int group = first_best(order, tie, lane);
         chosen |= 1u << group;
         if (lane == group) order = NONE;
     }
@@ -86,9 +107,10 @@ __device__ inline void weigh(const float* from, const int* chosen, float* weight
 }
 
 // logits: [tokens, experts], rows `stride` apart. balance: [experts] or null, added to scores in choosing alone.
-// chosen, weights: [tokens, choices], best first, of equals the first. scores: [tokens, experts].
+// chosen, weights: [tokens, choices], best first; of equals those of larger logits, then the first.
+// scores: [tokens, experts].
 // Where groups > 1, the best `top_groups` are chosen first, by their best expert, or the sum of their best two.
-// Grid: any. Shared memory: WARPS * (experts + choices) * 4 bytes.
+// Grid: any. Shared memory: WARPS * (2 * experts + choices) * 4 bytes.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, ITEMS > 8 ? 4 : 8)
 route(const float* __restrict__ logits, const float* __restrict__ balance, i64* __restrict__ chosen,
       float* __restrict__ weights, float* __restrict__ scores, i64 tokens, i64 experts, i64 stride, i64 choices,
@@ -96,8 +118,9 @@ route(const float* __restrict__ logits, const float* __restrict__ balance, i64* 
     extern __shared__ float shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = (int)experts;
     const int members = count / (int)groups;
-    float* row = shared + warp * (count + (int)choices);  // of numbers of all experts
-    int* found = reinterpret_cast<int*>(row + count);     // the chosen ones
+    float* row = shared + warp * (2 * count + (int)choices);  // of numbers of all experts
+    float* all_logits = row + count;
+    int* found = reinterpret_cast<int*>(all_logits + count);  // the chosen ones
     for (i64 token = (i64)blockIdx.x * WARPS + warp; token < tokens; token += (i64)gridDim.x * WARPS) {
         float logit[ITEMS], value[ITEMS];
         unsigned order[ITEMS];
@@ -113,11 +136,12 @@ route(const float* __restrict__ logits, const float* __restrict__ balance, i64* 
             scores[token * experts + expert] = value[i];
             const float ranking = balance ? value[i] + balance[expert] : value[i];
             order[i] = order_of(ranking);
-            row[expert] = ranking;
+            row[expert] = ranking, all_logits[expert] = logit[i];
         }
         if (groups > 1) {
             __syncwarp();
-            const unsigned open = choose_groups(row, lane, (int)groups, members, (int)top_groups, top_two);
+            const unsigned open = choose_groups(row, all_logits, lane, (int)groups, members, (int)top_groups,
+                                                top_two, (int)score);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i)
                 if (i * 32 + lane < count && !(open >> (i * 32 + lane) / members & 1)) order[i] = NONE;
@@ -127,12 +151,15 @@ route(const float* __restrict__ logits, const float* __restrict__ balance, i64* 
         for (int i = 0; i < ITEMS; ++i)
             if (i * 32 + lane < count) row[i * 32 + lane] = weighting == SOFTMAX_OF_CHOSEN ? logit[i] : value[i];
         for (int j = 0; j < (int)choices; ++j) {
-            unsigned best = NONE;
+            unsigned best = NONE, tie = NONE;
             int expert = lane;
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i)
-                if (order[i] > best) best = order[i], expert = i * 32 + lane;
-            expert = first_best(best, expert);
+            for (int i = 0; i < ITEMS; ++i) {
+                const unsigned own = order_of(logit[i]);
+                if (order[i] > best || (order[i] == best && order[i] != NONE && own > tie))
+                    best = order[i], tie = own, expert = i * 32 + lane;
+            }
+            expert = first_best(best, tie, expert);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i)
                 if (expert == i * 32 + lane) order[i] = NONE;

@@ -319,8 +319,9 @@ def moe_router(
     """Scores s of logits, the experts e_1 ... e_k with the largest s + balance, and their weights.
 
     Weights are s[e_j]; or divided by their sum, to which 1e-20 is added; or the softmax of the
-    chosen logits. Of equal experts the first is chosen. NaN is above all numbers, so choices are
-    always experts, and no expert is chosen twice.
+    chosen logits. Scores are rounded: of equal experts, or groups, the one of larger logits is
+    chosen, and then the first. NaN is above all numbers, so choices are always experts, and no
+    expert is chosen twice.
 
     Args:
         logits: ``[N, E]``; float32, or (its reference only) another floating dtype.
@@ -366,31 +367,79 @@ def fits(num_experts: int, num_groups: int = 1) -> bool:
     return num_experts <= _LANES * _ITEMS[-1] and num_groups <= _MOST_GROUPS
 
 
-def choose(ranking: Tensor, top_k: int, num_groups: int, top_groups: int, top_two: bool) -> Tensor:
-    """The `top_k` experts of largest ``ranking [..., E]`` in the best groups; best first."""
+def choose(
+    scores: Tensor,
+    logits: Tensor,
+    balance: Tensor | None,
+    score: Score,
+    *,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    top_two: bool,
+) -> Tensor:
+    """The `top_k` experts of largest ``scores [..., E]`` plus `balance` in the best groups.
+
+    Scores are rounded: those of logits far below 0 all vanish, those far above 0 all are 1. Of
+    equal numbers the one of the larger logits is chosen, and of equal ones of these the first.
+    """
+    pairs = num_groups > 1 and top_two
+    logits = logits.clamp_min(torch.finfo(logits.dtype).min)  # only what is taken is at -inf
+    # scores rise with logits
+    ranking, ties = (logits, None) if balance is None and not pairs else (scores, logits)
+    if balance is not None:
+        ranking = ranking + balance.to(ranking.dtype)
     if num_groups > 1:
         groups = ranking.unflatten(-1, (num_groups, -1))
-        if top_two:
-            group_scores = groups.topk(2, dim=-1).values.sum(-1)
+        if pairs:
+            two = best(groups, 2, logits.unflatten(-1, (num_groups, -1)))
+            of_groups = groups.gather(-1, two).sum(-1)
+            group_ties = _order_of_pairs(
+                logits.unflatten(-1, (num_groups, -1)).gather(-1, two), score
+            )
         else:
-            group_scores = groups.amax(-1)
-        chosen = best(group_scores, top_groups).unsqueeze(-1)
+            first = best(groups, 1, None if ties is None else ties.unflatten(-1, (num_groups, -1)))
+            of_groups = groups.gather(-1, first).squeeze(-1)
+            group_ties = logits.unflatten(-1, (num_groups, -1)).gather(-1, first).squeeze(-1)
+        chosen = best(of_groups, top_groups, group_ties).unsqueeze(-1)
         index = torch.arange(num_groups, device=chosen.device)
         allowed = (chosen == index).any(-2).unsqueeze(-1)
         ranking = torch.where(allowed, groups, -torch.inf).flatten(-2)
-    return best(ranking, top_k)
+    return best(ranking, top_k, ties)
 
 
-def best(x: Tensor, num: int) -> Tensor:
-    """The indices of the `num` largest of the last dim, in order; of equals the first.
+def _order_of_pairs(logits: Tensor, score: Score) -> Tensor:
+    """What rises with the sum S of the scores of ``logits [..., 2]``, also where it rounds.
+
+    For sigmoids log(S) - log(2 - S), of which the one is exact near 0 and the other near 2.
+    """
+    if score == "given":
+        return logits.sum(-1)
+    if score == "softmax":
+        return logits.logsumexp(-1)
+    log = torch.nn.functional.logsigmoid
+    return log(logits).logsumexp(-1) - log(-logits).logsumexp(-1)
+
+
+def best(x: Tensor, num: int, ties: Tensor | None = None) -> Tensor:
+    """The indices of the `num` largest of the last dim, in order.
+
+    Of equals the one with the largest of `ties`, finite numbers, and then the first.
 
     One maximum after the other: for the few experts of a token that takes a third of the time of a
     stable sort, and `topk` leaves it open which of equals it returns.
     """
-    found = [x.argmax(-1, keepdim=True)]
+    found = []
     while len(found) < num:
-        x = x.scatter(-1, found[-1], -torch.inf)
-        found.append(x.argmax(-1, keepdim=True))
+        if found:
+            x = x.scatter(-1, found[-1], -torch.inf)
+        if ties is None:
+            found.append(x.argmax(-1, keepdim=True))
+            continue
+        if found:
+            ties = ties.scatter(-1, found[-1], -torch.inf)
+        equal = (x == x.amax(-1, keepdim=True)) | x.isnan()  # NaN is above all numbers
+        found.append(torch.where(equal, ties, -torch.inf).argmax(-1, keepdim=True))
     return torch.cat(found, dim=-1)
 
 
@@ -416,7 +465,7 @@ def _router_kernel(
         "moe_router", "route", _router_grid(launch, logits), _LANES * _ROUTER_WARPS,
         logits, balance, chosen, weights, scores, tokens, experts, logits.stride(0), top_k,
         score, weighting, num_groups, top_groups, top_two,
-        defines=_items(experts), shared_bytes=_ROUTER_WARPS * (experts + top_k) * 4,
+        defines=_items(experts), shared_bytes=_ROUTER_WARPS * (2 * experts + top_k) * 4,
     )  # fmt: skip
     return chosen, weights, scores
 
@@ -474,8 +523,10 @@ def _router_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kinds: tuple[Callable, ...] = (lambda x: x.softmax(-1), torch.sigmoid, torch.clone)
     scores = kinds[score](logits)
-    ranking = scores if balance is None else scores + balance.to(scores.dtype)
-    chosen = choose(ranking.detach(), top_k, num_groups, top_groups, bool(top_two))
+    chosen = choose(
+        scores.detach(), logits.detach(), balance, _SCORES[score],
+        top_k=top_k, num_groups=num_groups, top_groups=top_groups, top_two=bool(top_two),
+    )  # fmt: skip
     if _WEIGHTINGS[weighting] == "softmax of chosen":
         return chosen, logits.gather(-1, chosen).softmax(-1), scores
     weights = scores.gather(-1, chosen)

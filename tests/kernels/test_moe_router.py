@@ -39,18 +39,18 @@ def draw(tokens: int, experts: int, seed: int = 0) -> torch.Tensor:
     return 2 * torch.randn(tokens, experts, generator=generator)
 
 
-def ranked(values: list[float]) -> list[int]:
-    return sorted(range(len(values)), key=lambda i: (-values[i], i))
+def ranked(values: list[float], ties: list[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: (-values[i], -ties[i], i))
 
 
-def chosen_experts(ranking: list[float], choices, groups, top_groups, top_two) -> list[int]:
+def chosen_experts(ranking: list[float], logits, choices, groups, top_groups, top_two) -> list[int]:
     """Of one token, by sorting."""
     size = len(ranking) // groups
     parts = [ranking[g * size : (g + 1) * size] for g in range(groups)]
     best = [sorted(part, reverse=True) for part in parts]
     numbers = [p[0] + p[1] if top_two and groups > 1 else p[0] for p in best]
-    allowed = set(ranked(numbers)[:top_groups])
-    return [e for e in ranked(ranking) if e // size in allowed][:choices]
+    allowed = set(ranked(numbers, [0] * groups)[:top_groups])
+    return [e for e in ranked(ranking, logits) if e // size in allowed][:choices]
 
 
 def oracle(logits, chosen, score: str, weighting: str):
@@ -90,8 +90,9 @@ def test_choices_and_scores(shape, score, balanced):
     torch.testing.assert_close(scores.double(), exact, rtol=1e-6, atol=1e-12)
     # choices are by the scores as they are rounded: equal ones have to be seen as equal
     ranking = scores if balance is None else scores + balance
-    for row, got in zip(ranking.tolist(), chosen.tolist(), strict=True):
-        assert got == chosen_experts(row, choices, groups, top_groups, top_two)
+    rows = zip(ranking.tolist(), logits.tolist(), chosen.tolist(), strict=True)
+    for row, ties, got in rows:
+        assert got == chosen_experts(row, ties, choices, groups, top_groups, top_two)
     assert torch.equal(weights, scores.gather(-1, chosen))
 
 
@@ -149,6 +150,28 @@ def test_equals_go_to_the_first(groups):
     first = [7, 23, 39, 55, 0, 1] if groups == 1 else [7, 23, 0, 1, 2, 3]
     assert chosen[1].tolist() == first
     assert torch.equal(chosen, router._router_reference(logits, *args)[0])
+
+
+# experts, choices, groups, chosen groups, top2
+LIMITED = {"all": (16, 4, 1, 1, 1), "top2": (16, 4, 4, 2, 1), "max": (16, 4, 4, 2, 0)}
+
+
+@pytest.mark.parametrize("shape", list(LIMITED))
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("shift", [-100.0, -80.0, 24.0])
+def test_choices_among_sigmoids_that_round(shape, balanced, shift):
+    """Those of float64, which tells apart what is 0, or 1, in float32; also where all is 0."""
+    size, sizes = LIMITED[shape][0], LIMITED[shape]
+    logits = (8 * draw(12, size, seed=3)).round() / 8 + shift  # exact in float32
+    exact = 1 / (1 + (-logits.double()).exp())
+    balance = torch.full((size,), 0.0) if balanced else None
+    wanted = torch.tensor([chosen_experts(row, row, *sizes[1:]) for row in exact.tolist()])
+    args = (balance, sizes[1], *modes("sigmoid", "scores"), *sizes[2:])
+    for lower in (0, 9900) if shift == -100 else (0,):  # e^-lower times the scores
+        found = router._router_reference(logits - lower, *args)[0]
+        assert torch.equal(found, wanted)
+        assert torch.equal(emulated(router._router_kernel, logits - lower, *args)[0], wanted)
+    assert torch.equal(router._router_reference(logits.double(), *args)[0], wanted)
 
 
 def test_zeros_of_both_signs_are_equal():

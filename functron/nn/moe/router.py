@@ -210,14 +210,15 @@ class Routing(NamedTuple):
         kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token.
         scores: ``[batch, seq, experts]`` in float32 at least, of all experts, without the bias that
             balances them.
-        logits: ``[batch, seq, experts]``, what they are the softmax or sigmoid of.
+        logits: ``[batch, seq, experts]``, what they are the softmax or sigmoid of; None where a
+            router of one's own gave scores, which then add up to 1.
     """
 
     experts: Tensor
     weights: Tensor
     kept: Tensor
     scores: Tensor
-    logits: Tensor
+    logits: Tensor | None = None
 
 
 class RouterOutput(NamedTuple):
@@ -361,7 +362,7 @@ def route(
 
 
 def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing, Tensor]:
-    """The routing of a router of one's own, whose scores are its logits too, and its auxiliary sum.
+    """The routing of a router of one's own, which has no logits, and its auxiliary sum.
 
     An expert that does not exist, or that a token has twice, cannot be refused on a device without
     waiting for it: the weights of that token are NaN, and so is the loss.
@@ -396,7 +397,7 @@ def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing
         scores = lax.stop_gradient(out.weights).clamp_min(0)
     scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
     share = weights.new_zeros(()) if out.auxiliary is None else out.auxiliary
-    return Routing(experts, weights, kept, scores, scores), share
+    return Routing(experts, weights, kept, scores), share
 
 
 def _misshapen(out: RouterOutput, inputs: RouterInput) -> Iterator[Problem]:
@@ -432,6 +433,7 @@ def top_k_experts(
     config: MoEConfig,
     balance: Float[Tensor, " experts"] | None = None,
     *,
+    logits: Float[Tensor, "batch seq experts"] | None = None,
     kernels: Kernels = AUTO,
 ) -> Int[Tensor, "batch seq choices"]:
     """The `top_k` experts of each token by score plus `balance`, in the chosen groups; best first.
@@ -439,15 +441,19 @@ def top_k_experts(
     Args:
         scores: ``[batch, seq, experts]``; no gradient flows.
         balance: ``[experts]``, added to the scores of all tokens.
+        logits: ``[batch, seq, experts]``, which scores are of: of equal scores that of the larger
+            logit is chosen. None: scores alone.
         kernels: of ``"moe_router"``.
     """
-    ranking = lax.stop_gradient(scores)
-    if _takes(kernels, config, ranking):
-        return _by_kernel(ranking, balance, config, "given", "scores")[0]
-    if balance is not None:
-        ranking = ranking + lax.stop_gradient(balance).to(ranking.dtype)
-    top_two = config.group_score == "top2"
-    return choose(ranking, config.top_k, config.num_groups, config.top_groups, top_two)
+    score: Score = "given" if logits is None else config.score
+    logits = lax.stop_gradient(scores if logits is None else logits)
+    if _takes(kernels, config, logits):
+        return _by_kernel(logits, balance, config, score, "scores")[0]
+    return choose(
+        lax.stop_gradient(scores), logits, lax.stop_gradient(balance), score,
+        top_k=config.top_k, num_groups=config.num_groups, top_groups=config.top_groups,
+        top_two=config.group_score == "top2",
+    )  # fmt: skip
 
 
 def _chosen(
@@ -467,7 +473,8 @@ def _chosen(
         ranking = _sinkhorn(lax.stop_gradient(logits), config.sinkhorn_steps, stream)
         experts = best(ranking, config.top_k)
     else:
-        experts = top_k_experts(scores, config, params.get("balance"), kernels=kernels)
+        balance = params.get("balance")
+        experts = top_k_experts(scores, config, balance, logits=logits, kernels=kernels)
     return experts, _weights(logits, scores, experts, config), scores
 
 
@@ -594,11 +601,14 @@ def expert_load(
 
 
 def distribution(routing: Routing, config: MoEConfig) -> Float[Tensor, "batch seq experts"]:
-    """Each token's scores, divided by their sum where they are sigmoids (DeepSeek-V3, eq. 19)."""
-    if config.score == "softmax":
+    """Each token's scores, divided by their sum where they are sigmoids (DeepSeek-V3, eq. 19).
+
+    By their logarithms, as sigmoids vanish in float32 where logits are near -100. Those of a router
+    of one's own are divided already.
+    """
+    if config.score == "softmax" or routing.logits is None:
         return routing.scores
-    total = routing.scores.sum(-1, keepdim=True)
-    return routing.scores / total.clamp_min(torch.finfo(total.dtype).tiny)
+    return torch.nn.functional.logsigmoid(routing.logits).softmax(-1)
 
 
 def over_context(x: Tensor, stream: P) -> Tensor:
@@ -698,11 +708,11 @@ def auxiliary(
         axes that split what it balances; under sequence parallelism one of a scalar. In backward
         the latter alone.
     """
-    zero = torch.zeros_like(routing.logits[..., 0]).sum()
+    zero = torch.zeros_like(routing.scores[..., 0]).sum()
     share = lax.stop_gradient(zero)
     if config.aux_loss:
         share = share + config.aux_loss * _imbalance(routing, config, counted, stream, kernels)
-    if config.z_loss:
+    if config.z_loss and routing.logits is not None:
         lse = routing.logits.logsumexp(-1)
         share = share + config.z_loss * torch.where(counted, lse.square(), 0).sum()
     if "balance" in params:
@@ -719,7 +729,8 @@ def _imbalance(
     """
     chosen = routing.experts
     if config.balance_bias:
-        chosen = top_k_experts(routing.scores, config, kernels=kernels)
+        scores, logits = routing.scores, routing.logits
+        chosen = top_k_experts(scores, config, logits=logits, kernels=kernels)
     taken = counted.unsqueeze(-1).expand_as(chosen)
     load = expert_load(chosen, taken, config.num_experts)
     tokens = counted.sum(SEQ_DIM, keepdim=True)
@@ -755,4 +766,4 @@ def _against_load(
         return torch.where(compat.constant(once, excess.device), excess, 0.0), None
 
     counts = zero if compat.pushing_forward() else custom_vjp(zero, forward, backward)
-    return counts(balance, excess).to(routing.logits.dtype)
+    return counts(balance, excess).to(routing.scores.dtype)

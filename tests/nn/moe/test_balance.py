@@ -67,6 +67,54 @@ def formula(params: dict, x, counted, config: MoEConfig, oracle) -> torch.Tensor
     return total + config.z_loss * (z**2 * mask).sum()
 
 
+@pytest.mark.parametrize("aux", ["sequence", "batch"])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("balance_bias", [False, True])
+@pytest.mark.parametrize("shift", [-1e4, -100.0, 100.0])
+def test_sigmoids_that_vanish_in_float32(aux, groups, balance_bias, shift):
+    """exp(shift) cancels in every share, far below 0; far above it shares are even."""
+    config = MoEConfig(
+        num_experts=EXPERTS, top_k=2, score="sigmoid", num_groups=groups,
+        top_groups=max(groups // 2, 1), router_bias=True, balance_bias=balance_bias,
+        aux_loss=1.0, aux=aux,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(-4, 5, (BATCH, SEQ, EMBED), generator=generator)
+    x, w = whole / 2, torch.randint(-4, 5, (EMBED, EXPERTS), generator=generator) / 4
+    params = {"w": w, "b": torch.full((EXPERTS,), shift)}  # logits are exact
+    params |= {"balance": torch.zeros(EXPERTS)} if balance_bias else {}
+    counted = torch.tensor(MASKS["uneven"], dtype=torch.bool)
+
+    def ours(w):
+        given = {**params, "w": w}
+        routing = route(given, x, config, stream=P(), rows=ROWS, positions=POSITIONS)
+        return auxiliary(given, routing, config, counted=counted, stream=P())
+
+    plain = x.double() @ w.double()
+    odds = plain.exp() if shift < 0 else -(-plain).exp()  # what is added to 0, or to 1
+    members = odds.unflatten(-1, (groups, -1))
+    best = members.topk(2 if groups > 1 else 1, dim=-1).values.sum(-1)
+    allowed = torch.sort(best, dim=-1, descending=True, stable=True).indices[..., :2]
+    allowed = torch.zeros_like(best).scatter(-1, allowed, 1.0).bool().unsqueeze(-1)
+    odds = torch.where(allowed, members, -torch.inf).flatten(-2)
+    choices = torch.sort(odds, dim=-1, descending=True, stable=True).indices[..., :2]
+    loads = count(choices.tolist(), counted, EXPERTS)
+
+    def by_hand(w):
+        plain = x.double() @ w
+        share = plain.softmax(-1) if shift < 0 else torch.full_like(plain, 1 / EXPERTS)
+        load, mask = loads, counted.double()
+        total = (share * mask[..., None]).sum(1)
+        if aux == "batch":
+            load, total, mask = load.sum(0), total.sum(0), mask.flatten()
+        return (load * total / mask.sum(-1, keepdim=True).clamp_min(1)).sum() * EXPERTS / 2
+
+    got = torch.func.grad_and_value(ours)(w)
+    wanted = torch.func.grad_and_value(by_hand)(w.double())
+    assert wanted[1] > 10
+    torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-6, check_dtype=False)
+
+
 CASES = [(loss, name) for loss in ("sequence", "batch") for name in ROUTERS]
 CASES += [(loss, name) for loss in ("z", "both", "none") for name in ("softmax", "deepseek-v3")]
 
