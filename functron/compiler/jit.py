@@ -153,6 +153,10 @@ class Jitted:
             return self.fn(*args)
         leaves, structure = tree.flatten(args)
         with unwinding():
+            if isinstance(self.fn, Mapped) and self.fn.aside is not None:
+                self._check_tensors(args, leaves)
+                if self.fn.aside(args):
+                    return self.fn(*args)
             executable = self._executable(args, leaves, structure)
             out = executable.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if isinstance(self.fn, Mapped) and self.fn.observe is not None:

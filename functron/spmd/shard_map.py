@@ -324,9 +324,12 @@ class Mapped:
         name: of `f`.
         observe: called with the arguments and the results of calls that have computed them, by
             `jit` too; None: nothing is.
+        aside: whether what `jit` compiles is not for these arguments, for which it then calls the
+            function itself; None: it is for all.
     """
 
     observe: Callable[[tuple, Any], None] | None = None
+    aside: Callable[[tuple], bool] | None = None
 
     def __init__(
         self,

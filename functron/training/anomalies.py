@@ -211,14 +211,17 @@ class Detector:
 
     def _remember(self, record: Record) -> None:
         for metric, past in self._past.items():
-            value = record.get(metric)
+            value = None if record.get("targets") == 0 else record.get(metric)
             value = math.nan if value is None else value
             # a step without a number has its place, so that limits are those of a step
             past.append(measured(metric, value) if math.isfinite(value) else math.nan)
 
     def find(self, record: Record) -> Anomaly | None:
-        """The anomaly in a record, that of its loss first; and remember the record."""
-        found = self._look(record)
+        """The anomaly in a record, that of its loss first; and remember the record.
+
+        A record without any target has none, and says nothing of what is usual.
+        """
+        found = None if record.get("targets") == 0 else self._look(record)
         self._remember(record)
         return found
 
@@ -302,6 +305,8 @@ class Guard:
         Every anomaly is written down.
         """
         self._left_out(record)
+        if record.get("targets") == 0:
+            self.write("no_targets", record["step"], **self._samples(record["step"] - 1))
         found = self._detector.find(self._seen(record))
         if found is None:
             return None

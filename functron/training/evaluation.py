@@ -14,13 +14,13 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from functron.compiler.jit import jit
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.blend import PARTS
 from functron.data.chat import IGNORED
 from functron.data.shards import provenance
@@ -224,8 +224,27 @@ def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> l
             raise ValueError(f"held-out set {name!r}: {error}") from error
         count = -(-samples.num_samples // config.global_batch)
         count = min(count, config.eval_batches or count)
-        found.append(HeldOut(name, samples, config.global_batch, count))
+        found.append(with_targets(HeldOut(name, samples, config.global_batch, count)))
     return found
+
+
+def with_targets(held_out: HeldOut) -> HeldOut:
+    """A set that has a target, as almost every first batch has.
+
+    Raises:
+        ValueError: it has none in any batch.
+    """
+    batches = (held_out.batch(index) for index in range(held_out.num_batches))
+    if not any(bool((batch["targets"] != IGNORED).any()) for batch in batches):
+        _refuse_empty(held_out)
+    return held_out
+
+
+def _refuse_empty(held_out: HeldOut) -> NoReturn:
+    got = f"{held_out.num_batches} batches without any target"
+    fix = "evaluate on longer documents, on more batches, or with more that is masked"
+    wanted = "a target at least, or there is no loss"
+    refuse("cannot evaluate on this", f"held-out set {held_out.name!r}", got, wanted, fix)
 
 
 def open_texts(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> dict[str, Texts]:
@@ -265,7 +284,7 @@ def slide(
     except ValueError as error:
         raise ValueError(f"held-out set {name!r}: {error}") from error
     count = -(-samples.num_samples // size)
-    return HeldOut(name, samples, size, min(count, config.eval_batches or count))
+    return with_targets(HeldOut(name, samples, size, min(count, config.eval_batches or count)))
 
 
 def loss_program(plan: Plan) -> Callable:
@@ -372,7 +391,10 @@ def evaluate(
 
     Returns:
         By name, ``loss`` in nats per target, ``perplexity``, its exponential, and ``tokens``, the
-        number of targets. A set without targets has a loss that is not a number.
+        number of targets.
+
+    Raises:
+        ValueError: a set has no target.
     """
     found = {}
     for held_out in sets:
@@ -381,7 +403,9 @@ def evaluate(
             summed, targets = program(params, batch(held_out, index))
             total, count = total + summed.double(), count + targets
         total, count = float(total), int(count)
-        loss = total / count if count else math.nan
+        if not count:
+            _refuse_empty(held_out)
+        loss = total / count
         # e^709 is the largest that a float64 holds
         perplexity = math.exp(loss) if not loss > 709 else math.inf
         found[held_out.name] = {"loss": loss, "perplexity": perplexity, "tokens": count}

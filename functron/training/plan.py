@@ -66,6 +66,7 @@ from functron.training.step import (
     Norms,
     Sharing,
     State,
+    Targets,
     gradients,
     init_state,
     make_step,
@@ -522,7 +523,7 @@ class Plan:
 
     @cached_property
     def step(self) -> Callable:
-        """The training step ``(state, batch) -> (state, metrics)``.
+        """The training step ``(state, batch) -> (state, metrics)``, of batches with targets.
 
         Raises:
             ValueError: the model cannot run on the mesh.
@@ -534,6 +535,16 @@ class Plan:
         """The twin of `step` that also measures layers, if it is asked for."""
         every = self.config.log_layers_every
         return self._watching(every) if every else None
+
+    @cached_property
+    def idle_step(self) -> Callable:
+        """What is taken in place of `step` where no target is; nothing of it is compiled."""
+        return self._step(None, "none")
+
+    @cached_property
+    def idle_watch(self) -> Callable:
+        """What is taken in place of the step of `watch` where no target is."""
+        return self._step(self._layers(), "none")
 
     def overflowing(self, state: State, batch: Any) -> list[str]:
         """The layers whose gradients are not finite; takes a step, and gives up the state."""
@@ -547,23 +558,32 @@ class Plan:
         return self._watching(1)
 
     def _watching(self, every: int) -> Watch:
+        layers = self._layers()
+        names = gpt.watched_names(self.config.gpt) if self.family.name == "gpt" else ()
+        return Watch(self._step(layers), every, layers.names, names)
+
+    def _layers(self) -> optim.Layers:
+        """The layers whose norms are measured."""
         rows = None
         if self.is_pipelined:
             stacked = (n for n in self.whole_defs if self.partition.stack(n) is not None)
             rows = {name: self.partition.rows(name, self.rank) for name in stacked}
         chosen, _ = tree.partition(self.whole_defs, self.trained(self.whole_defs))
-        layers = optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
-        names = gpt.watched_names(self.config.gpt) if self.family.name == "gpt" else ()
-        return Watch(self._step(layers), every, layers.names, names)
+        return optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
 
-    def _step(self, layers: optim.Layers | None) -> Callable:
+    def _step(self, layers: optim.Layers | None, targets: Targets = "some") -> Callable:
+        of = self._gradients
+        if self.is_pipelined:
+            compiled = self.config.compile and targets != "none"
+            of = functools.partial(self._pipelined_gradients, compiled=compiled)
         return make_step(
-            self._pipelined_gradients(layers) if self.is_pipelined else self._gradients(layers),
+            of(layers),
             self.optimizer,
             self.mesh,
             self.specs,
             batch_specs=self.batch_specs,
             norms=Norms(weight_mask(self.defs), layers, use(self.config.kernels)),
+            targets=targets,  # which a run counts in the host's memory
             check=False,  # the losses of families are sums
         )
 
@@ -596,13 +616,13 @@ class Plan:
             **self._common(),
         )
 
-    def _pipelined_gradients(self, layers: optim.Layers | None) -> Sharing:
+    def _pipelined_gradients(self, layers: optim.Layers | None, *, compiled: bool) -> Sharing:
         stages = pipelined(
             functools.partial(self._stage, watch=layers is not None),
             self.partition,
             self.schedule,
             dtype=torch_dtype(self.config.optimizer.grad_dtype),
-            compile={} if self.config.compile else None,
+            compile={} if compiled else None,
         )
         return pipelined_gradients(stages, gpt.num_targets, **self._common())
 

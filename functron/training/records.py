@@ -71,6 +71,31 @@ def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
 
 
 @contextmanager
+def without_targets() -> Iterator[Callable[[Record], None]]:
+    """Says of the first step whose samples have no target that it has none, at the end of how many.
+
+    The record of such a step has ``targets``, 0; see `functron.make_step`.
+    """
+    steps: list[int] = []
+
+    def say(text: str) -> None:
+        print(f"functron: {text}", file=sys.stderr, flush=True)
+
+    def write(record: Record) -> None:
+        if record.get("targets") == 0:
+            if not steps:
+                step = record["step"]
+                say(f"step {step}: no sample has a target: nothing is learned, training goes on")
+            steps.append(record["step"])
+
+    try:
+        yield write
+    finally:
+        if len(steps) > 1:
+            say(f"no sample had a target in {len(steps)} steps, from {steps[0]} to {steps[-1]}")
+
+
+@contextmanager
 def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
     """One JSON object a line, flushed at once so that a run can be followed.
 

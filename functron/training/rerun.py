@@ -302,7 +302,10 @@ def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
         return state, int(state.step)
 
     def step(index: int) -> Callable:
-        return run.watch.step if run.watch is not None and run.watch.due(index) else run.step
+        targets = job.summed(run.num_targets(run.host_batch(index)))()
+        if run.watch is not None and run.watch.due(index):
+            return run.taking(run.watch.step, targets, watched=True)
+        return run.taking(run.step, targets)
 
     def watch() -> Watch:
         found = run.plan.watching()

@@ -44,7 +44,8 @@ class Run:
         plan: everything that follows of its configuration and mesh.
         text: where batches come from.
         state: before the first step, which consumes it: global values, or this rank's shards.
-        step: ``(state, batch) -> (state, metrics)``, compiled if that was asked for.
+        step: ``(state, batch) -> (state, metrics)``, compiled if that was asked for; of batches
+            with targets, see `taking`.
         watch: the twin of `step` that also measures layers, where it is asked for.
         device: where it runs.
         start: steps taken already.
@@ -131,6 +132,21 @@ class Run:
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A batch on the device of the state."""
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    def num_targets(self, host: dict[str, torch.Tensor]) -> int:
+        """How many targets a batch in host memory has, or this process's part of one."""
+        return int(self.config.family.num_targets(host))
+
+    def taking(self, step: Callable, num_targets: int, *, watched: bool = False) -> Callable:
+        """`step`, or the step of `watch`, for a batch with so many targets on all ranks.
+
+        That of a batch without any changes neither parameters nor the optimizer's state; it is not
+        compiled.
+        """
+        if num_targets:
+            return step
+        idle = self.plan.idle_watch if watched else self.plan.idle_step
+        return idle if self.around is None else self.around(idle)
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """The loss, perplexity and number of targets of every held-out set, by its name.

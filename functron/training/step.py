@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,8 +20,9 @@ from functron.core import compat, random, tree
 from functron.core.errors import public, refuse
 from functron.core.scopes import named_scope
 from functron.ops import AUTO, Kernels
-from functron.optim.transformation import multiplied
+from functron.optim.transformation import multiplied, readable
 from functron.pipeline.execute import Pipeline
+from functron.program.recorder import active
 from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames
 from functron.spmd.mesh import Call
@@ -130,9 +131,9 @@ class Shares(NamedTuple):
     """A rank's gradients, before they are summed over ranks, and the facts that this needs.
 
     Attributes:
-        of: ``(params, batch, key, scale) -> (value, grads)``: the mean loss, or a pair of it and
-            sums beside it, and this rank's shares of its gradients, both times `scale`, 0-dim, if
-            that is not None. A per-rank program.
+        of: ``(params, batch, key, divisor) -> (value, grads)``: the sum of the losses, or a pair of
+            it and sums beside it, and this rank's shares of its gradients; losses are divided by
+            `divisor`, a number or 0-dim. A per-rank program.
         specs: with which these arrive.
         total: ``(params, batch, key)`` to the sum of the losses.
         num_targets: ``batch`` to the number of terms in that sum, over all ranks.
@@ -204,8 +205,7 @@ def gradients(
     def shares(mesh: Mesh | BoundMesh, specs: tree.Tree, wanted: tree.Tree) -> Shares:
         used = whole_over(specs, FSDP_AXES) if hoist else specs
 
-        def of(params, batch, key, scale=None):
-            total = _divisor(num_targets(batch), scale)
+        def of(params, batch, key, divisor):
             given, codes = _given(params, specs, used, encode)
             whole, frozen = tree.partition(given, trainable)
 
@@ -213,7 +213,7 @@ def gradients(
                 joined = tree.join(chosen, frozen)
                 joined = joined if codes is None else attached(joined, codes)
                 out = loss(joined, microbatch, key)
-                return (out[0] / total, out[1]) if has_aux else out / total
+                return (out[0] / divisor, out[1]) if has_aux else out / divisor
 
             if not scatter:
                 return accumulate(both(mean_loss), num_microbatches, dtype=dtype)(whole, batch)
@@ -255,6 +255,23 @@ def _given(
 def _divisor(num_targets: Any, scale: torch.Tensor | None) -> Any:
     """The divisor of sums of losses, such that their mean is times `scale`."""
     return num_targets if scale is None else num_targets / scale
+
+
+def _at_least_one(count: Any) -> Any:
+    """1 in place of 0; a traced program is for batches with targets, and has no operation more."""
+    if not isinstance(count, torch.Tensor):
+        return count or 1
+    return torch.where(count == 0, 1, count) if active() is None else count
+
+
+Targets = Literal["read", "some", "none"]
+
+
+def _without_targets(targets: Targets, count: Any) -> bool:
+    """Whether a batch has none, of which `count` says how many it has where that can be read."""
+    if targets != "read" or (isinstance(count, torch.Tensor) and not readable(count)):
+        return targets == "none"
+    return bool(count == 0)
 
 
 @public
@@ -304,12 +321,11 @@ def pipelined_gradients(
             arrived = {name: (used if name in spread else wanted)[name] for name in used}
             parts = _scattering(parts, used, arrived, rank, reduce_dtype)
 
-        def of(params, batch, key, scale=None):
+        def of(params, batch, key, divisor):
             given, codes = _given(params, specs, used, encode)
             whole, frozen = tree.partition(given, trainable)
-            total = _divisor(num_targets(batch), scale)
             before = () if codes is None else (codes,)
-            shared = (*before, *((frozen,) if partly else ()), key, total)
+            shared = (*before, *((frozen,) if partly else ()), key, divisor)
             if not scatter:
                 return parts.value_and_grad(whole, batch, *shared)
             return parts.value_and_grad(stand_ins(whole, used, arrived), batch, whole, *shared)
@@ -355,6 +371,7 @@ def make_step(
     batch_specs: tree.Tree = _SAMPLES,
     norms: Norms | None = _ALL,
     replicated_over: AxisNames = (),
+    targets: Targets = "read",
     check: bool = True,
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
@@ -365,7 +382,8 @@ def make_step(
 
     Args:
         gradients: of `gradients`, or of `pipelined_gradients`.
-        optimizer: the gradient transformation.
+        optimizer: the gradient transformation. A batch without any target changes neither
+            parameters nor its state.
         mesh: the ranks; the batch is split over its data axes.
         specs: the specs of the parameters that this process holds, one per parameter.
         batch_specs: how the batch is split, a spec or a tree of them, such as ``gpt.batch_specs()``
@@ -374,6 +392,9 @@ def make_step(
             `optimizer` clips by it.
         replicated_over: axes whose ranks are all meant to do the same work. Any other axis with
             more than one rank must split parameters, the optimizer's state, the batch or stages.
+        targets: whether batches have any. ``"read"``: their number is read on the host in every
+            step (by `jit` before it runs what it compiled), which waits for a GPU. ``"some"``: the
+            caller knows that they do, and nothing waits. ``"none"``: that they have none.
         check: after the first step, see that the loss is a sum and no mean: of one sample of each
             rank and microbatch of a pipeline, and of the same sample twice, without gradients,
             once.
@@ -383,7 +404,9 @@ def make_step(
         (before clipping; of the same gradients as an `optim.clip_by_global_norm` at the head of
         `optimizer`, it is computed once for both). With `optim.with_loss_scale` these are of the
         loss without its scale, and there are ``loss_scale`` and ``stuck``, the `Scaling` of the
-        next step. Raises ValueError where the batch does not divide, or the loss is a mean.
+        next step. Of a batch without any target both are 0, as are ``targets``, which no other has.
+        (A program of `functron.trace` is for batches with targets: others have a loss of NaN.)
+        Raises ValueError where the batch does not divide, or the loss is a mean.
         Collectives: those of the gradients, `sync_gradients`, the optimizer and the norms.
 
     Raises:
@@ -397,33 +420,38 @@ def make_step(
     axis = shares.axis
     _check_work(mesh, (layout, batch_specs), replicated_over, axis)
 
-    def first(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree]:
+    def first(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree, Any]:
         key = random.fold_in(state.key, state.step)
-        if optimizer.loss_scale is None:
-            return shares.of(state.params, batch, key)
-        scale = optimizer.loss_scale(state.opt_state).scale
-        value, grads = shares.of(state.params, batch, key, scale)
-        if isinstance(value, tuple):
-            return (value[0] / scale, *value[1:]), grads
-        return value / scale, grads
+        scaling, count = optimizer.loss_scale, shares.num_targets(batch)
+        scale = None if scaling is None else scaling(state.opt_state).scale
+        divisor = _divisor(count if targets == "some" else _at_least_one(count), scale)
+        value, grads = shares.of(state.params, batch, key, divisor)
+        if scale is not None:
+            loss, *aux = value if isinstance(value, tuple) else (value,)
+            value = (loss / scale, *aux) if aux else loss / scale
+        return value, grads, count
 
-    def second(state: State, grads: tree.Tree) -> tuple[State, dict]:
+    def second(state: State, grads: tree.Tree, idle: bool = False) -> tuple[State, dict]:
         with named_scope("sync"):
             grads = sync_gradients(grads, shares.specs, wanted, dtype=shares.dtype)
         with named_scope("update"), _marking(mesh, "update"):
             if optimizer.loss_scale is not None:
                 grads = _unscaled(grads, optimizer.loss_scale(state.opt_state).scale)
+            grads = tree.map(torch.zeros_like, grads) if idle else grads
             found, known = _measured(norms, grads, state.params, optimizer, specs, shares.copies)
-            params, opt_state = optimizer.step_(grads, state.opt_state, state.params, **known)
+            params, opt_state = state.params, state.opt_state
+            if not idle:
+                params, opt_state = optimizer.step_(grads, opt_state, params, **known)
             if optimizer.loss_scale is not None:
                 scaling = optimizer.loss_scale(opt_state)
                 found |= {"loss_scale": scaling.scale, "stuck": scaling.stuck}
         return State(state.step + 1, params, opt_state, state.key), found
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
-        value, grads = first(state, batch)
-        state, found = second(state, grads)
-        return state, _metrics(value, found)
+        value, grads, count = first(state, batch)
+        idle = _without_targets(targets, count)
+        state, found = second(state, grads, idle)
+        return state, _metrics(value, found, idle)
 
     look = _sum_check(shares, mesh, specs, batch_specs) if check else None
     if shares.compile is None or not isinstance(mesh, BoundMesh):
@@ -438,20 +466,27 @@ def make_step(
         )
         if look is not None:
             mapped.observe = lambda args, out: look(out[0], args[1])
+        if targets == "read":
+            counted = functools.partial(shard_map, mesh=mesh, stages=axis, check=False)
+            count = counted(shares.num_targets, in_specs=(batch_specs,), out_specs=P())
+            mapped.aside = lambda args: _without_targets(targets, count(args[1]))
         return mapped
     # every rank's own shares leave the first program as they are, and enter the second
     split = functools.partial(shard_map, mesh=mesh, stages=axis, check=False)
     made = split(first, in_specs=(layout, batch_specs), out_specs=P())
     rest = split(second, in_specs=(layout, shares.specs), out_specs=(layout, P()))
     taken = jit(rest, donate=0, **shares.compile)
+    nothing = functools.partial(second, idle=True)
+    left = split(nothing, in_specs=(layout, shares.specs), out_specs=(layout, P()), donate=0)
 
     def two_programs(state: State, batch: tree.Tree) -> tuple[State, dict]:
         with Call("step", mesh, alike=False):  # no rank is left between the two
-            value, grads = made(state, batch)
-            state, found = taken(state, grads)
+            value, grads, count = made(state, batch)
+            idle = _without_targets(targets, count)
+            state, found = (left if idle else taken)(state, grads)
             if look is not None:
                 look(state, batch)
-        return state, _metrics(value, found)
+        return state, _metrics(value, found, idle)
 
     return two_programs
 
@@ -614,8 +649,11 @@ def _scattering(
     return Pipeline(stage, partition, stages.schedule, stages.dtype, stages.compile, stages.observe)
 
 
-def _metrics(value: Any, norms: dict) -> dict:
+def _metrics(value: Any, norms: dict, idle: bool) -> dict:
     """The metrics of a step with the loss `value`, or with a pair of it and sums beside it."""
     loss, *aux = value if isinstance(value, tuple) else (value,)
     metrics = {"loss": loss, **norms}
+    if idle:
+        zero = torch.zeros_like(loss)
+        metrics |= {"loss": zero, "targets": zero.to(torch.int64)}
     return {**metrics, "aux": aux[0]} if aux else metrics

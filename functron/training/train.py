@@ -388,6 +388,8 @@ class _Taken:
         values = {name: float(self.metrics[name]) for name in METRICS if name in self.metrics}
         seconds = time.perf_counter() - max(self.began, settled)
         record = meter.record(self.index, self.batch, values, seconds)
+        if "targets" in self.metrics:
+            record["targets"] = int(self.metrics["targets"])
         if meter.details is not None:
             record |= meter.details(self.metrics["aux"])
         if self.watched is not None:
@@ -547,7 +549,7 @@ def _past(run: Run, out: Path | None) -> list[dict[str, Any]]:
         return []
     last = run_folder.records(out)
     kept = [record for record in last if record["step"] <= run.start]
-    names = ("step", "loss", "grad_norm")
+    names = ("step", "loss", "grad_norm", "targets")
     return [
         {name: record.get(name) for name in names}
         for record in kept[-run.config.anomalies.window - 1 :]
@@ -587,9 +589,9 @@ def _stretch(
     def position(steps: int) -> dict[str, Any]:
         return {**seen(run, steps), "batch": f"{sums.pop(steps - 1)():016x}"}
 
-    def made(step: int) -> tuple[dict[str, torch.Tensor], int]:
+    def made(step: int) -> tuple[dict[str, torch.Tensor], int, int]:
         batch = run.host_batch(step)
-        return batch, own_hash(run.mesh, batch)
+        return batch, own_hash(run.mesh, batch), run.num_targets(batch)
 
     meter = Meter(
         learning_rate=run.plan.learning_rate,
@@ -606,22 +608,30 @@ def _stretch(
         ahead = prefetched(made, run.start, config.steps, config.prefetch)
         host_batch = stack.enter_context(ahead)
         remember = stack.enter_context(remembering(run))
-        reached = int(run.start)
+        reached, targets = int(run.start), 0
 
         def batch(step: int) -> dict[str, torch.Tensor]:
-            nonlocal reached
+            nonlocal reached, targets
             reached = step + 1
             run.at("step", step)
-            host, part = host_batch(step)
+            host, part, own_targets = host_batch(step)
             sums[step] = job.summed(part)
+            targets = job.summed(own_targets)()
             return run.on_device(host)
+
+        def taken(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
+            return run.taking(run.step, targets)(state, batch)
+
+        def watched(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
+            assert run.watch is not None
+            return run.taking(run.watch.step, targets, watched=True)(state, batch)
 
         def evaluated(state: State) -> dict[str, dict[str, float]]:
             run.at("evaluate", reached)
             return run.evaluate(state)
 
         return loop(
-            run.step,
+            taken,
             run.state,
             batch,
             steps=config.steps,
@@ -635,7 +645,7 @@ def _stretch(
             evaluate_every=config.eval_every,
             reporters=_reporters(run, out, also) if job.main else [],
             agree=lambda number: int(job.across(number, dist.ReduceOp.MAX)),
-            watch=run.watch,
+            watch=None if run.watch is None else dataclasses.replace(run.watch, step=watched),
             stop=stop,
             ahead=int(run.device.type == "cuda"),
             patience=scaled.patience if scaled.initial else 0,
@@ -652,7 +662,8 @@ def _stretch(
 def _reporters(
     run: Run, out: Path | None, also: Callable[[], records.Reporter] | None
 ) -> list[records.Reporter]:
-    return [*reporters(run.config, out, run.start), *([] if also is None else [also()])]
+    found = [*reporters(run.config, out, run.start), records.without_targets()]
+    return [*found, *([] if also is None else [also()])]
 
 
 def _both(*phases: Callable[[str, int], None]) -> Callable[[str, int], None]:

@@ -507,3 +507,64 @@ def test_masters_for_an_optimizer_without_any_are_refused():
     params = ft.init_params(random.key(0), defs)
     with pytest.raises(ValueError, match="params: got given beside masters"):
         ft.init_state(random.key(0), defs, specs, told, Mesh(), params, masters=True)
+
+
+def untargeted() -> dict:
+    made = batch(7)
+    made["targets"].fill_(ft.nn.IGNORE_INDEX)  # a view of the tokens; they are at another place
+    return {**made, "tokens": batch(7)["tokens"]}
+
+
+IDLE = {
+    "adamw": lambda: optim.adamw(1e-2, weight_decay=0.1),
+    "clipped": lambda: optim.chain(
+        optim.clip_by_global_norm(0.5), optim.adamw(optim.linear(1e-2, 10), weight_decay=0.1)
+    ),
+    "momentum": lambda: optim.sgd(1e-2, momentum=0.9),
+    "lion": lambda: optim.lion(1e-3, weight_decay=0.1),
+    "zero": lambda: optim.adamw(1e-2, weight_decay=0.1),
+    "skips": lambda: optim.with_limit(optim.adamw(1e-2, weight_decay=0.1)),
+    "if finite": lambda: optim.apply_if_finite(optim.adamw(1e-2, weight_decay=0.1), 3),
+    "loss scale": lambda: optim.with_loss_scale(
+        optim.adamw(1e-2, weight_decay=0.1), optim.LossScale(8.0, growth_interval=2)
+    ),
+}
+IDLE_CASES = [
+    *((name, "eager", "") for name in IDLE if name not in ("adamw", "zero")),
+    ("clipped", "compiled", ""),
+    ("loss scale", "compiled", ""),
+    ("adamw", "microbatches", "dp=2,tp=2"),
+    ("zero", "eager", "dp=2"),
+    ("clipped", "microbatches", "fsdp=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "way", "mesh"), IDLE_CASES)
+def test_a_batch_without_targets_changes_nothing(name, way, mesh):
+    """One target of two microbatches is enough, and none leave even the weight decay out."""
+    mesh, defs, optimizer = Mesh.parse(mesh), gpt.defs(CONFIG), IDLE[name]()
+    specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
+
+    def loss(params, data, key):
+        options = ft.ModelOptions(gather=ft.Gather(specs))
+        return gpt.loss(CONFIG, params, data, options, key=key)
+
+    if name == "zero":
+        optimizer = optim.zero(optimizer, shards=optim.shard_specs(defs, specs, mesh))
+    parts = 2 if way == "microbatches" else 1
+    of = ft.gradients(loss, gpt.num_targets, num_microbatches=parts)
+    step = ft.make_step(of, optimizer, mesh, specs)
+    step = ft.jit(step, donate=0, backend="eager") if way == "compiled" else step
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    state, _ = step(state, batch(0))
+    before = tree.map(torch.clone, state)
+    state, metrics = step(state, untargeted())
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == float(metrics["targets"]) == 0
+    assert state.step == 2
+    torch.testing.assert_close(state._replace(step=1), before._replace(step=1), rtol=0, atol=0)
+    few = untargeted()
+    few["targets"][0, 3] = 5
+    after, metrics = step(state, few)
+    assert "targets" not in metrics
+    assert float(metrics["grad_norm"]) > 0
+    assert not torch.equal(after.params["embed"], before.params["embed"])

@@ -1,0 +1,119 @@
+"""Batches and held-out sets without any target: their loss is that of 0 targets, 0 or none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from functron import tree
+from functron.cli.main import main
+from functron.data import IndexedWriter
+from functron.spmd import Mesh
+from functron.training.anomalies import AnomalyConfig, Detector
+from functron.training.config import TrainConfig, with_model
+from functron.training.run import prepare
+
+SHORT = ["--model", "gpt2-tiny", "--seq", "8", "--global-batch", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """Documents of one token, which have no target; and among these such as have some."""
+    folder = tmp_path_factory.mktemp("tokens")
+    for name, lengths in (("ones", [1] * 60), ("mixed", [1] * 18 + [76] * 6)):
+        with IndexedWriter(folder / name, np.dtype(np.uint16)) as writer:
+            for number, length in enumerate(lengths):
+                writer.add(np.arange(number, number + length) % 256)
+    return folder
+
+
+def records(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("more", [["--mask-documents"], ["--pack", "best-fit"]], ids=str)
+def test_a_run_goes_on(tokens, tmp_path, capfd, more):
+    out = tmp_path / "run"
+    more = [*more, "--data", str(tokens / "mixed"), "--steps", "12", "--out", str(out)]
+    assert main(["train", *SHORT, *more]) == 0
+    rows = records(out)
+    empty = [row for row in rows if "targets" in row]
+    assert 0 < len(empty) < 12
+    assert {(row["targets"], row["loss"], row["grad_norm"]) for row in empty} == {(0, 0.0, 0.0)}
+    assert all(row["loss"] > 1 and row["grad_norm"] > 0 for row in rows if row not in empty)
+    events = records(out, "events.jsonl")
+    assert [e["step"] for e in events] == [row["step"] for row in empty]
+    assert {e["kind"] for e in events} == {"no_targets"}
+    assert f"step {empty[0]['step']}: no sample has a target" in capfd.readouterr().err
+
+
+MESHES = [
+    {"mesh": "pp=2", "microbatches": 2},
+    {"mesh": "dp=2,tp=2", "zero": 2},
+    {"compile": True, "log_layers_every": 1},
+]
+
+
+@pytest.mark.parametrize("how", MESHES, ids=str)
+def test_the_state_stays(tokens, how):
+    """Also of float32 masters and moments under a loss scale; on pipelines and compiled."""
+    config = with_model(TrainConfig(), "gpt2-tiny")
+    own = {"data": str(tokens / "ones"), "mask_documents": True, "seq": 8, "global_batch": 4}
+    config = dataclasses.replace(config, **own, **how)
+    run = prepare(config, Mesh.parse(config.mesh))
+    before = tree.map(torch.clone, run.state)
+    batch = run.host_batch(0)
+    assert run.num_targets(batch) == 0
+    watched = run.watch is not None
+    step = run.taking(run.watch.step if watched else run.step, 0, watched=watched)
+    state, metrics = step(run.state, batch)
+    numbers = [float(metrics[name]) for name in ("loss", "grad_norm", "targets")]
+    assert numbers == [0, 0, 0]
+    assert state.step == 1
+    torch.testing.assert_close(state._replace(step=0), before._replace(step=0), rtol=0, atol=0)
+
+
+def test_a_held_out_set_is_refused_before_training(tokens, tmp_path, capfd):
+    out = tmp_path / "run"
+    more = ["--mask-documents", "--steps", "2", "--out", str(out)]
+    more += ["--data", str(tokens / "mixed"), "--eval-data", f"short={tokens / 'ones'}"]
+    assert main(["train", *SHORT, *more, "--eval-every", "1"]) == 2
+    said = capfd.readouterr().err
+    assert "held-out set 'short': got 7 batches without any target" in said
+    assert not (out / "metrics.jsonl").exists()
+
+
+def test_evaluate_refuses_one(tokens, tmp_path, capfd):
+    """A BERT's, of which nothing is masked, and texts of one token each."""
+    text = tmp_path / "text.txt"
+    text.write_text("some text " * 20)
+    masked = ["--model", "bert-tiny", "--mask-rate", "1e-9", "--mask-token", "3"]
+    for name, more in (("gpt", ["--mask-documents"]), ("bert", masked)):
+        out, gpt = tmp_path / name, name == "gpt"
+        data = str(tokens / "mixed") if gpt else str(text)
+        more = [*SHORT, *more, "--steps", "1", "--out", str(out), "--data", data]
+        assert main(["train", *more]) == 0
+        data = f"short={tokens / 'ones' if gpt else data}"
+        assert main(["evaluate", str(out), "--data", data, "--device", "cpu"]) == 2
+        wanted = "none with two tokens" if gpt else "batches without any target"
+        assert wanted in capfd.readouterr().err
+
+
+def test_it_is_no_part_of_what_is_usual():
+    detector = Detector(AnomalyConfig(minimum=4, threshold=5.0))
+    for step in range(1, 20):
+        record = {
+            "step": step,
+            "loss": 2.0 + 0.01 * (step % 3),
+            "grad_norm": 1.0 + 0.1 * (step % 2),
+        }
+        if step % 2:
+            record |= {"loss": 0.0, "grad_norm": 0.0, "targets": 0}
+        assert detector.find(record) is None
+    assert detector.limit() < math.exp(5)
+    assert detector.find({"step": 20, "loss": 9.0, "grad_norm": 1.0}) is not None
