@@ -217,6 +217,8 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
         lines.append(
             f"lora   rank {config.lora_rank}: {count:,} parameters more, which alone train"
         )
+        if left := lora.unadapted(lora.plain(defs), config.lora):
+            lines.append(f"lora   these targets have no adapters: {', '.join(left)}")
     if here is not None:
         lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
         if here.is_open:

@@ -72,26 +72,48 @@ class LoRA:
             fix = "adapt the model without: functron convert run:RUN hf:MODEL folds it"
             found.append(Problem(f"{path}_rank", got, wanted, fix))
         layers = [] if defs is None else [place for place, _ in _linear_layers(defs)]
-        return found + [
-            Problem(f"{path}_targets", repr(target), "a linear layer", nearest(target, layers))
-            for target in self.targets
-            if layers and not fnmatch.filter(layers, target)
-        ]
+        others = dict(_others(defs))
+        for target in self.targets if layers else ():
+            chosen = [place for place in layers if fnmatch.fnmatchcase(place, target)]
+            routed = [x for x in others if others[x] and fnmatch.fnmatchcase(x, target)]
+            if routed:
+                got = f"{target!r}, which names {', '.join(routed)}"
+                wanted = "layers other than routers and the experts that these choose"
+                fix = "leave it out"
+                if chosen:
+                    fix = f"write {','.join(_patterns(chosen, others))} for the other layers"
+                found.append(Problem(f"{path}_targets", got, wanted, fix))
+            elif not chosen:
+                fix = nearest(target, layers)
+                found.append(Problem(f"{path}_targets", repr(target), "a linear layer", fix))
+        return found
 
 
 def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     """`defs` with an `Adapter` of ParamDefs in each linear layer that `lora` targets.
 
     Linear layers are those of `nn.linear_defs`, ``{"w", "b"?}``, between the residual stream and
-    something else, stacked or not; of layers of experts, those of the shared expert alone. `a`
+    something else, stacked or not; of layers of experts, those of the shared expert alone, and
+    targets that name others there are refused. (What else targets name and no `Adapter` gets, as
+    what turns a latent into heads, is what `unadapted` says.) `a`
     begins as N(0, 1 / in), so that x a varies about as x does, `b` as zero, so that the model
     begins as it was. All else is the same, and begins as the same.
 
     Raises:
-        ValueError: a target names no linear layer, or the rank or alpha is none; all offenders are
-            listed, with the nearest layer.
+        ValueError: a target names no linear layer, or a router or its experts, or the rank or alpha
+            is none; all offenders are listed, with the nearest layer.
     """
     raise_problems("cannot adapt this model", lora.problems(defs))
+    return _adapted(defs, lora)
+
+
+def unadapted(defs: tree.Tree, lora: LoRA) -> list[str]:
+    """The paths of matrices that targets of `lora` name and that get no `Adapter`."""
+    names = [place for place, _ in _others(defs)]
+    return [x for x in names if any(fnmatch.fnmatchcase(x, target) for target in lora.targets)]
+
+
+def _adapted(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     chosen = {
         place
         for place, _ in _linear_layers(defs)
@@ -115,9 +137,32 @@ def _linear_layers(defs: tree.Tree, path: str = "") -> Iterator[tuple[str, Param
     if isinstance(w, ParamDef) and _num_inputs(w) is not None:
         yield path, w
     for name, entry in defs.items():
-        # routers and experts multiply their matrices themselves, and would not see an adapter
         if not ("router" in defs and name != "shared"):
             yield from _linear_layers(entry, _under(path, name))
+
+
+def _others(defs: tree.Tree, path: str = "", routed: bool = False) -> Iterator[tuple[str, bool]]:
+    """Path of every layer with a matrix that cannot be adapted, and whether it is routed or routes.
+
+    Routers and experts multiply their matrices themselves, and would not see an adapter.
+    """
+    if not isinstance(defs, Mapping):
+        return
+    w = defs.get("w")
+    if isinstance(w, ParamDef) and (routed or _num_inputs(w) is None):
+        yield path, routed
+    for name, entry in defs.items():
+        inside = (routed or "router" in defs) and name != "shared"
+        yield from _others(entry, _under(path, name), inside)
+
+
+def _patterns(layers: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Patterns of these layers that name none of the others."""
+    found = {}
+    for place in layers:
+        beside = place.rpartition("/")[0] + "/*"
+        found[place if fnmatch.filter(others, beside) else beside] = None
+    return list(found)
 
 
 def _under(path: str, name: str) -> str:
@@ -212,7 +257,7 @@ def defs_in(defs: tree.Tree, lora: LoRA | None, paths: Iterable[str]) -> tree.Tr
             "0, for a checkpoint with adapters",
         )
         refuse(title, "lora_rank", got, "their rank", fix)
-    return lora_defs(defs, lora)
+    return _adapted(defs, lora)  # as it was made, whatever its targets name besides
 
 
 def plain(value: tree.Tree) -> tree.Tree:

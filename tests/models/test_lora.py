@@ -1,7 +1,6 @@
 """Low-rank adapters: the dense W + s A B, on every mesh; frozen leaves stay; merged at the end."""
 
-from __future__ import annotations
-
+import fnmatch
 import math
 from dataclasses import replace
 
@@ -339,14 +338,47 @@ def test_only_targets_are_adapted():
 
 def test_of_experts_only_the_shared_one_is_adapted():
     model = gpt.PRESETS["deepseek-v3-tiny"]
-    targets = ("blocks/attention/*", "blocks/moe/*", "mtp/proj")
+    targets = ("blocks/attention/*", "blocks/moe/shared/*", "mtp/proj")
     defs = lora.lora_defs(gpt.defs(model), lora.LoRA(4, targets=targets))
     adapted = {path.split("/lora/")[0] for path in tree.paths(defs) if "/lora/" in path}
     shared = {f"blocks/moe/shared/{name}" for name in ("up", "gate", "down")}
     attention = {f"blocks/attention/{name}" for name in ("q_down", "kv_down", "out")}
     assert adapted == shared | attention | {"mtp/proj"}
-    for target in ("blocks/moe/experts/*", "blocks/moe/router"):
-        assert lora.LoRA(4, targets=(target,)).problems(gpt.defs(model))
+    left = lora.unadapted(gpt.defs(model), lora.LoRA(4, targets=targets))
+    assert left == ["blocks/attention/q_up", "blocks/attention/kv_up"]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "fix"),
+    [
+        ("deepseek-v3-tiny", "blocks/moe/*", "write blocks/moe/shared/* for"),
+        ("deepseek-v3-tiny", "blocks/moe/experts/up", "leave it out"),
+        ("mixtral-tiny", "blocks/*", "write blocks/attention/* for"),
+        ("mixtral-tiny", "*/router", "leave it out"),
+    ],
+)
+def test_targets_that_name_routed_experts_are_refused(name, target, fix):
+    """They multiply their matrices themselves; every matrix that is named is told."""
+    model = gpt.PRESETS[name]
+    wrong = lora.LoRA(4, targets=("blocks/attention/*", target))
+    named = {
+        path.removesuffix("/w")
+        for path in tree.paths(gpt.defs(model))
+        if path.endswith("/w") and fnmatch.fnmatch(path.removesuffix("/w"), target)
+    }
+    named = {path for path in named if "/experts/" in path or path.endswith("router")}
+    with pytest.raises(ValueError, match="routers and the experts") as caught:
+        lora.lora_defs(gpt.defs(model), wrong)
+    assert named
+    assert all(path in str(caught.value) for path in named)
+    assert f"fix: {fix}" in str(caught.value)
+
+
+def test_checkpoints_whose_targets_named_experts_are_read():
+    model = gpt.PRESETS["deepseek-v3-tiny"]
+    old, now = (lora.LoRA(4, targets=(f"blocks/moe/{x}*",)) for x in ("", "shared/"))
+    wanted = lora.lora_defs(gpt.defs(model), now)
+    assert tree.paths(lora.defs_in(gpt.defs(model), old, tree.paths(wanted))) == tree.paths(wanted)
 
 
 def test_a_checkpoint_of_adapters_without_their_rank_is_refused(finished):
