@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,30 +19,27 @@ import torch
 
 from functron import nn
 from functron.core import compat, random, tree
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import refuse
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Key, Scalar, Tensor
 from functron.models.config import GPTConfig
+from functron.models.hooks import own_attention, own_block
 from functron.models.options import (
     DEFAULTS,
     SAMPLE_AXES,
-    Hook,
     ModelOptions,
     Sequence,
     check_gathered,
     check_length,
     check_positions,
-    keywords_of,
 )
 from functron.nn import context
-from functron.nn.context import own_part
 from functron.nn.layers import JOINED, sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.pipeline.partition import Part
 from functron.precision import history_def
 from functron.spmd import CONTEXT_AXES, P, params
 from functron.spmd import collectives as lax
-from functron.spmd.params import ParamDef
 from functron.spmd.spec import spec_axes
 from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
@@ -355,7 +352,7 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     window = 0 if config.global_every else config.window  # else each row has its own
     ropes = _ropes(config, sequence, gather.compute_dtype or config.torch_dtype)
     hook = options.hook("block")
-    body = transformer_block if hook is None else functools.partial(_own_block, hook.apply)
+    body = transformer_block if hook is None else own_block(hook, options)
 
     def once(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
         keys: tuple[Tensor | None, ...] = (None,) * 4
@@ -376,96 +373,6 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
         return gathered(weights, x, *row[1:])
 
     return step
-
-
-def _own_block(
-    apply: Callable, layer: Layer, weights: dict, x: Tensor
-) -> tuple[Tensor, Auxiliary | None]:
-    """A block of the user's, which has to return the auxiliary loss of its experts."""
-    out = apply(layer, weights, x)
-    y, auxiliary = out if isinstance(out, tuple) else (out, None)
-    if ("moe" in weights) != (auxiliary is not None):
-        got = "no auxiliary loss" if auxiliary is None else "an auxiliary loss"
-        wanted = "(x, auxiliary) of a block with experts, x of another"
-        fix = "return what layer.feed_forward returns beside its result"
-        refuse("the block of these options", "options.block", got, wanted, fix)
-    return y, auxiliary
-
-
-def attention_keywords(function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that an attention of the user's is called with.
-
-    Raises:
-        ValueError: it has no parameter for one that this run needs; all are listed.
-    """
-    taken = keywords_of(function, given)
-    found = []
-    for name, none in (("window", 0), ("cap", 0), ("segments", None), ("sinks", None)):
-        value = given.get(name, none)
-        if name not in taken and (isinstance(value, Tensor) or value != none):
-            got = f"a function without a parameter {name}, which this run needs"
-            fix = f"let it take {name}, as nn.context_attention does"
-            found.append(Problem("options.attention", got, f"{name} among them", fix))
-    raise_problems("this attention cannot compute the model", found)
-    return taken
-
-
-def _of_own_rank(x: Tensor, dim: int) -> Tensor:
-    """The rank's part of a dim of heads that are exchanged for sequence."""
-    for axis in CONTEXT_AXES:
-        x = own_part(x, x.shape[dim] // lax.axis_size(axis), dim, axis)
-    return x
-
-
-def _of_own_heads(repeats: int, x: Tensor, d: ParamDef) -> Tensor:
-    """The part of a parameter that belongs to the heads that a rank has after the exchange."""
-    for dim, axis in enumerate(d.axes):
-        if axis == "kv_heads" and repeats > 1:
-            x = x.repeat_interleave(repeats, dim)
-        x = _of_own_rank(x, dim) if axis in ("heads", "kv_heads") else x
-    return x
-
-
-def own_attention(
-    config: GPTConfig,
-    hook: Hook,
-    options: ModelOptions,
-    params: tuple,
-    given: Mapping[str, Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The core of attention that a hook computes, of whole sequences unless it has ``context``.
-
-    Raises:
-        ValueError: the run needs a keyword that it has not, or heads do not divide over the ranks
-            that split sequences.
-    """
-    given = {**given, "sinks": sinks, "context": options.context}
-    taken = attention_keywords(hook.apply, given)
-    ranks = lax.axis_size(CONTEXT_AXES)
-    if "context" in taken or ranks == 1:
-        return hook.apply(*params, q, k, v, **taken)
-    if q.shape[2] % ranks:
-        got = f"{q.shape[2]} heads on each rank"
-        wanted = f"a multiple of the {ranks} ranks that split sequences"
-        fix = "use fewer ranks of cp, or let it take context and reach across them itself"
-        refuse("this attention cannot compute the model", "options.attention", got, wanted, fix)
-    repeats = ranks // math.gcd(ranks, k.shape[2])  # just enough for every rank to have one
-    k, v = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))
-    q, k, v = (lax.all_to_all(x, CONTEXT_AXES, 2, 1, tiled=True) for x in (q, k, v))
-    for name in ("segments", "positions"):
-        if taken.get(name) is not None:
-            dim = 0 if taken[name].dim() == 1 else 1
-            taken[name] = lax.all_gather(taken[name], CONTEXT_AXES, axis=dim, tiled=True)
-    if taken.get("sinks") is not None:
-        taken["sinks"] = _of_own_rank(taken["sinks"], 0)
-    if hook.defs is not None:
-        params = (tree.map(functools.partial(_of_own_heads, repeats), *params, hook.defs(config)),)
-    out = hook.apply(*params, q, k, v, **taken)
-    return lax.all_to_all(out, CONTEXT_AXES, 1, 2, tiled=True)
 
 
 def _moe(

@@ -19,7 +19,8 @@ from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.typing import Float, Int, Tensor
 from functron.models import decoder, gpt, mamba
 from functron.models.config import GPTConfig
-from functron.models.decoder import attention_keywords, block, own_attention, patterns
+from functron.models.decoder import block, patterns
+from functron.models.hooks import attention_keywords, own_attention
 from functron.models.options import (
     DEFAULTS,
     STREAM,

@@ -14,8 +14,11 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
+
+import torch
 
 from functron import nn
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
@@ -342,7 +345,9 @@ class ModelOptions:
     * ``block(layer, params, x) -> x``, or ``(x, auxiliary)`` where there are experts: a whole
       block, in the place of `models.block.transformer_block`, whose ten lines are made of the same
       methods of `layer` (`models.block.Layer`): ``layer.norm``, ``layer.attention``,
-      ``layer.feed_forward``, ``layer.drop``.
+      ``layer.feed_forward``, ``layer.drop``. Where axes of the mesh split sequences x has this
+      rank's tokens, and a block that mixes or chooses tokens by anything but these methods is
+      refused; with a parameter ``context`` it reaches across ranks itself.
 
     Attributes:
         stream: `gpt.STREAM` or `gpt.SEQUENCE_PARALLEL_STREAM`.
@@ -397,6 +402,11 @@ class ModelOptions:
                 fix = "leave it out: only attention keeps something between tokens"
                 found.append(Problem(f"{name}.cached", "a function", "None", fix))
         raise_problems("ModelOptions", found, TypeError)
+
+    @cached_property
+    def seen_blocks(self) -> set[torch.Size]:
+        """Shapes of a rank's tokens for which `block` was seen to mix none by itself."""
+        return set()
 
     def hook(self, name: str) -> Hook | None:
         """The hook of this name, as a `Hook`; None where there is none."""

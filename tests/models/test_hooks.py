@@ -310,3 +310,69 @@ def test_options_without_a_place_are_refused():
         assert f"options.{name}" in str(error.value)
     with pytest.raises(ValueError, match=r"options.watch: got True; .* gpt.loss_and_details"):
         gpt.loss(CONFIG, {}, batch(), ModelOptions(watch=True))
+
+
+def best_half(layer, params, x):
+    """Mixture-of-Depths (Raposo et al. 2024): the better half of the tokens goes through."""
+    chosen = x.norm(dim=-1).topk(x.shape[1] // 2, dim=1).indices.sort(1).values
+    index = chosen.unsqueeze(-1).expand(-1, -1, x.shape[-1])
+    y = layer.norm(params, "mlp_norm", x.gather(1, index))
+    return x.scatter_add(1, index, layer.feed_forward(params, y)[0])
+
+
+def above_median(layer, params, x):
+    y, _ = transformer_block(layer, params, x)
+    score = x[..., :3].sum(-1, keepdim=True)
+    return torch.where(score > score.median(1, keepdim=True).values, y, x)
+
+
+def shifted(layer, params, x):
+    y, _ = transformer_block(layer, params, x)
+    return y + 0.5 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def first_three(layer, params, x):
+    y, _ = layer.feed_forward(params, layer.norm(params, "mlp_norm", x[:, :3]))
+    return torch.cat([x[:, :3] + y, x[:, 3:]], 1)
+
+
+def centred(layer, params, x):
+    return transformer_block(layer, params, x)[0] - x.mean(1, keepdim=True)
+
+
+MIXING = [best_half, above_median, shifted, first_three, centred]
+
+
+def loss_on(mesh, block, **given):
+    options = ModelOptions(block=block, **given)
+    specs = ft.param_specs(gpt.defs(CONFIG, options), gpt.rules(CONFIG, mesh))
+    loss = lambda w, data: gpt.loss(CONFIG, w, data, options)
+    return ft.shard_map(loss, mesh, (specs, gpt.batch_specs()), P())
+
+
+@pytest.mark.parametrize("block", MIXING, ids=lambda block: block.__name__)
+def test_blocks_that_mix_tokens_of_a_rank_are_refused(block):
+    weights = dense("block")[0]
+    loss_on(Mesh(dp=2), block)(weights, batch())  # whole sequences
+    for mesh, given in ((Mesh(cp=2), {}), (Mesh(tp=2), {"stream": gpt.SEQUENCE_PARALLEL_STREAM})):
+        axis = "'cp'" if mesh["cp"] > 1 else "'tp'"
+        run = loss_on(mesh, block, **given)
+        with pytest.raises(
+            ValueError, match=rf"choose or mix tokens(?s:.*){axis}.*let it take context"
+        ):
+            run(weights, batch())
+        with pytest.raises(ValueError, match="choose or mix tokens"):
+            ft.trace(run)(weights, batch())
+
+
+def test_a_block_with_context_reaches_across_ranks_itself():
+    """The mean of whole sequences, whose parts ranks have."""
+
+    def centred_everywhere(layer, params, x, *, context):
+        mean = lax.pmean(x.mean(1, keepdim=True), ("cp",))
+        return transformer_block(layer, params, x)[0] - mean
+
+    weights = dense("block")[0]
+    wanted = loss_on(Mesh(), centred)(weights, batch())
+    got = loss_on(Mesh(cp=2), centred_everywhere)(weights, batch())
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=0)
