@@ -133,7 +133,7 @@ def scale_by_adam(
         update,
         specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs),
         elementwise=not _any_coded(mu_dtype, nu_dtype),
-    )
+    )._replace(whole=True)  # blocks of 8-bit moments are a shard's own: see check_blocks
 
 
 @public

@@ -315,6 +315,8 @@ def with_limit(
         norm=norm_of,
         loss_scale=None if scale is None else lambda state: scale(state.inner_state),
         with_specs=with_specs if unbound else None,
+        whole=inner.takes_shards,
+        divides=inner.divides,
     )
 
 
@@ -389,7 +391,13 @@ def _skipping(
         update_=wrap(inner.update_),
         step_=step_,
         grad_specs=inner.grad_specs,
-    )._replace(norm=inner.norm, loss_scale=loss_scale, with_specs=with_specs if unbound else None)
+    )._replace(
+        norm=inner.norm,
+        loss_scale=loss_scale,
+        with_specs=with_specs if unbound else None,
+        whole=inner.takes_shards,
+        divides=inner.divides,
+    )
 
 
 def _select(flag: torch.Tensor, chosen: tree.Tree, other: tree.Tree) -> tree.Tree:

@@ -69,7 +69,7 @@ def add_decayed_weights(
         return stateless(
             lambda u, p: decay(u, p, weight_decay) if _some(weight_decay) else u,
             elementwise=elementwise,
-        )
+        )._replace(whole=True)
 
     def update(updates, state, params=None):
         out = decay(updates, params, weight_decay(state.count))
@@ -80,7 +80,7 @@ def add_decayed_weights(
         update,
         specs=lambda param_specs: ScaleByScheduleState(P()),
         elementwise=elementwise,
-    )
+    )._replace(whole=True)
 
 
 def _some(weight_decay: float | torch.Tensor) -> bool:
@@ -380,6 +380,8 @@ def _side_by_side(
         norm=norm_of_part(clipping and clipping.norm, own),
         loss_scale=loss_scale if scales else None,
         with_specs=with_specs if any(t.with_specs is not None for t in several) else None,
+        whole=all(t.takes_shards for t in several),
+        divides=any(t.divides for t in several),
     )
 
 

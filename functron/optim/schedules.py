@@ -607,7 +607,7 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
         step_=lambda grads, state, params: run("step_", grads, state, params),
         grad_specs=lambda param_specs: anything().grad_specs(param_specs),
         elementwise=anything().elementwise,
-    )._replace(with_specs=with_specs)
+    )._replace(with_specs=with_specs, whole=anything().takes_shards, divides=anything().divides)
 
 
 def _kept(value: Any) -> torch.Tensor:

@@ -104,6 +104,9 @@ class GradientTransformation(NamedTuple):
         elementwise: whether an element of a parameter, of its update and of its state depends on
             that element, its gradient and its state alone, besides counters and the leaf's path:
             parts of leaves give parts of the results. False: it does not, or nobody says.
+        whole: whether its results are those of whole leaves though it sees shards: it is given
+            their specs, by its maker or by `bind`. See `takes_shards`.
+        divides: whether it, or one inside, gives others parts of what ranks hold, as `zero` does.
         loss_scale: ``loss_scale(state)``: the `Scaling` of the next step. None: there is none. Only
             the outermost transformation has one (see `with_loss_scale`).
         with_specs: ``with_specs(param_specs, copies)``: the same for parameters with these specs;
@@ -122,6 +125,13 @@ class GradientTransformation(NamedTuple):
     elementwise: bool = False
     loss_scale: Callable[[State], Scaling] | None = None
     with_specs: Callable[[tree.Tree, tree.Tree], GradientTransformation] | None = None
+    whole: bool = False
+    divides: bool = False
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether shards of leaves give shards of its results: `elementwise`, or `whole`."""
+        return self.elementwise or self.whole
 
     def bind(self, specs: tree.Tree, copies: tree.Tree = 1) -> GradientTransformation:
         """The same transformation, for parameters that are sharded like this.
@@ -169,7 +179,11 @@ def bindable(
         built = make(*args, **kwargs)
         if inner is not None and built.loss_scale is None:
             refuse_scaled(make.__name__, "inner", [inner])
-        return built._replace(with_specs=with_specs if unbound else None)
+        return built._replace(
+            with_specs=with_specs if unbound else None,
+            whole=inner.takes_shards if inner is not None else "specs" in names,
+            divides=inner is not None and inner.divides,
+        )
 
     return made
 
@@ -179,6 +193,23 @@ def refuse_scaled(title: str, path: str, inner: Iterable[GradientTransformation]
     if any(each.loss_scale is not None for each in inner):
         wanted = "no scale of the loss inside, where the training step would not find it"
         refuse(title, path, "with_loss_scale(...)", wanted, "put with_loss_scale around it all")
+
+
+def refuse_shards(title: str, path: str, inner: Iterable[GradientTransformation]) -> None:
+    """Raise ValueError for transformations that would take parts of leaves for whole ones."""
+    if not all(each.takes_shards for each in inner):
+        refuse(
+            title,
+            path,
+            "a transformation that is not elementwise, and that cannot be told how leaves are "
+            "sharded: of its part of a leaf every rank would compute another number",
+            "one whose results for parts of leaves are parts of its results",
+            "say optim.transformation(..., elementwise=True) where that is so, or give it bind=: "
+            "a function of the specs to the transformation for these",
+        )
+
+
+Bind = Callable[..., GradientTransformation]
 
 
 @public
@@ -191,6 +222,7 @@ def transformation(
     step_: Callable[[Updates, State, Params], tuple[Params, State]] | None = None,
     grad_specs: Callable[[tree.Tree], tree.Tree] | None = None,
     elementwise: bool = False,
+    bind: Bind | None = None,
 ) -> GradientTransformation:
     """A transformation from the functions that its author cares about; the rest follow.
 
@@ -199,7 +231,26 @@ def transformation(
 
     `update_` defaults to `update` (with leaves copied that are at once an update and state),
     `step_` to `update_` followed by `apply_updates_`, and `grad_specs` to the parameters' specs.
-    Say `elementwise` where it is (see `GradientTransformation`).
+    Say `elementwise` where it is (see `GradientTransformation`). Where it is not, results depend on
+    more of a leaf than a rank may have of it. Give `bind` then: ``bind(specs)``, or ``bind(specs,
+    copies)``, is the same transformation for parameters with these specs, as
+    `GradientTransformation.bind` has it; it sums over the axes that split a leaf:
+
+        def normalised(specs=None):
+            def unit(u, spec):
+                return u / lax.psum(u.square().sum(), tuple(spec_axes(spec))).sqrt()
+
+            def update(updates, state, params=None):
+                known = P() if specs is None else specs
+                flat = tree.broadcast_prefix(known, updates, is_leaf=is_spec)
+                new = [unit(*row) for row in zip(tree.leaves(updates), flat, strict=True)]
+                return tree.unflatten(tree.structure(updates), new), state
+
+            return optim.transformation(
+                lambda params: (), update, lambda param_specs: (), bind=normalised
+            )
+
+    `bind` is called by whatever knows the specs: `make_step`, and `zero`, with those of the parts.
     """
 
     def pure(updates, state, params=None, **norm):
@@ -227,7 +278,27 @@ def transformation(
     )
     if grad_specs is not None:
         plain = plain._replace(grad_specs=grad_specs)
-    return with_step(plain, step_ or update_and_apply)
+    made = with_step(plain, step_ or update_and_apply)
+    return made if bind is None else made._replace(with_specs=_binding(bind), whole=True)
+
+
+def _binding(bind: Bind) -> Callable[[tree.Tree, tree.Tree], GradientTransformation]:
+    """`GradientTransformation.with_specs` of an author's `bind`; what it makes has its specs."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(bind).parameters.values()
+    places = [p for p in parameters if p.kind in kinds]
+    both = any(p.kind is p.VAR_POSITIONAL for p in parameters) or (
+        len(places) > 1 and (places[1].name == "copies" or places[1].default is places[1].empty)
+    )
+
+    def with_specs(specs: tree.Tree, copies: tree.Tree) -> GradientTransformation:
+        found = bind(specs, copies) if both else bind(specs)
+        if not isinstance(found, GradientTransformation):
+            got, wanted = type(found).__name__, "a transformation"
+            refuse("cannot bind this", "bind", got, wanted, "return optim.transformation(...)")
+        return found._replace(with_specs=None, whole=True)
+
+    return with_specs
 
 
 def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransformation:
@@ -319,10 +390,12 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     only some without state, which see, and are bound to, the shards that it wants.
 
     Raises:
-        ValueError: (when called) the state is not the tuple of this chain's length; or one of them
-            scales the loss.
+        ValueError: (when called) the state is not the tuple of this chain's length; one of them
+            scales the loss; or one before `zero` can take no shards (`transformation` says how).
     """
     refuse_scaled("chain", "transformations", transformations)
+    last = max((i for i, t in enumerate(transformations) if t.divides), default=0)
+    refuse_shards("chain", "transformations before zero", transformations[:last])
 
     def check(state, wanted):
         if not isinstance(state, tuple) or len(state) != len(wanted):
@@ -397,6 +470,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         step_=typed_step_ if transformations else plain.step_,  # what it calls is pure if traced
         norm=transformations[0].norm if transformations else None,
         with_specs=with_specs if unbound else None,
+        whole=all(t.takes_shards for t in transformations),
+        divides=any(t.divides for t in transformations),
     )
 
 

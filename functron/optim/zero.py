@@ -33,7 +33,12 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_, laid_out
-from functron.optim.transformation import GradientTransformation, applying, refuse_scaled
+from functron.optim.transformation import (
+    GradientTransformation,
+    applying,
+    refuse_scaled,
+    refuse_shards,
+)
 from functron.program.recorder import active
 from functron.spmd.axes import axis_size, scope
 from functron.spmd.collectives import psum, psum_stages
@@ -124,18 +129,20 @@ def zero(
     `init` needs the mesh, so it runs inside a mapped program, as `functron.init_state` does.
 
     Args:
-        inner: elementwise, or aware of how its leaves are sharded (`muon`).
+        inner: elementwise, or aware of how its leaves are sharded: as `muon` is, or what is made by
+            ``optim.transformation(..., bind=...)``.
         specs: the parameters' specs; None: those of `bind`.
         shards: those of `shard_specs`.
 
     Raises:
-        ValueError: no `shards`; (when called) they do not append axes to `specs`, or there are none
-            of these.
+        ValueError: no `shards`, or `inner` takes none; (when called) they do not append axes to
+            `specs`, or there are none of these.
     """
     if shards is None:
         fix = "pass optim.shard_specs(defs, specs, mesh)"
         refuse("zero", "shards", "None", "the specs of every rank's part", fix)
     refuse_scaled("zero", "inner", [inner])
+    refuse_shards("zero", "inner", [inner])
     given, inner = inner, inner.bind(shards)
 
     def with_specs(param_specs, copies):
@@ -218,6 +225,8 @@ def zero(
         one_pass=one_pass,
         norm=inner.norm,
         with_specs=with_specs if specs is None or given.with_specs is not None else None,
+        whole=True,
+        divides=True,
     )
 
 

@@ -14,7 +14,7 @@ from functron import Mesh, P, gpt, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.program.equations import Scan
-from functron.spmd.spec import is_spec, unpad
+from functron.spmd.spec import is_spec, spec_axes, unpad
 from functron.transforms import Gather
 
 TOLERANCE = 1e-10
@@ -355,3 +355,83 @@ def test_errors():
         optim.zero(optim.adamw(0.1), P(), P()).update({}, ())
     with pytest.raises(ValueError, match=r"dim 0: got P\('dp'\), from P\('tp'\); wanted the axes"):
         optim.zero(optim.adamw(0.1), P("tp"), P("dp")).init({"w": torch.ones(4)})
+
+
+def unit(specs=None, copies=1, *, bind=True):
+    """Updates divided by the norm of their leaf, and 1 + the largest of their sizes so far."""
+
+    def split(spec):
+        return tuple(spec_axes(spec))
+
+    def known(tree_):
+        return tree.broadcast_prefix(P() if specs is None else specs, tree_, is_leaf=is_spec)
+
+    def update(updates, state, params=None):
+        norms, largest = [], []
+        rows = zip(tree.leaves(updates), tree.leaves(state), known(updates), strict=True)
+        for u, top, spec in rows:
+            square, size = u.square().sum(), u.abs().amax()
+            if split(spec):
+                square, size = ft.lax.psum(square, split(spec)), ft.lax.pmax(size, split(spec))
+            largest.append(torch.maximum(top, size))
+            norms.append(-0.1 * u / square.sqrt() / (1 + largest[-1]))
+        shape = tree.structure(updates)
+        return tree.unflatten(shape, norms), tree.unflatten(shape, largest)
+
+    return optim.transformation(
+        lambda params: tree.map(lambda p: p.new_zeros(()), params),
+        update,
+        lambda param_specs: tree.map(lambda spec: P(), param_specs, is_leaf=is_spec),
+        bind=unit if bind else None,
+    )
+
+
+WRAPPERS = {
+    "itself": lambda t: t,
+    "chain": lambda t: optim.chain(optim.clip_by_global_norm(1.0), t),
+    "chain, first": lambda t: optim.chain(t, optim.scale(0.5)),
+    "only": lambda t: optim.only(t, True),
+    "multi": lambda t: optim.multi_transform({"a": t, "b": optim.sgd(0.1)}, lambda p: "a"),
+    "finite": lambda t: optim.apply_if_finite(t, 2),
+    "limit": lambda t: optim.with_limit(t),
+    "average": lambda t: optim.with_average(t, 0.9),
+    "masters": lambda t: optim.with_fp32_masters(t),
+    "offload": lambda t: optim.offload(t),
+    "injected": lambda t: optim.inject_hyperparams(lambda a: optim.chain(t, optim.scale(-a)))(0.1),
+}
+
+
+@pytest.mark.parametrize("name", list(WRAPPERS))
+def test_what_knows_no_shards_is_refused(name):
+    """Hidden in any other transformation; with specs to bind, or elementwise, it is not."""
+    wrap, shards = WRAPPERS[name], P("dp")
+    with pytest.raises(
+        ValueError, match=r"zero(?s:.*)not elementwise(?s:.*)elementwise=True.*bind="
+    ):
+        optim.zero(wrap(unit(bind=False)), shards=shards)
+    with pytest.raises(ValueError, match="before zero"):
+        optim.chain(wrap(unit(bind=False)), optim.zero(optim.sgd(0.1), shards=shards))
+    optim.zero(wrap(unit()), shards=shards)
+    optim.chain(wrap(unit()), optim.zero(optim.sgd(0.1), shards=shards))
+    optim.zero(wrap(optim.stateless(lambda u, p: u, elementwise=True)), shards=shards)
+
+
+BOUND = [("dp=2,tp=2", 1), ("dp=4", 2), ("fsdp=2,tp=2", 0), ("fsdp=2,dp=2", 1), ("tp=4", 0)]
+
+
+@pytest.mark.parametrize(("mesh", "stage"), BOUND)
+def test_what_is_bound_to_specs_gives_the_dense_numbers(mesh, stage):
+    mesh, defs = Mesh.parse(mesh), gpt.defs(CONFIG)
+
+    def trained(mesh, stage):
+        specs = ft.param_specs(defs, ft.Rules(RULES))
+        optimizer = optim.chain(unit(), optim.scale(0.7))
+        if stage:
+            optimizer = optim.zero(optimizer, shards=optim.shard_specs(defs, specs, mesh))
+        options = ft.ModelOptions(gather=Gather(specs))
+        step = step_of(optimizer, mesh, specs, options=options, scatter=stage == 2)
+        return run(step, ft.init_state(random.key(0), defs, specs, optimizer, mesh))
+
+    (state, history), (dense, wanted) = trained(mesh, stage), trained(Mesh(), 0)
+    torch.testing.assert_close(history, wanted, rtol=TOLERANCE, atol=0)
+    torch.testing.assert_close(state.params, dense.params, rtol=TOLERANCE, atol=TOLERANCE)
