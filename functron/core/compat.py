@@ -212,6 +212,13 @@ def keeps_graph() -> bool:
     return engine._autograd._get_current_graph_task_keep_graph()
 
 
+def transform_levels() -> set[int]:
+    """The levels of the torch.func transforms that are running."""
+    if not transforms_active():
+        return set()
+    return {interpreter.level() for interpreter in retrieve_all_functorch_interpreters()}
+
+
 def differentiating() -> bool:
     """Whether any torch.func grad or jvp level is running."""
     return transforms_active() and any(

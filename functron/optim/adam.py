@@ -41,11 +41,11 @@ from functron.optim.transformation import (
     Fusion,
     GradientTransformation,
     chain,
+    purely,
     transformation,
     with_one_pass,
     with_step,
 )
-from functron.program.recorder import active
 from functron.spmd.spec import P
 
 MomentDtype = torch.dtype | Coding | None
@@ -186,7 +186,7 @@ def adamw(
         def run():
             steps, *scheduled = incremented(counts)
             numbers = {"b1": b1, "b2": b2, "eps": eps}
-            by_kernel = _by_kernel_ if active() is None else _by_kernel
+            by_kernel = _by_kernel if purely() else _by_kernel_
             new, mu, nu, masters = by_kernel(
                 params, adam, columns, decays, fusion, steps, rate, numbers
             )
@@ -309,7 +309,7 @@ def _batched(*scalars: float | torch.Tensor | None) -> bool:
 
 def _differentiated(columns: list[list]) -> bool:
     """Whether a program is traced that differentiates through the step: the kernel has no rule."""
-    if active() is None:
+    if not purely():
         return False
     return compat.differentiating() or any(
         compat.requires_grad(leaf) for column in columns for leaf in column

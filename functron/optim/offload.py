@@ -11,7 +11,7 @@ import torch
 from functron.core import compat, tree
 from functron.core.compat import CUDA, Streams
 from functron.core.errors import public
-from functron.optim.transformation import GradientTransformation, bindable
+from functron.optim.transformation import GradientTransformation, bindable, purely
 from functron.program.recorder import active
 from functron.spmd.spec import P, is_spec
 
@@ -129,7 +129,7 @@ def offload(
         return whole(inner.update, updates, state, params)
 
     def step_(grads, state, params):
-        if active() is not None:
+        if purely():
             _refuse_traced(state, params)
             return inner.step_(grads, state, params)
         leaves, structure = tree.flatten(params)

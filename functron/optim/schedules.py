@@ -29,11 +29,11 @@ from functron.optim.transformation import (
     GradientTransformation,
     multiply,
     multiply_,
+    purely,
     readable,
     scale,
     transformation,
 )
-from functron.program.recorder import active
 from functron.spmd.spec import P
 
 Schedule = Callable[[int | torch.Tensor], Any]
@@ -486,7 +486,7 @@ def increment_(counts: list[torch.Tensor]) -> None:
 
 def incremented(counts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Each count and 1 more: the counts themselves, unless the program is traced."""
-    if active() is not None:
+    if purely():
         return [count + 1 for count in counts]
     increment_(counts)
     return counts

@@ -29,6 +29,7 @@ from functron.core import compat, tree
 from functron.core.errors import public, refuse
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
+from functron.spmd.simulate import transformed
 
 Updates = tree.Tree
 State = tree.Tree
@@ -264,8 +265,8 @@ def transformation(
 
     def donating(updates, state, params=None, **norm):
         # a traced program is pure: what takes whose memory is for its compiler to decide
-        if active() is not None or update_ is None:
-            return (unshared if active() is None else pure)(updates, state, params, **norm)
+        if purely() or update_ is None:
+            return (pure if purely() else unshared)(updates, state, params, **norm)
         updates, new = update_(updates, state, params, **norm)
         return updates, _with_dtypes(new, state)
 
@@ -302,10 +303,10 @@ def _binding(bind: Bind) -> Callable[[tree.Tree, tree.Tree], GradientTransformat
 
 
 def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransformation:
-    """`plain` with another `step_`, which a traced program replaces by its pure meaning."""
+    """`plain` with another `step_`, in place of which `purely` its pure meaning is computed."""
 
     def step(grads, state, params, **norm):
-        if active() is None:
+        if not purely():
             params, new = step_(grads, state, params, **norm)
             return params, _with_dtypes(new, state)
         updates, state = plain.update(grads, state, params, **norm)
@@ -504,13 +505,15 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
 
 def apply_updates_(params: Params, updates: Updates) -> Params:
-    """``params += updates`` in place, multi-tensor; returns `params`.
+    """``params += updates`` in place, multi-tensor; returns `params`. `apply_updates` if `purely`.
 
     Raises:
         ValueError: the structures differ, or an update varies over a mesh axis over which its
             parameter is replicated (see `functron.ops.foreach`).
     """
     rows = tree.same_structure(params, updates, names=("params", "updates"))
+    if transformed():
+        return apply_updates(params, updates)
     foreach_(
         torch._foreach_add_,
         {"params": tree.leaves(params)},
@@ -539,8 +542,17 @@ def multiply_(updates: Updates, factor: float | torch.Tensor) -> Updates:
 
 
 def multiplied(updates: Updates, factor: torch.Tensor) -> Updates:
-    """`multiply` of updates that are given up: in place, unless the program is traced."""
-    return (multiply_ if active() is None else multiply)(updates, factor)
+    """`multiply` of updates that are given up: in place, unless `purely`."""
+    return (multiply if purely() else multiply_)(updates, factor)
+
+
+def purely() -> bool:
+    """Whether nothing may be overwritten: in a program that is traced, and under transforms.
+
+    Those of torch.func around a step (vmap over states, grad through it): the tensors are the
+    caller's, who gave up none, and a derivative of what is overwritten would be lost.
+    """
+    return active() is not None or transformed()
 
 
 def readable(value: torch.Tensor) -> bool:

@@ -36,10 +36,10 @@ from functron.ops.foreach import foreach_, laid_out
 from functron.optim.transformation import (
     GradientTransformation,
     applying,
+    purely,
     refuse_scaled,
     refuse_shards,
 )
-from functron.program.recorder import active
 from functron.spmd.axes import axis_size, scope
 from functron.spmd.collectives import psum, psum_stages
 from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
@@ -190,7 +190,7 @@ def zero(
 
     def joined(mine: tree.Tree, params: tree.Tree) -> tree.Tree:
         """All ranks' parts as they are now: `params`, overwritten, unless the program is traced."""
-        if active() is not None:
+        if purely():
             return tree.map(laid_out, whole(mine, params), params)
         rows = zip(
             tree.paths(params), tree.leaves(params), tree.leaves(mine), cut(params), strict=True

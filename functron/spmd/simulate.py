@@ -492,3 +492,17 @@ def _unreduced(
                 f"reduce it with lax.psum(..., {axis!r}) (or pmean, all_gather) before returning "
                 f"it; if it is a gradient, call sync_gradients; or put {axis!r} in its out_spec",
             )
+
+
+def transformed() -> bool:
+    """Whether a torch.func transform runs here that is none of a simulated mesh.
+
+    What belongs to its caller is not to be overwritten then: the caller gave up something else, if
+    anything, than the batched or differentiated values that are seen here.
+    """
+    levels = compat.transform_levels()
+    if not levels:
+        return False
+    own = (*scope().axes.values(), scope().shares)
+    tokens = [axis.token for axis in own if isinstance(axis, SimulatedAxis)]
+    return bool(levels - {compat.level_of(token) for token in tokens})

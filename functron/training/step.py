@@ -28,6 +28,7 @@ from functron.spmd.axes import AxisNames
 from functron.spmd.mesh import Call
 from functron.spmd.params import ParamDef, init_params
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
+from functron.spmd.simulate import transformed
 from functron.spmd.spec import cut_tree, join, whole_over
 from functron.transforms import Gather, accumulate, sync_gradients, value_and_grad
 from functron.transforms.fsdp import attached, detached, plain, scattered, stand_ins
@@ -257,6 +258,18 @@ def _divisor(num_targets: Any, scale: torch.Tensor | None) -> Any:
     return num_targets if scale is None else num_targets / scale
 
 
+def _unless_none(count: torch.Tensor, before: State, after: State) -> State:
+    """The state after a step; of batches without targets, which nobody can read, that before it."""
+
+    def chosen(new: Any, old: Any) -> Any:
+        return torch.where(count == 0, old, new)
+
+    params = tree.map(chosen, after.params, before.params)
+    return after._replace(
+        params=params, opt_state=tree.map(chosen, after.opt_state, before.opt_state)
+    )
+
+
 def _at_least_one(count: Any) -> Any:
     """1 in place of 0; a traced program is for batches with targets, and has no operation more."""
     if not isinstance(count, torch.Tensor):
@@ -377,8 +390,10 @@ def make_step(
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
     Donates the state: its tensors are updated in place and returned, and the old ones are gone:
-    using them raises. On a bound mesh state and batch are this rank's shards, on a simulated one
-    global values. From here on the C library keeps the memory that this process frees, up to 2 GiB.
+    using them raises. Under a transform of torch.func it is pure, and nothing is gone: a
+    ``vmap(step)`` of stacked states and batches trains an ensemble. On a bound mesh state and batch
+    are this rank's shards, on a simulated one global values. From here on the C library keeps the
+    memory that this process frees, up to 2 GiB.
 
     Args:
         gradients: of `gradients`, or of `pipelined_gradients`.
@@ -450,8 +465,10 @@ def make_step(
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         value, grads, count = first(state, batch)
         idle = _without_targets(targets, count)
-        state, found = second(state, grads, idle)
-        return state, _metrics(value, found, idle)
+        after, found = second(state, grads, idle)
+        if targets == "read" and isinstance(count, torch.Tensor) and transformed():
+            after = _unless_none(count, state, after)
+        return after, _metrics(value, found, idle)
 
     look = _sum_check(shares, mesh, specs, batch_specs) if check else None
     if shares.compile is None or not isinstance(mesh, BoundMesh):

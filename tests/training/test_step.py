@@ -568,3 +568,86 @@ def test_a_batch_without_targets_changes_nothing(name, way, mesh):
     assert "targets" not in metrics
     assert float(metrics["grad_norm"]) > 0
     assert not torch.equal(after.params["embed"], before.params["embed"])
+
+
+ENSEMBLES = {
+    **{name: IDLE[name] for name in ("adamw", "clipped", "momentum", "lion", "skips")},
+    "finite": IDLE["if finite"],
+    "scaled": IDLE["loss scale"],
+    "averaged": lambda: optim.with_average(IDLE["clipped"](), 0.9),
+    "offload": lambda: optim.offload(IDLE["adamw"]()),
+    "zero": lambda: optim.zero(IDLE["adamw"](), shards={"w": P("dp"), "b": P("dp")}),
+}
+
+
+def wide_step(optimizer, mesh):
+    """A step of two parameters in float64, and its state."""
+    defs = {
+        "w": ft.ParamDef((4, 2), (None, None), ft.params.Normal(1.0), torch.float64),
+        "b": ft.ParamDef((2,), (None,), ft.params.zeros, torch.float64),
+    }
+    specs = {"w": P(), "b": P()}
+
+    def loss(params, data, key):
+        x, mask = data[..., :4], data[..., 4]
+        return lax.psum(((x @ params["w"] + params["b"]).square().sum(-1) * mask).sum(), "dp")
+
+    count = lambda data: lax.psum(data[..., 4].sum(), "dp")
+    step = ft.make_step(ft.gradients(loss, count), optimizer, mesh, specs)
+    return step, ft.init_state(random.key(0), defs, specs, optimizer, mesh)
+
+
+def members(state, count=3):
+    """States apart from one another, and these as one."""
+    found = [tree.map(torch.clone, state) for _ in range(count)]
+    for number, each in enumerate(found):
+        for leaf in tree.leaves(each.params):
+            leaf.add_(0.1 * number)
+    return found, tree.map(lambda *leaves: torch.stack(leaves), *found)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
+@pytest.mark.parametrize("name", list(ENSEMBLES))
+def test_vmap_trains_an_ensemble(name, mesh):
+    """As a loop over its members does, one of them without targets; the stack is as it was."""
+    step, state = wide_step(ENSEMBLES[name](), mesh)
+    each, stacked = members(state)
+    before = tree.map(torch.clone, stacked)
+    data = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data[..., 4] = 1
+    if name in ("adamw", "clipped", "momentum"):
+        data[1, :, 4] = 0
+    got, once = torch.func.vmap(step)(stacked, data)
+    torch.testing.assert_close(stacked, before, rtol=0, atol=0)
+    pairs = [step(one, x) for one, x in zip(each, data, strict=True)]
+    wanted = tree.map(lambda *leaves: torch.stack(leaves), *(pair[0] for pair in pairs))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    losses = torch.stack([pair[1]["loss"] for pair in pairs])
+    torch.testing.assert_close(once["loss"], losses, rtol=1e-12, atol=0)
+    assert not torch.equal(got.params["w"], before.params["w"])
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
+def test_a_step_is_differentiated_as_what_it_computes(mesh):
+    """Gradient descent by hand, in reverse and forward mode; nothing of the caller's changes."""
+    step, state = wide_step(optim.sgd(0.1, momentum=0.9), mesh)
+    data = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data[:, 4] = 1
+
+    def after(params):
+        return step(state._replace(params=params), data)[0].params["w"].square().sum()
+
+    def by_hand(params):
+        x, n = data[:, :4], 4
+        error = x @ params["w"] + params["b"]
+        return (params["w"] - 0.1 * 2 * x.T @ error / n).square().sum()
+
+    params = tree.map(torch.clone, state.params)
+    wanted = torch.func.grad(by_hand)(params)
+    torch.testing.assert_close(torch.func.grad(after)(state.params), wanted, rtol=1e-10, atol=0)
+    tangent = tree.map(torch.ones_like, params)
+    wanted = torch.func.jvp(by_hand, (params,), (tangent,))
+    if mesh.size == 1:
+        got = torch.func.jvp(after, (state.params,), (tangent,))
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=0)
+    torch.testing.assert_close(state.params, params, rtol=0, atol=0)
