@@ -23,7 +23,6 @@ from functron.core.errors import refuse
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Key, Scalar, Tensor
 from functron.models.config import GPTConfig
-from functron.models.hooks import own_attention, own_block
 from functron.models.options import (
     DEFAULTS,
     SAMPLE_AXES,
@@ -32,6 +31,8 @@ from functron.models.options import (
     check_gathered,
     check_length,
     check_positions,
+    own_attention,
+    own_block,
 )
 from functron.nn import context
 from functron.nn.layers import JOINED, sequence_axes

@@ -20,7 +20,6 @@ from functron.core.typing import Float, Int, Tensor
 from functron.models import decoder, gpt, mamba
 from functron.models.config import GPTConfig
 from functron.models.decoder import block, patterns
-from functron.models.hooks import attention_keywords, own_attention
 from functron.models.options import (
     DEFAULTS,
     STREAM,
@@ -28,7 +27,9 @@ from functron.models.options import (
     Context,
     ModelOptions,
     Sequence,
+    attention_keywords,
     check_positions,
+    own_attention,
 )
 from functron.nn.context import context_attention
 from functron.nn.masked import KVCache, cached_attention, empty_cache, written

@@ -538,12 +538,12 @@ class Plan:
 
     @cached_property
     def idle_step(self) -> Callable:
-        """What is taken in place of `step` where no target is; nothing of it is compiled."""
+        """The twin of `step` for batches without targets; nothing of it is compiled."""
         return self._step(None, "none")
 
     @cached_property
     def idle_watch(self) -> Callable:
-        """What is taken in place of the step of `watch` where no target is."""
+        """The twin of the step of `watch` for batches without targets."""
         return self._step(self._layers(), "none")
 
     def overflowing(self, state: State, batch: Any) -> list[str]:

@@ -446,11 +446,11 @@ def top_k_experts(
         kernels: of ``"moe_router"``.
     """
     score: Score = "given" if logits is None else config.score
-    logits = lax.stop_gradient(scores if logits is None else logits)
-    if _takes(kernels, config, logits):
-        return _by_kernel(logits, balance, config, score, "scores")[0]
+    ranked, own = (lax.stop_gradient(x) for x in (scores, scores if logits is None else logits))
+    if _takes(kernels, config, own):
+        return _by_kernel(own, balance, config, score, "scores")[0]
     return choose(
-        lax.stop_gradient(scores), logits, lax.stop_gradient(balance), score,
+        ranked, own, lax.stop_gradient(balance), score,
         top_k=config.top_k, num_groups=config.num_groups, top_groups=config.top_groups,
         top_two=config.group_score == "top2",
     )  # fmt: skip
