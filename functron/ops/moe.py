@@ -409,7 +409,7 @@ def choose(
 
 
 def _order_of_pairs(logits: Tensor, score: Score) -> Tensor:
-    """A number that rises with the sum S of the scores of ``logits [..., 2]``, also where it rounds.
+    """A number that rises with the sum S of the scores of two ``logits``, also where it rounds.
 
     For sigmoids log(S) - log(2 - S), of which the one is exact near 0 and the other near 2.
     """

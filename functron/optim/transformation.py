@@ -174,19 +174,24 @@ def bindable(
                     found.setdefault("copies", copies)
             if inner is not None:
                 found["inner"] = inner.bind(specs, copies)
-            return again(**found)
+            return _of_shards(again(**found), found.get("inner"), "specs" in names)
 
         unbound = missing or (inner is not None and inner.with_specs is not None)
         built = make(*args, **kwargs)
         if inner is not None and built.loss_scale is None:
             refuse_scaled(make.__name__, "inner", [inner])
-        return built._replace(
-            with_specs=with_specs if unbound else None,
-            whole=inner.takes_shards if inner is not None else "specs" in names,
-            divides=inner is not None and inner.divides,
-        )
+        built = _of_shards(built, inner, "specs" in names)
+        return built._replace(with_specs=with_specs if unbound else None)
 
     return made
+
+
+def _of_shards(
+    built: GradientTransformation, inner: GradientTransformation | None, takes_specs: bool
+) -> GradientTransformation:
+    """`built`, which takes shards if the one inside does, or else if it has an argument `specs`."""
+    whole = takes_specs if inner is None else inner.takes_shards
+    return built._replace(whole=whole, divides=inner is not None and inner.divides)
 
 
 def refuse_scaled(title: str, path: str, inner: Iterable[GradientTransformation]) -> None:

@@ -435,3 +435,10 @@ def test_what_is_bound_to_specs_gives_the_dense_numbers(mesh, stage):
     (state, history), (dense, wanted) = trained(mesh, stage), trained(Mesh(), 0)
     torch.testing.assert_close(history, wanted, rtol=TOLERANCE, atol=0)
     torch.testing.assert_close(state.params, dense.params, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_what_is_bound_twice_still_takes_shards():
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), unit())
+    bound = optim.zero(optimizer, shards=P("dp")).bind(P()).bind(P())
+    assert bound.takes_shards
+    assert optimizer.bind(P("dp")).takes_shards
