@@ -134,6 +134,11 @@ class Keeper(TorchFunctionMode):
             self._grad = bool(args[0])
         return func(*args, **(kwargs or {}))
 
+    @property
+    def overwritten(self) -> Any:
+        """The operation on a value and the one that took its place, unseen by torch's tape."""
+        return torch.ops.functron.overwritten.default
+
     def stops_gradients(self) -> bool:
         """Whether what runs here is in a ``torch.no_grad()``.
 
@@ -371,6 +376,8 @@ _aten = torch.ops.aten
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("constrain(Tensor(a) x, int pin) -> Tensor(a)")
+_LIBRARY.define("overwritten(Tensor before, Tensor after) -> Tensor")
+_LIBRARY.impl("overwritten", lambda before, after: after.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("constrain", lambda x, pin: compat.alias(x), "CompositeExplicitAutograd")
 
 _pins: contextvars.ContextVar[list[P] | None] = contextvars.ContextVar(

@@ -30,8 +30,6 @@ from functron.partitioning.shards import Run, Site, Travel, named
 from functron.program.equations import (
     Equation,
     Var,
-    canonical_strides,
-    contiguous_strides,
 )
 
 Labels = tuple[tuple[str, ...], ...]
@@ -552,31 +550,18 @@ def _padded(equation: Equation) -> Rule:
     return Rule((labels,), (rows,), sizes, whole=whole, linear=linear)
 
 
-def _windowed(equation: Equation) -> Rule:
-    """A view by strides, and a write through one: of ranges of dims, those are whole."""
-    x = equation.operands[0]
-    given = named(equation.op, equation.args, equation.kwargs)
-    places = given["size"], given["stride"], given["storage_offset"]
-    spans = shards.window(x.shape, *places)
-    contiguous = canonical_strides(x.shape, x.stride) == contiguous_strides(x.shape)
-    if spans is None or not contiguous:
-        return whole(equation)
-    labels = _dims(x.shape)
-    rows = [
-        row if span.size == size else (f"w{i}",) if span.size != 1 else ()
-        for i, (row, span, size) in enumerate(zip(labels, spans, x.shape, strict=True))
-    ]
-    shown = tuple(row for row, span in zip(rows, spans, strict=True) if span.kept)
-    scatters = equation.name == "as_strided_scatter"
-    operands = (labels, shown) if scatters else (labels,)
-    results = (labels,) if scatters else (shown,)
-    values = (*equation.operands, *equation.results)
-    sizes = sizes_of(values, (*operands, *results))
-    cut = {letter for i, span in enumerate(spans) if span.size != x.shape[i]
-           for letter in (*labels[i], *rows[i])}  # fmt: skip
-    linear = (frozenset(range(len(operands))),)
-    run = getattr(shards, equation.name)
-    return Rule(operands, results, sizes, whole=frozenset(cut), linear=linear, run=run)
+def _overwritten(equation: Equation) -> Rule:
+    """A value with other numbers at one place, or in a range, of a dim, which is whole."""
+    x, source = equation.operands
+    dim, labels = _argument(equation, "dim") % len(x.shape), _dims(x.shape)
+    if len(source.shape) < len(x.shape):
+        rows = tuple(row for i, row in enumerate(labels) if i != dim)
+    else:
+        own = ("cut",) if source.shape[dim] != 1 else ()
+        rows = tuple(own if i == dim else row for i, row in enumerate(labels))
+    sizes = sizes_of([x, source], [labels, rows])
+    whole = frozenset({*labels[dim], "cut"})
+    return Rule((labels, rows), (labels,), sizes, whole=whole, linear=(frozenset({0, 1}),))
 
 
 # --- lookups
@@ -789,7 +774,7 @@ def _like(equation: Equation) -> Rule:
     """A new tensor of the dtype and device of another, wherever that lies."""
     made = factory(equation)
     read = frozenset(letter for row in made.operands for dim in row for letter in dim)
-    return replace(made, inside=read, whole=made.whole - read)
+    return replace(made, inside=read, whole=made.whole - read, run=shards.fresh)
 
 
 def whole(equation: Equation) -> Rule:
@@ -825,9 +810,9 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "dot": product("k,k->"),
         "convolution": _convolution,
         "dispatched": _dispatched,
-        **_rows("add sub", _BOTH),
-        "copy": pointwise((1,), run=shards.copy),
-        "fill": pointwise(run=shards.copy),
+        **_rows("add sub rsub", _BOTH),
+        "overwritten": pointwise(run=shards.overwritten),
+        "fill": pointwise(run=shards.fill),
         "mul": pointwise((0,), (1,)),
         "div": _unrounded(_FIRST),
         "where": pointwise((1, 2)),
@@ -837,7 +822,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "checkpoint_name": pointwise((0,), run=shards.name),
         "_to_copy": _same_dtype(_FIRST),
         "masked_fill": lambda e: pointwise(*([(0,)] if e.args[2] == 0 else []))(e),
-        **_rows("zeros_like ones_like full_like empty_like", pointwise()),
+        **_rows("zero zeros_like ones_like full_like empty_like", pointwise()),
         **_rows("check_ids", pointwise()),
         **_rows("arange full zeros ones scalar_tensor empty eye linspace", factory),
         **_rows("tril_indices triu_indices", factory),
@@ -852,6 +837,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "logsumexp": reduction(run=shards.logsumexp, inside=True),
         "linalg_vector_norm": reduction(run=shards.norm, inside=True),
         "_softmax": along(split=shards.softmax),
+        "_safe_softmax": along(split=shards.safe_softmax),
         "_log_softmax": along(split=shards.log_softmax),
         **_rows("cumsum", along(linear=True)),
         **_rows("cumprod sort topk argsort flip kthvalue logcumsumexp", along()),
@@ -874,8 +860,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         **_rows("cat stack", _joined),
         "constant_pad_nd": _padded,
         **_rows("tril triu diagonal unfold unbind", _linear_whole),
-        "as_strided": _windowed,
-        "as_strided_scatter": _windowed,
+        **_rows("slice_scatter select_scatter", _overwritten),
         "embedding": _embedding,
         "gather": _gather,
         **_rows("index index_select", _index),

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -26,7 +26,7 @@ from functron.ops import attention as attention_ops
 from functron.ops.glu import GLU, GLU_PACKED
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.partitioning.placement import Digits, Sizes
-from functron.program.equations import Equation, contiguous_strides
+from functron.program.equations import Equation
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import STANDARD_AXES
 from functron.spmd.spec import P
@@ -136,11 +136,37 @@ def name(site: Site, x, name):
     return checkpoint_name(x, name)
 
 
-def copy(site: Site, x, source, *args, **kwargs):
-    """`source` in the shape and dtype of x, whose numbers do not matter."""
-    if not isinstance(source, torch.Tensor):
-        return torch.full_like(x, source)
-    return source.to(x.dtype).expand(x.shape)
+def overwritten(site: Site, before, after):
+    """`after`, whose cotangent is that of `before`."""
+    return _Overwritten.apply(before, after)
+
+
+class _Overwritten(compat.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(before, after):
+        return after.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        return cotangents[0], None
+
+
+def fresh(site: Site, x, *args, **kwargs):
+    """A new tensor like x in kind alone, the same on all ranks however x differs."""
+    return site.op(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
+
+
+def fill(site: Site, x, value):
+    """A number in the shape and dtype of x, whose numbers do not matter."""
+    if not isinstance(value, torch.Tensor):
+        return torch.full_like(x, value)
+    return torch.zeros_like(x) + value.to(x.dtype)  # on each rank its own, as x is
 
 
 def reshape(site: Site, x, *args, **kwargs):
@@ -186,6 +212,17 @@ def softmax(site: Site, x, dim, half_to_float=False):
     x = x.float() if half_to_float else x
     e = (x - _largest(x, dim, axes)).exp()
     return e / _total(e.sum(dim, keepdim=True), axes)
+
+
+def safe_softmax(site: Site, x, dim, dtype=None):
+    """`softmax`, with zeros where all of the dim is minus infinity."""
+    axes = site.split(0, dim)
+    if not axes:
+        return site.op(x, dim, dtype)
+    x = x if dtype is None else x.to(dtype)
+    e = (x - _largest(x, dim, axes)).exp()
+    total = _total(e.sum(dim, keepdim=True), axes)
+    return e / torch.where(total == 0, 1, total)
 
 
 def log_softmax(site: Site, x, dim, half_to_float=False):
@@ -257,74 +294,6 @@ def rms_norm(site: Site, x, normalized_shape, weight=None, eps=None):
     total = _total(x.square().sum(dims, keepdim=True), axes)
     scale = (total / math.prod(normalized_shape) + eps).rsqrt()
     return (x * scale if weight is None else x * scale * weight), scale
-
-
-class Span(NamedTuple):
-    """A range of a dim that a window shows.
-
-    Attributes:
-        start: where it begins.
-        size: how long it is.
-        kept: the window has the dim; otherwise it is one place of it.
-    """
-
-    start: int
-    size: int
-    kept: bool
-
-
-def window(shape: Sequence[int], size, stride, offset) -> list[Span] | None:
-    """The ranges of a contiguous tensor's dims that a strided view shows; None for other views.
-
-    Args:
-        shape: of the tensor.
-        size, stride, offset: of the view, in elements.
-    """
-    spans, rest, dims = [], offset or 0, list(zip(size, stride, strict=True))
-    for length, step in zip(shape, contiguous_strides(shape), strict=True):
-        start, rest = divmod(rest, max(step, 1))
-        kept = bool(dims) and dims[0][1] == step and start + dims[0][0] <= length
-        span = Span(start, dims.pop(0)[0] if kept else 1, kept)
-        if span.start + span.size > length:
-            return None
-        spans.append(span)
-    return None if dims or rest else spans
-
-
-def _narrowed(x: torch.Tensor, spans: Sequence[Span], shape: Sequence[int]) -> torch.Tensor:
-    for dim, (span, size) in enumerate(zip(spans, shape, strict=True)):
-        if span.size != size:
-            x = x.narrow(dim, span.start, span.size)
-    return x.squeeze([i for i, span in enumerate(spans) if not span.kept])
-
-
-def as_strided(site: Site, x, size, stride, offset=None):
-    """The window of x that a strided view of the whole value shows."""
-    shape = site.equation.operands[0].shape
-    spans = window(shape, size, stride, offset)
-    return site.op(x, size, stride, offset) if spans is None else _narrowed(x, spans, shape)
-
-
-def as_strided_scatter(site: Site, x, source, size, stride, offset=None):
-    """x, with other values in that window."""
-    shape = site.equation.operands[0].shape
-    spans = window(shape, size, stride, offset)
-    if spans is None:
-        return site.op(x, source, size, stride, offset)
-    for dim, span in enumerate(spans):
-        source = source if span.kept else source.unsqueeze(dim)
-    return _placed(x, source, spans, shape, 0)
-
-
-def _placed(x, source, spans: Sequence[Span], shape: Sequence[int], dim: int) -> torch.Tensor:
-    """x with `source` in the window that dims from `dim` on show."""
-    if dim == len(spans):
-        return source
-    span = spans[dim]
-    if span.size == shape[dim]:
-        return _placed(x, source, spans, shape, dim + 1)
-    inner = _placed(x.narrow(dim, span.start, span.size), source, spans, shape, dim + 1)
-    return x.slice_scatter(inner, dim, span.start, span.start + span.size)
 
 
 def _masked(values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,18 @@ from functron.core.scopes import in_phase, named_scope
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 from functron.ops.ids import check_ids
 from functron.program import debug
-from functron.program.equations import Block, Equation, Input, Scan, Var, Where, contiguous_strides
+from functron.program.equations import (
+    Block,
+    Equation,
+    Input,
+    Scan,
+    Strided,
+    Var,
+    Where,
+    contiguous_strides,
+    read_view,
+    write_view,
+)
 from functron.program.recorder import Recorder, active
 from functron.program.text import COLLECTIVES
 from functron.spmd.axes import Axis, TracedAxis, lookup
@@ -306,20 +317,12 @@ def _operation(equation: Equation) -> Callable:
     return op
 
 
-def _memory(x: torch.Tensor, size, stride, offset: int | None) -> tuple[Any, Any]:
-    """x as a line of memory, and the places in it that a view with these strides shows."""
-    places = torch.arange(x.numel(), device=x.device).as_strided(size, stride, offset or 0)
-    return x.reshape(-1), places.reshape(-1)
-
-
 def _as_strided(x, size, stride, offset=None):
-    line, places = _memory(x, size, stride, offset)
-    return line.index_select(0, places).reshape(size)
+    return read_view(x, Strided(tuple(size), tuple(stride), offset or 0))
 
 
 def _as_strided_scatter(x, source, size, stride, offset=None):
-    line, places = _memory(x, size, stride, offset)
-    return line.scatter(0, places, source.reshape(-1)).reshape(x.shape)
+    return write_view(x, source, Strided(tuple(size), tuple(stride), offset or 0))
 
 
 _STRIDED: Mapping[Any, Callable] = {

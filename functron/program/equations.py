@@ -2,7 +2,7 @@
 
 A `Block` is a list of equations in the order in which they run, each an ATen operation, a
 collective of `functron.spmd.axes`, or a `Scan` over a smaller block. It is to functron what a
-jaxpr is to JAX.
+jaxpr is to JAX. What the parts of a value's memory are, by strides, is here too: `ViewWindow`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -322,3 +322,276 @@ class Code:
         )
         rows = zip(paths, leaves, strict=True)
         return {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}
+
+
+# --- strided views, read and written as pure operations
+#
+# A program is pure, so that a write through a view is a new value of all the memory that the view
+# shows a part of, and views are taken anew from it. torch's own operation for such a write,
+# ``as_strided_scatter``, has a wrong derivative with respect to the value that is written to: the
+# cotangent of what was overwritten, and nothing of the rest. What is here is made of reshapes,
+# slices and `slice_scatter`, whose derivatives, batching rules and placements are right; of a view
+# that is no window, such as a diagonal, of a gather and a scatter. All that records or runs such
+# operations takes them from here. A view that shows all of the memory costs reshapes alone.
+
+_aten = torch.ops.aten
+
+
+class Strided(NamedTuple):
+    """How a tensor shows its memory.
+
+    Attributes:
+        size, stride: of its dims, in elements.
+        offset: where it begins, in elements from where the memory does.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+
+def strided_of(x: torch.Tensor, base: torch.Tensor | None = None) -> Strided:
+    """The layout of a tensor, in memory that begins where `base` does."""
+    start = 0 if base is None else base.storage_offset()
+    return Strided(tuple(x.shape), tuple(x.stride()), int(x.storage_offset() - start))
+
+
+class Span(NamedTuple):
+    """The part of a dim that a window shows.
+
+    Attributes:
+        start: the first place.
+        size: how many places.
+        step: from one to the next.
+    """
+
+    start: int
+    size: int
+    step: int = 1
+
+
+class ViewWindow(NamedTuple):
+    """A strided view as spans of the dims of a shape that the memory is seen in.
+
+    Attributes:
+        shape: of the memory.
+        spans: of every dim of it.
+        owners: the dim of the view that each of these is a part of, major to minor; None: a place.
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+    owners: tuple[int | None, ...]
+
+    @property
+    def cut(self) -> list[int]:
+        """The dims of which it shows a part."""
+        pairs = zip(self.spans, self.shape, strict=True)
+        return [dim for dim, (span, size) in enumerate(pairs) if span.size != size]
+
+    @property
+    def order(self) -> list[int]:
+        """Among the dims that are owned, the order in which the view has them."""
+        kept = [owner for owner in self.owners if owner is not None]
+        return sorted(range(len(kept)), key=lambda place: kept[place])
+
+
+def memory_order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """The dims from the major one on in the memory of a dense tensor; None of one with gaps."""
+    if 0 in size:
+        return list(range(len(size)))
+    # a dim of one place lies anywhere: where it stands
+    wide = sorted((i for i, n in enumerate(size) if n != 1), key=lambda i: -stride[i])
+    place = iter(wide)
+    order = [next(place) if n != 1 else i for i, n in enumerate(size)]
+    shape, step = [size[i] for i in order], [stride[i] for i in order]
+    return order if canonical_strides(shape, step) == contiguous_strides(shape) else None
+
+
+def as_memory(x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """x, of the shape of a dense `base`, with its dims as that has them in memory."""
+    order = memory_order(base.shape, base.stride())
+    assert order is not None
+    return _permute(x, order)
+
+
+def as_value(memory: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The inverse of `as_memory`."""
+    order = memory_order(base.shape, base.stride())
+    assert order is not None
+    return _permute(memory, sorted(range(len(order)), key=order.__getitem__))
+
+
+def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether places of a strided view may share memory."""
+    reach = 0
+    for step, count in sorted((s, n) for s, n in zip(stride, size, strict=True) if n != 1):
+        if step <= reach:
+            return True
+        reach += (count - 1) * step
+    return False
+
+
+def window_of(shape: Sequence[int], view: Strided) -> ViewWindow | None:
+    """The window of a contiguous tensor that a strided view shows; None: it is none.
+
+    Args:
+        shape: of the tensor.
+        view: of its memory, without overlaps.
+    """
+    total = math.prod(shape)
+    own = {step for step, n in zip(contiguous_strides(shape), shape, strict=True) if n != 1}
+    steps = {step for step, n in zip(view.stride, view.size, strict=True) if n != 1}
+    for cuts in (own | steps, steps, own):
+        found = _window(_dims(total, cuts), view)
+        if found is not None:
+            return found
+    return None
+
+
+def _dims(total: int, cuts: set[int]) -> list[tuple[int, int]]:
+    """Sizes and strides of the dims of contiguous memory that has these strides; else nothing."""
+    ends = [total, *sorted(cuts | {1}, reverse=True)]
+    pairs = list(itertools.pairwise(ends))
+    if any(b == 0 or a % b for a, b in pairs):
+        return []
+    return [(a // b, b) for a, b in pairs]
+
+
+def _window(dims: list[tuple[int, int]], view: Strided) -> ViewWindow | None:
+    if not dims:
+        return None
+    starts, rest = [], view.offset
+    for _, step in dims:
+        start, rest = divmod(rest, step)
+        starts.append(start)
+    spans: list[Span] = [Span(start, 1) for start in starts]
+    owners: list[int | None] = [None] * len(dims)
+    for number, (count, stride) in enumerate(zip(view.size, view.stride, strict=True)):
+        if count == 1:
+            continue
+        dim = next((i for i, (_, step) in enumerate(dims) if stride % step == 0), None)
+        if dim is None:
+            return None
+        step = stride // dims[dim][1]
+        while count != 1:
+            size, start = dims[dim][0], starts[dim]
+            if owners[dim] is not None:
+                return None
+            owners[dim] = number
+            if start + (count - 1) * step < size:
+                spans[dim], count = Span(start, count, step), 1
+            elif dim and step == 1 and start == 0 and count % size == 0:
+                spans[dim], count, dim = Span(0, size), count // size, dim - 1
+            else:
+                return None
+    pairs = zip(spans, dims, strict=True)
+    inside = all(span.start < size for span, (size, _) in pairs)
+    return ViewWindow(tuple(n for n, _ in dims), tuple(spans), tuple(owners)) if inside else None
+
+
+def read_view(memory: torch.Tensor, view: Strided) -> torch.Tensor:
+    """The values that a strided view of a contiguous tensor shows, in the shape of the view.
+
+    Args:
+        memory: the tensor; how it is laid out where this runs does not matter.
+        view: of it, as it is when contiguous.
+    """
+    if 0 in view.size:
+        return memory.new_zeros(view.size)
+    # what is the same in all places of a dim is read once
+    rows = list(zip(view.size, view.stride, strict=True))
+    once = tuple(1 if step == 0 else n for n, step in rows)
+    seen = view._replace(size=once)
+    found = None if overlaps(seen.size, seen.stride) else window_of(memory.shape, seen)
+    if found is None:
+        # laid out in the view's own order, so that it has the views that this has
+        order = sorted(range(len(once)), key=lambda dim: -seen.stride[dim])
+        size, stride = (tuple(row[dim] for dim in order) for row in seen[:2])
+        turned = Strided(size, stride, seen.offset)
+        line = _reshape(memory, (memory.numel(),))
+        x = _reshape(line.index_select(0, _places(turned, memory.device)), turned.size)
+        x = _permute(x, sorted(range(len(order)), key=order.__getitem__))
+    else:
+        x = _narrow(_reshape(memory, found.shape), found, found.cut)
+        gone = [dim for dim, owner in enumerate(found.owners) if owner is None]
+        x = _reshape(x, [n for dim, n in enumerate(x.shape) if dim not in gone])
+        x = _reshape(_permute(x, found.order), once)
+    return x if once == view.size else x.expand(view.size)
+
+
+def write_view(memory: torch.Tensor, values: torch.Tensor, view: Strided) -> torch.Tensor:
+    """A contiguous tensor with other values where a strided view without overlaps shows it.
+
+    Args:
+        memory: the tensor; how it is laid out where this runs does not matter.
+        values: of the shape of the view.
+        view: of it, as it is when contiguous.
+    """
+    if 0 in view.size:
+        return memory
+    found = window_of(memory.shape, view)
+    if found is None:
+        line, places = _reshape(memory, (memory.numel(),)), _places(view, memory.device)
+        filled = line.scatter(0, places, _reshape(values, (values.numel(),)))
+        return _reshape(filled, memory.shape)
+    sizes = [s.size for s, o in zip(found.spans, found.owners, strict=True) if o is not None]
+    x = _reshape(values, [sizes[place] for place in found.order])
+    x = _permute(x, [found.order.index(place) for place in range(len(sizes))])
+    x = _reshape(x, [span.size for span in found.spans])
+    return _reshape(_put(_reshape(memory, found.shape), x, found, found.cut), memory.shape)
+
+
+def _put(
+    whole: torch.Tensor, part: torch.Tensor, found: ViewWindow, cut: list[int]
+) -> torch.Tensor:
+    """`whole` with `part` in the spans of the dims that are cut."""
+    if not cut:
+        return part
+    dim, *others = cut
+    inner = _put(_narrow(whole, found, [dim]), part, found, others) if others else part
+    start, size, step = found.spans[dim]
+    end = start + (size - 1) * step + 1
+    return _aten.slice_scatter.default(whole, inner, dim, start, end, step)
+
+
+def _narrow(x: torch.Tensor, found: ViewWindow, dims: Sequence[int]) -> torch.Tensor:
+    for dim in dims:
+        start, size, step = found.spans[dim]
+        x = _aten.slice.Tensor(x, dim, start, start + (size - 1) * step + 1, step)
+    return x
+
+
+def copy_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x in memory of its own, contiguous."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _reshape(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """`torch.reshape`, which a recorder would take for one operation."""
+    shape = tuple(shape)
+    if tuple(x.shape) == shape:
+        return x
+    try:
+        return x.view(shape)
+    except RuntimeError:  # of strides that no view has
+        return copy_contiguous(x).view(shape)
+
+
+def _permute(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    return x if list(order) == list(range(len(order))) else x.permute(tuple(order))
+
+
+def _places(view: Strided, device: torch.device) -> torch.Tensor:
+    """The places in memory that a view shows, in order."""
+    found: torch.Tensor | None = None
+    count = len(view.size)
+    for dim, (size, stride) in enumerate(zip(view.size, view.stride, strict=True)):
+        if size != 1:
+            start = view.offset if found is None else 0
+            row = torch.arange(size, device=device) * stride + start
+            row = _reshape(row, (size, *[1] * (count - 1 - dim)))
+            found = row if found is None else found + row
+    if found is None:
+        return torch.full((1,), view.offset, device=device)
+    return _reshape(found, (found.numel(),))

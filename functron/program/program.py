@@ -36,7 +36,8 @@ class Program(Code):
     def __call__(self, *args: tree.Tree) -> tree.Tree:
         """The results for global arguments: every rank, in lockstep, in this process.
 
-        Nothing is compiled or donated. For small meshes; see `functron.program.program`.
+        Nothing is compiled, donated or differentiated (trace the gradient instead). For small
+        meshes; see `functron.program.program`.
         """
         return interpret(self, *args)
 
@@ -129,9 +130,11 @@ def interpret(program: Code, *args: tree.Tree) -> tree.Tree:
         args: trees as those that were traced: global values, which are split by their specs.
 
     Raises:
-        ValueError: the arguments differ from what was traced in structure, shape or dtype.
+        ValueError: the arguments differ from what was traced in structure, shape or dtype, or they
+            require gradients.
     """
     leaves = program.flatten(args)
+    _refuse_derivatives(program, leaves)
     environment: dict[Var, Ranks] = {}
     for given in program.inputs:
         environment[given.var] = _input(program, given, leaves)
@@ -142,6 +145,20 @@ def interpret(program: Code, *args: tree.Tree) -> tree.Tree:
         for value, output in zip(outputs, program.outputs, strict=True)
     ]
     return tree.unflatten(program.out_structure, results)
+
+
+def _refuse_derivatives(program: Code, leaves: dict[str, torch.Tensor]) -> None:
+    """Refuse arguments that are differentiated: a program does not say where gradients stop."""
+    wanted = "values: what detached or stopped gradients is not part of a program"
+    fix = f"differentiate what was traced, as in ft.trace(ft.grad({program.name})), or detach"
+    raise_problems(
+        f"{program.name} is a traced program, and would be differentiated",
+        [
+            Problem(f"argument {path}", "a tensor that requires gradients", wanted, fix)
+            for path, leaf in leaves.items()
+            if torch.is_grad_enabled() and leaf.requires_grad
+        ],
+    )
 
 
 def _input(program: Code, given: Input, leaves: dict[str, torch.Tensor]) -> Ranks:

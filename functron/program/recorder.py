@@ -30,7 +30,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron.core import compat
 from functron.core.scopes import phase, scope_names
-from functron.program.equations import Block, Equation, Scan, Var, Where
+from functron.program.equations import (
+    Block,
+    Equation,
+    Scan,
+    Var,
+    Where,
+    as_memory,
+    as_value,
+    canonical_strides,
+    copy_contiguous,
+    memory_order,
+    overlaps,
+    read_view,
+    strided_of,
+    write_view,
+)
 from functron.spmd.axes import user_line
 from functron.spmd.simulate import depends_on_data, draws_randomly
 
@@ -160,6 +175,15 @@ def _kind(func: Any) -> Literal["new", "view", "other"]:
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
+
+@functools.cache
+def _is_factory(func: Any) -> bool:
+    """Whether results are numbers that are known without those of operands."""
+    name = func._schema.name.split("::")[1]
+    tensors = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+    return name.endswith("_like") or name.startswith("new_") or not tensors
+
+
 _active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
     "functron_recorder", default=None
 )
@@ -245,6 +269,7 @@ class Recorder(TorchDispatchMode):
         self._bases: dict[int, torch.Tensor] = {}  # the tensor that made a storage, by storage
         self._fixed: dict[int, str] = {}
         self._stale: dict[int, str] = {}
+        self._detached: set[int] = set()  # tensors of which a keeper knows no derivative
         self._wheres: dict[int, Where] = {}
 
     @contextlib.contextmanager
@@ -363,7 +388,7 @@ class Recorder(TorchDispatchMode):
 
     def _new(self, tensor: torch.Tensor, name: str) -> Var:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages and tensor.is_contiguous():
+        if storage._cdata not in self._storages and _is_dense(tensor):
             self._bases[storage._cdata] = tensor
         number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
         name = _identifier(name)
@@ -393,6 +418,8 @@ class Recorder(TorchDispatchMode):
         args, kwargs = _map_tensors(self._as_fake, args), _map_tensors(self._as_fake, dict(kwargs))
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
+        if func in _STRIDED:
+            return _STRIDED[func](self, func, args, kwargs)
         return self._stopped(self._recorded(func, args, kwargs))
 
     def _recorded(self, func, args, kwargs):
@@ -405,10 +432,18 @@ class Recorder(TorchDispatchMode):
 
         A program that is differentiated once it is recorded needs to know.
         """
+        return _map_tensors(self._without_derivative, out) if self._stops() else out
+
+    def _stops(self) -> bool:
         keep = keeper()
-        if keep is None or not keep.stops_gradients():
-            return out
-        return _map_tensors(lambda x: self._recorded(_aten.detach.default, (x,), {}), out)
+        return keep is not None and keep.stops_gradients()
+
+    def _without_derivative(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._recorded(_aten.detach.default, (x,), {})
+        storage = x.untyped_storage()._cdata
+        if self._bases.get(storage) is x:
+            self._bases[storage] = out  # nobody sees x itself
+        return out
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
@@ -419,6 +454,8 @@ class Recorder(TorchDispatchMode):
         out = self._computed(func, (fake,), {})
         self._vars[id(out)] = (out, self._vars[id(fake)][1] if id(fake) in self._vars else
                                self.var(fake))  # fmt: skip
+        if id(fake) in self._stale:
+            self._stale[id(out)] = self._stale[id(fake)]
         return out
 
     def _refuse(self, func, args, kwargs) -> None:
@@ -468,6 +505,10 @@ class Recorder(TorchDispatchMode):
             self._new(leaf, name) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
         )
         self._append(Equation(func, operands, named, outputs, self._where()))
+        if keeper() is not None:
+            stops = func is _aten.detach.default or _is_factory(func)
+            if stops or (func.is_view and id(args[0]) in self._detached):
+                self._detached.update(map(id, leaves))
 
     def _append(self, equation: Equation) -> None:
         self._frame.known.update(equation.results)
@@ -501,14 +542,41 @@ class Recorder(TorchDispatchMode):
             self._check_mutable(target, func)
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(targets[0], func, functional, args, kwargs)
-        out = self._stopped(self._recorded(functional, args, kwargs))
+        out = self._functional(func, functional, args, kwargs)
         results = list(out) if isinstance(out, (list, tuple)) else [out]
         for target, result in zip(targets, results, strict=True):
             self._write(target, result, func)
         return args[0] if func._schema.returns else None
 
+    def _functional(self, func, functional, args, kwargs) -> Any:
+        """The new values of an in-place operation, by operations that have derivatives."""
+        if func is _aten.zero_.default:
+            return self._recorded(_aten.zeros_like.default, args, kwargs)
+        if func is not _aten.copy_.default:
+            return self._recorded(functional, args, kwargs)
+        target, source = args[:2]
+        with self:
+            source = self._converted(source, target)
+            if source.shape != target.shape:
+                source = source.expand(target.shape)
+            return copy_contiguous(source)
+
+    def _converted(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """x in the dtype and on the device of another."""
+        assert isinstance(x, FakeTensor)
+        assert isinstance(like, FakeTensor)
+        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.fake_device}
+        same = (x.dtype, x.fake_device) == (like.dtype, like.fake_device)
+        return x if same else _aten._to_copy.default(x, **kind)
+
     def _reshape(self, target: torch.Tensor, func, functional, args, kwargs) -> torch.Tensor:
         """`target` shows its memory in another shape from here on, as after ``squeeze_``."""
+        if target.requires_grad and self._bases.get(target.untyped_storage()._cdata) is not target:
+            raise ValueError(
+                f"trace: at {_line()} {func} changes the shape of a view that is differentiated, "
+                "which torch's tape forgets when the view is written to; wanted another tensor; "
+                f"fix: use what {functional} returns"
+            )
         out = self._run(functional, args, kwargs)
         self._record(functional, args, kwargs, out)
         self._run(func, args, kwargs)
@@ -526,16 +594,74 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, target: torch.Tensor, result: torch.Tensor, func) -> None:
         """From here on `target` means `result`, and so does what shares its memory."""
+        if result.shape != target.shape:
+            raise ValueError(
+                f"trace: at {_line()} {func} gives a result of shape {tuple(result.shape)}, and "
+                f"would write it to a tensor of shape {tuple(target.shape)}; wanted operands that "
+                "broadcast to what is modified; fix: write the operation out of place"
+            )
+        if result.dtype != target.dtype:  # a wider operand's, of which the memory takes its own
+            with self:
+                result = self._converted(result, target)
         base = self._bases.get(target.untyped_storage()._cdata)
-        if base is not None and self._vars[id(base)][1] is not self._vars[id(target)][1]:
-            # through a view: put the result into the whole, of which views are then taken anew
-            scatter = _aten.as_strided_scatter.default
-            place = (target.shape, target.stride(), target.storage_offset())
-            arguments = (base, result, *map(list, place[:2]), place[2])
-            whole = self._run(scatter, arguments, {})
-            self._record(scatter, arguments, {}, whole)
-            target, result = base, whole
-        self._rename(target, result, func)
+        if base is None or self._vars[id(base)][1] is self._vars[id(target)][1]:
+            result = self._untaped(target, target, self._laid_out(result, target))
+            self._rename(target, result, func)
+            return
+        self._check_window(target, base, func)
+        # through a view: put the result into the whole, of which views are then taken anew
+        with self:
+            place = strided_of(target, base)
+            memory = write_view(as_memory(base, base), result, place)
+            whole = as_value(memory, base)
+        new = self._laid_out(whole, base)
+        taped = self._untaped(target, base, new)
+        shown = self._vars[id(result)][1]
+        self._rename(base, taped, func)
+        # the result itself, where no view of the whole has its numbers, or its derivative
+        all_of_it = target.numel() == base.numel() and shown.stride == tuple(target.stride())
+        if all_of_it if taped is new else not self._stops():
+            del self._stale[id(target)]
+            self._vars[id(target)] = (target, shown)
+            self._detached.discard(id(target))
+
+    def _untaped(self, target, base, new: torch.Tensor) -> torch.Tensor:
+        """`new`, with the derivative that what `base` shows has after a write to `target`.
+
+        Where torch's tape does not see the write, in a ``no_grad`` or through a detached tensor,
+        the derivative stays that of the old value.
+        """
+        stops = self._stops()
+        if not new.is_floating_point() or not (stops or id(target) in self._detached):
+            return new
+        if id(base) not in self._detached:
+            return self._recorded(keeper().overwritten, (base, new), {})
+        if stops:
+            return self._without_derivative(new)
+        storage = base.untyped_storage()._cdata  # it has one from here on
+        for key, (tensor, _) in self._vars.items():
+            if tensor.untyped_storage()._cdata == storage:
+                self._detached.discard(key)
+        return new
+
+    def _check_window(self, target: torch.Tensor, base: torch.Tensor, func) -> None:
+        """Refuse a write through a view that is known to torch alone."""
+        if target.dtype == base.dtype and not overlaps(target.shape, target.stride()):
+            return
+        what = "overlap" if target.dtype == base.dtype else f"are those of a {base.dtype} value"
+        raise ValueError(
+            f"trace: at {_line()} {func} modifies a view in place, of shape {tuple(target.shape)} "
+            f"and strides {tuple(target.stride())}, whose elements {what}; wanted a view of "
+            "elements that it alone shows; fix: modify a copy, or write the operation out of place"
+        )
+
+    def _laid_out(self, result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """`result` in the layout of a dense `target`, whose views count on it."""
+        strides = [canonical_strides(x.shape, x.stride()) for x in (result, target)]
+        if strides[0] == strides[1] or not _is_dense(target):
+            return result
+        with self:
+            return as_value(copy_contiguous(as_memory(result, target)), target)
 
     def _rename(self, target: torch.Tensor, result: torch.Tensor, func) -> None:
         old, new = self._vars[id(target)][1], self._vars[id(result)][1]
@@ -557,12 +683,42 @@ class Recorder(TorchDispatchMode):
                 f"place ({reason}); wanted pure operations there; fix: modify a copy, or write "
                 "the operation out of place"
             )
-        whole = self._resolve(self._frame, self._vars[id(base)][1])
-        place = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
-        view = self._new(tensor, "as_strided")
-        self._append(
-            Equation(_aten.as_strided.default, (whole, *place), {}, (view,), self._where())
-        )
+        # where the whole is known, and so wherever the view may be used later
+        var, frame, here = self._vars[id(base)][1], self._frame, self._frame
+        while var not in frame.known and frame.outer is not None:
+            frame = frame.outer
+        self._frame = frame
+        try:
+            self._take(tensor, base)
+        finally:
+            self._frame = here
+
+    def _take(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
+        """Let `tensor` mean what it shows of `base`, whose memory it shares."""
+        with self:
+            memory = as_memory(base, base)
+            view = read_view(memory, strided_of(tensor, base))
+            if id(tensor) in self._detached and id(base) not in self._detached:
+                view = _aten.detach.default(view)
+        self._vars[id(tensor)] = (tensor, self._vars[id(view)][1])
+
+    def _as_strided(self, func, args, kwargs) -> torch.Tensor:
+        """A view by strides, as a window of the memory that its operand shows."""
+        base = self._bases.get(args[0].untyped_storage()._cdata)
+        if base is None or base.dtype != args[0].dtype:
+            return self._recorded(func, args, kwargs)
+        self.var(args[0])
+        out = self._run(func, args, kwargs)
+        self._take(out, base)
+        return out
+
+    def _as_strided_scatter(self, func, args, kwargs) -> torch.Tensor:
+        """A copy that is written to, since torch's own operation has a wrong derivative."""
+        x, source, *view = args
+        with self:
+            whole = x.clone()
+            whole.as_strided(*view, **kwargs).copy_(source)
+        return whole
 
     # --- results
 
@@ -570,6 +726,16 @@ class Recorder(TorchDispatchMode):
         """The current frame as a block, with dead equations removed."""
         equations = live_equations(self._frame.equations, outputs)
         return Block(tuple(inputs), tuple(equations), tuple(outputs))
+
+
+_STRIDED = {
+    _aten.as_strided.default: Recorder._as_strided,
+    _aten.as_strided_scatter.default: Recorder._as_strided_scatter,
+}
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return memory_order(tensor.shape, tensor.stride()) is not None
 
 
 def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> list[Equation]:

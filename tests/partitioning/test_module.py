@@ -248,6 +248,28 @@ def test_experts_stay_where_they_are():
     assert any(name == "ragged_all_to_all" for name, _ in found[1])
 
 
+def test_falcon_writes_to_its_products_in_place():
+    config = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    for more in ({"multi_query": True}, {"new_decoder_architecture": True, "num_kv_heads": 2}):
+        module = transformers.FalconForCausalLM(transformers.FalconConfig(**config, **more))
+        module = module.double()
+        fn, params = ft.from_module(module)
+        tokens = torch.arange(32).reshape(4, 8) * 7 % 64
+        own = dict(module.named_parameters())
+        total = module(input_ids=tokens, labels=tokens, use_cache=False).loss
+        found = torch.autograd.grad(total, [*own.values()])
+
+        def loss(params, tokens, fn=fn):
+            return fn(params, input_ids=tokens, labels=tokens, use_cache=False).loss
+
+        rules = {"dense_h_to_4h": P("tp"), "dense_4h_to_h": P(None, "tp"), "embeddings": P("tp")}
+        specs = ft.Rules(rules).specs(params)
+        mapped = ft.partition(ft.grad(loss), ft.Mesh(dp=2, tp=2), (specs, P("dp")), specs)
+        got = mapped(params, tokens)
+        torch.testing.assert_close([*got.values()], [*found], rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.full  # notebook 12 runs one of them on processes; here Inductor compiles each
 @pytest.mark.distributed
 def test_models_on_processes(torchrun):

@@ -205,8 +205,41 @@ def fills_a_diagonal(x):
     return torch.func.hessian(lambda x: (x.sin() * x.sum()).sum())(x)
 
 
+def reads_a_view_of_turned_memory(x):
+    y = (x * 1).t().clone(memory_format=torch.preserve_format)
+    row = y[0]
+    y.add_(1)
+    row.mul_(3)
+    return row, y
+
+
+def saves_what_a_view_was_overwritten_with(x):
+    def total(x):
+        y = x * 1
+        y[:, :1].tanh_()
+        return (y * y.cos()).sum()
+
+    return torch.func.grad(total)(x)
+
+
+def rounds_to_its_own_dtype(x):
+    y = x * 1
+    y += torch.full((2,), 1 / 3, dtype=torch.float64)
+    y[0].copy_(y.double()[1])
+    return y
+
+
 @pytest.mark.parametrize(
-    "program", [writes_a_row, reads_an_older_view, writes_through_a_transpose, fills_a_diagonal]
+    "program",
+    [
+        writes_a_row,
+        reads_an_older_view,
+        writes_through_a_transpose,
+        fills_a_diagonal,
+        reads_a_view_of_turned_memory,
+        saves_what_a_view_was_overwritten_with,
+        rounds_to_its_own_dtype,
+    ],
 )
 def test_mutation_through_views_becomes_pure(program):
     x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
@@ -215,15 +248,34 @@ def test_mutation_through_views_becomes_pure(program):
     assert not [e for e in traced.block.equations if e.op._schema.is_mutable]
 
 
-def test_an_older_view_of_memory_without_an_owner_is_refused():
-    def program(x):
-        y = (x * 1).t().clone(memory_format=torch.preserve_format)
-        row = y[0]
+def test_mutation_that_memory_cannot_show_is_refused():
+    def older(x):
+        y = x * 1
+        row = y.view(torch.int32)
         y.add_(1)
         return row
 
     with pytest.raises(ValueError, match=r"a view is used after"):
-        trace(program)(torch.ones(3, 2))
+        trace(older)(torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"broadcast to what is modified"):
+        trace(lambda x: (x * 1).sum(0).add_(x))(torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"whose elements overlap"):
+        trace(lambda x: (x[:1] * 1).expand(3, 2).add_(1))(torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"are those of a torch.float32 value"):
+        trace(lambda x: (x * 1).view(torch.int32).fill_(1))(torch.ones(3, 2))
+
+
+def test_a_program_that_would_be_differentiated_is_refused():
+    def loss(x):
+        return (x * x.detach()).sum()
+
+    program = trace(loss)(torch.ones(3))
+    with pytest.raises(ValueError, match=r"argument 0.*ft.trace\(ft.grad\(loss\)\)"):
+        torch.func.grad(program)(torch.ones(3))
+    with pytest.raises(ValueError, match="would be differentiated"):
+        program(torch.ones(3, requires_grad=True))
+    with torch.no_grad():
+        assert program(torch.ones(3, requires_grad=True)) == 3
 
 
 def test_a_tensor_of_another_trace_is_refused():
