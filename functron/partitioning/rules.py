@@ -250,18 +250,19 @@ def along(
         x, labels = equation.operands[0], _dims(equation.operands[0].shape)
         count = min(first, len(equation.operands))  # a number may stand for an operand
         along = [labels[dim][0] for dim in _axes(equation, name) if labels[dim]]
-        # a result may be longer or shorter there, as of topk
-        own = [
-            tuple(
-                (f"{letters[0]}*",) if letters and letters[0] in along and size != old else letters
-                for letters, size, old in zip(labels, value.shape, x.shape, strict=True)
-            )
-            for value in (*equation.operands[:count], *equation.results)
-        ]
+        values = (*equation.operands[:count], *equation.results)
+        own = [_resized(value.shape, x.shape, labels, along) for value in values]
+        # where another operand is smaller elsewhere, such as an index, its places are the first
+        whole = {
+            letters[0]
+            for value in equation.operands[1:count]
+            for letters, size, old in zip(labels, value.shape, x.shape, strict=True)
+            if letters and letters[0] not in along and size != old
+        }
         others = [_dims(value.shape, "o") for value in equation.operands[count:]]
         operands = (*own[:count], *others)
         sizes = sizes_of([*equation.operands, *equation.results], [*operands, *own[count:]])
-        whole = {letter for row in others for dim in row for letter in dim}
+        whole |= {letter for row in others for dim in row for letter in dim}
         whole |= {letter for letter in sizes if letter.endswith("*")}
         whole |= set(along) if split is None else set()
         return Rule(
@@ -274,6 +275,17 @@ def along(
         )
 
     return rule
+
+
+def _resized(shape, whole, labels: Labels, along: Collection[str]) -> Labels:
+    """The letters of dims like those of a whole, ``a*`` where one has another size than ``a``."""
+    rows = list(zip(whole, labels, strict=True))
+    if len(shape) < len(rows):  # without the dim of a reduction
+        rows = [(size, row) for size, row in rows if not row or row[0] not in along]
+    return tuple(
+        row if size == old or not row else (f"{row[0]}*",) if size != 1 else ()
+        for size, (old, row) in zip(shape, rows, strict=True)
+    )
 
 
 def _layer_norm(equation: Equation) -> Rule:
@@ -297,6 +309,12 @@ def _rows_of(equation: Equation) -> Rule:
     return Rule(operands, results, sizes, whole=frozenset(labels[-1]), run=shards.own)
 
 
+def _glu(equation: Equation) -> Rule:
+    """functron's operation on two tensors; torch's of that name is of halves of a dim."""
+    own = getattr(equation.op, "namespace", "") == "functron"
+    return (pointwise(run=shards.own) if own else along())(equation)
+
+
 def _packed_glu(equation: Equation) -> Rule:
     (y,) = equation.results
     rows, sizes = _dims(y.shape), sizes_of([y], [_dims(y.shape)])
@@ -311,9 +329,22 @@ def _packed_glu(equation: Equation) -> Rule:
 
 def _view(equation: Equation) -> Rule:
     (x,), (y,) = equation.operands, equation.results
+    if x.dtype != y.dtype:
+        return _reinterpreted(x, y)
     before, after, sizes, whole = reshaped(x.shape, y.shape)
     linear = (frozenset({0}),)
     return Rule((before,), (after,), sizes, whole=whole, linear=linear, run=shards.reshape)
+
+
+def _reinterpreted(x: Var, y: Var) -> Rule:
+    """Bits as numbers of another dtype, of which there may be more or fewer in the last dim."""
+    before, after = _dims(x.shape), _dims(y.shape)
+    whole: frozenset[str] = frozenset()
+    if x.shape != y.shape:
+        after = (*after[:-1], ("cut",) if y.shape[-1] != 1 else ())
+        whole = frozenset({*before[-1], "cut"})
+    sizes = sizes_of([x, y], [before, after])
+    return Rule((before,), (after,), sizes, whole=whole, run=shards.reinterpret)
 
 
 def reshaped(
@@ -390,14 +421,17 @@ def _unaligned(before, after, cuts) -> tuple[Labels, Labels, dict[str, int], fro
     return sides[0], sides[1], sizes, frozenset(whole)
 
 
-def _reordered(order: Callable[[Equation, int], Sequence[int]]) -> MakeRule:
+def _reordered(
+    order: Callable[[Equation, int], Sequence[int]], *, run: Run | None = None
+) -> MakeRule:
     """A view with the operand's dims in another order; None in it is a new dim of size 1."""
 
     def rule(equation: Equation) -> Rule:
         (x,) = equation.operands
         labels = _dims(x.shape)
         rows = tuple(() if i is None else labels[i] for i in order(equation, len(labels)))
-        return Rule((labels,), (rows,), sizes_of([x], [labels]), linear=(frozenset({0}),))
+        linear = (frozenset({0}),)
+        return Rule((labels,), (rows,), sizes_of([x], [labels]), linear=linear, run=run)
 
     return rule
 
@@ -569,15 +603,23 @@ def _overwritten(equation: Equation) -> Rule:
 
 def _embedding(equation: Equation) -> Rule:
     weight, ids = equation.operands
+    if _argument(equation, "sparse"):
+        raise ValueError(
+            f"partition: at {equation.where.line} embedding has sparse=True; wanted gradients that "
+            "are dense, as parameters are; fix: sparse=False"
+        )
     rows = _dims(ids.shape, "i")
     table = _dims(weight.shape, "w")
     sizes = sizes_of([weight, ids], [table, rows])
     combined: dict[str, Kind] = dict.fromkeys(table[0], "sum")
+    counted = _argument(equation, "scale_grad_by_freq")  # all ids, each with its row
+    whole = {letter for dim in (*rows, table[0]) for letter in dim} if counted else ()
     return Rule(
         (table, rows),
         ((*rows, table[1]),),
         sizes,
         combined,
+        whole=frozenset(whole),
         linear=(frozenset({0}),),
         run=shards.embedding,
     )
@@ -845,14 +887,14 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "roll": along("dims", linear=True),
         **_rows("native_layer_norm _fused_rms_norm", _layer_norm),
         **_rows("rms_norm add_rms_norm layer_norm add_layer_norm", _rows_of),
-        "glu": pointwise(run=shards.own),
+        "glu": _glu,
         "glu_packed": _packed_glu,
         **_rows("view _unsafe_view reshape _reshape_alias", _view),
         "t": _reordered(lambda e, n: list(range(n))[::-1]),
         "transpose": _reordered(_swapped),
         "permute": _reordered(_permuted),
         "unsqueeze": _reordered(_unsqueezed),
-        "squeeze": _reordered(_squeezed),
+        "squeeze": _reordered(_squeezed, run=shards.reshape),  # one place may be a rank's part
         "expand": _expanded,
         "repeat": _repeated,
         **_rows("split split_with_sizes unsafe_split chunk", _cut),

@@ -174,6 +174,11 @@ def reshape(site: Site, x, *args, **kwargs):
     return x.reshape(site.shapes[0])
 
 
+def reinterpret(site: Site, x, dtype):
+    """The bits of x as numbers of another dtype."""
+    return x.contiguous().view(dtype)
+
+
 def expand(site: Site, x, *args, **kwargs):
     """x expanded to this rank's part of the result."""
     return x.expand(site.shapes[0])
@@ -199,9 +204,18 @@ def _dims(site: Site) -> list[int]:
 def mean(site: Site, x, *args, **kwargs):
     """This rank's part of the mean: its sum, divided by the global count."""
     dims, shape = _dims(site), site.equation.operands[0].shape
+    if not any(site.split(0, dim) for dim in dims):
+        return site.op(x, *args, **kwargs)
     count = math.prod(shape[dim] for dim in dims)
-    keep = len(site.equation.results[0].shape) == len(shape)
-    return x.sum(dims, keepdim=keep, dtype=kwargs.get("dtype")) / count
+    (result,) = site.equation.results
+    keep = len(result.shape) == len(shape)
+    total = x.sum(dims, keepdim=keep, dtype=_wide(result.dtype))  # of halves, it may overflow
+    return (total / count).to(result.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that torch adds up values of this one in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def softmax(site: Site, x, dim, half_to_float=False):
@@ -266,7 +280,9 @@ def norm(site: Site, x, ord=2, *args, **kwargs):  # noqa: A002
     if ord == 0:
         return _total((x != 0).to(x.dtype).sum(dims), axes).reshape(site.shapes[0])
     total = _total((x**ord).sum(dims), axes, site.equal)
-    return (total ** (1 / ord)).reshape(site.shapes[0])
+    some = total != 0  # of zeros the derivative is 0
+    root = torch.where(some, total, 1) ** (1 / ord)
+    return torch.where(some, root, 0).reshape(site.shapes[0])
 
 
 def layer_norm(site: Site, x, normalized_shape, weight, bias, eps):
@@ -300,13 +316,19 @@ def _masked(values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
     return torch.where(here, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def embedding(site: Site, weight, ids, *args, **kwargs):
-    """Rows of a table; zeros for those that are in another rank's part of it."""
+def embedding(site: Site, weight, ids, padding_idx=-1, *args, **kwargs):
+    """Rows of a table; zeros for those that are in another rank's part of it.
+
+    Counts of ids are those of all ranks where gradients are scaled by them: then nothing is split.
+    """
     letters = site.operands[0][0]
     if not site.names(letters):
-        return site.op(weight, ids, *args, **kwargs)
+        return site.op(weight, ids, padding_idx, *args, **kwargs)
     local, here = site.local(ids, letters[0])
-    return _masked(F.embedding(torch.where(here, local, 0), weight), here.unsqueeze(-1))
+    rows = _masked(F.embedding(torch.where(here, local, 0), weight), here.unsqueeze(-1))
+    if padding_idx < 0:
+        return rows
+    return torch.where((ids == padding_idx).unsqueeze(-1), lax.stop_gradient(rows), rows)
 
 
 def gather(site: Site, x, dim, index, **kwargs):

@@ -248,6 +248,36 @@ def test_experts_stay_where_they_are():
     assert any(name == "ragged_all_to_all" for name, _ in found[1])
 
 
+PADDED = {
+    "bert": ("BertForMaskedLM", "BertConfig", 0),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", 1),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_rows_of_padding_have_the_gradients_that_transformers_gives_them(name):
+    """Those of the tied output alone: the embedding's own stops there, also where it is split."""
+    cls, config, pad = PADDED[name]
+    torch.manual_seed(0)
+    sizes = {**SIZES, "max_position_embeddings": 64, "pad_token_id": pad}
+    module = getattr(transformers, cls)(getattr(transformers, config)(**sizes)).double().eval()
+    tokens = torch.arange(32).reshape(4, 8) * 7 % 64
+    tokens[:, 5:] = pad
+    named = {"attention_mask": (tokens != pad).long(), "labels": tokens}
+    fn, params = ft.from_module(module)
+    own = dict(module.named_parameters())
+    total = module(input_ids=tokens, **named).loss
+    found = torch.autograd.grad(total, [*own.values()], allow_unused=True)
+    wanted = {k: torch.zeros_like(own[k]) if g is None else g
+              for k, g in zip(own, found, strict=True)}  # fmt: skip
+    specs = ft.Rules(MODELS["bert"][3]).specs(params)
+    loss = ft.grad(lambda p: fn(p, input_ids=tokens, **named).loss)
+    got = ft.partition(loss, ft.Mesh(tp=2), (specs,), specs)(params)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
+    row = next(key for key in wanted if key.endswith("word_embeddings.weight"))
+    assert wanted[row][pad].abs().max() > 0.1
+
+
 def test_falcon_writes_to_its_products_in_place():
     config = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
