@@ -857,6 +857,7 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "fill": pointwise(run=shards.fill),
         "mul": pointwise((0,), (1,)),
         "div": _unrounded(_FIRST),
+        "floor_divide": pointwise(),
         "where": pointwise((1, 2)),
         **_rows("neg clone alias detach lift_fresh_copy contiguous", _FIRST),
         **_rows("conj real positive", _FIRST),

@@ -173,6 +173,11 @@ def _kind(func: Any) -> Literal["new", "view", "other"]:
 
 
 _aten = torch.ops.aten
+_GROUPED_MM = _aten._grouped_mm.default
+_EXPERTS = (
+    'for experts of transformers model.config._experts_implementation = "batched_mm", or a '
+    "function of one's own that is registered there and calls functron.nn.moe.mixture"
+)
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
 
@@ -461,12 +466,20 @@ class Recorder(TorchDispatchMode):
     def _refuse(self, func, args, kwargs) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs):
             raise ValueError(f"trace: at {_line()} the program {draws_randomly(func)}")
+        if func is _GROUPED_MM and (keeper() is not None or args[0].dtype != torch.bfloat16):
+            raise ValueError(
+                f"trace: at {_line()} the program multiplies groups of rows ({func}) of "
+                f"{args[0].dtype}; wanted shapes that do not depend on data in a function that is "
+                "partitioned, and elsewhere torch.bfloat16, of which alone torch knows the shapes; "
+                f"fix: {_EXPERTS}"
+            )
 
     def _run(self, func, args, kwargs):
         try:
             return self._computed(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             text = f"trace: at {_line()} the program {depends_on_data(func)}"
+            text += f"; or {_EXPERTS}" if "expert" in _line() else ""
             raise ValueError(text) from error
 
     def _computed(self, func, args, kwargs):

@@ -248,6 +248,27 @@ def test_experts_stay_where_they_are():
     assert any(name == "ragged_all_to_all" for name, _ in found[1])
 
 
+@pytest.mark.parametrize("kind", [None, "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_experts_are_refused_with_those_that_work(kind, dtype):
+    """The test of all models has batched_mm, and the one above tokens that are sent."""
+    module: Any = model("mixtral").to(dtype)
+    module.config._experts_implementation = (
+        kind
+        or transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**MODELS["mixtral"][2])
+        ).config._experts_implementation
+    )
+    fn, params = ft.from_module(module)
+
+    def loss(params, tokens):
+        return fn(params, input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    mapped = ft.partition(ft.grad(loss), ft.Mesh(), (P(), P()))
+    with pytest.raises(ValueError, match=r'fix: .*_experts_implementation = "batched_mm"'):
+        mapped(params, torch.ones(1, 4, dtype=torch.int64))
+
+
 PADDED = {
     "bert": ("BertForMaskedLM", "BertConfig", 0),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", 1),
