@@ -223,7 +223,11 @@ def test_every_operation_with_options_is_called():
     assert not {*CALLS} & NONE
 
 
-@pytest.mark.parametrize(("name", "layout"), [(n, layout) for n in CALLS for layout in LAYOUTS])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=[] if n == "all" else [pytest.mark.full]) for n in LAYOUTS],
+)
 def test_options_are_those_of_the_call(name, layout):
     sizes, spec = LAYOUTS[layout]
     for call in CALLS[name]:
