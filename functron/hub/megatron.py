@@ -10,6 +10,9 @@
 | ``router.expert_bias``, no parameter             | router/balance                              |
 | rows that pad the vocabulary                     | tokens: its loss counts them                |
 
+Rows that pad our vocabulary are written too, as the parameters have them: Megatron has as many rows
+as its argument ``padded_vocab_size`` says, and no mask over them.
+
 `load` reads weights, moments and masters, each as a tree like the parameters; `state_of` finds out
 whose they are where the distributed optimizer's buckets do not say; `save` writes all as
 `torch_dist`, one tensor in memory at a time.
@@ -70,6 +73,8 @@ from functron.models.family import FAMILIES
 # --- names of tensors
 
 _QKV = ("linear_qkv[q]", "linear_qkv[k]", "linear_qkv[v]", "linear_proj")
+EMBEDDING = "embedding.word_embeddings.weight"
+"""The tensor with a row for each token, and for padding."""
 _ROUTER = ("expert embed -> embed expert", "expert -> expert")
 _LATENT = "latent embed -> embed latent"
 _OF_LATENT = "(heads head) latent -> latent heads head"
@@ -128,7 +133,7 @@ def _rules(config: GPTConfig) -> tuple[Rule, ...]:
     layer, ahead = "decoder.layers.{layer}", "mtp.layers.{layer}"
     sparse = config.moe is not None
     return (
-        Rule("embedding.word_embeddings.weight", EMBED, ("embed",)),
+        Rule(EMBEDDING, EMBED, ("embed",)),
         Rule("embedding.position_embeddings.weight", "at embed -> at embed", ("positions",)),
         *_block(layer, "dense", config, experts=False),
         *_block(layer, "blocks", config, experts=sparse),
@@ -142,10 +147,18 @@ def _rules(config: GPTConfig) -> tuple[Rule, ...]:
     )
 
 
-def _layouts(config: GPTConfig) -> list[Layout]:
+def _layouts(config: GPTConfig, rows: int | None = None) -> list[Layout]:
+    """The tensors of a model whose embedding has so many rows; None: those of padding too."""
     family = FAMILIES["gpt"]
     numbers = {**family.numbers(config), "mtp": range(config.mtp_depth)}
-    return layouts(_rules(config), family.defs(config), config.vocab_size, numbers)
+    rows = config.padded_vocab if rows is None else rows
+    return layouts(_rules(config), family.defs(config), rows, numbers)
+
+
+def _rows_in(opened: Opened, config: GPTConfig) -> int:
+    """Rows of the embedding in a checkpoint: all, or those of tokens, as we once wrote it."""
+    stored, *_ = opened.weights.sizes.get(EMBEDDING) or (config.padded_vocab,)
+    return stored if stored == config.vocab_size else config.padded_vocab
 
 
 def _form(config: GPTConfig) -> Format:
@@ -382,7 +395,7 @@ def load(opened: Opened, config: GPTConfig) -> Loaded:
     Raises:
         ValueError: tensors are missing, unknown, or of another shape; all offenders are listed.
     """
-    found, form = _layouts(config), _form(config)
+    found, form = _layouts(config, _rows_in(opened, config)), _form(config)
     local = local_on_mesh(config, None, None)
 
     def read(source: Tensors, kind: GPTConfig, chosen: list[Layout]) -> dict:

@@ -58,6 +58,7 @@ from functron.training.megatron import Reading, read_arguments
 from functron.training.megatron_step import STYLES, WSD, recast, update_settings
 from functron.training.migrate import (
     DATA_ARGUMENTS,
+    MASKED_VOCABULARY,
     architecture_arguments,
     config_of,
     data_settings,
@@ -396,6 +397,11 @@ def _export_megatron(path: Path, out: Path, expert_parallel: int) -> Conversion:
         out, lambda folder: write_megatron(folder, run, stored, expert_parallel=expert_parallel)
     )
     notes = []
+    if padding := run.gpt.padded_vocab - run.gpt.vocab_size:
+        notes.append(
+            f"{padding} rows of padding are tokens to Megatron-LM, whose softmax counts them: its "
+            "loss is higher, and falls as it trains; back here they are padding again"
+        )
     if run.data and not is_on_disk(run):
         notes.append("its data is no files of tokens: functron preprocess makes them, --data-path")
     elif run.data and run.order != "megatron":
@@ -633,6 +639,7 @@ def settings_of(args: Mapping[str, Any], opened: Opened) -> config.TrainConfig:
     Raises:
         ValueError: some say what we have no counterpart of; all are listed.
     """
+    args = _with_rows(args, opened)
     architecture = config_of(args, where=str(opened.folder))
     title = f"cannot go on with the run in {opened.folder}"
     raise_problems(title, _problems(args))
@@ -644,6 +651,13 @@ def settings_of(args: Mapping[str, Any], opened: Opened) -> config.TrainConfig:
     run = replace(run, gpt=architecture, **_data_of(args, opened))
     _check_samples(args, opened, run)
     return run
+
+
+def _with_rows(args: Mapping[str, Any], opened: Opened) -> Mapping[str, Any]:
+    """The arguments; of what we once wrote without the rows of padding, with how many there are."""
+    rows, *_ = opened.weights.sizes.get(megatron.EMBEDDING) or (None,)
+    once = rows is not None and rows == args.get("vocab_size") != args.get("padded_vocab_size")
+    return {**args, MASKED_VOCABULARY: rows} if once else args
 
 
 def _as_scheduled(args: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
@@ -738,6 +752,7 @@ def arguments_of(
     decays = (own.start_weight_decay, own.end_weight_decay)
     decays = decays if own.weight_decay_incr_style != "constant" else (own.weight_decay,) * 2
     table |= {
+        MASKED_VOCABULARY: run.gpt.vocab_size,
         "global_batch_size": run.global_batch, "micro_batch_size": samples,
         "train_iters": run.steps,
         "rampup_batch_size": [int(n) for n in run.ramp_up.split()] or None,

@@ -652,6 +652,14 @@ _OF_VOCABULARY = (
 )  # fmt: skip
 
 
+MASKED_VOCABULARY = "functron_vocab_size"
+"""Our argument beside Megatron-LM's: rows of the embedding from there on are in no softmax.
+
+Megatron-LM, which has no such mask, passes it over and does not write it: what it has trained since
+counts them all.
+"""
+
+
 def reading_of(args: Mapping[str, Any]) -> Reading:
     """The arguments in a checkpoint, to be read as those of a launch line.
 
@@ -676,9 +684,9 @@ def problems_of(reading: Reading) -> list[Problem]:
 def config_of(args: Mapping[str, Any], *, where: str = "args") -> GPTConfig:
     """The architecture that Megatron-LM's arguments in a checkpoint describe.
 
-    It is that of a launch line with them, but for what was derived since: the padded vocabulary,
-    and of one module of multi-token prediction a weight that is larger by ``seq / (seq - 1)``,
-    since Megatron takes the mean over the tokens that have one.
+    It is that of a launch line with them, but for what was derived since: the padded vocabulary, or
+    as much of it as `MASKED_VOCABULARY` says; and of one module of multi-token prediction a weight
+    that is larger by ``seq / (seq - 1)``, since Megatron takes the mean over tokens that have one.
 
     Raises:
         ValueError: the arguments are not there, or describe what our decoder does not compute; all
@@ -698,6 +706,7 @@ def config_of(args: Mapping[str, Any], *, where: str = "args") -> GPTConfig:
         for name in needed
         if type(args.get(name)) is not int
     ]
+    problems += [] if problems else _vocabulary_problems(args)
     title = f"cannot tell the model of {where}"
     raise_problems(title, problems)
     reading = reading_of(args)
@@ -709,10 +718,27 @@ def config_of(args: Mapping[str, Any], *, where: str = "args") -> GPTConfig:
     raise_problems(title, problems_of(reading))
     bits = {"bf16": "bfloat16", "fp16": "float16"}
     dtype: Any = next((bits[name] for name in bits if args.get(name)), "float32")
-    padded = args["padded_vocab_size"]
     assert isinstance(made, GPTConfig)
-    made = replace(made, vocab_size=padded, vocab_multiple=padded, dtype=dtype)
+    made = replace(made, **_vocabulary_of(args), dtype=dtype)
     return replace(made, mtp_weight=_ahead_weight(args)) if made.mtp_depth else made
+
+
+def _vocabulary_problems(args: Mapping[str, Any]) -> list[Problem]:
+    real, padded = args.get(MASKED_VOCABULARY), args["padded_vocab_size"]
+    if real is None or (type(real) is int and 0 < real <= padded):
+        return []
+    return [Problem(MASKED_VOCABULARY, repr(real), f"1 to padded_vocab_size={padded}")]
+
+
+def _vocabulary_of(args: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of a checkpoint's vocabulary, which has as many rows as the padded one."""
+    padded = args["padded_vocab_size"]
+    real, multiple = args.get(MASKED_VOCABULARY, padded), args.get("make_vocab_size_divisible_by")
+    found = {"vocab_size": real, "vocab_multiple": padded}
+    if MASKED_VOCABULARY not in args or type(multiple) is not int or multiple < 1:
+        return found
+    fits = -(-real // multiple) * multiple == padded
+    return {**found, "vocab_multiple": multiple} if fits else found
 
 
 def _ahead_weight(args: Mapping[str, Any]) -> float:
