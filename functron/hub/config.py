@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast, get_args
 
-from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.hub import files
 from functron.hub.decoders import LACKING
-from functron.hub.entries import LONGEST, read_entries, write_entries
+from functron.hub.entries import LONGEST, NO_TOKENS, family_fix, read_entries, write_entries
 from functron.hub.families import BERT, LLAVA, MAMBA2, NEMOTRON_H, T5, VIT
 from functron.hub.format import Format, config_problems
 from functron.hub.mixtures import DECODERS
@@ -24,9 +24,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 )
 """By transformers' name in config.json. Of those that fit a model, the first is chosen."""
 
-CONFIG = "config.json"
-
-_NO_TOKENS = MappingProxyType({"bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+"""What describes a model, and an adapter of PEFT."""
 
 
 @public
@@ -75,14 +74,32 @@ def read_table(path: str | Path) -> dict[str, Any]:
     """The config.json of a folder, as it is.
 
     Raises:
-        ValueError: there is none, it cannot be read or it is no JSON object.
+        ValueError: there is none, it cannot be read or it is no JSON object; or there is an adapter
+            of PEFT beside it, without which the weights are another model's.
     """
     file = Path(path) / CONFIG
+    _refuse_adapter(Path(path))
     table = files.read_json(file)
     if not isinstance(table, dict):
         title, got = "cannot read the model's configuration", type(table).__name__
         refuse(title, str(file), got, "a JSON object", "copy it again")
     return table
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter of PEFT, whose base alone would be read, in silence."""
+    if not files.exists(folder / ADAPTER):
+        return
+    wanted = "a model that is whole: the base alone would be read"
+    out = "PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload().save_pretrained(OUT)"
+    fix = f"merge it with peft: {out}; or move it elsewhere, for the base alone"
+    got = "an adapter (PEFT)"
+    if not files.exists(folder / CONFIG):
+        table = files.read_json(folder / ADAPTER)
+        base = table.get("base_model_name_or_path") if isinstance(table, Mapping) else None
+        got = f"an adapter (PEFT) of {base}" if base else got
+        wanted, fix = f"a folder with {CONFIG} and weights", f"merge it with peft: {out}"
+    refuse("cannot use an adapter", str(folder / ADAPTER), got, wanted, fix)
 
 
 def format_of(table: Mapping[str, Any], where: str = CONFIG) -> Format:
@@ -93,7 +110,7 @@ def format_of(table: Mapping[str, Any], where: str = CONFIG) -> Format:
     """
     name = str(table.get("model_type"))
     if name not in FORMATS:
-        fix = nearest(name, FORMATS)
+        fix = family_fix(name, FORMATS)
         if name in LACKING:
             fix = f"this decoder has no {LACKING[name]} yet; {fix}"
         refuse(f"cannot use {where}", "model_type", repr(name), "a family that functron has", fix)
@@ -181,8 +198,7 @@ def write_config(
     if kept is not None and still_describes(kept, config, form):
         out = dict(kept)
     else:
-        # without these, readers take the special tokens of the format's first model
-        out = dict(_NO_TOKENS) if kept is None else dict(kept)
+        out = dict(NO_TOKENS) if kept is None else dict(kept)
         out.pop("rope_parameters", None)
         out |= {"architectures": [form.architecture], "model_type": form.model_type}
         out |= write_entries(form.entries, config, [])

@@ -223,7 +223,7 @@ def _cap(theirs: str, ours: str, default: float | None) -> Entry:
 
     def read(table: Table, _: Mapping) -> dict:
         value = table.get(theirs, default)
-        if value is not None and not (is_a(value, float) and 0 <= value < math.inf):
+        if value is not None and not (is_a(value, float) and 0 < value < math.inf):
             raise EntryError(Problem(theirs, repr(value), "a positive number or null"))
         return {ours: float(value or 0.0)}
 
@@ -253,6 +253,13 @@ _QUERY_SCALAR = Entry(
 _LOCAL = "rope_local_base_freq"
 
 
+def _settings(name: str, value: Any) -> Mapping[str, Any]:
+    """An object of settings, or null."""
+    if value is not None and not isinstance(value, Mapping):
+        raise EntryError(Problem(name, repr(value), "an object or null"))
+    return value or {}
+
+
 def _local_rope(theta: float, local: float) -> Entry:
     """Gemma 3's two ropes; it comes after the entry of windows.
 
@@ -265,13 +272,18 @@ def _local_rope(theta: float, local: float) -> Entry:
     def read(table: Table, values: Mapping) -> dict:
         both = table.get("rope_parameters")
         base = table.get(_LOCAL, local)
-        if isinstance(both, Mapping) and "full_attention" in both:
-            here = both.get("sliding_attention") or {}
+        if both and not (isinstance(both, Mapping) and "full_attention" in both):
+            wanted = "those of full_attention and of sliding_attention: transformers uses no others"
+            raise EntryError(Problem("rope_parameters", repr(both), wanted))
+        if both:
+            names = ("full_attention", "sliding_attention")
+            whole, here = (_settings(f"rope_parameters.{n}", both.get(n)) for n in names)
+            older = _settings("rope_scaling", table.get("rope_scaling"))
             base = here.get("rope_theta", base)
             if (kind := here.get("rope_type", "default")) != "default":
                 name = "rope_parameters.sliding_attention.rope_type"
                 raise EntryError(Problem(name, repr(kind), "'default'"))
-            table = {**table, "rope_parameters": both["full_attention"]}
+            table = {**table, "rope_parameters": {**whole, **older}, "rope_scaling": None}
         found = of_global.read(table, values)
         base = positive(_LOCAL, base)
         if values.get("window"):
@@ -365,7 +377,7 @@ _GLM_SIZES: _Sizes = {"vocab_size": 151552, "embed_dim": 4096, "mlp_dim": 13696,
                 "num_heads": 32, "num_kv_heads": 2, "max_seq": 131072, "head_dim": 128,
                 "norm_eps": 1.5625e-7}  # fmt: skip
 _QWEN_WINDOW = window(4096, switched=True, layered=True)
-# the first releases have "gelu" there and mean its tanh approximation
+# Gemma's first releases have "gelu" there and mean its tanh approximation, which transformers knows
 _GELUS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
 _BIDIRECTIONAL = only("use_bidirectional_attention", None, False, why="attention to later tokens")
 
@@ -435,7 +447,7 @@ _GEMMAS = (
     SCALED_EMBEDDING,
     _QUERY_SCALAR,
 )
-_GEMMAS_ACT = activation("hidden_activation", "gelu_pytorch_tanh", _GELUS)
+_GEMMAS_ACT = activation("hidden_activation", "gelu_pytorch_tanh")
 GEMMA2 = Format(
     "gemma2",
     "Gemma2ForCausalLM",
@@ -462,10 +474,9 @@ GEMMA3 = Format(
         _local_rope(1e6, 1e4),
         *_GEMMAS,
         fixed(qk_norm=True),
-        _cap("attn_logit_softcapping", "score_cap", None),
         _cap("final_logit_softcapping", "logit_cap", None),
     ),
-    ignored=("cache_implementation",),
+    ignored=("cache_implementation", "attn_logit_softcapping"),  # transformers applies no such cap
 )  # fmt: skip
 OLMO2 = Format(
     "olmo2",

@@ -7,7 +7,8 @@ theirs. What one of the two cannot express raises `EntryError`, of which `read_e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +48,10 @@ class Entry:
     read: Callable[[Table, Mapping[str, Any]], dict[str, Any]] = lambda table, values: {}
     write: Callable[[Any], dict[str, Any]] = lambda config: {}
 
+
+NO_TOKENS = MappingProxyType({"bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
+"""Written where nothing else is known: readers take the special tokens of a format's first model
+where there is no such entry."""
 
 GENERAL: Sequence[str] = (
     # names and versions
@@ -115,6 +120,46 @@ def write_entries(entries: Sequence[Entry], config: Any, problems: list[Problem]
         except EntryError as error:
             problems += error.problems
     return out
+
+
+# --- names of families
+
+_OTHERS = frozenset((
+    "bart", "beit", "bit", "flava", "gemma3n_text", "git", "glm4v", "ibert", "mllama", "molmo2",
+    "mt5", "olmoe", "pixtral", "vilt", "vits", "xglm", "xlm", "zamba2",
+))  # fmt: skip
+"""Families of transformers that are one letter away from one of ours, and other architectures."""
+
+
+def family_fix(kind: str, known: Iterable[str]) -> str:
+    """What to do about a family that is not known: the one that was meant, or all that there are.
+
+    Only a slip in spelling is put right: of case, separators or one letter, never of a digit. Names
+    alike are those of other architectures as often (DeepSeek-V3.2, Pixtral), whose weights no other
+    family's model takes.
+    """
+    names = sorted(known)
+    meant = [name for name in names if _is_slip(kind, name)]
+    if meant and kind not in _OTHERS:
+        same = [name for name in meant if _letters(name) == _letters(kind)]
+        return f"did you mean {[*same, *meant][0]!r}?"
+    return f"{kind!r} is not supported; supported: {', '.join(names)}"
+
+
+def _is_slip(one: str, other: str) -> bool:
+    """Whether two names have the same digits, and letters that differ by one at most."""
+    a, b = _letters(one), _letters(other)
+    if re.sub(r"\D", "", a) != re.sub(r"\D", "", b):
+        return False
+    while a and b and a[0] == b[0]:
+        a, b = a[1:], b[1:]
+    swapped = a[:2] == b[1::-1] and a[2:] == b[2:]
+    return swapped or a[1:] == b[1:] or a[1:] == b or a == b[1:]
+
+
+def _letters(name: str) -> str:
+    """A name without case and separators."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 # --- values
@@ -352,7 +397,9 @@ def window(
         if config.global_every and not layered:
             wanted = "0 in this family: all layers have the window"
             raise EntryError(Problem("global_every", str(config.global_every), wanted))
-        entries: dict[str, Any] = {"sliding_window": config.window or None}
+        # where layers say what they are, transformers wants a window even if none has it
+        unused = default if layered and not switched else None
+        entries: dict[str, Any] = {"sliding_window": config.window or unused}
         if switched:
             entries["use_sliding_window"] = bool(config.window)
         if layered:

@@ -23,12 +23,14 @@ from typing import Any
 from functron.core.errors import Problem, nearest
 from functron.hub.entries import (
     ACTIVATIONS,
+    NO_TOKENS,
     Entry,
     EntryError,
     Table,
     activation,
     architecture,
     derived,
+    family_fix,
     fixed,
     is_a,
     only,
@@ -108,7 +110,7 @@ BERT = Format(
         only("add_cross_attention", False, why="attention to another sequence"),
         only("is_encoder_decoder", False, why="decoder"),
     ),
-    naming=lambda _: (BERT_RULES, tuple(map(_first_names, BERT_RULES))),
+    naming=lambda *_: (BERT_RULES, tuple(map(_first_names, BERT_RULES))),
     prefix="bert.",
     unused=(
         r"bert\.pooler\..*",
@@ -233,7 +235,7 @@ T5 = Format(
         only("is_encoder_decoder", True, why="encoder or decoder alone"),
         only("is_decoder", False, why="decoder alone"),
     ),
-    naming=lambda config: (t5_rules(config.gated),),
+    naming=lambda config, _: (t5_rules(config.gated),),
     prefix="",
     max_seq="",
     # in the first T5s, of a table that nothing reads
@@ -378,10 +380,13 @@ def _fitting(config: LlavaConfig) -> list[Format]:
     return [form for form in _LLAVA_DECODERS.values() if not config_problems(config.text, form)]
 
 
-def _llava_namings(config: LlavaConfig) -> list[tuple[Rule, ...]]:
-    """Names as published; as transformers 5 writes them; and as they are in its memory."""
-    found = []
-    for form in _fitting(config):
+def _llava_namings(config: LlavaConfig, table: Table) -> list[tuple[Rule, ...]]:
+    """Names as published; as transformers 5 writes them; and as they are in its memory.
+
+    Of decoders that fit, that of config.json comes first: Phi-3's names are other than Llama's.
+    """
+    found, here = [], (table.get(_TEXT[0]) or {}).get("model_type")
+    for form in sorted(_fitting(config), key=lambda form: form.model_type != here):
         text = under("text", form.rules)
         stored = tuple(replace(r, name=f"language_model.{r.name}") for r in text)
         memory = tuple(
@@ -432,7 +437,8 @@ def _part(table: Table, name: str, default: Table, known: Mapping | tuple) -> Ta
     kind = str(inner.get("model_type", default["model_type"]))
     if kind not in known:
         wanted = "a model that ours can be"
-        raise EntryError(Problem(f"{name}.model_type", repr(kind), wanted, nearest(kind, known)))
+        fix = family_fix(kind, known)
+        raise EntryError(Problem(f"{name}.model_type", repr(kind), wanted, fix))
     return {**inner, "model_type": kind}
 
 
@@ -477,15 +483,19 @@ def _read_text(table: Table, _: Mapping) -> dict:
     found: list[Problem] = []
     values = read_entries(form.entries, form.ignored, inner, found)
     _raise_within(_TEXT[0], found)
-    return {"text": values}
+    # transformers' LLaVA has a head of its own, without the cap of a Gemma's
+    return {"text": {name: value for name, value in values.items() if name != "logit_cap"}}
 
 
 def _write_text(config: LlavaConfig) -> dict:
+    if config.text.logit_cap:
+        wanted = "0: in this family the decoder's cap is not used"
+        raise EntryError(Problem("text.logit_cap", str(config.text.logit_cap), wanted))
     fit = _fitting(config)
-    if not fit:
-        wanted, fix = "a decoder of one of the families", "ask hub.format_for(config.text)"
-        raise EntryError(Problem("text", "another", wanted, fix))
-    inner = {"architectures": [fit[0].architecture], "model_type": fit[0].model_type}
+    if not fit:  # of what is nearest
+        found = [config_problems(config.text, form) for form in _LLAVA_DECODERS.values()]
+        _raise_within("text", min(found, key=len))
+    inner = {"architectures": [fit[0].architecture], "model_type": fit[0].model_type, **NO_TOKENS}
     inner |= write_entries(fit[0].entries, config.text, [])
     return {_TEXT[0]: inner, _TEXT[1]: config.text.tied}
 

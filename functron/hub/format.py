@@ -338,7 +338,7 @@ class Format:
         ignored: entries of config.json that change nothing, beside `entries.GENERAL`.
         family: the architecture.
         naming: in place of `rules`, where names depend on the model or there are several: all of
-            them, of which the first is written.
+            them, of which the first is written, by the config and config.json, which may be empty.
         surplus: tensors beyond ours.
         describes: what says of which model the tensors are, for messages.
     """
@@ -354,7 +354,7 @@ class Format:
     copies: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     family: Family = FAMILIES["gpt"]
-    naming: Callable[[Any], Sequence[Sequence[Rule]]] | None = None
+    naming: Callable[[Any, Mapping[str, Any]], Sequence[Sequence[Rule]]] | None = None
     surplus: Surplus | None = None
     describes: str = "config.json"
 
@@ -363,9 +363,11 @@ class Format:
         """Whether its models may have modules that predict tokens further ahead."""
         return any("mtp_depth" in entry.ours for entry in self.entries)
 
-    def namings(self, config: Config) -> list[Sequence[Rule]]:
-        """All namings of this model's tensors, the one that is written first."""
-        named = [self.rules] if self.naming is None else self.naming(config)
+    def namings(
+        self, config: Config, table: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[Sequence[Rule]]:
+        """All namings of this model's tensors, the one that is written beside `table` first."""
+        named = [self.rules] if self.naming is None else self.naming(config, table)
         return [*named, self.in_memory] if self.in_memory else [*named]
 
 

@@ -138,7 +138,7 @@ def save(
     kind = DTYPES[dtype] if dtype else tree.leaves(params)[0].dtype
     name = str(kind).removeprefix("torch.")
     entries = write_config(config, form, kept=kept, dtype=name)
-    found = layouts_of(form, config)
+    found = layouts_of(form, config, form.namings(config, entries)[0])
     listed = _listed(config, found, kind, all_of_it=dtype is not None)
     source = None
     if kept is not None and like is not None and form.surplus is not None:
@@ -243,11 +243,11 @@ def to_tensors(
         ValueError: models of this format are not like that; all offenders are listed.
     """
     form = format_of({"model_type": model_type}) if model_type else format_for(config)
-    write_config(config, form)  # for its refusals
+    rules = form.namings(config, write_config(config, form))[0]
     leaves = _Leaves(params, _check_params(config, params, None, None), None)
     return {
         layout.name(index): leaves.whole(layout, index)
-        for layout, index in tensors(layouts_of(form, config))
+        for layout, index in tensors(layouts_of(form, config, rules))
     }
 
 

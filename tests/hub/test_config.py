@@ -9,10 +9,11 @@ import re
 from dataclasses import replace
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import functron as ft
 from functron import gpt, hub, nn
-from functron.hub.config import differences, parse
+from functron.hub.config import FORMATS, differences, parse
 from functron.hub.decoders import LACKING
 from functron.hub.format import config_problems
 from functron.hub.mixtures import DECODERS
@@ -331,6 +332,17 @@ def test_gemmas_settings():
         {**gemma, "use_bidirectional_attention": True}
     )
     assert parse({**gemma, "hidden_act": "gelu"}).activation == "gelu_tanh"
+    for name in ("gemma2", "gemma3_text"):
+        exact = parse({**gemma, "model_type": name, "hidden_activation": "gelu"})
+        assert exact.activation == "gelu"
+        assert hub.write_config(exact, DECODERS[name])["hidden_activation"] == "gelu"
+    zero = {**gemma, "model_type": "gemma2", "attn_logit_softcapping": 0.0}
+    assert "attn_logit_softcapping: got 0.0; wanted a positive number or null" in refusal(zero)
+    flat = {**gemma, "model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}
+    assert (
+        "rope_parameters: got {'rope_type': 'default'}; wanted those of full_attention"
+        in refusal(flat)
+    )
     assert parse({**LLAMA, "hidden_act": "gelu"}).activation == "gelu"
     assert "hidden_activation: got 'relu'" in refusal({**gemma, "hidden_activation": "relu"})
 
@@ -357,9 +369,28 @@ def test_families_that_need_what_is_missing(name):
     assert f"this decoder has no {LACKING[name]} yet" in text
 
 
-def test_unknown_families_suggest_the_nearest():
-    assert "did you mean 'qwen3'" in refusal({"model_type": "qwen_3"})
+def test_a_slip_in_a_familys_name_is_put_right():
+    for slip, meant in {
+        "qwen_3": "qwen3", "Llama": "llama", "mistrla": "mistral", "gema2": "gemma2",
+        "deepseekv3": "deepseek_v3", "gpt-oss": "gpt_oss", "nemotronh": "nemotron_h",
+    }.items():  # fmt: skip
+        assert f"did you mean '{meant}'?" in refusal({"model_type": slip})
     assert "model_type: got 'None'" in refusal({})
+
+
+def test_no_family_of_another_architecture_is_proposed():
+    """None of all that transformers knows, nor what has another number."""
+    known = {name for name in CONFIG_MAPPING_NAMES if name not in FORMATS}
+    for name in sorted({*known, "deepseek_v32", "gpt_neox", "qwen4", "llama2"}):
+        text = refusal({"model_type": name})
+        assert "did you mean" not in text, text
+        assert f"'{name}' is not supported; supported: bert, deepseek_v3, " in text
+    llava = {"model_type": "llava", "text_config": {"model_type": "pixtral"}}
+    llava |= {"vision_config": {"model_type": "siglip_vision_model"}}
+    text = refusal(llava)
+    assert "did you mean" not in text
+    assert "'siglip_vision_model' is not supported; supported: clip_vision_model" in text
+    assert "'pixtral' is not supported; supported: deepseek_v3, gemma, " in text
 
 
 def test_files(tmp_path):

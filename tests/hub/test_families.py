@@ -14,10 +14,13 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
 import functron as ft
 from functron import DATA_AXES, P, gpt, hub, optim, tree
 from functron.hub.config import differences
+from functron.hub.entries import ACTIVATIONS
+from functron.hub.families import _ACTIVATIONS, _FORWARD_NAMES
 from tests.hub import tiny
 
 ALL = list(tiny.CASES)
@@ -245,3 +248,52 @@ def test_logits_in_bfloat16(name, tmp_path):
     theirs = model(tokens).logits.detach().double()
     exact = model.double()(tokens).logits.detach()
     assert (ours - exact).norm() < 2 * (theirs - exact).norm()
+
+
+CHANGES = {
+    "gemma2-gelu": ("gemma2", {"hidden_activation": "gelu"}),
+    "gemma2-global": ("gemma2", {"layer_types": ["full_attention"] * tiny.LAYERS}),
+    "gemma3-gelu": ("gemma3", {"hidden_activation": "gelu"}),
+    "gemma3-cap": ("gemma3", {"attn_logit_softcapping": 0.5}),  # which transformers does not apply
+    "gemma3-global": ("gemma3", {"layer_types": ["full_attention"] * tiny.LAYERS}),
+}
+"""Entries that mean something else than they seem to."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_entries_mean_what_transformers_makes_of_them(name, tmp_path):
+    family, changes = CHANGES[name]
+    model = tiny.make(family, **changes)
+    config, params = hub.load_model(tiny.store(model, tmp_path / "model"))
+    expected = model(tiny.tokens()).logits.detach()
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    close(gpt.forward(config, params, tiny.tokens())[..., : tiny.VOCAB], expected)
+    assert expected.abs().max() > 0.5
+    hub.save(tmp_path / "out", config, params)
+    close(tiny.read_back(tmp_path / "out")(tiny.tokens()).logits.detach(), expected)
+
+
+def test_older_entries_of_ropes_go_before_newer_ones(tmp_path):
+    """Gemma 3's `rope_scaling`, beside the `rope_parameters` of transformers 5."""
+    model = tiny.make("gemma3")
+    path = tiny.store(model, tmp_path / "model")
+    table = json.loads((path / "config.json").read_text())
+    table["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    (path / "config.json").write_text(json.dumps(table))
+    expected = tiny.read_back(path)(tiny.tokens()).logits.detach()
+    assert (expected - model(tiny.tokens()).logits).abs().max() > 0.01
+    config, params = hub.load_model(path)
+    got = gpt.forward(config, params, tiny.tokens())[..., : tiny.VOCAB]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "names", [ACTIVATIONS, _ACTIVATIONS, _FORWARD_NAMES], ids=["decoders", "images", "t5"]
+)
+def test_activations_are_those_of_transformers(names):
+    ours = {**ft.nn.layers.ACTIVATIONS, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    for theirs, name in names.items():
+        act = tiny.transformers.T5Config(feed_forward_proj=theirs).dense_act_fn
+        made = ACT2FN[theirs if names is not _FORWARD_NAMES else act]
+        torch.testing.assert_close(ours[name](x), made(x), rtol=1e-6, atol=1e-9)

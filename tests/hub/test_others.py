@@ -20,7 +20,7 @@ from functron.hub.mixtures import DECODERS
 from functron.spmd.spec import shard
 from functron.training import config as run_config
 from functron.training import convert
-from tests.hub import tiny_others
+from tests.hub import tiny, tiny_others
 
 TOLERANCE = 1e-10
 TYPES = {
@@ -488,3 +488,29 @@ def test_infinity_as_older_versions_wrote_it(models):
     table = json.loads((models("mamba2")[0] / "config.json").read_text())
     config = hub.config.parse(table | {"time_step_limit": [0.25, math.inf]})
     assert config.dt_min == 0.25
+
+
+DECODERS_OF_LLAVA = [
+    pytest.param(name, marks=[] if name in ("gemma2", "glm") else pytest.mark.full)
+    for name in tiny.CASES
+    if not name.startswith("gpt2")
+]
+
+
+@pytest.mark.parametrize("name", DECODERS_OF_LLAVA)
+def test_every_decoder_in_a_llava(name, tmp_path):
+    """No layer of what is exported is random in transformers, and no head is capped (Gemma 2)."""
+    model = tiny_others.make_llava(*tiny.CASES[name])
+    model.save_pretrained(tmp_path / "model")
+    expected = tiny_others.theirs("llava", model)
+    config, params = hub.load_model(tmp_path / "model")
+    close = {"rtol": 1e-6, "atol": 1e-6 * expected.abs().max().item()}  # Gemmas' scale is float32
+    torch.testing.assert_close(tiny_others.ours("llava", config, params), expected, **close)
+    for out, like in (("with", tmp_path / "model"), ("without", None)):
+        hub.save(tmp_path / out, config, params, like=like)
+        back = tiny_others.read_back("llava", tmp_path / out)
+        torch.testing.assert_close(tiny_others.theirs("llava", back), expected, **close)
+    for change, got in (("logit_cap", 3.0), ("attention_gate", True)):
+        other = replace(config, text=replace(config.text, **{change: got}))
+        with pytest.raises(ValueError, match=rf"text.{change}: got {got}; wanted"):
+            hub.write_config(other, hub.FORMATS["llava"])

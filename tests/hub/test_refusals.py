@@ -15,6 +15,7 @@ import functron as ft
 from functron import gpt, hub, tree
 from functron.hub import files
 from functron.hub.files import open_folder
+from functron.training.convert import convert
 
 LLAMA = gpt.GPTConfig(
     vocab_size=13, num_layers=3, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12, max_seq=8,
@@ -226,3 +227,26 @@ def test_companions_go_with_the_weights(model, tmp_path):
         "config.json", "generation_config.json", "merges.txt", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
     assert (tmp_path / "out" / "merges.txt").read_text() == "merges.txt"
+
+
+def test_an_adapter_is_not_passed_over(model, tmp_path):
+    """Of a base with an adapter of PEFT beside it the base alone was read."""
+    about = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"}
+    (model / "adapter_config.json").write_text(json.dumps(about))
+    calls = (
+        lambda: hub.load(model),
+        lambda: hub.load_model(model),
+        lambda: hub.read_config(model),
+        lambda: convert(f"hf:{model}", f"run:{tmp_path / 'run'}"),
+    )
+    wanted = (
+        r"adapter_config.json: got an adapter \(PEFT\); wanted a model that is whole.*merge_and"
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=wanted):
+            call()
+    (model / "config.json").unlink()
+    wanted = r"got an adapter \(PEFT\) of meta-llama/Llama-3.1-8B; wanted a folder with config.json"
+    with pytest.raises(ValueError, match=wanted):
+        hub.read_config(model)
+    assert not (tmp_path / "run").exists()

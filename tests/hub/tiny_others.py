@@ -89,10 +89,10 @@ def _llava(text: str, **changes: Any):
     vision = transformers.CLIPVisionConfig(
         **SIZES | {"num_hidden_layers": 3}, image_size=8, patch_size=2
     )
+    sizes = SIZES | tiny.TOKENS | {"vocab_size": VOCAB, "num_key_value_heads": 2}
     decoder = getattr(transformers, f"{text}Config")(
-        **SIZES | tiny.TOKENS, vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=64,
-        **changes,
-    )  # fmt: skip
+        **{**sizes, **changes, "max_position_embeddings": 64}
+    )
     return transformers.LlavaConfig(
         vision_config=vision, text_config=decoder, image_token_index=7, image_seq_length=16
     )
@@ -177,19 +177,29 @@ CASES: dict[str, Case] = {
         lambda: transformers.ViTConfig(**SIZES, image_size=8, patch_size=2, num_labels=5),
     ),
     "llava": _of(_LLAVA, lambda: _llava("Llama")),
+    "llava-phi3": _of(_LLAVA, lambda: _llava("Phi3")),
     "llava-qwen2": _of(_LLAVA, lambda: _llava("Qwen2", tie_word_embeddings=True)),
 }  # fmt: skip
 
 
 def make(name: str) -> torch.nn.Module:
     """A random model in float64, in which no parameter is special: no norm is 1, no bias 0."""
-    torch.manual_seed(0)
     case = CASES[name]
-    config = case.settings()
+    return _make(case.model, case.settings(), untied=name == "t5-1.1")
+
+
+def make_llava(text: str, settings: dict[str, Any]) -> torch.nn.Module:
+    """The same of a LLaVA with a decoder of this family."""
+    text = "Gemma3Text" if text == "Gemma3" else text
+    return _make(_LLAVA, _llava(text, **settings | tiny.TOKENS))
+
+
+def _make(model_class: str, config: Any, *, untied: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
     config._attn_implementation = "eager"
     with Float64():
-        model = getattr(transformers, case.model)(config).double().eval()
-        if name == "t5-1.1":  # transformers ties them in any case, but not in files
+        model = getattr(transformers, model_class)(config).double().eval()
+        if untied:  # transformers ties a T5's in any case, but not in files
             model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, EMBED).double())
     with torch.no_grad():
         for parameter in model.parameters():
