@@ -17,7 +17,7 @@ from functron.hub.format import Format, config_problems
 from functron.hub.mixtures import DECODERS
 from functron.hub.quantised import ENTRY, read_scheme
 from functron.models.config import Dtype, GPTConfig
-from functron.models.family import Config, dtype_of, family_of
+from functron.models.family import Config, differing_fields, dtype_of, family_of
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {**DECODERS, **{form.model_type: form for form in (MAMBA2, NEMOTRON_H, BERT, T5, VIT, LLAVA)}}
@@ -167,11 +167,10 @@ def _stored_dtype(table: Mapping[str, Any]) -> Dtype:
 
 
 def differences(config: Config, other: Config) -> list[str]:
-    """The fields in which two configs of a family describe different models."""
+    """The fields in which two configs of a family describe different models: ``moe.top_k``."""
     family = family_of(config)
-    one, two = family.canonical(config), family.canonical(other)
-    names = (f.name for f in dataclasses.fields(config) if f.name not in family.free)
-    return [name for name in names if getattr(one, name) != getattr(two, name)]
+    found = differing_fields(family.canonical(config), family.canonical(other))
+    return [path for path, _, _ in found if path not in family.free]
 
 
 def write_config(

@@ -20,7 +20,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem
 from functron.hub.entries import Entry, write_entries
-from functron.models.family import FAMILIES, Config, Family, family_of
+from functron.models.family import FAMILIES, Config, Family, family_of, field_text
 from functron.spmd.params import ParamDef, pieces_of
 
 Box = tuple[tuple[int, int], ...]
@@ -390,7 +390,8 @@ def config_problems(config: Config, form: Format) -> list[Problem]:
     for f in fields(config):
         value = getattr(config, f.name)
         if f.name not in covered and value != f.default:
-            problems.append(Problem(f.name, repr(value), f"{f.default!r} in this family"))
+            wanted = f"{f.default!r} in this family"
+            problems.append(Problem(f.name, field_text(value), wanted))
     return problems
 
 

@@ -209,7 +209,9 @@ def experts(*settings: Setting, shared: str = "", **constants: Any) -> Entry:
         moe = config.moe
         if moe is None:
             raise EntryError(Problem("moe", "None", "layers of experts in this family", "set it"))
-        stored = {field for _, field, _ in settings} | ({"shared_dim"} if shared else set())
+        if moe.normalise == "after" and "renormalise" in fields:  # the same, computed another way
+            moe = dataclasses.replace(moe, normalise="before", renormalise=True)
+        stored = fields | ({"shared_dim"} if shared else set())
         problems = _differences(moe, stored, constants)
         if shared and (not moe.shared_dim or moe.shared_dim % moe.expert_dim):
             wanted = f"a multiple of expert_dim={moe.expert_dim}"
@@ -219,6 +221,7 @@ def experts(*settings: Setting, shared: str = "", **constants: Any) -> Entry:
         out = {name: getattr(moe, field) for names, field, _ in settings for name in names}
         return {**out, shared: moe.shared_dim // moe.expert_dim} if shared else out
 
+    fields = {field for _, field, _ in settings}
     names = [name for setting in settings for name in setting[0]]
     return Entry((*names, *([shared] if shared else [])), ("moe",), read, write)
 

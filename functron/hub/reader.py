@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,7 +29,7 @@ from functron.hub.files import Source, open_folder
 from functron.hub.format import Box, Format, Layout, Part, config_problems, layouts_of, tensors
 from functron.hub.quantised import decoded
 from functron.models.config import Dtype, GPTConfig
-from functron.models.family import Config, family_of
+from functron.models.family import Config, family_of, field_text
 from functron.spmd import BoundMesh, Mesh, P
 from functron.spmd.params import abstract_params, param_specs
 from functron.spmd.spec import is_spec, local_shape, offsets, validate
@@ -214,9 +215,10 @@ def _check_config(config: Config, table: Mapping, where: str) -> None:
         stored = dataclasses.replace(stored, mtp_depth=config.mtp_depth)
     fix = "start from hub.read_config and change only what leaves the model what it is"
     problems = [
-        Problem(name, repr(getattr(config, name)), f"{getattr(stored, name)!r}, as stored", fix)
+        Problem(name, *(field_text(attrgetter(name)(c)) for c in (config, stored)), fix)
         for name in differences(config, stored)
     ]
+    problems = [dataclasses.replace(p, wanted=f"{p.wanted}, as stored") for p in problems]
     raise_problems(f"the config is not that of {where}", problems)
 
 

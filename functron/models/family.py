@@ -6,7 +6,8 @@ architecture it is; all functions are pure, and take the config first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
@@ -255,6 +256,28 @@ def family_of(config: object) -> Family:
             return family
     known = ", ".join(family.config.__name__ for family in FAMILIES.values())
     raise TypeError(f"family_of: got {type(config).__name__}; wanted one of {known}")
+
+
+def differing_fields(one: Any, two: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The fields in which two configs of a class differ, and both values.
+
+    Where both have a part (`MoEConfig`, `RopeScaling`), it is its fields: ``moe.top_k``.
+    """
+    for each in dataclasses.fields(one):
+        a, b = getattr(one, each.name), getattr(two, each.name)
+        if dataclasses.is_dataclass(a) and type(a) is type(b):
+            yield from differing_fields(a, b, f"{path}{each.name}.")
+        elif a != b:
+            yield f"{path}{each.name}", a, b
+
+
+def field_text(value: Any) -> str:
+    """A value of a config, for a message: of a part, what is not at its default."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    given = [(each, getattr(value, each.name)) for each in dataclasses.fields(value)]
+    changed = ", ".join(f"{each.name}={x!r}" for each, x in given if x != each.default)
+    return f"{type(value).__name__}({changed})"
 
 
 def dtype_of(config: Config) -> Dtype:

@@ -15,7 +15,7 @@ from typing import Any
 from functron.core.errors import Problem, raise_problems
 from functron.data.blend import NEWEST, is_blend
 from functron.data.order import Gaps, RampUp
-from functron.models.family import TRAINED
+from functron.models.family import TRAINED, differing_fields, field_text
 from functron.optim import (
     group_problems,
     optimizer_problems,
@@ -476,14 +476,12 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]
     if begun_steps and not recast:
         found += _policy_problems(config, begun)
-    here, there = dataclasses.asdict(config.architecture), dataclasses.asdict(begun.architecture)
-    if begun_steps or recast:
-        here.pop("dtype", None)
-    return found + [
-        Problem(f"{begun.family.name}.{name}", repr(value), f"{there[name]!r}, as in the run", fix)
-        for name, value in here.items()
-        if value != there[name]
-    ]
+    left = {"dtype"} if begun_steps or recast else set()
+    for path, now, was in differing_fields(config.architecture, begun.architecture):
+        if path not in left:
+            wanted = f"{field_text(was)}, as in the run"
+            found.append(Problem(f"{begun.family.name}.{path}", field_text(now), wanted, fix))
+    return found
 
 
 def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterator[Problem]:

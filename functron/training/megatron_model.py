@@ -509,6 +509,11 @@ def _groups(reading: Reading, topk: int) -> dict[str, Any]:
         wanted = "a half of --moe-router-topk, or all of it: groups rank by one or two experts"
         reading.refuse("moe_router_group_topk", wanted)
         return {}
+    softmax = reading("moe_router_score_function") == "softmax"
+    if softmax and score == "top2" and not reading("moe_router_pre_softmax"):
+        wanted = "--moe-router-pre-softmax with it: else two logits rank a group, and no scores"
+        reading.refuse("moe_router_group_topk", wanted)
+        return {}
     return {"num_groups": groups, "top_groups": top, "group_score": score}
 
 

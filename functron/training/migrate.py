@@ -15,8 +15,9 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,8 @@ from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.order import parse_ramp_up
 from functron.models.config import GPTConfig
-from functron.models.family import FAMILIES
+from functron.models.family import FAMILIES, differing_fields, field_text
+from functron.nn.moe import MoEConfig
 from functron.training import megatron
 from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
@@ -794,7 +796,7 @@ def architecture_arguments(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]
             if c.dense_layers else 1,
             "moe_router_load_balancing_type": kinds[moe.aux] if moe.aux_loss else "none",
             "moe_aux_loss_coeff": moe.aux_loss,
-            "moe_router_pre_softmax": moe.score == "softmax" and moe.normalise == "before",
+            "moe_router_pre_softmax": moe.score == "softmax" and not _sums_to_one(moe),
             "moe_shared_expert_intermediate_size": moe.shared_dim or None,
             "moe_z_loss_coeff": moe.z_loss or None, "moe_input_jitter_eps": moe.jitter or None,
             "moe_expert_capacity_factor": moe.capacity_factor or None,
@@ -807,6 +809,23 @@ def architecture_arguments(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]
         made["mtp_loss_scaling_factor"] = c.mtp_weight**2 / (_ahead_weight(made) or 1.0)
     _check_back(config, made)
     return made
+
+
+def _routing_problems(moe: MoEConfig) -> Iterator[Problem]:
+    """What Megatron-LM does otherwise, or refuses, where weights are a softmax of the chosen."""
+    if moe.score != "softmax" or not _sums_to_one(moe):
+        return
+    if moe.top_k == 1:
+        got, wanted = "1, whose weight is 1", "2 at least: with 1 Megatron-LM weighs by probability"
+        yield Problem("moe.top_k", got, wanted)
+    if moe.num_groups > 1 and moe.group_score == "top2":
+        got, wanted = "'top2', of probabilities", "'max': Megatron-LM ranks groups by logits there"
+        yield Problem("moe.group_score", got, wanted)
+
+
+def _sums_to_one(moe: MoEConfig) -> bool:
+    """Whether a token's weights sum to 1, as those of a softmax over its experts alone do."""
+    return moe.normalise == "after" or moe.renormalise
 
 
 def _yarn_arguments(scaling: nn.RopeScaling | None) -> dict[str, Any]:
@@ -823,6 +842,8 @@ def _yarn_arguments(scaling: nn.RopeScaling | None) -> dict[str, Any]:
 
 def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
     """Refuse a config that is another one when it is read from its arguments."""
+    title = "Megatron has no such model"
+    raise_problems(title, [] if config.moe is None else [*_routing_problems(config.moe)])
     canonical = FAMILIES["gpt"].canonical
     # rows of padding, and how parameters are joined, are of the layout alone
     plain = replace(
@@ -832,8 +853,7 @@ def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
     back = replace(config_of(made), mtp_weight=plain.mtp_weight)
     wanted, got = canonical(plain), canonical(back)
     found = [
-        Problem(f.name, repr(getattr(config, f.name)), f"{getattr(got, f.name)!r}, in Megatron")
-        for f in dataclasses.fields(config)
-        if getattr(wanted, f.name) != getattr(got, f.name)
+        Problem(path, field_text(attrgetter(path)(config)), f"{field_text(theirs)}, in Megatron")
+        for path, _, theirs in differing_fields(wanted, got)
     ]
-    raise_problems("Megatron has no such model", found)
+    raise_problems(title, found)

@@ -606,3 +606,37 @@ def test_architectures_that_megatron_has_not():
             ValueError, match=f"Megatron has no such model\n  - {next(iter(change))}"
         ):
             architecture_arguments(replace(GPTConfig(), **change))
+
+
+def test_refusals_say_the_field_of_a_part():
+    """Not two whole configurations, in which one has to look for it."""
+    plain = MoEConfig(expert_dim=64, normalise="after")
+    for part, change, wanted in (
+        ("moe", replace(plain, latent_dim=8), r"moe.latent_dim: got 8; wanted 0, in Megatron"),
+        ("moe", replace(plain, top_k=1), r"moe.top_k: got 1, whose weight is 1; wanted 2 at least"),
+        (
+            "moe",
+            replace(plain, num_groups=4, top_groups=1),
+            r"moe.group_score: got 'top2', of probabilities; wanted 'max'",
+        ),
+        (
+            "rope_scaling",
+            ft.nn.RopeScaling(factor=8.0, original_max_seq=128),
+            r"rope_scaling.original_max_seq: got 128; wanted 8192, in Megatron",
+        ),
+    ):
+        with pytest.raises(ValueError, match=wanted) as caught:
+            architecture_arguments(replace(GPTConfig(), **{part: change}))
+        assert "Config(" not in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 2
+
+
+def test_groups_that_logits_rank_are_refused():
+    """Megatron sums two logits of a group where the softmax comes after the choice."""
+    moe = MoEConfig(
+        8, 4, 64, num_groups=4, top_groups=2, score="softmax", normalise="before", scale=2.0
+    )
+    args = architecture_arguments(GPTConfig(moe=moe))
+    assert config_of(args).moe == replace(moe, aux="sequence")
+    with pytest.raises(ValueError, match=r"moe_router_group_topk: got 2; wanted --moe-router-pre"):
+        config_of({**args, "moe_router_pre_softmax": False})
