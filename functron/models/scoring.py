@@ -1,11 +1,12 @@
 """Scoring: how likely a model finds given texts, in the shape that evaluation harnesses ask for.
 
 `log_likelihoods` and `rolling_log_likelihoods` work on tokens and any mesh that `generate` works
-on. `LanguageModel` has the three methods of lm-evaluation-harness's ``LM``, on text.
+on. `LanguageModel` is an ``LM`` of lm-evaluation-harness, on text.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -192,6 +193,10 @@ class Text(Protocol):
 class LanguageModel:
     """A model as lm-evaluation-harness's ``LM`` has it: three methods over lists of requests.
 
+    ``lm_eval.simple_evaluate(model=LanguageModel(...), tasks=[...])`` takes it: where that library
+    is loaded, before or after, it is an instance of its ``LM``. It is one process, and knows no
+    chat template.
+
     A request is anything with ``args``, or that tuple itself: ``(context, continuation)``,
     ``(text,)``, or ``(context, {"until": [...], "max_gen_toks": N})``.
 
@@ -208,6 +213,51 @@ class LanguageModel:
     tokenizer: Text
     batch_size: int = 8
     max_new_tokens: int = 256
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """Its class, which the harness asks for before it asks whether that is an ``LM``."""
+        _register(type(self))
+        return type(self)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, of one."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """How many processes share the requests."""
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return tree.leaves(self.params)[0].device
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness keeps requests under that depend on the tokenizer."""
+        return f"{type(self.tokenizer).__name__}-{self.config.vocab_size}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template of chats, which there is none of: see `apply_chat_template`."""
+        return ""
+
+    def apply_chat_template(self, chat_history: Sequence[Any], **settings: Any) -> str:
+        """Refuse to make text of a chat: the model is asked for texts as they are.
+
+        Raises:
+            ValueError: in any case.
+        """
+        got, fix = f"{len(chat_history)} messages", "leave apply_chat_template out"
+        refuse("cannot score chats", "apply_chat_template", got, "texts", fix)
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Take no notice: a hook keeps parts of a method's results, which come all at once here.
+
+        The harness keeps results of whole calls by itself (``use_cache``).
+        """
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """``(log p(continuation | context), is greedy)`` of each ``(context, continuation)``."""
@@ -264,6 +314,13 @@ class LanguageModel:
         whole = self.tokenizer.encode(kept + continuation, special=False)
         before = self.tokenizer.encode(kept, special=False)
         return before or [self._start()], whole[len(before) :]
+
+
+def _register(model: type) -> None:
+    """Make a class an ``LM`` to lm-evaluation-harness, where that is loaded: it imports much."""
+    harness = sys.modules.get("lm_eval.api.model")
+    if harness is not None:
+        harness.LM.register(model)
 
 
 def _args(request: Any) -> tuple:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
+import sys
+import types
 from collections import namedtuple
 
 import pytest
@@ -102,6 +106,38 @@ def test_methods_of_the_harness():
     )
     assert free == whole
     assert stopped == whole[: whole.index(whole[2])]
+
+
+def harness() -> types.ModuleType:
+    """The part of lm-evaluation-harness 0.4.13 that `simple_evaluate` holds a model against."""
+    module = types.ModuleType("lm_eval.api.model")
+
+    class LM(abc.ABC):
+        @abc.abstractmethod
+        def loglikelihood(self, requests): ...
+
+    setattr(module, "LM", LM)  # noqa: B010
+    return module
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_is_a_model_of_the_harness(when, monkeypatch):
+    """Whether that is loaded before the model is made or, as `simple_evaluate` does, after it."""
+    loaded = harness()
+    if when == "before":
+        monkeypatch.setitem(sys.modules, loaded.__name__, loaded)
+    model = scoring.LanguageModel(WEIGHTS, CONFIG, Letters(), batch_size=2)
+    assert isinstance(model, scoring.LanguageModel)
+    monkeypatch.setitem(sys.modules, loaded.__name__, loaded)
+    assert isinstance(model, loaded.LM)
+    assert not isinstance(Letters(), loaded.LM)
+    assert (model.rank, model.world_size, model.device) == (0, 1, torch.device("cpu"))
+    model.set_cache_hook(None)
+    assert model.tokenizer_name == "Letters-60"
+    assert dataclasses.replace(model, batch_size=3).batch_size == 3
+    assert model.chat_template() == ""
+    with pytest.raises(ValueError, match="got 1 messages; wanted texts; fix: leave apply_chat"):
+        model.apply_chat_template([{"role": "user", "content": "A"}])
 
 
 @pytest.mark.parametrize(
