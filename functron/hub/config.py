@@ -25,7 +25,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 """By transformers' name in config.json. Of those that fit a model, the first is chosen."""
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-"""What describes a model, and an adapter of PEFT."""
+"""The files that describe a model, and an adapter of PEFT."""
 
 
 @public

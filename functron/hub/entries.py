@@ -132,7 +132,7 @@ _OTHERS = frozenset((
 
 
 def family_fix(kind: str, known: Iterable[str]) -> str:
-    """What to do about a family that is not known: the one that was meant, or all that there are.
+    """The fix for a family that is not known: the one that was meant, or all that there are.
 
     Only a slip in spelling is put right: of case, separators or one letter, never of a digit. Names
     alike are those of other architectures as often (DeepSeek-V3.2, Pixtral), whose weights no other

@@ -214,11 +214,10 @@ def _check_config(config: Config, table: Mapping, where: str) -> None:
         # the tensors tell whether there are modules for it
         stored = dataclasses.replace(stored, mtp_depth=config.mtp_depth)
     fix = "start from hub.read_config and change only what leaves the model what it is"
-    problems = [
-        Problem(name, *(field_text(attrgetter(name)(c)) for c in (config, stored)), fix)
-        for name in differences(config, stored)
-    ]
-    problems = [dataclasses.replace(p, wanted=f"{p.wanted}, as stored") for p in problems]
+    problems = []
+    for name in differences(config, stored):
+        got, wanted = (field_text(attrgetter(name)(each)) for each in (config, stored))
+        problems.append(Problem(name, got, f"{wanted}, as stored", fix))
     raise_problems(f"the config is not that of {where}", problems)
 
 

@@ -237,7 +237,7 @@ class LanguageModel:
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness keeps requests under that depend on the tokenizer."""
+        """The name under which the harness keeps requests that depend on the tokenizer."""
         return f"{type(self.tokenizer).__name__}-{self.config.vocab_size}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:

@@ -812,7 +812,7 @@ def architecture_arguments(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]
 
 
 def _routing_problems(moe: MoEConfig) -> Iterator[Problem]:
-    """What Megatron-LM does otherwise, or refuses, where weights are a softmax of the chosen."""
+    """Routing that Megatron-LM refuses or does otherwise, where weights are a softmax of few."""
     if moe.score != "softmax" or not _sums_to_one(moe):
         return
     if moe.top_k == 1:
