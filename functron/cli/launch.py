@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from functron.checkpoint.memory import folder_of
-from functron.cli.process import MARK, Process
+from functron.cli.process import MARK, UNSET, InputError, Process
 from functron.core.errors import Problem
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
@@ -116,6 +116,7 @@ def join(
     `recorder`.
 
     Raises:
+        functron.cli.process.InputError: the others do not come; see `meet`.
         ValueError: the mesh has not one rank per process.
     """
     device = torch.device(device_type)
@@ -123,11 +124,104 @@ def join(
         device = torch.device("cuda", here.local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
+    store = meet(here, timeout_seconds)
+    store.set_timeout(timeout)
+    place: dict[str, Any] = {"store": store, "rank": here.rank, "world_size": here.world_size}
     if device_type == "cuda":  # groups connect when they are made, and know their device
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device, **place)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **place)
     return mesh.bind(device_type, timeout_seconds, recorder), device
+
+
+_ALONE = 1 / 5  # of the time that a rank is waited for, until one has come at all
+_TELL_SECONDS, _TELL_LAUNCHED_SECONDS = 0.5, 10.0
+_LISTED = 8
+
+
+def meet(here: Process, timeout_seconds: float = TIMEOUT_SECONDS) -> dist.Store:
+    """The store of the job, which all of its processes have come to.
+
+    Who waits says at once what for, as nobody may be on the way: variables of torchrun may be left
+    over in the environment. A process that nobody else comes to gives up after a fifth of
+    `timeout_seconds`; one of several waits for the last of them as long as in a collective.
+
+    Raises:
+        functron.cli.process.InputError: some did not come, or this one cannot listen.
+    """
+    wait = _Waiting(here, timeout_seconds)
+    hosts = here.rank == 0 and here.attempt is None
+    if not here.port:
+        fix = f"set it, or start with torchrun; or, where the others are left over: {UNSET}"
+        raise _cannot_meet(Problem("environment variable MASTER_PORT", "none", "a port", fix))
+    while not hosts and not _listens(here):
+        wait.on("rank 0" if here.attempt is None else "their launcher", alone=True)
+    try:
+        there = dist.TCPStore(
+            here.meeting_at, here.port, here.world_size, is_master=hosts,
+            timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False, multi_tenant=hosts,
+        )  # fmt: skip
+        store = dist.PrefixStore(f"functron/attempt_{here.attempt or 0}", there)
+        keys = [f"here/{rank}" for rank in range(here.world_size)]
+        store.set(keys[here.rank], "")
+        while not store.check(keys if here.rank == 0 else ["all"]):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            alone = len(missing) == here.world_size - 1 and here.attempt is None
+            names = ", ".join(map(str, missing[:_LISTED])) + ", ..." * (len(missing) > _LISTED)
+            wait.on(f"rank{'s' * (len(missing) > 1)} {names or '0'}", alone=alone)
+        if here.rank == 0:
+            store.set("all", "")
+    except RuntimeError as error:  # torch's DistError
+        got = str(error).strip().partition("\n")[0]
+        wanted = "a port where rank 0 can listen" if hosts else f"to stay connected to {wait.place}"
+        raise _cannot_meet(Problem(wait.place, got, wanted, wait.fix)) from error
+    return dist.PrefixStore("default_pg", store)
+
+
+def _cannot_meet(problem: Problem) -> InputError:
+    return InputError(f"cannot meet the other processes\n  - {problem}")
+
+
+def _listens(here: Process) -> bool:
+    try:
+        socket.create_connection((here.meeting_at, here.port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+class _Waiting:
+    """A process that waits for others: what it says, and when it gives up."""
+
+    def __init__(self, here: Process, timeout_seconds: float):
+        self._begun, self._told = time.monotonic(), False
+        self._here, self._timeout = here, timeout_seconds
+        self.place = f"{here.meeting_at}:{here.port}"
+        size = here.world_size
+        self.fix = f"start all {size} with torchrun (or --nproc {size}), or, where variables of "
+        self.fix += f"torchrun are left over: {UNSET}"
+
+    def on(self, missing: str, *, alone: bool) -> None:
+        """Wait on for these; `alone`: nobody else has come.
+
+        Raises:
+            InputError: it was long enough.
+        """
+        waited, here = time.monotonic() - self._begun, self._here
+        limit = self._timeout * (_ALONE if alone else 1)
+        which = f"RANK={here.rank} and WORLD_SIZE={here.world_size}"
+        if waited > limit:
+            got = f"no {missing} at {self.place} in {waited:.0f} s"
+            wanted = f"all {here.world_size} processes that WORLD_SIZE in the environment says"
+            raise _cannot_meet(Problem(f"rank {here.rank}", got, wanted, self.fix))
+        tell = _TELL_SECONDS if here.attempt is None else _TELL_LAUNCHED_SECONDS
+        if waited > tell and not self._told:
+            self._told = True
+            text = f"functron: rank {here.rank} of {here.world_size} waits at {self.place} for "
+            text += f"{missing}, as {which} are in the environment; it gives up in "
+            text += f"{limit - waited:.0f} s; fix: {self.fix}"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(min(max(waited / 10, 0.005), 0.5))
 
 
 def leave() -> None:

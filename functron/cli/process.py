@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from functron.core.errors import Problem, full_tracebacks
+from functron.core.errors import Problem, full_tracebacks, raise_problems
 
 MARK = "functron-"
 """How the run ids begin that `functron.cli.launch` gives to torchrun's launcher."""
@@ -34,6 +34,9 @@ class Process:
         error_file: where the launcher looks for why this process failed; empty: nowhere.
         launched_here: whether `launch.launch` started it, which prints that file.
         meeting_at: the host that all of them reach, where they meet.
+        port: where on it; 0: the environment does not say.
+        attempt: the launcher listens there, which started them for so many times before; None: rank
+            0 listens.
     """
 
     rank: int
@@ -42,6 +45,8 @@ class Process:
     error_file: str
     launched_here: bool
     meeting_at: str
+    port: int = 0
+    attempt: int | None = None
 
     @property
     def is_open(self) -> bool:
@@ -49,19 +54,58 @@ class Process:
         return not (self.meeting_at == "localhost" or self.meeting_at.startswith(("127.", "::1")))
 
 
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+"""The variables that tell a process its place; without one of them it is in no job."""
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+UNSET = f"unset {' '.join(PLACE)} MASTER_PORT"
+
+
 def current() -> Process | None:
-    """This process among those that torchrun (or `launch.launch`) started; None where none did."""
+    """This process among those that torchrun (or `launch.launch`) started; None where none did.
+
+    Raises:
+        InputError: variables of the environment that say so are none of a launcher's.
+    """
     env = os.environ
-    if not all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")):
+    if not all(name in env for name in PLACE):
         return None
+    by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    counts = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", *([_ATTEMPT] * by_agent))
+    numbers = {name: _whole(env[name]) for name in counts if name in env}
+    with mistakes():
+        raise_problems(
+            "the environment describes no process of a job", _place_problems(env, numbers)
+        )
     return Process(
-        int(env["RANK"]),
-        int(env["LOCAL_RANK"]),
-        int(env["WORLD_SIZE"]),
+        numbers["RANK"],
+        numbers["LOCAL_RANK"],
+        numbers["WORLD_SIZE"],
         env.get("TORCHELASTIC_ERROR_FILE", ""),
         env.get("TORCHELASTIC_RUN_ID", "").startswith(MARK),
         env["MASTER_ADDR"],
+        numbers.get("MASTER_PORT", 0),
+        numbers.get(_ATTEMPT, 0) if by_agent else None,
     )
+
+
+def _whole(text: str) -> int:
+    """The number that a variable has; -1 where that is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+
+
+def _place_problems(env: Mapping[str, str], numbers: Mapping[str, int]) -> Iterator[Problem]:
+    fix = f"start it with torchrun, which sets them; or, where nothing did: {UNSET}"
+    size = numbers["WORLD_SIZE"]
+    bounds = {"RANK": (0, size), "LOCAL_RANK": (0, size), "MASTER_PORT": (1, 1 << 16)}
+    for name, number in numbers.items():
+        first, end = bounds.get(name, (int(name == "WORLD_SIZE"), 0))
+        last = f" to {end - 1}" if end > 0 else ""
+        if number < first or number >= end > 0:
+            wanted = f"a whole number from {first}{last}"
+            yield Problem(f"environment variable {name}", repr(env[name]), wanted, fix)
+    if not env["MASTER_ADDR"].strip():
+        got, wanted = repr(env["MASTER_ADDR"]), "the host where processes meet"
+        yield Problem("environment variable MASTER_ADDR", got, wanted, fix)
 
 
 class InputError(Exception):
@@ -111,7 +155,11 @@ def guarded(program: Callable[[], int]) -> int:
     traceback and 1. Where the environment has `FULL_TRACEBACKS`, which processes inherit, messages
     come with their traceback too.
     """
-    here = current()
+    try:
+        here = current()
+    except InputError as error:
+        print(f"functron: {error}", file=sys.stderr)
+        return 2
     try:
         with full_tracebacks():  # anything but a message is a bug of functron
             return program()

@@ -186,7 +186,8 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         got = f"{config.nproc} for a mesh of {mesh.size}"
         yield Problem("nproc", got, "one process per rank", fix)
     if processes is not None and processes != mesh.size:
-        fix = f"start torchrun with --nproc-per-node {mesh.size}, or change --mesh"
+        fix = f"start torchrun with --nproc-per-node {mesh.size}, or change --mesh; "
+        fix += "or unset RANK and WORLD_SIZE, where torchrun left them over"
         got = f"{processes} process{'' if processes == 1 else 'es'} for a mesh of {mesh.size}"
         yield Problem("mesh", got, "one process per rank", fix)
 

@@ -497,6 +497,52 @@ def test_no_process_without_a_launcher(monkeypatch):
     assert process.current() is None
 
 
+PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "x"), ("RANK", "2"), ("RANK", "-1"), ("LOCAL_RANK", ""), ("WORLD_SIZE", "0"),
+     ("WORLD_SIZE", "1.5"), ("MASTER_ADDR", ""), ("MASTER_PORT", "http")],
+)  # fmt: skip
+def test_variables_that_no_launcher_sets_are_named(name, value, monkeypatch, capsys):
+    for variable, right in {**PLACE, "MASTER_PORT": "29500", name: value}.items():
+        monkeypatch.setenv(variable, right)
+    assert main.main(["params"]) == 2
+    text = capsys.readouterr().err
+    assert f"environment variable {name}: got {value!r}; wanted" in text
+    assert "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT" in text
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_variables_that_are_left_over_are_said_and_not_waited_for(rank, capsys):
+    here = process.Process(rank, 0, 2, "", False, "127.0.0.1", _free_port())
+    begun = time.monotonic()
+    with pytest.raises(process.InputError) as caught:
+        launch.meet(here, timeout_seconds=5.0)
+    assert 1 < time.monotonic() - begun < 4
+    for text in (capsys.readouterr().err, str(caught.value)):
+        assert f"{'no' * (text[0] == 'c') or 'for'} rank {1 - rank}" in text
+        assert f"127.0.0.1:{here.port}" in text
+        assert "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT" in text
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        here = process.Process(0, 0, 2, "", False, "127.0.0.1", port)
+        with pytest.raises(process.InputError, match=f"127.0.0.1:{port}: got .*listen"):
+            launch.meet(here, timeout_seconds=5.0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine on Linux")
 @pytest.mark.parametrize(
     ("address", "is_open"),
