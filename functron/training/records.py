@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 import tomllib
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,8 @@ from functron.core.errors import Problem, raise_problems, refuse
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+WANDB_ID = "wandb_id"
+"""The file of a run folder with the id of its run at Weights & Biases."""
 EVAL = "eval"
 """The key of the numbers of held-out sets in a record."""
 
@@ -190,26 +193,43 @@ def loss_picture(
 
 
 @contextmanager
-def tensorboard(folder: Path, named: Naming | None = None) -> Iterator[Callable[[Record], None]]:
-    """Event files for TensorBoard in `folder`.
+def tensorboard(
+    folder: Path, named: Naming | None = None, start: int = 0, before: Sequence[Record] = ()
+) -> Iterator[Callable[[Record], None]]:
+    """Event files for TensorBoard in `folder`: each record is there as soon as it is written.
+
+    Where there are some already, those of steps after `start` no longer count: they are taken
+    again.
 
     Args:
         folder: where they go.
         named: what numbers are called, and where they are drawn; None: `by_path`.
+        start: how many steps were taken earlier, and stay.
+        before: their records.
 
     Raises:
         ValueError: TensorBoard is not installed.
     """
     require("tensorboard")
-    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+    naming = named or by_path
+    first = start + 1
+    purge = first if folder.is_dir() and any(folder.iterdir()) else None
+    summaries: Any = importlib.import_module("torch.utils.tensorboard")
+    writer = summaries.SummaryWriter(str(folder), purge_step=purge)
 
-    def write(record: Record) -> None:
-        for name, value, at in (named or by_path)(record):
-            if name != "step" and isinstance(value, int | float):
+    def write(record: Record, least: int = 0) -> None:
+        for name, value, at in naming(record):
+            if name != "step" and isinstance(value, int | float) and at >= least:
                 writer.add_scalar(name, value, at)
 
+    def shown(record: Record) -> None:
+        write(record)
+        writer.flush()
+
+    for record in before if purge is not None else ():
+        write(record, first)  # what is drawn over samples, whose numbers are larger, is purged too
     try:
-        yield write
+        yield shown
     finally:
         writer.close()
 
@@ -218,7 +238,11 @@ def tensorboard(folder: Path, named: Naming | None = None) -> Iterator[Callable[
 def wandb(
     folder: Path, config: Mapping[str, Any], named: Naming | None = None
 ) -> Iterator[Callable[[Record], None]]:
-    """A Weights & Biases run named after `folder`, which also holds its local files.
+    """A Weights & Biases run named after `folder`, which also holds its local files and its id.
+
+    Whoever goes on with the run in `folder` goes on with that run of Weights & Biases, by its id in
+    the file `WANDB_ID`; without that file it is another run. Steps that it has and that are taken
+    again stay as they are, since Weights & Biases takes none twice.
 
     Args:
         folder: where they go.
@@ -230,13 +254,20 @@ def wandb(
         ValueError: wandb is not installed.
     """
     require("wandb")
+    file = folder / WANDB_ID
+    if not file.is_file():
+        file.write_text(uuid.uuid4().hex[:16] + "\n", encoding="utf-8")
     run = importlib.import_module("wandb").init(
-        project="functron", name=folder.name, dir=str(folder), config=dict(config)
-    )
+        project="functron", name=folder.name, dir=str(folder), config=dict(config),
+        id=file.read_text(encoding="utf-8").strip(), resume="allow", allow_val_change=True,
+    )  # fmt: skip
+    begun = getattr(run, "starting_step", 0)
+    first = begun if isinstance(begun, int) else 0
 
     def write(record: Record) -> None:
         step, rows = record["step"], (named or by_path)(record)
-        run.log({name: x for name, x, at in rows if x is not None and at == step}, step=step)
+        if step >= first:
+            run.log({name: x for name, x, at in rows if x is not None and at == step}, step=step)
 
     try:
         yield write

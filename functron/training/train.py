@@ -906,7 +906,7 @@ def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[rec
     samples_after = config.batches.first_sample
     named = records.megatron_names(samples_after) if config.log_names else records.by_path
     if config.tensorboard:
-        found.append(records.tensorboard(out / "tensorboard", named))
+        found.append(records.tensorboard(out / "tensorboard", named, start, before))
     if config.wandb:
         found.append(records.wandb(out, dataclasses.asdict(config), named))
     return found

@@ -26,6 +26,73 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("mfu")] == [(2, 0.25)]
 
 
+def scalars(folder, name="loss"):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulators.EventAccumulator(str(folder), {"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def taken(*steps, loss=0.0):
+    return [{"step": step, "loss": loss + step, "grad_norm": None} for step in steps]
+
+
+@pytest.mark.parametrize("kept", [0, 4], ids=["from the beginning", "from a checkpoint"])
+def test_tensorboard_has_a_step_once_after_a_kill_and_a_resume(kept, tmp_path):
+    """Nobody closed the first writer: what it wrote is there, as after kill -9."""
+    first = records.tensorboard(tmp_path)
+    write = first.__enter__()
+    for record in taken(*range(1, 8)):
+        write(record)
+    assert [step for step, _ in scalars(tmp_path)] == [*range(1, 8)]
+    with records.tensorboard(tmp_path, start=kept) as write:
+        for record in taken(*range(kept + 1, 11), loss=100.0):
+            write(record)
+    wanted = [(s, float(s)) for s in range(1, kept + 1)]
+    wanted += [(s, 100.0 + s) for s in range(kept + 1, 11)]
+    assert scalars(tmp_path) == wanted
+    del first
+
+
+def test_tensorboard_keeps_what_is_drawn_over_samples(tmp_path):
+    named = records.megatron_names(lambda steps: 8 * steps)
+    before = taken(1, 2, 3, 4)
+    with records.tensorboard(tmp_path, named) as write:
+        for record in [*before, *taken(5, 6)]:
+            write(record)
+    with records.tensorboard(tmp_path, named, 4, before) as write:
+        for record in taken(5, 6, 7, loss=100.0):
+            write(record)
+    losses = [1.0, 2.0, 3.0, 4.0, 105.0, 106.0, 107.0]
+    over = list(zip(range(8, 64, 8), losses, strict=True))
+    assert sorted(scalars(tmp_path, "lm loss vs samples")) == over
+    assert scalars(tmp_path, "lm loss") == list(enumerate(losses, 1))
+
+
+def test_wandb_goes_on_with_the_run_that_the_folder_began(tmp_path, monkeypatch):
+    begun, logged = [], []
+
+    def init(**settings):
+        begun.append(settings)
+        return SimpleNamespace(
+            log=lambda row, step: logged.append(step), finish=lambda: None,
+            starting_step=max(logged, default=-1) + 1,
+        )  # fmt: skip
+
+    monkeypatch.setattr(records, "require", lambda package: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for folder, steps in (("a", (1, 2, 3)), ("a", (2, 3, 4)), ("b", (5,))):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        with records.wandb(tmp_path / folder, {}) as write:
+            for record in taken(*steps):
+                write(record)
+    first, again, other = begun
+    assert first["id"] == again["id"] != other["id"]
+    assert len(first["id"]) >= 8
+    assert {each["resume"] for each in begun} == {"allow"}
+    assert logged == [1, 2, 3, 4, 5]
+
+
 NESTED = {
     "step": 1, "loss": 2.0, "grad_norm": None, "tokens_per_second": None,
     "layers": {"blocks/3": {"grad_norm": 0.5, "param_norm": float("inf")}, "norm": {}},
