@@ -108,6 +108,7 @@ def parse(
     *,
     boxes: Boxes = MappingProxyType({}),
     common: Iterable[str] = (),
+    recorded: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
     """The options of ``functron COMMAND`` in `arguments`.
 
@@ -118,17 +119,25 @@ def parse(
         default: an instance with the values of options that are not given; None: the fields' own.
         boxes: of the help, after that of the options that no box has.
         common: the fields in boxes that --help shows; --help-all shows all. None: all are shown.
+        recorded: fields that are no options, and what to do in place of setting them.
 
     Raises:
         functron.cli.process.InputError: options that do not exist, each with the nearest that do.
         SystemExit: arguments that do not parse (code 2), or --help (code 0).
     """
-    options = list(options_of(kind if default is None else default))
+    options = [
+        option
+        for option in options_of(kind if default is None else default)
+        if option.field not in recorded
+    ]
     asked = [word for word in arguments if word in ("-h", "--help", "--help-all")]
     if asked:
         everything = "--help-all" in asked or not common
         print(_help(kind, f"functron {command}", options, boxes, None if everything else common))
         raise SystemExit(0)
+    title = f"functron {command} has no such options"
+    with process.mistakes():
+        raise_problems(title, _recorded_problems(arguments, recorded))
     given: dict[str, Any] = {} if default is None else {"default": default}
     made, unknown = tyro.cli(
         kind,
@@ -143,13 +152,22 @@ def parse(
     names = [word for word in unknown if word.startswith("-")] or unknown
     with process.mistakes():
         raise_problems(
-            f"functron {command} has no such options",
+            title,
             [
                 Problem(word, "an unknown option", "a known one", _meant(word, known))
                 for word in names
             ],
         )
     return made
+
+
+def _recorded_problems(arguments: Sequence[str], recorded: Mapping[str, str]) -> Iterator[Problem]:
+    for word in arguments:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        for field, fix in recorded.items():
+            if word.startswith("--") and (name == field or name.startswith(f"{field}.")):
+                got, wanted = "what a run records and nothing reads", "an option"
+                yield Problem(word.partition("=")[0], got, wanted, fix)
 
 
 @dataclass(frozen=True)

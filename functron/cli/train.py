@@ -33,7 +33,14 @@ from functron.spmd.flight import FlightRecorder
 from functron.spmd.params import history_mask, num_params
 from functron.training import records, run_folder
 from functron.training.checks import validate
-from functron.training.config import BOXES, COMMON, TrainConfig, load, starting_config
+from functron.training.config import (
+    BOXES,
+    COMMON,
+    RECORDED,
+    TrainConfig,
+    load,
+    starting_config,
+)
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.plan import Plan, bubble_note, plan, step_report
 from functron.training.planning import compared, expectation_text, expected, this_machine
@@ -351,7 +358,8 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
         begun=begun,
     )
     default = TrainOptions(early.config, options=base)
-    options = parse(TrainOptions, arguments, "train", default, boxes=BOXES, common=COMMON)
+    given = {"boxes": BOXES, "common": COMMON, "recorded": RECORDED}
+    options = parse(TrainOptions, arguments, "train", default, **given)
     return replace(options, options=run_folder.with_changed_batch(options.options))
 
 

@@ -54,6 +54,8 @@ class Named(Mapping[str, Config]):
             fix = on_hub(name).replace(
                 "give that folder", "functron convert hf:FOLDER run:RUN, which --resume trains"
             )
+            if str(name).startswith(("hf:", "megatron:")):
+                fix = f"functron convert {name} run:RUN, which --resume --out RUN trains"
             raise ValueError(f"model: got {name!r}; {fix or nearest(name, self.configs)}")
         return self.configs[name]
 

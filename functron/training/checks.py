@@ -130,6 +130,7 @@ def validate(
     if config.steps >= 1 and (rates := _try(lambda: config.rate_schedule, messages)) is not None:
         problems += schedule_problems(rates, "learning_rate")
     problems += _resume_problems(config, recast) if config.resume else _out_problems(config.out)
+    problems += run_folder.origin_problems(config, _try(lambda: begins_with(config), messages))
     problems += _try(lambda: list(data.problems_of(config)), messages) or []
     problems += _try(lambda: list(evaluation.problems_of(config)), messages) or []
     tokenizer = _try(lambda: data.reader_of(config), messages)
@@ -401,6 +402,15 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.loss_chunk_tokens and config.gpt.logit_cap:
         got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
         yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
+
+
+def begins_with(config: TrainConfig) -> Path | None:
+    """The checkpoint that a run goes on from, or begins with; None: it begins with random numbers.
+
+    Raises:
+        ValueError: the folder of checkpoints cannot be read.
+    """
+    return run_folder.newest(Path(config.out)) if config.resume and config.out else None
 
 
 def _out_problems(out: str) -> Sequence[Problem]:

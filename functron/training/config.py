@@ -52,7 +52,9 @@ class TrainConfig:
     Attributes:
         model: name of a preset; it fills the table of its architecture. Where there is a source it
             is what this calls the architecture.
-        source: where the model came from, such as hf:PATH, if it is no preset.
+        source: where the model came from, such as hf:PATH, if it is no preset: what functron
+            convert recorded, and no option. launch:FILE: a launch line that describes it, not its
+            parameters.
         gpt: the architecture, unless another is given.
         mamba: that of a Mamba-2 model or a hybrid of it.
         bert: that of a BERT.
@@ -385,6 +387,17 @@ class TrainConfig:
         return self.mamba or self.bert or self.t5 or self.gpt
 
     @property
+    def has_origin(self) -> bool:
+        """Whether its parameters came from elsewhere, so that no run begins with random ones.
+
+        A launch line has none; functron migrate called it megatron:FILE.sh before launch:FILE.sh.
+        """
+        kind, _, path = self.source.partition(":")
+        return bool(self.source) and not (
+            kind == "launch" or (kind == "megatron" and "/" not in path and Path(path).suffix)
+        )
+
+    @property
     def title(self) -> str:
         """The name of the model for the user: the preset, or the architecture and its source."""
         if self.source:
@@ -459,6 +472,12 @@ class TrainConfig:
         """
         return self.order_samples or self.batches.first_sample(self.steps)
 
+
+RECORDED: Mapping[str, str] = MappingProxyType({
+    "source": "functron convert hf:PATH run:RUN loads a model (also megatron:PATH), and functron "
+    "train --resume --out RUN trains it",
+})  # fmt: skip
+"""Fields that a run records and that are no options, and what to do in place of setting them."""
 
 BOXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "data": (

@@ -137,7 +137,7 @@ def migrate(
     ranks = processes or line.processes or _nemo_ranks(arguments)
     told = ranks > 0
     config, ranks = _configured(reading, family, model, ranks)
-    config = replace(config, model=family, source=f"megatron:{Path(source).name}")
+    config = replace(config, model=family, source=f"launch:{Path(source).name}")
     raise_problems(f"{TITLE} {source}", reading.problems)
     return replace(_checked(source, config, reading, ranks), told=told)
 

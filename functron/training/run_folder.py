@@ -10,7 +10,7 @@ import os
 import shutil
 import tomllib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from functron.core.errors import Problem, raise_problems
 from functron.data.order import earlier_text
 from functron.data.tokenizer import BYTES, TOKENIZER, Tokenizer, kind_of, tokenizers_in
 from functron.hub.writer import TOKENIZER_FILES
-from functron.training.config import TrainConfig, dump, load
+from functron.training.config import RECORDED, TrainConfig, dump, load
 from functron.training.records import CONFIG, METRICS, is_run, read
 
 CHECKPOINTS = "checkpoints"
@@ -59,6 +59,14 @@ def _refuse(path: Path, got: str, where: str | Path) -> NoReturn:
         Problem(str(where), got, "a folder to write in", fix)
     ])  # fmt: skip
     raise AssertionError("unreachable")
+
+
+def origin_problems(config: TrainConfig, begins_with: Path | None) -> Iterator[Problem]:
+    """Random parameters of a model that came from elsewhere, by its configuration."""
+    if config.has_origin and begins_with is None:
+        wanted = "nothing of a run that begins with random parameters, which are not that model's"
+        fix = f"{RECORDED['source']}; or take source and model out, to train its architecture anew"
+        yield Problem("source", repr(config.source), wanted, fix)
 
 
 def newest(path: Path) -> Path | None:

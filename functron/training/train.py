@@ -27,6 +27,7 @@ import torch.distributed as dist
 from functron import checkpoint
 from functron.checkpoint.saver import own_store
 from functron.core import compat, tree
+from functron.core.errors import raise_problems
 from functron.data import Blend
 from functron.data.order import earlier_text
 from functron.models import gpt
@@ -471,11 +472,15 @@ def train(
         also: makes one more reporter of records, for rank 0.
 
     Raises:
+        ValueError: the configuration says where the model came from, and its parameters are random.
         FloatingPointError: loss or gradients are not finite, or an anomaly is one too many; or
             float16 overflows without end.
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, device = run.config, run.device
+    if run.start == 0:
+        unread = run_folder.origin_problems(config, run.begun_from)
+        raise_problems("cannot train this model", unread)
     began = time.monotonic() if began is None else began
     job = Job.of(run)
     if job.main and out is not None:

@@ -95,3 +95,15 @@ def test_a_run_becomes_a_hugging_face_model_and_a_run_that_trains(trained, tmp_p
 def test_what_cannot_be_converted(trained, tmp_path, capsys):
     assert main(["convert", str(trained), f"hf:{tmp_path / 'x'}"]) == 2
     assert "wanted hf:PATH, megatron:PATH or run:PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--source", "hf:/x"], ["--source=hf:/x"], ["--source.x", "1"]])
+def test_where_a_model_came_from_is_no_option(words, capsys):
+    assert main(["train", "--steps", "1", *words]) == 2
+    text = capsys.readouterr().err
+    assert f"{words[0].partition('=')[0]}: got what a run records" in text
+    assert "functron convert hf:PATH run:RUN" in text
+    assert main(["train", "--help-all"]) == 0
+    assert "--source" not in capsys.readouterr().out
+    assert main(["train", "--model", "hf:/x"]) == 2
+    assert "functron convert hf:/x run:RUN" in capsys.readouterr().err

@@ -138,6 +138,22 @@ def test_is_set_to_fine_tune(model, tmp_path, capsys):
     assert (
         (made.model, made.source) == (table["model_type"], f"hf:{path}") == ("qwen3", f"hf:{path}")
     )
+    # its parameters are in its checkpoint: another folder would begin with random ones
+    capsys.readouterr()
+    new = [
+        "train",
+        "--config",
+        str(run / "config.toml"),
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "n"),
+    ]
+    assert main(new) == 2
+    assert (
+        f"source: got 'hf:{path}'; wanted nothing of a run that begins" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "n").exists()
     assert made.optimizer.fp32_masters  # updates of 2e-5 would round to nothing
     # 40 steps: two of warm-up, then half a cosine to 0
     rate = make_schedule(replace(made, steps=40).rate_schedule)

@@ -17,6 +17,8 @@ from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.training import Plan, plan
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model
+from functron.training.run import prepare
+from functron.training.train import train
 
 
 def problems(config, **kwargs) -> str:
@@ -166,6 +168,22 @@ def test_all_unknown_keys_and_wrong_kinds_are_listed(tmp_path):
         "learning_rate.peek: got an unknown key; wanted a known one; fix: did you mean 'peak'?",
     ):
         assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["hf:/models/x", "hf:gone", "run:r", "megatron:ckpt", "words"])
+def test_what_a_run_records_of_its_origin_loads_no_model(tmp_path, source):
+    """A file may have it, as a run's own does; a run with random parameters is none of that model."""
+    path = tmp_path / "run.toml"
+    path.write_text(f'model = "qwen3"\nsource = "{source}"\n')
+    config = load(path)
+    for begins in (config, dataclasses.replace(config, out=str(tmp_path / "new"))):
+        text = problems(begins)
+        assert f"source: got {source!r}; wanted nothing of a run that begins" in text
+        assert "functron convert hf:PATH run:RUN" in text
+    with pytest.raises(ValueError, match="functron convert hf:PATH run:RUN"):
+        train(prepare(dataclasses.replace(config, steps=1, seq=16), Mesh()), None)
+    for line in ("launch:pretrain.sh", "megatron:pretrain.sh"):  # the architecture alone
+        validate(dataclasses.replace(config, source=line))
 
 
 def test_unreadable_files_are_taught(tmp_path):
