@@ -30,7 +30,7 @@ from functron.checkpoint import database
 from functron.checkpoint.database import as_array, as_tensor, from_name, name_of
 from functron.checkpoint.placement import Box, Leaf, cells, grid
 from functron.core import tree
-from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
 from functron.program.text import aligned
 
 MANIFEST = "functron.json"
@@ -651,7 +651,7 @@ def _bounds(position: Sequence[int | slice]) -> Box:
 
 
 def _existing(path: str | Path) -> Path:
-    source = Path(path).absolute()
+    source = local_path(path).absolute()
     if not is_complete(source):
         got = "an incomplete checkpoint" if source.is_dir() else "nothing there"
         wanted, fix = "a complete checkpoint", "see which there are: ls RUN/checkpoints"
@@ -687,7 +687,7 @@ _REMOVED = f"{UNFINISHED}-removed"
 
 def steps(folder: str | Path) -> list[int]:
     """The steps of the complete checkpoints in `folder`, increasing; those half written are not."""
-    root = Path(folder)
+    root = local_path(folder, "folder")
     entries = root.iterdir() if root.is_dir() else ()
     return sorted(int(p.name) for p in entries if p.name.isdigit() and is_complete(p))
 

@@ -48,7 +48,7 @@ from functron.checkpoint.folder import (
 from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
 from functron.core.compat import CUDA, Streams
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Problem, local_path, raise_problems, refuse
 
 Moments = Callable[[str, int], None]
 """``at(moment, step)`` is called as a process comes to a moment of a run; for tests of faults."""
@@ -695,7 +695,7 @@ def save(
     try:
         division = _divide(placement, CHUNK_BYTES)
         tensors = _tensors(placement, value)
-        order = Order(Path(path).absolute(), division, _as_json(metadata))
+        order = Order(local_path(path).absolute(), division, _as_json(metadata))
     except BaseException as error:
         give_up(ranks, error)
         raise
@@ -747,7 +747,7 @@ class Saver:
         at: Moments = nowhere,
     ):
         self._at = at
-        self._folder = Path(folder).absolute()
+        self._folder = local_path(folder, "folder").absolute()
         self._placement = placement
         self._division = _divide(placement, chunk_bytes)
         self._keep = Keep() if keep is None else keep

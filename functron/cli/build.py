@@ -18,6 +18,7 @@ import tyro
 
 from functron.cli.process import guarded, mistakes
 from functron.core.chart import table
+from functron.core.errors import local_path
 from functron.ops import nvrtc
 from functron.ops.nvrtc import Compiled, CompileError, Defines, Resources, Source
 
@@ -113,6 +114,8 @@ def rows(built: Built) -> list[tuple[str, ...]]:
 def run(arguments: Sequence[str]) -> int:
     """Compile, print the table and what is wrong; the exit code is 1 if anything is."""
     options = tyro.cli(BuildOptions, args=arguments, prog="python -m functron.cli.build")
+    with mistakes():
+        local_path(options.cache or "", "cache")
     begun = time.perf_counter()
     with mistakes():
         chosen = [nvrtc.read(name) for name in options.source or nvrtc.names()]

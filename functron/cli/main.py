@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 
 from functron.cli import process
-from functron.core.errors import nearest
+from functron.core.errors import nearest, raise_problems, remote_problem
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -100,7 +100,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return process.guarded(lambda: _run(command, rest))
 
 
+_TEXTS = (
+    "--prompt", "--env", "--with", "--pattern", "--tokenizer-pattern", "--end-of-text", "--key",
+)  # fmt: skip
+"""Options whose values are text, which may speak of any place, and none of them a place."""
+
+
+def _check_places(arguments: Sequence[str]) -> None:
+    """Refuse places that are not on this machine, before anything is imported or made for them."""
+    option, found = "", []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            option, word = name.replace("_", "-"), value if equals else ""
+        if option not in _TEXTS and (problem := remote_problem(option or "argument", word)):
+            found.append(problem)
+    with process.mistakes():
+        raise_problems("there are no such places on this machine", found)
+
+
 def _run(command: str, arguments: Sequence[str]) -> int:
+    _check_places(arguments)
     name, _, function = COMMANDS[command][0].partition(".")
     try:
         module = _imported(f"functron.cli.{name}")

@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -100,6 +101,43 @@ def on_hub(path: object, kind: str = "") -> str:
         f"functron downloads nothing: if this is a name on the Hugging Face hub, get its files "
         f"first (hf download {name}{option} --local-dir FOLDER), and give that folder"
     )
+
+
+_STORES = "s3a?|gc?s|az|abfss?|wasbs?|hdfs|https?|ftp|oci|r2|oss|cosn?|dbfs"
+_REMOTE = re.compile(rf"(?<![\w+.-])(?:([a-z][a-z0-9+.-]+):/|({_STORES}):)/", re.IGNORECASE)
+_REMOTE_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)  # as pathlib leaves of "s3://"
+
+
+def remote_problem(name: str, value: object) -> Problem | None:
+    """The problem of a place on no file system of this machine, such as s3://bucket; None: none.
+
+    Args:
+        name: of the argument or option.
+        value: a path, or text with some in it, as a blend of data has.
+    """
+    text = str(value)
+    path = isinstance(value, PurePath) and not value.is_absolute()
+    found = _REMOTE_PATH.match(text) if path else _REMOTE.search(text)
+    if found is None:
+        return None
+    scheme = (found[1] or found[2]).lower()
+    fix = "write its path without file://" if scheme == "file" else (
+        "name a folder of this machine: a mounted one (s3fs, gcsfuse), or copy to or from it"
+    )  # fmt: skip
+    wanted = "a path of this machine: nothing is stored by name elsewhere"
+    return Problem(name, repr(text), wanted, fix)
+
+
+def local_path(value: str | PurePath, name: str = "path") -> Path:
+    """`value` as a path.
+
+    Raises:
+        ValueError: it is the name of a place elsewhere, such as s3://bucket/run, of which a file
+            system would make a local folder called "s3:".
+    """
+    problem = remote_problem(name, value)
+    raise_problems("there is no such place on this machine", [problem] if problem else [])
+    return Path(value)
 
 
 # --- whose code an error comes out of

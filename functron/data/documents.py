@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
-from functron.core.errors import Problem, on_hub, raise_problems, refuse
+from functron.core.errors import Problem, local_path, on_hub, raise_problems, refuse
 
 SpecialTokens = Literal["text", "parse"]
 """The meaning of names of special tokens in a text in a text; see `TextRules`."""
@@ -351,7 +351,7 @@ def find(path: str | Path) -> tuple[list[Path], int]:
     Raises:
         ValueError: nothing is there, it cannot be read, or it holds no text.
     """
-    root = Path(path)
+    root = local_path(path, "data")
     try:
         if root.is_dir():
             found = sorted(_walk(root))

@@ -35,7 +35,7 @@ from typing import IO
 
 import numpy as np
 
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Problem, local_path, raise_problems, refuse
 from functron.data.documents import (
     MAX_LISTED,
     Mapped,
@@ -69,7 +69,7 @@ def code_of(dtype: np.dtype) -> int | None:
 
 def files_of(prefix: str | Path) -> tuple[Path, Path]:
     """The .bin and the .idx of a prefix; a path that ends with either is taken for its prefix."""
-    name = str(prefix)
+    name = str(local_path(prefix, "prefix"))
     stem = name[:-4] if name.endswith((".bin", ".idx")) else name
     return Path(stem + ".bin"), Path(stem + ".idx")
 

@@ -28,7 +28,7 @@ from typing import IO, Any, Literal, TypeVar, cast
 import filelock
 import numpy as np
 
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Problem, local_path, raise_problems, refuse
 from functron.data.documents import (
     MAX_LISTED,
     OLD_RULES,
@@ -570,6 +570,7 @@ def preprocess(
     """
     if settings.workers < 0:
         refuse(_CANNOT, "workers", settings.workers, "at least 0")
+    local_path(settings.out, "out")
     rules = settings.rules
     tokenizer = open_tokenizer(settings.tokenizer, pattern=settings.pattern, rules=rules)
     resolved, end = _resolved(settings, tokenizer)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Problem, local_path, raise_problems, refuse
 from functron.data.documents import (
     MAX_LISTED,
     OLD_RULES,
@@ -184,7 +184,7 @@ def open_tokens(
     Raises:
         ValueError: there is nothing of the kind, or it cannot be opened.
     """
-    found = Path(path)
+    found = local_path(path)
     shards = functools.partial(Shards, dtype=dtype, end_of_text=end_of_text, vocab_size=vocab_size)
     if files_of(path)[1].is_file():
         return IndexedFile(path, vocab_size=vocab_size)

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from functron.core.errors import Problem, nearest, refuse
+from functron.core.errors import Problem, local_path, nearest, refuse
 from functron.data.documents import find, require_package
 
 
@@ -333,7 +333,7 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     mistakes: list[str] = []
     for given in inputs:
-        structured = _structured_in(Path(given))
+        structured = _structured_in(local_path(given, "inputs"))
         try:
             found += structured or find(given)[0]
         except ValueError as error:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
+from functron.core.errors import Problem, local_path, nearest, on_hub, raise_problems, refuse
 from functron.data.documents import RULES, SpecialNames, TextRules, TextTokenizer, require_package
 
 TOKENIZER = "tokenizer.json"
@@ -1045,7 +1045,7 @@ def open_tokenizer(
     """
     if str(path) == BYTES:
         return ByteTokenizer(rules)
-    file = _file_of(Path(path))
+    file = _file_of(local_path(path))
     kind = kind_of(file)
     if pattern and kind is not RankFile:
         refuse(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast, get_args
 
-from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.errors import Problem, local_path, public, raise_problems, refuse
 from functron.hub import files
 from functron.hub.decoders import LACKING
 from functron.hub.entries import LONGEST, NO_TOKENS, family_fix, read_entries, write_entries
@@ -77,7 +77,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
         ValueError: there is none, it cannot be read or it is no JSON object; or there is an adapter
             of PEFT beside it, without which the weights are another model's.
     """
-    file = Path(path) / CONFIG
+    file = local_path(path) / CONFIG
     _refuse_adapter(Path(path))
     table = files.read_json(file)
     if not isinstance(table, dict):

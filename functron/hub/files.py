@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn, Protocol
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, on_hub, raise_problems, refuse
+from functron.core.errors import Problem, local_path, on_hub, raise_problems, refuse
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -106,7 +106,7 @@ def open_folder(path: str | Path) -> Tensors:
         ValueError: there are no such files (pickled weights are refused), some are missing, broken
             or cannot be read, or the index does not fit them; all offenders are listed.
     """
-    folder = Path(path)
+    folder = local_path(path)
     problems: list[Problem] = []
     index = folder / INDEX
     weight_map = None

@@ -33,7 +33,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Problem, local_path, raise_problems, refuse
 
 METADATA, COMMON, LATEST = ".metadata", "common.pt", "latest_checkpointed_iteration.txt"
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
@@ -318,7 +318,7 @@ def open_checkpoint(path: str | Path) -> Opened:
         ValueError: there is none, or some files are missing, broken, of another format, or have
             more in them than a checkpoint has; all offenders are listed.
     """
-    folder = _iteration(Path(path))
+    folder = _iteration(local_path(path))
     if (folder / METADATA).is_file():
         return _open_sharded(folder)
     ranks = sorted(p for p in folder.glob("mp_rank_*") if (p / MODEL).is_file())

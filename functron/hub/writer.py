@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from functron.core import tree
-from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.core.errors import Problem, local_path, nearest, public, raise_problems, refuse
 from functron.hub.config import (
     CONFIG,
     format_for,
@@ -122,6 +122,7 @@ def save(
         ValueError: no format has such models, the parameters are not those of the config, or
             something lies at `path` or cannot be written; all offenders are listed.
     """
+    path = local_path(path)
     params, specs = lora.merge(params), lora.plain(specs)
     if isinstance(config, GPTConfig):
         config, params = mup.folded(config, params)

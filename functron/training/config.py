@@ -20,7 +20,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse
+from functron.core.errors import (
+    Problem,
+    nearest,
+    on_hub,
+    raise_problems,
+    refuse,
+    remote_problem,
+)
 from functron.data.blend import NEWEST, Order, is_blend
 from functron.data.documents import SpecialTokens, TextRules
 from functron.data.megatron import SURPLUS
@@ -39,6 +46,11 @@ from functron.precision import POLICIES, Policy, Recipe
 from functron.training.anomalies import AnomalyConfig
 from functron.training.records import CONFIG, METRICS
 
+_PLACES = (
+    "data", "tokenizer", "eval_data", "order_cache", "schedule", "out", "slots", "memory_folder",
+)  # fmt: skip
+"""Fields with paths."""
+
 Precision = Literal[
     "auto", "float32", "bf16", "bf16-pure", "fp16",
     "fp8-tensor", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4",
@@ -48,6 +60,8 @@ Precision = Literal[
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that determines a training run.
+
+    Paths are those of this machine: one such as s3://bucket/run is a ValueError.
 
     Attributes:
         model: name of a preset; it fills the table of its architecture. Where there is a source it
@@ -361,6 +375,10 @@ class TrainConfig:
         )
     )
     rate_unit: Literal["steps", "samples"] = "steps"
+
+    def __post_init__(self):
+        found = (remote_problem(name, getattr(self, name)) for name in _PLACES)
+        raise_problems("there are no such places on this machine", filter(None, found))
 
     @property
     def batches(self) -> RampUp:

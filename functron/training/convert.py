@@ -35,7 +35,7 @@ import torch
 
 from functron import checkpoint
 from functron.core import random, tree
-from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
 from functron.data.blend import ALL, parse_blend
 from functron.hub import megatron
 from functron.hub.config import CONFIG, read_config, read_table
@@ -183,7 +183,7 @@ def _parse(text: str, name: str) -> tuple[str, Path]:
         fix = nearest(kind, SCHEMES) if colon else f"hf:{text} or run:{text}"
         wanted = "hf:PATH, megatron:PATH or run:PATH"
         refuse("cannot tell what to convert", name, repr(text), wanted, fix)
-    return kind, Path(path)
+    return kind, local_path(path, name)
 
 
 def _import(

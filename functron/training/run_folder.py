@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from functron import checkpoint
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, local_path, raise_problems
 from functron.data.order import earlier_text
 from functron.data.tokenizer import BYTES, TOKENIZER, Tokenizer, kind_of, tokenizers_in
 from functron.hub.writer import TOKENIZER_FILES
@@ -38,7 +38,7 @@ def claim(config: TrainConfig) -> Path:
         ValueError: it cannot be made, or nothing may be written in it.
     """
     numbered = (Path("runs") / f"{config.model}-{number}" for number in itertools.count(1))
-    for path in [Path(config.out)] if config.out else numbered:
+    for path in [local_path(config.out, "out")] if config.out else numbered:
         try:
             path.mkdir(parents=True, exist_ok=bool(config.out))
             if not os.access(path, os.W_OK | os.X_OK):
@@ -215,6 +215,7 @@ def _replace(file: Path, text: str) -> None:
 
 def refuse_existing(out: Path, title: str) -> None:
     """Raise ValueError, with this title, where there is something at `out` already."""
+    local_path(out, "out")
     if out.exists():
         problem = Problem(str(out), "an existing path", "a new one", "choose another")
         raise_problems(title, [problem])

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from functron import checkpoint
 from functron.checkpoint.saver import own_store
 from functron.core import compat, tree
-from functron.core.errors import raise_problems
+from functron.core.errors import local_path, raise_problems
 from functron.data import Blend
 from functron.data.order import earlier_text
 from functron.models import gpt
@@ -472,12 +472,14 @@ def train(
         also: makes one more reporter of records, for rank 0.
 
     Raises:
-        ValueError: the configuration says where the model came from, and its parameters are random.
+        ValueError: the configuration says where the model came from, and its parameters are random;
+            or `out` is no path of this machine.
         FloatingPointError: loss or gradients are not finite, or an anomaly is one too many; or
             float16 overflows without end.
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, device = run.config, run.device
+    out = None if out is None else local_path(out, "out")
     if run.start == 0:
         unread = run_folder.origin_problems(config, run.begun_from)
         raise_problems("cannot train this model", unread)
