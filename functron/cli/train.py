@@ -32,7 +32,7 @@ from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.spmd.params import history_mask, num_params
 from functron.training import records, run_folder
-from functron.training.checks import validate
+from functron.training.checks import begins_with, validate
 from functron.training.config import (
     BOXES,
     COMMON,
@@ -45,6 +45,7 @@ from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.plan import Plan, bubble_note, plan, step_report
 from functron.training.planning import compared, expectation_text, expected, this_machine
 from functron.training.rerun import attributed
+from functron.training.restored import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.train import (
     REQUEUE_CODE,
@@ -100,6 +101,9 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
         kind = device_type(config.device, config.nproc)
         if options.dry_run:
             if here is None or here.rank == 0:
+                begun = begins_with(config)
+                started = int(begun.name) if begun is not None and begun.name.isdigit() else 0
+                print("".join(f"{line}\n" for line in _rate_lines(config, started)), end="")
                 print(_dry(plan(config, Mesh.parse(config.mesh)), machine, kind))
             return 0
     if config.deterministic:  # cuBLAS reads it when it makes its first product
@@ -248,6 +252,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
         lines.append(f"resume {config.out}, {done}{', from memory' if run.from_memory else ''}")
+        lines += _rate_lines(config, run.start)
     if config.earlier_batches and run.start:
         size, first = run.batches.batch_size(run.start), run.batches.first_sample(run.start)
         lines.append(
@@ -257,6 +262,13 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
     if run.notes:
         lines.append(f"recast {'; '.join(run.notes)}")
     return lines
+
+
+def _rate_lines(config: TrainConfig, start: int) -> list[str]:
+    """How the rates of a run change that goes on after so many steps."""
+    before = begun_with(Path(config.out), start) if start else None
+    notes = [] if before is None else rate_notes(before, config, start)
+    return [f"{'' if i else 'rate':6} {note}" for i, note in enumerate(notes)]
 
 
 _WORDS = 4  # of a prompt

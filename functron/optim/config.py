@@ -92,6 +92,10 @@ class ScheduleConfig:
         power: the exponent of polynomial.
         warmup_ratio: the share of `total_steps` that warms up, where warmup_steps is 0: rounded up,
             and fewer than all.
+        rewarm_steps: updates over which the rate climbs again, in a straight line from rewarm_init
+            to the schedule's then, such as after a run was made longer; 0: it does not.
+        rewarm_at: the count at which it begins to.
+        rewarm_init: the learning rate there.
     """
 
     name: str = "cosine"
@@ -105,6 +109,9 @@ class ScheduleConfig:
     init: float = 0.0
     power: float = 2.0
     warmup_ratio: float = 0.0
+    rewarm_steps: int = 0
+    rewarm_at: int = 0
+    rewarm_init: float = 0.0
 
     @property
     def last(self) -> float:
@@ -298,7 +305,11 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.init > most:
         wanted = f"at most the peak, {config.peak:g}"
         found.append(Problem("init", repr(config.init), wanted, "lower it"))
-    return [*ratio, *(Problem(f"{path}.{p.path}", p.got, p.wanted, p.fix) for p in found)]
+    found += _least_problems(config, {"rewarm_steps": 0, "rewarm_at": 0}, "")
+    if not 0 <= config.rewarm_init <= most:
+        wanted = f"at least 0, and at most the peak, {config.peak:g}"
+        found.append(Problem("rewarm_init", repr(config.rewarm_init), wanted, "lower it"))
+    return [*ratio, *(replace(p, path=f"{path}.{p.path.lstrip('.')}") for p in found)]
 
 
 def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:
@@ -575,7 +586,10 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
         ValueError: listing everything that `schedule_problems` finds.
     """
     raise_problems("the learning-rate schedule cannot be built", schedule_problems(config))
-    return _SCHEDULES[config.name](config)
+    made = _SCHEDULES[config.name](config)
+    if not config.rewarm_steps:
+        return made
+    return schedules.rewarm(made, config.rewarm_at, config.rewarm_steps, init=config.rewarm_init)
 
 
 @public

@@ -276,6 +276,31 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 
 @public
+def rewarm(schedule: Schedule, at: int, steps: int, *, init: float = 0.0) -> Schedule:
+    """`schedule`, but from `init` at count `at` in a straight line to it at count ``at + steps``.
+
+    ``init + (schedule(count) - init) (count - at) / steps`` in between: for a run that goes on
+    with another schedule than it had, whose rate would jump.
+
+    Raises:
+        ValueError: negative or non-finite arguments, or no steps; all are named.
+    """
+    wanted = {"at": (at, 0), "steps": (steps, 1), "init": (init, 0)}
+    raise_problems("cannot warm up again", [
+        Problem(name, repr(value), f"a finite number of at least {least}")
+        for name, (value, least) in wanted.items()
+        if not least <= value < math.inf
+    ])  # fmt: skip
+
+    def schedule_(count: int | torch.Tensor) -> torch.Tensor:
+        now, value = _tensor(count), _tensor(schedule(count))
+        share = ((now - at) / steps).clamp(0, 1)
+        return torch.where(now < at, value, init + (value - init) * share)
+
+    return schedule_
+
+
+@public
 def by_samples(schedule: Schedule, first_steps: Sequence[int], sizes: Sequence[int]) -> Schedule:
     """``schedule(samples)``, of the samples of all updates so far, whose batches change their size.
 

@@ -14,7 +14,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -40,10 +40,17 @@ from functron.models.lora import LoRA
 from functron.models.mamba import MambaConfig
 from functron.models.t5 import T5Config
 from functron.ops.define import Choice
-from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.optim import (
+    OptimizerConfig,
+    Schedule,
+    ScheduleConfig,
+    by_samples,
+    make_schedule,
+    weight_decay_increase,
+)
 from functron.optim.config import moments_of
 from functron.precision import POLICIES, Policy, Recipe
-from functron.training.anomalies import AnomalyConfig
+from functron.training.anomalies import AnomalyConfig, with_factors
 from functron.training.records import CONFIG, METRICS
 
 _PLACES = (
@@ -482,6 +489,32 @@ class TrainConfig:
         return dataclasses.replace(self.learning_rate, total_steps=total)
 
     @property
+    def counted(self) -> Callable[[Schedule], Schedule] | None:
+        """Makes a schedule of `rate_unit` one of the steps; None where these are the same."""
+        if self.rate_unit == "steps":
+            return None
+        given = self.batches.first_steps, self.batches.sizes
+        return lambda schedule: by_samples(schedule, *given)
+
+    @property
+    def rate(self) -> Callable[[Any], Any]:
+        """The learning rate of each step, from 0."""
+        schedule = make_schedule(self.rate_schedule)
+        schedule = schedule if self.counted is None else self.counted(schedule)
+        return with_factors(schedule, self.anomalies.factors)
+
+    @property
+    def weight_decay(self) -> Callable[[Any], Any]:
+        """The weight decay of each step, from 0."""
+        own = self.optimizer
+        if own.weight_decay_incr_style == "constant":
+            return lambda count: own.weight_decay
+        ends = own.start_weight_decay, own.end_weight_decay
+        total, style = self.rate_schedule.total_steps, own.weight_decay_incr_style
+        made = weight_decay_increase(*ends, total, style)
+        return made if self.counted is None else self.counted(made)
+
+    @property
     def ordered_samples(self) -> int:
         """Of how many samples ``order="megatron"`` is made.
 
@@ -613,28 +646,36 @@ def load(
             listed. Or it is YAML, and the package that reads it is not installed.
     """
     table = _table(Path(path))
+    if begun is not None:
+        table = {name: getattr(begun, name) for name in KEPT} | table
+    elif _is_of_run(Path(path)):
+        table = _first_versions(table) | table
+    return read_settings(table, str(path), model=model, precision=precision)
+
+
+def read_settings(
+    table: Mapping[str, Any],
+    name: str,
+    *,
+    model: str | None = None,
+    precision: str | None = None,
+) -> TrainConfig:
+    """The configuration in nested dicts, as `load` reads it out of the file of this name."""
     if model is not None:
         table = {k: value for k, value in table.items() if k not in (*TRAINED, "source")}
         table["model"] = model
     problems: list[Problem] = []
-    name = table.get("model", "tiny")
+    preset = table.get("model", "tiny")
     if table.get("source"):
         base = TrainConfig()
-    elif name in PRESETS:
-        base = with_model(TrainConfig(), name)
+    elif preset in PRESETS:
+        base = with_model(TrainConfig(), preset)
     else:
         base = TrainConfig()
-        problems.append(Problem("model", repr(name), "a preset", nearest(str(name), PRESETS)))
-    if begun is not None:
-        base = dataclasses.replace(base, **{name: getattr(begun, name) for name in KEPT})
-    elif _is_of_run(Path(path)):
-        table = {"text_rules": 1} | table
+        problems.append(Problem("model", repr(preset), "a preset", nearest(str(preset), PRESETS)))
     values = _read(table, base, "", problems)
-    raise_problems(f"cannot use the configuration {path}", problems)
+    raise_problems(f"cannot use the configuration {name}", problems)
     made = _rebuild(base, values)
-    if "blend_order" not in table and _is_of_run(Path(path)) and begun is None:
-        first = made.order == "arithmetic" and is_blend(made.data)
-        made = dataclasses.replace(made, blend_order=1 if first else NEWEST)
     named = made.precision if made.precision != "auto" else precision
     # the policy fills what the file leaves out, of the model that the file has
     return made if named is None else _rebuild(with_precision(made, named), values)
@@ -642,6 +683,12 @@ def load(
 
 KEPT = ("blend_order", "earlier_batches", "special_tokens", "prepend_bos", "text_rules")
 """Settings that a run goes on with as it began, where its new configuration leaves them out."""
+
+
+def _first_versions(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules of a run that began before they had versions."""
+    blends = table.get("order", "arithmetic") == "arithmetic" and is_blend(table.get("data", ""))
+    return {"text_rules": 1} | ({"blend_order": 1} if blends else {})
 
 
 def _is_of_run(path: Path) -> bool:

@@ -740,6 +740,7 @@ def arguments_of(
             ("learning_rate.name", rate.name, " or ".join(styles), rate.name in styles),
             ("optimizer.groups", own.groups, "''", not own.groups),
             ("lora_rank", run.lora_rank, "0: merge adapters first", not run.lora_rank),
+            ("learning_rate.rewarm_steps", rate.rewarm_steps, "0", _is_rewarmed(run, step)),
         )
         if not good
     ]
@@ -852,6 +853,13 @@ def write_megatron(
 def _with_masters(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state by all names: plain optimizers call masters otherwise than the distributed one."""
     return {**state, "fp32_param": state["param"]} if state else {}
+
+
+def _is_rewarmed(run: config.TrainConfig, step: int) -> bool:
+    """Whether the rate of a run is that of its schedule from this step on, as Megatron has it."""
+    rate, by_samples = run.learning_rate, run.rate_unit == "samples"
+    count = run.batches.first_sample(step) if by_samples else step
+    return not rate.rewarm_steps or count >= rate.rewarm_at + rate.rewarm_steps
 
 
 def _put(into: dict, path: str, leaf: Any) -> None:

@@ -59,7 +59,6 @@ from functron.spmd.params import (
     weight_mask,
 )
 from functron.spmd.spec import local_shape, validate, whole_over
-from functron.training.anomalies import with_factors
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
 from functron.training.step import (
@@ -397,17 +396,7 @@ class Plan:
     @property
     def learning_rate(self) -> Callable:
         """The learning rate of each step, from 0."""
-        schedule = optim.make_schedule(self.config.rate_schedule)
-        schedule = schedule if self._counted is None else self._counted(schedule)
-        return with_factors(schedule, self.config.anomalies.factors)
-
-    @property
-    def _counted(self) -> Callable[[optim.Schedule], optim.Schedule] | None:
-        """Makes a schedule of `rate_unit` one of the steps; None where these are the same."""
-        if self.config.rate_unit == "steps":
-            return None
-        given = self.config.batches.first_steps, self.config.batches.sizes
-        return lambda schedule: optim.by_samples(schedule, *given)
+        return self.config.rate
 
     @cached_property
     def zero_specs(self) -> tree.Tree:
@@ -442,7 +431,7 @@ class Plan:
             shards=zero_specs,
             mesh=self.mesh,
             total_steps=config.rate_schedule.total_steps,
-            counted=self._counted,
+            counted=config.counted,
             kernels=use(config.kernels),
         )
         if config.lora is not None:

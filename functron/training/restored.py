@@ -1,5 +1,7 @@
 """The state of a run from a checkpoint: of its own precision or of another, or of parameters alone.
 
+And what a run that goes on is told of its learning rate, where that comes by another schedule.
+
 | leaf                     | where the checkpoint lacks it, or has it in another dtype             |
 |--------------------------|-----------------------------------------------------------------------|
 | parameter                | its master, or else the parameter, rounded to nearest                 |
@@ -40,6 +42,8 @@ from functron.precision import Recipe
 from functron.spmd import BoundMesh, P
 from functron.spmd.params import ParamDef, history_mask, init_params
 from functron.spmd.spec import is_spec, local_shape
+from functron.training import run_folder
+from functron.training.config import TrainConfig, load, read_settings
 from functron.training.plan import Plan
 from functron.training.step import State
 
@@ -480,3 +484,81 @@ def _first(name: str, leaf: torch.Tensor, plan: Plan) -> torch.Tensor:
     value = {"scale": rules.initial, "hysteresis": rules.hysteresis, "last_finite": True}
     value["limit"] = float("inf")
     return torch.full(leaf.shape, value.get(field, 0), dtype=leaf.dtype)
+
+
+# --- the learning rate of a run that goes on
+
+
+def begun_with(out: Path, step: int) -> TrainConfig | None:
+    """The configuration under which a run took its steps up to `step`; None: nothing tells.
+
+    That of the checkpoint of this step, or else of the folder.
+    """
+    saved = out / run_folder.CHECKPOINTS / str(step)
+    try:
+        settings = checkpoint.metadata(saved).get("config") if saved.is_dir() else None
+        if settings is not None:
+            return read_settings(settings, str(saved))
+        return load(out / run_folder.CONFIG)
+    except ValueError:
+        return None
+
+
+_ENOUGH = 1e-6  # of the peak: what float32 may differ by
+_JUMP = 0.01  # of the peak
+_LOOKS = 16
+
+
+def rate_notes(before: TrainConfig, now: TrainConfig, start: int) -> list[str]:
+    """How the rates of a run that goes on after `start` steps differ from those it would have had.
+
+    Both curves' numbers, and what keeps the old one or climbs to the new one where the rate jumps;
+    empty where nothing changes.
+    """
+    old, new = before.rate, now.rate
+    peak = max(before.learning_rate.peak, now.learning_rate.peak)
+    looks = {start, *(start + (now.steps - 1 - start) * i // _LOOKS for i in range(_LOOKS + 1))}
+    apart = max(abs(float(old(at)) - float(new(at))) for at in looks if at >= start)
+    decays = [float(decay(start)) for decay in (before.weight_decay, now.weight_decay)]
+    if not start or now.steps <= start or (apart <= _ENOUGH * peak and decays[0] == decays[1]):
+        return []
+    last, kept, comes = float(old(start - 1)), float(old(start)), float(new(start))
+
+    def shown(rate: float) -> str:
+        return f"{rate:.4g} ({rate / peak:.1%} of the peak)"
+
+    lines = [
+        f"step {start} had {shown(last)}; step {start + 1} takes {shown(comes)}, and under the old "
+        f"schedule {shown(kept)}; the last step, {now.steps}, takes "
+        f"{shown(float(new(now.steps - 1)))}, and under the old schedule, whose last step was "
+        f"{before.steps}, {shown(float(old(now.steps - 1)))}"
+    ]
+    if decays[0] != decays[1]:
+        lines.append(f"step {start + 1} decays weights by {decays[1]:g}, not {decays[0]:g}")
+    if abs(comes - last) > _JUMP * peak:
+        lines.append(f"it jumps: to keep the old schedule, add {' '.join(_kept(before, now))}")
+        lines.append(f"or to climb to the new one, {' '.join(_climbing(now, start, last))}")
+        lines.append("or leave it so, and the new one decides from here")
+    return lines
+
+
+def _kept(before: TrainConfig, now: TrainConfig) -> Iterator[str]:
+    """The options with which a run goes on under the schedule that it had."""
+    if before.rate_unit != now.rate_unit:
+        yield f"--rate-unit {before.rate_unit}"
+    for field in dataclasses.fields(before.rate_schedule):
+        old, new = (getattr(c.rate_schedule, field.name) for c in (before, now))
+        if old != new:
+            yield f"--learning-rate.{field.name.replace('_', '-')} {old}"
+
+
+_CLIMB = 0.1  # of the steps that are left
+
+
+def _climbing(now: TrainConfig, start: int, rate: float) -> Iterator[str]:
+    """The options with which it climbs from this rate to its schedule's."""
+    more = max(round(_CLIMB * (now.steps - start)), 1)
+    count = now.batches.first_sample if now.rate_unit == "samples" else int
+    yield f"--learning-rate.rewarm-at {count(start)}"
+    yield f"--learning-rate.rewarm-steps {count(start + more) - count(start)}"
+    yield f"--learning-rate.rewarm-init {rate:.6g}"

@@ -192,3 +192,23 @@ def test_all_problems_are_named_at_once():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_rewarming_is_a_line_from_one_rate_to_the_schedule():
+    """By hand, along a straight line, which a line to it stays only in its last point."""
+    whole = optim.linear(1.0, 100)
+    made = optim.rewarm(whole, 40, 10, init=0.1)
+    for count in range(100):
+        value = 1 - count / 100
+        climbed = 0.1 + (value - 0.1) * (count - 40) / 10
+        assert float(made(count)) == pytest.approx(climbed if 40 <= count < 50 else value, abs=1e-6)
+    batched = torch.func.vmap(made)(torch.arange(100))
+    torch.testing.assert_close(batched, torch.stack([made(count) for count in range(100)]))
+    config = optim.ScheduleConfig(
+        "linear", 1.0, total_steps=100, rewarm_steps=10, rewarm_at=40, rewarm_init=0.1
+    )
+    assert float(optim.make_schedule(config)(45)) == float(made(45))
+    with pytest.raises(ValueError, match=r"rewarm_init: got 2.0.*(.|\n)*"):
+        optim.make_schedule(optim.ScheduleConfig("linear", 1.0, rewarm_steps=1, rewarm_init=2.0))
+    with pytest.raises(ValueError, match=r"at: got -1(.|\n)*steps: got 0(.|\n)*init: got inf"):
+        optim.rewarm(whole, -1, 0, init=math.inf)
