@@ -60,17 +60,17 @@ def _quoted(word: str) -> str:
 
 
 SMALL = (
-    "--format mock --gpt.embed-dim 32 --gpt.num-heads 4 --gpt.mlp-dim 48 --gpt.vocab-multiple 16 "
+    "--format mock --gpt.embed-dim 32 --gpt.num-heads 4 --gpt.vocab-multiple 16 "
     f"--steps {STEPS} --prefetch 0 --learning-rate.name constant"
 ).split()
 
 _MODELS = {
-    "gpt2-tiny": "",
-    "llama3-tiny": "--gpt.num-kv-heads 2",
+    "gpt2-tiny": "--gpt.mlp-dim 48",
+    "llama3-tiny": "--gpt.num-kv-heads 2 --gpt.mlp-dim 48",
     "mixtral-tiny": "--gpt.num-kv-heads 2 --gpt.moe.num-experts 4 --gpt.moe.expert-dim 24",
     "qwen3-moe-tiny": "--gpt.num-kv-heads 2 --gpt.moe.num-experts 4 --gpt.moe.expert-dim 16",
     "gpt-oss-tiny": "--gpt.moe.num-experts 4 --gpt.moe.expert-dim 16 --gpt.window 6",
-    "deepseek-v3-tiny": "--gpt.moe.expert-dim 16 --gpt.moe.shared-dim 16",
+    "deepseek-v3-tiny": "--gpt.mlp-dim 48 --gpt.moe.expert-dim 16 --gpt.moe.shared-dim 16",
 }
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
@@ -114,10 +114,22 @@ def draw(seed: int) -> Case:
                            "--gpt.moe.capacity-factor 1 --gpt.moe.no-balance-bias "
                            "--gpt.moe.no-renormalise --gpt.moe.normalise before")  # fmt: skip
         both += maybe(0.2, "--gpt.moe.z-loss 1e-3", "--gpt.moe.drop probability")
+        both = _effective(both)
     both += _optimizer(rng, dtype)
     division = tuple(_division(rng, experts, layers))
     both += maybe(0.2, "--anomalies.on-spike skip")  # with a limit that no step reaches
     return Case(tuple(both), division)
+
+
+def _effective(options: list[str]) -> list[str]:
+    """Without those of experts that have no effect among the others, and would be refused."""
+    useless = set()
+    if "--gpt.moe.capacity-factor" not in options or "expert_choice" in options:
+        useless.add("--gpt.moe.drop")
+    if "--gpt.moe.aux-loss" in options:  # 0
+        useless.add("--gpt.moe.aux")
+    before = [None, *options]
+    return [x for x, last in zip(options, before, strict=False) if not {x, last} & useless]
 
 
 def _optimizer(rng: random.Random, dtype: str) -> list[str]:

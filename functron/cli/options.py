@@ -161,6 +161,21 @@ def parse(
     return made
 
 
+def named_fields(arguments: Sequence[str], options: Iterable[Option]) -> frozenset[str]:
+    """The paths of the fields whose options stand in `arguments`, on or off."""
+    words = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    return frozenset(
+        option.field
+        for option in options
+        if not words.isdisjoint((f"--{option.name}", f"--{_negated(option.name)}"))
+    )
+
+
+def _negated(name: str) -> str:
+    group, dot, last = name.rpartition(".")
+    return f"{group}{dot}no-{last}"
+
+
 def _recorded_problems(arguments: Sequence[str], recorded: Mapping[str, str]) -> Iterator[Problem]:
     for word in arguments:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -195,8 +210,7 @@ class Option:
             return self.metavar
         if self.metavar:
             return f"--{self.name} {self.metavar}"
-        group, dot, last = self.name.rpartition(".")
-        return f"--{self.name}, --{group}{dot}no-{last}"
+        return f"--{self.name}, --{_negated(self.name)}"
 
 
 def options_of(value: Any, prefix: str = "") -> Iterator[Option]:

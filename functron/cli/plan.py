@@ -24,7 +24,7 @@ from functron.plan.search import Found, misfit, parse_settings, search, why
 from functron.precision import POLICIES
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import records, run_folder
-from functron.training.config import BOXES, COMMON, TrainConfig, dump, starting_config
+from functron.training.config import BOXES, COMMON, RECORDED, TrainConfig, dump, starting_config
 from functron.training.plan import parameter_table, plan, step_report
 from functron.training.planning import (
     RECIPES,
@@ -397,7 +397,8 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
     model = value_of("--model", arguments)
     file, precision = file_of(Path(run)) if run else None, value_of("--precision", arguments)
     base = starting_config(file, model=model, precision=precision, **fields)
-    made = parse(kind, arguments, command, kind(run=run, options=base), boxes=BOXES, common=COMMON)
+    texts = {"boxes": BOXES, "common": COMMON, "recorded": RECORDED}
+    made = parse(kind, arguments, command, kind(run=run, options=base), **texts)
     if made.run != run:
         title, fix = "cannot tell which run this is about", f"functron {command} {made.run} ..."
         refuse(title, "run", repr(made.run), "the first argument", fix)

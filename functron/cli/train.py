@@ -21,12 +21,13 @@ from tqdm import tqdm
 from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
 from functron.cli.launch import device_type, join, launch, leave, supervise
-from functron.cli.options import parse
+from functron.cli.options import named_fields, options_of, parse
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, value_at
 from functron.data import Blend
 from functron.models import lora
+from functron.models.family import PRESETS
 from functron.plan.hardware import Hardware, hardware, is_known
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
@@ -40,6 +41,7 @@ from functron.training.config import (
     TrainConfig,
     load,
     starting_config,
+    with_model,
 )
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.plan import Plan, bubble_note, plan, step_report
@@ -89,13 +91,14 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
     """
     here, began = current(), time.monotonic()
     with mistakes():
-        options = _parsed(arguments)
+        options, given = _parsed(arguments)
         config, recast = with_tokenizer(options.options), _names_precision(arguments)
         validate(
             config,
             processes=here.world_size if here else None,
             recast=recast,
             launched_here=here is not None and here.launched_here,
+            given=given,
         )
         machine = hardware(options.hardware) if options.hardware else None
         kind = device_type(config.device, config.nproc)
@@ -344,10 +347,11 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
         functron.cli.process.InputError: options that do not exist, with those that were meant.
         SystemExit: options that do not parse (code 2), or --help (code 0).
     """
-    return _parsed(arguments).options
+    return _parsed(arguments)[0].options
 
 
-def _parsed(arguments: Sequence[str]) -> TrainOptions:
+def _parsed(arguments: Sequence[str]) -> tuple[TrainOptions, frozenset[str]]:
+    """The options, and the fields that they set, rather than set back to what is usual."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--model")
@@ -370,9 +374,17 @@ def _parsed(arguments: Sequence[str]) -> TrainOptions:
         begun=begun,
     )
     default = TrainOptions(early.config, options=base)
-    given = {"boxes": BOXES, "common": COMMON, "recorded": RECORDED}
-    options = parse(TrainOptions, arguments, "train", default, **given)
-    return replace(options, options=run_folder.with_changed_batch(options.options))
+    help_texts = {"boxes": BOXES, "common": COMMON, "recorded": RECORDED}
+    made = parse(TrainOptions, arguments, "train", default, **help_texts)
+    made = replace(made, options=run_folder.with_changed_batch(made.options))
+    plain, now = TrainConfig(), made.options
+    plain = with_model(plain, now.model) if now.model in PRESETS else plain
+
+    def is_set_back(path: str) -> bool:
+        return value_at(now, path) == value_at(plain, path) != value_at(base, path)
+
+    named = named_fields(arguments, options_of(now))
+    return made, frozenset(path for path in named if not is_set_back(path))
 
 
 # --- a step again

@@ -13,8 +13,8 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path, PurePath
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -66,6 +66,93 @@ def refuse(
 ) -> NoReturn:
     """Raise one `error` about one thing: `raise_problems` with one `Problem` of these words."""
     raise error(f"{title}\n  - {Problem(path, str(got), wanted, fix)}")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Without which an option has no effect; tables of these stand beside the configurations.
+
+    Attributes:
+        holds: of the configuration that the table is for: whether the option has an effect.
+        wanted: what it is an option of.
+        fix: how to have that.
+    """
+
+    holds: Callable[[Any], bool]
+    wanted: str
+    fix: str
+
+
+Needs = Mapping[str, Need]
+"""By the path of a field, such as ``optimizer.b1``; that of a section stands for all under it."""
+
+
+def needs_under(path: str, needs: Needs, section: Callable[[Any], Any] | None = None) -> Needs:
+    """The needs of a section as those of the configuration that has it.
+
+    Args:
+        path: of the section.
+        needs: its own.
+        section: finds it; None: by its path. Where it is None nothing needs anything.
+    """
+    find = functools.partial(value_at, path=path) if section is None else section
+
+    def lifted(need: Need) -> Need:
+        def holds(config: Any) -> bool:
+            found = find(config)
+            return found is None or need.holds(found)
+
+        return Need(holds, need.wanted, need.fix)
+
+    return {f"{path}.{name}": lifted(need) for name, need in needs.items()}
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value of a field by its path; None where a section above it is None."""
+    for name in path.split(".") if path else ():
+        config = None if config is None else getattr(config, name)
+    return config
+
+
+def fields_under(config: Any, path: str = "") -> Iterator[str]:
+    """The paths of all fields of a configuration, or of the section at `path`, without sections."""
+    found = value_at(config, path)
+    if not is_dataclass(found):
+        yield path
+        return
+    for each in fields(found):
+        yield from fields_under(config, f"{path}.{each.name}" if path else each.name)
+
+
+def unused_problems(
+    config: Any, needs: Needs, usual: Iterable[Any] = (), given: Collection[str] = ()
+) -> Iterator[Problem]:
+    """The options that somebody set and that have no effect.
+
+    Args:
+        config: a dataclass, perhaps of others.
+        needs: of its fields.
+        usual: configurations whose values nobody need have set: a preset's, a file's. Those of a
+            field's own class are usual, too.
+        given: paths of fields that somebody set, to whatever value; 0, False and empty ones say
+            that there is nothing, which is so.
+    """
+    seen = set()
+    for name, need in needs.items():
+        if need.holds(config):
+            continue
+        for path in fields_under(config, name):
+            value, section = value_at(config, path), value_at(config, path.rpartition(".")[0])
+            if section is None:
+                continue
+            plain = [value_at(one, path) for one in usual]
+            plain += [x.default for x in fields(section) if x.name == path.rpartition(".")[2]]
+            if path in seen or not (value not in plain or (value and path in given)):
+                continue
+            seen.add(path)
+            option = f"--{path.replace('_', '-')}"
+            fix = f"leave {option} out, or {need.fix}"
+            yield Problem(path, f"{value!r}, which has no effect", need.wanted, fix)
 
 
 _LISTED = 30

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from functron import nn
-from functron.core.errors import Problem, nearest, on_hub, raise_problems
-from functron.nn.moe import ExpertActivation, MoEConfig
+from functron.core.errors import Need, Needs, Problem, nearest, needs_under, on_hub, raise_problems
+from functron.nn.moe import MOE_NEEDS, ExpertActivation, MoEConfig
 
 Config = TypeVar("Config")
 Positions = Literal["rope", "learned", "none"]
@@ -41,6 +41,48 @@ _NOT_NEGATIVE = (
     *("local_rope_theta", "attention_scale", "score_cap", "logit_cap", "qkv_clip"),
     *("mup_base_dim", "mup_base_head_dim"),
 )
+
+
+_LLAMA3 = Need(lambda c: c.kind == "llama3", "kind llama3", "set its kind to llama3")
+_YARN = Need(lambda c: c.kind == "yarn", "kind yarn", "set its kind to yarn")
+_SCALING: Needs = MappingProxyType(
+    {
+        "low_freq_factor": _LLAMA3,
+        "high_freq_factor": _LLAMA3,
+        "original_max_seq": Need(
+            lambda c: c.kind != "linear", "kind llama3 or yarn", "set its kind to one of these"
+        ),
+        "beta_fast": _YARN,
+        "beta_slow": _YARN,
+        "mscale": _YARN,
+        "mscale_all_dim": _YARN,
+        "truncate": _YARN,
+        "attention_factor": _YARN,
+    }
+)
+_ROPE = Need(lambda c: c.positions == "rope", "rotary positions", "set positions to rope")
+
+GPT_NEEDS: Needs = MappingProxyType(
+    {
+        "mlp_dim": Need(
+            lambda c: c.moe is None or c.dense_layers > 0,
+            "a feed-forward layer, where all layers are experts",
+            "set moe.expert_dim, which is the width of an expert, or dense_layers",
+        ),
+        "rope_theta": _ROPE,
+        "rope_scaling": _ROPE,
+        **needs_under("rope_scaling", _SCALING),
+        "rope_interleaved": Need(lambda c: c.kv_rank > 0, "latent attention", "set kv_rank"),
+        "qkv_bias": Need(
+            lambda c: not c.kv_rank, "attention that is not latent", "set bias, or kv_rank to 0"
+        ),
+        "mtp_weight": Need(
+            lambda c: c.mtp_depth > 0, "modules that predict tokens further on", "set mtp_depth"
+        ),
+        **needs_under("moe", MOE_NEEDS),
+    }
+)
+"""Without what the fields of a `GPTConfig` have no effect, where its own checks do not say so."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 
 from functron import nn
 from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Need, Needs, Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.config import Dtype, Named, TextConfig
@@ -59,6 +59,26 @@ __all__ = [
 
 KINDS: Mapping[str, str] = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp"})
 """The kinds of layers by the letters of a pattern, as in Megatron."""
+
+
+_ATTENTION = Need(lambda c: "*" in c.pattern, "layers of attention", "have a * in pattern")
+_MLP = Need(lambda c: "-" in c.pattern, "feed-forward layers", "have a - in pattern")
+_SPACE = Need(lambda c: "M" in c.pattern, "state spaces", "have an M in pattern")
+
+MAMBA_NEEDS: Needs = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("attention_heads", "attention_kv_heads", "attention_head_dim"), _ATTENTION
+        ),
+        **dict.fromkeys(("mlp_dim", "activation", "gated"), _MLP),
+        **dict.fromkeys(
+            ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "chunk", "conv_bias",
+             "dt_min"),
+            _SPACE,
+        ),
+    }
+)  # fmt: skip
+"""Without what the fields of a `MambaConfig` have no effect."""
 
 
 @dataclass(frozen=True)

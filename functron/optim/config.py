@@ -27,12 +27,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, nearest, public, raise_problems
+from functron.core.errors import Need, Needs, Problem, nearest, public, raise_problems
 from functron.ops.define import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import MomentDtype, adam, adamw
@@ -271,6 +272,65 @@ def torch_dtype(name: str) -> torch.dtype | None:
     For the arguments `grad_dtype` and `reduce_dtype` of `functron.make_step`.
     """
     return getattr(torch, name) if name else None
+
+
+_DECAYING = tuple(name for name in SCHEDULES if name != "constant")
+
+SCHEDULE_NEEDS: Needs = MappingProxyType({
+    "total_steps": Need(
+        lambda c: c.name != "constant" or c.warmup_ratio > 0,
+        "a schedule that decays",
+        f"choose one of {', '.join(_DECAYING)}",
+    ),
+    "end": Need(
+        lambda c: c.name != "constant", "a schedule that decays", "choose another than constant"
+    ),
+    "end_fraction": Need(
+        lambda c: c.name != "constant" and c.end == -1,
+        "a schedule that decays, whose end is not given as a rate",
+        "set end to -1, which stands for this share of the peak",
+    ),
+    "decay_steps": Need(lambda c: c.name == "wsd", "wsd", "choose the schedule wsd"),
+    "decay": Need(lambda c: c.name == "wsd", "wsd", "choose the schedule wsd"),
+    "power": Need(lambda c: c.name == "polynomial", "polynomial", "choose the schedule polynomial"),
+    "init": Need(lambda c: c.num_warmup_steps > 0, "a warm-up", "set warmup_steps"),
+    "rewarm_at": Need(lambda c: c.rewarm_steps > 0, "a second warm-up", "set rewarm_steps"),
+    "rewarm_init": Need(lambda c: c.rewarm_steps > 0, "a second warm-up", "set rewarm_steps"),
+})  # fmt: skip
+"""Without what the fields of a `ScheduleConfig` have no effect."""
+
+
+def _of(*names: str) -> Need:
+    """The need of options of these optimizers alone."""
+    listed = ", ".join(names)
+    return Need(lambda c: c.name in names, listed, f"choose one of these optimizers: {listed}")
+
+
+_ADAMS = ("adamw", "adam", "adam_mini", "muon", "soap")
+_SCALED = Need(
+    lambda c: c.loss_scale.initial > 0, "a loss that is scaled", "set loss_scale.initial"
+)
+
+OPTIMIZER_NEEDS: Needs = MappingProxyType({
+    "b1": _of(*_ADAMS, "lion"),
+    "b2": _of(*_ADAMS, "lion"),
+    "eps": _of(*_ADAMS),
+    "weight_decay": Need(
+        lambda c: c.name not in ("adam", "sgd") and c.weight_decay_incr_style == "constant",
+        "an optimizer that decays weights, by a number that stays",
+        "choose adamw, and weight_decay_incr_style constant",
+    ),
+    "momentum": _of("sgd"),
+    "nesterov": _of("sgd"),
+    "muon": _of("muon"),
+    "adafactor": _of("adafactor"),
+    "soap": _of("soap"),
+    **{
+        f"loss_scale.{name}": _SCALED
+        for name in ("growth_interval", "hysteresis", "minimum", "patience")
+    },
+})  # fmt: skip
+"""Without what the fields of an `OptimizerConfig` have no effect."""
 
 
 def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Problem]:

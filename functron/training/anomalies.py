@@ -14,15 +14,38 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
-from functron.core.errors import Problem, refuse
+from functron.core.errors import Need, Needs, Problem, refuse
 from functron.data.order import Gaps
 from functron.optim import LimitState, set_limit_
 
 Record = Mapping[str, Any]
+
+
+_ROLLBACK = Need(
+    lambda c: "rollback" in (c.on_spike, c.on_nonfinite),
+    "a rollback",
+    "set on_spike or on_nonfinite to rollback",
+)
+ANOMALY_NEEDS: Needs = MappingProxyType(
+    {
+        "rollback_steps": _ROLLBACK,
+        "skip_data": _ROLLBACK,
+        "rate_factor": Need(
+            lambda c: c.on_spike == "lower-rate", "a lower rate", "set on_spike to lower-rate"
+        ),
+        "most": Need(
+            lambda c: _ROLLBACK.holds(c) or c.on_spike == "lower-rate",
+            "rollbacks, or lower rates",
+            "set on_spike to rollback or lower-rate",
+        ),
+    }
+)
+"""Without what the fields of an `AnomalyConfig` have no effect."""
 
 
 @dataclass(frozen=True)

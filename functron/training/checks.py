@@ -8,14 +8,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Need, Needs, Problem, needs_under, raise_problems, unused_problems
 from functron.data.blend import NEWEST, is_blend
 from functron.data.order import Gaps, RampUp
-from functron.models.family import TRAINED, differing_fields, field_text
+from functron.models.config import GPT_NEEDS
+from functron.models.family import PRESETS, TRAINED, differing_fields, field_text
+from functron.models.mamba import MAMBA_NEEDS
 from functron.optim import (
     group_problems,
     optimizer_problems,
@@ -23,12 +26,13 @@ from functron.optim import (
     schedule_problems,
     width_problems,
 )
+from functron.optim.config import OPTIMIZER_NEEDS, SCHEDULE_NEEDS
 from functron.pipeline.partition import Part
 from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, restarts, run_folder
-from functron.training.anomalies import anomaly_problems
-from functron.training.config import TrainConfig, load
+from functron.training.anomalies import ANOMALY_NEEDS, anomaly_problems
+from functron.training.config import TrainConfig, load, with_model, with_precision
 from functron.training.plan import Plan, with_additions
 from functron.training.restored import recipe_text
 
@@ -74,12 +78,159 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
         yield Problem("data", got, "text or tokens", fix)
 
 
+def _axis(config: TrainConfig, name: str) -> int:
+    """The size of an axis of the mesh; any where that cannot be read, which is said elsewhere."""
+    try:
+        return Mesh.parse(config.mesh)[name]
+    except ValueError:
+        return 2
+
+
+_PROCESSES = Need(lambda c: c.nproc > 0, "a run on processes", "start them: --nproc N, or torchrun")
+_LORA_NEED = Need(lambda c: c.lora_rank > 0, "low-rank additions (LoRA)", "set lora_rank")
+_MIDDLE = Need(lambda c: c.fim_rate > 0, "filling in the middle", "set fim_rate")
+
+TRAIN_NEEDS: Needs = MappingProxyType({
+    "tokenizer_pattern": Need(
+        lambda c: run_folder.tokenizer_path(c) is not None, "a .tiktoken file", "name a tokenizer"
+    ),
+    "overlong": Need(data.is_chat, "conversations", "name some: --data FILE.jsonl"),
+    "fim_spm_rate": _MIDDLE,
+    "fim_tokens": _MIDDLE,
+    "timeout_seconds": _PROCESSES,
+    "hang_after": _PROCESSES,
+    "stragglers_every": _PROCESSES,
+    "check_replicas_every": _PROCESSES,
+    "on_corruption": Need(
+        lambda c: c.nproc > 0 and c.check_replicas_every > 0,
+        "processes whose replicas are compared",
+        "set nproc and check_replicas_every",
+    ),
+    "sequence_parallel": Need(
+        lambda c: _axis(c, "tp") > 1, "tp in the mesh, which it splits sequences over", "add tp=N"
+    ),
+    "zigzag": Need(
+        lambda c: _axis(c, "cp") > 1, "cp in the mesh, which splits sequences", "add cp=N"
+    ),
+    "lora_alpha": _LORA_NEED,
+    "lora_targets": _LORA_NEED,
+    "keep_every": Need(
+        lambda c: c.keep_last > 0, "checkpoints of which some are removed", "set keep_last"
+    ),
+    "restart_pause_seconds": Need(
+        lambda c: c.max_restarts > 0, "processes that are started again", "set max_restarts"
+    ),
+    "memory_folder": Need(
+        lambda c: c.memory_save_every > 0, "states kept in memory", "set memory_save_every"
+    ),
+    "log_names": Need(
+        lambda c: c.tensorboard or c.wandb, "TensorBoard, or Weights & Biases", "add --tensorboard"
+    ),
+    "gpt.moe.dispatch": Need(
+        lambda c: any(_axis(c, axis) > 1 for axis in c.experts),
+        "experts that ranks divide",
+        "add ep=N to the mesh",
+    ),
+    "learning_rate.total_steps": Need(
+        lambda c: (
+            SCHEDULE_NEEDS["total_steps"].holds(c.learning_rate)
+            or c.optimizer.weight_decay_incr_style != "constant"
+        ),
+        SCHEDULE_NEEDS["total_steps"].wanted,
+        SCHEDULE_NEEDS["total_steps"].fix,
+    ),
+    **needs_under("gpt", GPT_NEEDS, lambda c: c.gpt if c.family.name == "gpt" else None),
+    **needs_under("mamba", MAMBA_NEEDS),
+    **needs_under("optimizer", OPTIMIZER_NEEDS),
+    **needs_under(
+        "learning_rate",
+        {name: need for name, need in SCHEDULE_NEEDS.items() if name != "total_steps"},
+        lambda c: c.rate_schedule,
+    ),
+    **needs_under("anomalies", ANOMALY_NEEDS),
+    "learning_rate": Need(
+        lambda c: not (c.optimizer.name == "adafactor" and c.optimizer.adafactor.relative_step),
+        "an optimizer that takes its rate from a schedule",
+        "leave --optimizer.adafactor.relative-step out",
+    ),
+})  # fmt: skip
+"""Without what the fields of a `TrainConfig` have no effect, where no other check says so."""
+
+
+_PIPELINE = Need(lambda c: _axis(c, "pp") > 1, "pp in the mesh", "add pp=N")
+_HELD_OUT = Need(lambda c: c.eval_every > 0, "held-out sets", "set eval_every")
+_ORDERED = Need(lambda c: c.order == "megatron", "order=megatron", "set order to it")
+_TOKENS = Need(data.is_on_disk, "tokens on disk", "make them with functron preprocess")
+
+TOLD_NEEDS: Needs = MappingProxyType({
+    **dict.fromkeys(("schedule", "chunks", "layout", "vocab_over_pp"), _PIPELINE),
+    **dict.fromkeys(("eval_batches", "eval_data", "eval_averaged"), _HELD_OUT),
+    **dict.fromkeys(("order_samples", "order_cache", "blend_surplus"), _ORDERED),
+    **dict.fromkeys(("split", "extra_token", "mask_documents", "fim_rate"), _TOKENS),
+    "pack": Need(
+        lambda c: data.is_on_disk(c) or data.is_chat(c), "tokens on disk, or conversations",
+        "make them with functron preprocess",
+    ),
+    **{
+        name: Need(
+            lambda c, name=name: name not in data.useless_of(c),
+            "a model that restores tokens",
+            "choose a BERT or a T5",
+        )
+        for name in ("mask_rate", "mask_token", "mean_span", "end_token")
+    },
+    "context": Need(lambda c: _axis(c, "cp") > 1, "cp in the mesh", "add cp=N"),
+    "expert_axes": Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),
+    "gather": Need(
+        lambda c: _axis(c, "fsdp") > 1 or c.zero == 3,
+        "ranks that hold parts of parameters",
+        "add fsdp=N to the mesh, or --zero 3",
+    ),
+    "slots": Need(lambda c: bool(c.elastic), "a run that shrinks and grows", "set elastic"),
+    "cuda_graph": Need(lambda c: c.compile, "a compiled step", "add --compile"),
+})  # fmt: skip
+"""The same where other checks say so of all but the usual value, which an option may name."""
+
+
+def unused(
+    config: TrainConfig, processes: int | None = None, given: Collection[str] = ()
+) -> Iterator[Problem]:
+    """The options of a run that somebody set and that have no effect.
+
+    What its preset and policy have, what a run that goes on had, and what was converted or migrated
+    from elsewhere, nobody need have set.
+
+    Args:
+        config: what is to be run.
+        processes: how many take part, where they run already.
+        given: paths of the fields that options named.
+
+    Raises:
+        ValueError: the run folder's configuration cannot be read.
+    """
+    usual = [TrainConfig()]
+    if config.model in PRESETS:
+        usual.append(with_model(usual[0], config.model))
+    if config.precision in POLICIES:
+        usual.append(with_precision(usual[-1], config.precision))
+    if config.resume and config.out and run_folder.is_run(Path(config.out)):
+        usual.append(load(Path(config.out) / run_folder.CONFIG))
+    seen = config if processes is None else dataclasses.replace(config, nproc=processes)
+    usual += [seen] if config.source else []
+    yield from unused_problems(seen, TRAIN_NEEDS, usual, given)
+    same = [path for path in TOLD_NEEDS if getattr(seen, path) == getattr(usual[0], path)]
+    told = [path for path in same if not isinstance(getattr(seen, path), str)]  # "1f1b" is no claim
+    needs = {path: TOLD_NEEDS[path] for path in told}
+    yield from unused_problems(seen, needs, [seen], given)
+
+
 def validate(
     config: TrainConfig,
     *,
     processes: int | None = None,
     recast: bool = False,
     launched_here: bool = False,
+    given: Collection[str] = (),
 ) -> None:
     """Check everything that can be known before training; changes nothing.
 
@@ -88,6 +239,8 @@ def validate(
         processes: how many processes take part, where they run already (under torchrun).
         recast: whether a run that goes on may do so in another precision.
         launched_here: whether functron's own launcher started them.
+        given: paths of the fields that options named, such as ``learning_rate.end_fraction``: they
+            are to have an effect, as are all that differ from what is usual.
 
     Raises:
         ValueError: listing everything that is wrong, each with its fix.
@@ -133,6 +286,8 @@ def validate(
     problems += run_folder.origin_problems(config, _try(lambda: begins_with(config), messages))
     problems += _try(lambda: list(data.problems_of(config)), messages) or []
     problems += _try(lambda: list(evaluation.problems_of(config)), messages) or []
+    if not launched_here:  # who launched them looked at all that
+        problems += _try(lambda: list(unused(config, processes, given)), messages) or []
     tokenizer = _try(lambda: data.reader_of(config), messages)
     _try(lambda: data.check_tokenizer(config, tokenizer), messages)
     if config.seq >= 1:

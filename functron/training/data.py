@@ -112,10 +112,15 @@ def spans_in(config: TrainConfig) -> Spans:
     return spans_of(config.seq, config.mask_rate, config.mean_span)
 
 
+def useless_of(config: TrainConfig) -> tuple[str, ...]:
+    """The fields that the objective of this model has no use for."""
+    return _USELESS[config.family.objective]
+
+
 def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """Settings of the objective that do not fit, as far as can be told without reading."""
     family, default = config.family, TrainConfig()
-    for name in _USELESS[family.objective]:
+    for name in useless_of(config):
         if (value := getattr(config, name)) != getattr(default, name):
             yield Problem(name, str(value), f"nothing with {family.title}", "leave it out")
     if family.objective == "next":

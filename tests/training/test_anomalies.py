@@ -35,11 +35,10 @@ FOUND = [
     "12",
     "--anomalies.minimum",
     "6",
-    "--anomalies.most",
-    "9",
     "--anomalies.threshold",
     "6",
 ]
+MOST = ["--anomalies.most", "9"]
 
 
 def run(*arguments) -> int:
@@ -80,7 +79,7 @@ def text(tmp_path_factory):
 def rolled(text, tmp_path_factory):
     """A run that went back at its spikes."""
     out = tmp_path_factory.mktemp("rolled") / "run"
-    policy = ["--anomalies.on-spike", "rollback", *FOUND, "--save-every", 4]
+    policy = ["--anomalies.on-spike", "rollback", *FOUND, *MOST, "--save-every", 4]
     assert run("--data", text, "--steps", STEPS, "--out", out, *policy) == 0
     return out
 
@@ -196,7 +195,7 @@ def test_a_run_that_goes_on_leaves_out_the_same_samples(rolled, text, tmp_path, 
 @pytest.mark.distributed
 def test_ranks_go_back_together(rolled, text, tmp_path, in_processes):
     out = tmp_path / "run"
-    policy = ["--anomalies.on-spike", "rollback", *FOUND, "--save-every", 4]
+    policy = ["--anomalies.on-spike", "rollback", *FOUND, *MOST, "--save-every", 4]
     options = ["--data", text, "--steps", STEPS, "--out", out, "--mesh", "dp=2"]
     in_processes(2, "train", *SMALL, *options, *policy)
     skipped = [load(folder / "config.toml").anomalies.skipped_samples for folder in (out, rolled)]
@@ -236,7 +235,7 @@ def test_one_too_many_stops(text, tmp_path, capsys):
 
 def test_a_lower_rate_stays_lower(text, tmp_path):
     out, again = tmp_path / "run", tmp_path / "again"
-    policy = ["--anomalies.on-spike", "lower-rate", *FOUND]
+    policy = ["--anomalies.on-spike", "lower-rate", *FOUND, *MOST]
     assert run("--data", text, "--steps", STEPS, "--out", out, *policy) == 0
     found = events(out, "lower-rate")
     rates = [r["lr"] for r in run_folder.records(out)]

@@ -122,7 +122,10 @@ def dense(config, texts):
     return found
 
 
-EXPERTS = replace(MIXTRAL, num_layers=4, vocab_size=256, dtype="float64", max_seq=32)
+EXPERTS = replace(
+    MIXTRAL, num_layers=4, vocab_size=256, dtype="float64", max_seq=32,
+    mlp_dim=gpt.GPTConfig.mlp_dim,  # none of its layers has one
+)  # fmt: skip
 AHEAD = replace(DEEPSEEK, num_layers=4, vocab_size=256, dtype="float64", max_seq=32)
 MODELS = {"dense": MODEL, "tied": replace(MODEL, tied=True), "experts": EXPERTS, "ahead": AHEAD}
 """Terms that training adds to the loss of the next token are in none of the numbers."""

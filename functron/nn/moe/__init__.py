@@ -1,6 +1,6 @@
 """Mixtures of experts: layers of which each token uses a few parts."""
 
-from functron.nn.moe.config import MoEConfig
+from functron.nn.moe.config import MOE_NEEDS, MoEConfig
 from functron.nn.moe.layer import ExpertActivation, expert_defs, experts, mixture, moe, moe_defs
 from functron.nn.moe.router import (
     Router,
@@ -17,6 +17,7 @@ from functron.nn.moe.router import (
 )
 
 __all__ = [
+    "MOE_NEEDS",
     "ExpertActivation",
     "MoEConfig",
     "Router",

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Need, Needs, Problem, nearest, raise_problems
 
 Score = Literal["softmax", "sigmoid"]
 Normalise = Literal["before", "after"]
@@ -38,6 +38,32 @@ _POSITIVE = ("num_experts", "top_k", "expert_dim", "num_groups", "top_groups", "
 _NOT_NEGATIVE = (
     "balance_rate", "capacity_factor", "aux_loss", "z_loss", "shared_dim", "latent_dim",
 )  # fmt: skip
+
+
+_GROUPS = Need(
+    lambda c: c.num_groups > 1, "groups of experts, from some of which tokens choose",
+    "set num_groups",
+)  # fmt: skip
+
+MOE_NEEDS: Needs = MappingProxyType(
+    {
+        "top_groups": _GROUPS,
+        "group_score": _GROUPS,
+        "sinkhorn_steps": Need(
+            lambda c: c.routing == "sinkhorn", "routing by sinkhorn", "set routing to sinkhorn"
+        ),
+        "balance_rate": Need(
+            lambda c: c.balance_bias, "a bias that balances the load", "set balance_bias"
+        ),
+        "drop": Need(
+            lambda c: c.capacity_factor > 0 and c.routing != "expert_choice",
+            "experts of a limited capacity, which tokens choose",
+            "set capacity_factor",
+        ),
+        "aux": Need(lambda c: c.aux_loss > 0, "a loss that balances the load", "set aux_loss"),
+    }
+)
+"""Without what the fields of a `MoEConfig` have no effect."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,401 @@
+"""Options that somebody set and that have no effect are refused: all of them, by one table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from functron import optim, tree
+from functron.cli.main import main
+from functron.core.errors import fields_under, value_at
+from functron.models import gpt
+from functron.models.bert import BertConfig
+from functron.models.mamba import MambaConfig
+from functron.models.t5 import T5Config
+from functron.nn import RopeScaling
+from functron.nn.moe import MoEConfig
+from functron.optim.config import OPTIMIZER_NEEDS, OPTIMIZERS, SCHEDULE_NEEDS, SCHEDULES
+from functron.spmd.params import Normal, ParamDef
+from functron.training.checks import TOLD_NEEDS, TRAIN_NEEDS, unused, validate
+from functron.training.config import RECORDED, TrainConfig, load, with_model
+
+ALWAYS = [
+    "model",
+    "data",
+    "tokenizer",
+    "format",
+    "eval_every",
+    "prefetch",
+    "mesh",
+    "nproc",
+    "check_programs",
+    "steps",
+    "seq",
+    "global_batch",
+    "ramp_up",
+    "microbatches",
+    "zero",
+    "gather_as",
+    "lora_rank",
+    "precision",
+    "products",
+    "remat",
+    "kernels",
+    "loss_chunk_tokens",
+    "compile",
+    "deterministic",
+    "seed",
+    "out",
+    "resume",
+    "save_every",
+    "keep_last",
+    "max_restarts",
+    "elastic",
+    "memory_save_every",
+    "exit_after",
+    "device",
+    "log_layers_every",
+    "tensorboard",
+    "wandb",
+    "rate_unit",
+    "order",
+    "anomalies.on_nonfinite",
+    "anomalies.on_spike",
+    "anomalies.window",
+    "anomalies.minimum",
+    "anomalies.threshold",
+    "anomalies.attribute",
+    "anomalies.skipped_samples",
+    "anomalies.rate_factors",
+    "optimizer.name",
+    "optimizer.clip_norm",
+    "optimizer.mu_dtype",
+    "optimizer.nu_dtype",
+    "optimizer.offload",
+    "optimizer.grad_dtype",
+    "optimizer.reduce_dtype",
+    "optimizer.groups",
+    "optimizer.fp32_masters",
+    "optimizer.stochastic_rounding",
+    "optimizer.ema_decay",
+    "optimizer.skip_nonfinite",
+    "optimizer.loss_scale.initial",
+    "optimizer.weight_decay_incr_style",
+    "gpt.vocab_size",
+    "gpt.num_layers",
+    "gpt.embed_dim",
+    "gpt.num_heads",
+    "gpt.num_kv_heads",
+    "gpt.head_dim",
+    "gpt.max_seq",
+    "gpt.norm",
+    "gpt.sublayer_norms",
+    "gpt.norm_eps",
+    "gpt.activation",
+    "gpt.gated",
+    "gpt.bias",
+    "gpt.qk_norm",
+    "gpt.zero_centered_norm",
+    "gpt.positions",
+    "gpt.window",
+    "gpt.sinks",
+    "gpt.attention_scale",
+    "gpt.attention_gate",
+    "gpt.score_cap",
+    "gpt.logit_cap",
+    "gpt.kv_rank",
+    "gpt.dense_layers",
+    "gpt.mtp_depth",
+    "gpt.fused_projections",
+    "gpt.tied",
+    "gpt.embed_scale",
+    "gpt.dropout",
+    "gpt.z_loss",
+    "gpt.init_stddev",
+    "gpt.mup_base_dim",
+    "gpt.fp32_residual",
+    "gpt.vocab_multiple",
+    "gpt.dtype",
+    "gpt.qkv_clip",
+    "gpt.moe.num_experts",
+    "gpt.moe.top_k",
+    "gpt.moe.expert_dim",
+    "gpt.moe.score",
+    "gpt.moe.normalise",
+    "gpt.moe.renormalise",
+    "gpt.moe.scale",
+    "gpt.moe.num_groups",
+    "gpt.moe.routing",
+    "gpt.moe.router_bias",
+    "gpt.moe.balance_bias",
+    "gpt.moe.jitter",
+    "gpt.moe.capacity_factor",
+    "gpt.moe.aux_loss",
+    "gpt.moe.z_loss",
+    "gpt.moe.shared_dim",
+    "gpt.moe.latent_dim",
+    "gpt.moe.expert_bias",
+    "gpt.moe.router_dtype",
+    "mamba.pattern",
+    "mamba.vocab_size",
+    "mamba.embed_dim",
+    "mamba.bias",
+    "mamba.norm_eps",
+    "mamba.tied",
+    "mamba.dropout",
+    "mamba.init_stddev",
+    "mamba.vocab_multiple",
+    "mamba.dtype",
+]
+"""What has an effect in every run (where it is not what it is anyway), or is asked for by name."""
+
+ELSEWHERE = [
+    "optimizer.master_bits",
+    "optimizer.start_weight_decay",
+    "optimizer.end_weight_decay",
+    "gpt.qk_norm_across",
+    "gpt.local_rope_theta",
+    "gpt.rope_fraction",
+    "gpt.rope_pairs",
+    "gpt.rope_sections",
+    "gpt.nope_every",
+    "gpt.global_every",
+    "gpt.q_rank",
+    "gpt.rope_head_dim",
+    "gpt.v_head_dim",
+    "gpt.mup_base_head_dim",
+    "gpt.moe.capacity_over",
+    "gpt.moe.shared_gate",
+]
+"""What the checks of a section refuse where it has no effect."""
+
+WHOLE = TrainConfig(
+    gpt=gpt.GPTConfig(moe=MoEConfig(), rope_scaling=RopeScaling()), mamba=MambaConfig(),
+    bert=BertConfig(), t5=T5Config(),
+)  # fmt: skip
+
+
+def under(path, names):
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def test_every_option_is_in_a_table_or_always_has_an_effect():
+    fields = set(fields_under(WHOLE)) - RECORDED.keys()
+    for name in (*ALWAYS, *ELSEWHERE, *TRAIN_NEEDS, *TOLD_NEEDS):
+        assert any(under(path, [name]) for path in fields), f"{name} is no option"
+    models = {path for path in fields if under(path, ["bert", "t5"])}  # all of these count
+    shared = {"learning_rate.name", "learning_rate.peak", "learning_rate.warmup_steps"}
+    shared |= {"learning_rate.warmup_ratio", "learning_rate.rewarm_steps"}
+    tables = [name for name in TRAIN_NEEDS if name != "learning_rate"]
+    missing = [
+        path
+        for path in sorted(fields - models - shared)
+        if not under(path, [*tables, *TOLD_NEEDS, *ALWAYS, *ELSEWHERE])
+    ]
+    assert not missing, f"say in a table what these need, or in ALWAYS that they do not: {missing}"
+    twice = [path for path in fields if under(path, tables) and path in ALWAYS]
+    assert not twice
+
+
+def kind_of(config, path):
+    section = type(value_at(config, path.rpartition(".")[0]))
+    return typing.get_type_hints(section)[path.rpartition(".")[2]]
+
+
+def others(config, path):
+    """Other values than a field has."""
+    value, kind = value_at(config, path), kind_of(config, path)
+    if typing.get_origin(kind) is typing.Literal:
+        return [x for x in typing.get_args(kind) if x != value]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    if isinstance(value, float):
+        return [0.25 if value != 0.25 else 0.5]
+    return ["x y z"]
+
+
+def changed(config, path, value):
+    name, dot, rest = path.partition(".")
+    inner = changed(getattr(config, name), rest, value) if dot else value
+    return replace(config, **{name: inner})
+
+
+PLAIN = TrainConfig(
+    gpt=gpt.GPTConfig(num_layers=2, moe=MoEConfig(), positions="learned"),
+    learning_rate=optim.ScheduleConfig("constant", total_steps=0),
+)
+DENSE = TrainConfig()
+ROPE = replace(DENSE, gpt=gpt.GPTConfig(rope_scaling=RopeScaling(kind="linear")))
+LATENT = with_model(TrainConfig(), "deepseek-v3-tiny")
+SSM = replace(TrainConfig(), gpt=DENSE.gpt, mamba=MambaConfig(pattern="*-"))
+ATTENTIVE = replace(SSM, mamba=MambaConfig(pattern="MM"))
+RELATIVE = replace(
+    DENSE,
+    optimizer=optim.OptimizerConfig("adafactor", adafactor=optim.AdafactorConfig(relative_step=True)),
+)  # fmt: skip
+BASES = [PLAIN, DENSE, ROPE, LATENT, SSM, ATTENTIVE, RELATIVE]
+
+
+@pytest.mark.parametrize("name", TRAIN_NEEDS)
+def test_each_is_refused_where_it_has_no_effect_and_taken_where_it_has(name):
+    need = TRAIN_NEEDS[name]
+    bases = [base for base in BASES if not need.holds(base)]
+    if name.startswith("gpt.rope_scaling"):
+        bases = [ROPE] if name != "gpt.rope_scaling" and not need.holds(ROPE) else []
+    if name.startswith("optimizer.") and not bases:  # of the default optimizer
+        bases = [replace(DENSE, optimizer=replace(DENSE.optimizer, name="sgd"))]
+    if name == "gpt.rope_scaling.original_max_seq":
+        assert bases
+    tried = 0
+    for base in bases:
+        for path in fields_under(base, name):
+            if value_at(base, path.rpartition(".")[0]) is None or value_at(base, path) is None:
+                continue
+            for value in others(base, path):
+                tried += 1
+                try:
+                    other = changed(base, path, value)
+                except ValueError:  # its section refuses it
+                    continue
+                assert need.holds(other) or path in [p.path for p in unused(other)]
+    assert tried or name in ("gpt.rope_scaling", *(n for n in TRAIN_NEEDS if "rope_scaling." in n))
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("learning_rate.end_fraction", "--learning-rate.end 0 --learning-rate.end-fraction 0.05"),
+        ("learning_rate.end_fraction", "--learning_rate.end 1e-5 --learning_rate.end_fraction=0.1"),
+        ("learning_rate.power", "--learning-rate.power 2.0"),
+        ("learning_rate.init", "--learning-rate.init 1e-5"),
+        ("optimizer.momentum", "--optimizer.momentum 0.9"),
+        ("optimizer.b2", "--optimizer.name sgd --optimizer.b2 0.95"),
+        ("optimizer.muon.nesterov", "--optimizer.muon.no-nesterov"),
+        ("optimizer.loss_scale.hysteresis", "--optimizer.loss-scale.hysteresis 2"),
+        ("mask_rate", "--mask-rate 0.15"),
+        ("extra_token", "--extra-token"),
+        ("zigzag", "--mesh dp=2 --no-zigzag"),
+        ("sequence_parallel", "--mesh dp=2 --sequence-parallel"),
+        ("gpt.mlp_dim", "--model mixtral-tiny --gpt.mlp-dim 1024"),
+        ("gpt.moe.aux", "--model mixtral-tiny --gpt.moe.aux-loss 0 --gpt.moe.aux batch"),
+        ("gpt.rope_theta", "--model gpt2-tiny --gpt.rope-theta 10000.0"),
+        ("memory_folder", "--memory-folder /dev/shm"),
+        ("log_names", "--log-names megatron"),
+    ],
+)
+def test_an_option_that_is_named_has_an_effect_whatever_its_value(path, options, capsys):
+    assert main(["train", *options.split(), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: got " in said
+    assert "which has no effect; wanted " in said
+    assert f"fix: leave --{path.replace('_', '-')} out, or " in said
+
+
+def test_saying_that_there_is_nothing_is_no_mistake(capsys):
+    options = "--eval-batches 0 --chunks 0 --no-sequence-parallel --zero 0 --lora-rank 0 --out= "
+    options += "--schedule 1f1b --context ring --gather use --keep-every 0 --optimizer.no-nesterov --layout= --no-mask-documents --mesh="
+    assert main(["train", *options.split(), "--model", "gpt2-tiny", "--dry-run"]) == 0
+
+
+def test_a_file_is_told_as_well(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[learning_rate]\nend = 0.0\nend_fraction = 0.1\n[optimizer.soap]\nfrequency = 3\n"
+    )
+    with pytest.raises(ValueError, match=r"end_fraction: got 0\.1, which has no effect") as caught:
+        validate(load(path))
+    assert "optimizer.soap.frequency: got 3, which has no effect" in str(caught.value)
+
+
+SMALL = [
+    "--data", argparse.__file__, "--seq", "8", "--global-batch", "4", "--gpt.num-layers", "1",
+    "--gpt.embed-dim", "16", "--gpt.num-heads", "2", "--gpt.mlp-dim", "16", "--prefetch", "0",
+]  # fmt: skip
+
+
+def test_a_run_goes_on_with_what_it_began_with(tmp_path, capsys):
+    """Its config.toml says all, and may be of before anybody looked; new options are looked at."""
+    run = tmp_path / "run"
+    assert main(["train", *SMALL, "--steps", "1", "--out", str(run)]) == 0
+    config = run / "config.toml"
+    validate(load(config))
+    text = config.read_text()
+    for before, now in (("power = 2.0", "power = 3.0"), ("\nend = -1.0", "\nend = 0.0"),
+                        ("end_fraction = 0.05", "end_fraction = 0.1")):  # fmt: skip
+        assert before in text
+        text = text.replace(before, now)
+    config.write_text(text)
+    resume = ["train", "--out", str(run), "--resume"]
+    assert main([*resume, "--steps", "2"]) == 0
+    capsys.readouterr()
+    assert main([*resume, "--steps", "3", "--learning-rate.end-fraction", "0.2"]) == 2
+    assert "learning_rate.end_fraction: got 0.2, which has no effect" in capsys.readouterr().err
+    assert main([*resume, "--steps", "3", "--learning-rate.end-fraction", "0.1"]) == 2
+    set_back = ["--learning-rate.end-fraction", "0.05", "--learning-rate.power", "2.0"]
+    assert main([*resume, "--steps", "3", *set_back]) == 0
+
+
+# --- that the tables are right: by what a change does to numbers
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(optim.ScheduleConfig)][1:])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_fields_of_schedules_change_rates_where_the_table_says_so(name, field):
+    need = SCHEDULE_NEEDS.get(field)
+    for more in ({}, {"warmup_steps": 5, "init": 0.1}, {"rewarm_steps": 4}, {"warmup_ratio": 0.1}):
+        end = 0.1 if field != "end_fraction" else -1.0
+        for given in ({"end": end}, {"end": 0.2}):
+            config = optim.ScheduleConfig(
+                name, 1.0, total_steps=40, decay_steps=20, end_fraction=0.1, **{**given, **more}
+            )
+            if optim.schedule_problems(config):
+                continue
+            value = getattr(config, field)
+            new = "cosine" if field == "decay" else value + (2 if isinstance(value, int) else 0.05)
+            new = 0.15 if field == "warmup_ratio" else new
+            other = replace(config, **{field: new})
+            if optim.schedule_problems(other):
+                continue
+            a, b = (optim.make_schedule(c) for c in (config, other))
+            differs = any(float(a(count)) != float(b(count)) for count in range(60))
+            if need is not None and not need.holds(config):
+                assert not differs, (config, field)
+            elif need is not None and (config.rewarm_steps or not field.startswith("rewarm")):
+                assert differs or field == "total_steps", (config, field)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fields_of_optimizers_change_updates_where_the_table_says_so(name):
+    defs = {"blocks": {"w": ParamDef((4, 8), ("embed", "mlp"), Normal(1.0))}}
+    generator = torch.Generator().manual_seed(0)
+    params = {"blocks": {"w": torch.randn(4, 8, generator=generator, dtype=torch.float64)}}
+    grads = [
+        {"blocks": {"w": torch.randn(4, 8, generator=generator, dtype=torch.float64)}}
+        for _ in range(3)
+    ]
+
+    def trained(config):
+        made = optim.make_optimizer(config, 0.1, specs=None, mask=True, defs=defs)
+        state, now = made.init(params), params
+        for each in grads:
+            updates, state = made.update(each, state, now)
+            now = optim.apply_updates(now, updates)
+        return torch.cat([leaf.flatten() for leaf in tree.leaves(now)])
+
+    base = optim.OptimizerConfig(name, clip_norm=0.0)
+    for field, new in (("b1", 0.5), ("b2", 0.5), ("eps", 0.1), ("weight_decay", 0.5),
+                       ("momentum", 0.5), ("nesterov", True), ("muon.momentum", 0.5),
+                       ("adafactor.decay_rate", 0.3), ("adafactor.clip", 0.1), ("soap.decay", 0.1)):  # fmt: skip
+        need = OPTIMIZER_NEEDS[field if field in OPTIMIZER_NEEDS else field.partition(".")[0]]
+        differs = not torch.equal(trained(base), trained(changed(base, field, new)))
+        if field not in ("muon.momentum", "soap.decay"):  # of stacked matrices alone
+            assert differs == need.holds(base), field
+        else:
+            assert not differs or need.holds(base), field
