@@ -38,6 +38,7 @@ ALWAYS = [
     "seq",
     "global_batch",
     "ramp_up",
+    "earlier_batches",
     "microbatches",
     "zero",
     "gather_as",
@@ -155,6 +156,11 @@ ALWAYS = [
 """What has an effect in every run (where it is not what it is anyway), or is asked for by name."""
 
 ELSEWHERE = [
+    "blend_order",
+    "change_batch",
+    "special_tokens",
+    "prepend_bos",
+    "text_rules",
     "optimizer.master_bits",
     "optimizer.start_weight_decay",
     "optimizer.end_weight_decay",
