@@ -223,11 +223,11 @@ class Executable:
             [
                 Problem(f"argument {given.path}", describe(leaf), describe(given.var))
                 for given in arguments
-                for leaf in (leaves[given.path],)
+                for leaf in (leaves[given.var],)
                 if describe(leaf) != describe(given.var)
             ],
         )
-        return self.run([leaves[given.path] for given in arguments])
+        return self.run([leaves[given.var] for given in arguments])
 
     def run(self, tensors: list[torch.Tensor]) -> tree.Tree:
         """The results for the tensors among the arguments, in order; only donation is checked.

@@ -253,6 +253,13 @@ class Input:
     value: torch.Tensor | None = None
 
 
+def _differ(value: Any, other: Any) -> bool:
+    """Whether a static value is another one: 1, 1.0 and True are equal, and make other programs."""
+    numbers = isinstance(value, (bool, int, float))
+    both_nan = numbers and value != value and other != other
+    return (value != other and not both_nan) or (numbers and type(value) is not type(other))
+
+
 @dataclass(frozen=True, eq=False)
 class Output:
     """An output of a program.
@@ -286,6 +293,8 @@ class Code:
             the program holds for these values only.
         checked: whether shard_map's replication check applies to it.
         stages: the axis whose ranks have other programs: the stages of a pipeline.
+        paths: of the leaves of the arguments, for a program that was read from its text: any trees
+            with these are its arguments. None: trees of `in_structure` alone.
     """
 
     name: str
@@ -298,30 +307,59 @@ class Code:
     static: Mapping[int, Any] = field(default_factory=dict)
     checked: bool = True
     stages: str | None = None
+    paths: tuple[str, ...] | None = None
 
-    def flatten(self, args: tuple) -> dict[str, torch.Tensor]:
-        """The tensors among the arguments, by path.
+    def flatten(self, args: tuple) -> dict[Var, torch.Tensor]:
+        """The tensors among the arguments, by the inputs that they are.
 
         Raises:
             ValueError: another structure, or other static leaves, than were traced.
         """
         leaves, structure = tree.flatten(args)
-        if structure != self.in_structure:
+        paths = tree.paths(args)
+        if self.paths is not None:
+            leaves, paths = self._in_order(leaves, paths, self.paths), list(self.paths)
+        elif structure != self.in_structure:
             raise ValueError(
                 f"{self.name}: got arguments of structure {structure}; wanted {self.in_structure}, "
                 "as it was traced; fix: trace it again with these arguments"
             )
-        paths = tree.paths(args)
         raise_problems(
             f"{self.name} was traced with other values",
             [
                 Problem(f"argument {paths[i]}", repr(leaves[i]), repr(value), "trace it again")
                 for i, value in self.static.items()
-                if leaves[i] != value
+                if _differ(value, leaves[i])
             ],
         )
-        rows = zip(paths, leaves, strict=True)
-        return {path: leaf for path, leaf in rows if isinstance(leaf, torch.Tensor)}
+        moving = [i for i in range(len(leaves)) if i not in self.static]
+        raise_problems(
+            f"{self.name} was traced with tensors",
+            [
+                Problem(f"argument {paths[i]}", repr(leaves[i]), "a tensor", "trace it again")
+                for i in moving
+                if not isinstance(leaves[i], torch.Tensor)
+            ],
+        )
+        arguments = (given.var for given in self.inputs if given.role == "argument")
+        return dict(zip(arguments, (leaves[i] for i in moving), strict=True))
+
+    def _in_order(self, leaves: list, found: Sequence[str], wanted: Sequence[str]) -> list:
+        """The leaves with these paths, in the order of the paths that are wanted."""
+        at: dict[str, list[int]] = {}
+        for i, path in enumerate(found):
+            at.setdefault(path, []).append(i)
+        missing = sorted((Counter(wanted) - Counter(found)).elements())
+        extra = sorted((Counter(found) - Counter(wanted)).elements())
+        fix = "give it the trees that it was traced with"
+        raise_problems(
+            f"{self.name}, which was read from its text, has other arguments",
+            [
+                *(Problem(f"argument {path}", "nothing", "a leaf", fix) for path in missing),
+                *(Problem(f"argument {path}", "a leaf", "nothing", fix) for path in extra),
+            ],
+        )
+        return [leaves[at[path].pop(0)] for path in wanted]
 
 
 # --- strided views, read and written as pure operations

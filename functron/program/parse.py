@@ -223,10 +223,10 @@ def parse(text: str) -> Program:
     ``format(parse(text)) == text`` for the text of any program. Operations are run on fake tensors
     to check shapes and dtypes and to find out which values share memory; strides are taken from the
     text. What the text does not hold is missing: constants have no value, `Where.line` is
-    ``file.py:12``, and Python objects without a notation are `Opaque`. `in_structure` and
-    `out_structure` are rebuilt from the paths: tuples where the keys count up from 0, ordered dicts
-    elsewhere. They have the order and the paths of the traced program's leaves, but named tuples,
-    lists and dicts are not told apart.
+    ``file.py:12``, and Python objects without a notation are `Opaque`. The types of containers are
+    missing too: the program takes the arguments that were traced, and any trees whose leaves have
+    their paths; results come in tuples where keys count up from 0, and in dicts elsewhere, with the
+    paths and in the order of the traced program's.
 
     Raises:
         ValueError: the text is no program, or not a consistent one; with the number of the line,
@@ -257,7 +257,9 @@ def _tuples(node: Any) -> Any:
         return node
     children = OrderedDict((key, _tuples(child)) for key, child in node.items())
     counted = list(children) == [str(k) for k in range(len(children))]
-    return tuple(children.values()) if counted else children
+    if counted:
+        return tuple(children.values())
+    return dict(children) if list(children) == sorted(children) else children
 
 
 class _Scope:
@@ -355,6 +357,7 @@ class _Parser:
             structure([entry.path for entry in outputs]),
             static,
             checked,
+            paths=tuple(paths),
         )
 
     def mesh(self, line: Line) -> Mesh:

@@ -147,29 +147,37 @@ def interpret(program: Code, *args: tree.Tree) -> tree.Tree:
     return tree.unflatten(program.out_structure, results)
 
 
-def _refuse_derivatives(program: Code, leaves: dict[str, torch.Tensor]) -> None:
+def _refuse_derivatives(program: Code, leaves: dict[Var, torch.Tensor]) -> None:
     """Refuse arguments that are differentiated: a program does not say where gradients stop."""
     wanted = "values: what detached or stopped gradients is not part of a program"
     fix = f"differentiate what was traced, as in ft.trace(ft.grad({program.name})), or detach"
     raise_problems(
         f"{program.name} is a traced program, and would be differentiated",
         [
-            Problem(f"argument {path}", "a tensor that requires gradients", wanted, fix)
-            for path, leaf in leaves.items()
-            if torch.is_grad_enabled() and leaf.requires_grad
+            Problem(f"argument {given.path}", "a tensor that requires gradients", wanted, fix)
+            for given in program.inputs
+            if torch.is_grad_enabled() and given.var in leaves and leaves[given.var].requires_grad
         ],
     )
 
 
-def _input(program: Code, given: Input, leaves: dict[str, torch.Tensor]) -> Ranks:
+def _input(program: Code, given: Input, leaves: dict[Var, torch.Tensor]) -> Ranks:
     mesh = program.mesh
     coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
     if given.role == "axis_index":
         return [torch.tensor(at[given.path]) for at in coordinates]
     if given.role == "constant":
-        assert given.value is not None
+        if given.value is None:
+            refuse(
+                f"cannot run {program.name}",
+                f"{given.var!r}",
+                f"a constant {given.var.shape} {given.var.dtype} without numbers: it was read from "
+                "its text, which holds none",
+                "arguments alone",
+                "pass it to the function as an argument, and trace that",
+            )
         return [given.value.detach()] * mesh.size
-    value, spec = leaves[given.path], given.spec
+    value, spec = leaves[given.var], given.spec
     ranks = [value if spec is None else shard(value, spec, mesh, at) for at in coordinates]
     raise_problems(
         f"cannot run {program.name}",

@@ -97,9 +97,15 @@ class Type:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A Python object without notation, in a parsed program: its repr."""
+    """A Python object without notation, in a parsed program: its repr, by which it is known."""
 
     text: str
+
+    def __eq__(self, other: object) -> bool:
+        return value_text(self) == value_text(other)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
 
 def declaration(var: Var | None) -> str:
@@ -225,11 +231,13 @@ def header(program: Code) -> str:
 
 def input_rows(program: Code) -> list[list[str]]:
     """``%name: type`` or a static value, path, spec and remarks of every input, as cells."""
-    positions = range(program.in_structure.num_leaves)
-    paths = tree.paths(tree.unflatten(program.in_structure, positions))
+    paths = program.paths
+    if paths is None:
+        count = program.in_structure.num_leaves
+        paths = tree.paths(tree.unflatten(program.in_structure, range(count)))
     rest = iter(program.inputs)
     rows = []
-    for position, path in zip(positions, paths, strict=True):
+    for position, path in enumerate(paths):
         if position in program.static:
             rows.append([value_text(program.static[position]), word(path), "", "static"])
         else:

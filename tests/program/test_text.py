@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict, deque
 from html.parser import HTMLParser
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import functron as ft
+import functron.compiler
 from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.core.scopes import in_phase, named_scope
 from functron.program.equations import Block, Equation, Input, Output, Scan, Var, Where
@@ -551,3 +552,65 @@ def test_html_marks_collectives_by_axis_phases_and_scans():
     assert page.tags["details"] == 4  # inputs, equations, outputs and the scan
     assert "scan[length=4, reverse] step: 2 equations, 1 psum over dp" in page.text
     assert "program <lambda> on Mesh(dp=2, tp=4)" in page.text
+
+
+class Weights(NamedTuple):
+    w: torch.Tensor
+    b: torch.Tensor
+
+
+class Without:
+    """A static value without a notation."""
+
+
+X, STATIC = torch.linspace(-1, 1, 4), Without()
+TREES = {
+    "dict": {"w": X, "b": X + 1},
+    "ordered": OrderedDict(w=X, b=X + 1),
+    "default": defaultdict(list, w=X, b=X + 1),
+    "named tuple": Weights(X, X + 1),
+    "list": [X, X + 1],
+    "deque": deque([X, X + 1]),
+    "nested": {"z": [X, Weights(X, (X,))], "none": None, "empty": {}, "a": {1: X, 0: X + 1}},
+    "the same path twice": {"a/b": X, "a": {"b": X + 1}},
+    "static": {"k": 3, "t": True, "n": math.nan, "d": torch.float32, "c": 2j, "o": STATIC, "w": X},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_read_program_takes_the_arguments_that_were_traced(name):
+    def f(given, y):
+        rows = [leaf for leaf in tree.leaves(given) if isinstance(leaf, torch.Tensor)]
+        return {"y": sum((i + 1) * x for i, x in enumerate(rows)) * y, "x": Weights(y, [y * 2])}
+
+    args = (TREES[name], X)
+    read = parse(str(trace(f)(*args)))
+    want = tree.leaves(f(*args))
+    for run in (read, functron.compiler.compile(read, backend="eager"), parse(str(read))):
+        got = run(*args)
+        assert tree.paths(got) == tree.paths(f(*args))
+        torch.testing.assert_close(tree.leaves(got), want, rtol=0, atol=0)
+
+
+def test_a_read_step_takes_the_state_that_was_traced():
+    params, specs, optimizer = {"w": torch.eye(4)}, {"w": P()}, optim.adamw(1e-2)
+    loss = ft.gradients(lambda p, b, k: ((b["x"] @ p["w"]) ** 2).sum(), lambda b: b["x"].sum())
+    step = ft.make_step(loss, optimizer, Mesh(), specs, batch_specs=P())
+    zero = torch.zeros((), dtype=torch.int64)
+    state = ft.State(zero, params, optimizer.init(params), random.key(0))
+    program = trace(step)(state, {"x": torch.ones(2, 4)})
+    got, want = (p(state, {"x": torch.ones(2, 4)}) for p in (parse(str(program)), program))
+    torch.testing.assert_close(tree.leaves(got), tree.leaves(want), rtol=0, atol=0)
+
+
+def test_other_arguments_of_a_read_program_are_named():
+    read = parse(str(trace(lambda p, k: p["w"] * p["b"] * k)({"w": X, "b": X}, 2)))
+    with pytest.raises(ValueError, match=r"0/b: got nothing.*\n.*0/c: got a leaf"):
+        read({"w": X, "c": X}, 2)
+    with pytest.raises(ValueError, match=r"argument 1: got 3; wanted 2"):
+        read({"w": X, "b": X}, 3)
+    with pytest.raises(ValueError, match=r"0/b: got 1\.0; wanted a tensor"):
+        read({"w": X, "b": 1.0}, 2)
+    table = X + 1
+    with pytest.raises(ValueError, match=r"a constant .*without numbers.*as an argument"):
+        parse(str(trace(lambda x: x * table)(X)))(X)
