@@ -228,11 +228,19 @@ def differentiating() -> bool:
 
 
 def pushing_forward() -> bool:
-    """Whether any torch.func jvp level is running."""
-    return transforms_active() and any(
-        interpreter.key() == TransformType.Jvp
-        for interpreter in retrieve_all_functorch_interpreters()
+    """Whether any torch.func jvp level, or a level of torch's dual numbers, is running."""
+    return forward_ad._current_level >= 0 or (
+        transforms_active()
+        and any(
+            interpreter.key() == TransformType.Jvp
+            for interpreter in retrieve_all_functorch_interpreters()
+        )
     )
+
+
+def proxies_active() -> bool:
+    """Whether another tracer (make_fx, as of torch.func.linearize) wants to see operations."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def unobserved() -> bool:

@@ -563,7 +563,19 @@ def layer_norm(
         scale: ``[embed]``.
         bias: ``[embed]``.
     """
-    return F.layer_norm(x, scale.shape, scale, bias, eps)
+    return _layer_norm(x, scale, bias, eps)
+
+
+def _layer_norm(x: Tensor, scale: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if not compat.pushing_forward():
+        return F.layer_norm(x, x.shape[-1:], scale, bias, eps)
+    # torch takes the mean and the deviation for constants where its tangent is differentiated
+    # again (grad of jvp; 2.11 to 2.13)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = y if scale is None else y * scale.to(y.dtype)
+    return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
 
 
 def norm(
@@ -584,7 +596,7 @@ def norm(
         kernels: of ``"rms_norm"`` and ``"layer_norm"``.
     """
     if not params:
-        return F.layer_norm(x, x.shape[-1:], None, None, eps)
+        return _layer_norm(x, None, None, eps)
     scale, bias, dtype = params["scale"], params.get("bias"), x.dtype
     if kernels.takes("rms_norm" if bias is None else "layer_norm", x, scale, bias):
         if bias is None:

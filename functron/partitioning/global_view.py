@@ -427,6 +427,10 @@ class _Constrain(Function):
         return cotangents[0], None
 
     @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        return tangents[0].view_as(tangents[0])  # which has no spec
+
+    @staticmethod
     def vmap(info, in_dims, x, pin):
         return x, in_dims[0]  # one of several samples has no spec
 

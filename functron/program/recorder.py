@@ -167,6 +167,8 @@ def _kind(func: Any) -> Literal["new", "view", "other"]:
         return "other"
     if func is _aten.lift_fresh.default:  # what a constant is made of
         return "other"
+    if func is _aten._new_zeros_with_same_feature_meta.default:  # of the same memory, that is
+        return "other"
     if not func.is_view:
         return "new"
     return "other" if compat.is_composite(func) else "view"
@@ -310,7 +312,8 @@ class Recorder(TorchDispatchMode):
 
     def empty(self, shape: Sequence[int], stride: Sequence[int], dtype, device) -> torch.Tensor:
         """A fake tensor that no equation has made."""
-        with compat.no_dispatch_modes(), self.fake:
+        # plain, as this may be asked for from inside a transform (an axis index, say)
+        with compat.no_transforms(), compat.no_dispatch_modes(), self.fake:
             return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
 
     def input(
@@ -416,10 +419,14 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if compat.proxies_active():
+            _refuse_proxies()
         stops = keeper() is not None and func is _aten.detach.default
         if func in _SAME and isinstance(args[0], torch.Tensor) and not stops:
             return self._same(func, args[0])
         self._refuse(func, args, kwargs)
+        if func is _aten._efficientzerotensor.default:
+            func = _aten.zeros.default  # with memory: compiled code writes into it
         args, kwargs = _map_tensors(self._as_fake, args), _map_tensors(self._as_fake, dict(kwargs))
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
@@ -789,6 +796,14 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, _PLAIN)
+
+
+def _refuse_proxies() -> None:
+    raise ValueError(
+        f"trace: at {_line()} the program traces a part of itself with another tracer "
+        "(torch.func.linearize, make_fx), which would see nothing; wanted transforms of functions; "
+        "fix: torch.func.jvp(f, (x,), (v,)) in place of torch.func.linearize(f, x)[1](v)"
+    )
 
 
 def _line() -> str:

@@ -731,5 +731,12 @@ class _Whole(Function):
         return scatter_over(share, use.cuts).to(use.result), None, None
 
     @staticmethod
+    def jvp(ctx, *tangents):
+        raise ValueError(
+            "forward-mode differentiation (jvp, jacfwd) of parameters that are gathered once for "
+            "several uses; wanted reverse mode; fix: differentiate the function of gathered ones"
+        )
+
+    @staticmethod
     def vmap(info, in_dims, part, whole, use):
         return whole.view_as(whole), in_dims[1]

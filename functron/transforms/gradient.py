@@ -379,7 +379,8 @@ def _require_replicated(value: torch.Tensor, axes: Sequence[str] | None) -> None
     """Leave the condition in a program that is being traced, for its own check."""
     for _, axis in _chosen(axes):
         if isinstance(axis, TracedAxis) and scope().check:
-            axis.mark(value.detach(), "require_replicated")
+            with compat.no_transforms(), torch.no_grad():  # a statement, of all samples of a vmap
+                axis.mark(compat.plain(value), "require_replicated")
 
 
 def differentiated_outside(f: Callable, args: tree.Tree) -> bool:

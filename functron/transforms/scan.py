@@ -25,6 +25,7 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, active, keeper, live_equations
+from functron.spmd.axes import user_line
 from functron.transforms.fsdp import by_row
 
 
@@ -258,6 +259,7 @@ class _TracedScan(Function):
         ctx.shared = {value: outside[value] for value in shared}
         ctx.slices = {value: outside[value] for value in slices}
         ctx.likes = given
+        ctx.operands = operands  # of a gradient's own derivative, which is refused
         ctx.save_for_backward(*results[len(body.outputs) :])
         finished = results[: len(body.outputs)]
         if body.cotangents:
@@ -277,7 +279,35 @@ class _TracedScan(Function):
         grads += [value if value.is_floating_point() else None for value in carried]
         columns = region.body.gradients[region.num_carry :]
         grads += [None if gradient is None else next(stacked) for gradient in columns]
-        return None, *grads
+        return None, *_once(grads, [*ctx.operands, *cotangents])
+
+
+class _Once(Function):
+    """Gradients of a scan: constants to a tape that would differentiate them again."""
+
+    @staticmethod
+    def forward(ctx, count: int, *values: Any) -> Any:
+        return tuple(grad.view_as(grad) for grad in values[:count])
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        raise ValueError(
+            f"trace: at {user_line()} torch's tape differentiates the gradients of a scan again "
+            "(create_graph=True, torch.autograd.functional), which a traced scan has no derivative "
+            "for; wanted a transform, under which scans are written out; fix: "
+            "ft.grad(lambda x: ... ft.grad(f)(x) ...), or torch.func.jvp(ft.grad(f), ...)"
+        )
+
+
+def _once(grads: list[Any], of: Sequence[torch.Tensor]) -> list[Any]:
+    """The gradients, functions of `of`; where a tape records them, it can go no further back."""
+    moving = [i for i, grad in enumerate(grads) if grad is not None]
+    if not torch.is_grad_enabled() or not moving:
+        return grads
+    marked: Any = _Once.apply(len(moving), *(grads[i] for i in moving), *of)
+    for i, grad in zip(moving, marked, strict=True):
+        grads[i] = grad
+    return grads
 
 
 def _reverse(ctx, given: list[Var]) -> tuple[Scan, list[Var]]:
@@ -399,7 +429,7 @@ def _scan(
     leaves, structure = tree.flatten(xs)
     steps = _num_steps(tree.paths(xs), leaves, length)
     recorder = active()
-    if recorder is not None and not compat.transforms_active():
+    if recorder is not None and not _unrolled():
         return traced_scan(recorder, f, init, xs, steps, getattr(f, "__name__", "scan"))
     slices = [leaf.unbind(0) for leaf in leaves]
     carry, ys = init, []
@@ -407,6 +437,11 @@ def _scan(
         carry, y = f(carry, tree.unflatten(structure, [column[step] for column in slices]))
         ys.append(y)
     return carry, tree.map(lambda *rows: torch.stack(rows), *ys) if ys else None
+
+
+def _unrolled() -> bool:
+    """Whether a traced scan is written out: its equation has one derivative, of torch's tape."""
+    return compat.transforms_active() or compat.pushing_forward()
 
 
 def _num_steps(paths: list[str], leaves: list[torch.Tensor], length: int | None) -> int:
@@ -463,7 +498,7 @@ def accumulate(
     def wrapped(*args, **kwargs):
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         recorder = active()
-        if recorder is not None and num_microbatches > 1 and not compat.transforms_active():
+        if recorder is not None and num_microbatches > 1 and not _unrolled():
             one = functools.partial(_one, f, args, kwargs, positions, dtype)
             batch = tuple(_stacked(args[p], num_microbatches, p) for p in positions)
             return _scanned(recorder, one, batch)

@@ -65,6 +65,19 @@ def test_gradients_of_scans(cache):
         torch.testing.assert_close(compiled(w, keys), torch.func.grad(loss)(w, keys))
 
 
+def test_tangents_that_are_zero_are_written_into(cache):
+    """torch's zero tensors have no memory: Inductor failed."""
+    rows = torch.tensor([0, 1, 1])
+
+    def f(x):
+        return torch.ones_like(x).index_put((rows,), x[rows], accumulate=True)
+
+    def push(x, v):
+        return torch.func.jvp(f, (x,), (v,))
+
+    torch.testing.assert_close(ft.jit(push, cache=cache)(X, X), push(X, X))
+
+
 def test_inside_a_larger_program_it_is_the_function():
     inner = eager(lambda x: x + 1)
     program = ft.trace(lambda x: inner(x) * 2)(X)

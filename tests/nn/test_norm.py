@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import functron as ft
 from functron import nn
@@ -117,3 +118,30 @@ def test_rms_norm_of_the_tape_alone_has_derivatives_of_any_order(randn):
     torch.testing.assert_close(normed(x, scale), rms({"scale": scale}, x, 1e-2))
     assert torch.autograd.gradcheck(normed, (x, scale))
     assert torch.autograd.gradgradcheck(normed, (x, scale))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("outer", ["jvp", "dual"])
+def test_the_tangent_of_layer_norm_is_a_function_of_x(randn, outer, bare):
+    """In torch's own it is one of x - mean and of the deviation as constants (2.11 to 2.13)."""
+    params = {} if bare else {"scale": randn(EMBED), "bias": randn(EMBED)}
+    x, v, r = (randn(3, EMBED) for _ in range(3))
+
+    def f(x):
+        return (nn.norm(params, x, eps=1e-5) ** 2 * r).sum()
+
+    def formula(x):
+        full = params or {"scale": torch.ones(EMBED), "bias": torch.zeros(EMBED)}
+        return (layer(full, x, 1e-5) ** 2 * r).sum()
+
+    def tangent(x):
+        if outer == "jvp":
+            return torch.func.jvp(f, (x,), (v,))[1]
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, v))).tangent
+
+    taped = x.clone().requires_grad_()
+    (got,) = torch.autograd.grad(tangent(taped), taped)
+    slope = torch.func.grad(formula)
+    want = torch.func.grad(lambda x: (slope(x) * v).sum())(x)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)

@@ -392,3 +392,25 @@ def test_results_are_like_those_of_torch_also_when_they_are_known(dtype):
 def first_of_each(values):
     """Of each value the place of the first that equals it."""
     return [values.index(value) for value in values]
+
+
+def test_another_tracer_inside_is_refused():
+    """It would see nothing, and torch.func.linearize so gave wrong numbers."""
+
+    def product(x, v):
+        return torch.func.linearize(torch.func.grad(lambda x: (x * x).sum()), x)[1](v)
+
+    with pytest.raises(ValueError, match=r"another tracer .*torch\.func\.jvp"):
+        trace(product)(torch.ones(3), torch.ones(3))
+
+
+def test_tangents_of_zero_have_memory_of_their_own():
+    """torch's zero tensors have none, which compiled code writes into."""
+
+    def f(x):
+        return torch.ones_like(x).index_put((torch.tensor([0, 2, 2]),), x, accumulate=True)
+
+    program = trace(lambda x, v: torch.func.jvp(f, (x,), (v,)))(torch.ones(3, 2), torch.ones(3, 2))
+    ops = [e.op for e in program.block.equations]
+    assert torch.ops.aten.zeros.default in ops
+    assert torch.ops.aten._efficientzerotensor.default not in ops

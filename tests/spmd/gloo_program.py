@@ -118,6 +118,19 @@ def check_derivatives(bound):
 
     compare("hvp", hvp(bound, *local), hvp(MESH, w, x), specs, bound, 1e-10)
 
+    def products(mesh):
+        def program(w, x):
+            v = tree.map(torch.cos, w)
+            moved = torch.func.jvp(ft.grad(lambda w: mlp(w, x)), (w,), (v,))[1]
+            return ft.sync_gradients(moved, specs)
+
+        return ft.shard_map(program, mesh, (specs, P("dp")), specs)
+
+    want = products(MESH)(w, x)
+    compare("hvp inside", products(bound)(*local), want, specs, bound, 1e-10)
+    compiled = ft.jit(products(bound), backend="eager")
+    compare("hvp compiled", compiled(*local), want, specs, bound, 1e-10)
+
 
 def check_bytes_of_broadcasts(bound):
     """A broadcast is one: an all-reduce of zeros would send twice as much."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import functron as ft
 from functron.program.program import interpret
@@ -134,3 +135,42 @@ def test_a_carry_that_changes_is_refused():
 
     with pytest.raises(ValueError, match=r"carry: got \(6,\).*wanted \(3,\)"):
         trace(grows)(torch.ones(4, 3), torch.ones(3))
+
+
+def test_forward_mode_by_dual_numbers_writes_the_scan_out():
+    x, v = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 3, 2)
+
+    def tangent(x, v):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, v)
+            out = ft.scan(lambda c, row: (torch.tanh(c * row), None), dual[0], dual)[0].sum()
+            return forward_ad.unpack_dual(out).tangent
+
+    torch.testing.assert_close(trace(tangent)(x, v)(x, v), tangent(x, v), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("order", ["grad", "functional"])
+def test_a_second_derivative_of_torchs_tape_is_refused(order):
+    """It was zero."""
+
+    def f(x):
+        return ft.scan(lambda c, row: (torch.tanh(c * row), None), x[0], x)[0].sum()
+
+    def product(x, v):
+        if order == "functional":
+            return torch.autograd.functional.hvp(f, x, v)[1]
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (g,) = torch.autograd.grad(f(y), y, create_graph=True)
+            return torch.autograd.grad((g * v).sum(), y)[0]
+
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2)
+    with pytest.raises(ValueError, match=r"differentiates the gradients of a scan again.*ft\.grad"):
+        trace(product)(x, x)
+
+    def once(x):
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            return torch.autograd.grad(f(y), y, create_graph=True)[0].detach()
+
+    torch.testing.assert_close(trace(once)(x)(x), once(x))

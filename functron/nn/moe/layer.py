@@ -318,7 +318,7 @@ def unpermute(
     """
     if kernels.takes("moe_permute", rows, weights):
         return UNPERMUTE(rows, weights, order.assignment, order.slots)
-    if compat.transforms_active():
+    if compat.transforms_active() or compat.pushing_forward():
         scaled = rows * _of_rows(weights, order).unsqueeze(1)
         return add_rows(scaled, order.token, order.slots, whole=order.whole)
     out: Any = _Unpermute.apply(rows, weights, order)
