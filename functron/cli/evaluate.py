@@ -220,7 +220,7 @@ def _is_limited(config: TrainConfig) -> bool:
 
 
 def _competing(config: TrainConfig) -> str:
-    """The tokens that compete for experts, as `MoEConfig.capacity_over`; empty: none."""
+    """The tokens that compete for experts, as ``capacity_over`` of a mixture; empty: none."""
     moe = config.gpt.moe if config.architecture is config.gpt else None
     return moe.capacity_over if moe is not None and moe.capacity_factor else ""
 

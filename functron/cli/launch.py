@@ -77,7 +77,7 @@ class RunOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def problems(self, mesh: Mesh, here: Process | None) -> Iterator[Problem]:
-        """Processes that are not as many as the ranks of `mesh`, which is that of `self.mesh`."""
+        """Processes that are not as many as the ranks of `mesh`, which is that of ``self.mesh``."""
         processes = here.world_size if here else self.nproc
         if processes < 0 or (processes and processes != mesh.size):
             got = f"{processes} for a mesh of {mesh.size}"
@@ -383,8 +383,9 @@ def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """The rank that failed first, and how.
 
     torch orders failures by whole seconds, in which the others have long failed as well for want
-    of the first; so the finer time that `process.record_failure` wrote decides. SIGTERM is what the
-    launcher stops the others with: who died of it is first only where nothing else happened.
+    of the first; so the finer time that `functron.cli.process.record_failure` wrote decides.
+    SIGTERM is what the launcher stops the others with: who died of it is first only where nothing
+    else happened.
     """
     return min(error.failures.items(), key=lambda row: _failure_order(row[1]))
 

@@ -32,7 +32,7 @@ class Process:
         local_rank: from 0, on this machine.
         world_size: the number of processes.
         error_file: where the launcher looks for why this process failed; empty: nowhere.
-        launched_here: whether `launch.launch` started it, which prints that file.
+        launched_here: whether `functron.cli.launch.launch` started it, which prints that file.
         meeting_at: the host that all of them reach, where they meet.
         port: where on it; 0: the environment does not say.
         attempt: the launcher listens there, which started them for so many times before; None: rank
@@ -61,7 +61,7 @@ UNSET = f"unset {' '.join(PLACE)} MASTER_PORT"
 
 
 def current() -> Process | None:
-    """This process among those that torchrun (or `launch.launch`) started; None where none did.
+    """This process among those of torchrun or `functron.cli.launch.launch`; None where of none.
 
     Raises:
         InputError: variables of the environment that say so are none of a launcher's.

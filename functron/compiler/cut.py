@@ -449,9 +449,10 @@ class Piece:
     def program(self, original: Program, donate: Collection[Var] = ()) -> Program:
         """The piece as a program, from flat tensors to flat tensors, which can be compiled.
 
-        Its arguments are those of `block.inputs` that are no axis indices or constants, in order;
-        its result is a list of the block's outputs. `Executable.run` takes the arguments as a list
-        that it empties, so what only this list refers to is freed after its last use.
+        Its arguments are those of ``block.inputs`` that are no axis indices or constants, in order;
+        its result is a list of the block's outputs. `functron.compiler.Executable.run` takes the
+        arguments as a list that it empties, so what only this list refers to is freed after its
+        last use.
 
         Args:
             original: the program that was cut.

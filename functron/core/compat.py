@@ -102,7 +102,7 @@ def _is_plain(cls: type[Function], operands: tuple, named: dict[str, Any]) -> bo
 
 
 def _differentiated(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
-    """`cls.apply(*operands)` at a level of grad, as torch's custom_function_call_grad."""
+    """``cls.apply(*operands)`` at a level of grad, as torch's custom_function_call_grad."""
     lift = interpreter._cptr.lift
     given = (
         lift(functorch.unwrap_if_dead(x)) if isinstance(x, torch.Tensor) else x for x in operands
@@ -146,7 +146,7 @@ def _single_level(cls: type[Function]) -> type:
 
 
 def _mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
-    """`cls.apply(*operands)` at a level of vmap, as torch's custom_function_call_vmap_helper."""
+    """``cls.apply(*operands)`` at a level of vmap, as torch's custom_function_call_vmap_helper."""
     level, given, dims = interpreter.level(), [], []
     for x in operands:
         dim = None

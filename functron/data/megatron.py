@@ -206,7 +206,8 @@ class MegatronWindows(Samples):
         assert self._tables
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, as `Samples.draw` and `TokenWindows.draw` have them.
+        """The samples that come as `numbers`, as `Samples.draw` and
+        `functron.data.TokenWindows.draw` have them.
 
         Raises:
             ValueError: the order has not as many, or an id is none of the model's.

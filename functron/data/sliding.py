@@ -236,7 +236,7 @@ class Sliding:
     def batch(
         self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
     ) -> dict[str, torch.Tensor]:
-        """As `Samples.batch`, of as many rows as `Sliding` was given.
+        """As `functron.data.Samples.batch`, of as many rows as `Sliding` was given.
 
         Returns:
             ``tokens`` and ``targets`` int64 ``[rows, length]`` and ``rows`` int64 ``[rows]``, the

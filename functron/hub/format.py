@@ -335,7 +335,7 @@ class Format:
         max_seq: the entry of config.json with the longest sequence; empty: there is none.
         unused: regular expressions of tensors that the model has no use for.
         copies: regular expressions of tensors that repeat one of our leaves, and its path.
-        ignored: entries of config.json that change nothing, beside `entries.GENERAL`.
+        ignored: entries of config.json that change nothing, beside `functron.hub.entries.GENERAL`.
         family: the architecture.
         naming: in place of `rules`, where names depend on the model or there are several: all of
             them, of which the first is written, by the config and config.json, which may be empty.

@@ -214,7 +214,7 @@ class Chunk:
 
 @dataclass
 class Tensors:
-    """Whole tensors by name, made of chunks: a `files.Source`.
+    """Whole tensors by name, made of chunks: a `functron.hub.files.Source`.
 
     Attributes:
         chunks: of each tensor.

@@ -547,13 +547,13 @@ def cached(
     room: int,
     options: ModelOptions | None = None,
 ) -> tuple[Callable, Callable]:
-    """`generation.prefill` and `generation.extend` over a mesh: ``(start, step)``.
+    """`prefill` and `extend` over a mesh: ``(start, step)``.
 
     ``start(params, tokens, lengths)`` and ``step(params, cache, tokens, places)`` return logits
     ``[batch, vocab_size]`` and the cache, which has room for `room` tokens.
 
     Raises:
-        ValueError: what `generation.check` raises.
+        ValueError: what `check` raises.
     """
     check(config, mesh, options)
     mesh, specs, given = placed(config, mesh, options)

@@ -275,7 +275,7 @@ def merge(params: tree.Tree) -> tree.Tree:
 
     Args:
         params: global values or this rank's shards; or leaves that are read where they are indexed
-            (`checkpoint.StoredLeaf`), which the results then are as well.
+            (`functron.checkpoint.folder.StoredLeaf`), which the results then are as well.
     """
     if not isinstance(params, Mapping):
         return params

@@ -93,7 +93,7 @@ class MambaConfig(TextConfig):
         num_heads: heads of the state space, of `head_dim` each; twice `embed_dim` together in
             Mamba-2.
         head_dim: width of a head of the state space.
-        num_groups: groups of B and C; see `nn.Mamba2Config`.
+        num_groups: groups of B and C; see `functron.nn.mamba.Mamba2Config`.
         state_dim: numbers of state per feature.
         conv_width: tokens that the short convolution sees.
         chunk: tokens per chunk of the state space; the numbers do not depend on it.

@@ -40,7 +40,7 @@ from functron.transforms import Gather
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch; of
 packed documents also ``positions`` and ``segments`` int64 [B, T], see `Sequence`; where tokens have
-several positions (`GPTConfig.rope_sections`) ``positions`` [B, T, their number]."""
+several positions (`functron.gpt.GPTConfig.rope_sections`) ``positions`` [B, T, their number]."""
 
 SAMPLE_AXES = (*DATA_AXES, *CONTEXT_AXES)
 """The axes over which losses are summed: those that split the batch, by samples and by tokens."""
@@ -232,7 +232,7 @@ def check_positions(sequence: Sequence, sections: tuple[int, ...], context: Cont
 
     Args:
         sequence: the rank's tokens.
-        sections: `GPTConfig.rope_sections`.
+        sections: `functron.gpt.GPTConfig.rope_sections`.
         context: how sequences are split.
     """
     shape, tokens = tuple(sequence.positions.shape), tuple(sequence.tokens.shape)
@@ -351,11 +351,11 @@ class ModelOptions:
     * ``norm(params, x, *, eps, zero_centered, kernels) -> y``: as `nn.norm`, of the stream; norms
       of queries and keys are part of attention's projections and stay.
     * ``block(layer, params, x) -> x``, or ``(x, auxiliary)`` where there are experts: a whole
-      block, in the place of `models.block.transformer_block`, whose ten lines are made of the same
-      methods of `layer` (`models.block.Layer`): ``layer.norm``, ``layer.attention``,
-      ``layer.feed_forward``, ``layer.drop``. Where axes of the mesh split sequences x has this
-      rank's tokens, and a block that mixes or chooses tokens by anything but these methods is
-      refused; with a parameter ``context`` it reaches across ranks itself.
+      block, in the place of `functron.models.decoder.transformer_block`, whose ten lines are made
+      of the same methods of `layer` (`functron.models.decoder.Layer`): ``layer.norm``,
+      ``layer.attention``, ``layer.feed_forward``, ``layer.drop``. Where axes of the mesh split
+      sequences x has this rank's tokens, and a block that mixes or chooses tokens by anything but
+      these methods is refused; with a parameter ``context`` it reaches across ranks itself.
 
     Attributes:
         stream: `gpt.STREAM` or `gpt.SEQUENCE_PARALLEL_STREAM`.
@@ -367,7 +367,7 @@ class ModelOptions:
         experts: the axes that experts are divided over, as the rules have it; see `gpt.rules`.
         kernels: which operations CUDA kernels of functron compute; see `functron.ops.use`.
         products: what computes the products of attention's projections, of feed-forward layers and
-            of experts: quantised ones, as `functron.precision.products` makes them.
+            of experts: quantised ones, as `functron.precision.quantised` makes them.
         loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
             backward: they take memory for so many tokens alone; 0: of all, once.
         axes: the axes over which losses are summed; without one that splits samples, each rank

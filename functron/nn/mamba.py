@@ -159,7 +159,7 @@ class Mamba2Config:
             heads of a group.
         state_dim: numbers of state per feature.
         conv_width: how many tokens the convolution sees.
-        chunk: tokens per chunk of `nn.ssd`.
+        chunk: tokens per chunk of `ssd`.
         bias: biases on the projections in and out.
         conv_bias: biases on the convolution.
         norm_eps: epsilon of the gated norm.

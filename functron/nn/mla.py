@@ -75,7 +75,7 @@ class MLAConfig:
         bias: biases on the down and output projections.
         norm_eps: epsilon of the latents' RMSNorms.
         softmax_factor: multiplies 1 / sqrt(nope_head_dim + rope_head_dim); under yarn
-            `RopeScaling.softmax_factor`.
+            `functron.nn.RopeScaling.softmax_factor`.
         interleaved: the layout of the rotated dims; see `functron.nn.attention`. DeepSeek's weights
             have the interleaved one.
 

@@ -316,8 +316,8 @@ def _no_flex(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels, on: Gpu | None) 
 def _no_cudnn(q: Tensor, k: Tensor, v: Tensor, on: Gpu) -> str:
     """Why cuDNN does not compute a block; empty where it does.
 
-    These are torch's conditions (`sdp_utils.cpp`, 2.11 to 2.13): what it can, and where it is both
-    right for all lengths and faster, which is what torch's own choice goes by.
+    These are torch's conditions (``sdp_utils.cpp``, 2.11 to 2.13): what it can, and where it is
+    both right for all lengths and faster, which is what torch's own choice goes by.
     """
     major, minor = on.capability
     widest = 256 if on.capability == (9, 0) else 128

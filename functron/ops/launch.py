@@ -47,7 +47,7 @@ class Launcher:
         defines: Mapping[str, str] = _NO_DEFINES,
         shared_bytes: int = 0,
     ) -> None:
-        """Run ``kernel`` of ``kernels/<source>.cu``, as `functron.ops.define.Launch` says.
+        """Run ``kernel`` of ``kernels/<source>.cu``, as ``Launch`` of define.py says.
 
         It is compiled and loaded at the first call on a device, and returns before it is done.
 

@@ -171,7 +171,7 @@ PERMUTE = define(
     gradient=_transpose(lambda: ADD_ROWS),
 )
 """y[r] = x[source[r]], zeros where source[r] < 0. Of x [N, D] and int64 source [R]; slots [N, K]
-are, for each token, the rows with its number, then -1, as in `spmd.rows.copy_rows`."""
+are, for each token, the rows with its number, then -1, as in `functron.spmd.ragged.copy_rows`."""
 
 ADD_ROWS = define(
     "moe_add_rows(Tensor rows, Tensor source, Tensor slots) -> Tensor",

@@ -430,7 +430,7 @@ def cubin(source: Source, defines: Defines, arch: str, folder: Path | None = Non
         folder: of the files; None: `default_folder`.
 
     Raises:
-        ValueError, CompileError: as `nvrtc.compile_source`.
+        ValueError, CompileError: as `compile_source`.
     """
     check_arch(arch)
     check_defines(source, defines)

@@ -164,7 +164,7 @@ def adamw(
         learning_rate: a number, or a schedule: a function of the count of updates so far.
         b1, b2, eps, mu_dtype, nu_dtype, quantised: see `scale_by_adam`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
-        kernels: whether the kernel of "adamw" is used; see `functron.ops.define.use`.
+        kernels: whether the kernel of "adamw" is used; see `functron.ops.use`.
     """
     plain = chain(
         scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype, nu_dtype=nu_dtype, quantised=quantised),

@@ -690,7 +690,7 @@ def make_optimizer(
         total_steps: the count at which a weight decay that changes is what it is to be.
         counted: makes a schedule of that count one of the updates, such as `schedules.by_samples`;
             None: they are the same.
-        kernels: whether "adamw" and "global_norm" are kernels; see `functron.ops.define.use`.
+        kernels: whether "adamw" and "global_norm" are kernels; see `functron.ops.use`.
 
     Raises:
         ValueError: listing everything that `optimizer_problems` finds; `defs` is missing; or blocks

@@ -53,7 +53,7 @@ def global_norm(
         copies: how many ranks of a pipeline hold each leaf (a tree or prefix tree of numbers), as
             `pipeline.Partition.copies` says.
         kernels: whether sums are made by the kernel of "global_norm", which has the same bits on
-            every GPU; see `functron.ops.define.use`.
+            every GPU; see `functron.ops.use`.
 
     Raises:
         ValueError: no specs on a mesh; or a leaf varies over an axis that its spec lacks, where a
@@ -295,7 +295,7 @@ def _leaves(value: tree.Tree, specs: tree.Tree, copies: tree.Tree) -> list[tuple
 
 
 def _by_part(leaves: Sequence[tuple], layers: Layers, over: Sequence[str]) -> torch.Tensor:
-    """This rank's shares of the sums of squares, one for each of `layers.names`; float64."""
+    """This rank's shares of the sums of squares, one for each of ``layers.names``; float64."""
     whole: dict[str, torch.Tensor] = {}  # by part
     stacks: dict[str, torch.Tensor] = {}  # by entry, [layers that this process holds]
     for path, leaf, spec, count in leaves:

@@ -1,6 +1,6 @@
 """Partitioning: functions of whole values, and annotations, to the per-rank program of any mesh.
 
-`partition.partition` makes the program: it traces the function in `global_view`, finds where values
+`partition` makes the program: it traces the function in `global_view`, finds where values
 lie (`propagate`, by the `rules` of operations and the `placement`s that they allow), and runs
 equations on `shards`. `module` makes functions of modules, and `search` finds specs of parameters.
 """

@@ -439,8 +439,8 @@ def attention(site: Site, *args, **kwargs):
 def dispatched(site: Site, *operands):
     """The experts' results of this rank's tokens, which axes that split experts send to them.
 
-    Collectives: those of `functron.nn.moe.dispatched`. Over an axis that splits the experts' hidden
-    dim results are parts of a sum.
+    Collectives: those of `functron.nn.moe.layer.dispatched`. Over an axis that splits the experts'
+    hidden dim results are parts of a sum.
     """
     op, axes = site.op, tuple(site.names("e"))
     count = len(operands) - 4

@@ -56,10 +56,10 @@ def encoder(
 ) -> Callable[[tree.Tree, tree.Tree], tree.Tree]:
     """``(params, specs)`` to their codes, a per-rank program without a derivative.
 
-    Codes are a tree like the parameters, for `functron.transforms.fsdp.attached`: `Encoded` where
-    there is a ``ParamDef.matrix``, None elsewhere. Collectives: with ``scaling=global``, one pmax
-    for each set of axes that split what shares a scale, of 4 bytes for each scale of tensors and
-    rows; with ``scaling=local``, over the axes of fully sharded parameters alone.
+    Codes are a tree like the parameters, for ``attached`` of functron/transforms/fsdp.py: `Encoded`
+    where there is a ``ParamDef.matrix``, None elsewhere. Collectives: with ``scaling=global``, one
+    pmax for each set of axes that split what shares a scale, of 4 bytes for each scale of tensors
+    and rows; with ``scaling=local``, over the axes of fully sharded parameters alone.
 
     Args:
         recipe: one without `problems`.

@@ -329,7 +329,7 @@ class BoundAxis:
     ) -> torch.Tensor:
         """x of the rank that sends here under `perm`; zeros where none does.
 
-        Without `wait` it may still be on its way; `_c10d_functional.wait_tensor` gives it.
+        Without `wait` it may still be on its way; ``_c10d_functional.wait_tensor`` gives it.
         """
         return permuted(x, perm, self.index, self.size, self.group, wait)
 
@@ -379,7 +379,7 @@ class Scope:
             an input of the program; shard_map then runs the program of one rank, on its shards.
         stages: the axis whose ranks run different programs, if there is one.
         shares: in a simulation that is checked, a level of size 1 at which ranks' shares of
-            gradients are batched, and so is what is computed from them (`spmd.replication`).
+            gradients are batched, and so is what is computed from them (`functron.spmd.simulate`).
         named: collects the axes that programs name; None: nobody asks.
     """
 

@@ -118,7 +118,14 @@ class Mesh:
         return Mesh(**{axis: size for axis, size in self.axes if axis != name})
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The position of `rank` on every axis."""
+        """The position of `rank` on every axis.
+
+        Of a bound mesh ``coordinate`` is no method: it is this dict, of this process's own rank
+        (`functron.BoundMesh`).
+
+        >>> Mesh(dp=2, tp=4).coordinate(5)
+        {'dp': 1, 'tp': 1}
+        """
         out = {}
         for name, size in reversed(self.axes):
             rank, out[name] = divmod(rank, size)
@@ -223,7 +230,8 @@ class BoundMesh:
     Attributes:
         mesh: the names and sizes.
         rank: this process's rank.
-        coordinate: this process's position on every axis.
+        coordinate: this process's position on every axis, ``mesh.coordinate(rank)``: a dict, where
+            that of a `Mesh`, which has many ranks, is a method of a rank.
         groups: the process group of every axis, by its torch.distributed name: the same name on
             every rank.
         device_type: where the tensors of collectives live.

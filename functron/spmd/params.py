@@ -227,6 +227,8 @@ def init_params(
     Each leaf's key is `key` folded with a checksum of its path, so adding a parameter does not
     change the others. On a bound mesh only this rank's shards are generated.
 
+    `functron.init_state` of the same key has other ones: those of ``random.split(key)[0]``.
+
     Args:
         key: a key of `functron.random`; values are made on its device.
         defs: the tree of `ParamDef`.

@@ -575,7 +575,7 @@ def read_megatron(path: Path, *, model: str | None = None) -> tuple[config.Train
             they are there.
 
     Raises:
-        ValueError: as `hub.megatron_files.open_checkpoint`, `hub.megatron.config_of` and `load`; or
+        ValueError: as `hub.megatron_files.open_checkpoint`, `config_of` and `load`; or
             what the checkpoint says of samples, steps and schedule does not fit together.
     """
     opened = open_checkpoint(path)

@@ -415,7 +415,7 @@ def clock_jump(seconds: float) -> Iterator[None]:
 Moment = Literal[
     "open", "restored", "step", "evaluate", "save", "write", "written", "commit", "committed"
 ]
-"""The moments of a run: `functron.training.run.prepare` and `Run.at` say when each is."""
+"""The moments of a run; ``prepare`` and ``Run.at`` of functron/training/run.py say when each is."""
 
 
 @dataclass(frozen=True)

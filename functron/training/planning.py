@@ -121,7 +121,7 @@ class Choices:
             self.known[key] = made()
         return self.known[key]
 
-    # --- as of `functron.plan.search.Model`
+    # --- as of ``Model`` of functron/plan/search.py
 
     @property
     def capacity_bytes(self) -> int:

@@ -123,7 +123,7 @@ def resized(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
 
 
 def usable_sizes(config: TrainConfig) -> tuple[int, ...]:
-    """Those of the sizes in `config.elastic` among which batches can be divided equally."""
+    """Those of the sizes in ``config.elastic`` among which batches can be divided equally."""
     elastic = Elastic.parse(config.elastic)
     found = (size for size in elastic.sizes if resized(config, elastic.axis, size) is not None)
     return tuple(found)

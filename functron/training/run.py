@@ -50,8 +50,8 @@ class Run:
         device: where it runs.
         start: steps taken already.
         held_out: sets that are evaluated, none without `eval_every`.
-        held_out_loss: of `evaluation.loss_program`, which evaluates them; None without.
-        notes: what of its checkpoint was converted, or begins anew, in words.
+        held_out_loss: of `functron.training.evaluation.loss_program`, which evaluates them; None
+        without. notes: what of its checkpoint was converted, or begins anew, in words.
         begun_from: the checkpoint that it began with, or went on from; None: random parameters.
         around: what every program of a step is wrapped in, such as `functron.training.faults`.
         at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
@@ -151,8 +151,9 @@ class Run:
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """The loss, perplexity and number of targets of every held-out set, by its name.
 
-        Collective. Collectives: those of `evaluation.loss_program`, batch by batch; and before,
-        where averages are evaluated that ZeRO divides, one all-gather per leaf and axis.
+        Collective. Collectives: those of `functron.training.evaluation.loss_program`, batch by
+        batch; and before, where averages are evaluated that ZeRO divides, one all-gather per leaf
+        and axis.
         """
 
         def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:

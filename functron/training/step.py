@@ -71,6 +71,9 @@ def init_state(
 ) -> State:
     """The state before the first step: the same numbers on every mesh.
 
+    Its parameters are not those of ``init_params(key, defs)``: one half of the key makes them,
+    ``init_params(random.split(key)[0], defs)``, and the other is the state's, for its steps.
+
     Args:
         key: a key of `functron.random`; the state lives on its device.
         defs: the parameters' `ParamDef`s.
@@ -301,17 +304,19 @@ def pipelined_gradients(
 ) -> Sharing:
     """`gradients` of a model whose stages are divided among the ranks of `axis`.
 
-    On a bound mesh the state is that of the parameters that `Partition.local_defs` says this rank
-    holds, and the optimizer's gradient norm must know `Partition.copies`. The dtype in which
-    gradients are added up is that of `stages`; where these are compiled on a bound mesh, the update
-    is too. Of a simulated mesh, `jit` compiles the whole step instead.
+    On a bound mesh the state is that of the parameters that
+    `functron.pipeline.Partition.local_defs` says this rank holds, and the optimizer's gradient norm
+    must know `functron.pipeline.Partition.copies`. The dtype in which gradients are added up is
+    that of `stages`; where these are compiled on a bound mesh, the update is too. Of a simulated
+    mesh, `jit` compiles the whole step instead.
 
     Args:
         stages: the stages under a schedule, which cuts the batch; they share ``(key, total)``: the
             step's key, and the number of targets by which the last stage divides its loss. Metrics
             have ``aux`` where it returns a pair with that.
         num_targets, reduce_dtype, hoist, scatter, encode: as in `gradients`. Parameters that
-            `Partition.spread` divides among the ranks of `axis` are reduced at the end in any case.
+            `functron.pipeline.Partition.spread` divides among the ranks of `axis` are reduced at
+            the end in any case.
         trainable: as in `gradients`, of what this process holds; all, where something is spread.
         axis: the mesh axis of the pipeline's ranks.
 
@@ -536,7 +541,7 @@ def _measured(
     specs: tree.Tree,
     copies: tree.Tree,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The norms for the metrics, and what `optimizer.step_` need not compute again."""
+    """The norms for the metrics, and what ``optimizer.step_`` need not compute again."""
     if norms is None:
         return {}, {}
     wanted, counted = optimizer.grad_specs(specs), tree.partition(grads, norms.of)[0]

@@ -202,7 +202,7 @@ def sync_gradients(
             computed of it: sums, multiples, other dtypes.
         specs: a prefix tree of the specs with which they come: the parameters'.
         into: the specs of the results: `specs` with axes appended, such as those of
-            `optim.shard_specs`. Dims that they do not divide are padded (`spmd.shards`).
+            `optim.shard_specs`. Dims that they do not divide are padded (`functron.spmd.spec`).
         dtype: reduce in this dtype, such as torch.float32 for bfloat16 gradients, which arrive so
             then, or torch.bfloat16 for float32 ones, which halves the bytes and rounds every rank's
             share: results are of the wider of both dtypes. None: the gradients' own.

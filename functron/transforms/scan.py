@@ -477,7 +477,8 @@ def accumulate(
 
     Microbatch m is every `num_microbatches`-th sample from sample m on, of a rank's own contiguous
     part of a batch as of the whole: the ranks' microbatches m together are the same samples on
-    every mesh, as losses need that couple those of a microbatch (`MoEConfig.aux` "batch").
+    every mesh, as losses need that couple those of a microbatch (`functron.nn.moe.MoEConfig.aux`
+    "batch").
 
     Args:
         f: returns a tree of tensors, such as ``(loss, gradients)``.
