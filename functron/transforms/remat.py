@@ -260,6 +260,13 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 _aten = torch.ops.aten
+_EMPTIES = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 
 
@@ -270,7 +277,7 @@ class Memory:
         policy: what to keep.
         state: "fresh" until the forward run, "kept" until the backward run, then "spent". A later
             backward run (``retain_graph=True``) computes everything again.
-        steps: the operations of the forward run, except views.
+        steps: the operations of the forward run that `counts` counts.
         kept: results, by step.
         tied: the positions of operands that backward ties to the cotangent, in a traced program.
         diverged: what to say if the two runs differed and kept results could not be used.
@@ -305,8 +312,12 @@ class Memory:
             warnings.warn(self.diverged, stacklevel=2)
 
     def counts(self, func) -> bool:
-        """Whether `func`, about to run, is a step: not a view or a question for a device."""
-        return not func.is_view and func.namespace != "prim" and _depth() == self.depth
+        """Whether `func`, about to run, is a step: not a view or a question for a device.
+
+        Nor memory without numbers, which rules of derivatives ask for where a tape is kept alone.
+        """
+        other = func.is_view or func in _EMPTIES or func.namespace == "prim"
+        return not other and _depth() == self.depth
 
     def watch(self) -> contextlib.AbstractContextManager:
         """The mode under which the function must run now."""

@@ -653,7 +653,7 @@ def test_a_step_is_differentiated_as_what_it_computes(mesh):
     torch.testing.assert_close(state.params, params, rtol=0, atol=0)
 def test_the_parameters_of_a_state_are_those_of_half_of_its_key():
     """As the docstrings of init_state and init_params say."""
-    defs, key = {"w": ft.ParamDef((2, 3), (None, None), ft.params.normal(1.0))}, random.key(3)
+    defs, key = {"w": ft.ParamDef((2, 3), (None, None), ft.params.Normal(1.0))}, random.key(3)
     state = ft.init_state(key, defs, {"w": P()}, optim.sgd(0.1), Mesh())
     assert torch.equal(state.params["w"], ft.init_params(random.split(key)[0], defs)["w"])
     assert not torch.equal(state.params["w"], ft.init_params(key, defs)["w"])

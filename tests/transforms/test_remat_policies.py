@@ -582,3 +582,21 @@ def test_integers_among_the_results(policy):
         grads, counted = ft.shard_map(gradient, mesh, (P(), P("dp")), P())(W, X)
         torch.testing.assert_close(grads, plain)
         assert counted == layer(W, X)[1]
+
+
+def test_a_rule_with_a_derivative_of_its_own_runs_the_same_operations_twice():
+    """Its tape asks for memory without numbers, in backward alone: what was kept was made again."""
+
+    rule = ft.custom_vjp(torch.sin, lambda x: (x.sin(), x), lambda x, dy: (dy * x.cos(),))
+
+    def f(w, x):
+        return (rule(x @ w) @ w).square().sum()
+
+    def products(f):
+        program = trace(ft.grad(f))(W, X)
+        torch.testing.assert_close(program(W, X), torch.func.grad(f)(W, X))
+        return sum(equation.name == "mm" for equation in program.block.equations)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert products(ft.remat(f, policy=policies.dots)) == products(f)
