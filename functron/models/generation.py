@@ -252,6 +252,9 @@ Steps = Generator[Tensor, Tensor, None]
 """Gives the logits of the next token, is sent what was drawn, and goes on."""
 
 
+_COLD = 1e-3  # below it quotients may be too large for a dtype, and the temperature too small
+
+
 @dataclass(frozen=True)
 class Draw:
     """How a token is drawn from logits: the filters of transformers, in their order.
@@ -294,10 +297,18 @@ class Draw:
         """
         if self.temperature == 0 or key is None:
             return logits.argmax(-1)
-        logits = self.filtered(logits / self.temperature)
+        logits = self.filtered(self.scaled(logits))
         # the argmax of logits plus Gumbel noise is a draw from their softmax
         noise = random.uniform(key, logits.shape, minval=1e-20, index=(rows, None))
         return (logits - (-noise.log()).log()).argmax(-1)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """The logits over the temperature, up to a constant, whatever small number that is."""
+        if self.temperature >= _COLD:
+            return logits / self.temperature
+        # quotients beyond float32 are of tokens that are never drawn; the likeliest has 0
+        below = logits.double() - logits.max(-1, keepdim=True).values.double()
+        return (below / self.temperature).to(torch.promote_types(logits.dtype, torch.float32))
 
     def filtered(self, logits: Tensor) -> Tensor:
         """The logits, with -inf for tokens that are not drawn."""

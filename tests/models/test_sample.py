@@ -10,6 +10,7 @@ import torch
 
 import functron as ft
 from functron import gpt, random
+from functron.models.generation import Draw
 
 CONFIG = gpt.GPTConfig(
     vocab_size=11,
@@ -169,3 +170,14 @@ def test_stops(weights):
         assert all(token == stop for token in row[2 + end :])
     assert ends[0] <= 2
     assert out.shape[1] == 2 + max(ends)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_cold_draws_are_the_likeliest_token(dtype, filters):
+    """Logits over 1e-38 and less are infinite in float32, and 1e-46 is 0 there."""
+    logits = torch.tensor([[1.0, 5.0, 6.0, -3e4], [70.0, 2.0, 3.0, 60.0]], dtype=dtype)
+    for temperature in (1e-6, 1e-20, 1e-38, 1e-40, 1e-46, 5e-324):
+        draw = Draw(temperature, **filters)
+        for seed in range(4):
+            assert draw(logits, random.key(seed), torch.arange(2)).tolist() == [2, 0]
