@@ -12,7 +12,7 @@ import torch
 from functron.compiler.executable import Backend, Executable, describe
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.errors import Problem, dataclass_fix, public, raise_problems, refuse
 from functron.program.equations import canonical_strides
 from functron.program.order import divided
 from functron.program.program import Program
@@ -52,6 +52,9 @@ def jit(
     the kernels. Over a simulated mesh, the simulation of all ranks is compiled.
 
     From its first call on the C library keeps the memory that this process frees, up to 2 GiB.
+
+    It takes the place of torch.compile: dynamo cannot trace this library's context variables, so
+    that ``torch.compile(f, fullgraph=True)`` of a function that calls a model raises.
 
     Without `fn` it is a decorator: ``@jit(donate=0)``.
 
@@ -296,6 +299,8 @@ def _unhashable(args: tuple) -> str:
         try:
             hash(_abstract(leaf))
         except TypeError:
-            kind = type(leaf).__name__
+            kind, fix = type(leaf).__name__, dataclass_fix(leaf)
+            if fix:
+                return f"got a {kind} as argument {path}; wanted a tree of tensors; fix: {fix}"
             return f"got a {kind} as argument {path}; wanted a tensor, or what can be hashed"
     raise AssertionError("every leaf can be hashed")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -159,10 +160,14 @@ _LISTED = 30
 """More names than these do not help who looks for one."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The sentence that suggests the known name closest to `name`, of many no others."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
+def nearest(name: str, known: Iterable[str], first: Iterable[str] = ()) -> str:
+    """The sentence that suggests the known name closest to `name`, of many no others.
+
+    One of `first` where one is close to it, and these are listed before others.
+    """
+    own = sorted(first)
+    names = [*own, *sorted(set(known) - set(own))]
+    close = difflib.get_close_matches(name, own, n=1) or difflib.get_close_matches(name, names, n=1)
     if close and len(names) > _LISTED:
         return f"did you mean {close[0]!r}?"
     listed = ", ".join(names[:_LISTED]) or "none"
@@ -291,12 +296,44 @@ def public(fn: F) -> F:
                 raise_problems(f"{fn.__name__} cannot use these arguments", found, TypeError)
             return fn(*args, **kwargs)
         except Exception as error:
+            told = _of_dataclass(fn.__name__, error)
             if not _full.get():
-                _trim(error)
+                _trim(told or error)
+            if told is not None:
+                raise told from None
             raise  # without an argument, so that this frame is not added again
 
     made: Any = call
     return made
+
+
+def dataclass_fix(value: object) -> str:
+    """How to make a tree of a dataclass with tensors in it; "" for anything else."""
+    cls = type(value)
+    if not dataclasses.is_dataclass(cls) or cls.__module__.partition(".")[0] == "functron":
+        return ""
+    if not any(_has_tensor(getattr(value, f.name, None)) for f in dataclasses.fields(cls)):
+        return ""
+    return (
+        f"{cls.__name__} is a dataclass, which trees take for one leaf: call "
+        f"functron.tree.register_dataclass({cls.__name__}) once, or make it a typing.NamedTuple"
+    )
+
+
+def _has_tensor(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensor, value))
+    if isinstance(value, Mapping):
+        return any(map(_has_tensor, value.values()))
+    return hasattr(value, "dtype") and hasattr(value, "untyped_storage")
+
+
+def _of_dataclass(name: str, error: Exception) -> TypeError | None:
+    """What an attribute that a dataclass lacks means, where a tensor was wanted."""
+    value = error.obj if isinstance(error, AttributeError) else None
+    fix = "" if value is None else dataclass_fix(value)
+    got = f"{name}: got a {type(value).__name__}; wanted a tensor, or a tree of them; fix: {fix}"
+    return TypeError(got) if fix else None
 
 
 def made_public(value: Any) -> Any:

@@ -7,6 +7,7 @@ no leaf.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import zlib
@@ -48,6 +49,34 @@ def leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list:
 def structure(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Structure:
     """The structure of `tree`, without its leaves."""
     return optree.tree_structure(tree, is_leaf=is_leaf)
+
+
+def register_dataclass(cls: type) -> type:
+    """Have trees take instances of a dataclass for nodes, whose children are its fields.
+
+    As `jax.tree_util.register_dataclass`; also a decorator. A field's name is its part of a path.
+    It is known to this process from then on, as classes are: call it where the class is defined.
+
+    Raises:
+        TypeError: it is no dataclass, or a field is no argument of it.
+        ValueError: it is registered already.
+    """
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise TypeError(f"register_dataclass: got {cls!r}; wanted a class made by @dataclass")
+    fields = dataclasses.fields(cls)
+    if bad := [field.name for field in fields if not field.init]:
+        raise TypeError(
+            f"register_dataclass: got {cls.__name__} with fields {bad} that its instances are not "
+            "made of; wanted fields that are arguments; fix: make those properties"
+        )
+    names = tuple(field.name for field in fields)
+    optree.register_pytree_node(
+        cls,
+        lambda value: (tuple(getattr(value, name) for name in names), None, names),
+        lambda _, children: cls(**dict(zip(names, children, strict=True))),
+        namespace=optree.registry.__GLOBAL_NAMESPACE,
+    )
+    return cls
 
 
 def path_string(path: tuple) -> str:

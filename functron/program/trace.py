@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, dataclass_fix, public, raise_problems
 from functron.program.equations import Block, Input, Output, Scan, Var, contiguous_strides
 from functron.program.program import Program
 from functron.program.recorder import Recorder, active
@@ -127,6 +127,15 @@ class _Trace:
     def program(self) -> Program:
         leaves, structure = tree.flatten(self.args)
         paths = tree.paths(self.args)
+        raise_problems(
+            "trace cannot see into these arguments",
+            [
+                Problem(f"argument {path}", type(leaf).__name__, "a tree of tensors", fix)
+                for path, leaf in zip(paths, leaves, strict=True)
+                if (fix := dataclass_fix(leaf))
+            ],
+            TypeError,
+        )
         specs = self._specs(leaves, paths)
         inputs: list[Input] = []
         fakes: list[Any] = []

@@ -479,7 +479,7 @@ def lookup(names: AxisNames) -> list[Axis]:
         if name not in bound and name not in STANDARD_AXES:
             raise ValueError(
                 f"unbound axis name {name!r} at {user_line()}: "
-                f"{nearest(name, {*bound, *STANDARD_AXES})}"
+                f"{nearest(name, {*bound, *STANDARD_AXES}, bound)}"
             )
         axis = bound.get(name)
         if axis is not None:

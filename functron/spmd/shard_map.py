@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
 from functron.core.closure import hoist
-from functron.core.errors import Problem, nearest, public, raise_problems
+from functron.core.errors import Problem, dataclass_fix, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
     AxisNames,
@@ -477,7 +477,8 @@ class Mapped:
                 got = "a tensor with the static spec None"
                 kinds.append(Problem(where, got, "P() or another P"))
             elif spec is not None and (not isinstance(leaf, (bool, int, float)) or spec_axes(spec)):
-                kinds.append(Problem(where, f"{kind} with {spec}", "a tensor", "spec None"))
+                fix = dataclass_fix(leaf) or "spec None"
+                kinds.append(Problem(where, f"{kind} with {spec}", "a tensor", fix))
         raise_problems(f"shard_map cannot shard the arguments of {self.name}", sizes)
         raise_problems(f"shard_map: arguments of {self.name}", kinds, TypeError)
 

@@ -98,7 +98,12 @@ def problems(
     seen: set[str] = set()
     for name in spec_axes(spec):
         if name not in known:
-            yield Problem(path, f"{spec}", f"axes of the mesh {from_mesh}", nearest(name, known))
+            yield Problem(
+                path,
+                f"{spec}",
+                f"axes of the mesh {from_mesh}",
+                nearest(name, known, mesh.axis_names),
+            )
         if name in seen:
             yield Problem(path, f"{spec}", f"axis {name!r} at most once", "split one dim by it")
         seen.add(name)

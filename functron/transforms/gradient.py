@@ -15,7 +15,7 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.closure import hoist
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, dataclass_fix, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
 from functron.spmd.axes import SimulatedAxis, TracedAxis, scope, user_line
@@ -331,7 +331,7 @@ def _check_leaves(paths: list[str], leaves: list) -> None:
                 path,
                 str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__,
                 "a floating-point tensor",
-                "pass it as another argument, outside argnums",
+                dataclass_fix(leaf) or "pass it as another argument, outside argnums",
             )
             for path, leaf in zip(paths, leaves, strict=True)
             if not tree.is_float(leaf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import functron as ft
 from functron import tree
 
 
@@ -185,3 +187,45 @@ def test_size_and_nbytes():
     assert tree.size(value) == 12 + 1 + 10**12 + 4
     assert tree.nbytes(value) == 96 + 2 + 4 * 10**12 + 16
     assert tree.size({}) == tree.nbytes(None) == 0
+
+
+@dataclasses.dataclass
+class Unregistered:
+    w: torch.Tensor
+
+
+def test_a_dataclass_of_tensors_is_refused_with_how_to_register_it():
+    value = Unregistered(torch.ones(3))
+
+    def loss(p):
+        return (p.w**2).sum()
+
+    f = ft.shard_map(loss, ft.Mesh(dp=3), ft.P(), ft.P())
+    calls = (
+        lambda: ft.grad(loss)(value),
+        lambda: ft.trace(loss)(value),
+        lambda: ft.jit(loss, backend="eager")(value),
+        lambda: f(value),
+        lambda: ft.params.num_params(value),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match=r"tree\.register_dataclass\(Unregistered\)"):
+            call()
+
+
+def test_registered_dataclasses_are_trees():
+    @tree.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Weights:
+        w: torch.Tensor
+        b: dict
+
+    value = Weights(torch.arange(3.0), {"x": torch.ones(())})
+    assert tree.paths(value) == ["w", "b/x"]
+    grads = ft.grad(lambda p: (p.w**2 * p.b["x"]).sum())(value)
+    assert isinstance(grads, Weights)
+    torch.testing.assert_close((grads.w, grads.b["x"]), (2 * value.w, torch.tensor(5.0)))
+    f = ft.shard_map(lambda p: p.w * 2, ft.Mesh(dp=3), (Weights(ft.P("dp"), ft.P()),), ft.P("dp"))
+    assert torch.equal(f(value), 2 * value.w)
+    with pytest.raises(TypeError, match="made by @dataclass"):
+        tree.register_dataclass(dict)
