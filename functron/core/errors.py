@@ -329,7 +329,7 @@ def _has_tensor(value: object) -> bool:
 
 
 def _of_dataclass(name: str, error: Exception) -> TypeError | None:
-    """What an attribute that a dataclass lacks means, where a tensor was wanted."""
+    """The meaning of an attribute that a dataclass lacks, where a tensor was wanted; else None."""
     value = error.obj if isinstance(error, AttributeError) else None
     fix = "" if value is None else dataclass_fix(value)
     got = f"{name}: got a {type(value).__name__}; wanted a tensor, or a tree of them; fix: {fix}"

@@ -18,7 +18,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems
 from functron.program.equations import Block, Code, Equation, Input, Output, Scan, Var
-from functron.spmd.simulate import LOSS_FIX, share_problem
+from functron.spmd.simulate import LOSS_FIX, share_problem, unreduced
 from functron.spmd.spec import spec_axes
 
 _EQUAL_AFTER = {"psum", "pmax", "pmin", "pbroadcast", "all_gather", "assume_replicated"}
@@ -221,27 +221,20 @@ def _draws(equation: Equation) -> bool:
 
 def _outputs(program: Code, inferred: _Inference) -> list[Problem]:
     """Outputs that vary over an axis that their spec lacks."""
-    return [
-        _varying_output(output, axis, inferred)
+    return unreduced(
+        (output.path, axis, output.spec, _lines(output, axis, inferred))
         for output in program.outputs
         if output.spec is not None and isinstance(output.value, Var)
         for axis in inferred.axes
         if axis in inferred.values[output.value] and axis not in spec_axes(output.spec)
-    ]
+    )
 
 
-def _varying_output(output: Output, axis: str, inferred: _Inference) -> Problem:
+def _lines(output: Output, axis: str, inferred: _Inference) -> str:
     origin = inferred.values[output.value][axis]
     maker = inferred.makers.get(output.value)
     made = maker.where.line if maker is not None else ""
-    return Problem(
-        f"output {output.path}" if output.path else "output",
-        f"a value that varies over {axis!r}{f', made at {made}' if made else ''}"
-        f"{_since(origin, made)}",
-        f"one replicated over {axis!r}, as its out_spec {output.spec} declares",
-        f"reduce it with lax.psum(..., {axis!r}) (or pmean, all_gather) before returning it; if it "
-        f"is a gradient, call sync_gradients; or put {axis!r} in its out_spec",
-    )
+    return (f", made at {made}" if made else "") + _since(origin, made)
 
 
 def _since(origin: Origin, made: str) -> str:

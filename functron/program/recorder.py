@@ -47,7 +47,7 @@ from functron.program.equations import (
     write_view,
 )
 from functron.spmd.axes import user_line
-from functron.spmd.simulate import depends_on_data, draws_randomly
+from functron.spmd.simulate import depends_on_data, draws_randomly, takes_functions
 
 
 def functional_form(func) -> Any:
@@ -263,6 +263,8 @@ class Recorder(TorchDispatchMode):
         constants: real tensors that the program uses without having been passed them, by `Var`.
     """
 
+    supports_higher_order_operators = True  # to refuse them in words
+
     def __init__(self):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -419,6 +421,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise ValueError(f"trace: at {_line()} the program {takes_functions(func.name())}")
         if compat.proxies_active():
             _refuse_proxies()
         stops = keeper() is not None and func is _aten.detach.default

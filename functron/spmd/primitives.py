@@ -108,6 +108,8 @@ class _Primitive(Function):
         """Apply this primitive to `x` over `axis`."""
         line = axis.line() if isinstance(axis, BoundAxis) else None
         call = Call(axis, perm, must_vary, dtypes, summed, equal, source, wait, line)
+        if torch._C._len_torch_function_stack():  # of which one may ask for lines
+            return torch.overrides.handle_torch_function(cls.apply, (x,), x, axis.token, call)
         out: Any = cls.apply(x, axis.token, call)
         return out
 

@@ -44,6 +44,7 @@ from functron.spmd.simulate import (
     check_outputs,
     run_ranks,
     taught,
+    taught_key,
 )
 from functron.spmd.spec import P, dim_axes, is_spec, spec_axes, validate
 from functron.spmd.spec import shard as shard_one
@@ -555,6 +556,10 @@ class Mapped:
             raise ValueError(str(error)) from None
         except RuntimeError as error:
             if (means := taught(error)) is None:
+                raise
+            raise ValueError(means).with_traceback(error.__traceback__) from None
+        except KeyError as error:  # of an operation of functions, by the transform that it lacks
+            if (means := taught_key(error)) is None:
                 raise
             raise ValueError(means).with_traceback(error.__traceback__) from None
         return tree.unflatten(result.structure, outputs)

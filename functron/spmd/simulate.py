@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -307,6 +307,19 @@ _UNKNOWN = (
 )
 
 
+_BRANCHES = (
+    "calls an operation of torch that takes functions{op}, such as torch.cond, while_loop or scan, "
+    "which run some of them by numbers that are not known before; wanted operations of tensors, "
+    "the same on every rank; fix: torch.where on both results, a Python if or for on static "
+    "values, or functron.scan"
+)
+_ESCAPED = (
+    "uses a tensor of a simulated rank after the shard_map that it belongs to returned; wanted "
+    "a value of this program; it was probably kept in a list or an attribute; fix: return it from "
+    "the mapped function, and pass the result as an argument"
+)
+
+
 def draws_randomly(op: object = "") -> str:
     """Words for a program that draws random numbers without a key, by the operation `op`."""
     return _DRAWS.format(op=f" ({op})" if op else "")
@@ -315,6 +328,15 @@ def draws_randomly(op: object = "") -> str:
 def depends_on_data(op: object = "") -> str:
     """Words for a program whose shapes or control flow depend on numbers, by the operation `op`."""
     return _READS.format(op=f"{op}: " if op else "")
+
+
+def takes_functions(op: object = "") -> str:
+    """Words for a program that calls an operation of functions, such as torch.cond: `op`."""
+    return _BRANCHES.format(op=f" ({op})" if op else "")
+
+
+def _escaped(op: str) -> str:
+    return _ESCAPED
 
 
 def _shares(op: str) -> str:
@@ -327,6 +349,8 @@ def _has_no_rule(op: str) -> str:
 
 _RAW: Mapping[str, Callable[[str], str]] = MappingProxyType(
     {
+        r"may have escaped from inside a function": _escaped,
+        r"igher.order op|HigherOrderOperator|_higher_order_ops": takes_functions,
         r"randomness error mode|aten::rrelu": draws_randomly,
         r"calling \.item\(\)|data-dependent control flow|dynamic shape|differently shaped Tensor"
         r"|aten::equal|torch\.allclose|data pointer of Tensor that doesn't have storage": (
@@ -353,6 +377,14 @@ def taught(error: RuntimeError) -> str | None:
     line = _users_line(error.__traceback__)
     message = found.groupdict().get("message") or (op[0] if op else "")
     return f"shard_map: {f'at {line} ' if line else ''}the program {words(message)}"
+
+
+def taught_key(error: KeyError) -> str | None:
+    """The meaning of a missing rule of vmap for an operation of functions; None of other keys."""
+    if not error.args or "TransformType.Vmap" not in repr(error.args[0]):
+        return None
+    line = _users_line(error.__traceback__)
+    return f"shard_map: {f'at {line} ' if line else ''}the program {takes_functions()}"
 
 
 def _users_line(traceback: TracebackType | None) -> str:
@@ -395,24 +427,62 @@ class VaryingOutputError(ValueError):
 
 
 class LineRecorder(TorchFunctionMode):
-    """Remembers which line of the user's program made each tensor."""
+    """Remembers which line of the user's program made each tensor, and since which it varies."""
 
     def __init__(self):
         super().__init__()
-        self._made: dict[int, tuple[torch.Tensor, str]] = {}
+        self._made: dict[int, tuple[torch.Tensor, str, dict[str, str]]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        line, of = user_line(), [id(x) for x in tree.leaves((args, kwargs))]
+        before = [self._made[key][2] for key in of if key in self._made]
         for leaf in tree.leaves(out):
             if isinstance(leaf, torch.Tensor):
+                since = {
+                    axis: next((known[axis] for known in before if axis in known), line)
+                    for axis in varying_axes(leaf)
+                }
                 # holding the tensor keeps its id from being given to another
-                self._made[id(leaf)] = (leaf, user_line())
+                self._made[id(leaf)] = (leaf, line, since)
         return out
 
-    def line(self, value: torch.Tensor) -> str | None:
-        """``file:line: source`` of the operation that made `value`, where it was seen."""
-        made = self._made.get(id(value))
-        return made[1] if made else None
+    def lines(self, value: torch.Tensor, axis: str) -> str:
+        """Words for the lines that made `value`, and since which it varies over the axis."""
+        if id(value) not in self._made:
+            return ""
+        _, made, since = self._made[id(value)]
+        began = since.get(axis, made)
+        return f", made at {made}" + (f"; it varies since {began}" if began != made else "")
+
+
+def unreduced(rows: Iterable[tuple[str, str, P, str]]) -> list[Problem]:
+    """The problems of outputs that vary where their specs say that they do not, one for each cause.
+
+    Args:
+        rows: path, axis, spec, and words for where the value comes from.
+    """
+    causes: dict[tuple[str, str], list[tuple[str, P]]] = {}
+    for path, axis, spec, lines in rows:
+        causes.setdefault((axis, lines), []).append((path, spec))
+    problems = []
+    for (axis, lines), found in causes.items():
+        (path, spec), others = found[0], [path for path, _ in found[1:]]
+        named = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+        more = f", and {len(others)} more ({named})" if others else ""
+        problems.append(
+            Problem(
+                (f"output {path}" if path else "output") + more,
+                f"a value that varies over {axis!r}{lines}",
+                f"one replicated over {axis!r}, as its out_spec {spec} declares",
+                f"reduce it with lax.psum(..., {axis!r}) (or pmean, all_gather) before returning "
+                f"it; if it is a gradient, call sync_gradients; or put {axis!r} in its out_spec",
+            )
+        )
+    return problems
+
+
+_NAMED = 3
 
 
 def varying_axes(value: Any) -> tuple[str, ...]:
@@ -468,30 +538,15 @@ def check_outputs(
     Raises:
         VaryingOutputError: with the path, the axis, the line and the fix of every offender.
     """
-    rows = zip(outputs, specs, paths, strict=True)
-    problems = [
-        problem
-        for value, spec, path in rows
+    problems = unreduced(
+        (path, axis, spec, recorder.lines(value, axis) if recorder else "")
+        for value, spec, path in zip(outputs, specs, paths, strict=True)
         if spec is not None
-        for problem in _unreduced(value, spec, path, axes, recorder)
-    ]
+        for axis in varying_axes(value)
+        if axis in axes and axis not in spec_axes(spec)
+    )
     raise_problems(f"{where} returns values that vary where out_specs say they do not", problems,
                    VaryingOutputError)  # fmt: skip
-
-
-def _unreduced(
-    value: Any, spec: P, path: str, axes: Sequence[str], recorder: LineRecorder | None
-) -> Iterator[Problem]:
-    for axis in varying_axes(value):
-        if axis in axes and axis not in spec_axes(spec):
-            line = recorder.line(value) if recorder else None
-            yield Problem(
-                f"output {path}" if path else "output",
-                f"a value that varies over {axis!r}" + (f", made at {line}" if line else ""),
-                f"one replicated over {axis!r}, as its out_spec {spec} declares",
-                f"reduce it with lax.psum(..., {axis!r}) (or pmean, all_gather) before returning "
-                f"it; if it is a gradient, call sync_gradients; or put {axis!r} in its out_spec",
-            )
 
 
 def transformed() -> bool:
