@@ -161,7 +161,7 @@ def test_a_tensor_of_a_rank_that_was_kept_is_refused_as_an_argument():
     kept = []
     f = ft.shard_map(lambda x: (kept.append(x * 2), x)[1], Mesh(dp=2), P("dp"), P("dp"))
     f(torch.ones(4))
-    with pytest.raises(ValueError, match="tensor of a simulated rank after .*fix: return it"):
+    with pytest.raises(ValueError, match=r"tensor of a simulated rank after .*fix: return it"):
         f(kept[0])
 
 

@@ -651,6 +651,8 @@ def test_a_step_is_differentiated_as_what_it_computes(mesh):
         got = torch.func.jvp(after, (state.params,), (tangent,))
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=0)
     torch.testing.assert_close(state.params, params, rtol=0, atol=0)
+
+
 def test_the_parameters_of_a_state_are_those_of_half_of_its_key():
     """As the docstrings of init_state and init_params say."""
     defs, key = {"w": ft.ParamDef((2, 3), (None, None), ft.params.Normal(1.0))}, random.key(3)
