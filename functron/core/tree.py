@@ -70,11 +70,12 @@ def register_dataclass(cls: type) -> type:
             "made of; wanted fields that are arguments; fix: make those properties"
         )
     names = tuple(field.name for field in fields)
-    optree.register_pytree_node(
+    library: Any = optree
+    library.register_pytree_node(
         cls,
         lambda value: (tuple(getattr(value, name) for name in names), None, names),
         lambda _, children: cls(**dict(zip(names, children, strict=True))),
-        namespace=optree.registry.__GLOBAL_NAMESPACE,
+        namespace=library.registry.__GLOBAL_NAMESPACE,
     )
     return cls
 
