@@ -85,8 +85,8 @@ class Layer:
     dropout: bool
     selective: bool = False
 
-    def __call__(self, layer: Any, weights: dict, x: Tensor) -> Tensor:
-        """The residual stream after the layer."""
+    def __call__(self, layer: Any, weights: dict, x: Tensor, context: Any = None) -> Tensor:
+        """The residual stream after the layer, which gathers the tokens of all ranks itself."""
         sequence = "tp" in (layer.options.stream[1] or ())
         own, mlp = weights["attention"], weights["mlp"]
         y = layer.norm(weights, "attention_norm", x)

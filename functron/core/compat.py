@@ -577,6 +577,17 @@ def default_store() -> dist.Store:
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt(3)
 
 
+def count_in_store(key: str) -> int:
+    """How often the processes of the default group have counted `key`, this time included.
+
+    1 where they have a store that counts nothing, as fake process groups do.
+    """
+    try:
+        return default_store().add(key, 1)
+    except RuntimeError:
+        return 1
+
+
 def keep_freed_memory() -> None:
     """Have the allocator keep host memory that is freed, for what is allocated next.
 

@@ -178,7 +178,7 @@ _aten = torch.ops.aten
 _GROUPED_MM = _aten._grouped_mm.default
 _EXPERTS = (
     'for experts of transformers model.config._experts_implementation = "batched_mm", or a '
-    "function of one's own that is registered there and calls functron.nn.moe.mixture"
+    "function of one's own that is registered there and calls mixture (functron/nn/moe)"
 )
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 

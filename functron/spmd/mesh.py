@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from functron.core import compat
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
-from functron.spmd.flight import EVERYWHERE, FlightRecorder, RecordedGroup
+from functron.spmd.flight import EVERYWHERE, DisagreementError, FlightRecorder, RecordedGroup
 from functron.spmd.host import Host
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
@@ -181,8 +181,8 @@ class Mesh:
         devices = init_device_mesh(
             device_type, sizes, mesh_dim_names=self.axis_names, backend_override=override
         )
-        added = compat.default_store().add(f"functron/bound/{self}/{device_type}", 1)
-        number = (added - 1) // self.size  # of a mesh like this; every rank adds one for each
+        # of a mesh like this; every rank adds one for each
+        number = (compat.count_in_store(f"functron/bound/{self}/{device_type}") - 1) // self.size
         again = [str(number)] if number else []
         groups, host = {}, Host() if shared_memory and device_type == "cpu" else None
         for name in self.axis_names:
@@ -338,7 +338,8 @@ class Call:
             return
         if self._alike is None and not self.gone and self._num_entered() == 0:
             return  # nothing was sent, so this call can be made again
-        foreseen = isinstance(error, Exception) and not isinstance(error, LostRanksError)
+        apart = isinstance(error, LostRanksError | DisagreementError)
+        foreseen = isinstance(error, Exception) and not apart
         if foreseen and (self._all_fail() if self._alike is None else self._alike):
             return
         text = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]

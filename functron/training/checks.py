@@ -643,10 +643,13 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
     if begun_steps and not recast:
         found += _policy_problems(config, begun)
     left = {"dtype"} if begun_steps or recast else set()
-    for path, now, was in differing_fields(config.architecture, begun.architecture):
-        if path not in left:
-            wanted = f"{field_text(was)}, as in the run"
-            found.append(Problem(f"{begun.family.name}.{path}", field_text(now), wanted, fix))
+    found += [
+        Problem(
+            f"{begun.family.name}.{path}", field_text(now), f"{field_text(was)}, as in the run", fix
+        )
+        for path, now, was in differing_fields(config.architecture, begun.architecture)
+        if path not in left
+    ]
     return found
 
 

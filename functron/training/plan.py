@@ -519,6 +519,15 @@ class Plan:
         """
         return self._step(None)
 
+    @property
+    def reads_targets(self) -> bool:
+        """Whether steps find out by themselves that a batch has no targets.
+
+        Processes on CPUs do, for which numbers wait for nothing; others count in host memory.
+        """
+        bound = isinstance(self.mesh, BoundMesh) and self.mesh.device_type == "cpu"
+        return bound and not self.config.compile
+
     @cached_property
     def watch(self) -> Watch | None:
         """The twin of `step` that also measures layers, if it is asked for."""
@@ -560,7 +569,8 @@ class Plan:
         chosen, _ = tree.partition(self.whole_defs, self.trained(self.whole_defs))
         return optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
 
-    def _step(self, layers: optim.Layers | None, targets: Targets = "some") -> Callable:
+    def _step(self, layers: optim.Layers | None, targets: Targets | None = None) -> Callable:
+        targets = targets or ("read" if self.reads_targets else "some")
         of = self._gradients
         if self.is_pipelined:
             compiled = self.config.compile and targets != "none"
@@ -572,7 +582,7 @@ class Plan:
             self.specs,
             batch_specs=self.batch_specs,
             norms=Norms(weight_mask(self.defs), layers, use(self.config.kernels)),
-            targets=targets,  # which a run counts in the host's memory
+            targets=targets,
             check=False,  # the losses of families are sums
         )
 

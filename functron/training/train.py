@@ -623,7 +623,7 @@ def _stretch(
             run.at("step", step)
             host, part, own_targets = host_batch(step)
             sums[step] = job.summed(part)
-            targets = job.summed(own_targets)()
+            targets = 1 if run.plan.reads_targets else job.summed(own_targets)()
             return run.on_device(host)
 
         def taken(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:

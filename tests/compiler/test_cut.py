@@ -47,7 +47,7 @@ def fiw(program):
 
 def environment(program, args):
     leaves = program.flatten(args)
-    return {i.var: leaves[i.path] for i in program.inputs if i.role == "argument"}
+    return {i.var: leaves[i.var] for i in program.inputs if i.role == "argument"}
 
 
 def run(program, pieces, args, step=None, hidden=None):

@@ -315,8 +315,8 @@ def test_rates_of_growing_batches_are_those_of_its_scheduler(index, arrays):
         found = [float(made.learning_rate(count(step))) for step in steps]
         np.testing.assert_allclose(found, wanted[:, 0], rtol=2e-6)
     increase = optim.weight_decay_increase(0.01, 0.1, 200)
-    assert made._counted is not None
-    found = [float(made._counted(increase)(step)) for step in steps]
+    assert config.counted is not None
+    found = [float(config.counted(increase)(step)) for step in steps]
     np.testing.assert_allclose(found, wanted[:, 1], rtol=2e-6)
 
 

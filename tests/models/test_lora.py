@@ -285,7 +285,8 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
     for out in ("hf", "direct"):
         loaded = hub.load(tmp_path / out, config.gpt)
         for got, want in zip(tree.leaves(loaded), tree.leaves(lora.merge(params)), strict=True):
-            assert torch.equal(got, want)
+            # a product of one layer, or of all at once, whose sums processors take as they like
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
     told = {}
     for name, settings in {"run": config, "merged": replace(config, lora_rank=0)}.items():

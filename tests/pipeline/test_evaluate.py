@@ -26,7 +26,7 @@ def randn(*shape, seed=0):
 def evaluated(program, *args):
     """The result of a program where this is called, for this rank's arguments."""
     leaves = program.flatten(args)
-    values = {i.var: leaves[i.path] for i in program.inputs if i.role == "argument"}
+    values = {i.var: leaves[i.var] for i in program.inputs if i.role == "argument"}
     out = evaluate(program.block, {**values, **ambient(program.inputs)})
     return tree.unflatten(program.out_structure, out)
 

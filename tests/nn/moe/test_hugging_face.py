@@ -146,6 +146,8 @@ def test_router(randn, name):
     found = torch.autograd.grad((theirs * cotangent).sum(), leaves)
     expected = {"w": found[0].T} | ({"b": found[1]} if config.router_bias else {})
     got = {key: grads[key] for key in expected}
-    torch.testing.assert_close(got, expected, **tolerance)
+    for key, want in expected.items():  # sums in float32, rounded as their largest terms are
+        largest = tolerance["rtol"] * float(want.abs().max())
+        torch.testing.assert_close(got[key], want, rtol=tolerance["rtol"], atol=largest)
     if config.balance_bias:
         assert not grads["balance"].any()
