@@ -50,8 +50,8 @@ class Run:
         device: where it runs.
         start: steps taken already.
         held_out: sets that are evaluated, none without `eval_every`.
-        held_out_loss: of `functron.training.evaluation.loss_program`, which evaluates them; None
-        without. notes: what of its checkpoint was converted, or begins anew, in words.
+        held_out_loss: of `functron.training.evaluation.loss_program`; None without sets.
+        notes: what of its checkpoint was converted, or begins anew, in words.
         begun_from: the checkpoint that it began with, or went on from; None: random parameters.
         around: what every program of a step is wrapped in, such as `functron.training.faults`.
         at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"

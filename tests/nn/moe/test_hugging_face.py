@@ -146,8 +146,9 @@ def test_router(randn, name):
     found = torch.autograd.grad((theirs * cotangent).sum(), leaves)
     expected = {"w": found[0].T} | ({"b": found[1]} if config.router_bias else {})
     got = {key: grads[key] for key in expected}
-    for key, want in expected.items():  # sums in float32, rounded as their largest terms are
-        largest = tolerance["rtol"] * float(want.abs().max())
-        torch.testing.assert_close(got[key], want, rtol=tolerance["rtol"], atol=largest)
+    if name == "DeepseekV2":  # transformers' sums in float32, rounded as their largest terms are
+        largest = max(float(want.abs().max()) for want in expected.values())
+        tolerance = {**tolerance, "atol": tolerance["rtol"] * largest}
+    torch.testing.assert_close(got, expected, **tolerance)
     if config.balance_bias:
         assert not grads["balance"].any()
