@@ -12,7 +12,14 @@ import torch
 from functron.compiler.executable import Backend, Executable, describe
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
-from functron.core.errors import Problem, dataclass_fix, public, raise_problems, refuse
+from functron.core.errors import (
+    ORPHAN,
+    Problem,
+    dataclass_fix,
+    public,
+    raise_problems,
+    refuse,
+)
 from functron.program.equations import canonical_strides
 from functron.program.order import divided
 from functron.program.program import Program
@@ -53,8 +60,8 @@ def jit(
 
     From its first call on the C library keeps the memory that this process frees, up to 2 GiB.
 
-    It takes the place of torch.compile: dynamo cannot trace this library's context variables, so
-    that ``torch.compile(f, fullgraph=True)`` of a function that calls a model raises.
+    It takes the place of torch.compile, which stops at every public function of this library: they
+    look up the mesh's axes and other context, which dynamo would keep from its first call.
 
     Without `fn` it is a decorator: ``@jit(donate=0)``.
 
@@ -214,6 +221,9 @@ class Jitted:
 
     def _check_tensors(self, args: tuple, leaves: list) -> None:
         refuse_donated(leaves, lambda: tree.paths(args), self.name)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if any(map(compat.is_orphan, tensors)):
+            raise ValueError(f"{self.name} {ORPHAN}")
         if compat.transforms_active():
             raise ValueError(
                 f"{self.name}: got a compiled function under a torch.func transform; wanted jit "

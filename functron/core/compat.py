@@ -307,6 +307,27 @@ def is_batched_at(value: torch.Tensor, level: int) -> bool:
     return False
 
 
+def is_orphan(value: torch.Tensor) -> bool:
+    """Whether `value` is a tensor of a vmap that is not running any more.
+
+    torch numbers levels by their depth, so that a later vmap takes it for one of its own; it is
+    told apart by the kind of the level and by its size.
+    """
+    running: dict[int, Any] = {}
+    if transforms_active():
+        running = {each.level(): each for each in retrieve_all_functorch_interpreters()}
+    while functorch.is_functorch_wrapped_tensor(value):
+        inside = functorch.get_unwrapped(value)
+        if functorch.is_batchedtensor(value):
+            own = running.get(functorch.maybe_get_level(value))
+            if own is None or own.key() != TransformType.Vmap:
+                return True
+            if own.batch_size() != inside.shape[functorch.maybe_get_bdim(value)]:
+                return True
+        value = inside
+    return False
+
+
 def unwrap_if_dead(value: torch.Tensor) -> torch.Tensor:
     """`value` without the wrappers of transforms that have returned."""
     return functorch.unwrap_if_dead(value)

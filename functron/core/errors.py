@@ -274,6 +274,12 @@ def full_tracebacks(full: bool = True) -> Iterator[None]:
         _full.reset(token)
 
 
+_UNCOMPILED = (
+    "functron looks up the mesh's axes and other context while it runs, which torch.compile would "
+    "keep from its first call; fix: functron.jit(f) in place of torch.compile(f)"
+)
+
+
 def public(fn: F) -> F:
     """`fn` as users call it: its arguments are checked, its errors leave the library's frames out.
 
@@ -296,7 +302,7 @@ def public(fn: F) -> F:
                 raise_problems(f"{fn.__name__} cannot use these arguments", found, TypeError)
             return fn(*args, **kwargs)
         except Exception as error:
-            told = _of_dataclass(fn.__name__, error)
+            told = _of_dataclass(fn.__name__, error) or _of_orphan(fn.__name__, error)
             if not _full.get():
                 _trim(told or error)
             if told is not None:
@@ -304,6 +310,8 @@ def public(fn: F) -> F:
             raise  # without an argument, so that this frame is not added again
 
     made: Any = call
+    # what torch.compile looks for, and says where it stops
+    made._torchdynamo_disable, made._torchdynamo_disable_msg = True, _UNCOMPILED
     return made
 
 
@@ -334,6 +342,23 @@ def _of_dataclass(name: str, error: Exception) -> TypeError | None:
     fix = "" if value is None else dataclass_fix(value)
     got = f"{name}: got a {type(value).__name__}; wanted a tensor, or a tree of them; fix: {fix}"
     return TypeError(got) if fix else None
+
+
+ORPHAN_PATTERN = r"may have escaped from inside a function"
+"""Of torch's message for a tensor of a vmap, where no vmap is running any more."""
+
+ORPHAN = (
+    "uses a tensor of a simulated rank after the shard_map that it belongs to returned; wanted "
+    "a value of this program; it was probably kept in a list or an attribute; fix: return it from "
+    "the mapped function, and pass the result as an argument"
+)
+
+
+def _of_orphan(name: str, error: Exception) -> ValueError | None:
+    """The meaning of torch's error for a tensor of a simulated rank that was kept; else None."""
+    if isinstance(error, RuntimeError) and re.search(ORPHAN_PATTERN, str(error)):
+        return ValueError(f"{name} {ORPHAN}")
+    return None
 
 
 def made_public(value: Any) -> Any:

@@ -7,16 +7,17 @@ no leaf.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import functools
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, dataclass_fix, raise_problems
 
 try:
     import optree
@@ -113,12 +114,24 @@ def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
 
     Raises:
         ValueError: a tree in `rest` has another structure; every path that differs is named.
+        TypeError: `fn` failed of a dataclass with tensors in it, which is no node of trees yet.
     """
     if not rest and isinstance(tree, torch.Tensor):  # the operand of most collectives
         return fn(tree)
     flat, shape = flatten(tree, is_leaf)
     columns = [same_structure(tree, other, is_leaf=is_leaf) for other in rest]
-    return unflatten(shape, [fn(*row) for row in zip(flat, *columns, strict=True)])
+    return unflatten(shape, _apply(fn, zip(flat, *columns, strict=True), flat, is_leaf))
+
+
+def _apply(fn: Callable, rows: Iterable[tuple], leaves: list, is_leaf: Callable | None) -> list:
+    """``fn(*row)`` for all rows; errors of a leaf that should be a node say so."""
+    try:
+        return [fn(*row) for row in rows]
+    except (AttributeError, TypeError) as error:
+        fixes = [] if is_leaf else list(filter(None, builtins.map(dataclass_fix, leaves)))
+        if not fixes:
+            raise
+        raise TypeError(f"got {error}; wanted a tree of tensors; fix: {fixes[0]}") from error
 
 
 def map_with_path(
@@ -128,7 +141,7 @@ def map_with_path(
     flat, shape = flatten(tree, is_leaf)
     columns = [same_structure(tree, other, is_leaf=is_leaf) for other in rest]
     rows = zip(paths(tree, is_leaf), flat, *columns, strict=True)
-    return unflatten(shape, [fn(*row) for row in rows])
+    return unflatten(shape, _apply(fn, rows, flat, is_leaf))
 
 
 def same_structure(

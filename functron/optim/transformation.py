@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, ParamSpec, cast
 import torch
 
 from functron.core import compat, tree
-from functron.core.errors import public, refuse
+from functron.core.errors import Problem, dataclass_fix, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
 from functron.spmd.simulate import transformed
@@ -280,12 +280,29 @@ def transformation(
         return apply_updates_(params, updates), state
 
     plain = GradientTransformation(
-        init, pure, specs, donating, update_and_apply, elementwise=elementwise
+        _of_tensors(init), pure, specs, donating, update_and_apply, elementwise=elementwise
     )
     if grad_specs is not None:
         plain = plain._replace(grad_specs=grad_specs)
     made = with_step(plain, step_ or update_and_apply)
     return made if bind is None else made._replace(with_specs=_binding(bind), whole=True)
+
+
+def _of_tensors(init: Callable[[Params], State]) -> Callable[[Params], State]:
+    """`init`, which refuses dataclasses that trees take for one leaf."""
+
+    @functools.wraps(init)
+    def init_state(params: Params) -> State:
+        rows = zip(tree.paths(params), tree.leaves(params), strict=True)
+        found = [
+            Problem(path or "params", f"a {type(leaf).__name__}", "a tensor", fix)
+            for path, leaf in rows
+            if (fix := dataclass_fix(leaf))
+        ]
+        raise_problems("no optimizer's state can be made for these parameters", found, TypeError)
+        return init(params)
+
+    return init_state
 
 
 def _binding(bind: Bind) -> Callable[[tree.Tree, tree.Tree], GradientTransformation]:

@@ -42,6 +42,7 @@ from functron.spmd.simulate import (
     LineRecorder,
     VaryingOutputError,
     check_outputs,
+    refuse_orphans,
     run_ranks,
     taught,
     taught_key,
@@ -371,6 +372,7 @@ class Mapped:
                 "map over other axes, or call the function directly"
             )
         leaves, structure, specs, paths = self._flatten(args)
+        refuse_orphans(self._where(), dict(zip(paths, leaves, strict=True)), hoist(self.f)[0])
         stages, named = self._stage_axis() or scope().stages, scope().named
         inner = replace(scope(), stages=stages, named=set() if named is None else named)
         with unwinding():

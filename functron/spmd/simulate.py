@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from functron.core import compat, tree
 from functron.core.compat import Function
-from functron.core.errors import Problem, in_library, raise_problems
+from functron.core.errors import ORPHAN, ORPHAN_PATTERN, Problem, in_library, raise_problems
 from functron.spmd.axes import SimulatedAxis, TracedAxis, bind, scope, source_line, user_line
 from functron.spmd.mesh import Mesh
 from functron.spmd.primitives import AssumeShare, OutputReplicated, RequireShare
@@ -313,11 +313,25 @@ _BRANCHES = (
     "the same on every rank; fix: torch.where on both results, a Python if or for on static "
     "values, or functron.scan"
 )
-_ESCAPED = (
-    "uses a tensor of a simulated rank after the shard_map that it belongs to returned; wanted "
-    "a value of this program; it was probably kept in a list or an attribute; fix: return it from "
-    "the mapped function, and pass the result as an argument"
-)
+
+
+def refuse_orphans(where: str, given: Mapping[str, Any], closed_over: Sequence[Any]) -> None:
+    """Raise ValueError for tensors of simulated ranks whose shard_map has returned.
+
+    Args:
+        where: the program that is called.
+        given: its arguments by path.
+        closed_over: the tensors that it sees otherwise.
+    """
+    rows = [(f"argument {path}", value) for path, value in given.items()]
+    rows += [("a tensor that it closes over", value) for value in closed_over]
+    found = [
+        f"{what}, of shape {list(value.shape)}"
+        for what, value in rows
+        if isinstance(value, torch.Tensor) and compat.is_orphan(value)
+    ]
+    if found:
+        raise ValueError(f"shard_map: {where}, by {' and '.join(found)}, {ORPHAN}")
 
 
 def draws_randomly(op: object = "") -> str:
@@ -336,7 +350,7 @@ def takes_functions(op: object = "") -> str:
 
 
 def _escaped(op: str) -> str:
-    return _ESCAPED
+    return ORPHAN
 
 
 def _shares(op: str) -> str:
@@ -349,7 +363,7 @@ def _has_no_rule(op: str) -> str:
 
 _RAW: Mapping[str, Callable[[str], str]] = MappingProxyType(
     {
-        r"may have escaped from inside a function": _escaped,
+        ORPHAN_PATTERN: _escaped,
         r"igher.order op|HigherOrderOperator|_higher_order_ops": takes_functions,
         r"randomness error mode|aten::rrelu": draws_randomly,
         r"calling \.item\(\)|data-dependent control flow|dynamic shape|differently shaped Tensor"

@@ -240,6 +240,19 @@ def test_what_tracing_refuses_names_the_line():
     assert torch.equal(eager(writes, donate=0)(X.clone()), (X + 1) * 2)
 
 
+def test_torch_compile_names_jit_where_it_stops_and_is_right_where_it_may_stop():
+    mapped = ft.shard_map(lambda x: lax.psum(x, "dp"), Mesh(dp=2), P("dp"), P())
+
+    def f(x):
+        return optim.global_norm({"a": x}) * mapped(x * 2)
+
+    x = torch.arange(4.0)
+    whole = torch.compile(f, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"fix: functron\.jit\(f\) in place of torch\.compile"):
+        whole(x)
+    assert torch.equal(torch.compile(f, backend="eager")(x), f(x))
+
+
 def test_a_bound_mesh_inside_is_refused():
     two = BoundMesh(Mesh(dp=2), 0, {"dp": 0}, {"dp": "none"}, "cpu")
     inner = ft.shard_map(lambda x: lax.psum(x, "dp"), two, P("dp"), P())

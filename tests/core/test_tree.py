@@ -207,10 +207,21 @@ def test_a_dataclass_of_tensors_is_refused_with_how_to_register_it():
         lambda: ft.jit(loss, backend="eager")(value),
         lambda: f(value),
         lambda: ft.params.num_params(value),
+        lambda: ft.optim.adamw(1e-3).init(value),
+        lambda: ft.optim.sgd(1e-3).init({"a": value}),
+        lambda: tree.map(lambda leaf: leaf + 1, {"a": value}),
+        lambda: tree.map_with_path(lambda path, leaf: leaf.shape, [value]),
     )
     for call in calls:
         with pytest.raises(TypeError, match=r"tree\.register_dataclass\(Unregistered\)"):
             call()
+
+
+def test_errors_of_mapped_functions_are_their_own_where_a_dataclass_is_meant_as_a_leaf():
+    value = Unregistered(torch.ones(3))
+    with pytest.raises(AttributeError, match="'missing'"):
+        tree.map(lambda leaf: leaf.missing, [value], is_leaf=lambda x: isinstance(x, Unregistered))
+    assert tree.map(lambda leaf: leaf.w.sum(), [value]) == [torch.tensor(3.0)]
 
 
 def test_registered_dataclasses_are_trees():

@@ -165,6 +165,73 @@ def test_a_tensor_of_a_rank_that_was_kept_is_refused_as_an_argument():
         f(kept[0])
 
 
+@pytest.mark.parametrize("way", ["list", "cell", "global", "default", "in vmap", "in grad"])
+def test_a_tensor_of_a_rank_that_was_kept_is_refused_in_a_closure(way):
+    """torch numbers levels anew for each call, so that a later one would take it for its own."""
+    kept = []
+    keep = ft.shard_map(lambda x: (kept.append(x * 2), x)[1], Mesh(dp=2), P("dp"), P("dp"))
+    keep(torch.ones(4))
+    tensor = kept[0]
+    programs = {
+        "list": lambda x: x + kept[0],
+        "cell": lambda x: x + tensor,
+        "global": eval("lambda x: x + TENSOR", {"TENSOR": tensor}),
+        "default": lambda x, y=tensor: x + y,
+    }
+    mapped = ft.shard_map(programs.get(way, programs["cell"]), Mesh(tp=2), P("tp"), P("tp"))
+    words = r"closes over, of shape \[2\].*tensor of a simulated rank after .*fix: return it"
+    calls = {
+        "in vmap": lambda: torch.func.vmap(lambda x: mapped(x))(torch.ones(3, 4)),
+        "in grad": lambda: torch.func.grad(lambda x: mapped(x).sum())(torch.ones(4)),
+    }
+    with pytest.raises(ValueError, match=words):
+        calls.get(way, lambda: mapped(torch.ones(4)))()
+
+
+def test_a_tensor_of_a_rank_that_was_kept_by_an_earlier_call_of_the_same_function():
+    kept = []
+
+    def adds_the_first(x):
+        kept.append(x * 2)
+        return x + kept[0]
+
+    f = ft.shard_map(adds_the_first, Mesh(dp=2), P("dp"), P("dp"))
+    assert f(torch.ones(4)).tolist() == [3.0] * 4
+    with pytest.raises(ValueError, match="tensor of a simulated rank after"):
+        f(torch.ones(4))
+
+
+def test_a_tensor_of_a_rank_that_was_kept_is_refused_by_functions_of_any_kind():
+    kept = []
+    ft.shard_map(lambda x: (kept.append(x * 2), x)[1], Mesh(dp=2), P("dp"), P("dp"))(torch.ones(4))
+    calls = (
+        lambda: ft.jit(lambda x: x + 1)(kept[0]),
+        lambda: ft.trace(lambda x: x + kept[0])(torch.ones(2)),
+        lambda: ft.value_and_grad(lambda w: (w * kept[0]).sum())(torch.ones(2)),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="tensor of a simulated rank after"):
+            call()
+
+
+def test_tensors_of_enclosing_transforms_may_be_closed_over():
+    """Of an outer shard_map, of vmap and of grad, which are running."""
+    x = torch.arange(4.0, dtype=torch.float64)
+
+    def outer(x):
+        inner = ft.shard_map(lambda y: y * x.sum(), Mesh(tp=2), P("tp"), P("tp"))
+        return inner(torch.ones(2, dtype=torch.float64))
+
+    got = ft.shard_map(outer, Mesh(dp=2), P("dp"), P("dp"))(x)
+    assert got.tolist() == [1.0, 1.0, 5.0, 5.0]
+
+    def scaled(w):
+        one = torch.ones(2, dtype=torch.float64)
+        return ft.shard_map(lambda y: y * w, Mesh(tp=2), P("tp"), P("tp"))(one).sum()
+
+    assert torch.func.vmap(torch.func.grad(scaled))(x).tolist() == [2.0] * 4
+
+
 def test_gradient_never_synchronised_where_its_numbers_happen_to_agree():
     """Nothing splits the batch here, yet the shares must still be added up."""
 
