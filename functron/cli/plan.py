@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from collections.abc import Sequence
@@ -407,7 +408,7 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
 
 def value_of(option: str, arguments: Sequence[str]) -> str | None:
     """The value of an option; None: it has none, or the parser will say what is wrong."""
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if word == option and following:
             return following
         if word.startswith(f"{option}="):

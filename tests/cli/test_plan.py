@@ -138,6 +138,14 @@ def test_a_model_that_fits_on_no_mesh(capsys):
     assert times == pytest.approx(405.9e9 * (2 + 4 + 12) / 8 / (78 * 2**30), abs=1.5)
 
 
+def test_a_command_without_any_option_is_about_the_usual_model(capsys):
+    """4 layers of 4 projections of attention, 3 of feed-forward and 2 norms, and the ends."""
+    assert main(["params"]) == 0
+    layer = 4 * 256 * 256 + 3 * 256 * 1024 + 2 * 256
+    total = 4 * layer + 256 + 2 * 384 * 256
+    assert f"{total:,} parameters" in capsys.readouterr().out
+
+
 def test_help_names_what_can_be_asked(capsys):
     assert main(["plan", "--help"]) == 0
     said = capsys.readouterr().out
