@@ -231,7 +231,8 @@ def options_of(value: Any, prefix: str = "") -> Iterator[Option]:
             yield from options_of(inner, prefix if flat else f"{prefix}{field.name}.")
         elif not any(map(dataclasses.is_dataclass, typing.get_args(hint))):
             path = f"{prefix}{field.name}"
-            name = path.replace("_", "-")
+            called = [mark.name for mark in marks if getattr(mark, "name", None)]
+            name = f"{prefix}{called[0]}" if called else path.replace("_", "-")
             own = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
             metavar = own[0] if own else _metavar(hint)
             positional = tyro.conf.Positional in marks

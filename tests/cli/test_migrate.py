@@ -92,3 +92,10 @@ def test_json_has_every_row(script, tmp_path, capsys):
     }  # fmt: skip
     assert (rows["--seed"]["value"], rows["--seed"]["ours"]) == ("5", "seed = 5")
     assert rows["attention-dropout"]["kind"] == "not supported"
+
+
+def test_help_calls_options_as_they_are_given(capsys):
+    assert main(["migrate", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "--with NAME=VALUE" in said
+    assert "--extra" not in said
