@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import tyro
 
 from functron.cli.process import guarded, mistakes
 from functron.core.chart import table
-from functron.core.errors import local_path
+from functron.core.errors import Needs, always, local_path
 from functron.ops import nvrtc
 from functron.ops.nvrtc import Compiled, CompileError, Defines, Resources, Source
 
@@ -40,6 +41,10 @@ class BuildOptions:
     source: tuple[str, ...] = ()
     cache: Path | None = None
     jobs: int = 0
+
+
+BUILD_NEEDS: Needs = MappingProxyType(always("arch", "source", "cache", "jobs"))
+"""Without what options have no effect."""
 
 
 @dataclass(frozen=True)

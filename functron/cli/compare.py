@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import tyro
 
 from functron.cli.options import parse
 from functron.cli.process import mistakes
-from functron.core.errors import refuse
+from functron.core.errors import Needs, always, refuse
 from functron.training.records import compare
 
 
@@ -33,9 +34,13 @@ class CompareOptions:
     json: bool = False
 
 
+COMPARE_NEEDS: Needs = MappingProxyType(always("runs", "svg", "json"))
+"""Without what options have no effect."""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Print the table, and draw the losses."""
-    options = parse(CompareOptions, arguments, "compare")
+    options = parse(CompareOptions, arguments, "compare", needs=COMPARE_NEEDS)
     with mistakes():
         found = compare(options.runs)
         try:

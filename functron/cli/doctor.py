@@ -13,16 +13,17 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from functron.cli.launch import device_type, join, launch, leave
+from functron.cli.launch import device_type, join, launch, leave, started_problems
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
-from functron.core.errors import refuse
+from functron.core.errors import Need, Needs, always, never, raise_problems, refuse
 from functron.ops import launch as kernels
 from functron.ops import nvrtc
 from functron.spmd import Mesh
@@ -61,6 +62,31 @@ class DoctorOptions:
     largest_bytes: int = 0
 
 
+_MEASURED = Need(
+    lambda c: c.nproc > 0 or bool(c.mesh), "ranks that are measured", "start them: --nproc N"
+)
+_SEVERAL = "ranks that send messages"
+
+DOCTOR_NEEDS: Needs = MappingProxyType(
+    {
+        **always("json", "mesh", "nproc"),
+        **dict.fromkeys(("device", "out"), _MEASURED),
+        "largest_bytes": Need(
+            lambda c: c.nproc != 1 and _MEASURED.holds(c), _SEVERAL, "start several: --nproc N"
+        ),
+    }
+)
+"""Without what options have no effect, where torchrun started no processes to measure."""
+
+
+def _needs(here: Process | None) -> Needs:
+    """Likewise in any process."""
+    if here is None:
+        return DOCTOR_NEEDS
+    alone = never(_SEVERAL, "start several", "largest_bytes") if here.world_size == 1 else {}
+    return {**always(*DOCTOR_NEEDS), **alone}
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that was looked for.
@@ -80,8 +106,8 @@ class Finding:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the findings, or the rates of a mesh; the exit code is 1 if one is broken, or slow."""
-    options = parse(DoctorOptions, arguments, "doctor")
     here = current()
+    options = parse(DoctorOptions, arguments, "doctor", needs=_needs(here))
     if here is not None or options.nproc or options.mesh:
         return _measure(options, arguments, here)
     found = list(findings())
@@ -92,6 +118,7 @@ def run(arguments: Sequence[str]) -> int:
 def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | None) -> int:
     processes = here.world_size if here else options.nproc
     with mistakes():
+        raise_problems("cannot measure like this", started_problems(options.nproc, here))
         mesh = Mesh.parse(options.mesh) if options.mesh else Mesh(dp=max(processes, 1))
         if not processes or processes != mesh.size:
             fix = f"--nproc {mesh.size}, or torchrun with as many" if mesh.size > 1 else "--nproc 1"

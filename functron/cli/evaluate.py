@@ -8,17 +8,18 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from functron import checkpoint
 from functron.checkpoint.restore import read_params
-from functron.cli.launch import RunOptions, device_type, join, launch, leave
+from functron.cli.launch import RUN_NEEDS, RunOptions, device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Need, Needs, Problem, always, raise_problems, refuse
 from functron.data import Tokenizer
 from functron.data.documents import TextTokenizer, encode_prompt
 from functron.data.sliding import Sliding
@@ -91,9 +92,15 @@ class EvaluateOptions(RunOptions):
     json: bool = False
 
 
+EVALUATE_NEEDS: Needs = MappingProxyType(
+    {**RUN_NEEDS, **always("data", "seq", "stride", "batches", "batch", "json")}
+)
+"""Without what options have no effect; `_window_problems` has those of models."""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Print the numbers of every set."""
-    options = parse(EvaluateOptions, arguments, "evaluate")
+    options = parse(EvaluateOptions, arguments, "evaluate", needs=EVALUATE_NEEDS)
     here = current()
     with mistakes():
         mesh = Mesh.parse(options.mesh)
@@ -380,9 +387,29 @@ class SampleOptions(RunOptions):
     seed: int = 0
 
 
+_DRAWN = Need(
+    lambda c: c.tokens > 0 and c.temperature > 0,
+    "tokens that are drawn by chance",
+    "set --temperature above 0, and --tokens",
+)
+
+SAMPLE_NEEDS: Needs = MappingProxyType(
+    {
+        **RUN_NEEDS,
+        **always("prompt", "tokens", "tokenizer", "chat"),
+        "temperature": Need(lambda c: c.tokens > 0, "tokens to draw", "set --tokens above 0"),
+        "top_k": _DRAWN,
+        "top_p": Need(lambda c: c.top_p == 1 or _DRAWN.holds(c), _DRAWN.wanted, _DRAWN.fix),
+        "seed": _DRAWN,
+    }
+)
+"""Without what options have no effect; `_check_prompt` has those of models. A top_p of 1 says
+that nothing is left out, which is so."""
+
+
 def sample(arguments: Sequence[str]) -> int:
     """Print the continued prompt, or the answer to it."""
-    options = parse(SampleOptions, arguments, "sample")
+    options = parse(SampleOptions, arguments, "sample", needs=SAMPLE_NEEDS)
     here = current()
     with mistakes():
         mesh = Mesh.parse(options.mesh)

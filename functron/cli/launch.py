@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -37,7 +38,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from functron.checkpoint.memory import folder_of
 from functron.cli.process import MARK, UNSET, InputError, Process
-from functron.core.errors import Problem
+from functron.core.errors import Needs, Problem, always
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training.config import TrainConfig
@@ -83,6 +84,19 @@ class RunOptions:
             got = f"{processes} for a mesh of {mesh.size}"
             fix = f"set it to {mesh.size}, or to 0 to simulate them"
             yield Problem("nproc", got, "one process per rank", fix)
+        yield from started_problems(self.nproc, here)
+
+
+RUN_NEEDS: Needs = MappingProxyType(always("run", "averaged", "mesh", "nproc", "device"))
+"""Of `RunOptions`; `started_problems` has what processes of torchrun make of ``nproc``."""
+
+
+def started_problems(nproc: int, here: Process | None) -> Iterator[Problem]:
+    """Processes that are asked for where torchrun has started them."""
+    if nproc > 0 and here is not None and not here.launched_here:
+        got, wanted = f"{nproc}, which has no effect", "processes that nothing else started"
+        fix = f"leave --nproc out: there are {here.world_size} already, of torchrun"
+        yield Problem("nproc", got, wanted, fix)
 
 
 def device_type(name: str, processes: int = 1) -> str:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from functron.cli import process
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Needs, Problem, raise_problems, unused_problems, value_at
 
 T = TypeVar("T")
 
@@ -109,6 +109,7 @@ def parse(
     boxes: Boxes = MappingProxyType({}),
     common: Iterable[str] = (),
     recorded: Mapping[str, str] = MappingProxyType({}),
+    needs: Needs = MappingProxyType({}),
 ) -> T:
     """The options of ``functron COMMAND`` in `arguments`.
 
@@ -120,9 +121,11 @@ def parse(
         boxes: of the help, after that of the options that no box has.
         common: the fields in boxes that --help shows; --help-all shows all. None: all are shown.
         recorded: fields that are no options, and what to do in place of setting them.
+        needs: without what options have no effect, by the paths of their fields.
 
     Raises:
-        functron.cli.process.InputError: options that do not exist, each with the nearest that do.
+        functron.cli.process.InputError: options that do not exist, each with the nearest that do;
+            or options that have no effect.
         SystemExit: arguments that do not parse (code 2), or --help (code 0).
     """
     options = [
@@ -158,7 +161,46 @@ def parse(
                 for word in names
             ],
         )
+        named = named_fields(arguments, options)
+        unused = list(_unused_in(made, default, needs, named))
+        raise_problems(f"functron {command} cannot be run with these options", unused)
     return made
+
+
+def _unused_in(made: Any, default: Any, needs: Needs, named: Iterable[str]) -> Iterator[Problem]:
+    """The options that somebody set and that have no effect, of those of dataclasses in it too.
+
+    Args:
+        made: the options.
+        default: those where none is given, such as of a run; None: the fields' own.
+        needs: by the paths of their fields.
+        named: these paths, of the options that were given.
+    """
+    names = {field.name for field in dataclasses.fields(made)}
+    own = {path: need for path, need in needs.items() if path.partition(".")[0] in names}
+    given = [path for path in named if not _is_set_back(made, default, path)]
+    yield from unused_problems(made, own, [] if default is None else [default], given)
+    rest = {path: need for path, need in needs.items() if path not in own}
+    for name in names if rest else ():
+        if _is_flat(type(made), name):
+            before = None if default is None else getattr(default, name)
+            yield from _unused_in(getattr(made, name), before, rest, named)
+
+
+def _is_set_back(made: Any, default: Any, path: str) -> bool:
+    """Whether an option undoes what a run says, and leaves what is usual without one."""
+    above, _, name = path.rpartition(".")
+    if default is None or path.partition(".")[0] not in vars(made):
+        return False
+    section, now = value_at(made, above), value_at(made, path)
+    usual = [field.default for field in dataclasses.fields(section) if field.name == name]
+    return now in usual and now != value_at(default, path)
+
+
+def _is_flat(kind: type, name: str) -> bool:
+    """Whether a field is a dataclass whose options have no name of it before theirs."""
+    marks = typing.get_args(_hints(kind)[name])[1:]
+    return any(getattr(mark, "name", None) == "" for mark in marks)
 
 
 def named_fields(arguments: Sequence[str], options: Iterable[Option]) -> frozenset[str]:
@@ -227,7 +269,7 @@ def options_of(value: Any, prefix: str = "") -> Iterator[Option]:
             default = field.default_factory()
         default = default if is_class else getattr(value, field.name)
         if dataclasses.is_dataclass(inner := hint if default is MISSING else default):
-            flat = any(getattr(mark, "name", None) == "" for mark in marks)
+            flat = _is_flat(kind, field.name)
             yield from options_of(inner, prefix if flat else f"{prefix}{field.name}.")
         elif not any(map(dataclasses.is_dataclass, typing.get_args(hint))):
             path = f"{prefix}{field.name}"

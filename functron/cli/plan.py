@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,16 +15,28 @@ import tyro
 
 from functron.cli.options import parse
 from functron.cli.process import mistakes, outside
-from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.models.config import GPTConfig
+from functron.core.errors import (
+    Need,
+    Needs,
+    Problem,
+    always,
+    nearest,
+    needs_under,
+    never,
+    raise_problems,
+    refuse,
+)
+from functron.models.config import GPT_NEEDS, GPTConfig
 from functron.models.gpt import PRESETS
 from functron.optim import OptimizerConfig
+from functron.optim.config import OPTIMIZER_NEEDS
 from functron.pipeline import Schedule, make
 from functron.plan.hardware import hardware
 from functron.plan.search import Found, misfit, parse_settings, search, why
 from functron.precision import POLICIES
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import records, run_folder
+from functron.training.checks import TOLD_NEEDS, TRAIN_NEEDS, told_in
 from functron.training.config import BOXES, COMMON, RECORDED, TrainConfig, dump, starting_config
 from functron.training.plan import parameter_table, plan, step_report
 from functron.training.planning import (
@@ -37,7 +49,7 @@ from functron.training.planning import (
 
 _SEQ = 2048  # of models that take sequences of any length
 _BOXES = MappingProxyType({"model": ("model", "gpt"), "optimizer": ("optimizer",)})
-_COMMON = frozenset({"model", "optimizer.name", "optimizer.mu_dtype", "optimizer.nu_dtype"})
+_COMMON = frozenset({"model", "optimizer.name"})
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,45 @@ class PlanOptions:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
+def _is_fixed(options: PlanOptions) -> bool:
+    """Whether all candidates have a policy that --fix names."""
+    return "precision" in parse_settings(options.fix, "fix")
+
+
+_OF_POLICIES = tuple(
+    f"optimizer.{name}" for name in OPTIMIZER_NEEDS if name.startswith("loss_scale.")
+)
+"""Options that have an effect under some policies, which are those of the candidates."""
+
+PLAN_NEEDS: Needs = MappingProxyType({
+    **always(
+        "run", "gpus", "seq", "global_batch", "hardware", "fix", "at_least", "why", "explain",
+        "top", "tokens", "cpu_seconds", "out", "picture", "timeline", "model",
+    ),
+    "precision": Need(
+        lambda c: c.precision == "auto" or not (c.precisions or _is_fixed(c)),
+        "policies that neither --precisions nor --fix names",
+        "leave these out",
+    ),
+    "precisions": Need(
+        lambda c: not _is_fixed(c), "policies that --fix does not name", "leave precision out of it"
+    ),
+    **never(
+        "a dtype that follows from the policy of each candidate",
+        "name a policy: --precision, or several: --precisions",
+        "gpt.dtype", "optimizer.fp32_masters", "optimizer.master_bits",
+        "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
+        "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.loss_scale.initial",
+    ),
+    **never("a setting of candidates", "add --fix offload=true", "optimizer.offload"),
+    **needs_under("gpt", GPT_NEEDS),
+    **needs_under("optimizer", OPTIMIZER_NEEDS),
+    **always("gpt", "optimizer", *_OF_POLICIES),
+})  # fmt: skip
+"""Without what options have no effect. Others of a model and an optimizer are in what is planned,
+or in the file of it that functron train runs."""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Print the best ways; write what was asked for."""
     with mistakes():
@@ -147,7 +198,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
         run=name, precision=base.precision, model=base.model, gpt=base.gpt,
         optimizer=base.optimizer, **own,
     )  # fmt: skip
-    options = parse(PlanOptions, arguments, "plan", default, boxes=_BOXES, common=_COMMON)
+    shown: dict[str, Any] = {"boxes": _BOXES, "common": _COMMON}
+    options = parse(PlanOptions, arguments, "plan", default, needs=PLAN_NEEDS, **shown)
     if options.run != name:
         title, fix = "cannot tell which run this is about", f"functron plan {options.run} ..."
         refuse(title, "run", repr(options.run), "the first argument", fix)
@@ -265,9 +317,13 @@ class RecipeOptions:
     sbatch: bool = False
 
 
+RECIPE_NEEDS: Needs = MappingProxyType(always("action", "name", "sbatch"))
+"""Without what options have no effect. `recipes` refuses those that ls has no use for."""
+
+
 def recipes(arguments: Sequence[str]) -> int:
     """List the recipes, or print one."""
-    options = parse(RecipeOptions, arguments, "recipe")
+    options = parse(RecipeOptions, arguments, "recipe", needs=RECIPE_NEEDS)
     with mistakes():
         if options.action == "ls":
             if options.name or options.sbatch:
@@ -285,12 +341,119 @@ def recipes(arguments: Sequence[str]) -> int:
 
 # --- one run
 
+_DRY = "see functron train --dry-run, which takes all options of a run"
+_OF_SHAPES = ("model", "gpt", "mamba", "bert", "t5", "mesh", "expert_axes", "zero", "lora_rank",
+              "lora_targets", "precision", "products")  # fmt: skip
+"""The settings of a run that say which parameters its ranks have."""
+_OF_STEPS = (
+    *_OF_SHAPES, "sequence_parallel", "context", "zigzag", "steps", "seq", "global_batch",
+    "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "gather", "gather_as",
+    "lora_alpha", "remat", "kernels", "loss_chunk_tokens", "anomalies.on_spike",
+    "anomalies.rate_factors", "optimizer", "learning_rate", "rate_unit", "ramp_up",
+    "earlier_batches", "nproc", "mask_documents", "pack", "mask_rate", "mean_span",
+)  # fmt: skip
+"""Those that also say what its ranks compute, send and hold in a step."""
+_OF_RUNS = (
+    "data", "tokenizer", "tokenizer_pattern", "special_tokens", "prepend_bos", "text_rules",
+    "format", "overlong", "split", "order", "order_samples", "order_cache", "blend_surplus",
+    "blend_order", "extra_token", "fim_rate", "fim_spm_rate", "fim_tokens", "mask_token",
+    "end_token", "eval_every", "eval_batches", "eval_data", "eval_averaged", "prefetch",
+    "timeout_seconds", "hang_after", "stragglers_every", "check_programs", "compile", "cuda_graph",
+    "deterministic", "seed", "out", "resume", "change_batch", "save_every", "keep_last",
+    "keep_every", "max_restarts", "restart_pause_seconds", "elastic", "slots",
+    "memory_save_every", "memory_folder", "exit_after", "device", "log_layers_every",
+    "tensorboard", "wandb", "log_names", "anomalies.on_nonfinite", "anomalies.window",
+    "anomalies.minimum", "anomalies.threshold", "anomalies.rollback_steps", "anomalies.skip_data",
+    "anomalies.rate_factor", "anomalies.most", "anomalies.attribute", "anomalies.skipped_samples",
+    "check_replicas_every", "on_corruption",
+)  # fmt: skip
+"""All others, of which a step that is traced knows nothing."""
+
+
+def _of(read: Collection[str]) -> Needs:
+    """Of these settings, the needs that they have in training too."""
+    named = {n: need for n, need in TRAIN_NEEDS.items() if n.partition(".")[0] in read}
+    told = {name: told_in(name) for name in TOLD_NEEDS if name in read}
+    return {**always(*(n for n in read if n not in (*named, *told))), **named, **told}
+
+
+def _axes(*names: str) -> Need:
+    """The need of settings for ranks of any of these axes."""
+    return Need(
+        lambda c: any(Mesh.parse(c.mesh)[name] > 1 for name in names),
+        f"several ranks of {' or '.join(names)}",
+        f"add {names[0]}=N to the mesh",
+    )
+
+
+_GPT = Need(lambda c: c.family.name == "gpt", "a GPT", "choose one")
+_SPANS = Need(lambda c: c.family.objective == "spans", "a T5", "choose one")
+_BY_SAMPLES = Need(
+    lambda c: c.rate_unit == "samples", "rates that count samples", "set rate_unit to samples"
+)
+
+PARAMS_NEEDS: Needs = MappingProxyType({
+    **always("run"),
+    **_of(_OF_SHAPES),
+    "zero": Need(
+        lambda c: c.zero == 3 and _axes("dp").holds(c),
+        "parameters that ranks divide",
+        "set it to 3, and add dp=N to the mesh",
+    ),
+    "products": Need(
+        lambda c: c.recipe is not None and c.recipe.scaling == "delayed",
+        "products that remember magnitudes",
+        "choose fp8-delayed",
+    ),
+    **never(
+        "a setting of what parameters there are",
+        _DRY,
+        *(name for name in (*_OF_STEPS, *_OF_RUNS) if name not in _OF_SHAPES),
+    ),
+})  # fmt: skip
+"""Without what options have no effect on the parameters that functron params shows."""
+
+TRACE_NEEDS: Needs = MappingProxyType({
+    **always("run", "program"),
+    **_of(_OF_STEPS),
+    "zero": Need(
+        lambda c: (
+            _axes("dp", "fsdp").holds(c)
+            if c.zero == 3
+            else _axes("dp", "ep", "cp", "ulysses").holds(c)
+        ),
+        "several ranks that hold the same",
+        "add dp=N to the mesh",
+    ),
+    "products": _GPT,
+    "loss_chunk_tokens": Need(
+        lambda c: _GPT.holds(c) and not c.gpt.logit_cap, "a GPT whose logits have no cap",
+        "choose one",
+    ),
+    "nproc": Need(
+        lambda c: c.lora_rank > 0 and _axes("pp").holds(c),
+        "stages of a pipeline that train adapters",
+        _DRY,
+    ),
+    "anomalies.on_spike": Need(
+        lambda c: c.anomalies.on_spike == "skip",
+        "skip, of which a step itself knows",
+        _DRY,
+    ),
+    **dict.fromkeys(("mask_documents", "pack"), _GPT),
+    **dict.fromkeys(("mask_rate", "mean_span"), _SPANS),
+    **dict.fromkeys(("ramp_up", "earlier_batches"), _BY_SAMPLES),
+    **never("a setting of what a step computes, sends or holds", _DRY, *_OF_RUNS),
+})  # fmt: skip
+"""Without what options have no effect on what functron trace shows of a step."""
+
 
 @dataclass(frozen=True)
 class TraceOptions:
     """Show what one rank computes, sends and holds in a training step. Nothing is run.
 
-    Of a pipeline it is what each of its ranks computes, hands on and holds, stage by stage.
+    Of a pipeline it is what each of its ranks computes, hands on and holds, stage by stage. Options
+    of a run that change none of it are refused.
 
     Attributes:
         run: a run folder, or a file like its config.toml, whose options the others override; none:
@@ -308,7 +471,7 @@ class TraceOptions:
 def trace(arguments: Sequence[str]) -> int:
     """Print cost and memory, and the program where that is asked for."""
     with mistakes():
-        options = _parse(TraceOptions, arguments, "trace", seq=0, global_batch=0)
+        options = _parse(TraceOptions, arguments, "trace", TRACE_NEEDS, seq=0, global_batch=0)
         config: TrainConfig = options.options
         mesh = Mesh.parse(config.mesh)
         data_ranks = math.prod(mesh[axis] for axis in DATA_AXES)
@@ -326,6 +489,8 @@ def trace(arguments: Sequence[str]) -> int:
 class ParamsOptions:
     """Show the parameters of a model, and how a mesh splits them. No memory is needed for them.
 
+    Options of a run that change none of it are refused.
+
     Attributes:
         run: a run folder, or a file like its config.toml, whose options the others override; none:
             a preset, by --model.
@@ -338,7 +503,7 @@ class ParamsOptions:
 def params(arguments: Sequence[str]) -> int:
     """Print the table."""
     with mistakes():
-        config: TrainConfig = _parse(ParamsOptions, arguments, "params").options
+        config: TrainConfig = _parse(ParamsOptions, arguments, "params", PARAMS_NEEDS).options
         print(parameter_table(plan(config, Mesh.parse(config.mesh))))
     return 0
 
@@ -366,9 +531,16 @@ class ScheduleOptions:
     table: bool = False
 
 
+SCHEDULE_NEEDS: Needs = MappingProxyType(
+    always("name", "pp", "microbatches", "chunks", "svg", "table")
+)
+"""Without what options have no effect. `functron.pipeline.make` refuses counts that a schedule
+does not have."""
+
+
 def schedule(arguments: Sequence[str]) -> int:
     """Print the drawing or the table."""
-    options = parse(ScheduleOptions, arguments, "schedule")
+    options = parse(ScheduleOptions, arguments, "schedule", needs=SCHEDULE_NEEDS)
     with mistakes():
         own = Schedule.load(options.name) if Path(options.name).is_file() else None
         ranks, microbatches = (own.num_ranks, own.num_microbatches) if own else (4, 8)
@@ -380,7 +552,7 @@ def schedule(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> Any:
+def _parse(kind: Any, arguments: Sequence[str], command: str, needs: Needs, **fields: Any) -> Any:
     """The options of a command: of the run that the first argument names, or of a preset.
 
     Args:
@@ -388,6 +560,7 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
             what the command takes besides; options override those of the run.
         arguments: as they were given. A run comes first.
         command: its name.
+        needs: of its options.
         fields: of the `TrainConfig`, where no run is named.
 
     Raises:
@@ -399,7 +572,8 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, **fields: Any) -> 
     file, precision = file_of(Path(run)) if run else None, value_of("--precision", arguments)
     base = starting_config(file, model=model, precision=precision, **fields)
     texts = {"boxes": BOXES, "common": COMMON, "recorded": RECORDED}
-    made = parse(kind, arguments, command, kind(run=run, options=base), **texts)
+    default = kind(run=run, options=base)
+    made = parse(kind, arguments, command, default, needs=needs, **texts)
     if made.run != run:
         title, fix = "cannot tell which run this is about", f"functron {command} {made.run} ..."
         refuse(title, "run", repr(made.run), "the first argument", fix)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import tyro
@@ -17,8 +18,8 @@ from functron import data
 from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
 from functron.cli.process import mistakes
-from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.preprocess import Progress, Settings
+from functron.core.errors import Needs, Problem, always, raise_problems, refuse
+from functron.data.preprocess import SETTINGS_NEEDS, Progress, Settings
 from functron.data.preprocess import preprocess as make_tokens
 from functron.data.shards import is_tokens
 from functron.nn.moe import MoEConfig
@@ -62,9 +63,26 @@ class ConvertOptions:
     expert_parallel: int = 1
 
 
+CONVERT_NEEDS: Needs = MappingProxyType(
+    always(
+        "source",
+        "target",
+        "dtype",
+        "averaged",
+        "max_seq",
+        "fused_projections",
+        "quantise",
+        "model",
+        "expert_parallel",
+    )
+)
+"""Without what options have no effect. `conversion.convert` refuses those that do not go with its
+source and target."""
+
+
 def convert(arguments: Sequence[str]) -> int:
     """Convert, and print a summary."""
-    options = parse(ConvertOptions, arguments, "convert")
+    options = parse(ConvertOptions, arguments, "convert", needs=CONVERT_NEEDS)
     with mistakes():
         done = conversion.convert(
             options.source,
@@ -98,9 +116,13 @@ class CheckpointOptions:
     path: tyro.conf.Positional[Path]
 
 
+CHECKPOINT_NEEDS: Needs = MappingProxyType(always("action", "path"))
+"""Without what options have no effect."""
+
+
 def checkpoint(arguments: Sequence[str]) -> int:
     """Print the listing, the contents, or that they are right."""
-    options = parse(CheckpointOptions, arguments, "checkpoint")
+    options = parse(CheckpointOptions, arguments, "checkpoint", needs=CHECKPOINT_NEEDS)
     with mistakes():
         folder = options.path
         if options.action == "verify" and is_tokens(folder):
@@ -151,9 +173,16 @@ class MigrateOptions:
     json: bool = False
 
 
+MIGRATE_NEEDS: Needs = MappingProxyType(
+    always("source", "out", "env", "extra", "without", "processes", "closest", "strict", "json")
+)
+"""Without what options have no effect. Variables and what is left out are looked for in
+the line."""
+
+
 def migrate(arguments: Sequence[str]) -> int:
     """Write the configuration, and print the table."""
-    options = parse(MigrateOptions, arguments, "migrate")
+    options = parse(MigrateOptions, arguments, "migrate", needs=MIGRATE_NEEDS)
     with mistakes():
         made = migrated(
             options.source,
@@ -247,9 +276,15 @@ class UpcycleOptions:
     averaged: bool = False
 
 
+UPCYCLE_NEEDS: Needs = MappingProxyType(
+    always("source", "target", "experts", "top_k", "expert_dim", "aux_loss", "seed", "averaged")
+)
+"""Without what options have no effect. `upcycle_run` refuses averages that a run does not keep."""
+
+
 def upcycle(arguments: Sequence[str]) -> int:
     """Make the run folder, and print a summary."""
-    options = parse(UpcycleOptions, arguments, "upcycle")
+    options = parse(UpcycleOptions, arguments, "upcycle", needs=UPCYCLE_NEEDS)
     with mistakes():
         dense = config.load(Path(options.source) / run_folder.CONFIG).gpt
         moe = MoEConfig(
@@ -287,7 +322,7 @@ class PreprocessOptions(Settings):
 
 def preprocess(arguments: Sequence[str]) -> int:
     """Make the tokens, and print a summary."""
-    settings = parse(PreprocessOptions, arguments, "preprocess")
+    settings = parse(PreprocessOptions, arguments, "preprocess", needs=SETTINGS_NEEDS)
     with mistakes(), _bar() as report:
         summary = make_tokens(settings, report)
     print(summary)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from functron.cli.launch import device_type, join, launch, leave, supervise
 from functron.cli.options import named_fields, options_of, parse
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems, value_at
+from functron.core.errors import Needs, Problem, always, raise_problems, value_at
 from functron.data import Blend
 from functron.models import lora
 from functron.models.family import PRESETS
@@ -78,6 +79,10 @@ class TrainOptions:
     dry_run: bool = False
     hardware: str = ""
     options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+OWN_NEEDS: Needs = MappingProxyType(always("config", "dry_run", "hardware"))
+"""Of these options; those of a run are in `functron.training.checks`."""
 
 
 def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
@@ -375,7 +380,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[TrainOptions, frozenset[str]]:
     )
     default = TrainOptions(early.config, options=base)
     help_texts = {"boxes": BOXES, "common": COMMON, "recorded": RECORDED}
-    made = parse(TrainOptions, arguments, "train", default, **help_texts)
+    made = parse(TrainOptions, arguments, "train", default, needs=OWN_NEEDS, **help_texts)
     made = replace(made, options=run_folder.with_changed_batch(made.options))
     plain, now = TrainConfig(), made.options
     plain = with_model(plain, now.model) if now.model in PRESETS else plain
@@ -414,9 +419,14 @@ class RerunOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
+RERUN_NEEDS: Needs = MappingProxyType(always("run", "step", "mesh", "nproc", "device"))
+"""Without what options have no effect. Under torchrun, processes that are asked for say that they
+are those of the run, with whose numbers ours are compared bit for bit."""
+
+
 def rerun(arguments: Sequence[str]) -> int:
     """Print the verdict."""
-    options = parse(RerunOptions, arguments, "rerun")
+    options = parse(RerunOptions, arguments, "rerun", needs=RERUN_NEEDS)
     here = current()
     with mistakes():
         config, exact = _of_run(options, here)

@@ -88,6 +88,16 @@ Needs = Mapping[str, Need]
 """By the path of a field, such as ``optimizer.b1``; that of a section stands for all under it."""
 
 
+def always(*names: str) -> Needs:
+    """The needs of options that have an effect in any case, or that another check refuses."""
+    return dict.fromkeys(names, Need(lambda config: True, "", ""))
+
+
+def never(wanted: str, fix: str, *names: str) -> Needs:
+    """The needs of options that have no effect in any case."""
+    return dict.fromkeys(names, Need(lambda config: False, wanted, fix))
+
+
 def needs_under(path: str, needs: Needs, section: Callable[[Any], Any] | None = None) -> Needs:
     """The needs of a section as those of the configuration that has it.
 
@@ -139,21 +149,25 @@ def unused_problems(
             that there is nothing, which is so.
     """
     seen = set()
+
+    def was_set(path: str) -> bool:
+        value, section = value_at(config, path), value_at(config, path.rpartition(".")[0])
+        if section is None:
+            return False
+        plain = [value_at(one, path) for one in usual]
+        plain += [x.default for x in fields(section) if x.name == path.rpartition(".")[2]]
+        return value not in plain or bool(value and path in given)
+
     for name, need in needs.items():
-        if need.holds(config):
+        found = [path for path in fields_under(config, name) if path not in seen and was_set(path)]
+        if not found or need.holds(config):
             continue
-        for path in fields_under(config, name):
-            value, section = value_at(config, path), value_at(config, path.rpartition(".")[0])
-            if section is None:
-                continue
-            plain = [value_at(one, path) for one in usual]
-            plain += [x.default for x in fields(section) if x.name == path.rpartition(".")[2]]
-            if path in seen or not (value not in plain or (value and path in given)):
-                continue
-            seen.add(path)
+        seen.update(found)
+        for path in found:
             option = f"--{path.replace('_', '-')}"
             fix = f"leave {option} out, or {need.fix}"
-            yield Problem(path, f"{value!r}, which has no effect", need.wanted, fix)
+            got = f"{value_at(config, path)!r}, which has no effect"
+            yield Problem(path, got, need.wanted, fix)
 
 
 _LISTED = 30

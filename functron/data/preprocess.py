@@ -23,12 +23,21 @@ from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Literal, TypeVar, cast
 
 import filelock
 import numpy as np
 
-from functron.core.errors import Problem, local_path, raise_problems, refuse
+from functron.core.errors import (
+    Need,
+    Needs,
+    Problem,
+    always,
+    local_path,
+    raise_problems,
+    refuse,
+)
 from functron.data.documents import (
     MAX_LISTED,
     OLD_RULES,
@@ -40,7 +49,7 @@ from functron.data.documents import (
 )
 from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.shards import with_checksums
-from functron.data.sources import Chunk, Text, cut, find_files, read, where
+from functron.data.sources import Chunk, Text, cut, find_files, kind_of, read, where
 from functron.data.tokenizer import end_of_text, open_tokenizer
 
 Empty = Literal["refuse", "drop", "keep"]
@@ -116,6 +125,23 @@ class Settings:
     def parts(self) -> Path:
         """The folder of finished parts, until then."""
         return Path(self.out + ".parts")
+
+
+SETTINGS_NEEDS: Needs = MappingProxyType(
+    {
+        **always(
+            "inputs", "tokenizer", "out", "append_eod", "prepend_bos", "special_tokens",
+            "end_of_text", "pattern", "format", "dtype", "empty", "workers",
+        ),
+        "key": Need(
+            lambda c: any(kind_of(file) != "text" for file in find_files(c.inputs)),
+            "JSONL or Parquet, whose texts have a name",
+            "give a file of these: text as it is has none",
+        ),
+    }
+)  # fmt: skip
+"""Without what the fields of `Settings` have no effect. What readers of tokens go by, such as the
+rules by which they were made, has an effect on any text; others are refused by `preprocess`."""
 
 
 @dataclass(frozen=True)

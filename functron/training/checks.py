@@ -192,6 +192,17 @@ TOLD_NEEDS: Needs = MappingProxyType({
 """The same where other checks say so of all but the usual value, which an option may name."""
 
 
+def told_in(path: str) -> Need:
+    """The need in `TOLD_NEEDS`, without the words that are usual: "1f1b" is no claim."""
+    need, usual = TOLD_NEEDS[path], getattr(TrainConfig(), path)
+
+    def holds(config: TrainConfig) -> bool:
+        same = isinstance(usual, str) and getattr(config, path) == usual
+        return same or need.holds(config)
+
+    return Need(holds, need.wanted, need.fix)
+
+
 def unused(
     config: TrainConfig, processes: int | None = None, given: Collection[str] = ()
 ) -> Iterator[Problem]:
@@ -219,8 +230,7 @@ def unused(
     usual += [seen] if config.source else []
     yield from unused_problems(seen, TRAIN_NEEDS, usual, given)
     same = [path for path in TOLD_NEEDS if getattr(seen, path) == getattr(usual[0], path)]
-    told = [path for path in same if not isinstance(getattr(seen, path), str)]  # "1f1b" is no claim
-    needs = {path: TOLD_NEEDS[path] for path in told}
+    needs = {path: told_in(path) for path in same}
     yield from unused_problems(seen, needs, [seen], given)
 
 

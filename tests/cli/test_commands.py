@@ -1,8 +1,10 @@
-"""``functron checkpoint`` and ``functron convert`` on real run folders."""
+"""``functron checkpoint`` and ``functron convert`` on real run folders; options of all commands."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 from pathlib import Path
 
@@ -11,8 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from functron import checkpoint, tree
+from functron.cli import build, launch, plan
+from functron.cli import main as commands
+from functron.cli import options as parsing
 from functron.cli.main import main
+from functron.cli.process import Process
+from functron.core.errors import fields_under
+from functron.models import gpt
+from functron.models.bert import BertConfig
+from functron.models.mamba import MambaConfig
+from functron.models.t5 import T5Config
 from functron.training import run_folder
+from functron.training.config import RECORDED, TrainConfig
 from functron.training.faults import flip_file
 
 SMALL = [
@@ -107,3 +119,163 @@ def test_where_a_model_came_from_is_no_option(words, capsys):
     assert "--source" not in capsys.readouterr().out
     assert main(["train", "--model", "hf:/x"]) == 2
     assert "functron convert hf:/x run:RUN" in capsys.readouterr().err
+
+
+# --- options that have no effect
+
+WORDS = {
+    "preprocess": ["x", "--tokenizer", "bytes", "--out", "y"], "sample": ["r", "--prompt", "x"],
+    "evaluate": ["r"], "compare": ["r"], "rerun": ["r", "--step", "1"],
+    "checkpoint": ["ls", "r"], "convert": ["hf:x", "run:y"], "migrate": ["x"],
+    "upcycle": ["r", "s"], "schedule": ["1f1b"], "recipe": ["ls"],
+}  # fmt: skip
+"""What commands cannot be called without."""
+
+
+class AskedError(Exception):
+    """Ends a command where it asks for its options."""
+
+
+def asked_of(command, monkeypatch):
+    """The fields of a command's options, and the table of what they need."""
+    module = importlib.import_module(
+        f"functron.cli.{commands.COMMANDS[command][0].partition('.')[0]}"
+    )
+    asked = []
+
+    def asks(kind, arguments, name, default=None, **given):
+        asked.append((kind if default is None else default, given.get("needs", {})))
+        raise AskedError
+
+    monkeypatch.setattr(module, "parse", asks)
+    with pytest.raises(AskedError):
+        getattr(module, commands.COMMANDS[command][0].partition(".")[2])(WORDS.get(command, []))
+    ((kind, needs),) = asked
+    return {option.field for option in parsing.options_of(kind)}, needs
+
+
+def under(path, names):
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+@pytest.mark.parametrize("command", commands.COMMANDS)
+def test_every_option_of_every_command_is_in_its_table(command, monkeypatch):
+    fields, needs = asked_of(command, monkeypatch)
+    if command == "train":  # whose others tests/training/test_unused.py looks for
+        fields -= {path for path in fields_under(TrainConfig()) if path in fields}
+    missing = [path for path in fields - RECORDED.keys() if not under(path, needs)]
+    assert not missing, f"say in the table of {command} what these need, or that it is always"
+    if command not in ("params", "trace"):  # whose settings may be of another model
+        unknown = [n for n in needs if not any(under(path, [n]) for path in fields)]
+        assert all(name.startswith(("gpt.moe", "gpt.rope_scaling")) for name in unknown)
+
+
+def test_every_setting_of_a_run_is_one_of_steps_or_not():
+    whole = dataclasses.replace(
+        TrainConfig(), gpt=gpt.GPTConfig(), mamba=MambaConfig(), bert=BertConfig(), t5=T5Config()
+    )
+    for path in set(fields_under(whole)) - RECORDED.keys():
+        assert under(path, plan._OF_STEPS) != under(path, plan._OF_RUNS), path
+    assert {field.name for field in dataclasses.fields(build.BuildOptions)} == {*build.BUILD_NEEDS}
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        ("sample r --prompt x --temperature 0 --top-k 5", "top_k"),
+        ("sample r --prompt x --temperature 0.0 --top_p=0.9", "top_p"),
+        ("sample r --prompt x --temperature 0 --seed 7", "seed"),
+        ("sample r --prompt x --tokens 0 --temperature 0.8", "temperature"),
+        ("doctor --device cpu", "device"),
+        ("doctor --out hardware.json", "out"),
+        ("doctor --nproc 1 --largest-bytes 4096", "largest_bytes"),
+        ("plan --optimizer.mu-dtype int8", "optimizer.mu_dtype"),
+        ("plan --optimizer.offload", "optimizer.offload"),
+        ("plan --gpt.dtype float32", "gpt.dtype"),
+        ("plan --optimizer.momentum 0.9", "optimizer.momentum"),
+        ("plan --precision bf16 --precisions bf16,fp8-block", "precision"),
+        ("plan --precisions bf16 --fix precision=bf16", "precisions"),
+        ("plan --model gpt2-tiny --gpt.rope-theta 10000.0", "gpt.rope_theta"),
+        ("trace --data x", "data"),
+        ("trace --save-every 3", "save_every"),
+        ("trace --zero 1", "zero"),
+        ("trace --chunks 2", "chunks"),
+        ("trace --no-zigzag", "zigzag"),
+        ("trace --anomalies.window 5", "anomalies.window"),
+        ("trace --anomalies.on-spike stop", "anomalies.on_spike"),
+        ("trace --model bert-tiny --loss-chunk-tokens 64", "loss_chunk_tokens"),
+        ("params --seq 64", "seq"),
+        ("params --zero 1 --mesh dp=2", "zero"),
+        ("params --products fp8-row", "products"),
+    ],
+)
+def test_options_of_commands_have_an_effect_or_are_refused(line, path, capsys):
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: got " in said
+    assert "which has no effect; wanted " in said
+    assert f"fix: leave --{path.replace('_', '-')} out, or " in said
+
+
+def test_a_name_is_asked_for_where_texts_have_one(tmp_path, capsys):
+    text, lines = tmp_path / "text.txt", tmp_path / "lines.jsonl"
+    text.write_text("a fox")
+    lines.write_text('{"text": "a dog"}\n')
+    made = ["--tokenizer", "bytes", "--key", "text", "--workers", "1"]
+    made += ["--out", str(tmp_path / "tokens")]
+    assert main(["preprocess", str(text), *made]) == 2
+    assert (
+        "key: got 'text', which has no effect; wanted JSONL or Parquet" in capsys.readouterr().err
+    )
+    assert main(["preprocess", str(text), str(lines), *made]) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "params --model llama3-tiny --mesh fsdp=2 --precision bf16",
+        "params --zero 3 --mesh dp=2 --gpt.num-layers 4 --gpt.dropout 0.1",
+        "trace --schedule 1f1b --context ring --gather use --chunks 0 --zero 0 --seq 32",
+        "trace --model t5-tiny --seq 32 --mask-rate 0.2",
+        "trace --seq 32 --pack best-fit --learning-rate.peak 1e-3 --steps 5",
+        "schedule 1f1b --pp 4 --microbatches 8",
+        "recipe show llama3-8b-8 --sbatch",
+    ],
+)
+def test_options_that_have_an_effect_or_say_that_there_is_nothing_are_taken(line, monkeypatch):
+    monkeypatch.setattr(plan, "step_report", lambda *args, **kwargs: "")  # which takes its time
+    assert main(line.split()) == 0
+
+
+def test_a_draw_is_asked_for_as_before(trained, capsys):
+    said = []
+    for words in (
+        ["--temperature", "0"],
+        ["--temperature", "0", "--top-k", "0", "--top-p", "1.0", "--seed", "0", "--no-chat"],
+        ["--temperature", "1", "--top-k", "9", "--top-p", "0.9", "--seed", "3"],
+    ):
+        assert main(["sample", str(trained), "--prompt", "def ", "--tokens", "4", *words]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
+def test_processes_are_not_started_where_torchrun_has(trained):
+    here = Process(0, 0, 1, "", False, "127.0.0.1")
+    options = launch.RunOptions(run=trained, nproc=1)
+    mesh = launch.Mesh()
+    (problem,) = options.problems(mesh, here)
+    assert str(problem).startswith("nproc: got 1, which has no effect; wanted processes that")
+    assert not [*options.problems(mesh, dataclasses.replace(here, launched_here=True))]
+    assert not [*options.problems(mesh, None)]
+
+
+def test_what_a_run_has_may_be_set_back(trained, tmp_path, monkeypatch):
+    """What its file says and what undoes it are nobody's mistake; what is new may be one."""
+    monkeypatch.setattr(plan, "step_report", lambda *args, **kwargs: "")
+    text = (trained / "config.toml").read_text()
+    file = tmp_path / "config.toml"
+    assert "zigzag = true" in text
+    file.write_text(text.replace("zigzag = true", "zigzag = false"))
+    assert main(["params", str(file)]) == 0
+    assert main(["trace", str(file), "--zigzag"]) == 0
+    assert main(["trace", str(trained), "--no-zigzag"]) == 2
