@@ -179,6 +179,7 @@ TOLD_NEEDS: Needs = MappingProxyType({
         )
         for name in ("mask_rate", "mask_token", "mean_span", "end_token")
     },
+    "gpt": Need(lambda c: c.family.name == "gpt", "a GPT", "choose one: --model"),
     "context": Need(lambda c: _axis(c, "cp") > 1, "cp in the mesh", "add cp=N"),
     "expert_axes": Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),
     "gather": Need(

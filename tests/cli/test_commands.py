@@ -204,6 +204,8 @@ def test_every_setting_of_a_run_is_one_of_steps_or_not():
         ("trace --anomalies.window 5", "anomalies.window"),
         ("trace --anomalies.on-spike stop", "anomalies.on_spike"),
         ("trace --model bert-tiny --loss-chunk-tokens 64", "loss_chunk_tokens"),
+        ("trace --model bert-tiny --gpt.num-layers 7", "gpt.num_layers"),
+        ("params --model t5-tiny --gpt.norm rms", "gpt.norm"),
         ("params --seq 64", "seq"),
         ("params --zero 1 --mesh dp=2", "zero"),
         ("params --products fp8-row", "products"),

@@ -10,17 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron import optim, tree
+from functron import optim, random, tree
 from functron.cli.main import main
 from functron.core.errors import fields_under, value_at
 from functron.models import gpt
 from functron.models.bert import BertConfig
+from functron.models.family import family_of
 from functron.models.mamba import MambaConfig
 from functron.models.t5 import T5Config
 from functron.nn import RopeScaling
 from functron.nn.moe import MoEConfig
 from functron.optim.config import OPTIMIZER_NEEDS, OPTIMIZERS, SCHEDULE_NEEDS, SCHEDULES
-from functron.spmd.params import Normal, ParamDef
+from functron.spmd.params import Normal, ParamDef, init_params
 from functron.training.checks import TOLD_NEEDS, TRAIN_NEEDS, unused, validate
 from functron.training.config import RECORDED, TrainConfig, load, with_model
 
@@ -152,6 +153,37 @@ ALWAYS = [
     "mamba.init_stddev",
     "mamba.vocab_multiple",
     "mamba.dtype",
+    "bert.vocab_size",
+    "bert.num_layers",
+    "bert.embed_dim",
+    "bert.num_heads",
+    "bert.mlp_dim",
+    "bert.max_seq",
+    "bert.num_types",
+    "bert.activation",
+    "bert.norm_eps",
+    "bert.dropout",
+    "bert.init_stddev",
+    "bert.vocab_multiple",
+    "bert.dtype",
+    "t5.vocab_size",
+    "t5.num_layers",
+    "t5.decoder_layers",
+    "t5.embed_dim",
+    "t5.num_heads",
+    "t5.head_dim",
+    "t5.mlp_dim",
+    "t5.num_buckets",
+    "t5.max_distance",
+    "t5.activation",
+    "t5.gated",
+    "t5.tied",
+    "t5.start_id",
+    "t5.norm_eps",
+    "t5.dropout",
+    "t5.init_factor",
+    "t5.vocab_multiple",
+    "t5.dtype",
 ]
 """What has an effect in every run (where it is not what it is anyway), or is asked for by name."""
 
@@ -194,14 +226,15 @@ def test_every_option_is_in_a_table_or_always_has_an_effect():
     fields = set(fields_under(WHOLE)) - RECORDED.keys()
     for name in (*ALWAYS, *ELSEWHERE, *TRAIN_NEEDS, *TOLD_NEEDS):
         assert any(under(path, [name]) for path in fields), f"{name} is no option"
-    models = {path for path in fields if under(path, ["bert", "t5"])}  # all of these count
     shared = {"learning_rate.name", "learning_rate.peak", "learning_rate.warmup_steps"}
     shared |= {"learning_rate.warmup_ratio", "learning_rate.rewarm_steps"}
+    # of what is under these each field is looked for by itself
     tables = [name for name in TRAIN_NEEDS if name != "learning_rate"]
+    told = [name for name in TOLD_NEEDS if name != "gpt"]
     missing = [
         path
-        for path in sorted(fields - models - shared)
-        if not under(path, [*tables, *TOLD_NEEDS, *ALWAYS, *ELSEWHERE])
+        for path in sorted(fields - shared)
+        if not under(path, [*tables, *told, *ALWAYS, *ELSEWHERE])
     ]
     assert not missing, f"say in a table what these need, or in ALWAYS that they do not: {missing}"
     twice = [path for path in fields if under(path, tables) and path in ALWAYS]
@@ -294,6 +327,9 @@ def test_each_is_refused_where_it_has_no_effect_and_taken_where_it_has(name):
         ("gpt.rope_theta", "--model gpt2-tiny --gpt.rope-theta 10000.0"),
         ("memory_folder", "--memory-folder /dev/shm"),
         ("log_names", "--log-names megatron"),
+        ("gpt.num_layers", "--model bert-tiny --gpt.num-layers 4"),
+        ("gpt.norm", "--model t5-tiny --gpt.norm rms"),
+        ("gpt.mlp_dim", "--model mamba2-tiny --gpt.mlp-dim 1024"),
     ],
 )
 def test_an_option_that_is_named_has_an_effect_whatever_its_value(path, options, capsys):
@@ -349,6 +385,45 @@ def test_a_run_goes_on_with_what_it_began_with(tmp_path, capsys):
 
 
 # --- that the tables are right: by what a change does to numbers
+
+
+def outcome(family, config):
+    """The shapes and dtypes of a model's parameters, and its loss on tokens with dropout's key."""
+    weights = init_params(random.key(0), family.defs(config))
+    tokens = torch.arange(64, dtype=torch.int64).reshape(2, 32) % 7
+    batch = {"tokens": tokens, "targets": tokens, "rows": torch.arange(2)}
+    shapes = [(leaf.shape, leaf.dtype) for leaf in tree.leaves(weights)]
+    return shapes, family.loss(config, weights, batch, key=random.key(1)).item()
+
+
+OTHERS = {
+    "dtype": "float64", "activation": "relu", "norm_eps": 0.5, "dropout": 0.5, "head_dim": 6,
+    "decoder_layers": 2, "start_id": 1, "gated": False, "tied": True, "init_factor": 0.5,
+    "init_stddev": 0.2,
+}  # fmt: skip
+"""Other values of fields that twice as much does not suit."""
+
+SMALL_BERT = BertConfig(
+    vocab_size=8, num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8, max_seq=32, vocab_multiple=8,
+    init_stddev=0.5,
+)  # fmt: skip
+SMALL_T5 = T5Config(
+    vocab_size=8, num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8, vocab_multiple=8,
+    num_buckets=8, max_distance=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [(c, f.name) for c in (SMALL_BERT, SMALL_T5) for f in dataclasses.fields(c)],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_every_field_of_a_bert_and_a_t5_changes_parameters_or_the_loss(config, field):
+    """So that none of them needs anything."""
+    value, family = getattr(config, field), family_of(config)
+    new = OTHERS.get(field, 2 * value if isinstance(value, int) else None)
+    assert new != value
+    assert outcome(family, replace(config, **{field: new})) != outcome(family, config)
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(optim.ScheduleConfig)][1:])
