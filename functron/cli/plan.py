@@ -36,7 +36,7 @@ from functron.plan.search import Found, misfit, parse_settings, search, why
 from functron.precision import POLICIES
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import records, run_folder
-from functron.training.checks import TOLD_NEEDS, TRAIN_NEEDS, told_in
+from functron.training.checks import PRECISION_NEEDS, TOLD_NEEDS, TRAIN_NEEDS, told_in
 from functron.training.config import BOXES, COMMON, RECORDED, TrainConfig, dump, starting_config
 from functron.training.plan import parameter_table, plan, step_report
 from functron.training.planning import (
@@ -416,6 +416,7 @@ PARAMS_NEEDS: Needs = MappingProxyType({
 TRACE_NEEDS: Needs = MappingProxyType({
     **always("run", "program"),
     **_of(_OF_STEPS),
+    **PRECISION_NEEDS,
     "zero": Need(
         lambda c: (
             _axes("dp", "fsdp").holds(c)

@@ -13,11 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from functron.core import tree
 from functron.core.errors import Need, Needs, Problem, needs_under, raise_problems, unused_problems
 from functron.data.blend import NEWEST, is_blend
 from functron.data.order import Gaps, RampUp
 from functron.models.config import GPT_NEEDS
-from functron.models.family import PRESETS, TRAINED, differing_fields, field_text
+from functron.models.family import PRESETS, TRAINED, differing_fields, dtype_of, field_text
 from functron.models.mamba import MAMBA_NEEDS
 from functron.optim import (
     group_problems,
@@ -193,6 +196,44 @@ TOLD_NEEDS: Needs = MappingProxyType({
 """The same where other checks say so of all but the usual value, which an option may name."""
 
 
+def _is_mixed(config: TrainConfig) -> bool:
+    """Whether anything of a step is in another dtype than float32."""
+    moe = config.gpt.moe if config.family.name == "gpt" else None
+    kinds = {d.dtype for d in tree.leaves(config.family.defs(config.architecture))}
+    apart = bool(config.gather_as) or (moe is not None and moe.router_dtype != "float32")
+    return apart or kinds != {torch.float32}
+
+
+_NARROW = Need(
+    lambda c: dtype_of(c.architecture) in ("bfloat16", "float16"),
+    "parameters of 16 bits",
+    "add --precision bf16",
+)
+
+
+def _unlike_float32(name: str) -> Need:
+    """The need of an option that names a dtype: all float32 is float32 without its saying so."""
+    return Need(
+        lambda c: getattr(c.optimizer, name) != "float32" or _is_mixed(c),
+        "another dtype than all has anyway",
+        "add --precision bf16",
+    )
+
+
+PRECISION_NEEDS: Needs = MappingProxyType({
+    "optimizer.fp32_masters": _NARROW,
+    "optimizer.stochastic_rounding": _NARROW,
+    **{
+        f"optimizer.{name}": _unlike_float32(name)
+        for name in ("grad_dtype", "reduce_dtype", "mu_dtype", "nu_dtype")
+    },
+    "gpt.fp32_residual": Need(
+        lambda c: _NARROW.holds(c) or c.gather_as == "bfloat16", _NARROW.wanted, _NARROW.fix
+    ),
+})  # fmt: skip
+"""The same of options of precision that somebody names; policies and files may have them anyway."""
+
+
 def told_in(path: str) -> Need:
     """The need in `TOLD_NEEDS`, without the words that are usual: "1f1b" is no claim."""
     need, usual = TOLD_NEEDS[path], getattr(TrainConfig(), path)
@@ -231,7 +272,7 @@ def unused(
     usual += [seen] if config.source else []
     yield from unused_problems(seen, TRAIN_NEEDS, usual, given)
     same = [path for path in TOLD_NEEDS if getattr(seen, path) == getattr(usual[0], path)]
-    needs = {path: told_in(path) for path in same}
+    needs = {**{path: told_in(path) for path in same}, **PRECISION_NEEDS}
     yield from unused_problems(seen, needs, [seen], given)
 
 

@@ -198,6 +198,7 @@ def test_every_setting_of_a_run_is_one_of_steps_or_not():
         ("plan --model gpt2-tiny --gpt.rope-theta 10000.0", "gpt.rope_theta"),
         ("trace --data x", "data"),
         ("trace --save-every 3", "save_every"),
+        ("trace --optimizer.fp32-masters", "optimizer.fp32_masters"),
         ("trace --zero 1", "zero"),
         ("trace --chunks 2", "chunks"),
         ("trace --no-zigzag", "zigzag"),

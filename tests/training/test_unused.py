@@ -12,6 +12,7 @@ import torch
 
 from functron import optim, random, tree
 from functron.cli.main import main
+from functron.cli.train import _parsed
 from functron.core.errors import fields_under, value_at
 from functron.models import gpt
 from functron.models.bert import BertConfig
@@ -21,9 +22,17 @@ from functron.models.t5 import T5Config
 from functron.nn import RopeScaling
 from functron.nn.moe import MoEConfig
 from functron.optim.config import OPTIMIZER_NEEDS, OPTIMIZERS, SCHEDULE_NEEDS, SCHEDULES
+from functron.spmd import Mesh
 from functron.spmd.params import Normal, ParamDef, init_params
-from functron.training.checks import TOLD_NEEDS, TRAIN_NEEDS, unused, validate
+from functron.training.checks import (
+    PRECISION_NEEDS,
+    TOLD_NEEDS,
+    TRAIN_NEEDS,
+    unused,
+    validate,
+)
 from functron.training.config import RECORDED, TrainConfig, load, with_model
+from functron.training.plan import plan
 
 ALWAYS = [
     "model",
@@ -76,14 +85,8 @@ ALWAYS = [
     "anomalies.rate_factors",
     "optimizer.name",
     "optimizer.clip_norm",
-    "optimizer.mu_dtype",
-    "optimizer.nu_dtype",
     "optimizer.offload",
-    "optimizer.grad_dtype",
-    "optimizer.reduce_dtype",
     "optimizer.groups",
-    "optimizer.fp32_masters",
-    "optimizer.stochastic_rounding",
     "optimizer.ema_decay",
     "optimizer.skip_nonfinite",
     "optimizer.loss_scale.initial",
@@ -120,7 +123,6 @@ ALWAYS = [
     "gpt.z_loss",
     "gpt.init_stddev",
     "gpt.mup_base_dim",
-    "gpt.fp32_residual",
     "gpt.vocab_multiple",
     "gpt.dtype",
     "gpt.qkv_clip",
@@ -224,13 +226,13 @@ def under(path, names):
 
 def test_every_option_is_in_a_table_or_always_has_an_effect():
     fields = set(fields_under(WHOLE)) - RECORDED.keys()
-    for name in (*ALWAYS, *ELSEWHERE, *TRAIN_NEEDS, *TOLD_NEEDS):
+    for name in (*ALWAYS, *ELSEWHERE, *TRAIN_NEEDS, *TOLD_NEEDS, *PRECISION_NEEDS):
         assert any(under(path, [name]) for path in fields), f"{name} is no option"
     shared = {"learning_rate.name", "learning_rate.peak", "learning_rate.warmup_steps"}
     shared |= {"learning_rate.warmup_ratio", "learning_rate.rewarm_steps"}
     # of what is under these each field is looked for by itself
     tables = [name for name in TRAIN_NEEDS if name != "learning_rate"]
-    told = [name for name in TOLD_NEEDS if name != "gpt"]
+    told = [name for name in (*TOLD_NEEDS, *PRECISION_NEEDS) if name != "gpt"]
     missing = [
         path
         for path in sorted(fields - shared)
@@ -327,6 +329,12 @@ def test_each_is_refused_where_it_has_no_effect_and_taken_where_it_has(name):
         ("gpt.rope_theta", "--model gpt2-tiny --gpt.rope-theta 10000.0"),
         ("memory_folder", "--memory-folder /dev/shm"),
         ("log_names", "--log-names megatron"),
+        ("optimizer.fp32_masters", "--device cpu --optimizer.fp32-masters"),
+        ("optimizer.stochastic_rounding", "--gpt.dtype float64 --optimizer.stochastic-rounding"),
+        ("optimizer.grad_dtype", "--precision float32 --optimizer.grad-dtype float32"),
+        ("optimizer.reduce_dtype", "--precision float32 --optimizer.reduce_dtype=float32"),
+        ("optimizer.mu_dtype", "--device cpu --model t5-tiny --optimizer.mu-dtype float32"),
+        ("gpt.fp32_residual", "--device cpu --gpt.fp32-residual"),
         ("gpt.num_layers", "--model bert-tiny --gpt.num-layers 4"),
         ("gpt.norm", "--model t5-tiny --gpt.norm rms"),
         ("gpt.mlp_dim", "--model mamba2-tiny --gpt.mlp-dim 1024"),
@@ -340,10 +348,49 @@ def test_an_option_that_is_named_has_an_effect_whatever_its_value(path, options,
     assert f"fix: leave --{path.replace('_', '-')} out, or " in said
 
 
+SMALL = [
+    "--data", argparse.__file__, "--seq", "8", "--global-batch", "4", "--gpt.num-layers", "1",
+    "--gpt.embed-dim", "16", "--gpt.num-heads", "2", "--gpt.mlp-dim", "16", "--prefetch", "0",
+]  # fmt: skip
+
+
 def test_saying_that_there_is_nothing_is_no_mistake(capsys):
     options = "--eval-batches 0 --chunks 0 --no-sequence-parallel --zero 0 --lora-rank 0 --out= "
     options += "--schedule 1f1b --context ring --gather use --keep-every 0 --optimizer.no-nesterov --layout= --no-mask-documents --mesh="
     assert main(["train", *options.split(), "--model", "gpt2-tiny", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--precision bf16 --optimizer.fp32-masters --gpt.fp32-residual --optimizer.mu-dtype float32",
+        "--precision bf16 --gpt.dtype float32",  # whose masters the policy set
+        "--precision bf16-pure --optimizer.stochastic-rounding --optimizer.grad-dtype float32",
+        "--gpt.dtype float64 --optimizer.mu-dtype float32 --optimizer.no-fp32-masters",
+        "--optimizer.grad-dtype bfloat16 --optimizer.reduce-dtype bfloat16",
+        "--optimizer.grad-dtype= --optimizer.reduce-dtype= --gpt.no-fp32-residual",
+        "--mesh fsdp=2 --gather-as bfloat16 --gpt.fp32-residual --optimizer.reduce-dtype float32",
+    ],
+)
+def test_precision_that_changes_something_is_taken(options):
+    config, given = _parsed([*options.split(), "--device", "cpu"])
+    assert not [*unused(config.options, given=given)]
+
+
+def test_a_file_may_have_precision_that_changes_nothing(tmp_path):
+    """As those of earlier runs do, which load and go on."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[gpt]\nfp32_residual = true\n[optimizer]\nfp32_masters = true\n"
+        'grad_dtype = "float32"\nmu_dtype = "float32"\n'
+    )
+    validate(load(path))
+    config, given = _parsed(["--config", str(path), "--device", "cpu", "--gpt.fp32-residual"])
+    assert [p.path for p in unused(config.options, given=given)] == ["gpt.fp32_residual"]
+    run = ["train", "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert main([*run, *SMALL, "--steps", "1", "--config", str(path)]) == 0
+    assert "fp32_masters = true" in (tmp_path / "run" / "config.toml").read_text()
+    assert main([*run, "--resume", "--steps", "2"]) == 0
 
 
 def test_a_file_is_told_as_well(tmp_path):
@@ -354,12 +401,6 @@ def test_a_file_is_told_as_well(tmp_path):
     with pytest.raises(ValueError, match=r"end_fraction: got 0\.1, which has no effect") as caught:
         validate(load(path))
     assert "optimizer.soap.frequency: got 3, which has no effect" in str(caught.value)
-
-
-SMALL = [
-    "--data", argparse.__file__, "--seq", "8", "--global-batch", "4", "--gpt.num-layers", "1",
-    "--gpt.embed-dim", "16", "--gpt.num-heads", "2", "--gpt.mlp-dim", "16", "--prefetch", "0",
-]  # fmt: skip
 
 
 def test_a_run_goes_on_with_what_it_began_with(tmp_path, capsys):
@@ -480,3 +521,29 @@ def test_fields_of_optimizers_change_updates_where_the_table_says_so(name):
             assert differs == need.holds(base), field
         else:
             assert not differs or need.holds(base), field
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("path", PRECISION_NEEDS)
+def test_precision_changes_numbers_or_states_where_the_table_says_so(path, dtype):
+    model = gpt.GPTConfig(
+        vocab_size=16, num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, vocab_multiple=16,
+        init_stddev=0.5, dtype=dtype,
+    )  # fmt: skip
+    base = TrainConfig(gpt=model, seq=8, global_batch=4, microbatches=2)
+    other = changed(base, path, True if isinstance(value_at(base, path), bool) else "float32")
+    tokens = torch.arange(32).reshape(4, 8) % 11
+    batch = {"tokens": tokens, "targets": tokens.flip(0), "rows": torch.arange(4)}
+
+    def outcome(config):
+        """Parameters and losses of two steps, and the dtypes of the state."""
+        made = plan(config, Mesh())
+        state, losses = made.init(random.key(0)), []
+        for _ in range(2):
+            state, metrics = made.step(state, batch)
+            losses.append(metrics["loss"].item())
+        kinds = sorted(str(leaf.dtype) for leaf in tree.leaves(state) if leaf.is_floating_point())
+        return [leaf.tolist() for leaf in tree.leaves(state.params)], losses, kinds
+
+    assert PRECISION_NEEDS[path].holds(other) == (dtype == "bfloat16")
+    assert (outcome(base) != outcome(other)) == (dtype == "bfloat16")
