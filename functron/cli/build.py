@@ -44,7 +44,7 @@ class BuildOptions:
 
 
 BUILD_NEEDS: Needs = MappingProxyType(always("arch", "source", "cache", "jobs"))
-"""Without what options have no effect."""
+"""What options need to have an effect."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class CompareOptions:
 
 
 COMPARE_NEEDS: Needs = MappingProxyType(always("runs", "svg", "json"))
-"""Without what options have no effect."""
+"""What options need to have an effect."""
 
 
 def run(arguments: Sequence[str]) -> int:

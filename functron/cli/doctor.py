@@ -76,7 +76,7 @@ DOCTOR_NEEDS: Needs = MappingProxyType(
         ),
     }
 )
-"""Without what options have no effect, where torchrun started no processes to measure."""
+"""What options need to have an effect, where torchrun started no processes to measure."""
 
 
 def _needs(here: Process | None) -> Needs:

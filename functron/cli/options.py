@@ -121,7 +121,7 @@ def parse(
         boxes: of the help, after that of the options that no box has.
         common: the fields in boxes that --help shows; --help-all shows all. None: all are shown.
         recorded: fields that are no options, and what to do in place of setting them.
-        needs: without what options have no effect, by the paths of their fields.
+        needs: what options need to have an effect, by the paths of their fields.
 
     Raises:
         functron.cli.process.InputError: options that do not exist, each with the nearest that do;

@@ -144,7 +144,7 @@ PLAN_NEEDS: Needs = MappingProxyType({
     **needs_under("optimizer", OPTIMIZER_NEEDS),
     **always("gpt", "optimizer", *_OF_POLICIES),
 })  # fmt: skip
-"""Without what options have no effect. Others of a model and an optimizer are in what is planned,
+"""What options need to have an effect. Others of a model and an optimizer are in what is planned,
 or in the file of it that functron train runs."""
 
 
@@ -318,7 +318,7 @@ class RecipeOptions:
 
 
 RECIPE_NEEDS: Needs = MappingProxyType(always("action", "name", "sbatch"))
-"""Without what options have no effect. `recipes` refuses those that ls has no use for."""
+"""What options need to have an effect. `recipes` refuses those that ls has no use for."""
 
 
 def recipes(arguments: Sequence[str]) -> int:
@@ -411,7 +411,7 @@ PARAMS_NEEDS: Needs = MappingProxyType({
         *(name for name in (*_OF_STEPS, *_OF_RUNS) if name not in _OF_SHAPES),
     ),
 })  # fmt: skip
-"""Without what options have no effect on the parameters that functron params shows."""
+"""What options need to have an effect on the parameters that functron params shows."""
 
 TRACE_NEEDS: Needs = MappingProxyType({
     **always("run", "program"),
@@ -446,7 +446,7 @@ TRACE_NEEDS: Needs = MappingProxyType({
     **dict.fromkeys(("ramp_up", "earlier_batches"), _BY_SAMPLES),
     **never("a setting of what a step computes, sends or holds", _DRY, *_OF_RUNS),
 })  # fmt: skip
-"""Without what options have no effect on what functron trace shows of a step."""
+"""What options need to have an effect on what functron trace shows of a step."""
 
 
 @dataclass(frozen=True)
@@ -535,7 +535,7 @@ class ScheduleOptions:
 SCHEDULE_NEEDS: Needs = MappingProxyType(
     always("name", "pp", "microbatches", "chunks", "svg", "table")
 )
-"""Without what options have no effect. `functron.pipeline.make` refuses counts that a schedule
+"""What options need to have an effect. `functron.pipeline.make` refuses counts that a schedule
 does not have."""
 
 

@@ -76,7 +76,7 @@ CONVERT_NEEDS: Needs = MappingProxyType(
         "expert_parallel",
     )
 )
-"""Without what options have no effect. `conversion.convert` refuses those that do not go with its
+"""What options need to have an effect. `conversion.convert` refuses those that do not go with its
 source and target."""
 
 
@@ -117,7 +117,7 @@ class CheckpointOptions:
 
 
 CHECKPOINT_NEEDS: Needs = MappingProxyType(always("action", "path"))
-"""Without what options have no effect."""
+"""What options need to have an effect."""
 
 
 def checkpoint(arguments: Sequence[str]) -> int:
@@ -176,7 +176,7 @@ class MigrateOptions:
 MIGRATE_NEEDS: Needs = MappingProxyType(
     always("source", "out", "env", "extra", "without", "processes", "closest", "strict", "json")
 )
-"""Without what options have no effect. Variables and what is left out are looked for in
+"""What options need to have an effect. Variables and what is left out are looked for in
 the line."""
 
 
@@ -279,7 +279,7 @@ class UpcycleOptions:
 UPCYCLE_NEEDS: Needs = MappingProxyType(
     always("source", "target", "experts", "top_k", "expert_dim", "aux_loss", "seed", "averaged")
 )
-"""Without what options have no effect. `upcycle_run` refuses averages that a run does not keep."""
+"""What options need to have an effect. `upcycle_run` refuses averages that a run does not keep."""
 
 
 def upcycle(arguments: Sequence[str]) -> int:

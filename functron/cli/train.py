@@ -420,7 +420,7 @@ class RerunOptions:
 
 
 RERUN_NEEDS: Needs = MappingProxyType(always("run", "step", "mesh", "nproc", "device"))
-"""Without what options have no effect. Under torchrun, processes that are asked for say that they
+"""What options need to have an effect. Under torchrun, processes that are asked for say that they
 are those of the run, with whose numbers ours are compared bit for bit."""
 
 

@@ -140,7 +140,7 @@ SETTINGS_NEEDS: Needs = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Without what the fields of `Settings` have no effect. What readers of tokens go by, such as the
+"""What the fields of `Settings` need to have an effect. What readers of tokens go by, such as the
 rules by which they were made, has an effect on any text; others are refused by `preprocess`."""
 
 

@@ -82,7 +82,7 @@ GPT_NEEDS: Needs = MappingProxyType(
         **needs_under("moe", MOE_NEEDS),
     }
 )
-"""Without what the fields of a `GPTConfig` have no effect, where its own checks do not say so."""
+"""What the fields of a `GPTConfig` need to have an effect, where its own checks do not say so."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ MAMBA_NEEDS: Needs = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Without what the fields of a `MambaConfig` have no effect."""
+"""What the fields of a `MambaConfig` need to have an effect."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ ANOMALY_NEEDS: Needs = MappingProxyType(
         ),
     }
 )
-"""Without what the fields of an `AnomalyConfig` have no effect."""
+"""What the fields of an `AnomalyConfig` need to have an effect."""
 
 
 @dataclass(frozen=True)

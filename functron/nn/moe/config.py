@@ -63,7 +63,7 @@ MOE_NEEDS: Needs = MappingProxyType(
         "aux": Need(lambda c: c.aux_loss > 0, "a loss that balances the load", "set aux_loss"),
     }
 )
-"""Without what the fields of a `MoEConfig` have no effect."""
+"""What the fields of a `MoEConfig` need to have an effect."""
 
 
 @dataclass(frozen=True)
