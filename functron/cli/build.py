@@ -44,7 +44,7 @@ class BuildOptions:
 
 
 BUILD_NEEDS: Needs = MappingProxyType(always("arch", "source", "cache", "jobs"))
-"""What options need to have an effect."""
+"""The needs of options, for them to have an effect."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class CompareOptions:
 
 
 COMPARE_NEEDS: Needs = MappingProxyType(always("runs", "svg", "json"))
-"""What options need to have an effect."""
+"""The needs of options, for them to have an effect."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -76,7 +76,8 @@ DOCTOR_NEEDS: Needs = MappingProxyType(
         ),
     }
 )
-"""What options need to have an effect, where torchrun started no processes to measure."""
+"""The needs of options, for them to have an effect, where torchrun started no processes to
+measure."""
 
 
 def _needs(here: Process | None) -> Needs:

@@ -95,7 +95,7 @@ class EvaluateOptions(RunOptions):
 EVALUATE_NEEDS: Needs = MappingProxyType(
     {**RUN_NEEDS, **always("data", "seq", "stride", "batches", "batch", "json")}
 )
-"""What options need to have an effect; `_window_problems` has those of models."""
+"""The needs of options, for them to have an effect; `_window_problems` has those of models."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -403,8 +403,8 @@ SAMPLE_NEEDS: Needs = MappingProxyType(
         "seed": _DRAWN,
     }
 )
-"""What options need to have an effect; `_check_prompt` has those of models. A top_p of 1 says
-that nothing is left out, which is so."""
+"""The needs of options, for them to have an effect; `_check_prompt` has those of models. A top_p of
+1 says that nothing is left out, which is so."""
 
 
 def sample(arguments: Sequence[str]) -> int:

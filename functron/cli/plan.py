@@ -144,8 +144,8 @@ PLAN_NEEDS: Needs = MappingProxyType({
     **needs_under("optimizer", OPTIMIZER_NEEDS),
     **always("gpt", "optimizer", *_OF_POLICIES),
 })  # fmt: skip
-"""What options need to have an effect. Others of a model and an optimizer are in what is planned,
-or in the file of it that functron train runs."""
+"""The needs of options, for them to have an effect. Others of a model and an optimizer are in what
+is planned, or in the file of it that functron train runs."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -318,7 +318,8 @@ class RecipeOptions:
 
 
 RECIPE_NEEDS: Needs = MappingProxyType(always("action", "name", "sbatch"))
-"""What options need to have an effect. `recipes` refuses those that ls has no use for."""
+"""The needs of options, for them to have an effect. `recipes` refuses those that ls has no use
+for."""
 
 
 def recipes(arguments: Sequence[str]) -> int:
@@ -411,7 +412,7 @@ PARAMS_NEEDS: Needs = MappingProxyType({
         *(name for name in (*_OF_STEPS, *_OF_RUNS) if name not in _OF_SHAPES),
     ),
 })  # fmt: skip
-"""What options need to have an effect on the parameters that functron params shows."""
+"""The needs of options, for them to have an effect on the parameters that functron params shows."""
 
 TRACE_NEEDS: Needs = MappingProxyType({
     **always("run", "program"),
@@ -446,7 +447,7 @@ TRACE_NEEDS: Needs = MappingProxyType({
     **dict.fromkeys(("ramp_up", "earlier_batches"), _BY_SAMPLES),
     **never("a setting of what a step computes, sends or holds", _DRY, *_OF_RUNS),
 })  # fmt: skip
-"""What options need to have an effect on what functron trace shows of a step."""
+"""The needs of options, for them to have an effect on what functron trace shows of a step."""
 
 
 @dataclass(frozen=True)
@@ -535,8 +536,8 @@ class ScheduleOptions:
 SCHEDULE_NEEDS: Needs = MappingProxyType(
     always("name", "pp", "microbatches", "chunks", "svg", "table")
 )
-"""What options need to have an effect. `functron.pipeline.make` refuses counts that a schedule
-does not have."""
+"""The needs of options, for them to have an effect. `functron.pipeline.make` refuses counts that a
+schedule does not have."""
 
 
 def schedule(arguments: Sequence[str]) -> int:

@@ -76,8 +76,8 @@ CONVERT_NEEDS: Needs = MappingProxyType(
         "expert_parallel",
     )
 )
-"""What options need to have an effect. `conversion.convert` refuses those that do not go with its
-source and target."""
+"""The needs of options, for them to have an effect. `conversion.convert` refuses those that do not
+go with its source and target."""
 
 
 def convert(arguments: Sequence[str]) -> int:
@@ -117,7 +117,7 @@ class CheckpointOptions:
 
 
 CHECKPOINT_NEEDS: Needs = MappingProxyType(always("action", "path"))
-"""What options need to have an effect."""
+"""The needs of options, for them to have an effect."""
 
 
 def checkpoint(arguments: Sequence[str]) -> int:
@@ -176,8 +176,8 @@ class MigrateOptions:
 MIGRATE_NEEDS: Needs = MappingProxyType(
     always("source", "out", "env", "extra", "without", "processes", "closest", "strict", "json")
 )
-"""What options need to have an effect. Variables and what is left out are looked for in
-the line."""
+"""The needs of options, for them to have an effect. Variables and what is left out are looked for
+in the line."""
 
 
 def migrate(arguments: Sequence[str]) -> int:
@@ -279,7 +279,8 @@ class UpcycleOptions:
 UPCYCLE_NEEDS: Needs = MappingProxyType(
     always("source", "target", "experts", "top_k", "expert_dim", "aux_loss", "seed", "averaged")
 )
-"""What options need to have an effect. `upcycle_run` refuses averages that a run does not keep."""
+"""The needs of options, for them to have an effect. `upcycle_run` refuses averages that a run does
+not keep."""
 
 
 def upcycle(arguments: Sequence[str]) -> int:

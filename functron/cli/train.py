@@ -420,8 +420,8 @@ class RerunOptions:
 
 
 RERUN_NEEDS: Needs = MappingProxyType(always("run", "step", "mesh", "nproc", "device"))
-"""What options need to have an effect. Under torchrun, processes that are asked for say that they
-are those of the run, with whose numbers ours are compared bit for bit."""
+"""The needs of options, for them to have an effect. Under torchrun, processes that are asked for
+say that they are those of the run, with whose numbers ours are compared bit for bit."""
 
 
 def rerun(arguments: Sequence[str]) -> int:

@@ -140,8 +140,8 @@ SETTINGS_NEEDS: Needs = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""What the fields of `Settings` need to have an effect. What readers of tokens go by, such as the
-rules by which they were made, has an effect on any text; others are refused by `preprocess`."""
+"""The needs of the fields of `Settings`, to have an effect. What readers of tokens go by, such as
+the rules by which they were made, has an effect on any text; others are refused by `preprocess`."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ GPT_NEEDS: Needs = MappingProxyType(
         **needs_under("moe", MOE_NEEDS),
     }
 )
-"""What the fields of a `GPTConfig` need to have an effect, where its own checks do not say so."""
+"""The needs of the fields of a `GPTConfig`, to have an effect, where its own checks do not say
+so."""
 
 
 @dataclass(frozen=True)

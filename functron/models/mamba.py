@@ -78,7 +78,7 @@ MAMBA_NEEDS: Needs = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""What the fields of a `MambaConfig` need to have an effect."""
+"""The needs of the fields of a `MambaConfig`, to have an effect."""
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ SCHEDULE_NEEDS: Needs = MappingProxyType({
     "rewarm_at": Need(lambda c: c.rewarm_steps > 0, "a second warm-up", "set rewarm_steps"),
     "rewarm_init": Need(lambda c: c.rewarm_steps > 0, "a second warm-up", "set rewarm_steps"),
 })  # fmt: skip
-"""What the fields of a `ScheduleConfig` need to have an effect."""
+"""The needs of the fields of a `ScheduleConfig`, to have an effect."""
 
 
 def _of(*names: str) -> Need:
@@ -330,7 +330,7 @@ OPTIMIZER_NEEDS: Needs = MappingProxyType({
         for name in ("growth_interval", "hysteresis", "minimum", "patience")
     },
 })  # fmt: skip
-"""What the fields of an `OptimizerConfig` need to have an effect."""
+"""The needs of the fields of an `OptimizerConfig`, to have an effect."""
 
 
 def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Problem]:

@@ -45,7 +45,7 @@ ANOMALY_NEEDS: Needs = MappingProxyType(
         ),
     }
 )
-"""What the fields of an `AnomalyConfig` need to have an effect."""
+"""The needs of the fields of an `AnomalyConfig`, to have an effect."""
 
 
 @dataclass(frozen=True)

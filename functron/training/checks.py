@@ -157,7 +157,7 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         "leave --optimizer.adafactor.relative-step out",
     ),
 })  # fmt: skip
-"""What the fields of a `TrainConfig` need to have an effect, where no other check says so."""
+"""The needs of the fields of a `TrainConfig`, to have an effect, where no other check says so."""
 
 
 _PIPELINE = Need(lambda c: _axis(c, "pp") > 1, "pp in the mesh", "add pp=N")

@@ -63,7 +63,7 @@ MOE_NEEDS: Needs = MappingProxyType(
         "aux": Need(lambda c: c.aux_loss > 0, "a loss that balances the load", "set aux_loss"),
     }
 )
-"""What the fields of a `MoEConfig` need to have an effect."""
+"""The needs of the fields of a `MoEConfig`, to have an effect."""
 
 
 @dataclass(frozen=True)
