@@ -470,6 +470,25 @@ def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
+def reaches_outside(view: Strided, operand: Strided) -> bool:
+    """Whether a strided view shows places, in the memory of both, that its operand does not."""
+    if 0 in view.size:
+        return False
+    if 0 in operand.size or view.offset < operand.offset or _end(view) > _end(operand):
+        return True
+    if memory_order(operand.size, operand.stride) is not None:
+        return False
+    shown = torch.zeros(_end(operand), dtype=torch.bool)
+    shown.as_strided(*operand).fill_(True)
+    return not bool(shown.as_strided(*view).all())
+
+
+def _end(view: Strided) -> int:
+    """The place after the last one that a view shows."""
+    rows = zip(view.size, view.stride, strict=True)
+    return view.offset + 1 + sum((n - 1) * step for n, step in rows)
+
+
 def window_of(shape: Sequence[int], view: Strided) -> ViewWindow | None:
     """The window of a contiguous tensor that a strided view shows; None: it is none.
 

@@ -34,6 +34,7 @@ from functron.program.equations import (
     Block,
     Equation,
     Scan,
+    Strided,
     Var,
     Where,
     as_memory,
@@ -42,6 +43,7 @@ from functron.program.equations import (
     copy_contiguous,
     memory_order,
     overlaps,
+    reaches_outside,
     read_view,
     strided_of,
     write_view,
@@ -280,6 +282,8 @@ class Recorder(TorchDispatchMode):
         self._stale: dict[int, str] = {}
         self._detached: set[int] = set()  # tensors of which a keeper knows no derivative
         self._wheres: dict[int, Where] = {}
+        self._node = compat.autograd_sequence_number()
+        self._taped = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -421,6 +425,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # a tape, of whatever transform, makes its node just before the operation is seen here
+        node, before = compat.autograd_sequence_number(), self._node
+        self._node, self._taped = node, node != before
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise ValueError(f"trace: at {_line()} the program {takes_functions(func.name())}")
         if compat.proxies_active():
@@ -601,8 +608,26 @@ class Recorder(TorchDispatchMode):
                 "which torch's tape forgets when the view is written to; wanted another tensor; "
                 f"fix: use what {functional} returns"
             )
+        if functional in _STRIDED:
+            return self._reshape_strided(target, func, functional, args, kwargs)
         out = self._run(functional, args, kwargs)
         self._record(functional, args, kwargs, out)
+        self._run(func, args, kwargs)
+        self._vars[id(target)] = (target, self._vars[id(out)][1])
+        return target
+
+    def _reshape_strided(self, target: torch.Tensor, func, functional, args, kwargs):
+        """`target` shows other places of its memory, which may be a part of it."""
+        if self._taped and keeper() is None:
+            raise ValueError(
+                f"trace: at {_line()} {func} changes what memory a tensor shows that is "
+                "differentiated, of which torch's tape forgets the rest; wanted another tensor; "
+                f"fix: use what {functional} returns"
+            )
+        out = _STRIDED[functional](self, functional, args, kwargs)
+        storage = target.untyped_storage()._cdata
+        if self._bases.get(storage) is target:  # whose other views still need all of it
+            self._bases[storage] = self._same(_aten.alias.default, target)
         self._run(func, args, kwargs)
         self._vars[id(target)] = (target, self._vars[id(out)][1])
         return target
@@ -728,21 +753,71 @@ class Recorder(TorchDispatchMode):
 
     def _as_strided(self, func, args, kwargs) -> torch.Tensor:
         """A view by strides, as a window of the memory that its operand shows."""
-        base = self._bases.get(args[0].untyped_storage()._cdata)
-        if base is None or base.dtype != args[0].dtype:
-            return self._recorded(func, args, kwargs)
-        self.var(args[0])
+        taped, base = self._taped and keeper() is None, self._base(args[0])
         out = self._run(func, args, kwargs)
-        self._take(out, base)
+        if taped:
+            self._check_inside(args[0], strided_of(out), func)
+        if base is None:
+            self._record(func, args, kwargs, out)
+        else:
+            self.var(args[0])
+            self._take(out, base)
         return out
+
+    def _as_strided_copy(self, func, args, kwargs) -> torch.Tensor:
+        with self:
+            taped, self._taped = self._taped, False
+            view = self._run(_aten.as_strided.default, args, kwargs)
+            if taped and keeper() is None:
+                self._check_inside(args[0], strided_of(view), func)
+            return copy_contiguous(_aten.as_strided.default(*args, **kwargs))
 
     def _as_strided_scatter(self, func, args, kwargs) -> torch.Tensor:
         """A copy that is written to, since torch's own operation has a wrong derivative."""
-        x, source, *view = args
+        base = self._base(args[0])
+        problem = None
+        if self._taped and keeper() is None:
+            problem = "whose derivative by torch's tape is that of what was overwritten"
+        elif base is None:
+            problem = "of a view whose memory no value of this program shows densely"
+        if problem is not None:
+            raise ValueError(
+                f"trace: at {_line()} the program runs {func}, {problem}; wanted a write that the "
+                "tape sees; fix: whole = x.clone(), then whole.as_strided(...).copy_(source)"
+            )
+        return self._scattered(base, *args, **kwargs)
+
+    def _scattered(self, base, x, source, size, stride, storage_offset=None) -> torch.Tensor:
+        start = int(base.storage_offset())
+        place = x.storage_offset() if storage_offset is None else storage_offset
         with self:
-            whole = x.clone()
-            whole.as_strided(*view, **kwargs).copy_(source)
-        return whole
+            whole = base.clone()
+            shown = whole.as_strided(*strided_of(x, base))
+            whole.as_strided(size, stride, place - start).copy_(source)
+        return shown
+
+    def _base(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The dense tensor whose memory x shows a part of, in the same dtype; None: unknown."""
+        base = self._bases.get(x.untyped_storage()._cdata)
+        return base if base is not None and base.dtype == x.dtype else None
+
+    def _check_inside(self, operand: torch.Tensor, view: Strided, func) -> None:
+        """Refuse a view, by a tape, of places that its operand does not show.
+
+        The tape takes its gradient to be one of the operand alone, and drops the rest of it.
+        """
+        own = strided_of(operand)
+        with aside():
+            outside = reaches_outside(view, own)
+        if outside:
+            raise ValueError(
+                f"trace: at {_line()} {func} is differentiated, and shows memory that its operand "
+                f"does not: shape {view.size}, strides {view.stride} from place {view.offset}, of "
+                f"a view of shape {own.size}, strides {own.stride} from place {own.offset}; the "
+                "tape drops the gradient of what lies outside; wanted a view of its operand's "
+                "elements; fix: call as_strided on the tensor that this is a view of, with the "
+                "same arguments"
+            )
 
     # --- results
 
@@ -754,6 +829,7 @@ class Recorder(TorchDispatchMode):
 
 _STRIDED = {
     _aten.as_strided.default: Recorder._as_strided,
+    _aten.as_strided_copy.default: Recorder._as_strided_copy,
     _aten.as_strided_scatter.default: Recorder._as_strided_scatter,
 }
 
