@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from functron.partitioning.global_view import Call
@@ -110,6 +111,19 @@ class Settings:
         raise ValueError(_no_rule(equation))
 
 
+_IN_SHAPE = "torch.where(mask, values, x), with values in the shape of x"
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "index_put": f"{_IN_SHAPE}: where they are written by a mask, how many places are true is "
+        "not known before it runs, and differs by rank; or ",
+        "masked_scatter": f"{_IN_SHAPE}: here each goes to a place that depends on how many before "
+        "it are true; or ",
+        "put": "an index of each dim, x[i, j] = values; or ",
+    }
+)
+"""Code in place of operations that cannot be divided, or not always."""
+
+
 def _no_rule(equation: Equation) -> str:
     name = equation.name
     shapes = ", ".join(str(list(value.shape)) for value in equation.operands)
@@ -118,7 +132,7 @@ def _no_rule(equation: Equation) -> str:
         "differentiate with ft.value_and_grad or ft.grad inside the function, or outside of what "
         "partition returned; or "
         if "backward" in name
-        else ""
+        else _INSTEAD.get(name, "")
     )
     return (
         f"partition: at {equation.where.line or 'an unknown line'} the function runs {name} "

@@ -682,6 +682,62 @@ def _index(equation: Equation) -> Rule:
     )
 
 
+def _index_put(equation: Equation) -> Rule | None:
+    """Writes at indices, along dims that are whole; by one boolean mask, of any dims."""
+    _, *found, values = equation.operands
+    if any(index.dtype in (torch.bool, torch.uint8) for index in found):
+        return _mask_put(equation)
+    read = _index(replace(equation, args=equation.args[:2], kwargs={}))
+    (rows,) = read.results
+    shape = [read.sizes[row[0]] if row else 1 for row in rows]
+    kept = {letter for row in rows for letter in row if letter.startswith("x")}
+    return Rule(
+        (*read.operands, _aligned(values, shape, rows)),
+        read.operands[:1],
+        read.sizes,
+        whole=frozenset(read.sizes) - kept,
+        linear=(frozenset({0, 1 + len(found)}),),
+    )
+
+
+def _mask_put(equation: Equation) -> Rule | None:
+    """Writes where a mask is true; None where values depend on how many places that are."""
+    x, *found, values = equation.operands
+    start = next(i for i, index in enumerate(equation.args[1]) if index is not None)
+    labels, end = _dims(x.shape), start + len(found[0].shape)
+    if found[0].shape != x.shape[start:end]:  # of which fake tensors know nothing
+        raise ValueError(
+            f"partition: at {equation.where.line} a mask of shape {list(found[0].shape)} is the "
+            f"index of dims {list(x.shape[start:end])}; wanted a mask of these sizes; fix: "
+            "torch.where(mask, values, x), whose operands broadcast"
+        )
+    place = len(values.shape) - 1 - (len(x.shape) - end)
+    if len(found) > 1 or (place >= 0 and values.shape[place] != 1):
+        return None
+    # of what a read gives, whose dim of the places that are true stands for all of the mask's
+    rows, shape = (*labels[:start], (), *labels[end:]), (*x.shape[:start], 1, *x.shape[end:])
+    operands = labels, labels[start:end], _aligned(values, shape, rows)
+    sizes, linear = sizes_of([x], [labels]), (frozenset({0, 2}),)
+    return Rule(operands, (labels,), sizes, linear=linear, run=shards.mask_put)
+
+
+def _index_write(equation: Equation) -> Rule:
+    """Slices along a dim, which is whole, that are written or added at an index."""
+    x, index, *source = equation.operands
+    dim, labels = _argument(equation, "dim") % max(len(x.shape), 1), _dims(x.shape)
+    rows = [labels, _dims(index.shape, "i")]
+    for value in source:
+        own = _dims(value.shape, "o")
+        same = len(value.shape) == len(labels)
+        rows.append((*labels[:dim], *own[dim : dim + 1], *labels[dim + 1 :]) if same else own)
+    sizes = sizes_of(equation.operands, rows)
+    kept = {letter for i, row in enumerate(labels) if i != dim for letter in row}
+    linear = (frozenset({0, 2}),) if source and equation.name != "index_reduce" else ()
+    run = shards.index_fill if equation.name == "index_fill" else None
+    whole = frozenset(sizes) - kept
+    return Rule(tuple(rows), (labels,), sizes, whole=whole, linear=linear, run=run)
+
+
 def _nll_loss(equation: Equation) -> Rule:
     x, target, *weight = equation.operands
     labels = _dims(x.shape)
@@ -844,7 +900,7 @@ def _rows(names: str, rule: MakeRule) -> dict[str, MakeRule]:
     return dict.fromkeys(names.split(), rule)
 
 
-TABLE: Mapping[str, MakeRule] = MappingProxyType(
+TABLE: Mapping[str, Callable[[Equation], Rule | None]] = MappingProxyType(
     {
         "mm": product("mk,kn->mn"),
         "bmm": product("bmk,bkn->bmn"),
@@ -907,7 +963,9 @@ TABLE: Mapping[str, MakeRule] = MappingProxyType(
         "embedding": _embedding,
         "gather": _gather,
         **_rows("index index_select", _index),
-        **_rows("scatter scatter_add", along(first=3)),
+        "index_put": _index_put,
+        **_rows("index_add index_copy index_fill index_reduce", _index_write),
+        **_rows("scatter scatter_add scatter_reduce", along(first=3)),
         **_rows("nll_loss_forward cross_entropy_loss", _nll_loss),
         **dict.fromkeys(ATTENTION, _attention),
     }

@@ -356,6 +356,26 @@ def index(site: Site, x, *args: Any, **kwargs):
     return _masked(rows, here.reshape(*here.shape, *(1,) * (x.dim() - 1 - dim)))
 
 
+def mask_put(site: Site, x, indices, values, accumulate=False):
+    """x with values, which broadcast, where a mask of some of its dims is true."""
+    start = next(i for i, index in enumerate(indices) if index is not None)
+    mask = indices[start].bool()
+    after = x.dim() - start - mask.dim()
+    place = values.dim() - 1 - after
+    if place >= 0:  # of one dim for all of the mask's
+        ones = (1,) * mask.dim()
+        values = values.reshape(*values.shape[:place], *ones, *values.shape[place + 1 :])
+    mask = mask.reshape(*mask.shape, *(1,) * after)
+    return torch.where(mask, x + values if accumulate else values, x)
+
+
+def index_fill(site: Site, x, dim, index, value):
+    """x with a number at places of a dim; torch's derivative of it has a shape by the index."""
+    mask = x.new_zeros(x.shape[dim], dtype=torch.bool).index_fill(0, index, True)
+    mask = mask.reshape(*mask.shape, *(1,) * (x.dim() - 1 - dim % x.dim()))
+    return torch.where(mask, value, x)
+
+
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define(
     "cross_entropy_loss(Tensor self, Tensor target, Tensor? weight, int reduction, "

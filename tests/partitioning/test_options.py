@@ -155,6 +155,14 @@ CALLS: Mapping[str, list[Call]] = {
         lambda x, y: x.scatter(1, IDS[:2, :3, None] % 6, y[:2, :3, :1]),  # of some samples
     ],
     "scatter_add": [lambda x, y: x.scatter_add(1, IDS[:2, :3, None] % 6, y[:2, :3, :1])],
+    "scatter_reduce": [
+        lambda x, y: x.scatter_reduce(-1, IDS[..., None], y[..., :1], "mean", include_self=False),
+    ],
+    "index_put": [lambda x, y: x.index_put((IDS[0] % 4,), y[:1], accumulate=True)],
+    "index_add": [lambda x, y: x.index_add(1, IDS[0] % 6, y, alpha=0.5)],
+    "index_reduce": [
+        lambda x, y: x.index_reduce(1, IDS[0] % 6, y, "mean", include_self=False),
+    ],
     "nll_loss_forward": [
         lambda x, y: F.nll_loss(x.log_softmax(-1)[0], IDS[1], CLASS, reduction="none"),
         lambda x, y: F.nll_loss(x.flatten(0, 1), IDS.flatten(), ignore_index=2, reduction="sum"),

@@ -94,6 +94,26 @@ CASES = {
     "pad": (lambda a: F.pad(a, (1, 2)), (8, 16)),
     "tril": (lambda a: a.tril(), (8, 8)),
     "write": (lambda a: torch.zeros_like(a[0]).copy_(a[1]) + _shifted(a), (4, 8)),
+    "write by a mask": (lambda a, b: _put(a, a > 0, b), (8, 16), ()),
+    "write by a mask of rows": (lambda a, b: _put(a, a[:, 0, 0] > 0, b), (8, 16, 4), (16, 4)),
+    "write by a mask of a dim": (
+        lambda a, b: _put(a, (slice(None), a[0, :, 0] > 0), b[:, None]), (8, 16, 4), (8, 4),
+    ),
+    "write by a mask of the last": (lambda a, b: _put(a, (..., b > 0), b[:1] * 2), (8, 16), (16,)),
+    "add by a mask": (
+        lambda a, b: a.clone().index_put_((a[..., 0] > 0,), b, accumulate=True), (8, 4, 16), (1, 16),
+    ),
+    "write at indices": (lambda a, b: _put(a, (slice(None), IDS[0]), b), (8, 16, 4), (8, 8, 4)),
+    "write at two indices": (lambda a, b: _put(a, (IDS[0] % 8, IDS[0]), b), (8, 16, 4), (8, 4)),
+    "write at indices apart": (
+        lambda a, b: _put(a, (IDS[0] % 8, slice(None), IDS[0] % 4), b[:, None]), (8, 16, 4), (8,),
+    ),
+    "add at indices": (
+        lambda a, b: a.index_put((IDS[1] % 8,), b, accumulate=True), (8, 16), (8, 16),
+    ),
+    "index_add": (lambda a, b: a.index_add(1, IDS[0], b, alpha=2), (4, 16), (4, 8)),
+    "index_copy": (lambda a, b: a.index_copy(-1, IDS[0, :4], b), (4, 8, 16), (4, 8, 4)),
+    "index_fill": (lambda a, b: a.index_fill(1, IDS[0], b) * a, (4, 16), ()),
     # lookups
     "embedding": (lambda w: F.embedding(IDS, w), (16, 8)),
     "gather": (lambda a: a.gather(1, IDS[:, :4]), (4, 16)),
@@ -123,6 +143,12 @@ CASES = {
     # factories
     "arange": (lambda a: a * torch.arange(16) + torch.ones_like(a) + a.new_zeros(8, 1), (8, 16)),
 }  # fmt: skip
+
+
+def _put(a, index, values):
+    out = a * 2
+    out[index] = values
+    return out
 
 
 def _shifted(a):
@@ -186,3 +212,33 @@ def test_operation(name):
 def test_operation_under_many_placements(name):
     for seed in range(40):
         compare(name, seed)
+
+
+REFUSED = {
+    "a number for each place": (lambda a: _put(a, a > 0, torch.arange(3.0)), "torch.where"),
+    "two indices": (lambda a: _put(a, (a[:, 0] > 0, IDS[0, :3]), 0.5), "torch.where"),
+    "masked_scatter": (lambda a: a.masked_scatter(a > 0, a * 2), "torch.where"),
+    "put": (lambda a: a.put(IDS[0], a[0, :8]), r"x\[i, j\] = values"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_writes_that_have_no_rule(name):
+    """Each names what to write instead; or every rank does all of it."""
+    fn, fix = REFUSED[name]
+    a = torch.full((8, 16), -1.0)
+    a[1:4, 0] = 1.0
+    told = rf"test_rules.*for which there is no rule.*fix: .*{fix}.*fallback=\"replicate\""
+    with pytest.raises(ValueError, match=told):
+        ft.partition(fn, ft.Mesh(dp=2), P("dp"), P("dp"))(a)
+    mapped = ft.partition(fn, ft.Mesh(dp=2), P("dp"), P("dp"), fallback="replicate")
+    assert mapped(a).equal(fn(a))
+
+
+def test_a_mask_of_other_sizes_is_refused_as_torch_refuses_it():
+    with pytest.raises(
+        ValueError, match=r"a mask of shape \[8, 1\] is the index of dims \[8, 16\]"
+    ):
+        ft.partition(lambda a: _put(a, a[:, :1] > 0, 0.5), ft.Mesh(dp=2), P("dp"), P("dp"))(
+            torch.ones(8, 16)
+        )
