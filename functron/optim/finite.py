@@ -317,6 +317,7 @@ def with_limit(
         with_specs=with_specs if unbound else None,
         whole=inner.takes_shards,
         divides=inner.divides,
+        inside=lambda param_specs: [(inner, param_specs)],
     )
 
 
@@ -397,6 +398,7 @@ def _skipping(
         with_specs=with_specs if unbound else None,
         whole=inner.takes_shards,
         divides=inner.divides,
+        inside=lambda param_specs: [(inner, param_specs)],
     )
 
 

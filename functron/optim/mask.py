@@ -143,6 +143,15 @@ def only(
         picked = zip(tree.leaves(mask), *rows, strict=True)
         return tree.unflatten(flags, [a if flag else b for flag, a, b in picked])
 
+    def inside(param_specs):
+        if is_spec(param_specs):
+            return [(inner, param_specs)]
+        places = tree.map(lambda spec: 0, param_specs, is_leaf=is_spec)
+        flags = tree.broadcast_prefix(mask, places, what="the mask")
+        rows = zip(tree.leaves(param_specs, is_spec), flags, strict=True)
+        mine = [spec if flag else None for spec, flag in rows]
+        return [(inner, tree.unflatten(tree.structure(places), mine))]
+
     wrap = applying(run)
     return GradientTransformation(
         lambda params: inner.init(chosen(params)),
@@ -154,6 +163,7 @@ def only(
         norm=norm_of_part(inner.norm, chosen),
         elementwise=inner.elementwise and others is None,
         loss_scale=inner.loss_scale,
+        inside=inside,
     )
 
 
@@ -359,6 +369,9 @@ def _side_by_side(
         position, scale = scales[0]
         return scale(unpack(state)[position])
 
+    def inside(param_specs):
+        return [*zip(several, divided(param_specs)[1], strict=True)]
+
     def with_specs(param_specs, copies):
         bound = {label: t.bind(param_specs, copies) for label, t in transforms.items()}
         return _side_by_side(bound, labels_of, pack, unpack, what)
@@ -382,6 +395,7 @@ def _side_by_side(
         with_specs=with_specs if any(t.with_specs is not None for t in several) else None,
         whole=all(t.takes_shards for t in several),
         divides=any(t.divides for t in several),
+        inside=inside,
     )
 
 

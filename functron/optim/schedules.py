@@ -632,7 +632,12 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
         step_=lambda grads, state, params: run("step_", grads, state, params),
         grad_specs=lambda param_specs: anything().grad_specs(param_specs),
         elementwise=anything().elementwise,
-    )._replace(with_specs=with_specs, whole=anything().takes_shards, divides=anything().divides)
+    )._replace(
+        with_specs=with_specs,
+        whole=anything().takes_shards,
+        divides=anything().divides,
+        inside=lambda param_specs: [(anything(), param_specs)],
+    )
 
 
 def _kept(value: Any) -> torch.Tensor:

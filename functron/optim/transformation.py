@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
@@ -29,7 +29,9 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
+from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.simulate import transformed
+from functron.spmd.spec import P, is_spec, spec_axes
 
 Updates = tree.Tree
 State = tree.Tree
@@ -110,6 +112,9 @@ class GradientTransformation(NamedTuple):
         divides: whether it, or one inside, gives others parts of what ranks hold, as `zero` does.
         loss_scale: ``loss_scale(state)``: the `Scaling` of the next step. None: there is none. Only
             the outermost transformation has one (see `with_loss_scale`).
+        name: what made it, and where, for messages; "": unknown.
+        inside: ``inside(param_specs)``: those that it is made of, each with the specs of what it is
+            given, None for the leaves that it is not. None: it is made of none.
         with_specs: ``with_specs(param_specs, copies)``: the same for parameters with these specs;
             None: it needs none, or has them. Call `bind`.
     """
@@ -128,6 +133,8 @@ class GradientTransformation(NamedTuple):
     with_specs: Callable[[tree.Tree, tree.Tree], GradientTransformation] | None = None
     whole: bool = False
     divides: bool = False
+    name: str = ""
+    inside: Callable[[tree.Tree], Sequence[tuple[GradientTransformation, tree.Tree]]] | None = None
 
     @property
     def takes_shards(self) -> bool:
@@ -190,8 +197,10 @@ def _of_shards(
     built: GradientTransformation, inner: GradientTransformation | None, takes_specs: bool
 ) -> GradientTransformation:
     """`built`, which takes shards if the one inside does, or else if it has an argument `specs`."""
-    whole = takes_specs if inner is None else inner.takes_shards
-    return built._replace(whole=whole, divides=inner is not None and inner.divides)
+    if inner is None:
+        return built._replace(whole=takes_specs, divides=False)
+    inside = built.inside or (lambda param_specs: [(inner, param_specs)])
+    return built._replace(whole=inner.takes_shards, divides=inner.divides, inside=inside)
 
 
 def refuse_scaled(title: str, path: str, inner: Iterable[GradientTransformation]) -> None:
@@ -199,6 +208,12 @@ def refuse_scaled(title: str, path: str, inner: Iterable[GradientTransformation]
     if any(each.loss_scale is not None for each in inner):
         wanted = "no scale of the loss inside, where the training step would not find it"
         refuse(title, path, "with_loss_scale(...)", wanted, "put with_loss_scale around it all")
+
+
+_DECLARE = (
+    "say optim.transformation(..., elementwise=True) where each element's update depends on that "
+    "element alone, or give it bind=: a function of the specs to the transformation for these"
+)
 
 
 def refuse_shards(title: str, path: str, inner: Iterable[GradientTransformation]) -> None:
@@ -210,9 +225,68 @@ def refuse_shards(title: str, path: str, inner: Iterable[GradientTransformation]
             "a transformation that is not elementwise, and that cannot be told how leaves are "
             "sharded: of its part of a leaf every rank would compute another number",
             "one whose results for parts of leaves are parts of its results",
-            "say optim.transformation(..., elementwise=True) where that is so, or give it bind=: "
-            "a function of the specs to the transformation for these",
+            _DECLARE,
         )
+
+
+def refuse_parts(
+    title: str,
+    optimizer: GradientTransformation,
+    specs: tree.Tree,
+    mesh: Mesh | BoundMesh,
+    pipeline: str | None = None,
+) -> None:
+    """Raise ValueError for transformations that would take a rank's parts for whole parameters.
+
+    Args:
+        title: of the message.
+        optimizer: bound to the specs.
+        specs: the parameters' specs.
+        mesh: the ranks.
+        pipeline: the axis whose ranks have other layers.
+    """
+    problems = []
+    for each, own in _without_shards(optimizer, specs):
+        found = _first_split(own, mesh) or _first_split(each.grad_specs(own), mesh)
+        if found is None and pipeline is not None and mesh[pipeline] > 1:
+            found = "parameters", pipeline
+        if found is not None:
+            path, axis = found
+            got = f"a transformation that is not elementwise and has no bind, and {path} split "
+            got += f"over {mesh[axis]} ranks of {axis!r}, of each of which it would give others"
+            wanted = "one whose results for parts of parameters are parts of its results"
+            problems.append(Problem(each.name or "optimizer", got, wanted, _DECLARE))
+    raise_problems(title, problems)
+
+
+def _without_shards(
+    optimizer: GradientTransformation, specs: tree.Tree
+) -> list[tuple[GradientTransformation, tree.Tree]]:
+    """Those inside of it that take no shards, each with the specs of what it is given."""
+    if optimizer.takes_shards:
+        return []
+    if optimizer.inside is None:
+        return [(optimizer, specs)]
+    return [row for each, own in optimizer.inside(specs) for row in _without_shards(each, own)]
+
+
+def _first_split(specs: tree.Tree, mesh: Mesh | BoundMesh) -> tuple[str, str] | None:
+    """The first parameter that ranks have parts of, and the axis."""
+    paths, leaves = tree.paths(specs, is_spec), tree.leaves(specs, is_spec)
+    for path, spec in zip(paths, leaves, strict=True):
+        axis = next((name for name in spec_axes(spec or P()) if mesh[name] > 1), None)
+        if axis is not None:
+            return path or "parameters", axis
+    return None
+
+
+def _named(fn: Callable) -> str:
+    """The function that made this one, and its place: ``clip_rows (file.py:12)``."""
+    fn = inspect.unwrap(fn)
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    code = getattr(fn, "__code__", None)
+    name = getattr(fn, "__qualname__", type(fn).__name__).split(".<locals>")[0]
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 Bind = Callable[..., GradientTransformation]
@@ -257,6 +331,8 @@ def transformation(
             )
 
     `bind` is called by whatever knows the specs: `make_step`, and `zero`, with those of the parts.
+    They refuse what has neither, wherever ranks have parts of what it is given: it would take each
+    for a whole leaf.
     """
 
     def pure(updates, state, params=None, **norm):
@@ -280,7 +356,13 @@ def transformation(
         return apply_updates_(params, updates), state
 
     plain = GradientTransformation(
-        _of_tensors(init), pure, specs, donating, update_and_apply, elementwise=elementwise
+        _of_tensors(init),
+        pure,
+        specs,
+        donating,
+        update_and_apply,
+        elementwise=elementwise,
+        name=_named(update),
     )
     if grad_specs is not None:
         plain = plain._replace(grad_specs=grad_specs)
@@ -382,7 +464,7 @@ def stateless(
         if fn_ is None
         else lambda updates, state, params=None: (fn_(updates, params), ()),
         elementwise=elementwise,
-    )
+    )._replace(name=_named(fn))
 
 
 @public
@@ -495,6 +577,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         with_specs=with_specs if unbound else None,
         whole=all(t.takes_shards for t in transformations),
         divides=any(t.divides for t in transformations),
+        inside=lambda param_specs: [(t, param_specs) for t in transformations],
     )
 
 

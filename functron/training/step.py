@@ -20,7 +20,7 @@ from functron.core import compat, random, tree
 from functron.core.errors import public, refuse
 from functron.core.scopes import named_scope
 from functron.ops import AUTO, Kernels
-from functron.optim.transformation import multiplied, readable
+from functron.optim.transformation import multiplied, readable, refuse_parts
 from functron.pipeline.execute import Pipeline
 from functron.program.recorder import active
 from functron.spmd import DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, shard_map
@@ -88,10 +88,12 @@ def init_state(
             random ones, drawn in float32.
 
     Raises:
-        ValueError: masters for an optimizer that keeps none; or `params` and masters.
+        ValueError: masters for an optimizer that keeps none; `params` and masters; or an optimizer
+            that would take parts of parameters for whole ones (`optim.transformation`).
     """
     init_key, step_key = random.split(key).unbind(0)
     optimizer = optimizer.bind(specs)
+    refuse_parts("init_state: the optimizer takes parts for whole ones", optimizer, specs, mesh)
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
     # every rank makes its own part; axes of a pipeline are as good as any others for that
     init = shard_map(optimizer.init, mesh, (specs,), optimizer.specs(specs), check=False)
@@ -430,14 +432,17 @@ def make_step(
         Collectives: those of the gradients, `sync_gradients`, the optimizer and the norms.
 
     Raises:
-        ValueError: an axis of the mesh splits nothing.
+        ValueError: an axis of the mesh splits nothing; or parameters are split, and `optimizer` is
+            neither elementwise nor told how (`optim.transformation`).
     """
     compat.keep_freed_memory()
     wanted = optimizer.bind(specs).grad_specs(specs)
     shares = gradients(mesh, specs, wanted)
-    optimizer = optimizer.bind(specs, shares.copies)
+    optimizer, axis = optimizer.bind(specs, shares.copies), shares.axis
+    refuse_parts(
+        "make_step: the optimizer takes parts for whole ones", optimizer, specs, mesh, axis
+    )
     layout = state_specs(specs, optimizer)
-    axis = shares.axis
     _check_work(mesh, (layout, batch_specs), replicated_over, axis)
 
     def first(state: State, batch: tree.Tree) -> tuple[Any, tree.Tree, Any]:

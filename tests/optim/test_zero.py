@@ -14,6 +14,7 @@ from functron import Mesh, P, gpt, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.program.equations import Scan
+from functron.spmd.params import Normal
 from functron.spmd.spec import is_spec, spec_axes, unpad
 from functron.transforms import Gather
 
@@ -391,7 +392,9 @@ WRAPPERS = {
     "chain": lambda t: optim.chain(optim.clip_by_global_norm(1.0), t),
     "chain, first": lambda t: optim.chain(t, optim.scale(0.5)),
     "only": lambda t: optim.only(t, True),
-    "multi": lambda t: optim.multi_transform({"a": t, "b": optim.sgd(0.1)}, lambda p: "a"),
+    "multi": lambda t: optim.multi_transform(
+        {"a": t, "b": optim.sgd(0.1)}, lambda p: tree.map(lambda _: "a", p)
+    ),
     "finite": lambda t: optim.apply_if_finite(t, 2),
     "limit": lambda t: optim.with_limit(t),
     "average": lambda t: optim.with_average(t, 0.9),
@@ -442,3 +445,73 @@ def test_what_is_bound_twice_still_takes_shards():
     bound = optim.zero(optimizer, shards=P("dp")).bind(P()).bind(P())
     assert bound.takes_shards
     assert optimizer.bind(P("dp")).takes_shards
+
+
+def signs():
+    """Of each element alone."""
+    return optim.stateless(lambda u, p: tree.map(lambda x: -0.01 * x.sign(), u), elementwise=True)
+
+
+def normed(*, elementwise=False):
+    """Each tensor divided by its norm, by one who knows of no shards."""
+    fn = lambda u, p: tree.map(lambda x: -0.1 * x / (x.norm() + 1e-3), u)
+    return optim.stateless(fn, elementwise=elementwise)
+
+
+def trained(optimizer, mesh):
+    """Parameters after two steps of it alone, without ZeRO."""
+    defs = gpt.defs(CONFIG)
+    specs = ft.param_specs(defs, ft.Rules(RULES))
+    step = step_of(optimizer, mesh, specs, options=ft.ModelOptions(gather=Gather(specs)))
+    return run(step, ft.init_state(random.key(0), defs, specs, optimizer, mesh))[0].params
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "tp=2"])
+def test_what_knows_no_shards_is_refused_where_parameters_are_split(mesh):
+    """It gave other numbers there, as one that is said to be elementwise, and is not, still does."""
+    mesh, alone, defs = Mesh.parse(mesh), unit(bind=False), gpt.defs(CONFIG)
+    dense, wrong = trained(normed(), Mesh()), trained(normed(elementwise=True), mesh)
+    rows = zip(tree.leaves(dense), tree.leaves(wrong), strict=True)
+    assert max((a - b).abs().max() for a, b in rows) > 1e-2
+    torch.testing.assert_close(
+        trained(normed(), Mesh(dp=2)), dense, rtol=TOLERANCE, atol=TOLERANCE
+    )  # where nothing is split
+    specs = ft.param_specs(defs, ft.Rules(RULES))
+    axis = mesh.axis_names[0]
+    told = r"takes parts for whole ones\n  - unit \(.*test_zero.py:\d+\): got .*not elementwise.*"
+    told += rf"and \S+ split over 2 ranks of '{axis}'.*elementwise=True.*bind="
+    for wrap in WRAPPERS.values():
+        with pytest.raises(ValueError, match="make_step: .*" + told):
+            step_of(wrap(alone), mesh, specs)
+        with pytest.raises(ValueError, match="init_state: .*" + told):
+            ft.init_state(random.key(0), defs, specs, wrap(alone), mesh)
+        step_of(wrap(alone), Mesh(dp=2), specs)
+    with pytest.raises(ValueError, match=r"- normed \(.*test_zero.py"):
+        step_of(normed(), mesh, specs)
+    for made in (unit(), signs(), optim.chain(signs(), unit(), optim.scale(0.5))):
+        wanted = trained(made, Mesh())
+        torch.testing.assert_close(trained(made, mesh), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_only_what_it_is_given_counts_as_split():
+    defs = {name: ft.ParamDef((4,), (None,), Normal(0.1)) for name in "ab"}
+    specs, mesh, t = {"a": P("ep"), "b": P()}, Mesh(ep=2), unit(bind=False)
+    init = lambda optimizer: ft.init_state(random.key(0), defs, specs, optimizer, mesh)
+    init(optim.only(t, {"a": False, "b": True}))
+    init(optim.multi_transform({1: t, 2: signs()}, {"a": 2, "b": 1}))
+    for each in (
+        optim.only(t, {"a": True, "b": False}),
+        optim.multi_transform({1: t, 2: signs()}, {"a": 1, "b": 2}),
+    ):
+        with pytest.raises(ValueError, match=r"unit .*and a split over 2 ranks of 'ep'"):
+            init(each)
+
+
+def test_layers_of_a_pipeline_are_split_too():
+    table = make("1f1b", 2, 3)
+    partition = Partition(even_layout(2, CONFIG.num_layers), table.pipes, gpt.uses(CONFIG))
+    stages = pipelined(lambda part, params, x, data, key, total: x, partition, table)
+    made = ft.pipelined_gradients(stages, gpt.num_targets)
+    with pytest.raises(ValueError, match=r"unit .*and parameters split over 2 ranks of 'pp'"):
+        ft.make_step(made, unit(bind=False), Mesh(pp=2), P())
+    ft.make_step(made, signs(), Mesh(pp=2), P())
