@@ -111,7 +111,8 @@ def partition(
     takes follows from the specs. Read them in ``functron.trace(f)(*args)``, or in `explain`.
 
     `fn` is traced once for each structure, shapes and dtypes of its arguments, as by `jit`: what it
-    closes over, tensors or Python values, stays what it was then.
+    closes over, tensors or Python values, stays what it was then. Arguments count as contiguous
+    tensors, so that ``as_strided`` of one means the same on every mesh.
 
     Args:
         fn: a function of whole values, without collectives; positional arguments only. `constrain`
