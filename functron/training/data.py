@@ -522,6 +522,7 @@ def _samples(
     config: TrainConfig, learnt: Objective, file: TokenFile, part: str, index: int = 0
 ) -> Samples:
     """Samples of a part of one file, the blend's source `index`."""
+    path = file.path  # whose record says how documents begin; a part has none of its own
     file = _part_of(config, file, part)
     seed = config.seed + (index << 32)  # sources of one size have orders of their own
     if config.pack:
@@ -532,7 +533,7 @@ def _samples(
         seed=seed,
         vocab_size=learnt.vocab_size,
         mask_documents=config.mask_documents,
-        middle=_middle(config, file.path),
+        middle=_middle(config, path),
         extra_token=config.extra_token,
     )
     return learnt.over(windows, seed)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from functron.cli import main
 from functron.cli.evaluate import SampleOptions, _encoded
@@ -25,7 +26,13 @@ from functron.data.sliding import Documents
 from functron.data.tokenizer import Rendered, open_tokenizer
 from functron.training import run_folder
 from functron.training.config import TrainConfig, load
-from functron.training.data import describe_rules, reader_of, tokenizer_of, with_tokenizer
+from functron.training.data import (
+    describe_rules,
+    open_samples,
+    reader_of,
+    tokenizer_of,
+    with_tokenizer,
+)
 from tests.data.chats import make_tokenizer, write_lines
 from tests.data.kinds import KINDS, SPECIAL, TEMPLATES, save, tokenizers, unmarked
 from tests.data.test_text_tokenizer import model, write_ranks  # noqa: F401  (a fixture)
@@ -282,6 +289,25 @@ def test_documents_that_are_rearranged_begin_as_before(spm_rate):
     without, _ = plain.rearranged(with_ends[1:], np.array([0, 21]), 5)
     assert found[0] == 1
     assert found[1:].tolist() == without.tolist()
+
+
+def test_parts_of_files_are_rearranged_as_the_whole(tmp_path):
+    """The training part of a file has its BOS where the documents begin, and nowhere else."""
+    folder = save(tmp_path / "tok", made_of("both"))
+    lines = [{"text": text} for text in TEXTS * 12]
+    file = write_lines(tmp_path / "a.jsonl", lines)
+    preprocess(Settings((str(file),), str(folder), str(tmp_path / "d"), workers=1))
+    ends, begins = (made_of("both").token_to_id(name) for name in ("</s>", "<s>"))
+    config = TrainConfig(
+        data=str(tmp_path / "d"), seq=24, mask_documents=True, fim_rate=1.0, split="3,1",
+        fim_tokens=f"500,501,502,{ends}", gpt=replace(TrainConfig().gpt, vocab_size=512),
+    )  # fmt: skip
+    for part in ("train", "validation"):
+        batch = open_samples(config, part).batch(0, 8)
+        tokens, first = batch["tokens"], batch["positions"] == 0
+        after_an_end = torch.cat([torch.zeros(8, 1).bool(), tokens[:, :-1] == ends], 1)
+        assert (tokens == begins)[:, 1:].equal(after_an_end[:, 1:])
+        assert (tokens[:, 1:][first[:, 1:]] == begins).all()
 
 
 OPTIONS = [
