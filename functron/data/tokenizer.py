@@ -454,7 +454,8 @@ def find_targets(
     where a tokenizer leaves them out of offsets, those between the token before it and itself. What
     stands between the first and the last token of a span, such as a token that no character of the
     text stands for, is in it too: as in the mask of transformers' `apply_chat_template`, which is
-    the same wherever it finds a token at both ends of a span.
+    the same wherever it finds a token at both ends of a span. In a span of no characters, such as
+    that of an empty answer, lies no token, whatever stands around it.
 
     Args:
         text: any.
@@ -474,6 +475,9 @@ def find_targets(
     begins, ends = np.array(own, np.int64).reshape(-1, 2).T
     silent = 0
     for first, last in spans:
+        if first >= last:
+            silent += 1
+            continue
         touching = np.flatnonzero((begins < last) & (first < ends)).tolist()
         inside = partial(_lies_in, text, own, (first, last))
         begin = next(filter(inside, touching), None)

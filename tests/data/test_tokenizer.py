@@ -210,6 +210,30 @@ def test_spaces_beside_an_answer(tmp_path):
     dropped = [(0, 1), (1, 2), (3, 8), (10, 11)]
     assert find_targets(text, dropped, [(2, 9)])[0].tolist() == [False, False, True, False]
     assert find_targets("ab", [(0, 2)], [(0, 2)])[1] == 1  # nothing predicts the first token
+    # an empty answer says nothing, be it in the middle of a token of spaces
+    for text, offsets in [("a  b", [(0, 1), (1, 3), (3, 4)]), ("a  b", [(0, 1), (3, 3), (3, 4)])]:
+        for span in [(2, 2), (2, 1)]:
+            found, silent = find_targets(text, offsets, [span])
+            assert not found.any()
+            assert silent == 1
+
+
+def test_an_empty_answer_says_nothing(tmp_path):
+    """Between two line ends, which the tokenizer takes for one token."""
+    template = (
+        "{% for m in messages %}{{ m.role + ':\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    made = KINDS["byte-level"]()
+    made.add_tokens(["\n\n"])
+    ours = Tokenizer(save(tmp_path, made, template))
+    for said, silent in [("", 1), ("a", 0)]:
+        chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": said}]
+        found = ours.conversation(chat)
+        assert (made.token_to_id("\n\n") in found.tokens) == (not said)
+        assert ours.decode(found.tokens[found.assistant]) == said
+        assert found.silent == silent
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace-always", "unigram", "tiktoken"])
