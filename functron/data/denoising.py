@@ -18,6 +18,7 @@ Fill-in-the-middle: documents with their middles at the end, for models that com
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -280,11 +281,13 @@ class FillInTheMiddle:
         rate: the share of documents that are rearranged.
         spm_rate: the share of these that are SPM.
         end: the id that ends a document, and stays at its end; None: there is none.
-        begin: the ids that documents begin with, and which stay there.
+        begin: the ids that documents begin with, and which stay there; any sequence, kept as a
+            tuple. They may be `end`, as where a model has one token for both.
         seed: selects documents and places.
 
     Raises:
         ValueError: rates outside 0 to 1, negative ids, or ids that are not different.
+        TypeError: `begin` is no sequence of ids.
     """
 
     prefix: int
@@ -305,6 +308,17 @@ class FillInTheMiddle:
         if min(self.ids) < 0 or len(set(self.ids)) < len(self.ids):
             got = ", ".join(map(str, self.ids))
             problems.append(Problem("prefix, middle, suffix, end", got, "different ids from 0"))
+        try:
+            begin = tuple(operator.index(token) for token in self.begin)
+        except TypeError:
+            wanted, fix = "a sequence of ids", "such as (1,), or () where documents have none"
+            got = repr(self.begin)
+            refuse("cannot fill in the middle", "begin", got, wanted, fix, error=TypeError)
+        object.__setattr__(self, "begin", begin)  # a list would equal no tuple of tokens
+        announced = (self.prefix, self.middle, self.suffix)
+        if any(token < 0 or token in announced for token in begin):
+            wanted = "ids from 0, other than those of prefix, middle and suffix"
+            problems.append(Problem("begin", str(begin), wanted, "give those of the tokenizer"))
         raise_problems("cannot fill in the middle", problems)
 
     @property

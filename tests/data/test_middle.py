@@ -92,10 +92,29 @@ def test_rates_and_places_are_as_asked():
 
 @pytest.mark.parametrize("settings", [
     {"rate": 1.5}, {"spm_rate": -0.1}, {"prefix": -1}, {"end": S}, {"suffix": M}, {"rate": float("nan")},
+    {"begin": (1, P)}, {"begin": [M]}, {"begin": (S,)}, {"begin": (-1,)},
 ])  # fmt: skip
 def test_settings_that_make_no_sense(settings):
     with pytest.raises(ValueError, match="cannot fill in the middle"):
         FillInTheMiddle(**{"prefix": P, "middle": M, "suffix": S, **settings})
+
+
+@pytest.mark.parametrize("begin", [[END, 7], np.array([END, 7]), (END, np.int32(7))])
+def test_beginnings_of_any_sequence_stay(begin):
+    """Also where the first of these ids is the one that ends documents, as of one model's."""
+    document = np.array([END, 7, *range(10, 20), END, 0, 0, 0])
+    for number in range(20):
+        fill = FillInTheMiddle(P, M, S, 1.0, end=END, begin=begin)
+        out, _ = fill.rearranged(document, np.array([0, 13]), number)
+        assert out[:2].tolist() == [END, 7]
+        assert out[2] == P
+        assert sorted(out[:16].tolist()) == sorted([END, 7, P, M, S, *range(10, 20), END])
+
+
+def test_beginnings_that_are_no_ids():
+    for begin in (1, None, ("<s>",), [1.5]):
+        with pytest.raises(TypeError, match=r"begin: got .*; wanted a sequence of ids; fix: such"):
+            FillInTheMiddle(P, M, S, begin=begin)  # pyright: ignore[reportArgumentType]
 
 
 def test_windows_fill_in_the_middle():
