@@ -48,7 +48,7 @@ from functron.data.documents import (
     fitting_dtype,
 )
 from functron.data.indexed import IndexedFile, IndexedWriter
-from functron.data.shards import with_checksums
+from functron.data.shards import RULE_KEYS, with_checksums
 from functron.data.sources import Chunk, Text, cut, find_files, kind_of, read, where
 from functron.data.tokenizer import end_of_text, open_tokenizer
 
@@ -564,8 +564,6 @@ def _one_thread() -> Iterator[None]:
 
 CHUNK_BYTES = 1 << 22
 MANIFEST = "manifest.json"
-RULE_KEYS = ("text_rules", "begin_of_text", "prepend_bos", "special_tokens")
-"""The part of a record that has the rules by which text became tokens."""
 
 _CANNOT = "cannot preprocess"
 

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tokenize import TokenError
@@ -56,7 +56,11 @@ number of tokens that follow it.
 LLM_C_HEADER = 1024
 DOCUMENTS_SUFFIX = ".documents.npy"
 SCANNED = 1 << 22
+RULE_KEYS = ("text_rules", "begin_of_text", "prepend_bos", "special_tokens")
+"""The part of a record that has the rules by which text became tokens; older ones have none."""
 _CANNOT = "cannot open token shards"
+_DAMAGED = "the record of tokens is damaged"
+_AGAIN = "copy it again, or preprocess again"
 
 
 class Shards:
@@ -386,26 +390,60 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
 
 
 def makers_of(paths: Sequence[str | Path]) -> list[Provenance | None]:
-    """The maker and the rules of each of some tokens; None where there is no record of them."""
+    """The maker and the rules of each of some tokens; None where there is no record of them.
+
+    Raises:
+        ValueError: a record names rules that it does not have whole, or that are not known.
+    """
     return [_recorded(str(path)) for path in paths]
 
 
 def _recorded(of: str) -> Provenance | None:
-    record = _record_of(_record_file(of)) or {}
-    fields = [record.get(name) for name in ("tokenizer", "pattern", "tokenizer_sha256")]
-    texts = [field for field in fields if isinstance(field, str)]
-    if len(texts) != len(fields):
+    file = _record_file(of)
+    record = _record_of(file) or {}
+    names = ("tokenizer", "pattern", "tokenizer_sha256")
+    has_rules = not record.keys().isdisjoint(RULE_KEYS)
+    if has_rules:
+        raise_problems("the record of tokens has rules that cannot be read", [
+            Problem(f"{file}: {name}", f"{record.get(name)!r:.100}", wanted, fix)
+            for name, (holds, wanted, fix) in _CLAIMED.items()
+            if not holds(record.get(name))
+        ])  # fmt: skip
+    texts = [field for name in names if isinstance(field := record.get(name), str)]
+    if len(texts) != len(names):
         return None  # another program's
     path, pattern, sha256 = texts
     end = record.get("end_of_text")
     made = Provenance(path, pattern, sha256, end if isinstance(end, int) else None)
-    begin, names = record.get("begin_of_text"), record.get("names")
-    special, bos = record.get("special_tokens"), record.get("prepend_bos")
-    if record.get("text_rules") != RULES.version or special not in ("text", "parse"):
+    if not has_rules:
         return made
-    if not (isinstance(begin, list) and isinstance(names, int) and isinstance(bos, bool)):
-        return made
-    return replace(made, begin=tuple(begin), names=names, rules=TextRules(special, bos))
+    rules = TextRules(record["special_tokens"], record["prepend_bos"])
+    begin = tuple(record["begin_of_text"])
+    return replace(made, begin=begin, names=record["names"], rules=rules)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_CLAIMED: Mapping[str, tuple[Callable[[Any], bool], str, str]] = MappingProxyType({
+    "text_rules": (
+        lambda x: x == RULES.version and type(x) is int,
+        f"{RULES.version}, the rules that this version of functron knows",
+        "update functron, or preprocess again",
+    ),
+    "special_tokens": (lambda x: x in ("text", "parse"), "'text' or 'parse'", _AGAIN),
+    "prepend_bos": (lambda x: isinstance(x, bool), "true or false", _AGAIN),
+    "begin_of_text": (
+        lambda x: isinstance(x, list) and all(map(_is_count, x)), "a list of ids", _AGAIN,
+    ),
+    "end_of_text": (lambda x: x is None or _is_count(x), "an id, or null", _AGAIN),
+    "names": (_is_count, "how many names of special tokens were in the text", _AGAIN),
+    "tokenizer": (lambda x: isinstance(x, str), "a path, or bytes", _AGAIN),
+    "tokenizer_sha256": (lambda x: isinstance(x, str), "a checksum", _AGAIN),
+    "pattern": (lambda x: isinstance(x, str), "a pattern, or an empty text", _AGAIN),
+})  # fmt: skip
+"""The fields of a record that names rules: what holds of each, in words, and how to mend it."""
 
 
 def _record_file(path: str | Path) -> Path:
@@ -530,5 +568,3 @@ def verify(
 
 CHECKED_BYTES = 1 << 26
 """Bytes of a file that one checksum is of."""
-_DAMAGED = "the record of tokens is damaged"
-_AGAIN = "copy it again, or preprocess again"

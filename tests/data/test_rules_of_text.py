@@ -415,6 +415,39 @@ def test_tokens_on_disk_say_their_rules(tmp_path, capsys):
     assert "made before rules were recorded" in capsys.readouterr().out
 
 
+@pytest.fixture
+def made_by(tmp_path):
+    """Where tokens on disk are that rules made, of one text."""
+    save(tmp_path / "tok", made_of("both"), TEMPLATES["plain"])
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "the quick </s> fox " * 9}] * 4)
+
+    def make(name: str, **rules) -> str:
+        out = str(tmp_path / name)
+        preprocess(Settings((str(file),), str(tmp_path / "tok"), out, workers=1, **rules))
+        return out
+
+    return make
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("names", None), ("names", True), ("names", -1), ("special_tokens", "none"), ("text_rules", 3),
+    ("text_rules", "2"), ("prepend_bos", 1), ("begin_of_text", 1), ("begin_of_text", ["<s>"]),
+    ("end_of_text", "</s>"), ("tokenizer", 3), ("pattern", None),
+])  # fmt: skip
+def test_rules_that_are_recorded_in_part_are_refused(made_by, field, value):
+    """A record that has rules has all of what they say; checksums are of what was written."""
+    data = made_by("d")
+    file = Path(f"{data}.json")
+    record = {k: v for k, v in json.loads(file.read_text()).items() if k not in ("files", "crc32")}
+    file.write_text(json.dumps(record))
+    assert with_tokenizer(TrainConfig(data=data)).rules == RULES
+    for changed in (record | {field: value}, {k: v for k, v in record.items() if k != field}):
+        file.write_text(json.dumps(changed))
+        if changed.keys() == record.keys() or field != "end_of_text":  # which may be none
+            with pytest.raises(ValueError, match=rf"{re.escape(str(file))}: {field}: got .*; fix"):
+                with_tokenizer(TrainConfig(data=data))
+
+
 def test_rules_without_effect_are_refused(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("the quick brown fox " * 20)
     data = ["--data", tmp_path / "x.txt", "--out", tmp_path / "run", "--dry-run"]
