@@ -97,7 +97,8 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
     here, began = current(), time.monotonic()
     with mistakes():
         options, given = _parsed(arguments)
-        config, recast = with_tokenizer(options.options), _names_precision(arguments)
+        named = named_fields(arguments, options_of(options.options))
+        config, recast = with_tokenizer(options.options, named), _names_precision(arguments)
         validate(
             config,
             processes=here.world_size if here else None,

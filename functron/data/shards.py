@@ -398,6 +398,32 @@ def makers_of(paths: Sequence[str | Path]) -> list[Provenance | None]:
     return [_recorded(str(path)) for path in paths]
 
 
+def rules_of(paths: Sequence[str | Path]) -> TextRules | None:
+    """The rules by which all of these tokens were made that record them; None where none does.
+
+    Raises:
+        ValueError: different rules made them, so that no prompt is as both begin; or what
+            `makers_of` raises.
+    """
+    made = zip(map(str, paths), makers_of(paths), strict=True)
+    known = {path: one.rules for path, one in made if one is not None and one.rules.version > 1}
+    first = next(iter(known), None)
+    if first is None:
+        return None
+    wanted = f"{_settings_of(known[first])}, as in {first}"
+    fix = "preprocess all of them by the same rules, or leave one out"
+    raise_problems("tokens made by different rules of text", [
+        Problem(f"data {path}", _settings_of(rules), wanted, fix)
+        for path, rules in known.items()
+        if rules != known[first]
+    ])  # fmt: skip
+    return known[first]
+
+
+def _settings_of(rules: TextRules) -> str:
+    return f"special_tokens={rules.special_tokens!r}, prepend_bos={rules.prepend_bos}"
+
+
 def _recorded(of: str) -> Provenance | None:
     file = _record_file(of)
     record = _record_of(file) or {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, t
 from functron.data.documents import TextTokenizer, TokenFile, find
 from functron.data.indexed import IndexedFile
 from functron.data.megatron import megatron_samples, num_ordered, sequence_parts
-from functron.data.shards import is_tokens, makers_of, provenance
+from functron.data.shards import is_tokens, makers_of, provenance, rules_of
 from functron.data.sliding import Conversations, Documents, StoredTokens, Texts
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
 from functron.data.windows import check_vocabulary
@@ -313,19 +313,24 @@ def tokenizer_of(config: TrainConfig) -> TextTokenizer | None:
     return None if path is None else open_tokenizer(path, **how)
 
 
-def with_tokenizer(config: TrainConfig) -> TrainConfig:
+def with_tokenizer(config: TrainConfig, given: Collection[str] = ()) -> TrainConfig:
     """`config` with the tokenizer that its tokens on disk were made with, and the rules of text.
 
     It keeps a tokenizer that it names or its run folder has. It is unchanged where nothing says
     what made the tokens, or the tokenizer's file has changed since then.
 
+    Args:
+        config: of the run.
+        given: the fields that somebody set, to whatever value; those of the rules that have other
+            values than usual count as set.
+
     Raises:
-        ValueError: `data` is a blend of tokens of different tokenizers, or is written wrongly; or
-            they were made by other rules than it names.
+        ValueError: `data` is a blend of tokens of different tokenizers, or made by different rules,
+            or is written wrongly; or they were made by other rules than were set.
     """
     if not config.data or not is_on_disk(config) or config.format == "mock":
         return config
-    config = _with_rules(config)
+    config = _with_rules(config, given)
     if config.tokenizer or run_folder.tokenizer_path(config) is not None:
         return config
     made = provenance(sources_of(config))
@@ -335,18 +340,17 @@ def with_tokenizer(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, tokenizer=made.tokenizer, tokenizer_pattern=pattern)
 
 
-def _with_rules(config: TrainConfig) -> TrainConfig:
+def _with_rules(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """`config` with the rules by which its tokens on disk were made, if these are recorded."""
-    recorded = (made.rules for made in makers_of(sources_of(config)) if made is not None)
-    found = next((rules for rules in recorded if rules.version == config.text_rules > 1), None)
-    if found is None:
+    found = rules_of(sources_of(config))
+    if found is None or config.text_rules != found.version:
         return config
     default, fix = TrainConfig(), "leave it out, or preprocess again"
     raise_problems("tokens of other rules", [
         Problem(name, repr(value), f"{made!r}, by which {config.data} was made", fix)
         for name in ("special_tokens", "prepend_bos")
-        if (value := getattr(config, name)) != getattr(default, name)
-        and value != (made := getattr(found, name))
+        if (value := getattr(config, name)) != (made := getattr(found, name))
+        and (name in given or value != getattr(default, name))
     ])  # fmt: skip
     own = {"special_tokens": found.special_tokens, "prepend_bos": found.prepend_bos}
     return dataclasses.replace(config, **own)

@@ -429,6 +429,49 @@ def made_by(tmp_path):
     return make
 
 
+def test_rules_that_are_named_are_those_of_the_tokens(made_by, tmp_path, capsys):
+    """Also those that are usual, when a run begins and when it goes on."""
+    data, run = made_by("p", special_tokens="parse", prepend_bos=False), tmp_path / "run"
+    refused = {
+        ("--special-tokens", "text"): "special_tokens: got 'text'; wanted 'parse', by which",
+        ("--prepend-bos",): "prepend_bos: got True; wanted False, by which",
+    }
+    for options, said in refused.items():
+        assert train("--data", data, "--out", run, "--steps", 1, *options) == 2
+        assert said in capsys.readouterr().err
+    same = ("--special-tokens", "parse", "--no-prepend-bos")
+    assert train("--data", data, "--out", run, "--steps", 1, *same) == 0
+    assert load(run / "config.toml").rules == TextRules("parse", False)
+    for options, said in refused.items():
+        assert train("--resume", "--out", run, "--steps", 2, *options) == 2
+        assert said in capsys.readouterr().err
+    assert train("--resume", "--out", run, "--steps", 2) == 0
+    usual = made_by("d")
+    named = ("special_tokens", "prepend_bos")
+    assert with_tokenizer(TrainConfig(data=usual), named).rules == RULES
+
+
+def test_tokens_of_different_rules_do_not_blend(made_by):
+    usual, again = made_by("d"), made_by("e")
+    parsed, bare = made_by("p", special_tokens="parse"), made_by("b", prepend_bos=False)
+    for one, others in [(usual, (parsed, again, bare)), (parsed, (usual,))]:
+        with pytest.raises(ValueError, match="tokens made by different rules") as caught:
+            with_tokenizer(TrainConfig(data=" ".join(f"1 {path}" for path in (one, *others))))
+        for path in others:
+            said = f"data {path}: got special_tokens="
+            assert (said in str(caught.value)) == (path != again)
+        assert str(caught.value).count(f", as in {one}; fix: ") == len({*others} - {again})
+    for data in (f"1 {usual} 1 {again}", f"all {parsed}"):
+        parses = "text" if usual in data else "parse"
+        assert with_tokenizer(TrainConfig(data=data)).special_tokens == parses
+    # what was made before rules were recorded goes with any
+    record = json.loads(Path(f"{again}.json").read_text())
+    kept = {"tokenizer", "tokenizer_sha256", "pattern", "end_of_text"}
+    Path(f"{again}.json").write_text(json.dumps({k: record[k] for k in kept}))
+    for data in (f"1 {again} 1 {parsed}", f"1 {parsed} 1 {again}"):
+        assert with_tokenizer(TrainConfig(data=data)).special_tokens == "parse"
+
+
 @pytest.mark.parametrize(("field", "value"), [
     ("names", None), ("names", True), ("names", -1), ("special_tokens", "none"), ("text_rules", 3),
     ("text_rules", "2"), ("prepend_bos", 1), ("begin_of_text", 1), ("begin_of_text", ["<s>"]),
