@@ -41,6 +41,7 @@ from functron.core.errors import (
 from functron.data.documents import (
     MAX_LISTED,
     OLD_RULES,
+    RULES,
     SpecialTokens,
     TextRules,
     TextTokenizer,
@@ -605,7 +606,7 @@ def preprocess(
     manifest = _manifest(resolved, end, rules.begin_document(tokenizer), tasks)
     size = sum(length for length, _ in stats.values())
     summary = functools.partial(Summary, settings, len(files), size, dtype=resolved.dtype)
-    complete = _complete(settings, manifest)
+    complete = _complete(settings, manifest, tokenizer)
     if complete is not None:
         shutil.rmtree(settings.parts, ignore_errors=True)  # ended while it went
         counts, own = complete
@@ -683,10 +684,13 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
     return [key for key in wanted if key not in ignored and found.get(key) != wanted[key]]
 
 
-def _complete(settings: Settings, manifest: Mapping[str, Any]) -> tuple[Counts, TextRules] | None:
+def _complete(
+    settings: Settings, manifest: Mapping[str, Any], tokenizer: TextTokenizer
+) -> tuple[Counts, TextRules] | None:
     """The counts of an earlier, complete result of the same, and its rules; None: there is none.
 
-    What was made before rules were recorded is complete, too, and has those of then.
+    What was made before rules were recorded is complete, too, and has those of then: where the
+    usual rules are asked for, or others that make the same of any text.
 
     Raises:
         ValueError: something else is where the result should go.
@@ -694,21 +698,36 @@ def _complete(settings: Settings, manifest: Mapping[str, Any]) -> tuple[Counts, 
     existing = [path for path in settings.targets if path.exists()]
     found = _load(settings.record) or {}
     fields = ("documents", "tokens", "empty")
-    old = bool(found) and "text_rules" not in found
+    old = bool(found) and found.keys().isdisjoint(RULE_KEYS)
     differ = [key for key in _differences(found, manifest) if not (old and key in RULE_KEYS)]
     differ += [key for key in ("text", "format") if found.get(key) != manifest[key]]
+    if old and settings.rules != RULES:
+        differ += _differences_from_old(settings, tokenizer)
     if len(existing) == 2 and not differ and all(field in found for field in fields):
         counts = Counts(**{name: found.get(name, 0) for name in (*fields, "names")})
         return counts, OLD_RULES if old else settings.rules
     if not existing or settings.parts.exists():
         return None  # what the parts are of decides
+    when = " before rules were recorded," if old and differ else ""
     differ = differ if found else []
     got = (
-        f"an existing file, made with another {', '.join(differ)}" if differ else "an existing file"
+        f"an existing file, made{when} with another {', '.join(differ)}"
+        if differ
+        else "an existing file"
     )
     problems = [Problem(str(path), got, "a new one", "choose another --out") for path in existing]
     raise_problems(_CANNOT, problems)
     return None
+
+
+def _differences_from_old(settings: Settings, tokenizer: TextTokenizer) -> Iterator[str]:
+    """The settings of rules by which tokens may be others than before rules were recorded."""
+    if settings.rules.begin_document(tokenizer):
+        yield "prepend_bos"
+    before = open_tokenizer(settings.tokenizer, pattern=settings.pattern, rules=OLD_RULES)
+    names = [text for name in tokenizer.names.ids for text in (name, f"a{name}b", f"a {name} b")]
+    if before.encode_batch(names) != tokenizer.encode_batch(names):
+        yield "special_tokens"
 
 
 def _check_parts(settings: Settings, manifest: Mapping[str, Any]) -> None:

@@ -491,6 +491,47 @@ def test_rules_that_are_recorded_in_part_are_refused(made_by, field, value):
                 with_tokenizer(TrainConfig(data=data))
 
 
+@pytest.mark.parametrize(("tokenizer", "before"), [
+    ("both", ("parse", False)), ("nothing", ("parse", False)), ("bytes", ("text", False)),
+])  # fmt: skip
+def test_tokens_of_before_are_those_asked_for(tmp_path, tokenizer, before):
+    """Or are refused, unless the usual ones are asked for: by the bytes of what is made anew."""
+    begins = tokenizer == "both"
+    if tokenizer != "bytes":
+        tokenizer = str(save(tmp_path / "tok", made_of(tokenizer)))
+    text = "the quick </s> fox <|endoftext|> " * 9
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text}] * 4)
+    settings = Settings((str(file),), tokenizer, str(tmp_path / "old"), workers=1)
+    # as all was made before rules were recorded
+    preprocess(replace(settings, special_tokens=before[0], prepend_bos=before[1]))
+    content = (tmp_path / "old.bin").read_bytes()
+    record = json.loads((tmp_path / "old.json").read_text())
+    lost = {
+        "text_rules",
+        "begin_of_text",
+        "prepend_bos",
+        "special_tokens",
+        "names",
+        "crc32",
+        "files",
+    }
+    (tmp_path / "old.json").write_text(
+        json.dumps({k: v for k, v in record.items() if k not in lost})
+    )
+    for special, bos in itertools.product(("text", "parse"), (True, False)):
+        asked = replace(settings, special_tokens=special, prepend_bos=bos)
+        preprocess(replace(asked, out=str(tmp_path / f"{special}-{bos}")))
+        same = (tmp_path / f"{special}-{bos}.bin").read_bytes() == content
+        if same or (special, bos) == ("text", True):
+            assert preprocess(asked).progress is None
+            continue
+        with pytest.raises(ValueError, match="made before rules were recorded, with") as caught:
+            preprocess(asked)
+        assert ("another prepend_bos" in str(caught.value)) == (bos and begins)
+        assert ("special_tokens" in str(caught.value)) == (special != before[0])
+    assert (tmp_path / "old.bin").read_bytes() == content
+
+
 def test_rules_without_effect_are_refused(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("the quick brown fox " * 20)
     data = ["--data", tmp_path / "x.txt", "--out", tmp_path / "run", "--dry-run"]
