@@ -760,9 +760,19 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of bytes; those that are no UTF-8 give the replacement character."""
-        text = bytes(token for token in tokens if token < 256).decode(errors="replace")
-        return text + "<|endoftext|>" * (special and 256 in tokens)
+        """The text of bytes; those that are no UTF-8 give the replacement character.
+
+        Other ids give nothing, but where `special` 256 its name, as often as it stands there.
+        """
+        pieces, size = [], self.num_ordinary
+        for ends, run in groupby(map(int, tokens), lambda token: token == self.end_of_text):
+            if ends:
+                pieces += [END for _ in run] if special else []
+            else:
+                # characters do not go on behind the end of a text
+                known = bytes(token for token in run if 0 <= token < size)
+                pieces.append(known.decode(errors="replace"))
+        return "".join(pieces)
 
 
 def _parses(rules: TextRules) -> bool:

@@ -6,6 +6,7 @@ import base64
 import io
 
 import pytest
+import torch
 
 from functron.data import documents, tokenizer
 from functron.data.tokenizer import (
@@ -130,6 +131,20 @@ def test_llama3(tmp_path):
     assert ours.end_of_text == 128001
     assert ours.encode("the") == [128000, *b"the"]
     assert ours.encode_batch(["the"]) == [list(b"the")]
+
+
+@pytest.mark.parametrize(("tokens", "plain", "named"), [
+    ([104, 256, 105, 256, 256], "hi", "h<|endoftext|>i<|endoftext|><|endoftext|>"),
+    ([256, 0xC3, 0xA9], "é", "<|endoftext|>é"),
+    ([0xC3, 256, 0xA9], "\ufffd\ufffd", "\ufffd<|endoftext|>\ufffd"),  # of two texts, no character
+    ([0xC3, 300, -1, 0xA9], "é", "é"),
+    ([], "", ""),
+])  # fmt: skip
+def test_ends_of_texts_are_written_where_they_stand(tokens, plain, named):
+    ours = ByteTokenizer()
+    for ids in (tokens, torch.tensor(tokens, dtype=torch.int64)):
+        assert ours.decode(ids) == plain
+        assert ours.decode(ids, special=True) == named
 
 
 def test_bytes_and_hugging_face(tmp_path):
