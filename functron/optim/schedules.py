@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ def constant(peak: float, *, warmup_steps: int = 0, init: float = 0.0) -> Schedu
         ValueError: negative or non-finite arguments; all are named.
     """
     _check("constant", peak, warmup_steps, init=init)
-    return _with_warmup(lambda count: torch.full_like(count, peak), peak, warmup_steps, init)
+    return _with_warmup(lambda now: torch.full_like(_tensor(now), peak), peak, warmup_steps, init)
 
 
 @public
@@ -180,9 +181,9 @@ def inverse_square_root(
     _check("inverse_square_root", peak, warmup_steps, total_steps, end, init=init)
     start = max(warmup_steps, 1)
 
-    def after(count):
-        rate = (peak * (start / count.clamp(min=start)).sqrt()).clamp(min=end)
-        return rate if total_steps is None else torch.where(count > total_steps, end, rate)
+    def after(now):
+        rate = (peak * (start / _tensor(now).clamp(min=start)).sqrt()).clamp(min=end)
+        return rate if total_steps is None else torch.where(now > total_steps, end, rate)
 
     return _with_warmup(after, peak, warmup_steps, init)
 
@@ -269,7 +270,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     def schedule(count: int | torch.Tensor) -> torch.Tensor:
         value = _tensor(schedules[0](count))
         for part, boundary in zip(schedules[1:], boundaries, strict=True):
-            value = torch.where(_tensor(count) < boundary, value, _tensor(part(count - boundary)))
+            is_earlier = _since(count, boundary) < 0
+            value = torch.where(is_earlier, value, _tensor(part(count - boundary)))
         return value
 
     return schedule
@@ -293,9 +295,9 @@ def rewarm(schedule: Schedule, at: int, steps: int, *, init: float = 0.0) -> Sch
     ])  # fmt: skip
 
     def schedule_(count: int | torch.Tensor) -> torch.Tensor:
-        now, value = _tensor(count), _tensor(schedule(count))
-        share = ((now - at) / steps).clamp(0, 1)
-        return torch.where(now < at, value, init + (value - init) * share)
+        since, value = _since(count, at), _tensor(schedule(count))
+        share = (since / steps).clamp(0, 1)
+        return torch.where(since < 0, value, init + (value - init) * share)
 
     return schedule_
 
@@ -372,8 +374,8 @@ def _decay(
     start = warmup_steps if decay_steps is None else total_steps - decay_steps
     shape = _DECAYS[decay] if power == 1 else _interpolate(lambda x: (1 - x) ** power)
 
-    def after(count):
-        return shape(((count - start) / (total_steps - start)).clamp(0, 1), peak, end)
+    def after(now):
+        return shape((_since(now, start) / (total_steps - start)).clamp(0, 1), peak, end)
 
     return _with_warmup(after, peak, warmup_steps, init)
 
@@ -381,21 +383,44 @@ def _decay(
 def _with_warmup(
     after: Callable[[torch.Tensor], torch.Tensor], peak: float, warmup_steps: int, init: float
 ) -> Schedule:
+    """Warm-up, and then what `after` makes of the count as `_exact` has it."""
+
     def schedule(count: int | torch.Tensor) -> torch.Tensor:
-        count = _tensor(count)
+        now = _exact(count)
         if not warmup_steps:
-            return after(count)
-        warm = init + count * ((peak - init) / warmup_steps)
-        return torch.where(count < warmup_steps, warm, after(count))
+            return after(now)
+        warm = init + _tensor(now) * ((peak - init) / warmup_steps)
+        return torch.where(now < warmup_steps, warm, after(now))
 
     return schedule
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """`value` as float32: counts are exact in it up to 2^24 updates."""
+    """`value` as float32, which has whole numbers up to 2^24 and rounds others to 1 in 2^24."""
     if isinstance(value, torch.Tensor):
         return value.to(torch.float32)
     return torch.tensor(value, dtype=torch.float32)
+
+
+def _exact(count: int | torch.Tensor) -> torch.Tensor:
+    """A count as a tensor: int64, to be compared and subtracted from exactly, if it is whole.
+
+    Counts of samples soon pass 2^24, from where on float32 knows every second one at most.
+    """
+    if isinstance(count, torch.Tensor):
+        return count if count.is_floating_point() else count.to(torch.int64)
+    whole = isinstance(count, Integral)
+    return torch.tensor(count, dtype=torch.int64 if whole else torch.float32)
+
+
+def _since(count: int | torch.Tensor, start: float) -> torch.Tensor:
+    """``count - start`` as float32: rounded once, at the end, where the count is whole."""
+    now = _exact(count)
+    if now.is_floating_point():
+        return now.to(torch.float32) - start
+    if start == int(start):
+        return (now - int(start)).to(torch.float32)
+    return (now.to(torch.float64) - start).to(torch.float32)
 
 
 def problems(

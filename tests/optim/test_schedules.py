@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import functron
 from functron import optim
 
 COUNTS = [0, 1, 2, 5, 9, 10, 11, 50, 99, 100, 101, 1000]
@@ -212,3 +213,70 @@ def test_rewarming_is_a_line_from_one_rate_to_the_schedule():
         optim.make_schedule(optim.ScheduleConfig("linear", 1.0, rewarm_steps=1, rewarm_init=2.0))
     with pytest.raises(ValueError, match=r"at: got -1(.|\n)*steps: got 0(.|\n)*init: got inf"):
         optim.rewarm(whole, -1, 0, init=math.inf)
+
+
+FAR = 2**26 + 1  # which float32 does not have, nor most of what follows
+LATE = {  # by the formulas in whole numbers and float64: the schedule, and pairs of count and rate
+    "rewarm": (
+        lambda: optim.rewarm(optim.constant(1.0), FAR, 100),
+        [(-1, 1.0), (0, 0.0), (1, 0.01), (51, 0.51), (99, 0.99), (100, 1.0)],
+    ),
+    "rewarm-fraction": (
+        lambda: optim.rewarm(optim.constant(1.0), FAR + 0.5, 100),
+        [(0, 1.0), (1, 0.005), (51, 0.505), (101, 1.0)],
+    ),
+    "linear": (
+        lambda: optim.linear(1.0, FAR + 100, warmup_steps=FAR),
+        [(0, 1.0), (1, 0.99), (51, 0.49), (99, 0.01), (100, 0.0)],
+    ),
+    "cosine": (
+        lambda: optim.cosine_decay(1.0, FAR + 100, warmup_steps=FAR),
+        [(k, 0.5 * (1 + math.cos(math.pi * k / 100))) for k in (0, 1, 51, 99, 100)],
+    ),
+    "polynomial": (
+        lambda: optim.polynomial_decay(1.0, FAR + 100, power=3.0, warmup_steps=FAR),
+        [(k, (1 - k / 100) ** 3) for k in (0, 1, 51, 100)],
+    ),
+    "exponential": (
+        lambda: optim.exponential(1.0, FAR + 100, end=0.1, warmup_steps=FAR),
+        [(k, 0.1 ** (k / 100)) for k in (0, 1, 51, 100)],
+    ),
+    "wsd": (
+        lambda: optim.wsd(1.0, FAR + 100, 100, decay="sqrt"),
+        [(k, 1 - math.sqrt(k / 100)) for k in (0, 1, 51, 100)] + [(-1, 1.0)],
+    ),
+    "join": (
+        lambda: optim.join([optim.constant(1.0), optim.linear(0.5, 100)], [FAR]),
+        [(-1, 1.0), (0, 0.5), (1, 0.495), (51, 0.245)],
+    ),
+    "inverse_square_root": (
+        lambda: optim.inverse_square_root(1.0, FAR, warmup_steps=FAR - 1),
+        [(-1, 1.0), (0, 1.0), (1, 0.0)],
+    ),
+    "by_samples": (
+        lambda: optim.by_samples(optim.linear(1.0, 3 * FAR + 300, warmup_steps=3 * FAR), [0], [3]),
+        [(0, 1.0), (1, 0.99), (51, 0.49), (100, 0.0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_late_counts_are_exact(name):
+    """Counts of samples pass 2^24, from where on float32 has not all whole numbers."""
+    make, wanted = LATE[name]
+    schedule = make()
+    counts = torch.tensor([FAR + after for after, _ in wanted])
+    rates = torch.tensor([rate for _, rate in wanted])
+    for found in (
+        torch.stack([schedule(int(count)) for count in counts]),
+        torch.stack([schedule(count) for count in counts]),
+        torch.func.vmap(schedule)(counts),
+    ):
+        torch.testing.assert_close(found, rates, rtol=1e-6, atol=1e-6)
+
+
+def test_late_counts_are_exact_where_compiled():
+    schedule = optim.rewarm(optim.linear(1.0, 2 * FAR, warmup_steps=FAR), FAR, 100)
+    compiled = functron.jit(schedule)
+    for after, rate in ((-1, 1.0), (0, 0.0), (51, 0.51), (100, 1.0)):
+        assert float(compiled(torch.tensor(FAR + after))) == pytest.approx(rate, abs=1e-5)
