@@ -507,10 +507,12 @@ class Blend(Samples):
         if weights is None:
             weights = of_all(_sizes(sources)) if sources else []
         given = len(weights.weights if isinstance(weights, Shares) else weights)
+        size, wanted = len(sources), "one for each, and at least 1 source"
+        counts = {"weights": (given, "all samples of each"), "names": (len(self.names), "numbers")}
         raise_problems("cannot blend", [
-            Problem(what, f"{got} for {len(sources)} sources", "one of each, and at least 1 source")
-            for what, got in (("weights", given), ("names", len(self.names)))
-            if got != len(sources) or not sources
+            Problem(what, f"{got} for {size} sources", wanted, f"give as many, or None: {none}")
+            for what, (got, none) in counts.items()
+            if got != size or not size
         ])  # fmt: skip
         self._sources = tuple(sources)
         self.mixture: Shares = weights if isinstance(weights, Shares) else of_weights(weights)

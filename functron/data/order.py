@@ -353,7 +353,12 @@ class RampUp:
     def __post_init__(self):
         problems = list(_problems(self.start, self.increment, self.samples, self.final))
         problems += [
-            Problem(f"earlier[{i}]", f"{steps} steps of {size}", "at least 1 of at least 1")
+            Problem(
+                f"earlier[{i}]",
+                f"{steps} steps of {size} samples",
+                "at least 1 step of at least 1 sample",
+                "leave out sizes of which no step was taken",
+            )
             for i, (steps, size) in enumerate(self.earlier)
             if min(steps, size) < 1
         ]

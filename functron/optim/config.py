@@ -368,7 +368,8 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     found += _least_problems(config, {"rewarm_steps": 0, "rewarm_at": 0}, "")
     if not 0 <= config.rewarm_init <= most:
         wanted = f"at least 0, and at most the peak, {config.peak:g}"
-        found.append(Problem("rewarm_init", repr(config.rewarm_init), wanted, "lower it"))
+        fix = "lower it" if config.rewarm_init > most else "set it to 0, or leave it out"
+        found.append(Problem("rewarm_init", repr(config.rewarm_init), wanted, fix))
     return [*ratio, *(replace(p, path=f"{path}.{p.path.lstrip('.')}") for p in found)]
 
 

@@ -287,10 +287,14 @@ def rewarm(schedule: Schedule, at: int, steps: int, *, init: float = 0.0) -> Sch
     Raises:
         ValueError: negative or non-finite arguments, or no steps; all are named.
     """
-    wanted = {"at": (at, 0), "steps": (steps, 1), "init": (init, 0)}
+    wanted = {
+        "at": (at, 0, "count updates from 0"),
+        "steps": (steps, 1, "warm up over some, or use the schedule as it is"),
+        "init": (init, 0, "set it to 0, or leave it out"),
+    }
     raise_problems("cannot warm up again", [
-        Problem(name, repr(value), f"a finite number of at least {least}")
-        for name, (value, least) in wanted.items()
+        Problem(name, repr(value), f"a finite number of at least {least}", fix)
+        for name, (value, least, fix) in wanted.items()
         if not least <= value < math.inf
     ])  # fmt: skip
 

@@ -314,8 +314,13 @@ def test_parts_are_parts_of_one_batch(blend, step, parts):
 
 
 def test_as_many_weights_as_sources(texts):
-    with pytest.raises(ValueError, match="weights: got 1 for 3 sources"):
-        Blend(texts, [1])
+    with pytest.raises(ValueError, match="weights: got 1 for 3 sources") as caught:
+        Blend(texts, [1], ["a", "b"])
+    assert "one for each, and at least 1 source; fix: give as many, or None: all" in str(
+        caught.value
+    )
+    assert "names: got 2 for 3 sources" in str(caught.value)
+    assert "fix: give as many, or None: numbers" in str(caught.value)
     with pytest.raises(ValueError, match="weights: got 0 for 0 sources"):
         Blend([], [])
 

@@ -77,8 +77,11 @@ def test_earlier_batches_as_they_are_written():
     for text in ("6", "0x4", "4x0", "6x4x2", "-1x4"):
         with pytest.raises(ValueError, match="such as 6x4 10x8"):
             parse_earlier(text)
-    with pytest.raises(ValueError, match=r"earlier\[1\]: got 1 steps of 0; wanted at least 1"):
-        RampUp(8, 1, 1, 8, ((6, 4), (1, 0)))
+    with pytest.raises(ValueError, match="batch sizes cannot grow like this") as caught:
+        RampUp(8, 1, 1, 8, ((6, 4), (1, 0), (0, 4)))
+    for place in ("earlier[1]: got 1 steps of 0 samples", "earlier[2]: got 0 steps of 4 samples"):
+        said = f"{place}; wanted at least 1 step of at least 1 sample; fix: leave out sizes"
+        assert said in str(caught.value)
 
 
 def test_the_example_of_megatrons_help():

@@ -209,10 +209,15 @@ def test_rewarming_is_a_line_from_one_rate_to_the_schedule():
         "linear", 1.0, total_steps=100, rewarm_steps=10, rewarm_at=40, rewarm_init=0.1
     )
     assert float(optim.make_schedule(config)(45)) == float(made(45))
-    with pytest.raises(ValueError, match=r"rewarm_init: got 2.0.*(.|\n)*"):
-        optim.make_schedule(optim.ScheduleConfig("linear", 1.0, rewarm_steps=1, rewarm_init=2.0))
-    with pytest.raises(ValueError, match=r"at: got -1(.|\n)*steps: got 0(.|\n)*init: got inf"):
+    for wrong, fix in ((2.0, "lower it"), (-0.5, "set it to 0"), (math.nan, "set it to 0")):
+        config = optim.ScheduleConfig("linear", 1.0, rewarm_steps=1, rewarm_init=wrong)
+        with pytest.raises(ValueError, match=rf"rewarm_init: got {wrong}; wanted .*; fix: {fix}"):
+            optim.make_schedule(config)
+    with pytest.raises(
+        ValueError, match=r"at: got -1(.|\n)*steps: got 0(.|\n)*init: got inf"
+    ) as caught:
         optim.rewarm(whole, -1, 0, init=math.inf)
+    assert str(caught.value).count("; fix: ") == 3
 
 
 FAR = 2**26 + 1  # which float32 does not have, nor most of what follows
