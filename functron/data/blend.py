@@ -168,7 +168,7 @@ class _Splits:
             if above >= 0:
                 children[above][side] = name
             if len(leaves) > 1:
-                sides = _dealt(leaves, shares)
+                sides = _deal(leaves, shares)
                 part, whole = (sum(shares[leaf] for leaf in some) for some in (sides[0], leaves))
                 nearest = ((part << 65) + whole) // (2 * whole)
                 parts.append(min(max(nearest, 1), (1 << 64) - 1))
@@ -189,7 +189,7 @@ class _Splits:
         nodes, places = np.zeros(rows.shape, np.int64), places[: rows.size]
         while rows.size:
             parts = self._parts[nodes]
-            before = _rounded(places, parts)
+            before = _round_product(places, parts)
             # L(m + 1) > L(m): adding the share carries out of the 64 bits behind the point
             ones = places * parts + _HALF > ~parts
             places = np.where(ones, before, places - before)
@@ -216,7 +216,7 @@ class _Splits:
         return found
 
 
-def _dealt(leaves: Sequence[int], shares: Sequence[int]) -> tuple[list[int], list[int]]:
+def _deal(leaves: Sequence[int], shares: Sequence[int]) -> tuple[list[int], list[int]]:
     """`leaves`, by descending share, each to the one of two sides that has less."""
     sides: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
@@ -232,7 +232,7 @@ _32 = np.uint64(32)
 _LOW = np.uint64((1 << 32) - 1)
 
 
-def _rounded(counts: np.ndarray, parts: np.ndarray) -> np.ndarray:
+def _round_product(counts: np.ndarray, parts: np.ndarray) -> np.ndarray:
     """``floor(counts * parts / 2^64 + 1/2)`` of uint64, counts below 2^63."""
     high, low = counts >> _32, counts & _LOW
     part_high, part_low = parts >> _32, parts & _LOW

@@ -25,7 +25,7 @@ import numpy as np
 from functron.core.errors import Problem, local_path, on_hub, raise_problems, refuse
 
 SpecialTokens = Literal["text", "parse"]
-"""The meaning of names of special tokens in a text in a text; see `TextRules`."""
+"""The meaning of names of special tokens in a text; see `TextRules`."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,16 @@ class TextRules:
         if tokenizer is None:
             return "bytes of text, with nothing before or after it"
         ends = () if end is None else (end,)
-        before, after = _named(tokenizer, self.begin_document(tokenizer)), _named(tokenizer, ends)
+        before, after = (
+            _names(tokenizer, self.begin_document(tokenizer)),
+            _names(tokenizer, ends),
+        )
         document = " ".join([*before, "text", *after])
         return f"documents: {document}; {self.describe_prompts(tokenizer)}"
 
     def describe_prompts(self, tokenizer: TextTokenizer) -> str:
         """As `describe`, without the documents to train on."""
-        prompt = (*_named(tokenizer, self.begin_prompt(tokenizer)), "text")
+        prompt = (*_names(tokenizer, self.begin_prompt(tokenizer)), "text")
         said = f"prompts and texts to evaluate: {' '.join(prompt)}"
         return f"{said}; conversations: as the template writes them"
 
@@ -104,7 +107,7 @@ class TextRules:
         return f"{names}, kept as text (--special-tokens parse makes them ids)" if count else names
 
 
-def _named(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:
+def _names(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:
     """The names of special tokens."""
     names = {index: name for name, index in tokenizer.special_tokens.items()}
     return [names.get(index, f"token {index}") for index in ids]

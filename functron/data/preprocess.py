@@ -260,7 +260,7 @@ class Encoder:
     """Tasks to parts.
 
     Args:
-        settings: with the path and the dtype that are meant (`_resolved`).
+        settings: with the path and the dtype that are meant (`_resolve`).
         end: the id that ends documents; None: none.
         tokenizer: that of the settings, where it is open already.
     """
@@ -598,7 +598,7 @@ def preprocess(
     local_path(settings.out, "out")
     rules = settings.rules
     tokenizer = open_tokenizer(settings.tokenizer, pattern=settings.pattern, rules=rules)
-    resolved, end = _resolved(settings, tokenizer)
+    resolved, end = _resolve(settings, tokenizer)
     files = find_files(settings.inputs)
     chunks = cut(files, settings.key, chunk_bytes)
     stats = {file: _stat(file) for file in files}
@@ -610,7 +610,9 @@ def preprocess(
     if complete is not None:
         shutil.rmtree(settings.parts, ignore_errors=True)  # ended while it went
         counts, own = complete
-        return summary(**asdict(counts), rules=_said(own, tokenizer, end, counts), progress=None)
+        return summary(
+            **asdict(counts), rules=_describe_rules(own, tokenizer, end, counts), progress=None
+        )
     with _lock(settings):
         _check_parts(settings, manifest)
         # tokenizers are large to send, and some cannot be
@@ -629,18 +631,20 @@ def preprocess(
         write_json(record, with_checksums({**manifest, **asdict(counts)}, settings.targets))
         record.replace(settings.record)
         shutil.rmtree(settings.parts, ignore_errors=True)
-    said = _said(rules, tokenizer, end, counts)
+    said = _describe_rules(rules, tokenizer, end, counts)
     return summary(**asdict(counts), rules=said, progress=progress)
 
 
-def _said(rules: TextRules, tokenizer: TextTokenizer, end: int | None, counts: Counts) -> str:
+def _describe_rules(
+    rules: TextRules, tokenizer: TextTokenizer, end: int | None, counts: Counts
+) -> str:
     """The rules by which text became tokens, in words."""
     old = rules.version == 1
     names = "made before its rules were recorded" if old else rules.describe_names(counts.names)
     return f"{rules.describe(tokenizer, end)}; {names}"
 
 
-def _resolved(settings: Settings, tokenizer: TextTokenizer) -> tuple[Settings, int | None]:
+def _resolve(settings: Settings, tokenizer: TextTokenizer) -> tuple[Settings, int | None]:
     """The settings with the path and the dtype that are meant, and the id that ends documents."""
     if settings.end_of_text and not settings.append_eod:
         refuse(_CANNOT, "end_of_text", repr(settings.end_of_text), "none, with --no-append-eod")

@@ -373,7 +373,7 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
     Raises:
         ValueError: different tokenizers made them, so that no model can learn from both.
     """
-    found = {str(path): _recorded(str(path)) for path in paths}
+    found = {str(path): _read_provenance(str(path)) for path in paths}
     known = {path: made for path, made in found.items() if made is not None}
     first = next(iter(known), None)
     if first is None:
@@ -395,7 +395,7 @@ def makers_of(paths: Sequence[str | Path]) -> list[Provenance | None]:
     Raises:
         ValueError: a record names rules that it does not have whole, or that are not known.
     """
-    return [_recorded(str(path)) for path in paths]
+    return [_read_provenance(str(path)) for path in paths]
 
 
 def rules_of(paths: Sequence[str | Path]) -> TextRules | None:
@@ -424,7 +424,7 @@ def _settings_of(rules: TextRules) -> str:
     return f"special_tokens={rules.special_tokens!r}, prepend_bos={rules.prepend_bos}"
 
 
-def _recorded(of: str) -> Provenance | None:
+def _read_provenance(of: str) -> Provenance | None:
     file = _record_file(of)
     record = _record_of(file) or {}
     names = ("tokenizer", "pattern", "tokenizer_sha256")

@@ -296,7 +296,7 @@ class Tokenizer:
         found = self._count_names([messages, given])
         if self._parses or not found:
             return self._unmark(self._write(messages, prompt, more))
-        broken, others = self._broken(list(messages)), self._broken(given)
+        broken, others = self._mark_names(list(messages)), self._mark_names(given)
         text, spans = self._unmark(self._write(broken, prompt, {**more, **others}))
         plain = self._unmark(self._write(messages, prompt, more))
         if plain != (text, spans):
@@ -340,13 +340,15 @@ class Tokenizer:
             return sum(self._count_names(each) for pair in value.items() for each in pair)
         return sum(map(self._count_names, value)) if isinstance(value, list | tuple) else 0
 
-    def _broken(self, value: Any) -> Any:
+    def _mark_names(self, value: Any) -> Any:
         """`value` with a mark inside of every name of a special token, at any depth."""
         if isinstance(value, str) and self.names.pattern is not None:
             return self.names.pattern.sub(lambda m: m[0][0] + self._break + m[0][1:], value)
         if isinstance(value, Mapping):
-            return {self._broken(name): self._broken(each) for name, each in value.items()}
-        return [self._broken(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self._mark_names(name): self._mark_names(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._mark_names(each) for each in value]
+        return value
 
     def _unmark(self, marked: str) -> tuple[Rendered, list[tuple[int, int]]]:
         """A text without its marks, the spans that stood between them, and the names with one."""
@@ -639,9 +641,9 @@ def _environment(mark: str) -> Any:
         def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
             tree = super()._parse(source, name, filename)
             for found in list(tree.find_all(nodes.Concat)):
-                found.nodes = [_called(nodes, "joined", found.nodes)]
+                found.nodes = [_make_call(nodes, "joined", found.nodes)]
             for found in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-                found.body.insert(0, nodes.ExprStmt(_called(nodes, "check", [])))
+                found.body.insert(0, nodes.ExprStmt(_make_call(nodes, "check", [])))
             return tree
 
     environment = Limited(
@@ -653,7 +655,7 @@ def _environment(mark: str) -> Any:
     return environment
 
 
-def _called(nodes: Any, name: str, arguments: Sequence[Any]) -> Any:
+def _make_call(nodes: Any, name: str, arguments: Sequence[Any]) -> Any:
     """The call of a method of the environment, in a template."""
     return nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None)
 

@@ -308,7 +308,10 @@ def _batched(*scalars: float | torch.Tensor | None) -> bool:
 
 
 def _differentiated(columns: list[list]) -> bool:
-    """Whether a program is traced that differentiates through the step: the kernel has no rule."""
+    """Whether somebody differentiates through a step that overwrites nothing (`purely`).
+
+    The kernel has no rule for that.
+    """
     if not purely():
         return False
     return compat.differentiating() or any(

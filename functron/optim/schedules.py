@@ -539,7 +539,7 @@ def increment_(counts: list[torch.Tensor]) -> None:
 
 
 def incremented(counts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each count and 1 more: the counts themselves, unless the program is traced."""
+    """Each count and 1 more: the counts themselves, unless `purely`."""
     if purely():
         return [count + 1 for count in counts]
     increment_(counts)

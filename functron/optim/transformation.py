@@ -82,8 +82,7 @@ OnePass = Callable[
     [Updates, State, Params, Fusion], Callable[[], tuple[Params, State, Params]] | None
 ]
 """``(grads, state, params, fusion)`` to what computes the step; None: another way must. That gives
-the new parameters, state and masters: those that it was given, overwritten, unless the program is
-traced."""
+the new parameters, state and masters: those that it was given, overwritten, unless `purely`."""
 
 
 class GradientTransformation(NamedTuple):
@@ -610,7 +609,10 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
 
 def apply_updates_(params: Params, updates: Updates) -> Params:
-    """``params += updates`` in place, multi-tensor; returns `params`. `apply_updates` if `purely`.
+    """``params += updates`` in place, multi-tensor; returns `params`.
+
+    Under transforms of torch.func, whose tensors nobody gave up, it is `apply_updates`. A program
+    that is traced has it as one operation, on parameters that it made or that are donated to it.
 
     Raises:
         ValueError: the structures differ, or an update varies over a mesh axis over which its

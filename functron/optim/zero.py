@@ -189,7 +189,7 @@ def zero(
         return joined(mine, params), state
 
     def joined(mine: tree.Tree, params: tree.Tree) -> tree.Tree:
-        """All ranks' parts as they are now: `params`, overwritten, unless the program is traced."""
+        """All ranks' parts as they are now: `params`, overwritten, unless `purely`."""
         if purely():
             return tree.map(laid_out, whole(mine, params), params)
         rows = zip(
