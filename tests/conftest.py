@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
@@ -28,6 +29,10 @@ if importlib.util.find_spec("triton") is None:  # whose bindings would complain 
     atexit.register(gc.freeze)  # nobody needs the memory at the end
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# One process compiles what hundreds import, each in 1.5 s, also where the environment forbids it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # JAX reads these when it is first imported, here or in a test. Eight devices make meshes. Programs
 # that run once are compiled in half of the time with fewer optimisations; the bits stay the same.
