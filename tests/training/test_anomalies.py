@@ -29,7 +29,7 @@ SMALL = [
     "--gpt.num-heads", "2", "--gpt.num-kv-heads", "2", "--gpt.mlp-dim", "16",
     "--learning-rate.name", "constant", "--learning-rate.peak", "3e-2",
 ]  # fmt: skip
-STEPS = 36
+STEPS = 24
 FOUND = [
     "--anomalies.window",
     "12",
@@ -68,8 +68,8 @@ def text(tmp_path_factory):
     file = tmp_path_factory.mktemp("text") / "text"
     letters = [b"abcd"[i % 4] for i in range(16 * 400)]
     rng = random.Random(0)
-    # three samples of step 31, and three of step 35
-    for place in shuffled(np.array([240, 241, 242, 272, 273, 274]), 400, 0).tolist():
+    # three samples of step 19, and three of step 23
+    for place in shuffled(np.array([144, 145, 146, 176, 177, 178]), 400, 0).tolist():
         letters[16 * place : 16 * place + 16] = [rng.randrange(256) for _ in range(16)]
     file.write_bytes(bytes(letters))
     return file
@@ -181,13 +181,13 @@ def test_a_rollback_leaves_a_run_that_never_saw_the_samples(rolled, text, tmp_pa
 def test_a_run_that_goes_on_leaves_out_the_same_samples(rolled, text, tmp_path, capsys):
     cut = tmp_path / "cut"
     shutil.copytree(rolled, cut)
-    for step in (32, 36):
+    for step in (20, 24):
         shutil.rmtree(cut / "checkpoints" / str(step))
     assert main(["train", "--out", str(cut), "--resume"]) == 0
     assert losses(cut) == losses(rolled)
     capsys.readouterr()
     other = ["--anomalies.skipped-samples", "0:8"]
-    shutil.rmtree(cut / "checkpoints" / "36")
+    shutil.rmtree(cut / "checkpoints" / "24")
     assert main(["train", "--out", str(cut), "--resume", *other]) == 2
     assert "anomalies.skipped_samples: got 0:8; wanted" in capsys.readouterr().err
 
