@@ -314,14 +314,16 @@ def _opening(run: Run, config: TrainConfig) -> str | None:
 def _conclusion(outcome: Outcome, out: Path, prompt: str | None) -> list[str]:
     if not outcome.history:
         return [f"nothing to do: the run in {out} has all its steps; more: --steps"]
-    first, last = outcome.history[0], outcome.history[-1]
+    last, losses = outcome.history[-1], [r["loss"] for r in outcome.history]
+    losses = [loss for loss in losses if loss is not None]
+    change = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step had a target"
     done = f"stopped after step {last['step']}" if outcome.stopped_by else "done"
     held_out = [
         f"held out, {name}: loss {numbers['loss']:.3f}, perplexity {numbers['perplexity']:.1f}"
         for name, numbers in last.get(records.EVAL, {}).items()
     ]
     return [
-        f"{done}: loss {first['loss']:.3f} -> {last['loss']:.3f}; the run is in {out}",
+        f"{done}: {change}; the run is in {out}",
         *held_out,
         *([f"try it: functron sample {out} --prompt {prompt}"] if prompt else []),
     ]

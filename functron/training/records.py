@@ -74,10 +74,10 @@ def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
 
 
 @contextmanager
-def without_targets() -> Iterator[Callable[[Record], None]]:
+def report_missing_targets() -> Iterator[Callable[[Record], None]]:
     """Says of the first step whose samples have no target that it has none, at the end of how many.
 
-    The record of such a step has ``targets``, 0; see `functron.make_step`.
+    The record of such a step has ``targets``, 0, and None for its loss; see `functron.make_step`.
     """
     steps: list[int] = []
 
@@ -309,7 +309,8 @@ def _folders_in(path: Path) -> list[Path]:
 def read(file: Path) -> list[dict[str, Any]]:
     """The records in a metrics.jsonl, in order; none where there is no such file.
 
-    The last line may have been cut off by the end of its process; such a line is left out.
+    The last line may have been cut off by the end of its process; such a line is left out. Older
+    records of steps without targets have losses of 0, which are None here.
 
     Raises:
         ValueError: another line is no JSON.
@@ -318,7 +319,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            found.append(blank_empty_losses(json.loads(line)))
         except (json.JSONDecodeError, RecursionError) as error:
             if number < len(lines):
                 raise ValueError(
@@ -326,6 +327,27 @@ def read(file: Path) -> list[dict[str, Any]]:
                     "fix: remove the line"
                 ) from None
     return found
+
+
+def blank_empty_losses(record: Any) -> Any:
+    """A record; of a step whose samples had no target, None in place of losses and gradient norms.
+
+    A mean over no target is no number: 0, as the step has it, would be the best loss of all.
+    """
+    if not isinstance(record, Mapping) or record.get("targets") != 0:
+        return record
+
+    def measured(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping) and name != EVAL:
+            return {inner: measured(inner, x) for inner, x in value.items()}
+        empty = name == "grad_norm" or name == "loss" or _TERM.fullmatch(name)
+        return None if empty else value
+
+    return {name: measured(name, value) for name, value in record.items()}
+
+
+_TERM = re.compile(r"next_token_loss|ahead_loss_\d+")
+"""The terms of a GPT's loss in a record; see `functron.models.gpt.summary`."""
 
 
 def flat(record: Record, under: str = "") -> dict[str, Any]:
@@ -415,7 +437,8 @@ class Comparison:
         settings: by path, as ``optimizer.b1``, the values of all runs where they are not the same;
             None where a run has no such setting.
         results: by name, the numbers of all runs: ``steps``; ``tokens`` trained on; ``first loss``,
-            ``last loss``, ``best loss`` (nats per token) and ``best step``; ``NAME loss`` and
+            ``last loss``, ``best loss`` (nats per token) and ``best step``, of steps whose samples
+            had targets; ``NAME loss`` and
             ``NAME best loss`` of the held-out set NAME, at its last evaluation and its best;
             ``tokens/s`` and ``step seconds``, medians over the steps; ``peak memory bytes`` of a
             rank. None where a run has none: no step, no such set, or a loss that is not finite.
@@ -655,11 +678,12 @@ def _results(records: Sequence[Record], sets: Iterable[str]) -> dict[str, float 
     """The numbers of a run, of these held-out sets as well, as `Comparison.results` has them."""
     losses = [(r["loss"], r["step"]) for r in records if r["loss"] is not None]
     best, best_step = min(losses, default=(None, None))
+    with_targets = [r for r in records if r.get("targets") != 0]
     found: dict[str, float | None] = {
         "steps": records[-1]["step"] if records else 0,
         "tokens": records[-1]["tokens"] if records else 0,
-        "first loss": records[0]["loss"] if records else None,
-        "last loss": records[-1]["loss"] if records else None,
+        "first loss": with_targets[0]["loss"] if with_targets else None,
+        "last loss": with_targets[-1]["loss"] if with_targets else None,
         "best loss": best,
         "best step": best_step,
     }

@@ -171,7 +171,8 @@ def take_again(
         guard.before(state, at)
         state, metrics = replay.step(at)(state, replay.batch(at))
         numbers = numbers_of(metrics)
-        guard.observe(dict(zip(METRICS, numbers, strict=False), step=at + 1))
+        found = {"targets": 0} if "targets" in metrics else {}
+        guard.observe({**dict(zip(METRICS, numbers, strict=False)), **found, "step": at + 1})
         if since is None and not _agrees(recorded.get(at + 1), numbers, same):
             since = at + 1
     guard.before(state, index)
@@ -195,11 +196,11 @@ def take_again(
         return verdict("unsteady")
     if replay.told(lambda: since is not None):
         return verdict("transient")
-    found = replay.alone(state, index)
-    if found is None:
+    by_rank = replay.alone(state, index)
+    if by_rank is None:
         return verdict("data")
-    wrong = unlike(found)
-    return verdict("persistent" if wrong else "data", ranks=tuple(wrong), compared=len(found))
+    wrong = unlike(by_rank)
+    return verdict("persistent" if wrong else "data", ranks=tuple(wrong), compared=len(by_rank))
 
 
 def unlike(found: Sequence[Numbers]) -> list[int]:
@@ -219,7 +220,9 @@ def numbers_of(metrics: Mapping[str, Any]) -> Numbers:
 
 
 def _numbers(record: Record, like: Numbers) -> Numbers:
-    """Those of a record; what JSON had no word for is NaN."""
+    """Those of a record; what JSON had no word for is NaN, and a step without targets has 0."""
+    if record.get("targets") == 0:
+        return (0.0,) * len(like)
     values = [record.get(name) for name in METRICS[: len(like)]]
     return tuple(math.nan if value is None else float(value) for value in values)
 
@@ -345,7 +348,7 @@ def attributed(
         known: records of this session, beside those in the folder.
         exact: as of `take_again`.
     """
-    names = ("step", "batch", "loss", "grad_norm")
+    names = ("step", "batch", "loss", "grad_norm", "targets")
 
     def stored() -> list[dict[str, Any]]:
         rows = [] if out is None else run_folder.records(out)

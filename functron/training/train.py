@@ -319,7 +319,7 @@ def loop(
                 phase("record", index)
                 record = done.record(meter, settled)
                 record |= of_ranks.pop(done.index, {})
-                finite = math.isfinite(record["loss"])  # all ranks agree on that
+                finite = math.isfinite(record["loss"] or 0.0)  # all ranks agree on that
                 if evaluate is not None and evaluating and not (taken or hurried) and finite:
                     phase("evaluate", index)
                     record[records.EVAL] = evaluate(state)
@@ -395,7 +395,7 @@ class _Taken:
             record |= meter.details(self.metrics["aux"])
         if self.watched is not None:
             record["layers"] = self.watched.layers(self.metrics)
-        return record
+        return records.blank_empty_losses(record)
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:
@@ -669,7 +669,7 @@ def _stretch(
 def _reporters(
     run: Run, out: Path | None, also: Callable[[], records.Reporter] | None
 ) -> list[records.Reporter]:
-    found = [*reporters(run.config, out, run.start), records.without_targets()]
+    found = [*reporters(run.config, out, run.start), records.report_missing_targets()]
     return [*found, *([] if also is None else [also()])]
 
 

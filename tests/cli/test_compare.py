@@ -14,7 +14,7 @@ import pytest
 
 import functron as ft
 from functron.cli.main import main
-from functron.training import run_folder
+from functron.training import records, run_folder
 from functron.training.config import TrainConfig, load
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -83,6 +83,39 @@ def test_settings_that_differ_and_numbers(runs):
     assert same.x_label == "step"
     assert same.results["last loss"] == (4.25, None)
     assert same.results["steps"] == (4, 0)
+
+
+@pytest.mark.parametrize("loss", [0.0, None], ids=["old", "new"])
+def test_a_step_without_targets_has_no_loss(tmp_path, loss):
+    """Its record has 0 in runs from before it had None; neither is the best loss or the last."""
+    empty = [
+        record(n, loss, 1.0, n, 1.0, None, targets=0, next_token_loss=loss) | {"grad_norm": loss}
+        for n in (1, 4)
+    ]
+    full = [record(2, 5.0, 1.0, 2, 1.0, None), record(3, 4.5, 1.0, 3, 1.0, None)]
+    rows = [empty[0], *full, empty[1]]
+    run = make_run(tmp_path / "a", TrainConfig(), rows)
+    other = make_run(tmp_path / "b", TrainConfig(seed=1), full)
+    found = ft.training.compare([run, other])
+    for name in ("first loss", "last loss", "best loss", "best step"):
+        assert found.results[name][0] == found.results[name][1], name
+    assert found.curves["a"] == [(2, 5.0), (3, 4.5)]
+    assert "0.0000" not in str(found)
+    seen = []
+    with records.loss_picture(tmp_path / "loss.svg", records.read(run / "metrics.jsonl")):
+        pass
+    with records.loss_picture(tmp_path / "full.svg", full):
+        pass
+    lines = [
+        re.findall(r'points="([^"]*)"', (tmp_path / f"{n}.svg").read_text())
+        for n in ("loss", "full")
+    ]
+    assert [[len(line.split()) for line in found] for found in lines] == [[2], [2]]
+    named = records.megatron_names(lambda steps: steps)
+    for row in records.read(run / "metrics.jsonl"):
+        values = {name: value for name, value, _ in named(row)}
+        seen.append((values["lm loss"], values["grad-norm"]))
+    assert [pair for pair in seen if pair != (None, None)] == [(5.0, 1.0), (4.5, 1.0)]
 
 
 def test_the_command_prints_a_table_and_draws_all_curves(runs, tmp_path, capsys):

@@ -16,6 +16,7 @@ from functron.data import IndexedWriter
 from functron.spmd import Mesh
 from functron.training.anomalies import AnomalyConfig, Detector
 from functron.training.config import TrainConfig, with_model
+from functron.training.rerun import TITLES
 from functron.training.run import prepare
 
 SHORT = ["--model", "gpt2-tiny", "--seq", "8", "--global-batch", "1", "--device", "cpu"]
@@ -44,12 +45,18 @@ def test_a_run_goes_on(tokens, tmp_path, capfd, more):
     rows = records(out)
     empty = [row for row in rows if "targets" in row]
     assert 0 < len(empty) < 12
-    assert {(row["targets"], row["loss"], row["grad_norm"]) for row in empty} == {(0, 0.0, 0.0)}
+    assert {(row["targets"], row["loss"], row["grad_norm"]) for row in empty} == {(0, None, None)}
     assert all(row["loss"] > 1 and row["grad_norm"] > 0 for row in rows if row not in empty)
     events = records(out, "events.jsonl")
     assert [e["step"] for e in events] == [row["step"] for row in empty]
     assert {e["kind"] for e in events} == {"no_targets"}
-    assert f"step {empty[0]['step']}: no sample has a target" in capfd.readouterr().err
+    said = capfd.readouterr()
+    assert f"step {empty[0]['step']}: no sample has a target" in said.err
+    full = [row["loss"] for row in rows if row not in empty]
+    assert f"loss {full[0]:.3f} -> {full[-1]:.3f}" in said.out
+    assert main(["rerun", str(out), "--step", str(empty[-1]["step"]), "--device", "cpu"]) == 0
+    assert "recorded  loss 0.0, gradient norm 0.0\n" in (said := capfd.readouterr().out)
+    assert TITLES["transient"] not in said
 
 
 MESHES = [
