@@ -93,8 +93,8 @@ class ScheduleConfig:
         power: the exponent of polynomial.
         warmup_ratio: the share of `total_steps` that warms up, where warmup_steps is 0: rounded up,
             and fewer than all.
-        rewarm_steps: updates over which the rate climbs again, in a straight line from rewarm_init
-            to the schedule's then, such as after a run was made longer; 0: it does not.
+        rewarm_steps: updates over which the rate goes over to the schedule's, in a straight line
+            from rewarm_init, up or down, such as after a run was made longer; 0: it does not.
         rewarm_at: the count at which it begins to.
         rewarm_init: the learning rate there.
     """
@@ -366,9 +366,8 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
         wanted = f"at most the peak, {config.peak:g}"
         found.append(Problem("init", repr(config.init), wanted, "lower it"))
     found += _least_problems(config, {"rewarm_steps": 0, "rewarm_at": 0}, "")
-    if not 0 <= config.rewarm_init <= most:
-        wanted = f"at least 0, and at most the peak, {config.peak:g}"
-        fix = "lower it" if config.rewarm_init > most else "set it to 0, or leave it out"
+    if not 0 <= config.rewarm_init < math.inf:  # a run may come down to a lower peak as well
+        wanted, fix = "a finite number of at least 0", "set it to 0, or leave it out"
         found.append(Problem("rewarm_init", repr(config.rewarm_init), wanted, fix))
     return [*ratio, *(replace(p, path=f"{path}.{p.path.lstrip('.')}") for p in found)]
 

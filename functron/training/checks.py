@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from functron.core import tree
-from functron.core.errors import Need, Needs, Problem, needs_under, raise_problems, unused_problems
+from functron.core.errors import (
+    Need,
+    Needs,
+    Problem,
+    fields_under,
+    needs_under,
+    raise_problems,
+    unused_problems,
+)
 from functron.data.blend import NEWEST, is_blend
 from functron.data.order import Gaps, RampUp
 from functron.models.config import GPT_NEEDS
@@ -152,7 +160,7 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     ),
     **needs_under("anomalies", ANOMALY_NEEDS),
     "learning_rate": Need(
-        lambda c: not (c.optimizer.name == "adafactor" and c.optimizer.adafactor.relative_step),
+        lambda c: c.reads_rate,
         "an optimizer that takes its rate from a schedule",
         "leave --optimizer.adafactor.relative-step out",
     ),
@@ -270,10 +278,19 @@ def unused(
         usual.append(load(Path(config.out) / run_folder.CONFIG))
     seen = config if processes is None else dataclasses.replace(config, nproc=processes)
     usual += [seen] if config.source else []
-    yield from unused_problems(seen, TRAIN_NEEDS, usual, given)
+    yield from unused_problems(seen, _needs_of(seen), usual, given)
     same = [path for path in TOLD_NEEDS if getattr(seen, path) == getattr(usual[0], path)]
     needs = {**{path: told_in(path) for path in same}, **PRECISION_NEEDS}
     yield from unused_problems(seen, needs, [seen], given)
+
+
+def _needs_of(config: TrainConfig) -> Needs:
+    """`TRAIN_NEEDS`; a weight decay that changes reads total_steps of a schedule of no rate."""
+    if config.reads_rate or not config.reads_total_steps:
+        return TRAIN_NEEDS
+    whole = {name: need for name, need in TRAIN_NEEDS.items() if name != "learning_rate"}
+    fields = (x for x in fields_under(config, "learning_rate") if not x.endswith(".total_steps"))
+    return whole | dict.fromkeys(fields, TRAIN_NEEDS["learning_rate"])
 
 
 def validate(

@@ -48,7 +48,7 @@ from functron.optim import (
     make_schedule,
     weight_decay_increase,
 )
-from functron.optim.config import moments_of
+from functron.optim.config import SCHEDULE_NEEDS, moments_of
 from functron.precision import POLICIES, Policy, Recipe
 from functron.training.anomalies import AnomalyConfig, with_factors
 from functron.training.records import CONFIG, METRICS
@@ -495,6 +495,18 @@ class TrainConfig:
             return None
         given = self.batches.first_steps, self.batches.sizes
         return lambda schedule: by_samples(schedule, *given)
+
+    @property
+    def reads_rate(self) -> bool:
+        """Whether the optimizer takes its rate from `learning_rate`, and has none of its own."""
+        own = self.optimizer
+        return not (own.name == "adafactor" and own.adafactor.relative_step)
+
+    @property
+    def reads_total_steps(self) -> bool:
+        """Whether anything goes by the total of `learning_rate`: its rates, or a weight decay."""
+        scheduled = self.reads_rate and SCHEDULE_NEEDS["total_steps"].holds(self.learning_rate)
+        return scheduled or self.optimizer.weight_decay_incr_style != "constant"
 
     @property
     def rate(self) -> Callable[[Any], Any]:

@@ -512,15 +512,27 @@ _LOOKS = 16
 def rate_notes(before: TrainConfig, now: TrainConfig, start: int) -> list[str]:
     """How the rates of a run that goes on after `start` steps differ from those it would have had.
 
-    Both curves' numbers, and what keeps the old one or climbs to the new one where the rate jumps;
-    empty where nothing changes.
+    Both curves' numbers, and what keeps the old one or goes over to the new one where the rate
+    jumps; empty where nothing changes. Of an optimizer that has a rate of its own the weight decay
+    alone.
     """
+    if not start or now.steps <= start:
+        return []
+    lines = _describe_rates(before, now, start) if before.reads_rate and now.reads_rate else []
+    decays = [float(decay(start)) for decay in (before.weight_decay, now.weight_decay)]
+    if decays[0] != decays[1]:
+        told = f"step {start + 1} decays weights by {decays[1]:g}, not {decays[0]:g}"
+        lines.insert(1, told)
+    return lines
+
+
+def _describe_rates(before: TrainConfig, now: TrainConfig, start: int) -> list[str]:
+    """Those of a learning rate that the optimizer reads: first the numbers of both curves."""
     old, new = before.rate, now.rate
     peak = max(before.learning_rate.peak, now.learning_rate.peak)
     looks = {start, *(start + (now.steps - 1 - start) * i // _LOOKS for i in range(_LOOKS + 1))}
     apart = max(abs(float(old(at)) - float(new(at))) for at in looks if at >= start)
-    decays = [float(decay(start)) for decay in (before.weight_decay, now.weight_decay)]
-    if not start or now.steps <= start or (apart <= _ENOUGH * peak and decays[0] == decays[1]):
+    if apart <= _ENOUGH * peak:
         return []
     last, kept, comes = float(old(start - 1)), float(old(start)), float(new(start))
 
@@ -533,11 +545,10 @@ def rate_notes(before: TrainConfig, now: TrainConfig, start: int) -> list[str]:
         f"{shown(float(new(now.steps - 1)))}, and under the old schedule, whose last step was "
         f"{before.steps}, {shown(float(old(now.steps - 1)))}"
     ]
-    if decays[0] != decays[1]:
-        lines.append(f"step {start + 1} decays weights by {decays[1]:g}, not {decays[0]:g}")
     if abs(comes - last) > _JUMP * peak:
         lines.append(f"it jumps: to keep the old schedule, add {' '.join(_kept(before, now))}")
-        lines.append(f"or to climb to the new one, {' '.join(_climbing(now, start, last))}")
+        options = " ".join(_transition_options(now, start, last))
+        lines.append(f"or to go over to the new one, {options}")
         lines.append("or leave it so, and the new one decides from here")
     return lines
 
@@ -552,12 +563,12 @@ def _kept(before: TrainConfig, now: TrainConfig) -> Iterator[str]:
             yield f"--learning-rate.{field.name.replace('_', '-')} {old}"
 
 
-_CLIMB = 0.1  # of the steps that are left
+_BETWEEN = 0.1  # of the steps that are left
 
 
-def _climbing(now: TrainConfig, start: int, rate: float) -> Iterator[str]:
-    """The options with which it climbs from this rate to its schedule's."""
-    more = max(round(_CLIMB * (now.steps - start)), 1)
+def _transition_options(now: TrainConfig, start: int, rate: float) -> Iterator[str]:
+    """The options with which a run goes over from this rate to its schedule's, up or down."""
+    more = max(round(_BETWEEN * (now.steps - start)), 1)
     count = now.batches.first_sample if now.rate_unit == "samples" else int
     yield f"--learning-rate.rewarm-at {count(start)}"
     yield f"--learning-rate.rewarm-steps {count(start + more) - count(start)}"

@@ -109,8 +109,9 @@ def with_changed_batch(config: TrainConfig) -> TrainConfig:
     """`config` with the batches that its run took before it changes them (`change_batch`).
 
     They are noted in `earlier_batches`, so that the next sample is the one after those that the
-    steps so far have had. What is planned by the number of samples stays as it was: the rates of
-    rate_unit=samples, and the order of order=megatron. A ramp_up that is over is left out.
+    steps so far have had. What was planned by the number of samples, once steps were taken by it,
+    stays as it was: the rates of rate_unit=samples, and the order of order=megatron. A ramp_up that
+    is over is left out.
 
     Returns:
         `config` itself where it does not go on with a run, or changes nothing.
@@ -132,11 +133,12 @@ def with_changed_batch(config: TrainConfig) -> TrainConfig:
         if earlier and not ramp_up and earlier[-1][1] == config.global_batch:
             earlier = earlier[:-1]
         changed = {"earlier_batches": earlier_text(earlier), "ramp_up": ramp_up}
-    if config.rate_unit == begun.rate_unit == "samples" and not config.learning_rate.total_steps:
+    planned = done > 0 and config.rate_unit == begun.rate_unit == "samples"
+    if planned and config.reads_total_steps and not config.learning_rate.total_steps:
         changed["learning_rate"] = dataclasses.replace(
             config.learning_rate, total_steps=begun.rate_schedule.total_steps
         )
-    if config.order == begun.order == "megatron" and not config.order_samples:
+    if done > 0 and config.order == begun.order == "megatron" and not config.order_samples:
         changed["order_samples"] = begun.ordered_samples
     return dataclasses.replace(config, **changed)
 

@@ -1,6 +1,7 @@
 """Schedules against Optax's, and against the formulas of their papers."""
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import optax
@@ -209,10 +210,12 @@ def test_rewarming_is_a_line_from_one_rate_to_the_schedule():
         "linear", 1.0, total_steps=100, rewarm_steps=10, rewarm_at=40, rewarm_init=0.1
     )
     assert float(optim.make_schedule(config)(45)) == float(made(45))
-    for wrong, fix in ((2.0, "lower it"), (-0.5, "set it to 0"), (math.nan, "set it to 0")):
-        config = optim.ScheduleConfig("linear", 1.0, rewarm_steps=1, rewarm_init=wrong)
-        with pytest.raises(ValueError, match=rf"rewarm_init: got {wrong}; wanted .*; fix: {fix}"):
-            optim.make_schedule(config)
+    down = optim.ScheduleConfig("constant", 1.0, rewarm_at=4, rewarm_steps=2, rewarm_init=2.0)
+    assert [float(optim.make_schedule(down)(n)) for n in (3, 4, 5, 6)] == [1.0, 2.0, 1.5, 1.0]
+    for wrong in (-0.5, math.inf, math.nan):
+        wanted = rf"rewarm_init: got {wrong}; wanted a finite number .*; fix: set it to 0"
+        with pytest.raises(ValueError, match=wanted):
+            optim.make_schedule(replace(down, rewarm_init=wrong))
     with pytest.raises(
         ValueError, match=r"at: got -1(.|\n)*steps: got 0(.|\n)*init: got inf"
     ) as caught:

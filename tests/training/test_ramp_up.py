@@ -234,6 +234,32 @@ def test_what_counts_samples_stays_as_it_was_planned(tmp_path):
     assert with_changed_batch(going_on).earlier_batches == ""
 
 
+def test_a_run_that_took_no_step_is_planned_anew(tmp_path):
+    """100 steps of 8 samples are 800; the 10 of 4 that its folder names were never taken."""
+    out = tmp_path / "run"
+    out.mkdir()
+    base = replace(RUN, ramp_up="", global_batch=4, steps=10, rate_unit="samples")
+    for order in ("arithmetic", "megatron"):
+        run_folder.write_config(out, replace(base, order=order))
+        going_on = replace(base, order=order, out=str(out), resume=True, change_batch=True)
+        config = with_changed_batch(replace(going_on, global_batch=8, steps=100))
+        assert config.earlier_batches == ""
+        assert config.rate_schedule.total_steps == config.ordered_samples == 800
+        last = 2e-3 * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * 0.99)))
+        assert float(config.rate(99)) == pytest.approx(last, rel=1e-5)
+
+
+def test_a_constant_rate_is_given_no_total(tmp_path):
+    out = tmp_path / "run"
+    rate = optim.ScheduleConfig("constant", 1e-3, total_steps=0)
+    base = replace(RUN, ramp_up="", global_batch=4, rate_unit="samples", learning_rate=rate)
+    train(prepare(replace(base, steps=2), Mesh()), out)
+    assert changed(out, global_batch=8, steps=4).learning_rate.total_steps == 0
+    own = replace(RUN.optimizer, weight_decay_incr_style="linear", end_weight_decay=0.1)
+    run_folder.write_config(out, replace(base, steps=2, optimizer=own))
+    assert changed(out, global_batch=8, steps=4).learning_rate.total_steps == 8
+
+
 def test_a_rollback_beyond_the_change_takes_its_steps_with_the_batches_of_now(tmp_path):
     out = tmp_path / "run"
     base = replace(RUN, ramp_up="", global_batch=4, save_every=2)

@@ -1,4 +1,4 @@
-"""A run that goes on with another schedule says so, and can keep the old one or climb to the new."""
+"""A run that goes on with another schedule says so, and can keep the old one or go over to the new."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 import math
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from functron.cli.main import main
-from functron.optim import ScheduleConfig
+from functron.optim import AdafactorConfig, OptimizerConfig, ScheduleConfig
 from functron.training import records
+from functron.training.checks import validate
 from functron.training.config import TrainConfig
 from functron.training.restored import rate_notes
 
@@ -78,7 +79,7 @@ def test_the_old_schedule_can_be_kept(longer):
 
 def test_the_rate_can_climb_to_the_new_schedule(longer):
     said, _ = longer("--dry-run")
-    options = re.search("to climb to the new one, (.*)", said)[1].split()
+    options = re.search("to go over to the new one, (.*)", said)[1].split()
     options[3] = "4"
     said, rates = longer(*options)
     begun = cosine(8, 8)
@@ -106,6 +107,50 @@ def test_whatever_changes_the_rate_is_said_and_can_be_kept():
     kept = replace(TrainConfig().learning_rate, name="constant")
     decays = notes(steps=200, before={"optimizer": own, "learning_rate": kept})
     assert "step 51 decays weights by 0.025, not 0.05" in decays
+
+
+def by_options(config: TrainConfig, line: str) -> TrainConfig:
+    """`config` with the fields of the learning rate that a note recommends."""
+    found = re.findall(r"--learning-rate\.([\w-]+) (\S+)", line)
+    kinds = {f.name: type(getattr(config.learning_rate, f.name)) for f in fields(ScheduleConfig)}
+    named = {name.replace("-", "_"): value for name, value in found}
+    values = {name: kinds[name](value) for name, value in named.items()}
+    return replace(config, learning_rate=replace(config.learning_rate, **values))
+
+
+def test_a_lower_peak_is_come_down_to():
+    """As recommended: 10 steps along a straight line, by hand."""
+    before = TrainConfig(steps=100, learning_rate=ScheduleConfig("constant", 1e-2, total_steps=0))
+    now = replace(before, steps=150, learning_rate=replace(before.learning_rate, peak=1e-3))
+    notes = rate_notes(before, now, 50)
+    assert "to go over to the new one, " in notes[2]
+    going = by_options(now, notes[2])
+    validate(going)
+    wanted = [1e-2 + (1e-3 - 1e-2) * n / 10 for n in range(10)]
+    assert [float(going.rate(50 + n)) for n in range(12)] == pytest.approx([*wanted, 1e-3, 1e-3])
+
+
+def test_of_an_optimizer_with_a_rate_of_its_own_only_the_decay_is_told():
+    """Adafactor's relative steps read no schedule; a weight decay that changes reads its total."""
+    own = OptimizerConfig("adafactor", adafactor=AdafactorConfig(relative_step=True))
+    before = TrainConfig(steps=100, optimizer=own)
+    assert rate_notes(before, replace(before, steps=200), 50) == []
+    own = replace(own, weight_decay_incr_style="linear", end_weight_decay=0.1)
+    before = TrainConfig(steps=100, optimizer=own)
+    notes = rate_notes(before, replace(before, steps=200), 50)
+    assert notes == ["step 51 decays weights by 0.025, not 0.05"]
+    rate = replace(before.learning_rate, total_steps=100)
+    longer = replace(before, steps=200, learning_rate=rate)
+    assert float(longer.weight_decay(50)) == pytest.approx(0.05)
+    validate(longer, given=["learning_rate.total_steps"])
+    with pytest.raises(ValueError, match=r"learning_rate.peak: got 0.5, which has no effect") as e:
+        validate(replace(longer, learning_rate=replace(rate, peak=0.5)))
+    assert "total_steps" not in str(e.value)
+    constant = replace(own, weight_decay_incr_style="constant", end_weight_decay=0.0)
+    with pytest.raises(
+        ValueError, match=r"learning_rate.total_steps: got 100, which has no effect"
+    ):
+        validate(replace(longer, optimizer=constant))
 
 
 def test_a_climb_counts_samples_where_the_rate_does():
