@@ -58,6 +58,11 @@ _PLACES = (
 )  # fmt: skip
 """Fields with paths."""
 
+_LAUNCH_LINES = (
+    ".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".txt", ".args", ".json", ".yaml", ".yml",
+)  # fmt: skip
+"""The endings of files with launch lines, by which old runs tell them from checkpoints."""
+
 Precision = Literal[
     "auto", "float32", "bf16", "bf16-pure", "fp16",
     "fp8-tensor", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4",
@@ -415,12 +420,12 @@ class TrainConfig:
     def has_origin(self) -> bool:
         """Whether its parameters came from elsewhere, so that no run begins with random ones.
 
-        A launch line has none; functron migrate called it megatron:FILE.sh before launch:FILE.sh.
+        A launch line has none; functron migrate called it megatron:FILE.sh before launch:FILE.sh,
+        where checkpoints, such as of llama-3.1-8b, may have a point in their names as well.
         """
         kind, _, path = self.source.partition(":")
-        return bool(self.source) and not (
-            kind == "launch" or (kind == "megatron" and "/" not in path and Path(path).suffix)
-        )
+        line = "/" not in path and Path(path).suffix in _LAUNCH_LINES
+        return bool(self.source) and not (kind == "launch" or (kind == "megatron" and line))
 
     @property
     def title(self) -> str:

@@ -593,7 +593,7 @@ def read_megatron(path: Path, *, model: str | None = None) -> tuple[config.Train
         run = settings_of(args, opened)
     if not isinstance(run.architecture, GPTConfig):
         refuse("cannot convert", "model", run.family.title, "a GPT")
-    run = replace(run, source=f"megatron:{path}")
+    run = replace(run, source=f"megatron:{Path(path).absolute()}")
     loaded = megatron.load(opened, run.gpt)
     made = plan(run, Mesh())
     state = made.init(random.key(run.seed), loaded.masters or loaded.params)

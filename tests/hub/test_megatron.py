@@ -226,9 +226,12 @@ def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
         for name in NAMES
     ],
 )
-def test_comes_back_as_it_was(name, unpacked, tmp_path):
+def test_comes_back_as_it_was(name, unpacked, tmp_path, monkeypatch):
+    """The run says where it came from, wherever whoever made it stood."""
     source = unpacked(name) / "torch_dist" / "iter_0000005"
-    convert(f"megatron:{source}", f"run:{tmp_path / 'run'}")
+    monkeypatch.chdir(source.parent)
+    convert(f"megatron:{source.name}", f"run:{tmp_path / 'run'}")
+    assert config.load(tmp_path / "run" / "config.toml").source == f"megatron:{source}"
     ranks = 2 if "-ep2" in name else 1
     convert(f"run:{tmp_path / 'run'}", f"megatron:{tmp_path / 'back'}", expert_parallel=ranks)
     back = tmp_path / "back" / "iter_0000005"

@@ -170,7 +170,13 @@ def test_all_unknown_keys_and_wrong_kinds_are_listed(tmp_path):
         assert line in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["hf:/models/x", "hf:gone", "run:r", "megatron:ckpt", "words"])
+ORIGINS = [
+    "hf:/models/x", "hf:gone", "run:r", "megatron:ckpt", "megatron:x/llama.sh", "words",
+    "megatron:llama-3.1-8b", "megatron:iter_0.5", "megatron:model.pt",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ORIGINS)
 def test_what_a_run_records_of_its_origin_loads_no_model(tmp_path, source):
     """A file may have it, as a run's own does; a run with random parameters is none of that model."""
     path = tmp_path / "run.toml"
@@ -182,7 +188,8 @@ def test_what_a_run_records_of_its_origin_loads_no_model(tmp_path, source):
         assert "functron convert hf:PATH run:RUN" in text
     with pytest.raises(ValueError, match="functron convert hf:PATH run:RUN"):
         train(prepare(dataclasses.replace(config, steps=1, seq=16), Mesh()), None)
-    for line in ("launch:pretrain.sh", "megatron:pretrain.sh"):  # the architecture alone
+    lines = ("launch:pretrain.sh", "launch:llama-3.1", "megatron:pretrain.sh", "megatron:a.yaml")
+    for line in lines:  # the architecture alone
         validate(dataclasses.replace(config, source=line))
 
 
