@@ -567,6 +567,36 @@ class InjectHyperparamsState(NamedTuple):
     inner_state: tree.Tree
 
 
+def read_schedule_count(state: tree.Tree) -> torch.Tensor | None:
+    """The count of which schedules in the state of an optimizer give the next numbers.
+
+    It is below the number of steps taken where updates were left out. None: there are none.
+    """
+    counts: list[torch.Tensor] = []
+    _with_counts(state, lambda count: counts.append(count) or count)
+    return counts[0] if counts else None
+
+
+def advance_schedules(state: tree.Tree) -> tree.Tree:
+    """The state of an optimizer whose schedules go on by an update that was none.
+
+    Counters of the optimizer itself stay. Overwrites those of the schedules, unless traced.
+    """
+    return _with_counts(state, lambda count: incremented([count])[0])
+
+
+def _with_counts(state: tree.Tree, change: Callable[[torch.Tensor], torch.Tensor]) -> tree.Tree:
+    """A state with the counts of its schedules changed."""
+    if isinstance(state, Mapping):
+        return {name: _with_counts(inner, change) for name, inner in state.items()}
+    if not isinstance(state, tuple | list):
+        return state
+    if isinstance(state, ScaleByScheduleState | InjectHyperparamsState) and state.count is not None:
+        state = state._replace(count=change(state.count))
+    make = getattr(state, "_make", type(state))
+    return make([_with_counts(inner, change) for inner in state])
+
+
 @public
 def inject_hyperparams(
     factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = ()

@@ -20,6 +20,7 @@ from functron.core import compat, random, tree
 from functron.core.errors import public, refuse
 from functron.core.scopes import named_scope
 from functron.ops import AUTO, Kernels
+from functron.optim.schedules import advance_schedules
 from functron.optim.transformation import multiplied, readable, refuse_parts
 from functron.pipeline.execute import Pipeline
 from functron.program.recorder import active
@@ -270,9 +271,8 @@ def _unless_none(count: torch.Tensor, before: State, after: State) -> State:
         return torch.where(count == 0, old, new)
 
     params = tree.map(chosen, after.params, before.params)
-    return after._replace(
-        params=params, opt_state=tree.map(chosen, after.opt_state, before.opt_state)
-    )
+    left = advance_schedules(before.opt_state)
+    return after._replace(params=params, opt_state=tree.map(chosen, after.opt_state, left))
 
 
 def _at_least_one(count: Any) -> Any:
@@ -405,7 +405,7 @@ def make_step(
     Args:
         gradients: of `gradients`, or of `pipelined_gradients`.
         optimizer: the gradient transformation. A batch without any target changes neither
-            parameters nor its state.
+            parameters nor its state, but for the counts of schedules, which go by batches seen.
         mesh: the ranks; the batch is split over its data axes.
         specs: the specs of the parameters that this process holds, one per parameter.
         batch_specs: how the batch is split, a spec or a tree of them, such as ``gpt.batch_specs()``
@@ -465,7 +465,9 @@ def make_step(
             grads = tree.map(torch.zeros_like, grads) if idle else grads
             found, known = _measured(norms, grads, state.params, optimizer, specs, shares.copies)
             params, opt_state = state.params, state.opt_state
-            if not idle:
+            if idle:
+                opt_state = advance_schedules(opt_state)
+            else:
                 params, opt_state = optimizer.step_(grads, opt_state, params, **known)
             if optimizer.loss_scale is not None:
                 scaling = optimizer.loss_scale(opt_state)

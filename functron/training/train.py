@@ -31,6 +31,7 @@ from functron.core.errors import local_path, raise_problems
 from functron.data import Blend
 from functron.data.order import earlier_text
 from functron.models import gpt
+from functron.optim.schedules import read_schedule_count
 from functron.spmd import BoundMesh
 from functron.spmd.flight import Agreement, DeviceClock
 from functron.spmd.mesh import LostRanksError
@@ -125,7 +126,7 @@ def stop_requests() -> Iterator[Request]:
 Entries = dict[str, dict[str, float]]
 
 
-METRICS = ("loss", "grad_norm", "loss_scale")
+METRICS = ("loss", "grad_norm", "loss_scale", "updates")
 
 
 class Outcome(NamedTuple):
@@ -148,7 +149,8 @@ class Meter:
     """Makes a record of a step's metrics and its time; each part may be left unknown.
 
     Attributes:
-        learning_rate: of each step, from 0.
+        learning_rate: of each update, from 0: of the count that the optimizer took it by, where
+            the metrics have it as ``updates``, and else of the step.
         tokens_seen: tokens that all ranks together train on in the first so many steps; None
             counts ``batch["tokens"]``, of which all steps have as many.
         flops_per_token: model FLOPs of a token, forward and backward.
@@ -179,6 +181,7 @@ class Meter:
             seen = self.tokens_seen(index + 1)
             count = seen - self.tokens_seen(index)
         rate = None if count is None else count / seconds
+        updates = int(values.get("updates", index))
         mfu = None
         if rate is not None and self.flops_per_token and self.peak_flops:
             mfu = rate * self.flops_per_token / self.peak_flops
@@ -187,7 +190,7 @@ class Meter:
             "loss": values["loss"],
             "grad_norm": values.get("grad_norm"),
             **({"loss_scale": values["loss_scale"]} if "loss_scale" in values else {}),
-            "lr": None if self.learning_rate is None else float(self.learning_rate(index)),
+            "lr": None if self.learning_rate is None else float(self.learning_rate(updates)),
             "tokens": seen,
             "tokens_per_second": rate,
             "step_seconds": seconds,
@@ -627,11 +630,11 @@ def _stretch(
             return run.on_device(host)
 
         def taken(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
-            return run.taking(run.step, targets)(state, batch)
+            return _count_updates(run.taking(run.step, targets))(state, batch)
 
         def watched(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
             assert run.watch is not None
-            return run.taking(run.watch.step, targets, watched=True)(state, batch)
+            return _count_updates(run.taking(run.watch.step, targets, watched=True))(state, batch)
 
         def evaluated(state: State) -> dict[str, dict[str, float]]:
             run.at("evaluate", reached)
@@ -664,6 +667,21 @@ def _stretch(
             phase=phase,
             ranks=(lambda index: {}) if compared is None else compared.gathered,
         )
+
+
+def _count_updates(step: Callable) -> Callable:
+    """A step whose metrics have the count that its rates are of, as ``updates``.
+
+    Where updates were left out, such as in float16, that is not the number of the step.
+    """
+
+    def counting(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
+        count = read_schedule_count(state.opt_state)
+        before = {} if count is None else {"updates": count.clone()}  # the step overwrites it
+        state, metrics = step(state, batch)
+        return state, {**metrics, **before}
+
+    return counting
 
 
 def _reporters(

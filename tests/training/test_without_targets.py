@@ -13,11 +13,14 @@ import torch
 from functron import tree
 from functron.cli.main import main
 from functron.data import IndexedWriter
+from functron.optim import LossScale, OptimizerConfig, ScheduleConfig
+from functron.optim.schedules import read_schedule_count
 from functron.spmd import Mesh
 from functron.training.anomalies import AnomalyConfig, Detector
 from functron.training.config import TrainConfig, with_model
 from functron.training.rerun import TITLES
 from functron.training.run import prepare
+from functron.training.train import train
 
 SHORT = ["--model", "gpt2-tiny", "--seq", "8", "--global-batch", "1", "--device", "cpu"]
 
@@ -82,7 +85,59 @@ def test_the_state_stays(tokens, how):
     numbers = [float(metrics[name]) for name in ("loss", "grad_norm", "targets")]
     assert numbers == [0, 0, 0]
     assert state.step == 1
-    torch.testing.assert_close(state._replace(step=0), before._replace(step=0), rtol=0, atol=0)
+    assert read_schedule_count(state.opt_state) == 1  # what the rate goes by
+    assert read_schedule_count(before.opt_state) == 0
+    pairs = zip(tree.paths(before), tree.leaves(before), tree.leaves(state), strict=True)
+    changed = [path for path, old, new in pairs if not torch.equal(old, new)]
+    assert len(changed) == 2
+    assert changed[0] == "step"
+    assert changed[1].startswith("opt_state/")
+    assert changed[1].endswith("/count")
+
+
+CASES = {
+    "steps": {},
+    "samples": {"rate_unit": "samples", "ramp_up": "1 1 12"},
+    "overflows": {},
+    "watched": {"log_layers_every": 1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_recorded_rate_is_the_rate_taken(tokens, case):
+    """Of gradient descent: how far parameters move, by the norm of the gradient."""
+    config = with_model(TrainConfig(), "gpt2-tiny")
+    rate = ScheduleConfig("constant", 1e-2, warmup_steps=40, total_steps=0, init=1e-3)
+    overflows = case == "overflows"
+    scale = LossScale(initial=2.0**126 if overflows else 0.0, hysteresis=1)
+    own = OptimizerConfig("sgd", clip_norm=0.0, momentum=0.0, loss_scale=scale)
+    own_data = {"data": str(tokens / "mixed"), "mask_documents": True, "seq": 8, "prefetch": 0}
+    config = dataclasses.replace(
+        config, **own_data, global_batch=2 if case == "samples" else 1, steps=16, optimizer=own,
+        learning_rate=rate, **CASES[case],
+    )  # fmt: skip
+    lrs = [row["lr"] for row in train(prepare(config, Mesh()), None).history]
+    run = prepare(config, Mesh())
+    state, idle, skipped, moved = run.state, 0, 0, []
+    for index in range(config.steps):
+        before = tree.map(torch.clone, state.params)
+        num = run.num_targets(run.host_batch(index))
+        samples = run.batches.first_sample(index) if case == "samples" else index
+        wanted = 1e-3 + 9e-3 * min((samples - skipped) / 40, 1)
+        assert lrs[index] == pytest.approx(wanted, rel=1e-5)
+        state, metrics = run.taking(run.step, num)(state, run.batch(index))
+        idle += not num
+        parts = zip(tree.leaves(before), tree.leaves(state.params), strict=True)
+        far = math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in parts))
+        norm = float(metrics["grad_norm"])
+        if num and not math.isfinite(norm):
+            skipped += 1
+        elif num:
+            moved.append((far / norm, wanted))
+    assert idle > 0
+    assert (skipped > 0) == overflows
+    assert len(moved) > 3
+    assert [got for got, _ in moved] == pytest.approx([want for _, want in moved], rel=1e-3)
 
 
 def test_a_held_out_set_is_refused_before_training(tokens, tmp_path, capfd):
