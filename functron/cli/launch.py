@@ -148,7 +148,7 @@ def join(
     return mesh.bind(device_type, timeout_seconds, recorder), device
 
 
-_ALONE = 1 / 5  # of the time that a rank is waited for, until one has come at all
+_ALONE = 1 / 5  # of the time that ranks are waited for, where none has come and that is known
 _TELL_SECONDS, _TELL_LAUNCHED_SECONDS = 0.5, 10.0
 _LISTED = 8
 
@@ -157,8 +157,9 @@ def meet(here: Process, timeout_seconds: float = TIMEOUT_SECONDS) -> dist.Store:
     """The store of the job, which all of its processes have come to.
 
     Who waits says at once what for, as nobody may be on the way: variables of torchrun may be left
-    over in the environment. A process that nobody else comes to gives up after a fifth of
-    `timeout_seconds`; one of several waits for the last of them as long as in a collective.
+    over in the environment. Rank 0 gives up after a fifth of `timeout_seconds` where nobody else
+    has come, and so does the other one of two. Everybody else waits as long as in a collective, as
+    others may have come as well: who waits for rank 0, where they meet, cannot tell.
 
     Raises:
         functron.cli.process.InputError: some did not come, or this one cannot listen.
@@ -169,7 +170,9 @@ def meet(here: Process, timeout_seconds: float = TIMEOUT_SECONDS) -> dist.Store:
         fix = f"set it, or start with torchrun; or, where the others are left over: {UNSET}"
         raise _cannot_meet(Problem("environment variable MASTER_PORT", "none", "a port", fix))
     while not hosts and not _listens(here):
-        wait.on("rank 0" if here.attempt is None else "their launcher", alone=True)
+        launched = here.attempt is not None
+        alone = launched or here.world_size == 2
+        wait.on("their launcher" if launched else "rank 0", alone=alone)
     try:
         there = dist.TCPStore(
             here.meeting_at, here.port, here.world_size, is_master=hosts,
@@ -178,18 +181,34 @@ def meet(here: Process, timeout_seconds: float = TIMEOUT_SECONDS) -> dist.Store:
         store = dist.PrefixStore(f"functron/attempt_{here.attempt or 0}", there)
         keys = [f"here/{rank}" for rank in range(here.world_size)]
         store.set(keys[here.rank], "")
-        while not store.check(keys if here.rank == 0 else ["all"]):
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            alone = len(missing) == here.world_size - 1 and here.attempt is None
-            names = ", ".join(map(str, missing[:_LISTED])) + ", ..." * (len(missing) > _LISTED)
-            wait.on(f"rank{'s' * (len(missing) > 1)} {names or '0'}", alone=alone)
         if here.rank == 0:
-            store.set("all", "")
+            _await_ranks(store, wait, keys, alone_counts=here.attempt is None)
+        while not store.check(["all"]):
+            known = store.check(["missing"])
+            wait.on(store.get("missing").decode() if known else "rank 0", alone=False)
     except RuntimeError as error:  # torch's DistError
         got = str(error).strip().partition("\n")[0]
         wanted = "a port where rank 0 can listen" if hosts else f"to stay connected to {wait.place}"
         raise _cannot_meet(Problem(wait.place, got, wanted, wait.fix)) from error
     return dist.PrefixStore("default_pg", store)
+
+
+def _await_ranks(
+    store: dist.Store, wait: _Waiting, keys: Sequence[str], *, alone_counts: bool
+) -> None:
+    """Wait as rank 0 for all others, and tell these who is missing.
+
+    It alone asks for each of them: all asking would be as many requests as the square of the ranks.
+    """
+    missing, told = list(range(len(keys))), ""
+    while missing := [rank for rank in missing if not store.check([keys[rank]])]:
+        names = ", ".join(map(str, missing[:_LISTED])) + ", ..." * (len(missing) > _LISTED)
+        text = f"rank{'s' * (len(missing) > 1)} {names}"
+        if text != told:
+            store.set("missing", text)
+            told = text
+        wait.on(text, alone=alone_counts and len(missing) == len(keys) - 1)
+    store.set("all", "")
 
 
 def _cannot_meet(problem: Problem) -> InputError:

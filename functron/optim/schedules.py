@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -593,8 +593,8 @@ def _with_counts(state: tree.Tree, change: Callable[[torch.Tensor], torch.Tensor
         return state
     if isinstance(state, ScaleByScheduleState | InjectHyperparamsState) and state.count is not None:
         state = state._replace(count=change(state.count))
-    make = getattr(state, "_make", type(state))
-    return make([_with_counts(inner, change) for inner in state])
+    found = [_with_counts(inner, change) for inner in state]
+    return cast(Any, getattr(state, "_make", type(state)))(found)
 
 
 @public

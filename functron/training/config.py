@@ -157,7 +157,8 @@ class TrainConfig:
         mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
         timeout_seconds: after which processes give up on one that has stopped: in collectives, and
-            in saves where it shows no sign of life. A fifth of it where nobody else comes at all.
+            in saves where it shows no sign of life. A fifth of it where nobody else comes at all,
+            as far as a process can tell.
         hang_after: seconds in which nothing of a step moves after which the processes find out
             which rank never came to which collective, and end: see hangs/ in the run folder. At
             most half of timeout_seconds; steps may take three times as long as the longest one

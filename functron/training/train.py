@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -543,7 +543,9 @@ def _noting_checkpoints(out: Path | None) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, LostRanksError) as error:
-        newest = None if out is None else run_folder.newest(out)
+        newest = None
+        with suppress(OSError, ValueError):  # a folder that cannot be read is no reason to say less
+            newest = None if out is None else run_folder.newest(out)
         if newest is not None:
             error.add_note(f"--out {out} --resume goes on from the newest checkpoint, {newest}")
         raise

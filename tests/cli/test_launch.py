@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -531,6 +532,65 @@ def test_variables_that_are_left_over_are_said_and_not_waited_for(rank, capsys):
         assert f"{'no' * (text[0] == 'c') or 'for'} rank {1 - rank}" in text
         assert f"127.0.0.1:{here.port}" in text
         assert "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT" in text
+
+
+def _meeting(ranks, size, port, later=(), timeout=30.0):
+    """What `meet` came to for each rank, of threads of which those in `later` come after a while."""
+    found = {}
+
+    def come(rank, delay):
+        time.sleep(delay)
+        here = process.Process(rank, 0, size, "", False, "127.0.0.1", port)
+        try:
+            found[rank] = launch.meet(here, timeout_seconds=timeout)
+        except process.InputError as error:
+            found[rank] = error
+
+    delays = {**dict.fromkeys(ranks, 0.0), **dict(later)}
+    threads = [threading.Thread(target=come, args=pair) for pair in delays.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_wait_for_a_late_rank_0_as_for_any_other():
+    """Which of them came nobody can tell where nobody meets; a fifth of the time is over by then."""
+    found = _meeting([1, 2], 3, _free_port(), later=[(0, 1.5)], timeout=5.0)
+    assert {type(store) for store in found.values()} == {dist.PrefixStore}, found
+
+
+def test_rank_0_alone_asks_who_is_missing(monkeypatch, capsys):
+    """Of the others none asks for more than whether all are there, and for its list."""
+    asked = {}
+
+    class Counting:
+        def __init__(self, prefix, store):
+            self.real = real(prefix, getattr(store, "real", store))
+
+        def check(self, keys):
+            asked.setdefault(threading.get_ident(), []).append(list(keys))
+            return self.real.check(keys)
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+    real = dist.PrefixStore
+    monkeypatch.setattr(dist, "PrefixStore", Counting)
+    found = _meeting(range(5), 6, _free_port(), later=[(5, 1.0)])
+    assert {type(store) for store in found.values()} == {Counting}, found
+    said = capsys.readouterr().err
+    assert {line.split("waits")[0] for line in said.splitlines()} == {
+        f"functron: rank {rank} of 6 " for rank in range(5)
+    }
+    assert said.count("for rank 5, as") == 5
+    keys = {ident: {key for row in rows for key in row} for ident, rows in asked.items()}
+    asking = [ident for ident, names in keys.items() if any("here/" in name for name in names)]
+    assert len(asking) == 1
+    others = [rows for ident, rows in asked.items() if ident != asking[0]]
+    assert all(len(row) == 1 for rows in others for row in rows)
+    assert keys[asking[0]] >= {f"here/{rank}" for rank in range(6)}
 
 
 def test_a_port_that_is_taken_is_named():

@@ -16,6 +16,7 @@ import torch
 from functron import checkpoint
 from functron.core import chart as plot
 from functron.spmd import Mesh
+from functron.spmd.mesh import LostRanksError
 from functron.training import records
 from functron.training.config import TrainConfig
 from functron.training.run import prepare
@@ -26,6 +27,7 @@ from functron.training.train import (
     RESHAPE_CODE,
     Meter,
     Request,
+    _noting_checkpoints,
     exit_code,
     loop,
     stop_requests,
@@ -332,6 +334,23 @@ def test_steps_of_a_deterministic_run_are_deterministic_and_nothing_after():
         assert torch.utils.deterministic.fill_uninitialized_memory
     assert seen == [False, False, True, True]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, LostRanksError])
+@pytest.mark.parametrize("fault", [OSError("stale handle"), ValueError("no folder of steps"), None])
+def test_an_interrupt_stays_one_where_checkpoints_cannot_be_read(
+    kind, fault, monkeypatch, tmp_path
+):
+    def newest(path):
+        if fault is not None:
+            raise fault
+        return path / "checkpoints" / "3"
+
+    monkeypatch.setattr("functron.training.run_folder.newest", newest)
+    with pytest.raises(kind) as caught, _noting_checkpoints(tmp_path):
+        raise kind
+    notes = getattr(caught.value, "__notes__", [])
+    assert len(notes) == (fault is None)
 
 
 def test_handlers_of_others_survive():
