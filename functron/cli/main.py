@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
@@ -103,18 +104,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 _TEXTS = (
     "--prompt", "--env", "--with", "--pattern", "--tokenizer-pattern", "--end-of-text", "--key",
 )  # fmt: skip
-"""Options whose values are text, which may speak of any place, and none of them a place."""
+"""Options whose values are any text: a place that is named in it is not opened."""
+_PLACED = (
+    "--config", "--data", "--eval-data", "--hardware", "--memory-folder", "--order-cache", "--out",
+    "--picture", "--schedule", "--slots", "--svg", "--timeline", "--tokenizer",
+)  # fmt: skip
+"""Options whose values are places: the word after another one, such as a switch, is not its own."""
+_SEVERAL = ("--env", "--with")
+"""Those of `_TEXTS` that take several words, each NAME=VALUE."""
+_PAIR = re.compile(r"[\w.-]+=")
 
 
 def _check_places(arguments: Sequence[str]) -> None:
     """Refuse places that are not on this machine, before anything is imported or made for them."""
-    option, found = "", []
+    before, found = "", []
     for word in arguments:
-        name, equals, value = word.partition("=")
-        if word.startswith("--"):
-            option, word = name.replace("_", "-"), value if equals else ""
-        if option not in _TEXTS and (problem := remote_problem(option or "argument", word)):
+        name, _, value = word.partition("=")
+        option = name.replace("_", "-") if word.startswith("--") else ""
+        several = before in _SEVERAL and not option
+        own = _PAIR.match(word) if several else before in (*_TEXTS, *_PLACED)
+        of = option or (before if own else "argument")
+        if of not in _TEXTS and (problem := remote_problem(of, value if option else word)):
             found.append(problem)
+        if not several:
+            before = option if "=" not in word else ""
     with process.mistakes():
         raise_problems("there are no such places on this machine", found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import torch
 
 from functron import checkpoint, data, hub
 from functron.checkpoint import Placement
-from functron.cli.main import main
+from functron.cli import compare, doctor, plan, store
+from functron.cli import train as train_command
+from functron.cli.main import _PLACED, main
 from functron.core.errors import local_path, remote_problem
 from functron.data.preprocess import Settings, preprocess
 from functron.models.gpt import GPTConfig
@@ -44,6 +47,8 @@ COMMANDS = [
     "evaluate s3://b/run",
     "sample s3://b/run --prompt x",
     "sample r --prompt x --tokenizer s3://b",
+    "sample --prompt hi s3://b/run",
+    "sample --prompt=hi s3://b/run",
     "plan --out s3://b/plan.toml",
     "plan hf:s3://b/m",
     "plan --picture s3://b/p.svg",
@@ -80,8 +85,45 @@ def test_no_command_takes_such_a_place(line, empty, capsys):
 
 
 def test_text_may_speak_of_any_place(empty, capsys):
-    assert main(["sample", "r", "--prompt", "read s3://b/x"]) == 2
+    env = ["--env", "A=1", "DATA=s3://b/x", "LOG=gs://b", "--with", "bf16", "save=s3://b"]
+    assert main(["migrate", "gone.sh", *env]) == 2
     assert "a path of this machine" not in capsys.readouterr().err
+    assert main(["migrate", *env, "s3://b/run.sh"]) == 2
+    assert "argument: got 's3://b/run.sh'" in capsys.readouterr().err
+    for words in (["--prompt", "read s3://b/x"], ["--prompt=read s3://b/x"]):
+        assert main(["sample", "r", *words]) == 2
+        assert "a path of this machine" not in capsys.readouterr().err
+
+
+NAMED = {
+    "sample --no-chat s3://b": "argument",
+    "sample --chat s3://b": "argument",
+    "sample --prompt hi s3://b": "argument",
+    "sample --prompt hi --tokenizer s3://b": "--tokenizer",
+    "train --out r --resume s3://b": "argument",
+    "train --out_dir=s3://b": "--out-dir",
+    "train --order_cache s3://b": "--order-cache",
+    "compare --svg c.svg s3://b": "argument",
+}
+
+
+@pytest.mark.parametrize("line", NAMED)
+def test_what_names_the_place_is_named(line, empty, capsys):
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert f"- {NAMED[line]}: got 's3://b'" in said, said
+
+
+def test_the_options_whose_values_are_places_are_known():
+    """All that the commands have: fields that are paths, or that configurations say are."""
+    kinds = [plan.PlanOptions, store.MigrateOptions, train_command.TrainOptions]
+    kinds += [compare.CompareOptions, doctor.DoctorOptions, store.UpcycleOptions]
+    found = {f"--{name.replace('_', '-')}" for name in (*PLACES, "memory_folder")}
+    for kind in kinds:
+        for name, hint in typing.get_type_hints(kind).items():
+            if hint in (Path, Path | None):
+                found.add(f"--{name.replace('_', '-')}")
+    assert found - {"--source", "--run", "--path", "--options"} <= set(_PLACED)
 
 
 PLACES = ("data", "tokenizer", "eval_data", "order_cache", "schedule", "out", "slots")
