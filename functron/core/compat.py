@@ -219,6 +219,13 @@ def transform_levels() -> set[int]:
     return {interpreter.level() for interpreter in retrieve_all_functorch_interpreters()}
 
 
+def transform_names() -> list[str]:
+    """The torch.func transforms that are running, from the outermost: vmap, grad or jvp."""
+    if not transforms_active():
+        return []
+    return [level.key().name.lower() for level in retrieve_all_functorch_interpreters()]
+
+
 def differentiating() -> bool:
     """Whether any torch.func grad or jvp level is running."""
     return transforms_active() and any(

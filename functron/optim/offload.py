@@ -55,7 +55,7 @@ def offload(
 
     Raises:
         ValueError: (when called) in a program that is traced or compiled, whose tensors are on one
-            device, with state on another.
+            device, with state on another; and of `step_` under transforms of torch.func likewise.
     """
 
     def marked(params: tree.Tree) -> tuple[list[int | None], tree.Structure, set[int]]:
@@ -125,12 +125,13 @@ def offload(
         return updates, tree.map(lambda old, new: new.to(old.device), state, new)
 
     def update(updates, state, params=None):
-        _refuse_traced(state, updates)
+        if active() is not None:
+            _refuse_apart(state, updates)
         return whole(inner.update, updates, state, params)
 
     def step_(grads, state, params):
         if purely():
-            _refuse_traced(state, params)
+            _refuse_apart(state, params)
             return inner.step_(grads, state, params)
         leaves, structure = tree.flatten(params)
         gradients = tree.same_structure(params, grads, names=("params", "grads"))
@@ -339,10 +340,16 @@ def _back(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return before.copy_(after)
 
 
-def _refuse_traced(state: tree.Tree, near: tree.Tree) -> None:
+def _refuse_apart(state: tree.Tree, near: tree.Tree) -> None:
+    """Refuse a program whose operations have their tensors on one device, with state on another."""
     devices = {leaf.device for leaf in tree.leaves(state)} - {tree.leaves(near)[0].device}
-    if active() is not None and devices:
-        raise ValueError(
-            f"offload: got a program to trace or compile with state on {sorted(map(str, devices))};"
-            " wanted it on one device; fix: run the update uncompiled, or leave offload out"
-        )
+    if not devices:
+        return
+    names = ", ".join(f"torch.func.{name}" for name in compat.transform_names())
+    what, fix = "a program to trace or compile", "run the update uncompiled"
+    if active() is None:
+        what, fix = f"a step under {names}", "take steps one by one, use update"
+    raise ValueError(
+        f"offload: got {what} with state on {', '.join(sorted(map(str, devices)))}; wanted it on "
+        f"one device; fix: {fix}, or leave offload out"
+    )

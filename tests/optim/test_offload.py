@@ -127,6 +127,29 @@ def test_buffers_of_a_step_that_fails_are_free_when_the_copies_are_over():
     streams.run(streams.current(torch.device("cpu")), "what has the memory next", [], streams.near)
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_a_step_under_a_transform_is_refused_with_its_state_elsewhere(transform):
+    """The meta device stands for the host's memory of a GPU; with all on one device it is taken."""
+    optimizer = optim.offload(OPTIMIZERS["adamw"])
+    params, grads = (tree.map(lambda x: torch.stack([x, 2 * x]), values(n)) for n in (0, 1))
+    state = torch.func.vmap(optimizer.init)(params)
+
+    def step(grads, state, params):
+        return optimizer.step_(grads, state, params)[0]
+
+    def taken(state):
+        if transform == "vmap":
+            return torch.func.vmap(step)(grads, state, params)
+        one = [tree.map(lambda x: x[0], each) for each in (grads, state, params)]
+        total = lambda *each: sum(x.square().sum() for x in tree.leaves(step(*each)))
+        return torch.func.grad(total, argnums=2)(*one)
+
+    assert not tree.leaves(taken(state))[0].is_meta
+    away = tree.map(lambda x: x.to("meta") if x.dim() > 1 else x, state)
+    with pytest.raises(ValueError, match=rf"got a step under torch.func.{transform} with state on"):
+        taken(away)
+
+
 def test_pure_updates():
     inner = OPTIMIZERS["masters"]
     params, grads = values(0, torch.bfloat16), values(1, torch.bfloat16)
