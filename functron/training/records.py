@@ -36,7 +36,7 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 WANDB_ID = "wandb_id"
-"""The file of a run folder with the id of its run at Weights & Biases."""
+"""The file of a run folder with the id of its run at Weights & Biases, and where the folder was."""
 EVAL = "eval"
 """The key of the numbers of held-out sets in a record."""
 
@@ -241,8 +241,9 @@ def wandb(
     """A Weights & Biases run named after `folder`, which also holds its local files and its id.
 
     Whoever goes on with the run in `folder` goes on with that run of Weights & Biases, by its id in
-    the file `WANDB_ID`; without that file it is another run. Steps that it has and that are taken
-    again stay as they are, since Weights & Biases takes none twice.
+    the file `WANDB_ID`; without that file it is another run, and so is one whose folder is a copy
+    of another, or was moved: the file says where it was written. Steps that it has and that are
+    taken again stay as they are, since Weights & Biases takes none twice.
 
     Args:
         folder: where they go.
@@ -254,12 +255,9 @@ def wandb(
         ValueError: wandb is not installed.
     """
     require("wandb")
-    file = folder / WANDB_ID
-    if not file.is_file():
-        file.write_text(uuid.uuid4().hex[:16] + "\n", encoding="utf-8")
     run = importlib.import_module("wandb").init(
         project="functron", name=folder.name, dir=str(folder), config=dict(config),
-        id=file.read_text(encoding="utf-8").strip(), resume="allow", allow_val_change=True,
+        id=_claim_wandb_id(folder), resume="allow", allow_val_change=True,
     )  # fmt: skip
     begun = getattr(run, "starting_step", 0)
     first = begun if isinstance(begun, int) else 0
@@ -273,6 +271,16 @@ def wandb(
         yield write
     finally:
         run.finish()
+
+
+def _claim_wandb_id(folder: Path) -> str:
+    """The id in a run folder, of the run at Weights & Biases that began there; else a new one."""
+    file, here = folder / WANDB_ID, str(folder.resolve())
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    known = bool(lines) and lines[1:] in ([], [here])  # older files have the id alone
+    made = lines[0].strip() if known else uuid.uuid4().hex[:16]
+    file.write_text(f"{made}\n{here}\n", encoding="utf-8")
+    return made
 
 
 def is_run(path: Path) -> bool:

@@ -1,7 +1,9 @@
 """Reporters that need extras: what they write is read back by the package it is for."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +93,34 @@ def test_wandb_goes_on_with_the_run_that_the_folder_began(tmp_path, monkeypatch)
     assert len(first["id"]) >= 8
     assert {each["resume"] for each in begun} == {"allow"}
     assert logged == [1, 2, 3, 4, 5]
+
+
+def test_a_copied_folder_is_another_run_at_wandb(tmp_path, monkeypatch):
+    """Also of a folder that has its id alone, from before places were noted."""
+    begun = []
+    run = SimpleNamespace(log=lambda row, step: None, finish=lambda: None)
+    fake = SimpleNamespace(init=lambda **settings: begun.append(settings["id"]) or run)
+    monkeypatch.setattr(records, "require", lambda package: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.chdir(tmp_path)
+
+    def report(folder):
+        with records.wandb(folder, {}):
+            return begun[-1]
+
+    first, old = tmp_path / "a", tmp_path / "old"
+    for folder in (first, old):
+        folder.mkdir()
+    (old / records.WANDB_ID).write_text("0123456789abcdef\n")
+    ids = [report(first), report(old)]
+    assert ids[1] == "0123456789abcdef"
+    for folder, known in zip((first, old), ids, strict=True):
+        copy = folder.with_name(folder.name + "-copy")
+        shutil.copytree(folder, copy)
+        other = report(copy)
+        assert other not in ids
+        assert report(copy) == other
+        assert report(folder) == report(Path(folder.name)) == known
 
 
 NESTED = {
