@@ -239,6 +239,8 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
         )
         if left := lora.unadapted(lora.plain(defs), config.lora):
             lines.append(f"lora   these targets have no adapters: {', '.join(left)}")
+    if (note := run_folder.describe_old_targets(config)) is not None:
+        lines.append(f"lora   {note}")
     if here is not None:
         lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
         if here.is_open:

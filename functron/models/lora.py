@@ -107,6 +107,21 @@ def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     return _adapted(defs, lora)
 
 
+def drop_routed(targets: Iterable[str], defs: tree.Tree) -> list[str]:
+    """Targets that adapt the same layers as these, and name no router and none of its experts.
+
+    Runs from before such targets were refused have some, and meant what could be adapted.
+    """
+    layers, others = [place for place, _ in _linear_layers(defs)], dict(_others(defs))
+    found: dict[str, None] = {}
+    for target in targets:
+        chosen = fnmatch.filter(layers, target)
+        routed = any(others[place] for place in fnmatch.filter(others, target))
+        own = _patterns(chosen, others) if routed and chosen else [target]
+        found |= dict.fromkeys(own)
+    return list(found)
+
+
 def unadapted(defs: tree.Tree, lora: LoRA) -> list[str]:
     """The paths of matrices that targets of `lora` name and that get no `Adapter`."""
     names = [place for place, _ in _others(defs)]

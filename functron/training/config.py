@@ -36,7 +36,7 @@ from functron.models import gpt
 from functron.models.bert import BertConfig
 from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, dtype_of, family_of
 from functron.models.gpt import GPTConfig
-from functron.models.lora import LoRA
+from functron.models.lora import LoRA, drop_routed
 from functron.models.mamba import MambaConfig
 from functron.models.t5 import T5Config
 from functron.ops.define import Choice
@@ -649,7 +649,8 @@ def load(
     """The configuration in a file: what it leaves out has the preset's or default value.
 
     The file of a run folder is complete. What it leaves out came after the run: a blend there has
-    the first order, and text became tokens by the first rules.
+    the first order, and text became tokens by the first rules. Where its lora_targets name routed
+    experts, which new runs may not, they are here those of what was adapted.
 
     Args:
         path: a TOML file; YAML where its name ends in .yaml or .yml, of which true, false, null and
@@ -668,6 +669,8 @@ def load(
         table = {name: getattr(begun, name) for name in KEPT} | table
     elif _is_of_run(Path(path)):
         table = _first_versions(table) | table
+        made = read_settings(table, str(path), model=model, precision=precision)
+        return _drop_routed_targets(made)
     return read_settings(table, str(path), model=model, precision=precision)
 
 
@@ -707,6 +710,17 @@ def _first_versions(table: Mapping[str, Any]) -> dict[str, Any]:
     """The rules of a run that began before they had versions."""
     blends = table.get("order", "arithmetic") == "arithmetic" and is_blend(table.get("data", ""))
     return {"text_rules": 1} | ({"blend_order": 1} if blends else {})
+
+
+def _drop_routed_targets(config: TrainConfig) -> TrainConfig:
+    """A run from before targets that name routed experts were refused, with those that it meant."""
+    lora, family = config.lora, config.family
+    if lora is None or not family.adapters:
+        return config
+    targets = drop_routed(lora.targets, family.defs(config.architecture))
+    if targets == list(lora.targets):
+        return config
+    return dataclasses.replace(config, lora_targets=",".join(targets))
 
 
 def _is_of_run(path: Path) -> bool:

@@ -96,6 +96,20 @@ def steps_done(config: TrainConfig) -> int:
     return 0 if found is None else int(found.name)
 
 
+def describe_old_targets(config: TrainConfig) -> str | None:
+    """A line on `lora_targets` of a run from before they were refused; None: they stay."""
+    file = Path(config.out) / CONFIG
+    if not (config.resume and config.out and config.lora_rank and file.is_file()):
+        return None
+    before = tomllib.loads(file.read_text(encoding="utf-8")).get("lora_targets")
+    if before in (None, config.lora_targets):
+        return None
+    return (
+        f"targets {before} of this run name routed experts, which have no adapters: it goes on "
+        f"with {config.lora_targets}, as it began"
+    )
+
+
 def sizes_to_come(config: TrainConfig) -> tuple[int, ...]:
     """The sizes of the batches that are still to be taken, which the mesh must be able to divide.
 

@@ -2,6 +2,8 @@
 
 import fnmatch
 import math
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 import functron as ft
 from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
 from functron.cli import evaluate
+from functron.cli.main import main
 from functron.models.lora import LoRA
 from functron.optim import OptimizerConfig
 from functron.spmd.params import abstract_params
-from functron.training.config import TrainConfig, dump
+from functron.training.config import TrainConfig, dump, load
 from functron.training.convert import convert
 from functron.training.plan import plan
+from functron.training.records import read
 from functron.training.run import prepare
 from functron.training.train import train
 
@@ -380,6 +384,33 @@ def test_checkpoints_whose_targets_named_experts_are_read():
     old, now = (lora.LoRA(4, targets=(f"blocks/moe/{x}*",)) for x in ("", "shared/"))
     wanted = lora.lora_defs(gpt.defs(model), now)
     assert tree.paths(lora.defs_in(gpt.defs(model), old, tree.paths(wanted))) == tree.paths(wanted)
+
+
+def test_a_run_whose_targets_named_experts_goes_on(tmp_path, capsys):
+    """Bit for bit as the run that names the shared expert alone; a new one is refused."""
+    out, old = tmp_path / "run", "blocks/attention/*,blocks/moe/*"
+    now = old.replace("moe/", "moe/shared/")
+    line = ["train", "--model", "deepseek-v3-tiny", "--seq", "8", "--global-batch", "2", "--data"]
+    line += [__file__, "--device", "cpu", "--lora-rank", "2", "--prefetch", "0"]
+    assert main([*line, "--steps", "1", "--lora-targets", now, "--out", str(out)]) == 0
+    shutil.copytree(out, tmp_path / "old")
+    file = tmp_path / "old" / "config.toml"
+    file.write_text(file.read_text().replace(f'"{now}"', f'"{old}"'))
+    assert f'"{old}"' in file.read_text()
+    capsys.readouterr()
+    for folder in (out, tmp_path / "old"):
+        assert main(["train", "--out", str(folder), "--resume", "--steps", "2"]) == 0
+        said = capsys.readouterr().out
+        named = re.findall("^lora   targets .*", said, re.MULTILINE)
+        assert len(named) == (folder != out)
+        assert all(f"targets {old} of this run" in x and f"with {now}," in x for x in named)
+    losses = [[r["loss"] for r in read(f / "metrics.jsonl")] for f in (out, tmp_path / "old")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+    assert load(file).lora_targets == now
+    line += ["--lora-targets", old, "--out", str(tmp_path / "new")]
+    assert main(line) == 2
+    assert "write blocks/moe/shared/* for the other layers" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_adapters_without_their_rank_is_refused(finished):
