@@ -48,8 +48,8 @@ from functron.training.restarts import (
     fitting,
     num_slots,
     pause_seconds,
+    read_progress,
     seconds_of,
-    steps_done,
     usable_sizes,
 )
 from functron.training.train import REQUEUE_CODE, RESHAPE_CODE
@@ -484,12 +484,12 @@ def supervise(
 
 def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start: Start) -> int:
     ends = time.monotonic() + (seconds_of(config.exit_after) if config.exit_after else math.inf)
-    failures, best, now = 0, steps_done(out), config
+    failures, best, now = 0, read_progress(out), config
     with event_log(out / EVENTS) as write:
         while (left := ends - time.monotonic()) > 0:
             wanted = fitting(config, num_slots(config))
             if wanted is not None and wanted.mesh != now.mesh:
-                _log_reshape(write, now, wanted, steps_done(out)[0])
+                _log_reshape(write, now, wanted, read_progress(out)[0])
             now = wanted or now
             arguments_now = _again(config, now, arguments, out, left)
             ending = _TOO_FEW if wanted is None else start(now.nproc, arguments_now)
@@ -499,7 +499,7 @@ def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start:
                 print(ending.text, file=sys.stderr, flush=True)
             if ending.final:
                 return ending.code
-            done = steps_done(out)
+            done = read_progress(out)
             progress = any(new > old for new, old in zip(done, best, strict=True))
             best = max(done[0], best[0]), max(done[1], best[1])
             failures = 1 if progress else failures + 1

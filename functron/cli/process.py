@@ -61,7 +61,10 @@ UNSET = f"unset {' '.join(PLACE)} MASTER_PORT"
 
 
 def current() -> Process | None:
-    """This process among those of torchrun or `functron.cli.launch.launch`; None where of none.
+    """The place of this process in a job that torchrun or `functron.cli.launch.launch` started.
+
+    Returns:
+        None where it is in no job: the environment lacks one of the variables `PLACE`.
 
     Raises:
         InputError: variables of the environment that say so are none of a launcher's.

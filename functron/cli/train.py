@@ -34,7 +34,7 @@ from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.spmd.params import history_mask, num_params
 from functron.training import records, run_folder
-from functron.training.checks import begins_with, validate
+from functron.training.checks import validate
 from functron.training.config import (
     BOXES,
     COMMON,
@@ -110,9 +110,8 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
         kind = device_type(config.device, config.nproc)
         if options.dry_run:
             if here is None or here.rank == 0:
-                begun = begins_with(config)
-                started = int(begun.name) if begun is not None and begun.name.isdigit() else 0
-                print("".join(f"{line}\n" for line in _rate_lines(config, started)), end="")
+                done = run_folder.steps_done(config)
+                print("".join(f"{line}\n" for line in _rate_lines(config, done)), end="")
                 print(_dry(plan(config, Mesh.parse(config.mesh)), machine, kind))
             return 0
     if config.deterministic:  # cuBLAS reads it when it makes its first product

@@ -201,7 +201,10 @@ TOLD_NEEDS: Needs = MappingProxyType({
     "slots": Need(lambda c: bool(c.elastic), "a run that shrinks and grows", "set elastic"),
     "cuda_graph": Need(lambda c: c.compile, "a compiled step", "add --compile"),
 })  # fmt: skip
-"""The same where other checks say so of all but the usual value, which an option may name."""
+"""The same, of fields whose other values are refused by checks of their own.
+
+What is left to refuse is an option that names the default value, and has no effect either.
+"""
 
 
 def _is_mixed(config: TrainConfig) -> bool:
@@ -629,7 +632,10 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def begins_with(config: TrainConfig) -> Path | None:
-    """The checkpoint that a run goes on from, or begins with; None: it begins with random numbers.
+    """The newest checkpoint of the run in the folder `out`, where the run is to go on.
+
+    A model that was converted has one of step 0. None: there is none, or `resume` is not set, and
+    the run begins with random parameters.
 
     Raises:
         ValueError: the folder of checkpoints cannot be read.

@@ -224,20 +224,20 @@ def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> l
             raise ValueError(f"held-out set {name!r}: {error}") from error
         count = -(-samples.num_samples // config.global_batch)
         count = min(count, config.eval_batches or count)
-        found.append(with_targets(HeldOut(name, samples, config.global_batch, count)))
+        found.append(HeldOut(name, samples, config.global_batch, count))
+        require_targets(found[-1])
     return found
 
 
-def with_targets(held_out: HeldOut) -> HeldOut:
-    """A set that has a target, as almost every first batch has.
+def require_targets(held_out: HeldOut) -> None:
+    """Refuse a set without any target; of almost every other one the first batch has some.
 
     Raises:
-        ValueError: it has none in any batch.
+        ValueError: no batch has a target.
     """
     batches = (held_out.batch(index) for index in range(held_out.num_batches))
     if not any(bool((batch["targets"] != IGNORED).any()) for batch in batches):
         _refuse_empty(held_out)
-    return held_out
 
 
 def _refuse_empty(held_out: HeldOut) -> NoReturn:
@@ -284,7 +284,9 @@ def slide(
     except ValueError as error:
         raise ValueError(f"held-out set {name!r}: {error}") from error
     count = -(-samples.num_samples // size)
-    return with_targets(HeldOut(name, samples, size, min(count, config.eval_batches or count)))
+    found = HeldOut(name, samples, size, min(count, config.eval_batches or count))
+    require_targets(found)
+    return found
 
 
 def loss_program(plan: Plan) -> Callable:

@@ -729,7 +729,8 @@ def _vocabulary_problems(args: Mapping[str, Any]) -> list[Problem]:
     real, padded = args.get(MASKED_VOCABULARY), args["padded_vocab_size"]
     if real is None or (type(real) is int and 0 < real <= padded):
         return []
-    return [Problem(MASKED_VOCABULARY, repr(real), f"1 to padded_vocab_size={padded}")]
+    fix = "set it to the number of tokens that the model has, or remove it: the padded size counts"
+    return [Problem(MASKED_VOCABULARY, repr(real), f"1 to padded_vocab_size={padded}", fix)]
 
 
 def _vocabulary_of(args: Mapping[str, Any]) -> dict[str, int]:
@@ -811,16 +812,22 @@ def architecture_arguments(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]
     return made
 
 
+_KEEP = (
+    "keep the model as a run, or write it for transformers, functron convert run:RUN hf:PATH; a "
+    "model that is to become Megatron's must be trained with what Megatron has"
+)
+
+
 def _routing_problems(moe: MoEConfig) -> Iterator[Problem]:
     """Routing that Megatron-LM refuses or does otherwise, where weights are a softmax of few."""
     if moe.score != "softmax" or not _sums_to_one(moe):
         return
     if moe.top_k == 1:
         got, wanted = "1, whose weight is 1", "2 at least: with 1 Megatron-LM weighs by probability"
-        yield Problem("moe.top_k", got, wanted)
+        yield Problem("moe.top_k", got, wanted, _KEEP)
     if moe.num_groups > 1 and moe.group_score == "top2":
         got, wanted = "'top2', of probabilities", "'max': Megatron-LM ranks groups by logits there"
-        yield Problem("moe.group_score", got, wanted)
+        yield Problem("moe.group_score", got, wanted, _KEEP)
 
 
 def _sums_to_one(moe: MoEConfig) -> bool:
@@ -853,7 +860,9 @@ def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
     back = replace(config_of(made), mtp_weight=plain.mtp_weight)
     wanted, got = canonical(plain), canonical(back)
     found = [
-        Problem(path, field_text(attrgetter(path)(config)), f"{field_text(theirs)}, in Megatron")
+        Problem(
+            path, field_text(attrgetter(path)(config)), f"{field_text(theirs)}, in Megatron", _KEEP
+        )
         for path, _, theirs in differing_fields(wanted, got)
     ]
     raise_problems(title, found)

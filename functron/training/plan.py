@@ -521,9 +521,10 @@ class Plan:
 
     @property
     def reads_targets(self) -> bool:
-        """Whether steps find out by themselves that a batch has no targets.
+        """Whether a step itself reads how many targets its batch has.
 
-        Processes on CPUs do, for which numbers wait for nothing; others count in host memory.
+        So it is in processes on CPUs, where reading a number costs nothing. Elsewhere the caller
+        counts the targets in host memory, before the step, which would have to wait for a GPU.
         """
         bound = isinstance(self.mesh, BoundMesh) and self.mesh.device_type == "cpu"
         return bound and not self.config.compile

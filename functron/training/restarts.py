@@ -169,8 +169,8 @@ def can_grow(config: TrainConfig) -> bool:
     return any(size > mesh[elastic.axis] and size * others <= slots for size in elastic.sizes)
 
 
-def steps_done(out: Path) -> tuple[int, int]:
-    """Of the run in `out`, the step of its newest checkpoint, and the last that it recorded."""
+def read_progress(out: Path) -> tuple[int, int]:
+    """The step of the newest checkpoint of the run in `out`, and the last step that it recorded."""
     newest = run_folder.newest(out)
     records = run_folder.records(out)
     return int(newest.name) if newest else 0, records[-1]["step"] if records else 0

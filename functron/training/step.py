@@ -265,7 +265,11 @@ def _divisor(num_targets: Any, scale: torch.Tensor | None) -> Any:
 
 
 def _unless_none(count: torch.Tensor, before: State, after: State) -> State:
-    """The state after a step; of batches without targets, which nobody can read, that before it."""
+    """The state after a step, or, where the batch has no target, the state before it.
+
+    For programs under a transform, in which `count`, the number of targets, cannot be read: both
+    states are there, and one is chosen. Schedules have seen the batch in either.
+    """
 
     def chosen(new: Any, old: Any) -> Any:
         return torch.where(count == 0, old, new)

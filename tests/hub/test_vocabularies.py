@@ -299,7 +299,7 @@ def test_what_megatron_has_trained_since_counts_all_rows():
     own = {name: value for name, value in args.items() if name != MASKED_VOCABULARY}
     assert (config_of(own).vocab_size, config_of(own).padded_vocab) == (32, 32)
     for wrong in (0, 33, "29"):
-        with pytest.raises(ValueError, match=r"functron_vocab_size: got .*; wanted 1 to padded"):
+        with pytest.raises(ValueError, match=r"vocab_size: got .*; wanted 1 to padded.*; fix: "):
             config_of({**args, MASKED_VOCABULARY: wrong})
 
 
