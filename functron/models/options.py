@@ -35,6 +35,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.axes import Scope, enter
 from functron.spmd.params import ParamDef
+from functron.spmd.spec import entry_axes
 from functron.transforms import Gather
 
 Batch = Mapping[str, Tensor]
@@ -412,8 +413,9 @@ class ModelOptions:
         raise_problems("ModelOptions", found, TypeError)
 
     @cached_property
-    def seen_blocks(self) -> set[torch.Size]:
-        """Shapes of a rank's tokens for which `block` was seen to mix none by itself."""
+    def seen_blocks(self) -> set[tuple[torch.Size, _Splits]]:
+        """Shapes of a rank's tokens, and how they were split, for which `block` was seen to mix
+        none by itself."""
         return set()
 
     def hook(self, name: str) -> Hook | None:
@@ -549,22 +551,23 @@ def own_attention(
 def own_block(hook: Hook, options: ModelOptions) -> Callable:
     """A block of the user's as a function ``(layer, weights, x) -> (x, auxiliary or None)``.
 
-    Where ranks have parts of the sequences it is seen to mix no tokens but by the methods of its
-    layer, before it is called. With a parameter ``context``, in which it is given
-    `ModelOptions.context`, it reaches across these ranks itself, and nobody looks.
+    Before it is called where ranks have parts of the sequences, or of the batch, it is checked: it
+    mixes no tokens but by the methods of its layer, goes by no place among a rank's tokens, and
+    mixes no samples. With a parameter ``context``, in which it is given `ModelOptions.context`, it
+    reaches across these ranks itself, and nothing is checked.
 
     Raises:
-        ValueError: (when called) it mixes or chooses tokens; or returns no auxiliary loss of its
+        ValueError: (when called) it fails the check; or returns no auxiliary loss of its
             experts, or one where there are none.
     """
     given = keywords_of(hook.apply, {"context": options.context})
     apply = functools.partial(hook.apply, **given)
-    axes = sequence_axes(options.stream)
 
     def body(layer: Any, weights: dict, x: Tensor) -> tuple[Tensor, Any]:
-        if not given and lax.axis_size(axes) > 1 and x.shape not in options.seen_blocks:
-            _refuse_mixing(apply, layer, weights, x, axes)
-            options.seen_blocks.add(x.shape)
+        splits = _Splits.of(options.stream)
+        if not given and any(splits) and (x.shape, splits) not in options.seen_blocks:
+            _refuse_mixing(apply, layer, weights, x, splits)
+            options.seen_blocks.add((x.shape, splits))
         out = apply(layer, weights, x)
         y, auxiliary = out if isinstance(out, tuple) else (out, None)
         if ("moe" in weights) != (auxiliary is not None):
@@ -607,41 +610,103 @@ class _OfEachToken:
         return x
 
 
-def _refuse_mixing(
-    apply: Callable, layer: Any, weights: dict, x: Tensor, axes: tuple[str, ...]
-) -> None:
-    """Raise for a block that chooses or mixes tokens; on numbers of this function's own."""
+def _refuse_mixing(apply: Callable, layer: Any, weights: dict, x: Tensor, splits: _Splits) -> None:
+    """Raise for a block that chooses or mixes what ranks have parts of; on numbers of its own.
+
+    Raises:
+        ValueError: a token's result depends on others, on its place among those of its rank, or on
+            other samples.
+    """
     seq, stand_in = x.shape[SEQ_DIM], _OfEachToken.of(layer)
     with aside(), enter(Scope()), torch.no_grad():
         own = tree.map(lambda leaf: _waves(leaf.shape[-1:], leaf.dtype).expand(leaf.shape), weights)
         first = _waves(x.shape[1:], x.dtype).expand(x.shape)
-        half = (torch.arange(seq) < seq // 2).view(-1, 1)
-        # others with all scores above, all below, and all between those of what stays
-        others = [factor * first[:, :1] for factor in (50.0, -50.0, 0.01)]
-        alone = True
-        try:
-            for stays in (half, ~half):
-                seen = []
-                for other in others:
-                    out = apply(stand_in, own, torch.where(stays, first, other))
-                    out = out[0] if isinstance(out, tuple) else out
-                    seen.append(torch.where(stays, out, 0))
-                pairs = itertools.pairwise(seen)
-                alone &= all(torch.allclose(a, b, rtol=1e-3, equal_nan=True) for a, b in pairs)
-        except Exception:  # it may need what these numbers are not
-            return
-    if alone and stand_in.lengths <= {seq}:
-        return
-    named = " and ".join(repr(name) for name in axes if lax.axis_size(name) > 1)
-    refuse(
-        "this block would choose or mix tokens among those of its own rank",
-        "options.block",
-        f"a result of a token that depends on others, of which a rank has {seq}: {named} split "
-        "the sequence",
-        "one that depends on others by layer.attention alone",
-        "leave cp, or sequence parallelism over tp, out; or let it take context, and bring "
-        "together the tokens of all ranks itself (lax.all_gather)",
-    )
+
+        def run(tokens: Tensor) -> Tensor:
+            out = apply(stand_in, own, tokens)
+            return out[0] if isinstance(out, tuple) else out
+
+        alone = _is_true(lambda: not splits.sequences or _is_alone(run, first))
+        alone = alone and stand_in.lengths <= {seq}
+        anywhere = _is_true(lambda: not splits.sequences or _is_alike_anywhere(run, first))
+        apart = _is_true(lambda: not splits.samples or _is_apart(run, first))
+    by_attention = "one that depends on others by layer.attention alone"
+    rows = [
+        (alone, "choose or mix tokens among those of its own rank", "sequence", by_attention,
+         f"a result of a token that depends on others, of which a rank has {seq}"),
+        (anywhere, "go by the place of a token among those of its own rank", "sequence",
+         "one that is the same at any place, in sequences of any length",
+         f"a result of a token that depends on its place among the {seq} of a rank, or on that "
+         "number"),
+        (apart, "choose or mix samples among those of its own rank", "batch",
+         "one that is of each sample alone",
+         f"a result of a sample that depends on others, of which a rank has {x.shape[0]}"),
+    ]  # fmt: skip
+    for fine, does, what, wanted, got in rows:
+        if fine:
+            continue
+        axes = splits.sequences if what == "sequence" else splits.samples
+        named = " and ".join(map(repr, axes))
+        leave = "cp, or sequence parallelism over tp," if what == "sequence" else named
+        refuse(
+            f"this block would {does}",
+            "options.block",
+            f"{got}: {named} split the {what}",
+            wanted,
+            f"leave {leave} out; or let it take context, and bring together the "
+            f"{'tokens' if what == 'sequence' else 'samples'} of all ranks itself "
+            "(lax.all_gather), or learn the places of its own (nn.own_positions)",
+        )
+
+
+class _Splits(NamedTuple):
+    """The axes of several ranks that split sequences, and those that split samples."""
+
+    sequences: tuple[str, ...]
+    samples: tuple[str, ...]
+
+    @classmethod
+    def of(cls, stream: P) -> _Splits:
+        """Those by which a stream is split here."""
+        both = sequence_axes(stream), entry_axes(stream[0]) if len(stream) else ()
+        return cls(*(tuple(a for a in axes if lax.axis_size(a) > 1) for axes in both))
+
+
+def _is_true(found: Callable[[], bool]) -> bool:
+    """What is found; True of a block that needs what these numbers are not."""
+    try:
+        return found()
+    except Exception:
+        return True
+
+
+def _is_alone(run: Callable[[Tensor], Tensor], first: Tensor) -> bool:
+    """Whether tokens have the same results beside any others."""
+    half = (torch.arange(first.shape[SEQ_DIM]) < first.shape[SEQ_DIM] // 2).view(-1, 1)
+    # others with all scores above, all below, and all between those of what stays
+    others = [factor * first[:, :1] for factor in (50.0, -50.0, 0.01)]
+    for stays in (half, ~half):
+        seen = [torch.where(stays, run(torch.where(stays, first, other)), 0) for other in others]
+        if not all(_is_close(a, b) for a, b in itertools.pairwise(seen)):
+            return False
+    return True
+
+
+def _is_alike_anywhere(run: Callable[[Tensor], Tensor], first: Tensor) -> bool:
+    """Whether tokens have the same results in the second half of a sequence of twice the length."""
+    one = first[:1]
+    return _is_close(run(torch.cat([one, one], SEQ_DIM)), torch.cat([run(one)] * 2, SEQ_DIM))
+
+
+def _is_apart(run: Callable[[Tensor], Tensor], first: Tensor) -> bool:
+    """Whether a sample has the same results beside any other."""
+    one = first[:1]
+    beside = [run(torch.cat([one, factor * one.flip(SEQ_DIM)]))[:1] for factor in (50.0, 0.01)]
+    return all(_is_close(run(one), out) for out in beside)
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-3, equal_nan=True)
 
 
 def _waves(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -365,6 +365,41 @@ def test_blocks_that_mix_tokens_of_a_rank_are_refused(block):
             ft.trace(run)(weights, batch())
 
 
+def ramped(layer, params, x):
+    ramp = 1 + 0.1 * torch.arange(x.shape[1], dtype=x.dtype).view(1, -1, 1)
+    return transformer_block(layer, params, x * ramp)[0]
+
+
+def spread_out(layer, params, x):
+    return transformer_block(layer, params, x)[0] + torch.linspace(
+        0, 1, x.shape[1], dtype=x.dtype
+    ).view(1, -1, 1)
+
+
+def only_long(layer, params, x):
+    return transformer_block(layer, params, x)[0] if x.shape[1] > SEQ // 2 else x
+
+
+@pytest.mark.parametrize("block", [ramped, spread_out, only_long], ids=lambda b: b.__name__)
+def test_blocks_that_go_by_places_of_a_rank_are_refused(block):
+    weights = dense("block")[0]
+    loss_on(Mesh(dp=2), block)(weights, batch())  # whole sequences
+    for mesh, given in ((Mesh(cp=2), {}), (Mesh(tp=2), {"stream": gpt.SEQUENCE_PARALLEL_STREAM})):
+        with pytest.raises(ValueError, match=r"place of a token(?s:.*)let it take context"):
+            loss_on(mesh, block, **given)(weights, batch())
+
+
+def test_blocks_that_mix_samples_of_a_rank_are_refused():
+    def of_the_batch(layer, params, x):
+        return transformer_block(layer, params, x)[0] - x.mean(0, keepdim=True)
+
+    weights = dense("block")[0]
+    loss_on(Mesh(tp=2), of_the_batch)(weights, batch())  # whole batches
+    for mesh in (Mesh(dp=2), Mesh(dp=2, cp=2)):
+        with pytest.raises(ValueError, match=r"mix samples(?s:.*)'dp' split the batch"):
+            loss_on(mesh, of_the_batch)(weights, batch())
+
+
 def test_a_block_with_context_reaches_across_ranks_itself():
     """The mean of whole sequences, whose parts ranks have."""
 
