@@ -33,6 +33,7 @@ from functron.models.options import (
     check_positions,
     own_attention,
     own_block,
+    refuse_mixing,
 )
 from functron.nn import context
 from functron.nn.layers import JOINED, sequence_axes
@@ -180,7 +181,10 @@ def norm(config: GPTConfig, options: ModelOptions, weights: dict, x: Tensor) -> 
     apply = nn.norm if hook is None else hook.apply
     if config.fp32_residual:
         weights = tree.map(lambda w: w.to(x.dtype), weights)
-    y = apply(weights, x, **_norm_options(config, options))
+    given = _norm_options(config, options)
+    if hook is not None:
+        refuse_mixing("norm", functools.partial(apply, **given), weights, x, options)
+    y = apply(weights, x, **given)
     return y.to(_compute_dtype(config, options)) if config.fp32_residual else y
 
 
@@ -304,6 +308,8 @@ class Layer:
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
         if hook is not None:
+            whole = functools.partial(hook.apply, activation=activation, **{**given, "stream": P()})
+            refuse_mixing("mlp", whole, weights["mlp"], x, options, gathers=True)
             return hook.apply(weights["mlp"], x, activation=activation, **given), None
         assert activation != "clamped_swiglu"
         given["products"] = self.products(weights)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
@@ -413,9 +413,8 @@ class ModelOptions:
         raise_problems("ModelOptions", found, TypeError)
 
     @cached_property
-    def seen_blocks(self) -> set[tuple[torch.Size, _Splits]]:
-        """Shapes of a rank's tokens, and how they were split, for which `block` was seen to mix
-        none by itself."""
+    def seen_hooks(self) -> set[tuple]:
+        """Hooks that were seen to mix nothing by themselves; see `refuse_mixing`."""
         return set()
 
     def hook(self, name: str) -> Hook | None:
@@ -564,10 +563,14 @@ def own_block(hook: Hook, options: ModelOptions) -> Callable:
     apply = functools.partial(hook.apply, **given)
 
     def body(layer: Any, weights: dict, x: Tensor) -> tuple[Tensor, Any]:
-        splits = _Splits.of(options.stream)
-        if not given and any(splits) and (x.shape, splits) not in options.seen_blocks:
-            _refuse_mixing(apply, layer, weights, x, splits)
-            options.seen_blocks.add((x.shape, splits))
+        if not given:
+            stand_in = _OfEachToken.of(layer)
+
+            def run(own: dict, tokens: Tensor) -> Tensor:
+                out = apply(stand_in, own, tokens)
+                return out[0] if isinstance(out, tuple) else out
+
+            refuse_mixing("block", run, weights, x, options, lengths=stand_in.lengths)
         out = apply(layer, weights, x)
         y, auxiliary = out if isinstance(out, tuple) else (out, None)
         if ("moe" in weights) != (auxiliary is not None):
@@ -610,27 +613,47 @@ class _OfEachToken:
         return x
 
 
-def _refuse_mixing(apply: Callable, layer: Any, weights: dict, x: Tensor, splits: _Splits) -> None:
-    """Raise for a block that chooses or mixes what ranks have parts of; on numbers of its own.
+def refuse_mixing(
+    name: str,
+    run: Callable[[tree.Tree, Tensor], Tensor],
+    weights: tree.Tree,
+    x: Tensor,
+    options: ModelOptions,
+    *,
+    gathers: bool = False,
+    lengths: Collection[int] = (),
+) -> None:
+    """Raise for a hook that mixes tokens or samples of which ranks have parts; once per shape.
+
+    It is seen on numbers of this function's own, so that nothing depends on data.
+
+    Args:
+        name: of the hook.
+        run: ``(weights, tokens)`` to its results, of each token and sample alone.
+        weights: its parameters.
+        x: what it is given.
+        options: of the model.
+        gathers: it gathers sequences that tp splits itself, as it is told of the stream.
+        lengths: of the sequences that it gave others while it ran.
 
     Raises:
         ValueError: a token's result depends on others, on its place among those of its rank, or on
             other samples.
     """
-    seq, stand_in = x.shape[SEQ_DIM], _OfEachToken.of(layer)
+    splits = _Splits.of(options.stream, gathers)
+    if not any(splits) or (name, x.shape, splits) in options.seen_hooks:
+        return
+    seq = x.shape[SEQ_DIM]
     with aside(), enter(Scope()), torch.no_grad():
         own = tree.map(lambda leaf: _waves(leaf.shape[-1:], leaf.dtype).expand(leaf.shape), weights)
-        first = _waves(x.shape[1:], x.dtype).expand(x.shape)
-
-        def run(tokens: Tensor) -> Tensor:
-            out = apply(stand_in, own, tokens)
-            return out[0] if isinstance(out, tuple) else out
-
-        alone = _is_true(lambda: not splits.sequences or _is_alone(run, first))
-        alone = alone and stand_in.lengths <= {seq}
-        anywhere = _is_true(lambda: not splits.sequences or _is_alike_anywhere(run, first))
-        apart = _is_true(lambda: not splits.samples or _is_apart(run, first))
-    by_attention = "one that depends on others by layer.attention alone"
+        first, one = _waves(x.shape[1:], x.dtype).expand(x.shape), functools.partial(run, own)
+        alone = _is_true(lambda: not splits.sequences or _is_alone(one, first))
+        alone = alone and set(lengths) <= {seq}
+        anywhere = _is_true(lambda: not splits.sequences or _is_alike_anywhere(one, first))
+        apart = _is_true(lambda: not splits.samples or _is_apart(one, first))
+    by_attention = "one of that token alone"
+    if name == "block":
+        by_attention = "one that depends on others by layer.attention alone"
     rows = [
         (alone, "choose or mix tokens among those of its own rank", "sequence", by_attention,
          f"a result of a token that depends on others, of which a rank has {seq}"),
@@ -649,14 +672,15 @@ def _refuse_mixing(apply: Callable, layer: Any, weights: dict, x: Tensor, splits
         named = " and ".join(map(repr, axes))
         leave = "cp, or sequence parallelism over tp," if what == "sequence" else named
         refuse(
-            f"this block would {does}",
-            "options.block",
+            f"this {name} would {does}",
+            f"options.{name}",
             f"{got}: {named} split the {what}",
             wanted,
-            f"leave {leave} out; or let it take context, and bring together the "
-            f"{'tokens' if what == 'sequence' else 'samples'} of all ranks itself "
-            "(lax.all_gather), or learn the places of its own (nn.own_positions)",
+            f"leave {leave} out; or let {'it' if name == 'block' else 'a block'} take context, and "
+            f"bring together the {'tokens' if what == 'sequence' else 'samples'} of all ranks "
+            "itself (lax.all_gather), or learn the places of its own (nn.own_positions)",
         )
+    options.seen_hooks.add((name, x.shape, splits))
 
 
 class _Splits(NamedTuple):
@@ -666,14 +690,15 @@ class _Splits(NamedTuple):
     samples: tuple[str, ...]
 
     @classmethod
-    def of(cls, stream: P) -> _Splits:
-        """Those by which a stream is split here."""
+    def of(cls, stream: P, gathers: bool) -> _Splits:
+        """Those by which a stream is split here; of one that is gathered over tp the others."""
         both = sequence_axes(stream), entry_axes(stream[0]) if len(stream) else ()
+        both = [a for a in both[0] if not (gathers and a == "tp")], both[1]
         return cls(*(tuple(a for a in axes if lax.axis_size(a) > 1) for axes in both))
 
 
 def _is_true(found: Callable[[], bool]) -> bool:
-    """What is found; True of a block that needs what these numbers are not."""
+    """`found()`; True of a hook that needs what these numbers are not, and raises."""
     try:
         return found()
     except Exception:

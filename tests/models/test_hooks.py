@@ -400,6 +400,27 @@ def test_blocks_that_mix_samples_of_a_rank_are_refused():
             loss_on(mesh, of_the_batch)(weights, batch())
 
 
+def loss_with(mesh, options):
+    specs = ft.param_specs(gpt.defs(CONFIG), gpt.rules(CONFIG, mesh))
+    loss = lambda w, data: gpt.loss(CONFIG, w, data, options)
+    run = ft.shard_map(loss, mesh, (specs, gpt.batch_specs()), P())
+    return run(dense("block")[0], batch())
+
+
+@pytest.mark.parametrize("name", ["mlp", "norm"])
+@pytest.mark.parametrize(
+    ("dim", "what", "split", "whole"), [(1, "tokens", "cp", "dp"), (0, "samples", "dp", "cp")]
+)
+def test_hooks_of_tokens_that_mix_them_or_samples_are_refused(name, dim, what, split, whole):
+    options = ModelOptions(**{name: lambda params, x, **given: x - x.mean(dim, keepdim=True)})
+    wanted = loss_with(Mesh(), options)
+    got = loss_with(Mesh(**{whole: 2}), options)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=0)
+    with pytest.raises(ValueError, match=rf"options.{name}(?s:.*)'{split}' split") as error:
+        loss_with(Mesh(**{split: 2}), options)
+    assert f"this {name} would choose or mix {what}" in str(error.value)
+
+
 def test_a_block_with_context_reaches_across_ranks_itself():
     """The mean of whole sequences, whose parts ranks have."""
 
