@@ -527,7 +527,8 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
 
     Raises:
         ValueError: in forward-mode differentiation (jvp), where there is nothing to save; a name of
-            the policy that `f` never marks with `checkpoint_name`.
+            the policy that `f` never marks with `checkpoint_name`; `f` draws torch's own random
+            numbers.
         TypeError: the policy is none.
     """
     if f is None:
@@ -553,10 +554,25 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
             return tuple(outputs)
 
         program = _Program(flat, memory, compat.innermost_is_grad())
+        before = _random_states(site.tensors) if memory.needed else []
         outputs = _Remat.apply(program, *site.operands)
+        if not all(map(torch.equal, before, _random_states(site.tensors) if before else [])):
+            raise ValueError(
+                f"remat at {user_line()}: the function draws torch's own random numbers, which "
+                "would be others when backward computes it again; wanted a function of its "
+                "arguments; fix: pass a key, and draw with functron.random"
+            )
         return tree.unflatten(result[0], outputs)
 
     return wrapped
+
+
+def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The states of torch's generators for the devices of these tensors, in host memory."""
+    devices = {value.device for value in tensors if value.is_cuda}
+    if devices and torch.cuda.is_current_stream_capturing():
+        return []
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, sorted(devices, key=str))]
 
 
 @dataclass(frozen=True, eq=False)

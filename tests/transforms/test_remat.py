@@ -108,6 +108,22 @@ def test_keyed_randomness_is_drawn_alike_both_times():
     same(ft.grad(r)(W), torch.func.grad(f)(W))
 
 
+@pytest.mark.parametrize("way", ["tape", "grad", "torch.func", "policy"])
+def test_torchs_own_random_numbers_are_refused(way):
+    """Backward would draw others, so that gradients would be those of another function."""
+    policy = ft.policies.dots if way == "policy" else ft.policies.nothing
+    dropped = ft.remat(lambda x: torch.nn.functional.dropout(x, 0.5).sum(), policy=policy)
+    x = torch.ones(64, requires_grad=way == "tape")
+    calls = {
+        "tape": lambda: dropped(x),
+        "torch.func": lambda: torch.func.grad(dropped)(x),
+    }
+    with pytest.raises(ValueError, match=r"draws torch's own random.*functron\.random"):
+        calls.get(way, lambda: ft.grad(dropped)(x))()
+    with torch.no_grad():
+        dropped(x)  # nothing is computed again
+
+
 def test_forward_mode_says_what_to_do():
     with pytest.raises(ValueError, match="call the function itself"):
         torch.func.jvp(lambda w: ft.remat(block)(w, X), (W,), (W,))
