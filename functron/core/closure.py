@@ -7,10 +7,11 @@ those that matter, so that transforms can treat them like arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,6 +39,68 @@ def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
         return _rewrite(fn, dict(zip(keys, tensors, strict=True)), {})
 
     return list(found.values()), close
+
+
+def call_on_tape(fn: Callable, tensors: list[torch.Tensor]) -> tree.Tree:
+    """``fn(*tensors)`` computed under torch.func, in a way that torch's tape records.
+
+    For functions that overwrite what they are given unless torch.func differentiates them. The tape
+    sees one operation with all derivatives of `fn`, of any order; one of a higher order computes
+    `fn` again. What is no floating-point tensor of the result is no part of it.
+
+    Args:
+        fn: of tensors, to a tree; what it closes over counts as constant (see `hoist`).
+        tensors: floating-point ones, that the tape tracks.
+    """
+    result = _Result([], None, [])
+
+    def floats_of(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves, structure = tree.flatten(fn(*values))
+        moving = [tree.is_float(leaf) for leaf in leaves]
+        rest = [
+            compat.plain(leaf) if isinstance(leaf, torch.Tensor) and not moves else leaf
+            for leaf, moves in zip(leaves, moving, strict=True)
+        ]
+        result.leaves[:], result.moving[:], result.structure = rest, moving, structure
+        floats = tuple(leaf for leaf, moves in zip(leaves, moving, strict=True) if moves)
+        return floats or (torch.zeros(()),)  # torch.func.vjp wants some
+
+    made = iter(cast(tuple, _OnTape.apply(floats_of, *tensors)))
+    rows = zip(result.leaves, result.moving, strict=True)
+    return tree.unflatten(result.structure, [next(made) if moves else x for x, moves in rows])
+
+
+@dataclasses.dataclass
+class _Result:
+    """The leaves of a result, its structure, and which of them are floating-point tensors."""
+
+    leaves: list
+    structure: Any
+    moving: list[bool]
+
+
+class _OnTape(torch.autograd.Function):
+    """A function from tensors to a tuple of tensors, differentiated by torch.func."""
+
+    @staticmethod
+    def forward(ctx, fn, *tensors):
+        ctx.fn = fn
+        ctx.save_for_backward(*tensors)
+        made: Any = torch.func.vjp(fn, *(tensor.detach() for tensor in tensors))
+        out, ctx.pull = made
+        return tuple(value.detach() for value in out)  # lest a constant of the caller's is tracked
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        tensors = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return None, *ctx.pull(cotangents)
+
+        def pull(*values):
+            made: Any = torch.func.vjp(ctx.fn, *values[: len(tensors)])
+            return made[1](values[len(tensors) :])
+
+        return None, *_OnTape.apply(pull, *tensors, *cotangents)
 
 
 def _tracked(value: Any) -> bool:

@@ -64,13 +64,15 @@ def foreach_(
         ValueError: columns of different lengths or rows of different shapes; an operand varies over
             a mesh axis over which the first mutated one is replicated (a gradient that was never
             synchronised), or another mutated one does not vary where the first does; called while
-            torch.func differentiates. Every offending row is named.
+            torch.func differentiates, or torch's tape how one of them was computed. Every offending
+            row is named.
     """
     names = [*mutated, *(read or ())]
     columns = [*mutated.values(), *(read or {}).values()]
     _check_shapes(names, columns, paths)
     if not columns[0]:
         return
+    _refuse_taped(names[0], columns)
     if compat.transforms_active():
         columns = _physical_columns(columns, names, len(mutated), paths)
     copied: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -86,6 +88,21 @@ def foreach_(
             fn(*map(list, group))
         for target, value in copied:
             target.copy_(value)
+
+
+def _refuse_taped(name: str, columns: list[Column]) -> None:
+    """Raise ValueError where torch's tape has how a tensor was computed, and would miss the update.
+
+    A leaf of the tape, such as a torch.nn.Parameter, is updated as torch's optimizers do it.
+    """
+    if not torch.is_grad_enabled() or compat.dispatch_modes_active():
+        return
+    if any(tensor.grad_fn is not None for column in columns for tensor in column):
+        raise ValueError(
+            f"in-place update of {name} while torch's tape records what was computed of them: the "
+            "derivative would be lost; fix: where none is wanted, detach the tensors or call it "
+            "under torch.no_grad(), else use the pure `update` and `apply_updates`"
+        )
 
 
 def _check_shapes(names: list[str], columns: list[Column], paths: Paths) -> None:

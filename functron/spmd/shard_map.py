@@ -5,6 +5,7 @@ A program runs on the simulator, or in this process with its axes bound to proce
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 import zlib
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import hoist
+from functron.core.closure import call_on_tape, hoist
 from functron.core.errors import Problem, dataclass_fix, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
@@ -270,7 +271,9 @@ def shard_map(
             since other ranks run other programs: simulate the mesh to check it.
         donate: positions of arguments that `f` may modify in place, such as the state of a step
             that calls an optimizer's ``step_``. Their tensors are gone once `f` has returned, and
-            using them raises. Of what `trace` and `jit` make of this, these say what is donated.
+            using them raises. Under a transform of torch.func, and where torch's tape tracks an
+            argument, nothing is: `f` is given copies, and derivatives are those of what it
+            computes. Of what `trace` and `jit` make of this, these say what is donated.
         replicated_over: axes whose ranks are all meant to do the same work. Under `check`, an axis
             of a name of your own (no standard one), that has more than one rank, that no spec
             mentions and no collective or index in `f` names, is refused otherwise: it is more often
@@ -372,7 +375,10 @@ class Mapped:
                 "map over other axes, or call the function directly"
             )
         leaves, structure, specs, paths = self._flatten(args)
-        refuse_orphans(self._where(), dict(zip(paths, leaves, strict=True)), hoist(self.f)[0])
+        hidden, close = hoist(self.f)
+        refuse_orphans(self._where(), dict(zip(paths, leaves, strict=True)), hidden)
+        if self.donate and _taped([*leaves, *hidden]):
+            return self._on_tape(leaves, structure, hidden, close)
         stages, named = self._stage_axis() or scope().stages, scope().named
         inner = replace(scope(), stages=stages, named=set() if named is None else named)
         with unwinding():
@@ -380,6 +386,23 @@ class Mapped:
                 with enter(inner):
                     return self._trace(leaves, structure, specs)
             return self._together(args, inner, leaves, paths, structure, specs)
+
+    def _on_tape(self, leaves: list, structure, hidden: list, close: Callable) -> Any:
+        """The results where torch's tape tracks what is given: under torch.func, as pure as there.
+
+        A derivative of what is overwritten would be lost, and what the tape keeps be changed.
+        """
+        places = [i for i, leaf in enumerate(leaves) if _taped([leaf])]
+        count = len(places)
+
+        def call(*tensors):
+            given, again = list(leaves), copy.copy(self)
+            for i, tensor in zip(places, tensors[:count], strict=True):
+                given[i] = tensor
+            again.f = close(list(tensors[count:]))
+            return again(*_arguments(structure, given))
+
+        return call_on_tape(call, [*(leaves[i] for i in places), *hidden])
 
     def _together(self, args: tuple, inner: Scope, leaves: list, paths: list, structure, specs):
         """The results of all ranks, or of this process's, which makes the call with the others."""
@@ -399,6 +422,10 @@ class Mapped:
                 given = list(leaves)
                 for i, path in donated.items():
                     given[i] = donation.take(path, leaves[i])
+                if compat.transforms_active():  # nothing is given up: what is edited are copies
+                    for i, leaf in enumerate(leaves):
+                        if isinstance(leaf, torch.Tensor) and _position(paths[i]) in self.donate:
+                            given[i] = leaf.clone()
                 donation.start()
                 out = self._compute(given, structure, specs)
                 donation.finish()
@@ -500,11 +527,7 @@ class Mapped:
         """`f` on flat values, its flat outputs matched with their specs and checked."""
 
         def body(values: list) -> tuple[list, list[P | None]]:
-            args = tuple(
-                arg.value if isinstance(arg, _Static) else arg
-                for arg in tree.unflatten(structure, values)
-            )
-            out = f(*args)
+            out = f(*_arguments(structure, values))
             outputs, result.structure = tree.flatten(out)
             specs = tree.broadcast_prefix(
                 self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
@@ -679,6 +702,19 @@ class _Static:
     """A static argument, opaque to trees."""
 
     value: Any
+
+
+def _arguments(structure: tree.Structure, leaves: list) -> tuple:
+    """The arguments of these leaves, static ones as they were given."""
+    args = tree.unflatten(structure, leaves)
+    return tuple(arg.value if isinstance(arg, _Static) else arg for arg in args)
+
+
+def _taped(values: list) -> bool:
+    """Whether torch's tape tracks one of these, and no transform or trace sees them besides."""
+    if not torch.is_grad_enabled() or compat.transforms_active() or compat.dispatch_modes_active():
+        return False
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _is_static(arg: Any, spec: Any) -> bool:

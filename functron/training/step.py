@@ -401,8 +401,10 @@ def make_step(
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
     Donates the state: its tensors are updated in place and returned, and the old ones are gone:
-    using them raises. Under a transform of torch.func it is pure, and nothing is gone: a
-    ``vmap(step)`` of stacked states and batches trains an ensemble. On a bound mesh state and batch
+    using them raises. Under a transform of torch.func, and where torch's tape tracks the state, the
+    batch or what the loss closes over (so within `functron.grad`), it is pure, and nothing is gone:
+    derivatives have all terms, and a ``vmap(step)`` of stacked states and batches trains an
+    ensemble. On a bound mesh state and batch
     are this rank's shards, on a simulated one global values. From here on the C library keeps the
     memory that this process frees, up to 2 GiB.
 

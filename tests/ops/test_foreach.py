@@ -195,3 +195,14 @@ def test_traces_to_one_graph_with_the_update_in_place():
     expected = param + update.t()
     torch.testing.assert_close(graph(param, update), expected, rtol=0, atol=0)
     torch.testing.assert_close(param, expected, rtol=0, atol=0)
+
+
+def test_what_a_tape_would_miss_is_refused():
+    w = torch.ones(3, requires_grad=True)
+    params, updates = {"params": [2 * w]}, {"updates": [torch.ones(3)]}
+    for mutated, read in ((params, updates), ({"params": [torch.ones(3)]}, {"updates": [2 * w]})):
+        with pytest.raises(ValueError, match=r"tape records .* derivative would be lost; fix"):
+            foreach_(torch._foreach_add_, mutated, read)
+    with torch.no_grad():
+        foreach_(torch._foreach_add_, params, updates)
+    assert params["params"][0].tolist() == [3, 3, 3]

@@ -163,6 +163,9 @@ def test_a_tensor_that_a_tape_tracks_goes_with_the_others():
     f = ft.shard_map(body, Mesh(), P(), P(), donate=0)
     with pytest.raises(KeyboardInterrupt):
         f(given, torch.ones(3))
+    assert torch.equal(given["w"], torch.ones(3))  # the tape tracks it: nothing is donated
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        f(given, torch.ones(3))
     assert type(given["w"]) is type(given["b"]) is Donated
     with pytest.raises(ValueError, match="was being updated"):
         given["w"] + 1
@@ -249,3 +252,51 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_ranks_that_fail_alike_stay_together_and_others_part(torchrun):
     assert torchrun(ALIKE, 2).stdout.count("ends") == 2
+
+
+def doubled(mesh, spec):
+    return ft.shard_map(lambda s: s.mul_(2) * s, mesh, (spec,), spec, donate=0)
+
+
+@pytest.mark.parametrize("spec", [P(), P("dp")], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
+def test_under_transforms_and_on_a_tape_copies_are_edited(mesh, spec):
+    """Of (2 x)^2: its values, its derivatives 8 x and 8, and the caller's tensors as they were."""
+    f, x = doubled(mesh, spec), torch.arange(1.0, 5.0)
+    rows = torch.stack([x, -x])
+    kept = x.clone(), rows.clone()
+    torch.testing.assert_close(torch.func.vmap(f)(rows), 4 * kept[1] ** 2)
+    torch.testing.assert_close(torch.func.grad(lambda x: f(x).sum())(x), 8 * kept[0])
+    torch.testing.assert_close(ft.grad(lambda x: f(x).sum())(x), 8 * kept[0])
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(f(leaf).sum(), leaf, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), leaf)
+    torch.testing.assert_close((slope, bend), (8 * kept[0], torch.full((4,), 8.0)))
+    node = 1 * leaf  # no leaf of the tape, which torch lets anybody edit
+    torch.testing.assert_close(torch.autograd.grad(f(node).sum(), leaf)[0], 8 * kept[0])
+    torch.testing.assert_close((x, rows, leaf.detach(), node.detach()), (*kept, kept[0], kept[0]))
+    f(x)
+    assert type(x) is Donated
+
+
+def test_on_a_tape_what_a_program_closes_over_is_differentiated():
+    scale = torch.tensor(3.0, requires_grad=True)
+    count, x = torch.tensor(1), torch.ones(4)
+    f = ft.shard_map(
+        lambda s: (s["x"].mul_(scale), s["count"] + 1, s["rest"]), Mesh(), P(), P(), donate=0
+    )
+    given = {"x": x, "count": count, "rest": torch.ones(2)}
+    y, after, rest = f(given)
+    y.sum().backward()
+    assert float(scale.grad) == 4
+    assert int(after) == 2
+    assert torch.equal(x, torch.ones(4))
+    assert torch.equal(rest, torch.ones(2))
+    assert not given["rest"].requires_grad
+
+
+def test_on_a_tape_without_any_result_to_differentiate():
+    f = ft.shard_map(lambda s: s.add_(1) > 1, Mesh(), P(), P(), donate=0)
+    x = torch.zeros(2, requires_grad=True)
+    assert f(x).tolist() == [False, False]
+    assert x.tolist() == [0, 0]

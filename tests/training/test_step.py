@@ -584,7 +584,7 @@ ENSEMBLES = {
 }
 
 
-def wide_step(optimizer, mesh):
+def wide_step(optimizer, mesh, **options):
     """A step of two parameters in float64, and its state."""
     defs = {
         "w": ft.ParamDef((4, 2), (None, None), ft.params.Normal(1.0), torch.float64),
@@ -597,7 +597,7 @@ def wide_step(optimizer, mesh):
         return lax.psum(((x @ params["w"] + params["b"]).square().sum(-1) * mask).sum(), "dp")
 
     count = lambda data: lax.psum(data[..., 4].sum(), "dp")
-    step = ft.make_step(ft.gradients(loss, count), optimizer, mesh, specs)
+    step = ft.make_step(ft.gradients(loss, count, **options), optimizer, mesh, specs)
     return step, ft.init_state(random.key(0), defs, specs, optimizer, mesh)
 
 
@@ -655,6 +655,95 @@ def test_a_step_is_differentiated_as_what_it_computes(mesh):
         got = torch.func.jvp(after, (state.params,), (tangent,))
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=0)
     torch.testing.assert_close(state.params, params, rtol=0, atol=0)
+
+
+TAPED = {
+    "sgd": lambda: optim.sgd(0.1),
+    "momentum": lambda: optim.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optim.adamw(0.1, eps=1e-2),
+    "clipped": lambda: optim.chain(
+        optim.clip_by_global_norm(1.0), optim.adamw(lambda count: 0.1 / (count + 1), eps=1e-2)
+    ),
+    "zero": lambda: optim.zero(optim.adamw(0.1, eps=1e-2), shards={"w": P("dp"), "b": P("dp")}),
+}
+
+
+@pytest.mark.parametrize("what", ["params", "opt_state", "batch"])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
+@pytest.mark.parametrize("name", list(TAPED))
+def test_a_tape_differentiates_two_steps(name, mesh, what):
+    """With all terms, as finite differences say; what it tracks stays as it was."""
+    step, state = wide_step(TAPED[name](), mesh)
+    data = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data[:, 4] = 1
+    leaves, structure = tree.flatten({"params": state.params, "opt_state": state.opt_state})
+    prefix = "batch" if what == "batch" else what + "/"
+    paths = [*tree.paths({"params": state.params, "opt_state": state.opt_state}), "batch"]
+    values = [leaf.clone() for leaf in [*leaves, data]]
+    for path, value in zip(paths, values, strict=True):
+        if path.startswith("opt_state/") and tree.is_float(value):
+            value.fill_(0.5)  # at 0 a root has no slope
+    rows = enumerate(zip(paths, values, strict=True))
+    wide = [i for i, (path, x) in rows if path.startswith(prefix) and tree.is_float(x)]
+    if not wide:
+        pytest.skip("this optimizer remembers nothing")
+
+    def after(*chosen):
+        given = [x.clone() for x in values]
+        for i, x in zip(wide, chosen, strict=True):
+            given[i] = x
+        parts = tree.unflatten(structure, given[:-1])
+        one = state._replace(**parts, step=state.step.clone(), key=state.key.clone())
+        for _ in range(2):
+            one, metrics = step(one, given[-1])
+        return one.params["w"].square().sum() + metrics["loss"]
+
+    chosen = [values[i].clone() for i in wide]
+    generator = torch.Generator().manual_seed(1)
+    along = [torch.rand(x.shape, dtype=x.dtype, generator=generator) for x in chosen]
+    if what == "batch":
+        along[0][:, 4] = 0  # a mask, of which targets are counted
+
+    def dot(grads):
+        return float(sum((g * a).sum() for g, a in zip(grads, along, strict=True)))
+
+    def at(h):
+        return float(after(*(x + h * a for x, a in zip(chosen, along, strict=True))))
+
+    h = 1e-4
+    wanted = (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
+    assert abs(wanted) > 1e-4
+    found = [dot(ft.grad(after, tuple(range(len(chosen))))(*chosen))]
+    taped = [x.clone().requires_grad_() for x in chosen]
+    found.append(dot(torch.autograd.grad(after(*taped), taped)))
+    nodes = [1 * x for x in taped]
+    found.append(dot(torch.autograd.grad(after(*nodes), taped)))
+    for got in found:
+        assert got == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    for some in (taped, nodes):
+        torch.testing.assert_close([x.detach() for x in some], chosen, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"scatter": True}, {"hoist": True}])
+def test_a_tape_differentiates_microbatches_and_no_programs(mesh, options):
+    """As torch.func does; what is traced or compiled says that it has no derivatives."""
+    step, state = wide_step(optim.adamw(0.1, eps=1e-2), mesh, **options)
+    data = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data[:, 4] = 1
+
+    def slope(step, grad):
+        def after(params):
+            return step(state._replace(params=params), data)[0].params["w"].square().sum()
+
+        return grad(after)(state.params)
+
+    wanted = slope(step, torch.func.grad)
+    torch.testing.assert_close(slope(step, ft.grad), wanted, rtol=1e-10, atol=0)
+    with pytest.raises(ValueError, match="require gradients"):
+        slope(ft.jit(step, donate=0, backend="eager"), ft.grad)
+    with pytest.raises(ValueError, match="requires gradients"):
+        slope(ft.trace(step, donate=0)(state, data), ft.grad)
 
 
 def test_the_parameters_of_a_state_are_those_of_half_of_its_key():
