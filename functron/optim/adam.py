@@ -90,7 +90,7 @@ def scale_by_adam(
             least, and the state is rounded once per update, after its use.
         quantised: with "int8" or "fp8", which leaves are: a mask such as `quantisable(defs)` gives
             (its rule is for global shapes, which shards do not show). The others are float32. None:
-            by the shapes seen, which is right where nothing is sharded.
+            by the shapes seen, on one rank; on a mesh of more it is needed.
 
     Raises:
         ValueError: (when called) a shard of a quantised leaf ends within a block.

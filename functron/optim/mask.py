@@ -28,6 +28,7 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
+from functron.spmd.axes import scope
 from functron.spmd.spec import P, is_spec
 
 Mask = tree.Tree | Callable[[Params], tree.Tree] | None
@@ -43,10 +44,12 @@ def add_decayed_weights(
         weight_decay: the factor, a number (state ``()``) or a schedule; not yet multiplied by the
             learning rate.
         mask: a tree or prefix tree of bools (True: decay), or a function from the parameters to
-            one; None decays every leaf.
+            one; None decays every leaf. On a mesh of more than one rank a function may look at
+            paths, dtypes and numbers of dims, not at sizes or values, of which ranks have parts.
 
     Raises:
-        ValueError: (when called) no parameters given, or `mask` does not fit them.
+        ValueError: (when called) no parameters given, or `mask` does not fit them, or looks at
+            more than it may.
     """
 
     def decay(updates, params, factor):
@@ -171,9 +174,10 @@ def mask_leaves(mask: Mask, params: Params) -> list[bool]:
     """One bool per leaf of `params`: whether `mask` picks it.
 
     Raises:
-        ValueError: `mask` is not a prefix tree of bools; every offender is named.
+        ValueError: `mask` is not a prefix tree of bools, and every offender is named; or it is a
+            function that looks at sizes or values where ranks may have parts of the parameters.
     """
-    chosen = mask(params) if callable(mask) else mask
+    chosen = mask(_seen_by(mask, params)) if callable(mask) else mask
     if chosen is None:
         return [True] * len(tree.leaves(params))
     flags = tree.broadcast_prefix(chosen, params, what="mask", wanted="a bool, or containers")
@@ -186,6 +190,64 @@ def mask_leaves(mask: Mask, params: Params) -> list[bool]:
         ],
     )
     return flags
+
+
+def _seen_by(mask: Callable, params: Params) -> Params:
+    """The argument of a mask that is a function: where leaves may be parts, `_Part` of each.
+
+    Which leaves are split and padded is not known here, nor how many layers other ranks have.
+    """
+    split = any(axis is not None for axis in scope().axes.values()) or scope().stages is not None
+    if mask is not_norm_or_bias or not split:
+        return params
+
+    def part(path: str, leaf: Any) -> Any:
+        return _Part(path, leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree.map_with_path(part, params)
+
+
+class _Part(torch.Tensor):
+    """A leaf that ranks may have parts of: it says what is true of the whole, and refuses the rest.
+
+    A mask that went by the size of a part would pick other leaves on other meshes.
+    """
+
+    path: str
+
+    def __new__(cls, path: str, leaf: torch.Tensor) -> _Part:
+        like = torch.empty([0] * leaf.dim(), dtype=leaf.dtype, device="meta")
+        part = like.as_subclass(cls)
+        part.path = path
+        return part
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func not in _OF_PARTS:
+            found = [x.path for x in tree.leaves((args, kwargs)) if isinstance(x, _Part)]
+            name = getattr(getattr(func, "__self__", None), "__name__", None) or func.__name__
+            refuse(
+                "a mask cannot be told what it asks for",
+                f"mask, of parameter {found[0]}" if found else "mask",
+                f"a function that looks at {name}, where ranks may have parts of parameters",
+                "one of paths, dtypes and numbers of dims, which are the same for parts",
+                "give the tree of bools that it makes of whole parameters, or of their ParamDefs",
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_OF_PARTS = frozenset(
+    {
+        torch.Tensor.dim,
+        torch.Tensor.ndimension,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.is_floating_point,
+        torch.is_complex,
+        *(getattr(torch.Tensor, name).__get__ for name in ("ndim", "dtype", "itemsize")),
+    }
+)
+"""The functions of tensors whose results for parts are those for wholes."""
 
 
 def not_norm_or_bias(params: Params) -> tree.Tree:

@@ -280,3 +280,63 @@ def test_bad_groups_and_labels():
         optim.multi_transform({"slow": optim.sgd(0.1)}, {"embed": "slw"})
     with pytest.raises(ValueError, match="max_consecutive_errors: got -1"):
         optim.apply_if_finite(optim.sgd(0.1), -1)
+
+
+BIG = {"w": torch.ones(8, 4, dtype=torch.float64), "b": torch.ones(4, dtype=torch.float64)}
+LOOKS = {
+    "numel": lambda x: x.numel() >= 32,
+    "shape": lambda x: x.shape[0] >= 8,
+    "size": lambda x: x.size(0) >= 8,
+    "__len__": lambda x: len(x) >= 8,
+    "nbytes": lambda x: x.nbytes >= 256,
+    "values": lambda x: bool((x.sum() >= 32).item()),
+}
+LAYOUTS = {
+    "zero": (Mesh(dp=2), {"w": P(), "b": P()}, {"w": P("dp"), "b": P("dp")}),
+    "tp": (Mesh(tp=2), {"w": P("tp"), "b": P()}, None),
+    "fsdp": (Mesh(dp=2), {"w": P(None, "dp"), "b": P("dp")}, None),
+}
+
+
+def decayed(mask, layout, make):
+    """What a step with gradients of 0 makes of ones: those that decay are no longer 1."""
+    mesh, specs, shards = LAYOUTS[layout]
+    optimizer = make(mask)
+    optimizer = optim.zero(optimizer, shards=shards) if shards else optimizer
+    optimizer = optimizer.bind(specs)
+    grads, wanted = tree.map(torch.zeros_like, BIG), optimizer.grad_specs(specs)
+
+    def step(params, grads):
+        return optimizer.step_(grads, optimizer.init(params), params)[0]
+
+    mapped = shard_map(step, mesh, (specs, wanted), specs, donate=(0, 1), check=False)
+    return mapped(tree.map(torch.clone, BIG), grads)
+
+
+@pytest.mark.parametrize("look", list(LOOKS))
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("kind", ["adamw", "lion"])
+def test_masks_by_the_sizes_of_parts_are_refused(kind, layout, look):
+    """A rank's part of [8, 4] has 16 elements, and would not decay; of bools it does."""
+    make = lambda mask: getattr(optim, kind)(0.1, weight_decay=3.0, mask=mask)
+    mask = lambda params: tree.map(LOOKS[look], params)
+    with pytest.raises(
+        ValueError, match=r"of parameter [wb]: got a function .* fix: give the tree"
+    ):
+        decayed(mask, layout, make)
+    bools = tree.map(lambda x: x.numel() >= 32, BIG)
+    named = lambda params: tree.map_with_path(lambda path, x: path == "w" and x.ndim == 2, params)
+    for fits in (bools, named):
+        got = decayed(fits, layout, make)
+        torch.testing.assert_close(got, {"w": (1 - 0.1 * 3.0) * BIG["w"], "b": BIG["b"]})
+    one = make(mask)
+    zeros = tree.map(torch.zeros_like, BIG)
+    updates, _ = one.update(zeros, one.init(BIG), BIG)  # whole ones, on no mesh
+    torch.testing.assert_close(updates, {"w": -0.1 * 3.0 * BIG["w"], "b": zeros["b"]})
+
+
+def test_moments_in_8_bits_by_the_sizes_of_parts_are_refused():
+    optimizer, params = optim.adam(0.1, mu_dtype="int8"), {"w": torch.ones(64, 256)}
+    init = shard_map(optimizer.init, Mesh(dp=2), ({"w": P("dp")},), P(), check=False)
+    with pytest.raises(ValueError, match="of parameter w: got a function that looks at shape"):
+        init(params)
