@@ -1,15 +1,28 @@
 """Donation: tensors that a call of a program consumes, all of them or none.
 
 A caller may give a tensor's memory to a program's results, and the tensor is gone: it becomes a
-`Donated`: it holds no memory, and whatever is done with it raises, with the call that consumed it.
+`Donated`: it holds no memory, and its use raises, with the call that consumed it.
 JAX calls such arrays deleted.
 
 A call that fails, or that Ctrl-C interrupts, leaves what was donated to it as it was, if nothing of
 it had been written; else all of it is gone, since a part of a new state beside the rest of an old
 one would train on with wrong numbers. Ctrl-C may come between any two steps of Python, so nothing
 here depends on code that runs after it: a tensor is a `Donated` from before the first write on, and
-whether it is whole follows from the versions that torch counts, when it is next used. What writes
-without telling torch (fused and compiled kernels) counts before it writes.
+whether it is whole follows from the versions that torch counts, when it is next used. The fused and
+compiled kernels of this library, of whose writes torch counts none, count before they write.
+
+Of other writes that torch does not count nothing is known: through ``x.data``, ``x.numpy()`` or
+DLPack, and by `torch._fused_adamw_` and its like or a kernel of one's own called without
+`functron.ops.foreach.foreach_`. A call that fails after these alone leaves its arguments as if
+nothing had been written, yet with what was. ``torch.autograd.graph.increment_version(x)``
+before such a write makes it count.
+
+Some functions of torch ask no subclass, so that they cannot raise: `torch.tensor`, `new_tensor`,
+`torch.Tensor` and `torch.utils.dlpack.to_dlpack` make an empty tensor of one that is gone, and
+`torch.as_tensor` and `torch.asarray` return it as it is. Copies by ``clone()`` raise.
+
+A tensor that torch's tape tracks is not donated, nor is anything beside it (see `shard_map`), but
+where no tape runs: then it is updated in place and stays what it is.
 """
 
 from __future__ import annotations
@@ -28,7 +41,7 @@ RESTORE = "go on from the newest checkpoint, or from a new state"
 
 
 class Donated(torch.Tensor):
-    """The remains of a tensor that a program consumed. Every use of it raises.
+    """The remains of a tensor that a program consumed. Every use of it raises that torch lets see.
 
     Unless the program failed before it wrote anything: then it becomes the tensor that it was.
     """

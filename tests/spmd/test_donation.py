@@ -300,3 +300,23 @@ def test_on_a_tape_without_any_result_to_differentiate():
     x = torch.zeros(2, requires_grad=True)
     assert f(x).tolist() == [False, False]
     assert x.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_writes_that_torch_does_not_count(counted):
+    """As the module says: unknown, unless the program counts them."""
+
+    def body(s):
+        if counted:
+            torch.autograd.graph.increment_version(s)
+        s.data.add_(1)
+        raise KeyboardInterrupt
+
+    x = torch.zeros(2)
+    with pytest.raises(KeyboardInterrupt):
+        ft.shard_map(body, Mesh(), P(), P(), donate=0)(x)
+    if counted:
+        with pytest.raises(ValueError, match="was being updated"):
+            x.tolist()
+    else:
+        assert x.tolist() == [1, 1]
