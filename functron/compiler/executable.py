@@ -55,6 +55,7 @@ from functron.program.equations import (
     contiguous_strides,
 )
 from functron.program.order import arranged
+from functron.program.program import refuse_derivatives
 from functron.spmd.axes import raise_lost, user_line
 from functron.spmd.donation import Donated, Donation, check_consumable, words
 from functron.spmd.mesh import BoundMesh, Call, Mesh
@@ -214,9 +215,11 @@ class Executable:
         Donated arguments are consumed: results take their memory, and they are left empty.
 
         Raises:
-            ValueError: another structure, shape, dtype or device, or other static values.
+            ValueError: another structure, shape, dtype or device, or other static values; or they
+                are differentiated.
         """
         leaves = self.program.flatten(args)
+        refuse_derivatives(self.program, leaves)
         arguments = [given for given in self.program.inputs if given.role == "argument"]
         raise_problems(
             f"{self.program.name} was compiled for other arguments",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from functron.compiler.executable import Backend, Executable, describe
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
+from functron.core.closure import refuse_tracked
 from functron.core.errors import (
     ORPHAN,
     Problem,
@@ -168,7 +169,7 @@ class Jitted:
                 if self.fn.aside(args):
                     return self.fn(*args)
             executable = self._executable(args, leaves, structure)
-            out = executable.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+            out = executable.run(list(_tensors(leaves)))
         if isinstance(self.fn, Mapped) and self.fn.observe is not None:
             self.fn.observe(args, out)
         return out
@@ -202,8 +203,12 @@ class Jitted:
             bound = mesh if isinstance(mesh, BoundMesh) else None
             described = {path: text for path, (_, text) in _described(args).items()}
             with Call(f"compiling {self.name}", bound, alike=True):
-                entry = _Entry(compile_program(program, bound, **self.settings), described)
+                constants = tuple(x.value for x in program.inputs if x.value is not None)
+                made = compile_program(program, bound, **self.settings)
+                entry = _Entry(made, described, constants)
             entries[signature] = entry
+        elif _may_differentiate():
+            refuse_tracked(self.name, entry.constants)
         return entry.executable
 
     def _check_parts(self, program: Program) -> None:
@@ -221,18 +226,18 @@ class Jitted:
 
     def _check_tensors(self, args: tuple, leaves: list) -> None:
         refuse_donated(leaves, lambda: tree.paths(args), self.name)
-        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if any(map(compat.is_orphan, tensors)):
+        if any(map(compat.is_orphan, _tensors(leaves))):
             raise ValueError(f"{self.name} {ORPHAN}")
         if compat.transforms_active():
             raise ValueError(
                 f"{self.name}: got a compiled function under a torch.func transform; wanted jit "
                 "outermost; fix: jit(grad(f)) instead of grad(jit(f)), and so on"
             )
-        if torch.is_grad_enabled() and any(_requires_grad(x) for x in leaves):
+        if _may_differentiate() and any(map(compat.is_tracked, _tensors(leaves))):
             raise ValueError(
-                f"{self.name}: got tensors that require gradients, and torch's tape ends at "
-                "compiled code; fix: compute gradients inside, as in jit(ft.grad(f)), or "
+                f"{self.name}: got tensors that require gradients or have tangents, and "
+                "derivatives end at compiled code; fix: compute gradients inside, as in "
+                "jit(ft.grad(f)), or "
                 "detach the arguments"
             )
 
@@ -276,6 +281,7 @@ class Jitted:
 class _Entry(NamedTuple):
     executable: Executable
     arguments: dict[str, str]
+    constants: tuple[torch.Tensor, ...]
 
 
 def _abstract(leaf: Any) -> Any:
@@ -285,8 +291,12 @@ def _abstract(leaf: Any) -> Any:
     return type(leaf), leaf  # since True == 1 == 1.0
 
 
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+def _tensors(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _may_differentiate() -> bool:
+    return torch.is_grad_enabled() or compat.pushing_forward()
 
 
 def _described(args: tuple) -> dict[str, tuple[bool, str]]:

@@ -7,16 +7,18 @@ those that matter, so that transforms can treat them like arguments.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from functron.core import compat, tree
-from functron.core.errors import is_library, made_public
+from functron.core.errors import Problem, is_library, made_public, raise_problems
 
 
 def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Callable]]:
@@ -101,6 +103,67 @@ class _OnTape(torch.autograd.Function):
             return made[1](values[len(tensors) :])
 
         return None, *_OnTape.apply(pull, *tensors, *cotangents)
+
+
+def refuse_tracked(name: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError for tensors, closed over by a program, that something outside tracks.
+
+    A program holds their numbers, so that derivatives and maps of them would be silently lost.
+
+    Args:
+        name: of the function that is, or was, traced.
+        tensors: those that it closes over.
+    """
+    wanted = "a constant, or one of its arguments: what a program closes over has no derivative"
+    fix = (
+        f"pass it to {name} as an argument, and have what differentiates or maps it inside, as in "
+        "ft.jit(ft.grad(f)); or detach it outside of the function, or call under torch.no_grad()"
+    )
+    raise_problems(
+        f"{name} closes over a tensor that is differentiated or mapped outside of it",
+        [
+            Problem("closure", f"a tensor of shape {list(x.shape)}", wanted, fix)
+            for x in tensors
+            if compat.is_tracked(x)
+        ],
+    )
+
+
+@contextlib.contextmanager
+def refusing_tracked(name: str, fn: Callable) -> Iterator[None]:
+    """Trace `fn` in this with block; raise ValueError where it uses what torch.func tracks outside.
+
+    Operations are recorded below all transforms, where tracked tensors look like constants.
+    """
+    levels = compat.transform_levels()
+    if not levels:
+        yield
+        return
+    refuse_tracked(name, hoist(fn)[0])
+    with _Watch(name, levels):  # for those that objects hold
+        yield
+
+
+class _Watch(TorchFunctionMode):
+    """Sees the operands of operations as the user's code does: wrapped."""
+
+    def __init__(self, name: str, levels: Collection[int]):
+        super().__init__()
+        self.name, self.levels = name, levels
+        self.outside = compat.running_transforms()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Runs `func`, unless an operand is tracked by a level from before the block."""
+        for leaf in tree.leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and compat.is_wrapped(leaf):
+                self._refuse(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def _refuse(self, value: torch.Tensor) -> None:
+        hidden = not compat.transforms_active()  # partition traces as if none were running
+        with compat.with_transforms(self.outside) if hidden else contextlib.nullcontext():
+            if compat.is_tracked(value, self.levels):
+                refuse_tracked(self.name, [value])
 
 
 def _tracked(value: Any) -> bool:

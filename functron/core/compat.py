@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
+    temporarily_restore_interpreter_stack,
 )
 from torch._functorch.utils import (
     enable_single_level_autograd_function,
@@ -335,6 +336,46 @@ def is_orphan(value: torch.Tensor) -> bool:
     return False
 
 
+def is_tracked(
+    value: torch.Tensor, levels: Collection[int] | None = None, *, mapped: bool = True
+) -> bool:
+    """Whether something differentiates or maps `value`: torch's tape, dual numbers or torch.func.
+
+    A tensor that was made under a transform of torch.func is wrapped by its level, but not tracked.
+
+    Args:
+        value: any tensor.
+        levels: of torch.func, which alone are asked, without the tape; None: everything.
+        mapped: whether vmap counts.
+    """
+    with contextlib.ExitStack() as lowered:
+        while functorch.is_functorch_wrapped_tensor(value):
+            level, inside = functorch.maybe_get_level(value), functorch.get_unwrapped(value)
+            if transforms_active():
+                running: Any = retrieve_current_functorch_interpreter()
+                if running.level() != level:
+                    lowered.enter_context(running.lower())
+                    continue
+            if levels is None or level in levels:
+                batched = functorch.is_batchedtensor(value)
+                if mapped if batched else _is_differentiated(value):
+                    return True
+            value = inside
+        while levels is None and transforms_active():
+            running = retrieve_current_functorch_interpreter()
+            lowered.enter_context(running.lower())
+        return levels is None and _is_differentiated(value)
+
+
+def _is_differentiated(value: torch.Tensor) -> bool:
+    """Whether the tape or the dual numbers of the current level are about `value`."""
+    if torch.is_grad_enabled() and value.requires_grad:
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(value).tangent is not None
+
+
 def unwrap_if_dead(value: torch.Tensor) -> torch.Tensor:
     """`value` without the wrappers of transforms that have returned."""
     return functorch.unwrap_if_dead(value)
@@ -375,6 +416,19 @@ class Ambient(NamedTuple):
 def no_transforms() -> Iterator[None]:
     """Run a with block as if no torch.func transform were running."""
     with temporarily_clear_interpreter_stack():
+        yield
+
+
+def running_transforms() -> list[Any]:
+    """The torch.func transforms that are running, for `with_transforms`."""
+    with temporarily_clear_interpreter_stack() as found:
+        return found
+
+
+@contextlib.contextmanager
+def with_transforms(transforms: list[Any]) -> Iterator[None]:
+    """Run a with block inside of `no_transforms` as if these were running."""
+    with temporarily_restore_interpreter_stack(transforms):
         yield
 
 

@@ -38,6 +38,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
+from functron.core.closure import hoist, refuse_tracked, refusing_tracked
 from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes
 from functron.partitioning.global_view import (
@@ -254,6 +255,17 @@ class Partitioned(Mapped):
         pass  # `Mapped` sets what it is given; these are found
 
     @public
+    def __call__(self, *args, **kwargs) -> Any:
+        """The results, as of a `Mapped`.
+
+        Raises:
+            ValueError: it closes over what is differentiated or mapped outside; or see `partition`.
+        """
+        if compat.transforms_active():
+            refuse_tracked(self.name, hoist(self.fn)[0])
+        return super().__call__(*args, **kwargs)
+
+    @public
     def explain(self, *args: tree.Tree) -> str:
         """Where every value lies for such arguments, equation by equation, with moves and costs.
 
@@ -266,6 +278,7 @@ class Partitioned(Mapped):
     def _rank(self, *args):
         made = self._last = self._made(args, whole=False)
         leaves = [leaf for leaf in tree.leaves(args) if isinstance(leaf, torch.Tensor)]
+        refuse_tracked(self.name, made.constants)
         constants = [x.detach() for x in made.constants]
         # differentiated from outside, gradients in the function are differentiated a second time
         once = not (compat.differentiating() or _taped(leaves))
@@ -302,7 +315,8 @@ class Partitioned(Mapped):
                 else leaf
                 for leaf, look in zip(leaves, looks, strict=True)
             ]
-        program, pins = global_program(self.fn, tree.unflatten(structure, fakes))
+        with refusing_tracked(self.name, self.fn):
+            program, pins = global_program(self.fn, tree.unflatten(structure, fakes))
         mesh = self.mesh.mesh if isinstance(self.mesh, BoundMesh) else self.mesh
         block = self._recomputed(self._constrained(inlined(program.block), pins))
         _check_pins(pins, mesh)
@@ -389,11 +403,6 @@ class _Made:
         self.plan, self.settings, self.out_structure = plan, settings, program.out_structure
         self.sizes = sizes = settings.sizes
         self.constants = [i.value for i in program.inputs if i.value is not None]
-        if any(compat.is_wrapped(x) or x.requires_grad for x in self.constants):
-            raise ValueError(
-                f"partition: {program.name} closes over a tensor that is differentiated; wanted it "
-                "among the arguments, where it has a spec; fix: make it an argument"
-            )
         specs = [spec_of(p, sizes) if p is not None else None for p in plan.outputs]
         found = tree.unflatten(program.out_structure, specs)
         self.out_specs = found if out_specs is None else out_specs

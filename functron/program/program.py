@@ -6,14 +6,15 @@ That is its meaning, which compiled programs are tested against; it is for small
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.core import tree
+from functron.core import compat, tree
+from functron.core.closure import refuse_tracked
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.program import text
 from functron.program.check import check
@@ -131,10 +132,10 @@ def interpret(program: Code, *args: tree.Tree) -> tree.Tree:
 
     Raises:
         ValueError: the arguments differ from what was traced in structure, shape or dtype, or they
-            require gradients.
+            or what the program closes over are differentiated.
     """
     leaves = program.flatten(args)
-    _refuse_derivatives(program, leaves)
+    refuse_derivatives(program, leaves)
     environment: dict[Var, Ranks] = {}
     for given in program.inputs:
         environment[given.var] = _input(program, given, leaves)
@@ -147,18 +148,28 @@ def interpret(program: Code, *args: tree.Tree) -> tree.Tree:
     return tree.unflatten(program.out_structure, results)
 
 
-def _refuse_derivatives(program: Code, leaves: dict[Var, torch.Tensor]) -> None:
-    """Refuse arguments that are differentiated: a program does not say where gradients stop."""
+def refuse_derivatives(program: Code, leaves: Mapping[Var, torch.Tensor]) -> None:
+    """Refuse derivatives, in reverse or forward: a program does not say where gradients stop.
+
+    Args:
+        program: that is called.
+        leaves: its arguments.
+
+    Raises:
+        ValueError: an argument, or a constant of the program, is differentiated where it is called.
+    """
     wanted = "values: what detached or stopped gradients is not part of a program"
     fix = f"differentiate what was traced, as in ft.trace(ft.grad({program.name})), or detach"
+    got = "a tensor that requires gradients, or has a tangent"
     raise_problems(
         f"{program.name} is a traced program, and would be differentiated",
         [
-            Problem(f"argument {given.path}", "a tensor that requires gradients", wanted, fix)
+            Problem(f"argument {given.path}", got, wanted, fix)
             for given in program.inputs
-            if torch.is_grad_enabled() and given.var in leaves and leaves[given.var].requires_grad
+            if given.var in leaves and compat.is_tracked(leaves[given.var], mapped=False)
         ],
     )
+    refuse_tracked(program.name, [x.value for x in program.inputs if x.value is not None])
 
 
 def _input(program: Code, given: Input, leaves: dict[Var, torch.Tensor]) -> Ranks:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
+from functron.core.closure import refuse_tracked, refusing_tracked
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems
 from functron.program.equations import Block, Input, Output, Scan, Var, contiguous_strides
 from functron.program.program import Program
-from functron.program.recorder import Recorder, active
+from functron.program.recorder import Recorder, active, keeper
 from functron.spmd.axes import enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import Mapped
@@ -50,8 +51,8 @@ def trace(
 
     Raises:
         ValueError: the program depends on the numbers in a tensor, draws torch's own random
-            numbers, modifies an argument in place or uses a tensor of another trace; each names the
-            user's line and the fix.
+            numbers, modifies an argument in place, uses a tensor of another trace, or closes over
+            one that is differentiated or mapped outside; each names the line and the fix.
         TypeError: keyword arguments.
     """
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
@@ -64,7 +65,9 @@ def trace(
             )
         if active() is not None:
             raise ValueError("trace: called while another program is being traced")
-        return _Trace(fn, args, donated, _place(fn, mesh, in_specs, simulate)).program()
+        run = _Trace(fn, args, donated, _place(fn, mesh, in_specs, simulate))
+        with refusing_tracked(run.name, fn):
+            return run.program()
 
     return traced
 
@@ -118,6 +121,7 @@ class _Trace:
 
     def __init__(self, fn: Callable, args: tuple, donated: tuple[int, ...], place: _Place):
         self.fn, self.args, self.donated, self.place = fn, args, donated, place
+        self.name = getattr(fn, "__name__", type(fn).__name__)
         self.recorder = Recorder()
         self.indices: dict[str, tuple[torch.Tensor, Var]] = {}
         bad = [p for p in donated if not 0 <= p < len(args)]
@@ -156,6 +160,8 @@ class _Trace:
         inputs += [
             Input(var, name, P(name), role="axis_index") for name, (_, var) in self.indices.items()
         ]
+        if keeper() is None:  # `functron.partition` asks at each call
+            refuse_tracked(self.name, self.recorder.constants.values())
         inputs += [
             Input(var, "", P(), role="constant", value=value)
             for var, value in self.recorder.constants.items()
@@ -166,7 +172,7 @@ class _Trace:
         used |= {value for value in block.outputs if isinstance(value, Var)}
         kept = tuple(i for i in inputs if i.role == "argument" or i.var in used)
         return Program(
-            getattr(self.fn, "__name__", type(self.fn).__name__),
+            self.name,
             self.place.mesh,
             replace(block, inputs=tuple(i.var for i in kept)),
             kept,
@@ -228,6 +234,9 @@ class _Trace:
         bad = []
         for leaf, path, spec in zip(leaves, tree.paths(result), specs, strict=True):
             is_tensor = isinstance(leaf, torch.Tensor)
+            leaf = (
+                compat.plain(leaf) if is_tensor else leaf
+            )  # a transform outside wraps all results
             if not is_tensor and callable(leaf):
                 bad.append(Problem(f"output {path}", type(leaf).__name__, "tensors and numbers"))
             outputs.append(Output(self.recorder.var(leaf) if is_tensor else leaf, path, spec))

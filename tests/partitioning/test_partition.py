@@ -460,4 +460,6 @@ def test_mistakes_are_told():
     w = X.clone().requires_grad_()
     with pytest.raises(ValueError, match="closes over a tensor that is differentiated"):
         ft.partition(lambda x: x * w, mesh, (P("dp"),))(X)
+    with torch.no_grad():
+        torch.testing.assert_close(ft.partition(lambda x: x * w, mesh, (P("dp"),))(X), X * X)
     assert ft.constrain(X, P("dp")) is X

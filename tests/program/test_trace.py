@@ -276,6 +276,107 @@ def test_a_program_that_would_be_differentiated_is_refused():
         program(torch.ones(3, requires_grad=True))
     with torch.no_grad():
         assert program(torch.ones(3, requires_grad=True)) == 3
+    assert torch.func.vmap(program)(torch.ones(2, 3)).tolist() == [3, 3]
+
+
+def _dual(f, x):
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(x, x))
+
+
+FORWARD = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "linearize": torch.func.linearize,
+    "make_dual": _dual,
+    "jvp of vmap": lambda f, x: torch.func.jvp(torch.func.vmap(f), (x[None],), (x[None],)),
+    "jvp around grad": lambda f, x: torch.func.jvp(
+        lambda x: torch.func.grad(lambda y: y.sum() * f(x))(x).sum(), (x,), (x,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_a_program_that_would_be_differentiated_forward_is_refused(name):
+    """The tangent of ``sum(stop(x) x)`` is that of the second factor: half of what equations say."""
+
+    def loss(x):
+        return (x * x.detach()).sum()
+
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert torch.func.jvp(loss, (x,), (torch.ones(3),))[1] == 6
+    for program in (trace(loss)(x), ft.jit(loss, backend="eager").compile(x)):
+        with pytest.raises(ValueError, match=r"would be differentiated\n.*argument 0.*fix: diff"):
+            FORWARD[name](program, x)
+
+
+class _Holder:
+    """An object that is no tree, and has a tensor."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def times(self, x):
+        return (self.w * x).sum()
+
+
+def _program(f):
+    return lambda x: trace(f)(x)(x)
+
+
+def _jitted(f):
+    return ft.jit(f, backend="eager")
+
+
+def _partitioned(f):
+    return ft.partition(f, Mesh(tp=3), (P("tp"),))
+
+
+OUTSIDE = {
+    "grad": lambda f, w: torch.func.grad(f)(w),
+    "jvp": lambda f, w: torch.func.jvp(f, (w,), (w,)),
+    "vmap": lambda f, w: torch.func.vmap(f)(w[None]),
+    "ft.grad": lambda f, w: ft.grad(f)(w),
+    "tape": lambda f, w: f(w.clone().requires_grad_()).backward(),
+}
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["closure", "object"])
+@pytest.mark.parametrize("make", [_program, _jitted, _partitioned])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_programs_that_close_over_what_is_differentiated_or_mapped_are_refused(name, make, held):
+    """Its numbers would be constants: gradients of 1 in place of 2, no tangent, no batch."""
+
+    def f(w):
+        times = _Holder(w).times if held else lambda x: (w * x).sum()
+        return make(times)(torch.ones(3)) + w.sum()
+
+    words = "closes over .* outside of it\n.*shape .3.; .*fix: pass it to .* as an argument"
+    under = make is _jitted and name in ("grad", "jvp", "vmap")  # which jit always refuses
+    with pytest.raises(ValueError, match="jit outermost" if under else words):
+        OUTSIDE[name](f, torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_programs_may_close_over_what_nothing_tracks_where_they_are_called():
+    x = torch.ones(3)
+
+    def outer(v, w):
+        own = torch.ones(3)  # of this level of grad, which does not differentiate it
+        parts = [make(lambda x, c=c: (c * x).sum()) for c in (w, own) for make in
+                 (_program, _partitioned)]  # fmt: skip
+        return (v * sum(part(x) for part in parts)).sum()
+
+    w = torch.tensor([1.0, 2.0, 3.0])
+    assert torch.func.grad(outer)(x, w).tolist() == [18, 18, 18]
+    assert torch.func.jvp(lambda v: outer(v, w), (x,), (x,))[1] == 54
+    w.requires_grad_()
+    made = [_jitted(_Holder(w).times), _partitioned(_Holder(w).times)]
+    with torch.no_grad():
+        made.append(trace(_Holder(w).times)(x))
+        assert [f(x).item() for f in made] == [6, 6, 6]
+    for f in made:  # a tape runs here
+        with pytest.raises(ValueError, match=r"closes over .* outside of it"):
+            f(x)
 
 
 def test_a_tensor_of_another_trace_is_refused():
