@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, dataclass_fix, nearest, raise_problems
 from functron.pipeline.partition import Partition, Use
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, dim_axes, is_spec, num_shards, problems
@@ -132,7 +132,14 @@ class Placement:
         leaves = []
         for path, leaf, spec in zip(tree.paths(like), tree.leaves(like), flat, strict=True):
             if not isinstance(leaf, torch.Tensor):
-                found.append(Problem(path, type(leaf).__name__, "a tensor", "use torch.tensor"))
+                found.append(
+                    Problem(
+                        path,
+                        type(leaf).__name__,
+                        "a tensor",
+                        dataclass_fix(leaf) or "use torch.tensor",
+                    )
+                )
                 continue
             spec = P() if spec is None else spec
             found += problems(path, None, spec, abstract)
@@ -225,7 +232,12 @@ class Placement:
             tensor = given[leaf.path]
             if not isinstance(tensor, torch.Tensor):
                 found.append(
-                    Problem(leaf.path, type(tensor).__name__, "a tensor", "use torch.tensor")
+                    Problem(
+                        leaf.path,
+                        type(tensor).__name__,
+                        "a tensor",
+                        dataclass_fix(tensor) or "use torch.tensor",
+                    )
                 )
             elif shape is None:
                 found.append(Problem(leaf.path, "a leaf", "none on this rank of the pipeline"))

@@ -48,7 +48,7 @@ from functron.checkpoint.folder import (
 from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
 from functron.core.compat import CUDA, Streams
-from functron.core.errors import Problem, local_path, raise_problems, refuse
+from functron.core.errors import Problem, dataclass_fix, local_path, raise_problems, refuse
 
 Moments = Callable[[str, int], None]
 """``at(moment, step)`` is called as a process comes to a moment of a run; for tests of faults."""
@@ -859,7 +859,11 @@ def _whole(value: tree.Tree) -> Placement:
         found += _unnamable(tree.paths(value))
     for path, leaf in zip(tree.paths(value), tree.leaves(value), strict=True):
         if not isinstance(leaf, torch.Tensor):
-            found.append(Problem(path, type(leaf).__name__, "a tensor", "use torch.tensor"))
+            found.append(
+                Problem(
+                    path, type(leaf).__name__, "a tensor", dataclass_fix(leaf) or "use torch.tensor"
+                )
+            )
         elif leaf.is_meta:
             found.append(Problem(path, "a meta tensor", "a tensor with values"))
     raise_problems("cannot save the checkpoint", found)

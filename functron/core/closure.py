@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, is_library, made_public, raise_problems
+from functron.core.errors import Problem, dataclass_fix, is_library, made_public, raise_problems
 
 
 def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Callable]]:
@@ -164,6 +164,46 @@ class _Watch(TorchFunctionMode):
         with compat.with_transforms(self.outside) if hidden else contextlib.nullcontext():
             if compat.is_tracked(value, self.levels):
                 refuse_tracked(self.name, [value])
+
+
+def held_tensors(leaf: Any) -> list[torch.Tensor]:
+    """The tensors that an object holds which is one leaf of trees: in its attributes or closure."""
+    if isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))):
+        return []
+    if isinstance(leaf, torch.nn.Module):
+        return [*leaf.parameters(), *leaf.buffers()]
+    if isinstance(leaf, (types.FunctionType, types.MethodType, functools.partial)):
+        return hoist(leaf)[0]
+    if isinstance(leaf, type) or type(leaf).__module__.partition(".")[0] in ("functron", "torch"):
+        return []
+    names = [*getattr(leaf, "__dict__", ()), *getattr(type(leaf), "__slots__", ())]
+    values = [getattr(leaf, name, None) for name in names]
+    return [x for value in values for x in tree.leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def refuse_holders(title: str, what: str, given: tree.Tree, *, tracked: bool = False) -> None:
+    """Raise TypeError for leaves of a tree that hold tensors, which a transform would not see.
+
+    Args:
+        title: what is attempted.
+        what: the leaves are, such as "argument".
+        given: the tree.
+        tracked: refuse objects that are no dataclasses only where something differentiates or maps
+            their tensors: others are as good as what a function closes over.
+    """
+    found = []
+    for position, leaf in enumerate(tree.leaves(given)):
+        fix = dataclass_fix(leaf)
+        held = [] if fix else held_tensors(leaf)
+        if fix or (any(map(compat.is_tracked, held)) if tracked else held):
+            fix = fix or (
+                f"trees take this {type(leaf).__name__} for one leaf: give its tensors in a dict, "
+                "a typing.NamedTuple, or a dataclass that functron.tree.register_dataclass knows"
+            )
+            where = f"{what} {tree.paths(given)[position]}".strip()
+            wanted = "a tensor, or a tree of them"
+            found.append(Problem(where, f"a {type(leaf).__name__} with tensors", wanted, fix))
+    raise_problems(title, found, TypeError)
 
 
 def _tracked(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import refuse_tracked, refusing_tracked
+from functron.core.closure import refuse_holders, refuse_tracked, refusing_tracked
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems
 from functron.program.equations import Block, Input, Output, Scan, Var, contiguous_strides
 from functron.program.program import Program
@@ -223,6 +223,7 @@ class _Trace:
         return self.indices[name][0]
 
     def _outputs(self, result: Any) -> tuple[list[Output], tree.Structure]:
+        refuse_holders("trace: the function returns what a program cannot", "output", result)
         leaves, structure = tree.flatten(result)
         prefix = self.place.out_specs()
         specs = (
@@ -279,9 +280,12 @@ def eval_shape(fn: Callable) -> Callable[..., tree.Tree]:
         recorder = Recorder() if outer is None else outer
         place = _alone(recorder) if outer is None else recorder.frame()  # which is thrown away
         # stand-ins vary over no axis, whatever the arguments do
+        title = "eval_shape cannot see into these"
+        refuse_holders(title, "argument", (args, kwargs) if kwargs else args, tracked=True)
         with enter(replace(scope(), check=False)), place:
             args, kwargs = tree.map(lambda leaf: _fake(recorder, leaf), (args, kwargs))
             out = fn(*args, **kwargs)
+        refuse_holders(title, "output", out)
         return tree.map(_abstract, out)
 
     return shaped

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import call_on_tape, hoist
+from functron.core.closure import call_on_tape, hoist, refuse_holders
 from functron.core.errors import Problem, dataclass_fix, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
@@ -506,6 +506,8 @@ class Mapped:
             elif isinstance(leaf, torch.Tensor):
                 got = "a tensor with the static spec None"
                 kinds.append(Problem(where, got, "P() or another P"))
+            elif spec is None and (static := _fix_of_static(leaf)):
+                kinds.append(Problem(where, f"{kind} with the static spec None", "a tree", static))
             elif spec is not None and (not isinstance(leaf, (bool, int, float)) or spec_axes(spec)):
                 fix = dataclass_fix(leaf) or "spec None"
                 kinds.append(Problem(where, f"{kind} with {spec}", "a tensor", fix))
@@ -529,6 +531,8 @@ class Mapped:
         def body(values: list) -> tuple[list, list[P | None]]:
             out = f(*_arguments(structure, values))
             outputs, result.structure = tree.flatten(out)
+            title = f"shard_map cannot assemble what {self.name} returns"
+            refuse_holders(title, "output", out)
             specs = tree.broadcast_prefix(
                 self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
             )
@@ -715,6 +719,12 @@ def _taped(values: list) -> bool:
     if not torch.is_grad_enabled() or compat.transforms_active() or compat.dispatch_modes_active():
         return False
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _fix_of_static(leaf: Any) -> str:
+    """How to pass a dataclass with tensors that came as static; "" for anything else."""
+    held = tree.leaves(leaf.value if isinstance(leaf, _Static) else leaf)
+    return next(filter(None, map(dataclass_fix, held)), "")
 
 
 def _is_static(arg: Any, spec: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
+from functron.core.closure import refuse_holders
 from functron.core.compat import Function
 from functron.core.errors import public
 from functron.core.scopes import in_phase
@@ -59,6 +60,7 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
 
     @functools.wraps(f)
     def wrapped(*args):
+        refuse_holders("custom_vjp cannot see into these", "argument", args, tracked=True)
         if (keep := keeper()) is not None:
             return keep.custom_vjp(f, forward, backward, args)
 

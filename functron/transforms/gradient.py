@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import hoist
+from functron.core.closure import held_tensors, hoist, refuse_holders
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
@@ -133,7 +133,11 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     Returns:
         ``(out, pullback)``; ``pullback(cotangent)`` is a tuple with one tree per primal, holding
         None in place of tensors that are not floating point.
+
+    Raises:
+        TypeError: a primal or result has an object with tensors, such as an unregistered dataclass.
     """
+    refuse_holders("vjp cannot see into these", "primal", primals)
     out, pull = rule_vjp(f, *primals)
     return out, lambda cotangent: tuple(assume_shares(tree_) for tree_ in pull(cotangent))
 
@@ -304,6 +308,7 @@ class _Split:
     """A tree taken apart into its tensors, which transforms track, and the rest."""
 
     def tensors(self, value: tree.Tree) -> list[torch.Tensor]:
+        refuse_holders("cannot see into what a differentiated function returns", "output", value)
         leaves, self.structure = tree.flatten(value)
         self.rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
@@ -389,10 +394,10 @@ def differentiated_outside(f: Callable, args: tree.Tree) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    hidden, _ = hoist(f)
+    (hidden, _), flat = hoist(f), tree.leaves(args)
     return any(
         isinstance(leaf, torch.Tensor) and compat.requires_grad(leaf)
-        for leaf in [*tree.leaves(args), *hidden]
+        for leaf in [*flat, *hidden, *(x for leaf in flat for x in held_tensors(leaf))]
     )
 
 

@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron.core import compat, tree
-from functron.core.closure import hoist
+from functron.core.closure import hoist, refuse_holders
 from functron.core.compat import Function
 from functron.core.errors import nearest, public
 from functron.core.scopes import in_phase, named_scope, scope_names
@@ -540,6 +540,8 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
     @public
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
+        title = "remat cannot see into these"
+        refuse_holders(title, "argument", (args, kwargs) if kwargs else args, tracked=True)
         if (keep := keeper()) is not None:
             return keep.remat(function, policy, args, kwargs)
         site = Site(function, (args, kwargs))
@@ -549,7 +551,9 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
         def flat(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             with site.entered(operands) as (closed, arguments), memory.watch():
                 new_args, new_kwargs = arguments
-                outputs, out_structure = tree.flatten(closed(*new_args, **new_kwargs))
+                out = closed(*new_args, **new_kwargs)
+                outputs, out_structure = tree.flatten(out)
+            refuse_holders(title, "output", out)
             result[:] = [out_structure]
             return tuple(outputs)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import hoist
+from functron.core.closure import hoist, refuse_holders
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
@@ -395,7 +395,11 @@ def scan(
 
     Raises:
         ValueError: the leading dims differ, or neither `xs` nor `length` gives a number of steps.
+        TypeError: `init` or `xs` has an object with tensors, such as an unregistered dataclass.
     """
+    title = "scan cannot see into these"
+    refuse_holders(title, "init", init, tracked=True)
+    refuse_holders(title, "xs", xs, tracked=True)
     f, xs = by_row(f, xs)
     return _scan(f, init, xs, length)
 

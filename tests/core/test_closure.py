@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch.func import grad, vmap
 
 import functron as ft
+from functron import Mesh, P
 from functron.core.closure import hoist
 
 
@@ -339,3 +341,83 @@ def test_gradients_through_transforms():
     w = torch.tensor([0.3, 0.7], dtype=torch.float64)
     torch.testing.assert_close(vmap(grad(total))(w), vmap(grad(plain_total))(w))
     torch.testing.assert_close(grad(grad(total))(w[0]), grad(grad(plain_total))(w[0]))
+
+
+@dataclasses.dataclass
+class Unregistered:
+    """A dataclass that trees do not know."""
+
+    w: torch.Tensor
+
+
+class Plain:
+    """An object with a tensor."""
+
+    def __init__(self, w):
+        self.w = w
+
+
+def _squares(m):
+    return (m.w**2).sum()
+
+
+def _ruled(f):
+    return ft.custom_vjp(f, lambda m: (f(m), m.w), lambda w, g: (Plain(2 * w * g),))
+
+
+SEEN_BY_NOTHING = {
+    "remat's argument": lambda kind: lambda w: ft.remat(_squares)(kind(w)),
+    "remat's output": lambda kind: lambda w: ft.remat(lambda w: kind(w**2))(w).w.sum(),
+    "custom_vjp's argument": lambda kind: lambda w: _ruled(_squares)(kind(w)),
+    "scan's carry": lambda kind: (
+        lambda w: ft.scan(lambda m, x: (kind(m.w * x), x), kind(w), torch.ones(2, 3))[0].w.sum()
+    ),
+    "vjp's primal": lambda kind: lambda w: ft.vjp(_squares, kind(w))[0],
+    "vjp's output": lambda kind: lambda w: ft.vjp(lambda w: kind(w**2), w)[0].w.sum(),
+    "the auxiliary value": lambda kind: (
+        lambda w: ft.value_and_grad(lambda w: ((w**2).sum(), kind(w)), has_aux=True)(w)[0][0]
+    ),
+    "shard_map's output": lambda kind: (
+        lambda w: ft.shard_map(lambda x: kind(x * 2), Mesh(dp=3), (P("dp"),), P())(w).w.sum()
+    ),
+    "partition's output": lambda kind: (
+        lambda w: ft.partition(lambda x: kind(x * 2), Mesh(dp=3), (P("dp"),))(w).w.sum()
+    ),
+    "trace's output": lambda kind: lambda w: ft.trace(lambda x: kind(x * 2))(torch.ones(3)),
+    "eval_shape's output": lambda kind: lambda w: ft.eval_shape(lambda x: kind(x * 2))(w),
+}
+
+
+@pytest.mark.parametrize("kind", [Unregistered, Plain])
+@pytest.mark.parametrize("name", SEEN_BY_NOTHING)
+def test_objects_with_tensors_that_trees_do_not_see_are_refused(name, kind):
+    """``ft.grad`` of ``sum(w**2) + sum(w)`` was 1 in place of 2 w + 1 where it saw half of it."""
+
+    def f(w):
+        return SEEN_BY_NOTHING[name](kind)(w) + w.sum()
+
+    with pytest.raises(TypeError, match=rf"{kind.__name__} with tensors; .*register_dataclass"):
+        ft.grad(f)(torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_tensors_held_by_arguments_that_are_not_differentiated_count_outside():
+    """``d/dw sum(d/dv (w v^2))`` at v = w is 2 w, and 2 w again by the inner argument: 4 w."""
+
+    def f(w):
+        return ft.grad(lambda v, m: (m.w * v**2).sum())(w, Unregistered(w)).sum()
+
+    w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    torch.testing.assert_close(torch.func.grad(lambda w: (2 * w * w).sum())(w), 4 * w)
+    torch.testing.assert_close(ft.grad(f)(w), 4 * w)
+    kept = w.clone()
+    inner = ft.grad(lambda v, m: (m.w * v**2).sum())
+    torch.testing.assert_close(ft.grad(lambda w: inner(kept, Unregistered(w)).sum())(w), 2 * kept)
+
+
+def test_objects_whose_tensors_nothing_tracks_stay_static():
+    w, table = torch.tensor([1.0, 2.0, 3.0]), Plain(torch.ones(3) * 2)
+    f = ft.remat(lambda w, m: (m.w * w**2).sum())
+    torch.testing.assert_close(ft.grad(f)(w, table), 4 * w)
+    static = ft.shard_map(lambda w, m: m.w * w, Mesh(dp=3), (P("dp"), None), P("dp"))
+    with pytest.raises(TypeError, match=r"static spec None.*register_dataclass"):
+        static(w, Unregistered(w))
