@@ -51,8 +51,9 @@ def trace(
 
     Raises:
         ValueError: the program depends on the numbers in a tensor, draws torch's own random
-            numbers, modifies an argument in place, uses a tensor of another trace, or closes over
-            one that is differentiated or mapped outside; each names the line and the fix.
+            numbers, modifies an argument in place, uses a tensor of another trace, closes over one
+            that is differentiated or mapped outside, or calls what is mapped over another mesh than
+            it is traced for; each names the line and the fix.
         TypeError: keyword arguments.
     """
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
@@ -154,7 +155,10 @@ class _Trace:
             inputs.append(Input(var, path, spec, donated))
             fakes.append(fake)
         axis_index = self._axis_index if self.place.per_rank else None
-        with self.recorder.recording(), enter(replace(scope(), axis_index=axis_index)):
+        with (
+            self.recorder.recording(),
+            enter(replace(scope(), axis_index=axis_index, traced=self.place.mesh.shape)),
+        ):
             result = self.fn(*tree.unflatten(structure, fakes))
             outputs, out_structure = self._outputs(result)
         inputs += [

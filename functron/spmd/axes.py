@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -377,6 +377,7 @@ class Scope:
         check: whether the program's own reductions are checked.
         axis_index: while a per-rank program is being traced, gives this rank's index on an axis as
             an input of the program; shard_map then runs the program of one rank, on its shards.
+        traced: the axes' sizes of the mesh that this program is traced for.
         stages: the axis whose ranks run different programs, if there is one.
         shares: in a simulation that is checked, a level of size 1 at which ranks' shares of
             gradients are batched, and so is what is computed from them (`functron.spmd.simulate`).
@@ -386,6 +387,7 @@ class Scope:
     axes: dict[str, Axis | None] = field(default_factory=dict)
     check: bool = False
     axis_index: Callable[[str], torch.Tensor] | None = None
+    traced: Mapping[str, int] = field(default_factory=dict)
     stages: StageAxis | None = None
     shares: SimulatedAxis | None = None
     named: set[str] | None = None

@@ -9,7 +9,7 @@ import copy
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -632,9 +632,28 @@ class Mapped:
         make_index = scope().axis_index
         assert make_index is not None
         sizes = self._mapped.shape
+        self._check_traced({name: size for name, size in sizes.items() if size > 1})
         axes = [TracedAxis(name, size, make_index) for name, size in sizes.items() if size > 1]
         absent = [name for name, size in sizes.items() if size == 1]
         return self._on_one_rank(axes, absent, leaves, structure, specs, check=self.check)
+
+    def _check_traced(self, sizes: Mapping[str, int]) -> None:
+        """That the program is traced for the ranks that this is mapped over, and sees shards."""
+        traced = scope().traced
+        mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        fix = (
+            f"ft.trace(fn, mesh=Mesh({mesh}), in_specs=...), whose arguments reach {self.name} as "
+            "shards; or simulate=True, for global values and all ranks in one process"
+        )
+        raise_problems(
+            f"trace: the function calls {self.name}, which is mapped over other ranks than it is "
+            "traced for",
+            [
+                Problem(f"axis {name!r}", f"{traced.get(name, 1)} ranks", f"{size}", fix)
+                for name, size in sizes.items()
+                if traced.get(name, 1) != size
+            ],
+        )
 
     def _on_one_rank(self, axes, absent, leaves, structure, specs, *, check=False) -> Any:
         result = _Result()

@@ -752,3 +752,22 @@ def test_the_parameters_of_a_state_are_those_of_half_of_its_key():
     state = ft.init_state(key, defs, {"w": P()}, optim.sgd(0.1), Mesh())
     assert torch.equal(state.params["w"], ft.init_params(random.split(key)[0], defs)["w"])
     assert not torch.equal(state.params["w"], ft.init_params(key, defs)["w"])
+
+
+def test_a_function_around_a_step_is_traced_for_its_mesh_or_refused():
+    """dw = 6, and 0.25 after the step, as above; traced for one rank it saw the batch as a shard."""
+    step, state, data = small_step(Mesh(dp=2))
+    batches = torch.stack([data, 2 * data])
+
+    def first(state, batches):
+        return step(state, batches[0])
+
+    words = r"calls step, which is mapped.*\n.*axis 'dp': got 1 ranks; wanted 2; fix: .*simulate"
+    with pytest.raises(ValueError, match=words):
+        ft.trace(first)(state, batches)
+    with pytest.raises(ValueError, match=words):
+        ft.trace(first, mesh=Mesh(tp=2), in_specs=ft.P())(state, batches)
+    split = {"mesh": Mesh(dp=2), "in_specs": (ft.P(), ft.P(None, "dp"))}
+    for how in ({"simulate": True}, split):
+        new, _ = ft.trace(first, **how)(state, batches)(state, batches)
+        assert torch.equal(new.params["w"], torch.full((3, 2), 0.25))
