@@ -47,6 +47,7 @@ from functron.checkpoint.folder import (
 )
 from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
+from functron.core.closure import refuse_orphans
 from functron.core.compat import CUDA, Streams
 from functron.core.errors import Problem, dataclass_fix, local_path, raise_problems, refuse
 
@@ -853,6 +854,7 @@ def _whole(value: tree.Tree) -> Placement:
         ValueError: it is no container of tensors with values.
     """
     found = []
+    refuse_orphans("checkpoint.save", tree.leaves(value))
     if tree.is_leaf(value) or not tree.leaves(value):
         found.append(Problem("(root)", type(value).__name__, "a container with tensors"))
     else:

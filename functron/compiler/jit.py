@@ -12,9 +12,8 @@ import torch
 from functron.compiler.executable import Backend, Executable, describe
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
-from functron.core.closure import refuse_tracked
+from functron.core.closure import refuse_orphans, refuse_tracked
 from functron.core.errors import (
-    ORPHAN,
     Problem,
     dataclass_fix,
     public,
@@ -226,8 +225,7 @@ class Jitted:
 
     def _check_tensors(self, args: tuple, leaves: list) -> None:
         refuse_donated(leaves, lambda: tree.paths(args), self.name)
-        if any(map(compat.is_orphan, _tensors(leaves))):
-            raise ValueError(f"{self.name} {ORPHAN}")
+        refuse_orphans(self.name, leaves)
         if compat.transforms_active():
             raise ValueError(
                 f"{self.name}: got a compiled function under a torch.func transform; wanted jit "

@@ -18,7 +18,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, dataclass_fix, is_library, made_public, raise_problems
+from functron.core.errors import (
+    ORPHAN,
+    Problem,
+    dataclass_fix,
+    is_library,
+    made_public,
+    raise_problems,
+)
 
 
 def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Callable]]:
@@ -30,11 +37,15 @@ def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
     Returns:
         ``(tensors, close)``; ``close(tensors)`` is `fn` and ``close(others)`` is `fn` with those
         tensors in their place.
+
+    Raises:
+        ValueError: one belongs to a simulated rank whose shard_map has returned.
     """
     found: dict[int, torch.Tensor] = {}
     _collect(fn, found, set())
     if not found:
         return [], lambda tensors: fn
+    refuse_orphans(getattr(fn, "__name__", type(fn).__name__), found.values())
     keys = list(found)
 
     def close(tensors: list[torch.Tensor]) -> Callable:
@@ -103,6 +114,24 @@ class _OnTape(torch.autograd.Function):
             return made[1](values[len(tensors) :])
 
         return None, *_OnTape.apply(pull, *tensors, *cotangents)
+
+
+def closed_over(fn: Callable) -> list[torch.Tensor]:
+    """The tensors that `hoist` finds, also those that it refuses."""
+    found: dict[int, torch.Tensor] = {}
+    _collect(fn, found, set())
+    return list(found.values())
+
+
+def refuse_orphans(name: str, leaves: Iterable[Any]) -> None:
+    """Raise ValueError for tensors that were kept from simulated ranks.
+
+    Args:
+        name: of what uses them.
+        leaves: among which they may be.
+    """
+    if any(isinstance(x, torch.Tensor) and compat.is_orphan(x) for x in leaves):
+        raise ValueError(f"{name} {ORPHAN}")
 
 
 def refuse_tracked(name: str, tensors: Iterable[torch.Tensor]) -> None:

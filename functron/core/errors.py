@@ -316,7 +316,7 @@ def public(fn: F) -> F:
                 raise_problems(f"{fn.__name__} cannot use these arguments", found, TypeError)
             return fn(*args, **kwargs)
         except Exception as error:
-            told = _of_dataclass(fn.__name__, error) or _of_orphan(fn.__name__, error)
+            told = _of_dataclass(fn.__name__, error) or of_orphan(fn.__name__, error)
             if not _full.get():
                 _trim(told or error)
             if told is not None:
@@ -358,8 +358,8 @@ def _of_dataclass(name: str, error: Exception) -> TypeError | None:
     return TypeError(got) if fix else None
 
 
-ORPHAN_PATTERN = r"may have escaped from inside a function"
-"""Of torch's message for a tensor of a vmap, where no vmap is running any more."""
+ORPHAN_PATTERN = r"may have escaped from inside a function|INTERNAL ASSERT FAILED.*functorch"
+"""Of torch's messages for a tensor of a vmap that is not running any more."""
 
 ORPHAN = (
     "uses a tensor of a simulated rank after the shard_map that it belongs to returned; wanted "
@@ -368,7 +368,7 @@ ORPHAN = (
 )
 
 
-def _of_orphan(name: str, error: Exception) -> ValueError | None:
+def of_orphan(name: str, error: Exception) -> ValueError | None:
     """The meaning of torch's error for a tensor of a simulated rank that was kept; else None."""
     if isinstance(error, RuntimeError) and re.search(ORPHAN_PATTERN, str(error)):
         return ValueError(f"{name} {ORPHAN}")

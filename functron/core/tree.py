@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from functron.core.errors import Problem, dataclass_fix, raise_problems
+from functron.core.errors import Problem, dataclass_fix, of_orphan, raise_problems
 
 try:
     import optree
@@ -117,7 +117,7 @@ def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
         TypeError: `fn` failed of a dataclass with tensors in it, which is no node of trees yet.
     """
     if not rest and isinstance(tree, torch.Tensor):  # the operand of most collectives
-        return fn(tree)
+        return _apply(fn, [(tree,)], [tree], is_leaf)[0]
     flat, shape = flatten(tree, is_leaf)
     columns = [same_structure(tree, other, is_leaf=is_leaf) for other in rest]
     return unflatten(shape, _apply(fn, zip(flat, *columns, strict=True), flat, is_leaf))
@@ -127,6 +127,10 @@ def _apply(fn: Callable, rows: Iterable[tuple], leaves: list, is_leaf: Callable 
     """``fn(*row)`` for all rows; errors of a leaf that should be a node say so."""
     try:
         return [fn(*row) for row in rows]
+    except RuntimeError as error:
+        if (told := of_orphan("tree.map", error)) is None:
+            raise
+        raise told from None
     except (AttributeError, TypeError) as error:
         fixes = [] if is_leaf else list(filter(None, builtins.map(dataclass_fix, leaves)))
         if not fixes:

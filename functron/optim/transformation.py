@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, ParamSpec, cast
 import torch
 
 from functron.core import compat, tree
+from functron.core.closure import refuse_orphans
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
@@ -374,6 +375,7 @@ def _of_tensors(init: Callable[[Params], State]) -> Callable[[Params], State]:
 
     @functools.wraps(init)
     def init_state(params: Params) -> State:
+        refuse_orphans("the optimizer's init", tree.leaves(params))
         rows = zip(tree.paths(params), tree.leaves(params), strict=True)
         found = [
             Problem(path or "params", f"a {type(leaf).__name__}", "a tensor", fix)

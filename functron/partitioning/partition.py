@@ -261,8 +261,9 @@ class Partitioned(Mapped):
         Raises:
             ValueError: it closes over what is differentiated or mapped outside; or see `partition`.
         """
+        hidden, _ = hoist(self.fn)
         if compat.transforms_active():
-            refuse_tracked(self.name, hoist(self.fn)[0])
+            refuse_tracked(self.name, hidden)
         return super().__call__(*args, **kwargs)
 
     @public

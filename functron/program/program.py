@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from functron.core import compat, tree
-from functron.core.closure import refuse_tracked
+from functron.core.closure import refuse_orphans, refuse_tracked
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.program import text
 from functron.program.check import check
@@ -135,6 +135,7 @@ def interpret(program: Code, *args: tree.Tree) -> tree.Tree:
             or what the program closes over are differentiated.
     """
     leaves = program.flatten(args)
+    refuse_orphans(program.name, leaves.values())
     refuse_derivatives(program, leaves)
     environment: dict[Var, Ranks] = {}
     for given in program.inputs:

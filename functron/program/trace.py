@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import refuse_holders, refuse_tracked, refusing_tracked
+from functron.core.closure import refuse_holders, refuse_orphans, refuse_tracked, refusing_tracked
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems
 from functron.program.equations import Block, Input, Output, Scan, Var, contiguous_strides
 from functron.program.program import Program
@@ -132,6 +132,7 @@ class _Trace:
     def program(self) -> Program:
         leaves, structure = tree.flatten(self.args)
         paths = tree.paths(self.args)
+        refuse_orphans(self.name, leaves)
         raise_problems(
             "trace cannot see into these arguments",
             [
@@ -305,6 +306,7 @@ def _alone(recorder: Recorder) -> Iterator[None]:
 def _fake(recorder: Recorder, leaf: object) -> object:
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    refuse_orphans("eval_shape", [leaf])
     device = torch.device("cpu") if leaf.device.type == "meta" else leaf.device
     made = recorder.empty(leaf.shape, leaf.stride(), leaf.dtype, device)
     recorder.input(made, "argument")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import call_on_tape, hoist, refuse_holders
+from functron.core.closure import call_on_tape, closed_over, hoist, refuse_holders
 from functron.core.errors import Problem, dataclass_fix, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
@@ -375,10 +375,10 @@ class Mapped:
                 "map over other axes, or call the function directly"
             )
         leaves, structure, specs, paths = self._flatten(args)
-        hidden, close = hoist(self.f)
+        hidden = closed_over(self.f)
         refuse_orphans(self._where(), dict(zip(paths, leaves, strict=True)), hidden)
         if self.donate and _taped([*leaves, *hidden]):
-            return self._on_tape(leaves, structure, hidden, close)
+            return self._on_tape(leaves, structure, *hoist(self.f))
         stages, named = self._stage_axis() or scope().stages, scope().named
         inner = replace(scope(), stages=stages, named=set() if named is None else named)
         with unwinding():

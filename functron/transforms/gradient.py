@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import held_tensors, hoist, refuse_holders
+from functron.core.closure import held_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
@@ -78,6 +78,7 @@ def value_and_grad(
             return value, grads[0] if isinstance(argnums, int) else grads
         chosen = tuple(args[position] for position in positions)
         leaves, structure = tree.flatten(chosen)
+        refuse_orphans("value_and_grad", leaves)
         _check_leaves(tree.paths(chosen), leaves)
         split = _Split()
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import hoist, refuse_holders
+from functron.core.closure import closed_over, hoist, refuse_holders, refuse_orphans
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
@@ -400,6 +400,8 @@ def scan(
     title = "scan cannot see into these"
     refuse_holders(title, "init", init, tracked=True)
     refuse_holders(title, "xs", xs, tracked=True)
+    if compat.transforms_active():  # a vmap would take such a tensor for one of its own
+        refuse_orphans("scan", closed_over(f))
     f, xs = by_row(f, xs)
     return _scan(f, init, xs, length)
 

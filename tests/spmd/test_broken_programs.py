@@ -406,3 +406,63 @@ def test_value_kept_past_the_end_of_its_program():
     run(leaks, P("dp"), P("dp"), X)
     with pytest.raises((ValueError, RuntimeError)):
         lax.psum(kept[0] + 1, "dp") if lax.axis_size("dp") > 1 else kept[0].sum().item()
+
+
+def _kept(differentiated):
+    """A tensor of a simulated rank, of shape [2] on two ranks, also from inside of `ft.grad`."""
+    kept = []
+
+    def loss(x):
+        kept.append(x * 2)
+        return lax.psum((x**2).sum(), "dp")
+
+    f = ft.grad(loss) if differentiated else loss
+    ft.shard_map(f, Mesh(dp=2), P("dp"), P("dp") if differentiated else P())(torch.arange(4.0))
+    return kept[-1]
+
+
+AROUND = {
+    "torch.func.grad": torch.func.grad,
+    "vmap": lambda f: lambda w: torch.func.vmap(f)(w[None]),
+    "ft.grad": ft.grad,
+}
+INSIDE = {
+    "remat": lambda k: ft.remat(lambda w: (w * k).sum()),
+    "scan": lambda k: lambda w: ft.scan(lambda c, x: (c * k, None), w, None, 2)[0].sum(),
+    "grad": lambda k: lambda w: ft.grad(lambda w: (w * k).sum())(w).sum(),
+    "vjp": lambda k: lambda w: ft.vjp(lambda w: (w * k).sum(), w)[0],
+    "partition": lambda k: ft.partition(lambda x: (x * k).sum(), Mesh(dp=2), (P("dp"),)),
+    "trace": lambda k: lambda w: w.sum() * ft.trace(lambda x: (x * k).sum())(W)(W),
+}
+W = torch.ones(2)
+ORPHANED = r"uses a tensor of a simulated rank after .*fix: return it"
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("around", AROUND)
+def test_tensors_kept_from_ranks_are_refused_in_closures_under_transforms(
+    around, inside, differentiated
+):
+    """torch says that it has a bug, or takes them for tensors of another vmap."""
+    with pytest.raises(ValueError, match=ORPHANED):
+        AROUND[around](INSIDE[inside](_kept(differentiated)))(W)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_tensors_kept_from_ranks_are_refused_as_leaves(differentiated, tmp_path):
+    kept = _kept(differentiated)
+    uses = [
+        lambda: ft.optim.adamw(0.1).init({"k": kept}),
+        lambda: ft.checkpoint.save(tmp_path / "saved", {"k": kept}),
+        lambda: ft.tree.map(lambda x: x * 2, {"k": kept}),
+        lambda: ft.tree.map(lambda x: x * 2, kept),
+        lambda: ft.trace(lambda x: x * 2)(kept),
+        lambda: ft.trace(lambda x: x * 2)(W)(kept),
+        lambda: ft.eval_shape(lambda x: x * 2)(kept),
+        lambda: ft.grad(lambda x: (x * 2).sum())(kept),
+        lambda: ft.grad(lambda w: (w * kept).sum())(W),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match=ORPHANED):
+            use()
