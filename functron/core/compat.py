@@ -181,6 +181,40 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def guard_functions_under_vmap(refused: Callable[[], bool]) -> None:
+    """Let torch's operations of functions fail under vmap wherever `refused()` says so.
+
+    torch has rules under vmap for `cond` and `scan`. That of `cond` takes a value that is batched
+    at any level for one that is batched at the innermost, so that under nested vmaps it reads a
+    branch and operands of other places, in silence.
+
+    Args:
+        refused: called before each of them runs under vmap.
+    """
+    own = torch._functorch.autograd_function.custom_function_call  # of `Function`
+    for operation in torch._ops._higher_order_ops.values():
+        rule = operation.functorch_table.get(TransformType.Vmap)
+        if operation is not own and rule is not None:
+            guarded = _guarded(operation, rule, refused)
+            operation.functorch_table[TransformType.Vmap] = guarded
+            after_dynamo(functools.partial(_hide_from_dynamo, operation.functorch_table, guarded))
+
+
+def _guarded(operation: Any, rule: Callable, refused: Callable[[], bool]) -> Callable:
+    @functools.wraps(rule)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if refused():
+            raise RuntimeError(f"the higher order op {operation.name()} is refused under vmap")
+        return rule(*args, **kwargs)
+
+    return guarded
+
+
+def _hide_from_dynamo(table: dict, guarded: Callable) -> None:
+    """Have dynamo, which runs these operations, not compile the guard."""
+    table[TransformType.Vmap] = torch._dynamo.disable(guarded)
+
+
 def dispatch_modes_active() -> bool:
     """Whether a TorchDispatchMode (fake tensors, tracing) sees every operation."""
     return torch._C._len_torch_dispatch_stack() > 0
@@ -852,7 +886,7 @@ def current_raw_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-_opaque_to_dynamo: list[Callable] = []
+_told_to_dynamo: list[Callable] = []
 
 
 def allow_in_graph(fn: Callable) -> None:
@@ -860,16 +894,21 @@ def allow_in_graph(fn: Callable) -> None:
 
     Dynamo knows such functions by their identity, so they are told it when it is imported.
     """
+    after_dynamo(lambda: torch._dynamo.allow_in_graph(fn))
+
+
+def after_dynamo(tell: Callable[[], object]) -> None:
+    """Call `tell` once dynamo is imported: now, if it is."""
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.allow_in_graph(fn)
+        tell()
         return
-    _opaque_to_dynamo.append(fn)
-    if len(_opaque_to_dynamo) == 1:
+    _told_to_dynamo.append(tell)
+    if len(_told_to_dynamo) == 1:
         sys.meta_path.insert(0, _TellDynamo())
 
 
 class _TellDynamo(importlib.abc.MetaPathFinder):
-    """Lets dynamo be found as ever, and tells it what is opaque once it has run."""
+    """Lets dynamo be found as ever, and tells it what it has to know once it has run."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         """Only dynamo's."""
@@ -883,8 +922,8 @@ class _TellDynamo(importlib.abc.MetaPathFinder):
 
             def then_tell(module: Any) -> None:
                 execute(module)
-                for fn in _opaque_to_dynamo:
-                    module.allow_in_graph(fn)
+                for tell in _told_to_dynamo:
+                    tell()
 
             loader.exec_module = then_tell
         return spec

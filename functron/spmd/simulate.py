@@ -272,7 +272,7 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x: ``[..., inputs]``.
         w: ``[inputs, outputs]``.
     """
-    if not any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
+    if not _simulating():
         if compat.unseen(x, w):
             rows = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
             if compat.is_wide(rows, w):
@@ -561,6 +561,13 @@ def check_outputs(
     )
     raise_problems(f"{where} returns values that vary where out_specs say they do not", problems,
                    VaryingOutputError)  # fmt: skip
+
+
+def _simulating() -> bool:
+    return any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values())
+
+
+compat.guard_functions_under_vmap(_simulating)
 
 
 def transformed() -> bool:

@@ -149,12 +149,29 @@ def test_operations_of_functions_are_refused_in_words(name):
 
     words = r"takes functions.*fix: torch\.where.*functron\.scan"
     mapped = ft.shard_map(program, Mesh(dp=2), P("dp"), P("dp"))
-    for call in (ft.trace(mapped), ft.trace(program)):
+    unchecked = ft.shard_map(program, Mesh(dp=2, tp=2), P("dp"), P("dp"), check=False)
+    for call in (ft.trace(mapped), ft.trace(program), mapped, unchecked):
         with pytest.raises(ValueError, match=words):
             call(torch.ones(4, 3))
-    if name == "while_loop":  # of the others torch has rules under vmap
-        with pytest.raises(ValueError, match=words):
-            mapped(torch.ones(4, 3))
+
+
+def test_operations_of_functions_are_refused_in_a_simulation_alone():
+    """torch's rule of cond under nested vmaps takes a branch and operands of other ranks."""
+
+    def program(x, y):
+        return torch.cond(x.sum() > 0, lambda y: (y.sin(),), lambda y: (y.cos(),), (y,))[0]
+
+    x, y = torch.tensor([[1.0, 2.0], [-3.0, -4.0]]), torch.arange(4.0).reshape(2, 2)
+    mapped = ft.shard_map(program, Mesh(dp=2), (P("dp"), P("dp")), P("dp"))
+    for call in (
+        lambda: mapped(x, y),
+        lambda: torch.func.grad(lambda y: mapped(x, y).sum())(y),
+        lambda: torch.func.vmap(mapped)(x.expand(3, 2, 2), y.expand(3, 2, 2)),
+    ):
+        with pytest.raises(ValueError, match=r"takes functions.*fix: torch\.where"):
+            call()
+    one_level = torch.func.vmap(program)(x, y)  # which torch has right
+    assert one_level.equal(torch.stack([y[0].sin(), y[1].cos()]))
 
 
 def test_a_tensor_of_a_rank_that_was_kept_is_refused_as_an_argument():
