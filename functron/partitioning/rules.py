@@ -574,7 +574,10 @@ def _joined(equation: Equation) -> Rule:
 def _padded(equation: Equation) -> Rule:
     (x,), (y,) = equation.operands, equation.results
     labels = _dims(x.shape)
-    changed = [i for i, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if a != b]
+    widths = _argument(equation, "pad")  # of the last dim first, before and after
+    count, last = len(widths) // 2, len(labels) - 1
+    # also by widths that cancel: then all places move on, from one rank's part to the next
+    changed = sorted(last - i for i in range(count) if widths[2 * i] or widths[2 * i + 1])
     rows = tuple(
         (f"q{i}",) if i in changed and y.shape[i] != 1 else row for i, row in enumerate(labels)
     )
@@ -594,8 +597,9 @@ def _overwritten(equation: Equation) -> Rule:
         own = ("cut",) if source.shape[dim] != 1 else ()
         rows = tuple(own if i == dim else row for i, row in enumerate(labels))
     sizes = sizes_of([x, source], [labels, rows])
-    whole = frozenset({*labels[dim], "cut"})
-    return Rule((labels, rows), (labels,), sizes, whole=whole, linear=(frozenset({0, 1}),))
+    whole, linear = frozenset({*labels[dim], "cut"}), (frozenset({0, 1}),)
+    run = shards.select_scatter if equation.name == "select_scatter" else None
+    return Rule((labels, rows), (labels,), sizes, whole=whole, linear=linear, run=run)
 
 
 # --- lookups

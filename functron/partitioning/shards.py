@@ -369,6 +369,16 @@ def mask_put(site: Site, x, indices, values, accumulate=False):
     return torch.where(mask, x + values if accumulate else values, x)
 
 
+def select_scatter(site: Site, x, source, dim, index):
+    """x with other numbers at one place of a dim, as a range of it.
+
+    Of select_scatter itself torch differentiates the rule under vmap to wrong numbers (2.13).
+    """
+    dim = dim % x.dim()
+    index = index % x.shape[dim]
+    return x.slice_scatter(source.unsqueeze(dim), dim, index, index + 1)
+
+
 def index_fill(site: Site, x, dim, index, value):
     """x with a number at places of a dim; torch's derivative of it has a shape by the index."""
     mask = x.new_zeros(x.shape[dim], dtype=torch.bool).index_fill(0, index, True)
