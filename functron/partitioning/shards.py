@@ -255,6 +255,35 @@ def _largest(x: torch.Tensor, dim, axes: Sequence[str]) -> torch.Tensor:
     return torch.where(most.abs() == math.inf, torch.zeros_like(most), most)
 
 
+def extremum(site: Site, x, *args, **kwargs):
+    """The largest, or for amin the smallest, over dims that may be split."""
+    dims = _dims(site)
+    axes = [name for dim in dims for name in site.split(0, dim)]
+    if not axes:
+        return site.op(x, *args, **kwargs)
+    largest = site.equation.name == "amax"
+    return _extremum(x, dims, axes, site.equal, largest).reshape(site.shapes[0])
+
+
+def _extremum(x: torch.Tensor, dims, axes: Sequence[str], equal, largest: bool) -> torch.Tensor:
+    """The maximum or minimum over dims and ranks, kept as dims of size 1.
+
+    Its cotangent is shared evenly among the elements that are it, of all ranks, as torch does.
+    """
+    still = lax.stop_gradient(x)
+    if largest:
+        found = lax.pmax(still.amax(dims, keepdim=True), axes)
+    else:
+        found = lax.pmin(still.amin(dims, keepdim=True), axes)
+    tracked = compat.differentiating() or compat.requires_grad(x)
+    if not (tracked and x.is_floating_point()):
+        return found
+    here = still == found
+    count = _total(here.sum(dims, keepdim=True), axes)
+    mean = _total(_masked(x, here).sum(dims, keepdim=True) / count, axes, equal)
+    return _Overwritten.apply(mean, found)  # of which the numbers are exact
+
+
 def logsumexp(site: Site, x, *args, **kwargs):
     """log sum exp over dims that may be split."""
     dims = _dims(site)
@@ -275,8 +304,7 @@ def norm(site: Site, x, ord=2, *args, **kwargs):  # noqa: A002
         return site.op(x, ord, *args, **kwargs)
     x = x.to(kwargs.get("dtype") or x.dtype).abs()
     if ord in (math.inf, -math.inf):
-        reduce = lax.pmax if ord > 0 else lax.pmin
-        return reduce((x.amax(dims) if ord > 0 else x.amin(dims)), axes).reshape(site.shapes[0])
+        return _extremum(x, dims, axes, site.equal, largest=ord > 0).reshape(site.shapes[0])
     if ord == 0:
         return _total((x != 0).to(x.dtype).sum(dims), axes).reshape(site.shapes[0])
     total = _total((x**ord).sum(dims), axes, site.equal)

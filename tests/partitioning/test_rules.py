@@ -63,6 +63,11 @@ CASES = {
     "var": (lambda a: a.var(1), (8, 16)),
     "any and all": (lambda a: (a > 1).any(1) * a.sum(1) + (a < 2).all(), (8, 16)),
     "largest": (lambda a: a.detach().amax(1) * a.sum(1) - a.detach().amin((0, 1)), (8, 16)),
+    "amax": (lambda a: a.amax(1) + a.amax(), (8, 16)),
+    "amax of ties": (lambda a: a.clamp(max=0.5).amax((0, 2), keepdim=True) * a, (4, 8, 16)),
+    "amin": (lambda a: a.clamp(min=-0.5).amin(0) + a.amin((0, 1)), (8, 16)),
+    "norm of inf": (lambda a: torch.linalg.vector_norm(a, torch.inf, 1), (8, 16)),
+    "norm of -inf": (lambda a: torch.linalg.vector_norm(a.clamp(0.5), -torch.inf), (8, 16)),
     "max": (lambda a: a.max(1).values, (8, 16)),
     # along dims
     "softmax": (lambda a: a.softmax(1), (8, 16)),
