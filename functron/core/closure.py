@@ -159,26 +159,31 @@ def refuse_tracked(name: str, tensors: Iterable[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def refusing_tracked(name: str, fn: Callable) -> Iterator[None]:
+def refusing_tracked(name: str, fn: Callable, *, aside: bool = False) -> Iterator[None]:
     """Trace `fn` in this with block; raise ValueError where it uses what torch.func tracks outside.
 
     Operations are recorded below all transforms, where tracked tensors look like constants.
+
+    Args:
+        name: of the function in errors.
+        fn: what is traced.
+        aside: it is traced as if no transforms were running, so that its own count from 1 again.
     """
     levels = compat.transform_levels()
     if not levels:
         yield
         return
     refuse_tracked(name, hoist(fn)[0])
-    with _Watch(name, levels):  # for those that objects hold
+    with _Watch(name, levels, aside):  # for those that objects hold
         yield
 
 
 class _Watch(TorchFunctionMode):
     """Sees the operands of operations as the user's code does: wrapped."""
 
-    def __init__(self, name: str, levels: Collection[int]):
+    def __init__(self, name: str, levels: Collection[int], aside: bool):
         super().__init__()
-        self.name, self.levels = name, levels
+        self.name, self.levels, self.aside = name, levels, aside
         self.outside = compat.running_transforms()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -189,8 +194,9 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _refuse(self, value: torch.Tensor) -> None:
-        hidden = not compat.transforms_active()  # partition traces as if none were running
-        with compat.with_transforms(self.outside) if hidden else contextlib.nullcontext():
+        if self.aside and compat.transforms_active():
+            return  # of one of the function's own
+        with compat.with_transforms(self.outside) if self.aside else contextlib.nullcontext():
             if compat.is_tracked(value, self.levels):
                 refuse_tracked(self.name, [value])
 

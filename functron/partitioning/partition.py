@@ -316,7 +316,7 @@ class Partitioned(Mapped):
                 else leaf
                 for leaf, look in zip(leaves, looks, strict=True)
             ]
-        with refusing_tracked(self.name, self.fn):
+        with refusing_tracked(self.name, self.fn, aside=True):
             program, pins = global_program(self.fn, tree.unflatten(structure, fakes))
         mesh = self.mesh.mesh if isinstance(self.mesh, BoundMesh) else self.mesh
         block = self._recomputed(self._constrained(inlined(program.block), pins))
