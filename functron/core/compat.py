@@ -27,7 +27,11 @@ import torch.distributed.distributed_c10d as c10d
 # process (2.11 to 2.13).
 import torch.distributed.nn.functional
 from torch._C._functorch import TransformType
-from torch._functorch.autograd_function import VmapInfo, wrap_outputs_maintaining_identity
+from torch._functorch.autograd_function import (
+    VmapInfo,
+    custom_function_call,
+    wrap_outputs_maintaining_identity,
+)
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     retrieve_current_functorch_interpreter,
@@ -191,10 +195,9 @@ def guard_functions_under_vmap(refused: Callable[[], bool]) -> None:
     Args:
         refused: called before each of them runs under vmap.
     """
-    own = torch._functorch.autograd_function.custom_function_call  # of `Function`
     for operation in torch._ops._higher_order_ops.values():
         rule = operation.functorch_table.get(TransformType.Vmap)
-        if operation is not own and rule is not None:
+        if operation is not custom_function_call and rule is not None:  # which is `Function`'s
             guarded = _guarded(operation, rule, refused)
             operation.functorch_table[TransformType.Vmap] = guarded
             after_dynamo(functools.partial(_hide_from_dynamo, operation.functorch_table, guarded))

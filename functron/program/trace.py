@@ -239,13 +239,12 @@ class _Trace:
         outputs = []
         bad = []
         for leaf, path, spec in zip(leaves, tree.paths(result), specs, strict=True):
-            is_tensor = isinstance(leaf, torch.Tensor)
-            leaf = (
-                compat.plain(leaf) if is_tensor else leaf
-            )  # a transform outside wraps all results
-            if not is_tensor and callable(leaf):
+            if isinstance(leaf, torch.Tensor):  # a transform outside wraps all results
+                outputs.append(Output(self.recorder.var(compat.plain(leaf)), path, spec))
+                continue
+            if callable(leaf):
                 bad.append(Problem(f"output {path}", type(leaf).__name__, "tensors and numbers"))
-            outputs.append(Output(self.recorder.var(leaf) if is_tensor else leaf, path, spec))
+            outputs.append(Output(leaf, path, spec))
         raise_problems("trace: the function returns what a program cannot", bad, TypeError)
         return outputs, structure
 

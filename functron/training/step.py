@@ -81,7 +81,8 @@ def init_state(
         specs: their specs, one per parameter.
         optimizer: the gradient transformation that will update them.
         mesh: simulated (global values) or bound (this rank's shards).
-        params: to begin with; None: random ones.
+        params: to begin with; None: random ones. Those of a module (`torch.nn.Parameter`) are
+            trained in the module's own memory, and torch's tape sees nothing of that.
         masters: what the parameters are rounded from, for an optimizer that keeps float32 masters
             of those in low precision (``optim.with_fp32_masters(inner, dtypes)``, or
             `optim.make_optimizer` with `defs`): without, masters begin with rounded values. A tree
@@ -99,7 +100,8 @@ def init_state(
     # every rank makes its own part; axes of a pipeline are as good as any others for that
     init = shard_map(optimizer.init, mesh, (specs,), optimizer.specs(specs), check=False)
     if masters is False:
-        weights = init_params(init_key, defs, specs, mesh) if params is None else params
+        given = tree.map(_off_tape, params)
+        weights = init_params(init_key, defs, specs, mesh) if params is None else given
         return State(zero, weights, init(weights), step_key)
     if params is not None:
         title, got = "two sets of initial values", "given beside masters"
@@ -109,6 +111,11 @@ def init_state(
     weights = tree.map(lambda master, d: master.to(d.dtype), masters, defs)
     _check_masters(init(_abstract(masters)), init(_abstract(weights)))
     return State(zero, weights, init(masters), step_key)
+
+
+def _off_tape(leaf: Any) -> Any:
+    """A module's parameter without its tape, which would keep every step that is taken from it."""
+    return leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf
 
 
 def _wide(d: ParamDef) -> ParamDef:

@@ -9,6 +9,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, checkpoint, gpt, lax, optim, random, tree
 from functron.spmd.donation import Donated
+from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import unpad
 from functron.training.config import TrainConfig, with_model
 from functron.training.plan import plan
@@ -771,3 +772,26 @@ def test_a_function_around_a_step_is_traced_for_its_mesh_or_refused():
     for how in ({"simulate": True}, split):
         new, _ = ft.trace(first, **how)(state, batches)(state, batches)
         assert torch.equal(new.params["w"], torch.full((3, 2), 0.25))
+
+
+def test_the_parameters_of_a_module_are_trained_where_they_are_and_no_tape_grows():
+    module = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    defs = {"w": ParamDef((1, 3), (None, None), Normal(1.0), torch.float64)}
+    specs, start = {"w": P()}, module.weight.detach().clone()
+
+    def loss(params, batch, key):
+        return (batch @ params["w"].T).square().sum()
+
+    sgd = optim.sgd(0.1)
+    made = ft.gradients(loss, lambda batch: batch.shape[0])
+    step = ft.make_step(made, sgd, Mesh(), specs, batch_specs=P(), check=False)
+    params = {"w": module.weight}
+    state = ft.init_state(random.key(0), defs, specs, sgd, Mesh(), params)
+    x = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 10
+    for _ in range(2):
+        state, _ = step(state, x)
+        start = start - 0.1 * 2 * (start @ x.T @ x) / 4  # by hand
+    assert not state.params["w"].requires_grad
+    assert module.weight.requires_grad
+    torch.testing.assert_close(state.params["w"], start, rtol=1e-12, atol=0)
+    torch.testing.assert_close(module.weight.detach(), start, rtol=1e-12, atol=0)
