@@ -463,3 +463,25 @@ def test_mistakes_are_told():
     with torch.no_grad():
         torch.testing.assert_close(ft.partition(lambda x: x * w, mesh, (P("dp"),))(X), X * X)
     assert ft.constrain(X, P("dp")) is X
+
+
+@pytest.mark.parametrize("held", ["cell", "attribute"])
+def test_what_transforms_around_would_not_reach_is_refused(held):
+    """A plan has constants: their gradients and tangents would be 0."""
+    w = torch.ones(2, dtype=X.dtype)
+
+    def scaled(w):
+        kept = torch.nn.Module()
+        kept.w = w
+        program = (lambda x: x[:, :2] * w) if held == "cell" else (lambda x: x[:, :2] * kept.w)
+        return ft.partition(program, ft.Mesh(dp=2), (P("dp"),), P())(X).sum()
+
+    for call in (
+        lambda: torch.func.grad(scaled)(w),
+        lambda: torch.func.jvp(scaled, (w,), (w,)),
+        lambda: torch.func.vmap(scaled)(torch.stack([w, w])),
+    ):
+        with pytest.raises(ValueError, match=r"test_partition.*<lambda> closes over a tensor of "
+                           r"shape \[2\] that is differentiated, or mapped.*make it an argument"):  # fmt: skip
+            call()
+    torch.func.grad(lambda w: scaled(torch.ones_like(X[0, :2])) * w.sum())(w)  # others it may hold
