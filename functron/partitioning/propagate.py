@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from functron.partitioning import shards
 from functron.partitioning.global_view import Call
 from functron.partitioning.placement import (
     SUM,
@@ -107,10 +108,13 @@ class Settings:
         if found is not None:
             return found
         if self.fallback == "replicate":
-            return whole(equation)
+            run = shards.embedding_bag if equation.name in _UNDIFFERENTIATED else None
+            return replace(whole(equation), run=run)
         raise ValueError(_no_rule(equation))
 
 
+# what a trace without a tape has in place of operations that have a derivative
+_UNDIFFERENTIATED = ("_embedding_bag_forward_only",)
 _IN_SHAPE = "torch.where(mask, values, x), with values in the shape of x"
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {

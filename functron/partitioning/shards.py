@@ -359,6 +359,11 @@ def embedding(site: Site, weight, ids, padding_idx=-1, *args, **kwargs):
     return torch.where((ids == padding_idx).unsqueeze(-1), lax.stop_gradient(rows), rows)
 
 
+def embedding_bag(site: Site, *args, **kwargs):
+    """The operation that has a derivative; a trace has the one that has none."""
+    return _aten._embedding_bag(*args, **kwargs)
+
+
 def gather(site: Site, x, dim, index, **kwargs):
     """Elements along a dim; zeros for those that are in another rank's part of it."""
     labels: Any = site.operands[0]

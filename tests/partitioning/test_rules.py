@@ -247,6 +247,21 @@ def test_writes_that_have_no_rule(name):
     assert mapped(a).equal(fn(a))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_replicated_bags_of_embeddings_are_differentiated(mode):
+    w = torch.randn(16, 8, dtype=torch.float64)
+
+    def bags(w):
+        return (F.embedding_bag(IDS, w, mode=mode) * torch.arange(8.0)).sum()
+
+    mesh, wanted = ft.Mesh(tp=2), torch.func.grad(bags)(w)
+    outside = ft.partition(bags, mesh, P("tp"), P(), fallback="replicate")
+    inside = ft.partition(ft.grad(bags), mesh, P("tp"), P("tp"), fallback="replicate")
+    for got in (torch.func.grad(outside)(w), inside(w)):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_a_mask_of_other_sizes_is_refused_as_torch_refuses_it():
     with pytest.raises(
         ValueError, match=r"a mask of shape \[8, 1\] is the index of dims \[8, 16\]"
