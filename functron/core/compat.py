@@ -352,18 +352,6 @@ def is_batched_at(value: torch.Tensor, level: int) -> bool:
     return False
 
 
-def is_followed(value: torch.Tensor) -> bool:
-    """Whether a vmap maps `value`, or a grad differentiates it; others it wraps alone.
-
-    A tangent of jvp is not seen where transforms are set aside.
-    """
-    while functorch.is_functorch_wrapped_tensor(value):
-        if functorch.is_batchedtensor(value) or value.requires_grad:
-            return True
-        value = functorch.get_unwrapped(value)
-    return False
-
-
 def is_orphan(value: torch.Tensor) -> bool:
     """Whether `value` is a tensor of a vmap that is not running any more.
 

@@ -18,7 +18,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,6 @@ from functron.program.program import Program
 from functron.program.recorder import Recorder, active, aside, keeping
 from functron.program.trace import trace
 from functron.spmd.axes import Scope, enter, user_line
-from functron.spmd.simulate import levels_around
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp, leaves_like
 from functron.transforms.gradient import check_loss, value_and_grad
@@ -124,37 +123,16 @@ class Keeper(TorchFunctionMode):
 
     As a mode it sees where gradients are switched off, which a trace of whole values is not: the
     program is differentiated later, and must not be there.
-
-    Args:
-        name: of the function.
-        around: the levels of torch.func transforms that run around it.
     """
 
-    def __init__(self, name: str = "the function", around: Collection[int] = ()):
+    def __init__(self):
         super().__init__()
-        self._grad, self._name, self._around = True, name, around
-        self._forward = compat.pushing_forward()
+        self._grad = True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch._C._set_grad_enabled:
             self._grad = bool(args[0])
-        if self._around:
-            self._refuse_hidden([*tree.leaves(args), *tree.leaves(kwargs or {})])
         return func(*args, **(kwargs or {}))
-
-    def _refuse_hidden(self, leaves: Sequence[Any]) -> None:
-        """Raise ValueError for tensors of transforms around: here they would be constants."""
-        for leaf in leaves:
-            if not (isinstance(leaf, torch.Tensor) and compat.level_of(leaf) in self._around):
-                continue
-            inside = compat.level_of(leaf) in compat.transform_levels()
-            followed = self._forward or compat.is_followed(leaf)
-            if followed and (not inside or compat.is_orphan(leaf)):
-                raise ValueError(
-                    f"partition: at {user_line()} {self._name} closes over a tensor of shape "
-                    f"{list(leaf.shape)} that is differentiated, or mapped by vmap, around it; "
-                    "wanted it among the arguments, where it has a spec; fix: make it an argument"
-                )
 
     @property
     def overwritten(self) -> Any:
@@ -470,8 +448,7 @@ def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
     pins: list[P] = []
     token = _pins.set(pins)
     try:
-        name = getattr(fn, "__name__", type(fn).__name__)
-        keeper = Keeper(name, levels_around())
+        keeper = Keeper()
         with aside(), enter(Scope()), torch.enable_grad(), keeper, keeping(keeper):
             return trace(fn, simulate=True)(*args), pins
     finally:

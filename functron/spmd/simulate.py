@@ -576,14 +576,9 @@ def transformed() -> bool:
     What belongs to its caller is not to be overwritten then: the caller gave up something else, if
     anything, than the batched or differentiated values that are seen here.
     """
-    return bool(levels_around())
-
-
-def levels_around() -> set[int]:
-    """The levels of the torch.func transforms that run here, without those of a simulated mesh."""
     levels = compat.transform_levels()
     if not levels:
-        return levels
+        return False
     own = (*scope().axes.values(), scope().shares)
     tokens = [axis.token for axis in own if isinstance(axis, SimulatedAxis)]
-    return levels - {compat.level_of(token) for token in tokens}
+    return bool(levels - {compat.level_of(token) for token in tokens})

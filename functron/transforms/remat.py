@@ -558,9 +558,11 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
             return tuple(outputs)
 
         program = _Program(flat, memory, compat.innermost_is_grad())
-        before = _random_states(site.tensors) if memory.needed else []
+        seen = memory.needed and not compat.dispatch_modes_active()  # which refuse it themselves
+        before = _random_states(site.tensors) if seen else []
         outputs = _Remat.apply(program, *site.operands)
-        if not all(map(torch.equal, before, _random_states(site.tensors) if before else [])):
+        after = _random_states(site.tensors) if before else []
+        if not all(map(torch.equal, before, after)):
             raise ValueError(
                 f"remat at {user_line()}: the function draws torch's own random numbers, which "
                 "would be others when backward computes it again; wanted a function of its "
