@@ -425,18 +425,21 @@ class Ambient(NamedTuple):
         levels: of torch.func transforms.
         grad: whether a tape is on.
         functions, dispatches: how many modes see functions, and operations.
+        subclasses: whether subclasses of tensors see functions.
     """
 
     levels: int
     grad: bool
     functions: int
     dispatches: int
+    subclasses: bool
 
     @classmethod
     def here(cls) -> Ambient:
         """That of the caller."""
         modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-        return cls(functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled(), *modes)
+        levels, grad = functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
+        return cls(levels, grad, *modes, torch._C._is_torch_function_enabled())
 
     def put_back(self) -> None:
         """Leave what was entered since, where an interrupt came between entering and noting it."""
@@ -446,6 +449,9 @@ class Ambient(NamedTuple):
             _pop_mode()
         while torch._C._len_torch_function_stack() > self.functions:
             torch._C._pop_torch_function_stack()
+        if self.subclasses and not torch._C._is_torch_function_enabled():
+            left: Any = torch._C.DisableTorchFunctionSubclass()
+            left.__exit__(None, None, None)  # of one that was never entered: they see them
         torch.set_grad_enabled(self.grad)
 
 

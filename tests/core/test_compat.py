@@ -1,6 +1,7 @@
 """Numbers on a device, made without a copy that the host waits for; memory that is kept; attention
 by the kernel of CPUs, without the scores that are hidden."""
 
+import contextlib
 import math
 import os
 import subprocess
@@ -102,3 +103,15 @@ def test_where_bands_pay(monkeypatch):
     half = q[:, :, :128].bfloat16()  # in which sums over bands would be rounded
     assert not compat.skips_hidden(half, half)
     assert not compat.skips_hidden(q[:, :, :128], q[:, :, :256])
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_what_an_interrupt_left_entered_is_left(blind):
+    """Ctrl-C may come between the end of a with block and its exit."""
+    with compat.no_overrides() if blind else contextlib.nullcontext():
+        around = compat.Ambient.here()
+        compat.no_overrides().__enter__()
+        torch.set_grad_enabled(False)
+        around.put_back()
+        assert compat.Ambient.here() == around
+        assert torch._C._is_torch_function_enabled() == (not blind)
