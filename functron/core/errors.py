@@ -371,8 +371,16 @@ ORPHAN = (
 def of_orphan(name: str, error: Exception) -> ValueError | None:
     """The meaning of torch's error for a tensor of a simulated rank that was kept; else None."""
     if isinstance(error, RuntimeError) and re.search(ORPHAN_PATTERN, str(error)):
-        return ValueError(f"{name} {ORPHAN}")
+        return None if is_of_interrupt(error) else ValueError(f"{name} {ORPHAN}")
     return None
+
+
+def is_of_interrupt(error: BaseException) -> bool:
+    """Whether an error was raised while a KeyboardInterrupt was handled: it says nothing itself."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, KeyboardInterrupt):
+        found = None if found.__suppress_context__ else found.__context__
+    return found is not None
 
 
 def made_public(value: Any) -> Any:

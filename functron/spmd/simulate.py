@@ -26,7 +26,14 @@ from torch.overrides import TorchFunctionMode
 
 from functron.core import compat, tree
 from functron.core.compat import Function
-from functron.core.errors import ORPHAN, ORPHAN_PATTERN, Problem, in_library, raise_problems
+from functron.core.errors import (
+    ORPHAN,
+    ORPHAN_PATTERN,
+    Problem,
+    in_library,
+    is_of_interrupt,
+    raise_problems,
+)
 from functron.spmd.axes import SimulatedAxis, TracedAxis, bind, scope, source_line, user_line
 from functron.spmd.mesh import Mesh
 from functron.spmd.primitives import AssumeShare, OutputReplicated, RequireShare
@@ -382,6 +389,8 @@ _RAW: Mapping[str, Callable[[str], str]] = MappingProxyType(
 
 def taught(error: RuntimeError) -> str | None:
     """The meaning of `error`, raised by a program under vmap; None where torch says it well."""
+    if is_of_interrupt(error):
+        return None
     raw = str(error)
     rows = ((re.search(pattern, raw), words) for pattern, words in _RAW.items())
     found, words = next(((found, words) for found, words in rows if found), (None, None))

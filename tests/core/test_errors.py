@@ -20,7 +20,7 @@ import torch
 import functron as ft
 from functron import P, bert, gpt, lax, llava, mamba, optim, t5, vit
 from functron.cli.main import main
-from functron.core.errors import Problem, in_library, made_public, nearest, raise_problems
+from functron.core.errors import Problem, in_library, made_public, nearest, public, raise_problems
 from functron.models.options import require
 
 
@@ -391,3 +391,18 @@ def test_private_names_are_found():
     ]  # fmt: skip
     good = "ft.Gather(specs), optim.adamw, functron.ops.use, functron.data.merge, gpt.loss, e.g. x"
     assert list(private_names(good, modules)) == []
+
+
+def test_what_an_interrupt_breaks_on_its_way_is_no_error_of_its_own():
+    """functorch's stack of levels fails then, in the words of a tensor that was kept."""
+
+    @public
+    def step():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("INTERNAL ASSERT FAILED at functorch/DynamicLayer.cpp")
+
+    with pytest.raises(RuntimeError, match="INTERNAL ASSERT") as raised:
+        step()
+    assert isinstance(raised.value.__context__, KeyboardInterrupt)
