@@ -41,17 +41,16 @@ def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
     Raises:
         ValueError: one belongs to a simulated rank whose shard_map has returned.
     """
-    found: dict[int, torch.Tensor] = {}
-    _collect(fn, found, set())
+    found = closed_over(fn)
     if not found:
         return [], lambda tensors: fn
-    refuse_orphans(getattr(fn, "__name__", type(fn).__name__), found.values())
-    keys = list(found)
+    refuse_orphans(getattr(fn, "__name__", type(fn).__name__), found)
+    keys = list(map(id, found))
 
     def close(tensors: list[torch.Tensor]) -> Callable:
         return _rewrite(fn, dict(zip(keys, tensors, strict=True)), {})
 
-    return list(found.values()), close
+    return found, close
 
 
 def call_on_tape(fn: Callable, tensors: list[torch.Tensor]) -> tree.Tree:
@@ -123,6 +122,12 @@ def closed_over(fn: Callable) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def find_orphans(leaves: Iterable[Any]) -> list[int]:
+    """The places of tensors that were kept from simulated ranks."""
+    rows = enumerate(leaves)
+    return [i for i, x in rows if isinstance(x, torch.Tensor) and compat.is_orphan(x)]
+
+
 def refuse_orphans(name: str, leaves: Iterable[Any]) -> None:
     """Raise ValueError for tensors that were kept from simulated ranks.
 
@@ -130,7 +135,7 @@ def refuse_orphans(name: str, leaves: Iterable[Any]) -> None:
         name: of what uses them.
         leaves: among which they may be.
     """
-    if any(isinstance(x, torch.Tensor) and compat.is_orphan(x) for x in leaves):
+    if find_orphans(leaves):
         raise ValueError(f"{name} {ORPHAN}")
 
 

@@ -358,6 +358,8 @@ def is_orphan(value: torch.Tensor) -> bool:
     torch numbers levels by their depth, so that a later vmap takes it for one of its own; it is
     told apart by the kind of the level and by its size.
     """
+    if not functorch.is_functorch_wrapped_tensor(value):  # as almost all are
+        return False
     running: dict[int, Any] = {}
     if transforms_active():
         running = {each.level(): each for each in retrieve_all_functorch_interpreters()}

@@ -377,10 +377,14 @@ def of_orphan(name: str, error: Exception) -> ValueError | None:
 
 def is_of_interrupt(error: BaseException) -> bool:
     """Whether an error was raised while a KeyboardInterrupt was handled: it says nothing itself."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, KeyboardInterrupt):
-        found = None if found.__suppress_context__ else found.__context__
-    return found is not None
+    return any(isinstance(each, KeyboardInterrupt) for each in contexts_of(error))
+
+
+def contexts_of(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those in whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = None if error.__suppress_context__ else error.__context__
 
 
 def made_public(value: Any) -> Any:

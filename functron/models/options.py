@@ -564,13 +564,13 @@ def own_block(hook: Hook, options: ModelOptions) -> Callable:
 
     def body(layer: Any, weights: dict, x: Tensor) -> tuple[Tensor, Any]:
         if not given:
-            stand_in = _OfEachToken.of(layer)
+            lengths: set[int] = set()
 
             def run(own: dict, tokens: Tensor) -> Tensor:
-                out = apply(stand_in, own, tokens)
+                out = apply(_OfEachToken.of(layer, lengths), own, tokens)
                 return out[0] if isinstance(out, tuple) else out
 
-            refuse_mixing("block", run, weights, x, options, lengths=stand_in.lengths)
+            refuse_mixing("block", run, weights, x, options, lengths=lengths)
         out = apply(layer, weights, x)
         y, auxiliary = out if isinstance(out, tuple) else (out, None)
         if ("moe" in weights) != (auxiliary is not None):
@@ -589,10 +589,10 @@ class _OfEachToken:
     lengths: set[int]
 
     @classmethod
-    def of(cls, layer: Any) -> Any:
-        """`layer`, with these methods in place of its own."""
+    def of(cls, layer: Any, lengths: set[int]) -> Any:
+        """`layer`, with these methods in place of its own, which add to `lengths`."""
         made = object.__new__(type(cls.__name__, (cls, type(layer)), {}))
-        made.__dict__.update(vars(layer), lengths=set())
+        made.__dict__.update(vars(layer), lengths=lengths)
         return made
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:

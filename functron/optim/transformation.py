@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, ParamSpec, cast
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import refuse_orphans
-from functron.core.errors import Problem, dataclass_fix, public, raise_problems, refuse
+from functron.core.closure import refuse_holders, refuse_orphans
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -371,18 +371,13 @@ def transformation(
 
 
 def _of_tensors(init: Callable[[Params], State]) -> Callable[[Params], State]:
-    """`init`, which refuses dataclasses that trees take for one leaf."""
+    """`init`, which refuses objects with tensors that trees take for one leaf."""
 
     @functools.wraps(init)
     def init_state(params: Params) -> State:
         refuse_orphans("the optimizer's init", tree.leaves(params))
-        rows = zip(tree.paths(params), tree.leaves(params), strict=True)
-        found = [
-            Problem(path or "params", f"a {type(leaf).__name__}", "a tensor", fix)
-            for path, leaf in rows
-            if (fix := dataclass_fix(leaf))
-        ]
-        raise_problems("no optimizer's state can be made for these parameters", found, TypeError)
+        title = "no optimizer's state can be made for these parameters"
+        refuse_holders(title, "params", params)
         return init(params)
 
     return init_state

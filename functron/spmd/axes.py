@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from functron.core import compat
-from functron.core.errors import in_library, nearest, public
+from functron.core.errors import contexts_of, in_library, nearest, public
 from functron.spmd.flight import FlightRecorder, Line
 from functron.spmd.mesh import STANDARD_AXES, LostRanksError, Membership
 
@@ -440,7 +440,7 @@ def unwinding() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        chain = list(_chain(error))
+        chain = list(contexts_of(error))
         interrupt = next((e for e in chain if isinstance(e, KeyboardInterrupt)), None)
         if interrupt is not None:
             for each in chain:
@@ -450,13 +450,6 @@ def unwinding() -> Iterator[None]:
         if interrupt is None or interrupt is error:
             raise
         raise interrupt from None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those in whose handling it was raised."""
-    while error is not None:
-        yield error
-        error = None if error.__suppress_context__ else error.__context__
 
 
 def lookup(names: AxisNames) -> list[Axis]:

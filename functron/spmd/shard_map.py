@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import call_on_tape, closed_over, hoist, refuse_holders
-from functron.core.errors import Problem, dataclass_fix, nearest, public, raise_problems
+from functron.core.closure import call_on_tape, closed_over, find_orphans, hoist, refuse_holders
+from functron.core.errors import ORPHAN, Problem, dataclass_fix, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
     AxisNames,
@@ -43,7 +43,6 @@ from functron.spmd.simulate import (
     LineRecorder,
     VaryingOutputError,
     check_outputs,
-    refuse_orphans,
     run_ranks,
     taught,
     taught_key,
@@ -376,7 +375,7 @@ class Mapped:
             )
         leaves, structure, specs, paths = self._flatten(args)
         hidden = closed_over(self.f)
-        refuse_orphans(self._where(), dict(zip(paths, leaves, strict=True)), hidden)
+        self._refuse_orphans(leaves, paths, hidden)
         if self.donate and _taped([*leaves, *hidden]):
             return self._on_tape(leaves, structure, *hoist(self.f))
         stages, named = self._stage_axis() or scope().stages, scope().named
@@ -386,6 +385,14 @@ class Mapped:
                 with enter(inner):
                     return self._trace(leaves, structure, specs)
             return self._together(args, inner, leaves, paths, structure, specs)
+
+    def _refuse_orphans(self, leaves: list, paths: list[str], hidden: list) -> None:
+        values = [*leaves, *hidden]
+        if found := find_orphans(values):
+            named = [f"argument {path}" for path in paths]
+            named += ["a tensor that it closes over"] * len(hidden)
+            words = [f"{named[i]}, of shape {list(values[i].shape)}" for i in found]
+            raise ValueError(f"shard_map: {self._where()}, by {' and '.join(words)}, {ORPHAN}")
 
     def _on_tape(self, leaves: list, structure, hidden: list, close: Callable) -> Any:
         """The results where torch's tape tracks what is given: under torch.func, as pure as there.

@@ -322,25 +322,6 @@ _BRANCHES = (
 )
 
 
-def refuse_orphans(where: str, given: Mapping[str, Any], closed_over: Sequence[Any]) -> None:
-    """Raise ValueError for tensors of simulated ranks whose shard_map has returned.
-
-    Args:
-        where: the program that is called.
-        given: its arguments by path.
-        closed_over: the tensors that it sees otherwise.
-    """
-    rows = [(f"argument {path}", value) for path, value in given.items()]
-    rows += [("a tensor that it closes over", value) for value in closed_over]
-    found = [
-        f"{what}, of shape {list(value.shape)}"
-        for what, value in rows
-        if isinstance(value, torch.Tensor) and compat.is_orphan(value)
-    ]
-    if found:
-        raise ValueError(f"shard_map: {where}, by {' and '.join(found)}, {ORPHAN}")
-
-
 def draws_randomly(op: object = "") -> str:
     """Words for a program that draws random numbers without a key, by the operation `op`."""
     return _DRAWS.format(op=f" ({op})" if op else "")

@@ -129,7 +129,7 @@ WORDS = {
     "checkpoint": ["ls", "r"], "convert": ["hf:x", "run:y"], "migrate": ["x"],
     "upcycle": ["r", "s"], "schedule": ["1f1b"], "recipe": ["ls"],
 }  # fmt: skip
-"""What commands cannot be called without."""
+"""The arguments without which a command is refused."""
 
 
 class AskedError(Exception):
@@ -273,7 +273,7 @@ def test_processes_are_not_started_where_torchrun_has(trained):
 
 
 def test_what_a_run_has_may_be_set_back(trained, tmp_path, monkeypatch):
-    """What its file says and what undoes it are nobody's mistake; what is new may be one."""
+    """Options from the file of a run, and those that undo them, are taken; new ones are checked."""
     monkeypatch.setattr(plan, "step_report", lambda *args, **kwargs: "")
     text = (trained / "config.toml").read_text()
     file = tmp_path / "config.toml"

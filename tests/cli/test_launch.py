@@ -535,7 +535,7 @@ def test_variables_that_are_left_over_are_said_and_not_waited_for(rank, capsys):
 
 
 def _meeting(ranks, size, port, later=(), timeout=30.0):
-    """What `meet` came to for each rank, of threads of which those in `later` come after a while."""
+    """The result or error of `meet` on each rank, a thread each; those in `later` start late."""
     found = {}
 
     def come(rank, delay):

@@ -299,7 +299,7 @@ LAYOUTS = {
 
 
 def decayed(mask, layout, make):
-    """What a step with gradients of 0 makes of ones: those that decay are no longer 1."""
+    """Parameters of ones after a step with gradients of 0: those that decay are no longer 1."""
     mesh, specs, shards = LAYOUTS[layout]
     optimizer = make(mask)
     optimizer = optim.zero(optimizer, shards=shards) if shards else optimizer

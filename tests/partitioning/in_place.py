@@ -221,7 +221,7 @@ def draw(seed: int) -> Case:
 
 
 def _owner(h: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """What shows all of the memory that t shows a part of: h, unless t is a copy."""
+    """The tensor that owns the memory of t: h, unless t is a copy."""
     return h if h.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() else t
 
 

@@ -669,9 +669,16 @@ TAPED = {
 }
 
 
-@pytest.mark.parametrize("what", ["params", "opt_state", "batch"])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
-@pytest.mark.parametrize("name", list(TAPED))
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (name, what)
+        for name in TAPED
+        for what in ("params", "opt_state", "batch")
+        if (name, what) != ("sgd", "opt_state")  # which has no leaf
+    ],
+)
 def test_a_tape_differentiates_two_steps(name, mesh, what):
     """With all terms, as finite differences say; what it tracks stays as it was."""
     step, state = wide_step(TAPED[name](), mesh)
@@ -686,8 +693,7 @@ def test_a_tape_differentiates_two_steps(name, mesh, what):
             value.fill_(0.5)  # at 0 a root has no slope
     rows = enumerate(zip(paths, values, strict=True))
     wide = [i for i, (path, x) in rows if path.startswith(prefix) and tree.is_float(x)]
-    if not wide:
-        pytest.skip("this optimizer remembers nothing")
+    assert wide
 
     def after(*chosen):
         given = [x.clone() for x in values]
