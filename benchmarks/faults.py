@@ -565,7 +565,7 @@ def _flipped_files(folder: Path, options: argparse.Namespace) -> Found:
     config = command.parse_train([*TINY, "--steps", "1", "--save-every", "1"])
     run = prepare(config, Mesh())
     saved, tokens = folder / "checkpoint", folder / "tokens"
-    placement = run.plan.placement
+    placement = run.setup.placement
     checkpoint.save(saved, run.state, {"step": 1}, placement=placement)
     made = Settings((text.__file__,), "bytes", str(tokens), workers=1)
     preprocess(made)

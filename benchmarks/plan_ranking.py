@@ -35,7 +35,7 @@ from functron import gpt
 from functron.core.chart import table
 from functron.plan import Estimate, Hardware, hardware
 from functron.spmd import Mesh
-from functron.training import TrainConfig, plan, prepare
+from functron.training import TrainConfig, make_setup, prepare
 from functron.training.config import with_precision
 from functron.training.planning import expected
 
@@ -181,7 +181,7 @@ def shared(estimate: Estimate, processes: int, processors: int) -> float:
 
 def predicted(name: str, machine: Hardware, processors: int) -> tuple[float, Estimate]:
     """The seconds that the planner expects of a way's step, and its estimate."""
-    found = expected(plan(config_of(name), mesh_of(name)), machine)
+    found = expected(make_setup(config_of(name), mesh_of(name)), machine)
     return shared(found, mesh_of(name).size, processors), found
 
 

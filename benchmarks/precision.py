@@ -40,7 +40,7 @@ from functron.program.equations import Scan
 from functron.program.program import Program
 from functron.program.text import aligned, axis_of, dtype_text
 from functron.training.config import TrainConfig, with_model, with_precision
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 
 MODEL, SEQ = "llama3-8b", 8192
 MESHES = ("dp=8,tp=8", "fsdp=8,tp=8")
@@ -111,7 +111,7 @@ def traced(args: argparse.Namespace) -> bool:
         if "fsdp" in mesh:
             for name, how in SENT_AS.items():
                 rows[f"{name}, sent {how}"] = replace(rows[name], gather_as=how)
-        found = {name: facts(plan(c, Mesh.parse(mesh)).program()) for name, c in rows.items()}
+        found = {name: facts(make_setup(c, Mesh.parse(mesh)).program()) for name, c in rows.items()}
         layers = with_model(TrainConfig(), MODEL).gpt.num_layers
         print(f"\n{MODEL}, one of 64 ranks ({mesh}, sequence parallel, full recomputation),")
         print(f"8 samples of {SEQ} tokens a step\n")
@@ -147,7 +147,7 @@ def table(found: Mapping[str, Traced], layers: int) -> list[list[str]]:
 
 def training(config: TrainConfig, device: str, eager: bool = False) -> Callable[[dict], float]:
     """The compiled step of a configuration on one device, as a function of a batch to its loss."""
-    made = plan(config, Mesh())
+    made = make_setup(config, Mesh())
     state = made.init(random.key(0, device=device))
     step = made.step if eager else jit(made.step, donate=0)
 

@@ -250,7 +250,7 @@ def _import() -> None:
     if not torch.backends.cuda.is_built():
         # how operations change shapes is found out when they are first traced
         config = TrainConfig(mesh="dp=2,tp=2", seq=16, global_batch=4)
-        ft.training.plan(config, ft.Mesh.parse(config.mesh)).program()
+        ft.training.make_setup(config, ft.Mesh.parse(config.mesh)).program()
     gc.collect()
     gc.freeze()  # forks look for no garbage in what they share
     gc.set_threshold(20_000, 20, 50)

@@ -45,8 +45,8 @@ from functron.training.evaluation import (
     slide,
 )
 from functron.training.hardware import free_memory_bytes
-from functron.training.plan import plan
 from functron.training.run import own_part
+from functron.training.setup import make_setup
 
 Program = Callable[[dict, Mesh | BoundMesh, torch.device], str]
 """``(params, mesh, device)`` to the text."""
@@ -197,7 +197,7 @@ def _chosen(
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
     chunk = config.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
-    free, base = free_memory_bytes(device), plan(config, mesh)
+    free, base = free_memory_bytes(device), make_setup(config, mesh)
     if isinstance(mesh, BoundMesh) and device.type == "cpu":
         free //= mesh.size  # which all are on this machine, as far as is known
 
@@ -297,10 +297,10 @@ def _scorer(
     names = list(checkpoint.Checkpoint(path))
     if not lora.has_adapters(names):
         config = replace(config, lora_rank=0)  # a run that has begun from a model without
-    made = plan(config, mesh)
+    made = make_setup(config, mesh)
     histories = tree.paths(tree.partition(made.defs, history_mask(made.defs))[0])
     if histories and set(names).isdisjoint(f"params/{name}" for name in histories):
-        made = plan(replace(config, products=""), mesh)  # likewise: nothing is remembered yet
+        made = make_setup(replace(config, products=""), mesh)  # likewise: nothing is remembered yet
     like, where = made.init(random.key(0).to("meta")), made.placement
     if config.eval_averaged:
         assert made.averaged is not None

@@ -38,7 +38,7 @@ from functron.spmd import DATA_AXES, Mesh
 from functron.training import records, run_folder
 from functron.training.checks import PRECISION_NEEDS, TOLD_NEEDS, TRAIN_NEEDS, told_in
 from functron.training.config import BOXES, COMMON, RECORDED, TrainConfig, dump, starting_config
-from functron.training.plan import parameter_table, plan, step_report
+from functron.training.costs import parameter_table, step_report
 from functron.training.planning import (
     RECIPES,
     Choices,
@@ -46,6 +46,7 @@ from functron.training.planning import (
     recipe,
     recipe_table,
 )
+from functron.training.setup import make_setup
 
 _SEQ = 2048  # of models that take sequences of any length
 _BOXES = MappingProxyType({"model": ("model", "gpt"), "optimizer": ("optimizer",)})
@@ -482,7 +483,7 @@ def trace(arguments: Sequence[str]) -> int:
             seq=config.seq or getattr(config.architecture, "max_seq", _SEQ),
             global_batch=config.global_batch or data_ranks * config.microbatches,
         )
-        text = step_report(plan(config, mesh), program=options.program)
+        text = step_report(make_setup(config, mesh), program=options.program)
     print(text)
     return 0
 
@@ -506,7 +507,7 @@ def params(arguments: Sequence[str]) -> int:
     """Print the table."""
     with mistakes():
         config: TrainConfig = _parse(ParamsOptions, arguments, "params", PARAMS_NEEDS).options
-        print(parameter_table(plan(config, Mesh.parse(config.mesh))))
+        print(parameter_table(make_setup(config, Mesh.parse(config.mesh))))
     return 0
 
 

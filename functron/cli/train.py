@@ -44,12 +44,13 @@ from functron.training.config import (
     starting_config,
     with_model,
 )
+from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
-from functron.training.plan import Plan, bubble_note, plan, step_report
 from functron.training.planning import compared, expectation_text, expected, this_machine
 from functron.training.rerun import attributed
 from functron.training.restored import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
+from functron.training.setup import RunSetup, make_setup
 from functron.training.train import (
     REQUEUE_CODE,
     RESHAPE_CODE,
@@ -112,7 +113,7 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
             if here is None or here.rank == 0:
                 done = run_folder.steps_done(config)
                 print("".join(f"{line}\n" for line in _rate_lines(config, done)), end="")
-                print(_dry(plan(config, Mesh.parse(config.mesh)), machine, kind))
+                print(_dry(make_setup(config, Mesh.parse(config.mesh)), machine, kind))
             return 0
     if config.deterministic:  # cuBLAS reads it when it makes its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -131,7 +132,7 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
         if machine is None:
             machine = own_machine(config, kind)
         if machine is not None:
-            foreseen = expected(made.plan, machine)
+            foreseen = expected(made.setup, machine)
             lines.append(f"expect {expectation_text(foreseen)}, on {machine.name}")
         print("\n".join(lines), flush=True)
     simulated = here is None and made.mesh.size > 1  # other ranks' work takes this process's time
@@ -157,7 +158,7 @@ def own_machine(config: TrainConfig, kind: str) -> Hardware | None:
     return this_machine(kind)
 
 
-def _dry(made: Plan, machine: Hardware | None, kind: str) -> str:
+def _dry(made: RunSetup, machine: Hardware | None, kind: str) -> str:
     """The FLOPs, traffic, memory and seconds of a step, as text."""
     where = this_machine(kind) if machine is None else machine
     foreseen = expectation_text(expected(made, where))
@@ -212,7 +213,7 @@ def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
 def _introduction(run: Run, here: Process | None) -> list[str]:
     config, text = run.config, run.text
     name = config.data or "this Python's documentation and standard library"
-    defs = run.plan.whole_defs
+    defs = run.setup.whole_defs
     own, adapters = lora.split(defs) if config.lora else (defs, {})
     count = num_params(tree.partition(own, history_mask(own))[1])
     lines = [
@@ -257,7 +258,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
         rest = "" if share == 1 else "; no other rank has the rest"
         every = f"every {config.check_replicas_every} steps"
         lines.append(f"checks replicas of {share:.0%} of the state's bytes, {every}{rest}")
-    if (note := bubble_note(run.plan)) is not None:
+    if (note := bubble_note(run.setup)) is not None:
         lines.append(f"bubble {note}")
     if config.resume:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"

@@ -2,21 +2,7 @@
 
 from functron.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from functron.optim.average import AverageState, EmaState, averaged, ema, with_average
-from functron.optim.config import (
-    AdafactorConfig,
-    MuonConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    SoapConfig,
-    make_optimizer,
-    make_schedule,
-    optimizer_problems,
-    schedule_problems,
-    torch_dtype,
-    width_multiples,
-    width_problems,
-)
-from functron.optim.contrib.compact import (
+from functron.optim.compact import (
     Block,
     FactoredState,
     ScaleByAdamMiniState,
@@ -31,7 +17,20 @@ from functron.optim.contrib.compact import (
     scale_by_lion,
     scale_by_param_block_rms,
 )
-from functron.optim.contrib.soap import ScaleBySoapState, scale_by_soap, soap
+from functron.optim.config import (
+    AdafactorConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SoapConfig,
+    make_optimizer,
+    make_schedule,
+    optimizer_problems,
+    schedule_problems,
+    torch_dtype,
+    width_multiples,
+    width_problems,
+)
 from functron.optim.finite import (
     ApplyIfFiniteState,
     LimitState,
@@ -111,6 +110,7 @@ from functron.optim.schedules import (
     wsd,
 )
 from functron.optim.sgd import TraceState, sgd, sign_sgd, trace
+from functron.optim.soap import ScaleBySoapState, scale_by_soap, soap
 from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,

@@ -38,8 +38,7 @@ from functron.ops.define import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import MomentDtype, adam, adamw
 from functron.optim.average import with_average
-from functron.optim.contrib.compact import adafactor, adam_mini, blocks, lion
-from functron.optim.contrib.soap import soap
+from functron.optim.compact import adafactor, adam_mini, blocks, lion
 from functron.optim.finite import (
     LossScale,
     apply_if_finite,
@@ -67,6 +66,7 @@ from functron.optim.norms import clip_by_global_norm
 from functron.optim.offload import offload
 from functron.optim.schedules import LearningRate, Schedule, inject_hyperparams
 from functron.optim.sgd import sgd
+from functron.optim.soap import soap
 from functron.optim.transformation import GradientTransformation, chain
 from functron.optim.zero import zero
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -154,7 +154,7 @@ class MuonConfig:
 
 @dataclass(frozen=True)
 class AdafactorConfig:
-    """Options of Adafactor alone; see `functron.optim.contrib.compact`.
+    """Options of Adafactor alone; see `functron.optim.compact`.
 
     Attributes:
         relative_step: the paper's learning rate, min(0.01, 1/sqrt(t)), in place of the schedule.
@@ -175,7 +175,7 @@ class AdafactorConfig:
 
 @dataclass(frozen=True)
 class SoapConfig:
-    """Options of SOAP alone; see `functron.optim.contrib.soap`.
+    """Options of SOAP alone; see `functron.optim.soap`.
 
     Attributes:
         frequency: updates between two of the eigenbases.

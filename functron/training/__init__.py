@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from functron.training.anomalies import AnomalyConfig
     from functron.training.config import TrainConfig, load
+    from functron.training.costs import step_report
     from functron.training.migrate import migrate
-    from functron.training.plan import Plan, plan, step_report
     from functron.training.records import compare
     from functron.training.replicas import leaf_hash
     from functron.training.run import prepare
     from functron.training.run_folder import with_changed_batch
+    from functron.training.setup import RunSetup, make_setup
     from functron.training.train import train
 
 __all__ = [
     "AnomalyConfig",
-    "Plan",
+    "RunSetup",
     "TrainConfig",
     "compare",
     "leaf_hash",
     "load",
+    "make_setup",
     "migrate",
-    "plan",
     "prepare",
     "step_report",
     "train",
@@ -40,15 +41,15 @@ __all__ = [
 _MEMBERS: Mapping[str, str] = MappingProxyType(
     {
         "AnomalyConfig": "anomalies",
-        "Plan": "plan",
+        "RunSetup": "setup",
         "TrainConfig": "config",
         "compare": "records",
         "leaf_hash": "replicas",
         "load": "config",
         "migrate": "migrate",
-        "plan": "plan",
+        "make_setup": "setup",
         "prepare": "run",
-        "step_report": "plan",
+        "step_report": "costs",
         "train": "train",
         "with_changed_batch": "run_folder",
     }

@@ -44,8 +44,8 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, restarts, run_folder
 from functron.training.anomalies import ANOMALY_NEEDS, anomaly_problems
 from functron.training.config import TrainConfig, load, with_model, with_precision
-from functron.training.plan import Plan, with_additions
 from functron.training.restored import recipe_text
+from functron.training.setup import RunSetup, with_additions
 
 _OFF = "leave it out, or train a GPT"
 
@@ -328,16 +328,16 @@ def validate(
         problems += _data_problems(config, mesh)
         adapts = config.family.adapters and not adapters
         fits = not precision if config.lora is None else adapts
-        plan = Plan(config, mesh, with_additions(config, defs) if fits else defs)
-        _pipeline_problems(plan, messages)
-        fits = _try(lambda: plan.rules, messages) is not None and not messages
+        setup = RunSetup(config, mesh, with_additions(config, defs) if fits else defs)
+        _pipeline_problems(setup, messages)
+        fits = _try(lambda: setup.rules, messages) is not None and not messages
         if fits and config.products and not precision:
             # whether blocks divide what each rank has
-            _try(plan.layer_flops, messages)
-            if plan.options.products.logits:
-                _try(lambda: plan.stage_flops(Part(range(0), loss=True)), messages)
+            _try(setup.layer_flops, messages)
+            if setup.options.products.logits:
+                _try(lambda: setup.stage_flops(Part(range(0), loss=True)), messages)
         if fits and not precision:
-            _try(lambda: plan.encode, messages)
+            _try(lambda: setup.encode, messages)
     if (config.ramp_up or config.earlier_batches) and config.global_batch >= 1:
         ramp = _try(lambda: config.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
@@ -475,15 +475,15 @@ def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
         yield Problem("gather", repr(config.gather), wanted, fix)
 
 
-def _pipeline_problems(plan: Plan, messages: list[str]) -> None:
+def _pipeline_problems(setup: RunSetup, messages: list[str]) -> None:
     """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
-    config = plan.config
-    if plan.is_pipelined:
+    config = setup.config
+    if setup.is_pipelined:
         if config.family.name != "gpt":
             return  # its rules have no pipelines
         if min(config.microbatches, config.seq, config.global_batch) < 1 or config.chunks < 0:
             return  # said elsewhere
-        _try(lambda: plan.partition, messages)
+        _try(lambda: setup.partition, messages)
         return
     unused = [
         Problem(name, repr(getattr(config, name)), "nothing without pp in the mesh", fix)

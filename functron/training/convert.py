@@ -65,7 +65,7 @@ from functron.training.migrate import (
     problems_of,
     reading_of,
 )
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 from functron.training.step import State
 
 SCHEMES = ("hf", "run", "megatron")
@@ -299,7 +299,7 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
     whole = config.TrainConfig(**table)
 
     def peak(run: config.TrainConfig) -> int:
-        return plan(run, Mesh()).program().memory().peak_bytes
+        return make_setup(run, Mesh()).program().memory().peak_bytes
 
     chunked = "loss_chunk_tokens" in family.settings and not getattr(model, "logit_cap", 0.0)
     chunk = _CHUNK if chunked and longest > _CHUNK else 0
@@ -595,7 +595,7 @@ def read_megatron(path: Path, *, model: str | None = None) -> tuple[config.Train
         refuse("cannot convert", "model", run.family.title, "a GPT")
     run = replace(run, source=f"megatron:{Path(path).absolute()}")
     loaded = megatron.load(opened, run.gpt)
-    made = plan(run, Mesh())
+    made = make_setup(run, Mesh())
     state = made.init(random.key(run.seed), loaded.masters or loaded.params)
     if args is None or loaded.mu is None:
         return run, state

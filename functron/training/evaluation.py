@@ -32,7 +32,7 @@ from functron.spmd import BoundMesh, P, shard_map
 from functron.spmd.params import abstract_params
 from functron.training import data
 from functron.training.config import TrainConfig
-from functron.training.plan import Plan
+from functron.training.setup import RunSetup
 from functron.training.step import gathered
 from functron.transforms import accumulate
 
@@ -289,7 +289,7 @@ def slide(
     return found
 
 
-def loss_program(plan: Plan) -> Callable:
+def loss_program(setup: RunSetup) -> Callable:
     """The function ``(params, batch) -> (sum, count)`` of a batch's targets, replicated.
 
     ``sum = sum of -log p(target)`` over the targets of the batch of all ranks, in float32 at least;
@@ -301,15 +301,15 @@ def loss_program(plan: Plan) -> Callable:
 
     Collectives: those of the model's forward and of gathering parameters.
     """
-    program, specs = (_of_stages if plan.is_pipelined else _of_all)(plan), plan.specs
+    program, specs = (_of_stages if setup.is_pipelined else _of_all)(setup), setup.specs
 
     def counted(params: tree.Tree, batch: gpt.Batch) -> tuple:
-        whole = gathered(params, specs, plan.used(specs))
-        return program(whole, batch), plan.family.num_targets(batch)
+        whole = gathered(params, specs, setup.used(specs))
+        return program(whole, batch), setup.family.num_targets(batch)
 
-    stages = "pp" if plan.is_pipelined else None
-    mapped = shard_map(counted, plan.mesh, (specs, plan.batch_specs), (P(), P()), stages=stages)
-    if plan.config.compile and plan.rank is None:
+    stages = "pp" if setup.is_pipelined else None
+    mapped = shard_map(counted, setup.mesh, (specs, setup.batch_specs), (P(), P()), stages=stages)
+    if setup.config.compile and setup.rank is None:
         mapped = jit(mapped)
 
     def without_gradients(params: tree.Tree, batch: gpt.Batch) -> tuple:
@@ -319,19 +319,19 @@ def loss_program(plan: Plan) -> Callable:
     return without_gradients
 
 
-def loss_memory_bytes(plan: Plan, rows: int, seq: int) -> int:
+def loss_memory_bytes(setup: RunSetup, rows: int, seq: int) -> int:
     """The most that `loss_program` holds at once in a process, of its traced program.
 
     Of a pipeline it is that of a rank with all layers, which is more than any of its ranks holds.
 
     Args:
-        plan: of the run.
+        setup: of the run.
         rows: of a batch, over all ranks.
         seq: tokens of each.
     """
-    bound = isinstance(plan.mesh, BoundMesh)
-    one = plan.without_pipeline
-    config = dataclasses.replace(plan.config, mesh=str(one.mesh), microbatches=1)
+    bound = isinstance(setup.mesh, BoundMesh)
+    one = setup.without_pipeline
+    config = dataclasses.replace(setup.config, mesh=str(one.mesh), microbatches=1)
     one = dataclasses.replace(one, config=config)
     mapped = shard_map(_of_all(one), one.mesh, (one.specs, gpt.batch_specs()), P())
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
@@ -340,28 +340,28 @@ def loss_memory_bytes(plan: Plan, rows: int, seq: int) -> int:
     return traced.memory().peak_bytes
 
 
-def _of_all(plan: Plan) -> Callable:
+def _of_all(setup: RunSetup) -> Callable:
     """The sum over microbatches of a model that every rank has all layers of."""
-    model, family = _without_extras(plan.model), plan.family
+    model, family = _without_extras(setup.model), setup.family
     loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
-    options = dataclasses.replace(plan.options, remat="none")
+    options = dataclasses.replace(setup.options, remat="none")
 
     def microbatch(params, batch):
         return _next_token(loss(model, params, batch, options))
 
-    return accumulate(microbatch, plan.config.microbatches)
+    return accumulate(microbatch, setup.config.microbatches)
 
 
-def _of_stages(plan: Plan) -> Callable:
+def _of_stages(setup: RunSetup) -> Callable:
     """The sum over microbatches of a model in stages."""
-    model = _without_extras(plan.model)
-    options = dataclasses.replace(plan.options, remat="none")
+    model = _without_extras(setup.model)
+    options = dataclasses.replace(setup.options, remat="none")
 
     def stage(part, params, x, batch):
         y = gpt.stage_loss(model, part, params, x, batch, options)
         return _next_token(y) if part.loss else y
 
-    stages = pipelined(stage, plan.partition, plan.schedule.forward_only())
+    stages = pipelined(stage, setup.partition, setup.schedule.forward_only())
     return lambda params, batch: sum(stages.forward(params, batch))
 
 

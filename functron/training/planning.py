@@ -42,8 +42,8 @@ from functron.spmd.params import num_params, param_specs
 from functron.spmd.spec import local_shape
 from functron.training.config import TrainConfig, load, with_precision
 from functron.training.hardware import free_memory_bytes, measured_bandwidth, measured_flops
-from functron.training.plan import Plan, plan
 from functron.training.records import Record
+from functron.training.setup import RunSetup, make_setup
 
 _RESERVED = 0.04
 """Of a GPU's memory, which the allocator loses between its blocks."""
@@ -170,8 +170,8 @@ class Choices:
             return [line.strip(" -") for line in str(error).splitlines()[1:]] or [str(error)]
         return []
 
-    def _plan(self, c: Candidate) -> Plan:
-        return Plan(self.configured(c), c.mesh, self._defs(c.precision))
+    def _plan(self, c: Candidate) -> RunSetup:
+        return RunSetup(self.configured(c), c.mesh, self._defs(c.precision))
 
     def _defs(self, precision: str) -> dict:
         config = self._precise(precision)
@@ -317,7 +317,7 @@ def _refused(c: Candidate) -> list[str]:
     return [] if made.has_backward else [f"{c.schedule} has no backward"]
 
 
-def pieces_of(made: Plan, rows: int) -> Pieces:
+def pieces_of(made: RunSetup, rows: int) -> Pieces:
     """The traced layers, embedding and head of a plan's model, for so many samples of a rank.
 
     Raises:
@@ -354,7 +354,7 @@ def state_bytes(config: TrainConfig) -> StateBytes:
     dense = min(1, model.dense_layers)
     small = replace(model, num_layers=1 + dense, dense_layers=dense)
     one = replace(config, gpt=small, mesh="", zero=0, gather="use", schedule="1f1b", chunks=0)
-    made = plan(one, Mesh())
+    made = make_setup(one, Mesh())
     held = tree.nbytes(made.init(random.key(0).to("meta")).opt_state)
     grad, reduce = (
         own if dtype is None else dtype.itemsize
@@ -366,7 +366,7 @@ def state_bytes(config: TrainConfig) -> StateBytes:
 # --- one run
 
 
-def expected(made: Plan, machine: Hardware) -> Estimate:
+def expected(made: RunSetup, machine: Hardware) -> Estimate:
     """The step of a run on a machine, with a process for each rank of its mesh.
 
     Of a GPT the layers are traced; of another architecture, and with adapters, the whole step,

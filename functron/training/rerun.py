@@ -27,8 +27,8 @@ from functron.spmd import BoundMesh
 from functron.training import records, run_folder
 from functron.training.anomalies import METRICS, AnomalyConfig, Guard, Record
 from functron.training.hardware import free_memory_bytes
-from functron.training.plan import Watch
 from functron.training.run import Job, Run, begin_state, own_hash, programs
+from functron.training.setup import Watch
 from functron.training.step import State
 
 Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
@@ -301,7 +301,7 @@ def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
 
         begun = job.told(newest)
         where = run.begun_from if begun is None or folder is None else folder / str(begun)
-        state, _ = begin_state(run.plan, where, run.device)
+        state, _ = begin_state(run.setup, where, run.device)
         return state, int(state.step)
 
     def step(index: int) -> Callable:
@@ -311,7 +311,7 @@ def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
         return run.taking(run.step, targets)
 
     def watch() -> Watch:
-        found = run.plan.watching()
+        found = run.setup.watching()
         return (
             found if run.around is None else dataclasses.replace(found, step=run.around(found.step))
         )
@@ -368,18 +368,18 @@ def _alone(run: Run, out: Path | None, job: Job, state: State, index: int) -> li
     mesh = run.mesh
     if not isinstance(mesh, BoundMesh) or out is None:
         return None
-    leaves = run.plan.placement.leaves
+    leaves = run.setup.placement.leaves
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     free = -job.across(-free_memory_bytes(run.device), dist.ReduceOp.MAX)
     together = 1 if run.device.type == "cuda" else mesh.size
     if 3 * nbytes * together > free:
         return None
     path = out / run_folder.AGAIN
-    checkpoint.save(path, state, placement=run.plan.placement, timeout=run.config.timeout_seconds)
+    checkpoint.save(path, state, placement=run.setup.placement, timeout=run.config.timeout_seconds)
     config = dataclasses.replace(run.config, compile=False, cuda_graph=False, nproc=0)
-    made = dataclasses.replace(run.plan, config=config, mesh=mesh.mesh)
+    made = dataclasses.replace(run.setup, config=config, mesh=mesh.mesh)
     whole, _ = begin_state(made, path, run.device)
-    simulated = dataclasses.replace(run, plan=made, state=whole)
+    simulated = dataclasses.replace(run, setup=made, state=whole)
     step, _ = programs(made, run.around)
     numbers = numbers_of(step(whole, simulated.batch(index))[1])
     found = job.gathered(numbers)

@@ -44,22 +44,22 @@ from functron.spmd.params import ParamDef, history_mask, init_params
 from functron.spmd.spec import is_spec, local_shape
 from functron.training import run_folder
 from functron.training.config import TrainConfig, load, read_settings
-from functron.training.plan import Plan
+from functron.training.setup import RunSetup
 from functron.training.step import State
 
 _SAYING = "--precision NAME (or --products) beside --resume says so; in Python recast=True"
 
 
 def restored(
-    path: Path, plan: Plan, key: torch.Tensor, device: torch.device, *, recast: bool = False
+    path: Path, setup: RunSetup, key: torch.Tensor, device: torch.device, *, recast: bool = False
 ) -> tuple[State, tuple[str, ...]]:
-    """The state in a checkpoint, for the next step of `plan`, and what was converted, in words.
+    """The state in a checkpoint, for the next step of `setup`, and what was converted, in words.
 
     No collectives; every process of a bound mesh reads its own boxes, in the memory of its state.
 
     Args:
         path: of this run, made on any mesh, or of parameters alone.
-        plan: of the run.
+        setup: of the run.
         key: of the run's seed.
         device: of the state.
         recast: whether the checkpoint may be of another precision.
@@ -70,28 +70,28 @@ def restored(
     """
     stored = checkpoint.Checkpoint(path)
     names = list(stored)
-    _check_layout(names, plan.config.architecture)
-    adapted = lora.has_adapters(leaf.path for leaf in plan.placement.leaves)
+    _check_layout(names, setup.config.architecture)
+    adapted = lora.has_adapters(leaf.path for leaf in setup.placement.leaves)
     new = adapted and not lora.has_adapters(names)
     if new or not any(name.startswith("opt_state/") for name in names):
-        return _of_params(path, plan, key, device, new=new, recast=recast)
-    like = abstract_state(plan, key)
+        return _of_params(path, setup, key, device, new=new, recast=recast)
+    like = abstract_state(setup, key)
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
-    histories = _new_histories(plan, stored)
+    histories = _new_histories(setup, stored)
     sources = _sources(wanted, stored) | dict.fromkeys(histories)
-    done = [*_products(stored, plan), *_words(wanted, stored)]
+    done = [*_products(stored, setup), *_words(wanted, stored)]
     _check_said(done, stored, recast)
     kept = {name: leaf for name, leaf in wanted.items() if sources[name] is not None}
     found = checkpoint.restore(
         path,
         kept,
-        placement=plan.placement,
+        placement=setup.placement,
         cast=bool(done),
         sources={name: source for name, source in sources.items() if source is not None},
         device=device,
     )
-    fresh = {name: _first(name, leaf, plan) for name, leaf in wanted.items() if name not in kept}
+    fresh = {name: _first(name, leaf, setup) for name, leaf in wanted.items() if name not in kept}
     found |= {name: leaf.to(device) for name, leaf in fresh.items()}
     state = tree.unflatten(tree.structure(like), [found[name] for name in wanted])
     if done:
@@ -99,26 +99,26 @@ def restored(
     return state, (*done, *_empty(histories))
 
 
-def abstract_state(plan: Plan, key: torch.Tensor) -> State:
+def abstract_state(setup: RunSetup, key: torch.Tensor) -> State:
     """The state of this process, of meta tensors: no numbers are drawn for it."""
-    mesh = plan.mesh
+    mesh = setup.mesh
 
     def one(d: ParamDef, spec: P) -> torch.Tensor:
         shape = local_shape(d.shape, spec, mesh) if isinstance(mesh, BoundMesh) else d.shape
         return torch.empty(shape, dtype=d.dtype, device="meta")
 
-    specs = tree.broadcast_prefix(plan.stored_specs, plan.defs, is_leaf=is_spec, what="specs")
-    rows = zip(tree.leaves(plan.defs), specs, strict=True)
-    params = tree.unflatten(tree.structure(plan.defs), [one(*row) for row in rows])
-    return plan.init(key.to("meta"), params)
+    specs = tree.broadcast_prefix(setup.stored_specs, setup.defs, is_leaf=is_spec, what="specs")
+    rows = zip(tree.leaves(setup.defs), specs, strict=True)
+    params = tree.unflatten(tree.structure(setup.defs), [one(*row) for row in rows])
+    return setup.init(key.to("meta"), params)
 
 
 def _of_params(
-    path: Path, plan: Plan, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
+    path: Path, setup: RunSetup, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
 ) -> tuple[State, tuple[str, ...]]:
     """The state that begins with a checkpoint's parameters; `new` adapters are added to them."""
-    where, params = plan.placement, abstract_state(plan, key).params
-    if plan.config.optimizer.fp32_masters:  # which begin with what is stored in float32
+    where, params = setup.placement, abstract_state(setup, key).params
+    if setup.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}
         leaves = [
@@ -127,11 +127,11 @@ def _of_params(
         ]
         where = dataclasses.replace(where, leaves=tuple(leaves))
     stored = checkpoint.Checkpoint(path)
-    histories = _new_histories(plan, stored)
+    histories = _new_histories(setup, stored)
     chosen = {"params": lora.split(params)[0] if new else params}
     empty: tree.Tree = {}
     if histories:
-        mask = history_mask(plan.defs)
+        mask = history_mask(setup.defs)
         empty, chosen["params"] = tree.partition(chosen["params"], mask)
     own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
     done = _words(own, stored)
@@ -140,21 +140,21 @@ def _of_params(
     params = read["params"]
     if new:  # the model's own parameters are there, and nothing was added to them yet
         init_key, _ = random.split(key.to(device)).unbind(0)
-        defs = lora.split(plan.defs)[1]
-        adapters = init_params(init_key, defs, plan.stored_specs, plan.mesh)
+        defs = lora.split(setup.defs)[1]
+        adapters = init_params(init_key, defs, setup.stored_specs, setup.mesh)
         params = tree.join(params, adapters)
     if histories:
         zeros = tree.map(lambda leaf: torch.zeros_like(leaf, device=device), empty)
         params = tree.join(params, zeros)
-    state = plan.init(key.to(device), params)
+    state = setup.init(key.to(device), params)
     if done:
         _check_range(state.params)
     return state, (*done, *_empty(histories))
 
 
-def _new_histories(plan: Plan, stored: checkpoint.Checkpoint) -> list[str]:
+def _new_histories(setup: RunSetup, stored: checkpoint.Checkpoint) -> list[str]:
     """The leaves that quantised products remember steps in, where the checkpoint has none."""
-    found = tree.paths(tree.partition(plan.defs, history_mask(plan.defs))[0])
+    found = tree.paths(tree.partition(setup.defs, history_mask(setup.defs))[0])
     names = [f"params/{name}" for name in found]
     return [] if any(name in stored for name in names) else names
 
@@ -458,12 +458,12 @@ def _kind(dtype: torch.dtype | None) -> str:
     return _BITS.get(dtype, str(dtype).removeprefix("torch.")) if dtype else "another dtype"
 
 
-def _products(stored: checkpoint.Checkpoint, plan: Plan) -> Iterator[str]:
+def _products(stored: checkpoint.Checkpoint, setup: RunSetup) -> Iterator[str]:
     """A change of the recipe of quantised products, which no state tells."""
     settings = stored.metadata.get("config")
     if not isinstance(settings, Mapping):
         return
-    before, now = settings.get("products", ""), plan.config.products
+    before, now = settings.get("products", ""), setup.config.products
     if recipe_text(before) != recipe_text(now):
         yield f"products from {before or 'plain'} to {now or 'plain'}"
 
@@ -476,9 +476,9 @@ def recipe_text(products: str) -> str:
         return products
 
 
-def _first(name: str, leaf: torch.Tensor, plan: Plan) -> torch.Tensor:
+def _first(name: str, leaf: torch.Tensor, setup: RunSetup) -> torch.Tensor:
     """The value that a leaf of a wrapper begins with."""
-    field, rules = name.rpartition("/")[2], plan.config.optimizer.loss_scale
+    field, rules = name.rpartition("/")[2], setup.config.optimizer.loss_scale
     if field == "key":
         return random.key(0)  # as optim.with_stochastic_rounding begins
     value = {"scale": rules.initial, "hysteresis": rules.hysteresis, "last_finite": True}

@@ -1,4 +1,4 @@
-"""A training run, ready for its next step: its plan, data, programs and state; and its processes.
+"""A training run, ready for its next step: its set-up, data, programs and state; and its processes.
 
 What takes the steps is in `functron.training.train`.
 """
@@ -30,9 +30,9 @@ from functron.spmd.flight import EVERYWHERE
 from functron.training import data
 from functron.training.config import TrainConfig
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
-from functron.training.plan import Plan, Watch, plan
 from functron.training.replicas import batch_hash
 from functron.training.restored import abstract_state, restored
+from functron.training.setup import RunSetup, Watch, make_setup
 from functron.training.step import State
 
 
@@ -41,7 +41,7 @@ class Run:
     """A training run, ready for its next step; made by `prepare`.
 
     Attributes:
-        plan: everything that follows of its configuration and mesh.
+        setup: everything that follows of its configuration and mesh.
         text: where batches come from.
         state: before the first step, which consumes it: global values, or this rank's shards.
         step: ``(state, batch) -> (state, metrics)``, compiled if that was asked for; of batches
@@ -62,7 +62,7 @@ class Run:
         rules: by what rules its text became tokens, in words.
     """
 
-    plan: Plan
+    setup: RunSetup
     text: Samples
     state: State
     step: Callable
@@ -82,12 +82,12 @@ class Run:
     @property
     def config(self) -> TrainConfig:
         """The configuration that it was made of."""
-        return self.plan.config
+        return self.setup.config
 
     @property
     def mesh(self) -> Mesh | BoundMesh:
         """Its ranks: simulated, or bound to processes."""
-        return self.plan.mesh
+        return self.setup.mesh
 
     @cached_property
     def batches(self) -> RampUp:
@@ -145,7 +145,7 @@ class Run:
         """
         if num_targets:
             return step
-        idle = self.plan.idle_watch if watched else self.plan.idle_step
+        idle = self.setup.idle_watch if watched else self.setup.idle_step
         return idle if self.around is None else self.around(idle)
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
@@ -162,7 +162,7 @@ class Run:
 
         if self.held_out_loss is None:
             return {}
-        averaged = self.plan.averaged if self.config.eval_averaged else None
+        averaged = self.setup.averaged if self.config.eval_averaged else None
         params = state.params if averaged is None else averaged(state)
         return evaluate(self.held_out_loss, params, self.held_out, batch)
 
@@ -200,7 +200,7 @@ def prepare(
     tokenizer = data.reader_of(config)  # of its held-out sets, too
     text = data.open_samples(config, reader=lambda _: tokenizer)
     held_out = open_sets(config, reader=lambda _: tokenizer)
-    made, where = plan(config, mesh), torch.device(device)
+    made, where = make_setup(config, mesh), torch.device(device)
     recipe = config.recipe
     if recipe is not None and where.type == "cuda" and config.kernels != "reference":
         capability = torch.cuda.get_device_capability(where)
@@ -222,9 +222,9 @@ def prepare(
 
 
 def programs(
-    made: Plan, around: Callable[[Callable], Callable] | None = None
+    made: RunSetup, around: Callable[[Callable], Callable] | None = None
 ) -> tuple[Callable, Watch | None]:
-    """The step of a plan, and its twin that measures layers; compiled if that was asked for."""
+    """The step of a set-up, and its twin that measures layers; compiled if that was asked for."""
     config, step, watch = made.config, made.step, made.watch
     if config.compile and made.rank is None:  # stages on processes are compiled one by one
         sizes = len(config.batches.sizes)
@@ -240,12 +240,12 @@ def programs(
 
 
 def begin_state(
-    made: Plan, begin_from: Path | None, device: torch.device, *, recast: bool = False
+    made: RunSetup, begin_from: Path | None, device: torch.device, *, recast: bool = False
 ) -> tuple[State, Sequence[str]]:
     """The state that a run begins with, or goes on with, and what was converted, in words.
 
     Args:
-        made: the plan of the run.
+        made: the set-up of the run.
         begin_from: a checkpoint of it, or of parameters; None: random parameters.
         device: of the state.
         recast: as of `prepare`.
@@ -364,8 +364,8 @@ class Job:
         return found[0]
 
 
-def _memory_of(made: Plan, memory: Path | None) -> Memory | None:
-    """The states in memory of the run of a plan; None where none are kept. Collective."""
+def _memory_of(made: RunSetup, memory: Path | None) -> Memory | None:
+    """The states in memory of a run; None where none are kept. Collective."""
     if memory is None or not isinstance(made.mesh, BoundMesh):
         return None
     like = abstract_state(made, random.key(made.config.seed).to("meta"))
@@ -376,7 +376,7 @@ def _memory_of(made: Plan, memory: Path | None) -> Memory | None:
 
 
 def _remembered(
-    made: Plan, memory: Path | None, begin_from: Path | None, device: torch.device
+    made: RunSetup, memory: Path | None, begin_from: Path | None, device: torch.device
 ) -> State | None:
     """The state in memory, unless a checkpoint on disk is newer. Collective."""
     there = _memory_of(made, memory)
@@ -390,7 +390,7 @@ def _remembered(
 @contextmanager
 def remembering(run: Run) -> Iterator[Callable[[State, int], None] | None]:
     """A function that keeps the state after a step in memory; all is forgotten after the block."""
-    there = _memory_of(run.plan, run.memory)
+    there = _memory_of(run.setup, run.memory)
     if there is None:
         yield None
         return

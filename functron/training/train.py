@@ -40,7 +40,6 @@ from functron.training.anomalies import Anomaly, Guard
 from functron.training.config import TrainConfig
 from functron.training.data import prefetched
 from functron.training.hardware import peak_flops, peak_memory_bytes
-from functron.training.plan import Watch, plan
 from functron.training.replicas import Replicas, checking
 from functron.training.rerun import Verdict, attributed, check_hardware
 from functron.training.run import (
@@ -53,6 +52,7 @@ from functron.training.run import (
     remembering,
     seen,
 )
+from functron.training.setup import Watch, make_setup
 from functron.training.step import State
 from functron.training.stragglers import PICTURE, Comparison, Stopwatch, axes_of
 
@@ -606,7 +606,7 @@ def _stretch(
         return batch, own_hash(run.mesh, batch), run.num_targets(batch)
 
     meter = Meter(
-        learning_rate=run.plan.learning_rate,
+        learning_rate=run.setup.learning_rate,
         tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
         flops_per_token=data.flops_per_token(config),
         peak_flops=peak,
@@ -628,7 +628,7 @@ def _stretch(
             run.at("step", step)
             host, part, own_targets = host_batch(step)
             sums[step] = job.summed(part)
-            targets = 1 if run.plan.reads_targets else job.summed(own_targets)()
+            targets = 1 if run.setup.reads_targets else job.summed(own_targets)()
             return run.on_device(host)
 
         def taken(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
@@ -662,7 +662,7 @@ def _stretch(
             ahead=int(run.device.type == "cuda"),
             patience=scaled.patience if scaled.initial else 0,
             skips=config.optimizer.skip_nonfinite > 0,
-            overflowing=run.plan.overflowing,
+            overflowing=run.setup.overflowing,
             guard=guard,
             check=None if replicas is None else checking(replicas, write, repairs=repairs),
             check_every=config.check_replicas_every,
@@ -780,8 +780,8 @@ def replicas_of(run: Run, job: Job) -> Replicas | None:
     def largest(number: int) -> int:
         return int(job.across(number, dist.ReduceOp.MAX))
 
-    stages = "pp" if run.plan.is_pipelined else None
-    return Replicas(run.mesh, run.plan.state_specs, stages, largest, job.gathered)
+    stages = "pp" if run.setup.is_pipelined else None
+    return Replicas(run.mesh, run.setup.state_specs, stages, largest, job.gathered)
 
 
 def _log_end(write: Callable[..., None], outcome: Outcome) -> None:
@@ -833,12 +833,12 @@ def _answered(
         return on
     anomalies = run.config.anomalies.lowered(taken)
     config = dataclasses.replace(run.config, anomalies=anomalies)
-    made = plan(config, run.mesh)
+    made = make_setup(config, run.mesh)
     step, watch = programs(made, run.around)
     write("lower-rate", taken, factor=anomalies.rate_factor, since=found.step)
     if job.main and out is not None:
         run_folder.write_config(out, config)
-    return dataclasses.replace(on, plan=made, step=step, watch=watch)
+    return dataclasses.replace(on, setup=made, step=step, watch=watch)
 
 
 def _rolled_back(
@@ -875,16 +875,16 @@ def _rolled_back(
 
     begun = job.told(begin)
     where = run.begun_from if begun is None or folder is None else folder / str(begun)
-    state, _ = begin_state(run.plan, where, run.device)
+    state, _ = begin_state(run.setup, where, run.device)
     start = int(state.step)
     skipped = {"skipped": config.anomalies.skipped_samples} if skips else {}
     write("rollback", found.step, to=start, since=first + 1, **skipped)
     # the programs are the same, of which samples are no part; but rates may count them
-    made, step, watch = dataclasses.replace(run.plan, config=config), run.step, run.watch
+    made, step, watch = dataclasses.replace(run.setup, config=config), run.step, run.watch
     if start < sum(steps for steps, _ in batches.earlier):
         config = dataclasses.replace(config, earlier_batches=earlier_text(batches.until(start)))
         job.told(lambda: None if out is None else run_folder.write_config(out, config))
-        made = plan(config, run.mesh)
+        made = make_setup(config, run.mesh)
         step, watch = programs(made, run.around)
     return Run(
         made, run.text, state, step, watch, run.device, start,
@@ -903,7 +903,7 @@ def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int
         limit = config.timeout_seconds
         return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
 
-    placement, device = run.plan.placement, run.device
+    placement, device = run.setup.placement, run.device
     given: dict[str, Any] = {"keep": keep, "timeout": timeout, "device": device, "at": run.at}
     with checkpoint.Saver(folder, placement, **given) as saver:
 

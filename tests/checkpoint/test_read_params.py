@@ -22,8 +22,8 @@ from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
 from functron.training.convert import convert, upcycle, upcycle_run
-from functron.training.plan import plan
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from functron.training.train import train
 
 DECAY, STEPS = 0.7, 4
@@ -149,7 +149,9 @@ def test_parts_of_averages_are_not_taken_for_averages(alone):
 def test_adapters_are_averaged_and_merged(tmp_path):
     config = replace(RUN, lora_rank=3, lora_alpha=7.0, mesh="dp=2", zero=1)
     run_of(config, tmp_path / "run")
-    found = read_params(last(tmp_path / "run"), plan(config, Mesh()).whole_defs, averaged=True)
+    found = read_params(
+        last(tmp_path / "run"), make_setup(config, Mesh()).whole_defs, averaged=True
+    )
     wanted = by_hand(tmp_path / "run")  # frozen ones are their own mean
     flat = dict(zip(tree.paths(found), tree.leaves(found), strict=True))
     named = dict(zip(tree.paths(wanted), tree.leaves(wanted), strict=True))

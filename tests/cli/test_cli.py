@@ -27,8 +27,8 @@ from functron.models.lora import trainable
 from functron.spmd import Mesh
 from functron.spmd.params import abstract_params, num_params
 from functron.training.config import BOXES, COMMON, RECORDED, TrainConfig, load, with_model
-from functron.training.plan import plan
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 
 SMALL = ["--model", "llama3-tiny", "--seq", "32"]
 
@@ -376,12 +376,12 @@ def test_a_run_is_shown_before_any_step(packed, tmp_path, capsys):
         "tiny with changes, one of 1 ranks (no mesh), 4 samples of 32 tokens per step\n"
     )
     config = load(run_folder_ / "config.toml")
-    program = plan(config, Mesh()).program()
+    program = make_setup(config, Mesh()).program()
     assert str(program.cost()) in first
     held = program.memory()
     assert bytes_table(held) in first
     # the whole of the parameters, and two moments of the adapters alone
-    defs = plan(config, Mesh()).whole_defs
+    defs = make_setup(config, Mesh()).whole_defs
     adapters = tree.partition(defs, trainable(defs))[0]
     assert held.at_rest["parameters"] == 4 * num_params(defs)
     assert 8 * num_params(adapters) <= held.at_rest["optimizer"] < 8 * num_params(adapters) + 32
@@ -398,7 +398,7 @@ def test_a_run_is_shown_before_any_step(packed, tmp_path, capsys):
     there = said("trace", run_folder_, *mesh)
     assert "one of 4 ranks (dp=2,tp=2), 4 samples of 16 tokens per step" in there
     divided = replace(config, mesh="dp=2,tp=2", microbatches=2, seq=16)
-    assert bytes_table(plan(divided, Mesh(dp=2, tp=2)).program().memory()) in there
+    assert bytes_table(make_setup(divided, Mesh(dp=2, tp=2)).program().memory()) in there
     stages = said("trace", run_folder_, "--mesh", "pp=2", "--microbatches", 2)
     assert "1f1b: 2 microbatches, bubble" in stages
     table = said("params", run_folder_, "--mesh", "tp=2")

@@ -455,7 +455,7 @@ from functron.training.run import prepare
 config = with_model(TrainConfig(mesh="dp=2,tp=2", seq=16, seed=5), "llama3-tiny")
 mesh, device = launch.join(Mesh.parse(config.mesh), process.current(), "cpu")
 run = prepare(config, mesh, device)
-whole = gather(run.state, run.plan.state_specs, mesh)
+whole = gather(run.state, run.setup.state_specs, mesh)
 import torch
 torch.save((dict(mesh.coordinate), tree.leaves(whole), run.batch(3)), f"{sys.argv[1]}/{mesh.rank}.pt")
 launch.leave()

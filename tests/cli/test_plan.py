@@ -21,7 +21,6 @@ from functron.plan.hardware import hardware
 from functron.plan.search import AXES, Candidate
 from functron.spmd import DATA_AXES, Mesh
 from functron.training.config import TrainConfig, load, with_model
-from functron.training.plan import plan
 from functron.training.planning import (
     RECIPES,
     Choices,
@@ -32,6 +31,7 @@ from functron.training.planning import (
     recipe_config,
     shrunk,
 )
+from functron.training.setup import make_setup
 from tests.fuzz import TOLERANCES, differences, records
 
 SMALL = [
@@ -187,7 +187,7 @@ def test_a_gpu_that_is_known_needs_no_name(monkeypatch):
 
 def test_expected_and_measured_part_where_ranks_wait():
     config = with_model(TrainConfig(mesh="dp=2", seq=64), "llama3-tiny")
-    made = plan(replace(config, gpt=replace(config.gpt, num_layers=1)), Mesh(dp=2))
+    made = make_setup(replace(config, gpt=replace(config.gpt, num_layers=1)), Mesh(dp=2))
     foreseen = expected(made, hardware("h100"))
     seconds = 2 * foreseen.step_seconds
     ranks = {"0": {"compute": foreseen.step_seconds / 2, "wait/dp": 1.5 * foreseen.step_seconds}}
@@ -225,7 +225,7 @@ def test_recipes_are_runs_that_fit(name):
     """On their mesh, by what its ranks hold of the state; all they hold is for --full."""
     config = recipe_config(name)
     mesh = Mesh.parse(config.mesh)
-    made = plan(config, mesh)
+    made = make_setup(config, mesh)
     assert name.endswith(f"-{mesh.size}")
     assert config.global_batch % (config.microbatches * math.prod(mesh[a] for a in DATA_AXES)) == 0
     if made.is_pipelined:

@@ -26,8 +26,8 @@ from functron.training import data
 from functron.training.checks import validate
 from functron.training.data import open_texts
 from functron.training.evaluation import open_sets
-from functron.training.plan import plan
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 
 MADE = Path(__file__).parent / "megatron"
 SETTINGS = json.loads((MADE / "cases.json").read_text())
@@ -309,7 +309,7 @@ def test_rates_of_growing_batches_are_those_of_its_scheduler(index, arrays):
     config = replace(
         config, ramp_up=f"{start} {increment} {samples}", learning_rate=rates, rate_unit="samples"
     )
-    made = plan(config, Mesh())
+    made = make_setup(config, Mesh())
     wanted, steps = arrays[f"rates{index}"], range(30)
     for count in (lambda step: step, torch.tensor):
         found = [float(made.learning_rate(count(step))) for step in steps]

@@ -20,7 +20,7 @@ from functron.spmd import Mesh
 from functron.spmd.params import abstract_params, decay_mask
 from functron.training import config
 from functron.training.convert import convert, fine_tuning
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 from tests.data.chats import WORDS, make_tokenizer
 from tests.hub import tiny
 
@@ -178,7 +178,7 @@ def test_steps_of_fine_tuning_fit_into_memory():
     )  # fmt: skip
     generous, whole, _ = fine_tuning(model, 1 << 40)
     assert (generous.seq, generous.global_batch, generous.microbatches) == (2048, 8, 1)
-    assert whole == plan(generous, Mesh()).program().memory().peak_bytes
+    assert whole == make_setup(generous, Mesh()).program().memory().peak_bytes
     # four fifths of the memory are used: it does not fit, and half as much does
     run, needed, _ = fine_tuning(model, whole)
     assert (run.seq, run.microbatches) == (2048, 2)

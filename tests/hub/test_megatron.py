@@ -42,8 +42,8 @@ from functron.training import config, run_folder
 from functron.training.convert import arguments_of, convert
 from functron.training.data import open_samples
 from functron.training.migrate import architecture_arguments, config_of
-from functron.training.plan import plan
 from functron.training.restored import restored
+from functron.training.setup import make_setup
 
 FIXTURES = Path(__file__).parent / "megatron"
 NAMES = sorted(path.name.removesuffix(".tar.xz") for path in FIXTURES.glob("*.tar.xz"))
@@ -114,7 +114,7 @@ def test_goes_on_as_megatron_would_have(name, layout, mesh, unpacked, tmp_path):
     golden = json.loads((folder / "golden.json").read_text())
     convert(f"megatron:{folder / layout}", f"run:{tmp_path / 'run'}")
     run = config.load(tmp_path / "run" / "config.toml")
-    made = plan(run, ft.Mesh.parse(mesh) if mesh else ft.Mesh())
+    made = make_setup(run, ft.Mesh.parse(mesh) if mesh else ft.Mesh())
     stored = checkpoint.latest(tmp_path / "run" / "checkpoints")
     state, _ = restored(stored, made, random.key(run.seed), torch.device("cpu"))
     assert int(state.step) == 5
@@ -552,7 +552,7 @@ def test_schedules_that_count_samples(unpacked, tmp_path):
     run = config.load(tmp_path / "run" / "config.toml")
     rate = run.learning_rate
     assert (run.rate_unit, rate.warmup_steps, rate.total_steps) == ("samples", 10, 70)
-    found = [float(plan(run, ft.Mesh()).learning_rate(step)) for step in range(3)]
+    found = [float(make_setup(run, ft.Mesh()).learning_rate(step)) for step in range(3)]
     assert found == pytest.approx([0.0, 0.01 * 4 / 10, 0.01 * 8 / 10])
     convert(f"run:{tmp_path / 'run'}", f"megatron:{tmp_path / 'back'}")
     back = read_pickle(tmp_path / "back" / "iter_0000005" / "common.pt")["opt_param_scheduler"]

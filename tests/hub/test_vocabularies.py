@@ -27,7 +27,7 @@ from functron.optim import OptimizerConfig
 from functron.training import config, run_folder
 from functron.training.convert import arguments_of, convert
 from functron.training.migrate import MASKED_VOCABULARY, config_of
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 
 LAYERS, EMBED = 2, 8
 LAST = "iter_0000003"
@@ -74,7 +74,7 @@ def make(case: Case, out: Path) -> config.TrainConfig:
         gpt=case.model, seq=8, global_batch=2, steps=9,
         optimizer=OptimizerConfig(fp32_masters=masters),
     )  # fmt: skip
-    made = plan(run, ft.Mesh())
+    made = make_setup(run, ft.Mesh())
     state = made.init(random.key(0))
     key = torch.Generator().manual_seed(case.model.vocab_size)
     step = 3 if case.trained else 0

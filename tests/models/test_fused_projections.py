@@ -16,7 +16,7 @@ from functron import Mesh, checkpoint, gpt, lora, ops, random, tree
 from functron.models import mup
 from functron.models.lora import LoRA
 from functron.nn.moe import MoEConfig
-from functron.optim.contrib import compact
+from functron.optim import compact
 from functron.pipeline import Partition, even_layout, make
 from functron.program.equations import Scan
 from functron.spmd.params import Normal, ParamDef, init_params

@@ -18,9 +18,9 @@ from functron.optim import OptimizerConfig
 from functron.spmd.params import abstract_params
 from functron.training.config import TrainConfig, dump, load
 from functron.training.convert import convert
-from functron.training.plan import plan
 from functron.training.records import read
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from functron.training.train import train
 
 CONFIG = gpt.GPTConfig(
@@ -32,7 +32,7 @@ RUN = TrainConfig(
     gpt=CONFIG, seq=12, global_batch=4, lora_rank=RANK, lora_alpha=ALPHA,
     optimizer=OptimizerConfig(clip_norm=0.5, weight_decay=0.1),
 )  # fmt: skip
-DEFS = plan(RUN, Mesh()).whole_defs
+DEFS = make_setup(RUN, Mesh()).whole_defs
 # the subscripts of x W for each matrix of a layer, with r for the rank
 PRODUCTS = {
     ("attention", "q"): "lir,lrhd->lihd",
@@ -119,7 +119,9 @@ def test_merged_parameters_give_the_same_logits():
 
 
 def test_low_precision_is_merged_in_float32():
-    params = begun(plan(replace(RUN, gpt=replace(CONFIG, dtype="bfloat16")), Mesh()).whole_defs)
+    params = begun(
+        make_setup(replace(RUN, gpt=replace(CONFIG, dtype="bfloat16")), Mesh()).whole_defs
+    )
     layer = params["blocks"]["mlp"]["up"]
     assert layer["lora"].scale.dtype == torch.float32
     wide = dense(tree.map(torch.Tensor.double, params))["blocks"]["mlp"]["up"]["w"]
@@ -132,7 +134,7 @@ STEPS = 2
 
 def taken(config: TrainConfig):
     mesh = Mesh.parse(config.mesh)
-    made = plan(config, mesh)
+    made = make_setup(config, mesh)
     state = made.init(random.key(1), begun())
     history = []
     for index in range(STEPS):
@@ -228,25 +230,25 @@ def test_frozen_parameters_cost_no_gradients():
     """Read in the traced programs: reductions, FLOPs and the optimizer's state."""
     chosen = tree.partition(DEFS, lora.trainable(DEFS))[0]
     trained = ft.num_params(chosen)
-    frozen = plan(replace(RUN, mesh="dp=2"), Mesh(dp=2)).program()
+    frozen = make_setup(replace(RUN, mesh="dp=2"), Mesh(dp=2)).program()
     # the adapters' gradients once, and two numbers: the loss's cotangent and a count
     assert trained * 8 <= traffic(frozen, "psum") <= trained * 8 + 16
 
     split = sum(math.prod(d.shape) for d in tree.leaves(chosen) if "embed" in d.axes)
-    program = plan(replace(RUN, mesh="fsdp=2", microbatches=2), Mesh(fsdp=2)).program()
+    program = make_setup(replace(RUN, mesh="fsdp=2", microbatches=2), Mesh(fsdp=2)).program()
     assert traffic(program, "psum_scatter") == 2 * 8 * split
     everything = sum(math.prod(d.shape) for d in tree.leaves(lora.plain(DEFS)) if "embed" in d.axes)
     assert everything > 3 * split > 0  # what the gradients of all would be
 
     # of 6 FLOPs per frozen weight and token, the 2 of its gradient are not computed
-    full = plan(replace(RUN, lora_rank=0), Mesh()).program().cost().hardware_flops
+    full = make_setup(replace(RUN, lora_rank=0), Mesh()).program().cost().hardware_flops
     tokens = RUN.global_batch * RUN.seq
     matrices = sum(math.prod(d.shape) for d in tree.leaves(lora.plain(DEFS)) if len(d.shape) > 1)
     saved = 2 * tokens * (matrices - 256 * 16 - 2 * 2 * 16)  # no product: look-up, scales of norms
     added = 6 * tokens * trained
-    assert plan(RUN, Mesh()).program().cost().hardware_flops <= full - saved + added
+    assert make_setup(RUN, Mesh()).program().cost().hardware_flops <= full - saved + added
 
-    state = plan(RUN, Mesh()).init(random.key(0), begun())
+    state = make_setup(RUN, Mesh()).init(random.key(0), begun())
     counters = 2
     assert tree.size(state.opt_state) <= 2 * trained + counters
 
@@ -260,7 +262,7 @@ def finished(tmp_path):
     checkpoint.save(tmp_path / "base" / "0", {"params": base}, {"step": 0})
     run = prepare(config, Mesh(), begin_from=tmp_path / "base" / "0")
     drawn = ft.init_params(
-        random.split(random.key(config.seed))[0], plan(config, Mesh()).whole_defs
+        random.split(random.key(config.seed))[0], make_setup(config, Mesh()).whole_defs
     )
     for got, want in zip(tree.leaves(lora.plain(run.state.params)), tree.leaves(base), strict=True):
         assert torch.equal(got, want)
@@ -274,7 +276,7 @@ def finished(tmp_path):
 def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys):
     config, base, folder = finished
     path = checkpoint.latest(folder / "checkpoints")
-    like = {"params": abstract_params(plan(config, Mesh()).whole_defs)}
+    like = {"params": abstract_params(make_setup(config, Mesh()).whole_defs)}
     params = checkpoint.restore(path, like)["params"]
     for got, want in zip(tree.leaves(lora.plain(params)), tree.leaves(base), strict=True):
         assert torch.equal(got, want)
@@ -307,7 +309,7 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
 def test_placement_knows_adapters():
     """Ranks of a pipeline hold rows of their own layers, optimizer state included."""
     config = replace(RUN, mesh="pp=2", microbatches=2)
-    where = plan(config, Mesh(pp=2)).pipeline_placement
+    where = make_setup(config, Mesh(pp=2)).pipeline_placement
     shapes = {leaf.path: where.local_shape(leaf, 1) for leaf in where.leaves}
     assert shapes["params/blocks/mlp/up/lora/a"] == (1, 16, RANK)
     moments = [path for path in shapes if path.startswith("opt_state/") and path.endswith("/a")]
@@ -423,4 +425,4 @@ def test_a_checkpoint_of_adapters_without_their_rank_is_refused(finished):
 def test_frozen_parameters_cannot_be_spread_over_a_pipeline():
     config = replace(RUN, mesh="pp=2", microbatches=2, vocab_over_pp=True)
     with pytest.raises(ValueError, match="spread over the pipeline"):
-        _ = plan(config, Mesh(pp=2)).step
+        _ = make_setup(config, Mesh(pp=2)).step

@@ -13,7 +13,7 @@ from functron.nn.moe import MoEConfig
 from functron.spmd.spec import is_spec, unpad
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 
 SEQ, VOCAB, STEPS, DECAY = 8, 32, 4, 0.3
 RATE, M = 2**-7, 4  # schedules are in float32, where these and their quotient are exact
@@ -44,7 +44,7 @@ def batch(step):
 
 def trained(config, steps=STEPS):
     mesh = Mesh.parse(config.mesh)
-    made = plan(config, mesh)
+    made = make_setup(config, mesh)
     state, losses = made.init(random.key(1)), []
     for step in range(steps):
         state, metrics = made.step(state, batch(step))

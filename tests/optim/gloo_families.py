@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, random
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 from tests.ranks import on_the_first
 
 torch.set_num_threads(1)
@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 def training(name, text, zero):
     """The training on a mesh of processes, its parameters and its state, against one rank's."""
     mesh = Mesh.parse(text).bind()
-    made = plan(cases.config_of(name, text, zero), mesh)
+    made = make_setup(cases.config_of(name, text, zero), mesh)
     state = made.init(random.key(1))
     part, parts = mesh.coordinate.get("dp", 0), mesh["dp"]
     losses = []

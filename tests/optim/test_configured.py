@@ -10,7 +10,7 @@ from functron import Mesh, optim, random, tree
 from functron.models import gpt
 from functron.spmd.spec import is_spec, unpad
 from functron.training.config import TrainConfig
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 
 STEPS, VOCAB, SEQ = 2, 20, 6
 MODEL = gpt.GPTConfig(
@@ -46,7 +46,7 @@ def config_of(name, mesh, zero):
 
 def train(name, mesh, zero):
     ranks = Mesh.parse(mesh)
-    made = plan(config_of(name, mesh, zero), ranks)
+    made = make_setup(config_of(name, mesh, zero), ranks)
     state = made.init(random.key(1))
     losses = []
     for step in range(STEPS):

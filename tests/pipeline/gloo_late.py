@@ -21,7 +21,7 @@ from functron import Mesh, gpt, random, tree
 from functron.pipeline import make, traffic
 from functron.spmd import host
 from functron.training.config import TrainConfig
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 from tests.pipeline.gloo_pipeline import (
     EVALUATED,
     check_inductor,
@@ -52,7 +52,7 @@ def check_compiled() -> None:
 
 def losses(config: TrainConfig, mesh: Any) -> list[list[float]]:
     """Loss and gradient norm of two steps as `functron train` makes them."""
-    made = plan(config, mesh)
+    made = make_setup(config, mesh)
     state, history = made.init(random.key(1)), []
     for _ in range(2):
         data = ft.shard(batch(8), gpt.batch_specs(), mesh)

@@ -31,7 +31,7 @@ from functron.plan import (
 )
 from functron.plan.rates import program_times
 from functron.training.config import TrainConfig
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -282,7 +282,7 @@ def test_memory_is_that_of_a_traced_step(mesh, zero, microbatches, remat):
     """A whole step, traced and its memory followed, within 3%."""
     config = TrainConfig(global_batch=8, seq=256, microbatches=microbatches, mesh=mesh, zero=zero)
     config = replace(config, gpt=replace(config.gpt, num_layers=6, vocab_size=1000), remat=remat)
-    made = plan(config, Mesh.parse(mesh))
+    made = make_setup(config, Mesh.parse(mesh))
     measured = made.program().memory().peak_bytes
     rows = 8 // microbatches // made.plain_mesh["dp"]
     found = pieces(config.gpt, made.plain_mesh, made.options, rows=rows, seq=256)

@@ -27,8 +27,8 @@ from functron.plan.search import (
 )
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, with_precision
-from functron.training.plan import plan
 from functron.training.planning import Choices, expected, state_bytes
+from functron.training.setup import make_setup
 
 A100 = hardware("a100")
 
@@ -285,7 +285,7 @@ def test_state_is_that_of_the_parameters(choices):
 def test_memory_is_that_of_the_whole_step(mesh, given):
     """Layers traced one by one against the peak of the one program that has all of them."""
     config = replace(with_precision(RUN, "bf16"), mesh=mesh, **given)
-    made = plan(config, Mesh.parse(mesh))
+    made = make_setup(config, Mesh.parse(mesh))
     whole = made.program().memory()
     found = expected(made, hardware("h100"))
     assert found.memory_bytes == pytest.approx(whole.peak_bytes, rel=0.03)

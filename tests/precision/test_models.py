@@ -17,7 +17,7 @@ from functron.pipeline.partition import Part
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model, with_precision
 from functron.training.evaluation import loss_program
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 from tests.program.measured_memory import norms_as_traced
 
 BATCH, SEQ, VOCAB = 2, 256, 32
@@ -62,7 +62,7 @@ def batch() -> dict:
 def taken(model: str, recipe: str, mesh: str, **fields) -> tuple[list[float], list[torch.Tensor]]:
     """The losses and gradient norms of two steps, and the parameters after them."""
     config = replace(CONFIG, gpt=MODELS[model], mesh=mesh, products=recipe, **fields)
-    made = plan(config, Mesh.parse(mesh))
+    made = make_setup(config, Mesh.parse(mesh))
     state, found = made.init(random.key(0)), []
     for _ in range(2):
         state, metrics = made.step(state, batch())
@@ -137,7 +137,7 @@ def test_every_mesh_trains_to_the_same_numbers(alone, model, recipe, mesh, field
 
 
 def test_held_out_losses_draw_nothing():
-    made = plan(replace(CONFIG, gpt=DENSE, products="nvfp4"), Mesh())
+    made = make_setup(replace(CONFIG, gpt=DENSE, products="nvfp4"), Mesh())
     state = made.init(random.key(0))
     total, count = loss_program(made)(state.params, batch())
     _, metrics = made.step(state, batch())
@@ -152,9 +152,9 @@ def test_joined_matrices_have_scales_of_their_own(alone):
 def test_every_product_of_a_layer_is_quantised_in_the_program():
     """Seven linear layers, three products each; the loss's products are not."""
     config = replace(CONFIG, gpt=replace(DENSE, dtype="float32"), mesh="tp=2", products="fp8-block")
-    text = str(plan(config, Mesh.parse("tp=2")).program())
+    text = str(make_setup(config, Mesh.parse("tp=2")).program())
     assert text.count(" scaled_matmul(") == 21
-    plain = str(plan(replace(config, products=""), Mesh.parse("tp=2")).program())
+    plain = str(make_setup(replace(config, products=""), Mesh.parse("tp=2")).program())
     assert "scaled_matmul(" not in plain
 
 
@@ -188,7 +188,7 @@ def data(seq: int) -> dict:
 
 
 def after_two_steps(config: TrainConfig) -> list[torch.Tensor]:
-    made = plan(config, Mesh.parse(config.mesh))
+    made = make_setup(config, Mesh.parse(config.mesh))
     state, found = made.init(random.key(0)), []
     for _ in range(2):
         state, metrics = made.step(state, data(config.seq))
@@ -245,7 +245,7 @@ def test_codes_are_what_is_sent_and_made_once(recipe, gather_as, each):
     """Only x and dy are quantised in every microbatch; of two codes each is sent where it is read."""
     model = replace(TINY["deep"], dtype="bfloat16")
     config, layers = tiny("deep", recipe, "fsdp=2", gpt=model, microbatches=2), model.num_layers
-    made = plan(replace(config, gather_as=gather_as), Mesh.parse("fsdp=2"))
+    made = make_setup(replace(config, gather_as=gather_as), Mesh.parse("fsdp=2"))
     weights = [(d.matrix, math.prod(d.shape)) for d in tree.leaves(made.defs["blocks"])]
     matrices = sum(size for matrix, size in weights if matrix)
     norms = sum(size for matrix, size in weights if not matrix)
@@ -266,7 +266,7 @@ def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
     """As plain autograd has it, of a model in bfloat16 made of the rounded parameters."""
     model = replace(NARROW, dtype="float32")
     config = tiny("dense", "", "", gpt=model, gather_as="bfloat16", steps=1)
-    made = plan(config, Mesh())
+    made = make_setup(config, Mesh())
     params = made.init(random.key(0)).params
     low = tree.map(lambda x: x.bfloat16().requires_grad_(), params)
     loss = gpt.loss(replace(model, dtype="bfloat16"), low, data(32)) / (4 * 32)
@@ -276,7 +276,7 @@ def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
     for new, old, grad in zip(*map(tree.leaves, (state.params, params)), grads, strict=True):
         assert new.dtype == torch.float32
         torch.testing.assert_close(new, old - 0.1 * grad.float(), rtol=1e-6, atol=1e-8)
-    split = plan(replace(config, mesh="fsdp=2"), Mesh.parse("fsdp=2"))
+    split = make_setup(replace(config, mesh="fsdp=2"), Mesh.parse("fsdp=2"))
     rows = split.program().cost().collectives
     sent = {row.phase: row.payload_bytes for row in rows if row.op == "all_gather"}
     sizes = {name: sum(leaf.numel() for leaf in tree.leaves(params[name])) for name in params}
@@ -285,7 +285,7 @@ def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
 
 def test_histories_are_what_each_step_saw():
     """Of weights to a quarter above their largest; two layers of one stack apart; norms without."""
-    made = plan(replace(CONFIG, gpt=SMALL, products="fp8-delayed"), Mesh())
+    made = make_setup(replace(CONFIG, gpt=SMALL, products="fp8-delayed"), Mesh())
     state, seen = made.init(random.key(0)), []
     for _ in range(2):
         seen.append(state.params["blocks"]["mlp"]["down"]["w"].abs().amax((1, 2)))
@@ -303,8 +303,8 @@ def test_histories_are_what_each_step_saw():
 def test_layers_that_stay_high_have_torchs_products():
     """The last of two layers, against both computed one by one with options of their own."""
     low, made = (replace(CONFIG, gpt=DENSE, products=t) for t in ("fp8-row", "fp8-row last=1"))
-    options = [plan(one, Mesh()).options for one in (made, low, replace(low, products=""))]
-    tokens, weights = batch()["tokens"], plan(made, Mesh()).init(random.key(0)).params
+    options = [make_setup(one, Mesh()).options for one in (made, low, replace(low, products=""))]
+    tokens, weights = batch()["tokens"], make_setup(made, Mesh()).init(random.key(0)).params
     got = gpt.forward(DENSE, weights, tokens, options[0])
     x = None
     for layer in range(2):
@@ -322,7 +322,7 @@ def test_a_float32_residual_adds_up_what_sublayers_say():
     """Written out, to the bit; and stages of a pipeline send it as it is."""
     model = MODELS["wide stream"]
     weights, tokens = (
-        plan(replace(CONFIG, gpt=model), Mesh()).init(random.key(0)).params,
+        make_setup(replace(CONFIG, gpt=model), Mesh()).init(random.key(0)).params,
         batch()["tokens"],
     )
     positions = torch.arange(SEQ)

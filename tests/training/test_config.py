@@ -14,7 +14,7 @@ from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn import RopeScaling
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.training import Plan, plan
+from functron.training import RunSetup, make_setup
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model
 from functron.training.run import prepare
@@ -395,6 +395,6 @@ def test_problems_of_pipelines_come_with_the_others():
 
 def test_a_plan_is_made_of_a_configuration_and_a_mesh():
     config = TrainConfig(mesh="dp=2")
-    made = plan(config, Mesh.parse(config.mesh))
-    assert isinstance(made, Plan)
+    made = make_setup(config, Mesh.parse(config.mesh))
+    assert isinstance(made, RunSetup)
     assert made.config is config

@@ -14,7 +14,8 @@ from functron.pipeline.partition import Part
 from functron.spmd import Mesh
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, with_model
-from functron.training.plan import bubble_note, pipeline_cost, plan
+from functron.training.costs import bubble_note, pipeline_cost
+from functron.training.setup import make_setup
 
 CONFIG = TrainConfig(
     gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64
@@ -26,7 +27,7 @@ CONFIG = TrainConfig(
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_stages_compute_what_the_step_without_a_pipeline_does(schedule, remat):
     config = replace(CONFIG, schedule=schedule, remat=remat)
-    found = pipeline_cost(plan(config, Mesh(pp=4, dp=2)))
+    found = pipeline_cost(make_setup(config, Mesh(pp=4, dp=2)))
     total = 8 * sum(sum(stage.flops) for stage in found.stages)
     assert total == _hardware_flops(remat)
 
@@ -34,12 +35,12 @@ def test_stages_compute_what_the_step_without_a_pipeline_does(schedule, remat):
 @functools.cache
 def _hardware_flops(remat: str) -> float:
     """Of the step without a pipeline, on which no schedule has a say."""
-    return plan(replace(CONFIG, remat=remat), Mesh(dp=2)).program().cost().hardware_flops
+    return make_setup(replace(CONFIG, remat=remat), Mesh(dp=2)).program().cost().hardware_flops
 
 
 def test_ranks_hold_the_whole_state_between_them():
-    found = pipeline_cost(plan(CONFIG, Mesh(pp=4, tp=2)))
-    made = plan(CONFIG, Mesh())
+    found = pipeline_cost(make_setup(CONFIG, Mesh(pp=4, tp=2)))
+    made = make_setup(CONFIG, Mesh())
     state = made.init(random.key(0).to("meta"))
     norms = [leaf for path, leaf in _leaves(state.params) if "norm" in path]
     split = tree.nbytes(state.params) - sum(leaf.nbytes for leaf in norms)
@@ -54,7 +55,7 @@ def _leaves(params):
 
 
 def test_activations_are_held_as_the_table_says():
-    found = pipeline_cost(plan(replace(CONFIG, schedule="1f1b"), Mesh(pp=4)))
+    found = pipeline_cost(make_setup(replace(CONFIG, schedule="1f1b"), Mesh(pp=4)))
     for number, rank in enumerate(found.ranks):
         live = min(8, 4 - number)
         assert rank.activation_bytes == live * found.stages[number].held_bytes[0]
@@ -88,9 +89,9 @@ def test_layouts_by_cost_count_all_that_stages_compute(model, gather):
     validate(config)
     ends = (Part(range(0), embed=True), Part(range(0), loss=True))
     layers = [Part(range(i, i + 1)) for i in range(config.gpt.num_layers)]
-    made = plan(config, mesh)
+    made = make_setup(config, mesh)
     total = 2 * sum(made.stage_flops(part) for part in (*ends, *layers))
-    assert total == plan(config, Mesh(fsdp=2)).program().cost().hardware_flops
+    assert total == make_setup(config, Mesh(fsdp=2)).program().cost().hardware_flops
     assert total == 2 * sum(sum(stage.flops) for stage in pipeline_cost(made).stages)
 
 
@@ -111,10 +112,10 @@ def test_a_run_says_how_long_its_pipeline_waits(tmp_path, capsys):
 
 def test_what_makes_a_bubble_smaller():
     few = replace(CONFIG, mesh="pp=4,dp=2", microbatches=2)
-    note = bubble_note(plan(few, Mesh.parse(few.mesh)))
+    note = bubble_note(make_setup(few, Mesh.parse(few.mesh)))
     assert note is not None
     assert "idle 60%" in note  # 3 / 5
     assert "--microbatches 8: 27%" in note  # 3 / 11: a data rank has no more samples
     assert "dualpipe" not in note  # which holds parameters twice
     for good in (replace(few, global_batch=64, microbatches=16), replace(few, mesh="dp=2")):
-        assert bubble_note(plan(good, Mesh.parse(good.mesh))) is None
+        assert bubble_note(make_setup(good, Mesh.parse(good.mesh))) is None

@@ -28,8 +28,8 @@ from functron.training import data as corpus
 from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model
-from functron.training.plan import plan
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from tests.data.chats import corpus as chats
 from tests.data.chats import make_tokenizer, write_lines
 
@@ -213,7 +213,7 @@ def test_learns_from_conversations(tmp_path):
 
 def test_programs_of_presets_need_no_memory():
     config = with_model(TrainConfig(seq=2048, mesh="dp=2,tp=2"), "mamba2-2.7b")
-    assert plan(config, Mesh.parse(config.mesh)).program().cost().hardware_flops > 1e12
+    assert make_setup(config, Mesh.parse(config.mesh)).program().cost().hardware_flops > 1e12
 
 
 # masks

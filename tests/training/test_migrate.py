@@ -28,7 +28,7 @@ from functron.training.data import open_samples
 from functron.training.launch_line import read_script, shown
 from functron.training.megatron_model import pattern
 from functron.training.migrate import Migration, migrate
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 
 LAUNCHES = Path(__file__).parent / "launches"
 ZOO = {
@@ -440,7 +440,7 @@ def test_samples_of_a_ramp_are_counted(line, tmp_path):
     assert (rate.warmup_steps, rate.total_steps) == (10, 40)  # of the whole run, by default
     assert config.microbatches == 2  # divides 4, 6 and 8
     # the first samples of the steps, of a warm-up over 10
-    found = [float(plan(config, Mesh()).learning_rate(step)) for step in range(3)]
+    found = [float(make_setup(config, Mesh()).learning_rate(step)) for step in range(3)]
     assert found == pytest.approx([0.0, 4e-4, 8e-4])
     # without the ramp: samples of whole steps are steps, and others are not
     file.write_text(f"{text}\n--lr-warmup-samples 16")

@@ -15,7 +15,7 @@ from functron.cli import main
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.training.config import TrainConfig
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
 
 STEPS, SEQ, BATCH = 2, 16, 8
@@ -36,7 +36,7 @@ CONFIG = TrainConfig(
 def trained(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[list[dict], dict]:
     """The metrics of some steps, and the parameters after them."""
     config = replace(CONFIG, gpt=model, mesh=mesh, **fields)
-    made = plan(config, Mesh.parse(mesh))
+    made = make_setup(config, Mesh.parse(mesh))
     state, history = made.init(random.key(0)), []
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -122,7 +122,7 @@ def test_the_balance_rests_where_loads_are_equal():
     for seed, mesh, parts, size in rows:
         model = replace(TIED, num_layers=2) if "pp" in mesh else TIED
         config = replace(CONFIG, gpt=model, mesh=mesh, seq=3, global_batch=size, microbatches=parts)
-        made = plan(config, Mesh.parse(mesh))
+        made = make_setup(config, Mesh.parse(mesh))
         state = made.init(random.key(seed))
         tokens = torch.randint(0, VOCAB, (size, 4), generator=torch.Generator().manual_seed(seed))
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(size)}

@@ -17,8 +17,8 @@ from functron.precision import POLICIES
 from functron.training import run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load, with_model, with_precision
-from functron.training.plan import plan
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from functron.training.train import train as train_run
 from tests.training.test_resume import losses, train
 from tests.training.test_watch import CONFIG, MODELS, batch_of
@@ -36,7 +36,7 @@ ROWS = [
 
 def taken(config: TrainConfig, steps: int, change=lambda state: state) -> tuple[list, dict]:
     """The metrics of some steps on the same batch, and the state after them."""
-    made = plan(config, Mesh.parse(config.mesh))
+    made = make_setup(config, Mesh.parse(config.mesh))
     state, found = made.init(random.key(0)), []
     for _ in range(steps):
         state, metrics = made.step(change(state), batch_of())

@@ -31,8 +31,8 @@ from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, load
 from functron.training.faults import Corrupt, injected
-from functron.training.plan import plan
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from functron.training.train import train
 
 RUN = TrainConfig(
@@ -62,7 +62,9 @@ def alone():
 
 def by_hand(sizes: list[int], rates=None) -> list[tuple[float, float]]:
     """Losses and gradient norms of `RUN` with batches of these sizes, of samples one after another."""
-    params = ft.init_params(random.split(random.key(RUN.seed), 2)[0], plan(RUN, Mesh()).whole_defs)
+    params = ft.init_params(
+        random.split(random.key(RUN.seed), 2)[0], make_setup(RUN, Mesh()).whole_defs
+    )
     leaves, structure = tree.flatten(params)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     decays = ["norm" not in path for path in tree.paths(params)]

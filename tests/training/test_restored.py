@@ -15,8 +15,8 @@ from functron.optim.low_precision import MastersState, StochasticState
 from functron.spmd.spec import shard
 from functron.training import run_folder
 from functron.training.config import with_precision
-from functron.training.plan import plan
 from functron.training.restored import restored
+from functron.training.setup import make_setup
 from functron.training.step import State
 from tests.training.test_watch import CONFIG, MODELS, batch_of
 
@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
     found = {}
     for name in POLICIES:
         config, path = config_of(name), tmp_path_factory.mktemp("runs") / name
-        made = plan(config, Mesh())
+        made = make_setup(config, Mesh())
         state = made.init(random.key(0))
         state, _ = made.step(state, batch_of())
         checkpoint.save(path, state, {"step": 1, "config": run_folder.settings(config)})
@@ -134,7 +134,7 @@ ROWS = [pytest.param(x, marks=pytest.mark.full) if x in SLOW else x for x in POL
 
 @pytest.mark.parametrize("after", ROWS)
 def test_every_policy_goes_on_as_every_other(after, runs):
-    made = plan(config_of(after), Mesh())
+    made = make_setup(config_of(after), Mesh())
     fresh = made.init(random.key(0))
     for before, (path, state, loss) in runs.items():
         got, words = restored(path, made, random.key(0), CPU, recast=True)
@@ -163,25 +163,29 @@ def test_every_policy_goes_on_as_every_other(after, runs):
 
 def test_float32_comes_back_as_it_was(runs, tmp_path):
     path, state, _ = runs["float32"]
-    low = plan(config_of("bf16"), Mesh()).defs  # a run that has not saved since it went on as bf16
+    low = make_setup(
+        config_of("bf16"), Mesh()
+    ).defs  # a run that has not saved since it went on as bf16
     read = checkpoint.read_params(checkpoint.Checkpoint(path), low)
     for a, b in zip(tree.leaves(read), tree.leaves(state.params), strict=True):
         assert torch.equal(a, b.bfloat16())
     checkpoint.save(tmp_path / "0", {"params": state.params}, {"step": 0})
     for name in ("bf16-pure", "fp16"):  # of parameters alone
-        made = plan(config_of(name), Mesh())
+        made = make_setup(config_of(name), Mesh())
         begun, _ = restored(tmp_path / "0", made, random.key(0), CPU, recast=True)
         low = tree.map(lambda p, d: p.to(d.dtype), state.params, made.defs)
         wanted = made.init(random.key(0), state.params if name == "fp16" else low)
         assert_same(begun, wanted)
         with pytest.raises(ValueError, match="is of another precision"):
-            restored(tmp_path / "0", plan(config_of("bf16-pure"), Mesh()), random.key(0), CPU)
+            restored(tmp_path / "0", make_setup(config_of("bf16-pure"), Mesh()), random.key(0), CPU)
     for name in ("bf16", "fp16"):
-        between, _ = restored(path, plan(config_of(name), Mesh()), random.key(0), CPU, recast=True)
+        between, _ = restored(
+            path, make_setup(config_of(name), Mesh()), random.key(0), CPU, recast=True
+        )
         path = tmp_path / name
         checkpoint.save(path, between, {"step": 2})
     back, words = restored(
-        path, plan(config_of("float32"), Mesh()), random.key(0), CPU, recast=True
+        path, make_setup(config_of("float32"), Mesh()), random.key(0), CPU, recast=True
     )
     assert_same(back, state)
     assert "parameters from float16 to float32 by their masters" in words
@@ -200,12 +204,14 @@ def test_each_rank_reads_its_part(fields, runs):
     """Without communication: masters of parameters, and parameters of masters."""
     for before, after in (("bf16-pure", "fp16"), ("fp8-delayed", "float32")):
         path, *_ = runs[before]
-        whole, _ = restored(path, plan(config_of(after), Mesh()), random.key(0), CPU, recast=True)
+        whole, _ = restored(
+            path, make_setup(config_of(after), Mesh()), random.key(0), CPU, recast=True
+        )
         config = config_of(after, **fields)
         mesh = Mesh.parse(config.mesh)
         rank = mesh.size - 1
         groups = dict.fromkeys(mesh.axis_names)
-        last = plan(config, BoundMesh(mesh, rank, mesh.coordinate(rank), groups, "cpu"))
+        last = make_setup(config, BoundMesh(mesh, rank, mesh.coordinate(rank), groups, "cpu"))
         got, _ = restored(path, last, random.key(0), CPU, recast=True)
         known = dict(zip(tree.paths(whole), tree.leaves(whole), strict=True))
         specs = {leaf.path: leaf.spec for leaf in last.placement.leaves}
@@ -226,7 +232,7 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
     eight = replace(eight, gpt=replace(eight.gpt, vocab_size=128, embed_dim=128), optimizer=replace(
         eight.optimizer, mu_dtype=coding, nu_dtype=coding))  # fmt: skip
     plain = replace(eight, optimizer=replace(eight.optimizer, mu_dtype="", nu_dtype=""))
-    low, wide = plan(eight, Mesh()), plan(plain, Mesh())
+    low, wide = make_setup(eight, Mesh()), make_setup(plain, Mesh())
     draw = torch.Generator().manual_seed(0)
 
     def drawn(path, x):
@@ -254,7 +260,7 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
     mesh = Mesh(fsdp=2)
     last = BoundMesh(mesh, 1, mesh.coordinate(1), {"fsdp": None}, "cpu")
     for path, made in ((tmp_path / "32", low), (tmp_path / "8", wide)):
-        part = plan(replace(made.config, mesh="fsdp=2"), last)
+        part = make_setup(replace(made.config, mesh="fsdp=2"), last)
         mine, _ = restored(path, part, random.key(0), CPU, recast=True)
         whole = after if made is low else known
         specs = {leaf.path: leaf.spec for leaf in part.placement.leaves}
@@ -271,7 +277,7 @@ def test_moments_from_8_bits_to_other_8_bits(tmp_path, before, after):
 
     def run(coding):
         own = replace(small.optimizer, mu_dtype=coding, nu_dtype=coding)
-        return plan(replace(small, optimizer=own), Mesh())
+        return make_setup(replace(small, optimizer=own), Mesh())
 
     draw = torch.Generator().manual_seed(0)
     state = run(before).init(random.key(0))
@@ -301,8 +307,8 @@ def test_moments_from_8_bits_to_other_8_bits(tmp_path, before, after):
 def test_weights_that_do_not_fit(runs, tmp_path):
     state = runs["bf16"][1]
     params = tree.map(lambda leaf: leaf.float() * 1e8, state.params)
-    wide = plan(config_of("float32"), Mesh()).init(random.key(0), params)
+    wide = make_setup(config_of("float32"), Mesh()).init(random.key(0), params)
     checkpoint.save(tmp_path / "wide", wide, {"step": 1})
-    half = plan(config_of("fp16"), Mesh())
+    half = make_setup(config_of("fp16"), Mesh())
     with pytest.raises(ValueError, match="params/embed: got values that float16 has not"):
         restored(tmp_path / "wide", half, random.key(0), CPU, recast=True)

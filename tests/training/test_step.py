@@ -12,8 +12,8 @@ from functron.spmd.donation import Donated
 from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import unpad
 from functron.training.config import TrainConfig, with_model
-from functron.training.plan import plan
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from tests.spmd.gloo_ragged import counted
 
 CONFIG = gpt.GPTConfig(
@@ -434,7 +434,7 @@ LOW = gpt.GPTConfig(
 def low_recipe(mesh, zero=0, **settings):
     chosen = optim.OptimizerConfig("sgd", momentum=0.9, clip_norm=0, fp32_masters=True, **settings)
     config = TrainConfig(gpt=LOW, mesh=mesh, zero=zero, seq=8, global_batch=4, optimizer=chosen)
-    return config, plan(config, Mesh.parse(mesh))
+    return config, make_setup(config, Mesh.parse(mesh))
 
 
 def masters_of(state, specs, mesh):

@@ -32,7 +32,7 @@ from functron.training.checks import (
     validate,
 )
 from functron.training.config import RECORDED, TrainConfig, load, with_model
-from functron.training.plan import plan
+from functron.training.setup import make_setup
 
 ALWAYS = [
     "model",
@@ -537,7 +537,7 @@ def test_precision_changes_numbers_or_states_where_the_table_says_so(path, dtype
 
     def outcome(config):
         """Parameters and losses of two steps, and the dtypes of the state."""
-        made = plan(config, Mesh())
+        made = make_setup(config, Mesh())
         state, losses = made.init(random.key(0)), []
         for _ in range(2):
             state, metrics = made.step(state, batch)

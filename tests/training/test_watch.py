@@ -15,7 +15,7 @@ from functron.program.trace import trace
 from functron.spmd.params import init_params
 from functron.training.checks import validate
 from functron.training.config import TrainConfig
-from functron.training.plan import Watch, plan
+from functron.training.setup import Watch, make_setup
 from tests.models.test_moe_composition import DEEPSEEK
 
 BATCH, SEQ, VOCAB = 8, 16, 24
@@ -46,7 +46,7 @@ def batch_of() -> dict:
 def watched(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[dict, dict, tuple]:
     """The sizes of all layers in the first step; its metrics; and state and usual step."""
     config = replace(CONFIG, gpt=model, mesh=mesh, **fields)
-    made = plan(config, Mesh.parse(mesh))
+    made = make_setup(config, Mesh.parse(mesh))
     state = made.init(random.key(0))
     assert made.watch is not None
     state, metrics = made.watch.step(state, batch_of())
@@ -56,7 +56,7 @@ def watched(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[dict, dict, tupl
 def by_hand(model: gpt.GPTConfig, **fields) -> dict:
     """The same with autograd, a layer after another."""
     config = replace(CONFIG, gpt=model, **fields)
-    weights = init_params(random.split(random.key(0))[0], plan(config, Mesh()).whole_defs)
+    weights = init_params(random.split(random.key(0))[0], make_setup(config, Mesh()).whole_defs)
     flat = [leaf.requires_grad_() for leaf in tree.leaves(weights)]
     batch = batch_of()
     loss = gpt.loss(model, weights, batch) / batch["targets"].numel()
@@ -181,7 +181,7 @@ MAMBA = mamba.MambaConfig(
 
 def test_other_families_have_norms():
     config = replace(CONFIG, model="mamba2-tiny", mamba=MAMBA, mesh="dp=2,tp=2")
-    made = plan(config, Mesh(dp=2, tp=2))
+    made = make_setup(config, Mesh(dp=2, tp=2))
     assert made.watch is not None
     _, metrics = made.watch.step(made.init(random.key(0)), batch_of())
     got = made.watch.layers(metrics)
@@ -212,7 +212,7 @@ def test_the_step_is_a_twin(mesh):
 def test_other_steps_cost_nothing_and_these_an_all_reduce_per_axis():
     mesh = Mesh(dp=2, tp=2)
     config = replace(CONFIG, gpt=DENSE, mesh="dp=2,tp=2", zero=1, microbatches=1)
-    made, plain = (plan(replace(config, log_layers_every=n), mesh) for n in (1, 0))
+    made, plain = (make_setup(replace(config, log_layers_every=n), mesh) for n in (1, 0))
     assert made.watch is not None
     assert plain.watch is None
     state = made.init(random.key(0).to("meta"))
@@ -230,7 +230,7 @@ def test_other_steps_cost_nothing_and_these_an_all_reduce_per_axis():
 
 def test_compiled_steps_say_the_same(hand):
     config = replace(CONFIG, gpt=DENSE, microbatches=1)
-    made = plan(config, Mesh(dp=2))
+    made = make_setup(config, Mesh(dp=2))
     state = made.init(random.key(0))
     assert made.watch is not None
     # Inductor's part in it is slow, and tested elsewhere

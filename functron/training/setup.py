@@ -1,8 +1,8 @@
-"""The plan of a run: everything that follows of a configuration on a mesh, derived once.
+"""Everything that follows of a configuration on a mesh, derived once: `RunSetup`.
 
-`Plan` is what training, tracing, evaluating, saving and restoring read; it needs no data and no
-memory. Its parts are worked out where they are first asked for, and kept. So is what a step
-costs before it runs: a rank, a pipeline's stages, its bubble.
+It is what training, tracing, evaluating, saving and restoring read; it needs no data and no memory.
+Its parts are worked out where they are first asked for, and kept. What a step of it costs before it
+runs is in `functron.training.costs`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from functron import checkpoint, nn, optim
 from functron.core import random, tree
-from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
 from functron.models.decoder import with_histories
@@ -38,27 +37,23 @@ from functron.pipeline.partition import (
     even_layout,
     parse_layout,
 )
-from functron.pipeline.registry import NAMES, make
+from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.timeline import Costs, Timeline
-from functron.pipeline.work import Call, Stage, are_floats, floats, seeds, trace_stage, with_floats
+from functron.pipeline.work import are_floats, floats, seeds, with_floats
 from functron.precision import encoder, quantised
 from functron.precision.weights import problems_of
-from functron.program.cost import bytes_text, count_text
 from functron.program.program import Program
-from functron.program.text import aligned
 from functron.program.trace import trace
-from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
+from functron.spmd import FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
 from functron.spmd.params import (
     ParamDef,
     abstract_params,
     decay_mask,
     history_mask,
-    num_params,
     param_specs,
     weight_mask,
 )
-from functron.spmd.spec import local_shape, validate, whole_over
+from functron.spmd.spec import validate, whole_over
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
 from functron.training.step import (
@@ -124,10 +119,10 @@ class Watch:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """Everything that follows of a configuration on a mesh; made by `plan`.
+class RunSetup:
+    """Everything that follows of a configuration on a mesh; made by `setup`.
 
-    ``dataclasses.replace(plan, mesh=...)``, or ``config=...``, is the plan of the same model
+    ``dataclasses.replace(setup, mesh=...)``, or ``config=...``, is the set-up of the same model
     elsewhere, or run otherwise. Names with "whole" are about the whole model; others about what
     this process holds: its rank's stages of a pipeline on a bound mesh, else everything.
 
@@ -318,7 +313,7 @@ class Plan:
 
         Counted in the program that is traced for it; nothing is computed.
         """
-        plan, config, model = self.without_pipeline, self.config, self.config.gpt
+        setup, config, model = self.without_pipeline, self.config, self.config.gpt
         alone = Partition((part,), (((0, 0),),), gpt.uses(model))
         names = alone.names(0)
         weights = abstract_params({name: self.whole_defs[name] for name in names})
@@ -331,13 +326,13 @@ class Plan:
         key = torch.empty(2, dtype=torch.int64, device="meta")
 
         def both(weights, x, batch, key):
-            y, pull = rule_vjp(lambda w, x: plan.stage(part, w, x, batch, key, 1), weights, x)
+            y, pull = rule_vjp(lambda w, x: setup.stage(part, w, x, batch, key, 1), weights, x)
             ones = with_floats(are_floats(y), [torch.ones_like(leaf) for leaf in floats(y)])
             return pull(seeds(y) if part.loss else ones)
 
-        used = plan.used({name: plan.specs[name] for name in names})
+        used = setup.used({name: setup.specs[name] for name in names})
         specs = (used, self.stream, gpt.batch_specs(), P())
-        mapped = shard_map(both, plan.plain_mesh, specs, P(), check=False)
+        mapped = shard_map(both, setup.plain_mesh, specs, P(), check=False)
         return trace(mapped)(weights, x, batch, key).cost().hardware_flops
 
     def layer_flops(self) -> list[float]:
@@ -359,8 +354,8 @@ class Plan:
         return tuple(made.of_layer(at, count) is nn.PRODUCTS for at in part.layers)
 
     @cached_property
-    def without_pipeline(self) -> Plan:
-        """The plan of the same model on simulated ranks that each have all layers."""
+    def without_pipeline(self) -> RunSetup:
+        """The set-up of the same model on simulated ranks that each have all layers."""
         return replace(self, mesh=self.plain_mesh.without("pp"))
 
     # --- the parameters
@@ -466,7 +461,7 @@ class Plan:
         Args:
             key: a key of `functron.random`; the state lives on its device.
             params: this process's; None: random ones.
-            mesh: another one with the same ranks; None: the plan's.
+            mesh: another one with the same ranks; None: its own.
         """
         where = self.mesh if mesh is None else mesh
         make = functools.partial(
@@ -679,14 +674,14 @@ def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(path, got, wanted, "store parameters in bfloat16: --precision bf16")
 
 
-def plan(config: TrainConfig, mesh: Mesh | BoundMesh) -> Plan:
-    """The plan of the run that `config` describes, on `mesh`.
+def make_setup(config: TrainConfig, mesh: Mesh | BoundMesh) -> RunSetup:
+    """The `RunSetup` of the run that `config` describes, on `mesh`.
 
     Raises:
         ValueError: the model cannot run on the mesh, or LoRA's targets are none of its layers.
     """
     defs = config.family.defs(config.architecture)
-    made = Plan(config, mesh, with_additions(config, defs))
+    made = RunSetup(config, mesh, with_additions(config, defs))
     _ = made.rules  # whether the mesh is one for this model
     return made
 
@@ -715,297 +710,3 @@ def _check_trained(partition: Partition, defs: dict) -> None:
         if not tree.leaves(tree.partition(part, trainable(part))[0])
     ]
     raise_problems("cannot train adapters on this pipeline", idle)
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """The work of one rank for one microbatch at one stage.
-
-    Attributes:
-        part: what the stage computes.
-        flops: of F, I and W, by the traced program.
-        held_bytes: of activations after F and after I, until W.
-        sent_bytes: of what it hands on.
-    """
-
-    part: Part
-    flops: tuple[float, float, float]
-    held_bytes: tuple[int, int]
-    sent_bytes: int
-
-
-@dataclass(frozen=True)
-class RankCost:
-    """The memory of one rank of the pipeline.
-
-    Attributes:
-        stages: its stages, by number.
-        state_bytes: of parameters, optimizer state and sums of gradients.
-        activation_bytes: of activations at their peak, by the table.
-    """
-
-    stages: tuple[int, ...]
-    state_bytes: int
-    activation_bytes: int
-
-
-@dataclass(frozen=True)
-class PipelineCost:
-    """A training step on one rank of every other axis; prints as tables.
-
-    Attributes:
-        schedule: of the pipeline.
-        stages: by number.
-        ranks: by number.
-        timeline: of the step, in floating-point operations, transfers free.
-    """
-
-    schedule: Schedule
-    stages: tuple[StageCost, ...]
-    ranks: tuple[RankCost, ...]
-    timeline: Timeline
-
-    def __str__(self) -> str:
-        rows = [["stage", "computes", "F FLOPs", "I FLOPs", "W FLOPs", "held after F", "after I",
-                 "hands on"]]  # fmt: skip
-        for number, stage in enumerate(self.stages):
-            part = stage.part
-            layers = f"{len(part.layers)} layers" if part.layers else ""
-            names = ["embed" * part.embed, layers, "loss" * part.loss]
-            counts = map(count_text, stage.flops)
-            sizes = map(bytes_text, (*stage.held_bytes, stage.sent_bytes))
-            rows.append([str(number), "+".join(filter(None, names)), *counts, *sizes])
-        ranks = [["rank", "stages", "state", "activations at peak", "live", "busy"]]
-        for number, rank in enumerate(self.ranks):
-            busy = self.timeline.busy(number) / self.timeline.total
-            ranks.append([
-                str(number), ",".join(map(str, rank.stages)), bytes_text(rank.state_bytes),
-                bytes_text(rank.activation_bytes), str(self.schedule.peak_live(number)),
-                f"{busy:.0%}",
-            ])  # fmt: skip
-        title = f"{self.schedule.name}: {self.schedule.num_microbatches} microbatches"
-        bubble = f"bubble {self.timeline.bubble_fraction:.1%} by FLOPs, with free transfers"
-        per = "per microbatch and stage, one rank of every other axis"
-        return "\n".join([f"{title}, {bubble}", "", per, *aligned(rows), "", *aligned(ranks)])
-
-
-def step_report(plan: Plan, *, program: bool = False) -> str:
-    """The cost and memory of one rank in a training step, as text.
-
-    Args:
-        plan: of the run, on a simulated mesh.
-        program: have the whole program in it as well (not with pp).
-
-    Raises:
-        ValueError: the model cannot run on the mesh, or the batch does not divide.
-    """
-    config, mesh = plan.config, plan.plain_mesh
-    samples = f"{config.global_batch} samples of {config.seq} tokens"
-    title = (
-        f"{config.title}, one of {mesh.size} ranks ({str(mesh) or 'no mesh'}), {samples} per step"
-    )
-    if not plan.is_pipelined:
-        traced = plan.program()
-        whole = f"{traced}\n" if program else ""
-        return f"{whole}{title}\n\n{traced.cost()}\n\n{traced.memory()}"
-    if program:
-        raise ValueError(
-            "program: got a mesh with pp, whose ranks run a schedule and not one program; "
-            "wanted pp=1; fix: leave --program out"
-        )
-    return f"{title}\n\n{pipeline_cost(plan)}"
-
-
-def pipeline_cost(plan: Plan) -> PipelineCost:
-    """The cost of a training step on the ranks of a pipeline.
-
-    Each kind of stage is traced once, without data, memory or processes.
-
-    Raises:
-        ValueError: the model cannot run on the mesh, or under the schedule.
-    """
-    partition, schedule = plan.partition, plan.schedule
-    known: dict[tuple, StageCost] = {}
-    stages = []
-    for number, part in enumerate(partition.layout):
-        kind = (partition.kind(number), plan.high(part))
-        if kind not in known:
-            known[kind] = _stage_cost(plan, number)
-        found = known[kind]
-        stages.append(StageCost(part, found.flops, found.held_bytes, found.sent_bytes))
-    forward, inner, weights = zip(*(stage.flops for stage in stages), strict=True)
-    costs = Costs(forward, None, inner, weights)
-    ranks = tuple(
-        RankCost(
-            partition.stages(rank),
-            _state_bytes(plan, rank),
-            _activation_bytes(schedule, stages, rank),
-        )
-        for rank in range(schedule.num_ranks)
-    )
-    return PipelineCost(schedule, tuple(stages), ranks, schedule.simulate(costs))
-
-
-def _stage_cost(plan: Plan, number: int) -> StageCost:
-    stage, x = _traced(plan, number)
-    part = plan.partition.layout[number]
-    programs = [piece.program(stage.program) for piece in stage.pieces]
-    flops = tuple(float(program.cost().hardware_flops) for program in programs)
-    after = stage.held_bytes
-    reads = [{*piece.block.inputs} for piece in stage.pieces[1:]]
-    given = [
-        sum(var.nbytes for var in stage.arguments[1] if any(var in r for r in reads[i:]))
-        for i in range(2)
-    ]
-    sent = 0 if part.loss else tree.nbytes(x)
-    held = (after[0] + given[0], after[1] + given[1])
-    return StageCost(part, (flops[0], flops[1], flops[2]), held, sent)
-
-
-def _traced(plan: Plan, number: int) -> tuple[Stage, torch.Tensor]:
-    """The pieces of a stage, and what it would be sent by the one before."""
-    config, mesh, partition = plan.config, plan.mesh, plan.partition
-    model, plain, part = config.gpt, plan.without_pipeline, partition.layout[number]
-    rank = partition.holders(number)[0]
-    defs = partition.local_defs(plan.whole_defs, rank)
-
-    def local(d: ParamDef, spec: P) -> torch.Tensor:
-        shape = local_shape(d.shape, spec, plain.plain_mesh)
-        return torch.empty(shape, dtype=d.dtype, device="meta")
-
-    weights = tree.map(local, defs, partition.local(plan.used(plan.whole_specs), rank))
-    rows = config.global_batch // config.microbatches // math.prod(mesh[a] for a in DATA_AXES)
-    seq = config.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
-    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
-    seq = seq // mesh["tp"] if config.sequence_parallel else seq
-    x = torch.empty(rows, seq, model.embed_dim, dtype=model.stream_dtype, device="meta")
-    batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
-    if config.packed:
-        batch |= {"positions": tokens, "segments": tokens}
-    shared = (random.key(0).to("meta"), torch.empty((), dtype=torch.int64, device="meta"))
-    params = partition.stage_params(weights, number, rank)
-    call = Call(number, part, part.loss, params, None if part.embed else x, batch, shared, {})
-    return trace_stage(plain.stage, call, plain.plain_mesh), x
-
-
-def _state_bytes(plan: Plan, rank: int) -> int:
-    """The bytes that a pipeline's rank holds between steps, and the sums of its gradients."""
-    mesh, partition = plan.plain_mesh, plan.partition
-    here = next(r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank)
-    defs = partition.local_defs(plan.whole_defs, rank)
-    specs = param_specs(defs, plan.rules)
-    if plan.config.zero == 2:
-        specs = optim.shard_specs(defs, specs, mesh)
-    specs = plan.used(specs)
-    dtype = optim.torch_dtype(plan.config.optimizer.grad_dtype)
-    sums = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), abstract_params(defs))
-    placed = checkpoint.Placement.of(sums, partition.storage_specs(specs), mesh)
-    both = (plan.pipeline_placement, replace(placed, rank=here))
-    shapes = [(leaf, each.local_shape(leaf, here)) for each in both for leaf in each.leaves]
-    return sum(
-        math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes if shape is not None
-    )
-
-
-def _activation_bytes(schedule: Schedule, stages: Sequence[StageCost], rank: int) -> int:
-    """The most that a rank holds between the actions of its column."""
-    held: dict[tuple[int, int], int] = {}
-    most = 0
-    for _, action in schedule.column(rank):
-        _, stage = schedule.stage_of(rank, action.chunk)
-        key = (action.chunk, action.microbatch)
-        after = {"F": stages[stage].held_bytes[0], "I": stages[stage].held_bytes[1]}
-        held[key] = after.get(action.kind, 0)
-        most = max(most, sum(held.values()))
-    return most
-
-
-LARGE_BUBBLE = 0.25
-"""Of the time of a pipeline's ranks: from there on `bubble_note` says what would leave less."""
-
-
-def bubble_note(plan: Plan) -> str | None:
-    """How long the ranks of a pipeline wait for one another, and what makes that less.
-
-    Schedules are timed on stages that take equally long, backward twice as long as forward. Of
-    those that this model and batch admit, it names the fewest microbatches that leave less than
-    `LARGE_BUBBLE` (or the most there are), and the schedule that leaves the least, with as many
-    microbatches as now and with so many more: of those that hold parameters once.
-
-    Returns:
-        A line; None without a pipeline, and where it is less than `LARGE_BUBBLE`.
-    """
-    if not plan.is_pipelined:
-        return None
-    config, now = plan.config, plan.schedule.bubble_fraction()
-    if now < LARGE_BUBBLE:
-        return None
-    larger = list(_more_microbatches(plan))
-    more = next((c for c, least in larger if least < LARGE_BUBBLE), None)
-    if more is None and larger:
-        more = max(larger, key=lambda row: -row[1])[0]
-    ways = [] if more is None else [more]
-    for base in (config, *ways):
-        named = [replace(base, schedule=name, chunks=0) for name in NAMES if name != base.schedule]
-        found = [(least, c) for c in named if (least := _bubble(plan, c, pipes=1)) is not None]
-        best = min(found, key=lambda row: row[0], default=None)
-        if best is not None and best[0] < (_bubble(plan, base) or 1.0) - 0.01:
-            ways.append(best[1])
-    listed = ", ".join(f"{_options(config, way)}: {_bubble(plan, way):.0%}" for way in ways)
-    count = config.microbatches
-    return (
-        f"{config.schedule} with {count} microbatch{'es' if count > 1 else ''} a step leaves the "
-        f"{plan.mesh['pp']} ranks of the pipeline idle {now:.0%} of the time; "
-        f"{f'less: {listed}' if listed else 'a larger --global-batch has room for more of them'}"
-    )
-
-
-def _more_microbatches(plan: Plan) -> Iterator[tuple[TrainConfig, float]]:
-    """The configs with more microbatches that the batch can be cut into, and their bubbles."""
-    config = plan.config
-    sizes = config.batches.sizes[len(config.batches.earlier) :]
-    samples = math.gcd(*sizes) // math.prod(plan.mesh[axis] for axis in DATA_AXES)
-    for count in range(config.microbatches + 1, samples + 1):
-        changed = replace(config, microbatches=count)
-        if samples % count == 0 and (least := _bubble(plan, changed)) is not None:
-            yield changed, least
-
-
-def _bubble(plan: Plan, config: TrainConfig, pipes: int = 0) -> float | None:
-    """The bubble of a schedule; None where it, the model or these counts do not go together.
-
-    Args:
-        plan: of the model on its mesh.
-        config: with the schedule.
-        pipes: how many times parameters are held, at most; 0: as often as it likes.
-    """
-    changed = replace(plan, config=config)
-    try:
-        schedule, _ = changed.schedule, changed.partition
-    except ValueError:
-        return None
-    return None if 0 < pipes < len(schedule.pipes) else schedule.bubble_fraction()
-
-
-def _options(config: TrainConfig, changed: TrainConfig) -> str:
-    """The options that make one config of another."""
-    given = {name: getattr(changed, name) for name in ("schedule", "microbatches")}
-    return " ".join(
-        f"--{name} {value}" for name, value in given.items() if value != getattr(config, name)
-    )
-
-
-def parameter_table(plan: Plan) -> str:
-    """The parameters of a model, with those of LoRA, and their shards on its mesh, as text."""
-    defs, specs, mesh = plan.whole_defs, plan.whole_specs, plan.plain_mesh
-    rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
-    total_bytes = local_bytes = 0
-    for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):
-        count, local = math.prod(d.shape), local_shape(d.shape, spec, mesh)
-        total_bytes += count * d.dtype.itemsize
-        local_bytes += math.prod(local) * d.dtype.itemsize
-        axes = " ".join(name or "-" for name in d.axes)
-        size = f"{count * d.dtype.itemsize:,}"
-        rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
-    total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
-    return f"{table(rows, left=5)}\n\n{total}; {local_bytes:,} bytes per rank"

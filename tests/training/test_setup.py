@@ -15,8 +15,8 @@ from functron.optim import OptimizerConfig
 from functron.optim import config as optim_config
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, with_model
-from functron.training.plan import plan
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from tests.data.chats import make_tokenizer
 
 COUNTED = {
@@ -62,7 +62,7 @@ def test_preparing_a_run_derives_nothing_twice(mesh, settings, tmp_path):
     def whole():
         run = prepare(config, Mesh.parse(mesh))
         assert run.held_out
-        assert run.plan.placement.leaves
+        assert run.setup.placement.leaves
 
     assert calls(whole) == {"defs": 1, "make_optimizer": 1, "open_tokenizer": 1}
 
@@ -74,8 +74,8 @@ def test_the_layout_of_a_state_is_that_of_the_state(mesh, name):
     zero = 0 if "fsdp" in mesh else 1
     base = replace(with_model(TrainConfig(), "llama3-tiny"), optimizer=OptimizerConfig(name))
     config = replace(base, mesh=mesh, zero=zero, global_batch=12, microbatches=2)
-    made = plan(config, Mesh.parse(mesh))
-    alone = plan(base, Mesh()).init(random.key(0).to("meta"))
+    made = make_setup(config, Mesh.parse(mesh))
+    alone = make_setup(base, Mesh()).init(random.key(0).to("meta"))
     rows = zip(tree.paths(alone), tree.leaves(alone), strict=True)
     wanted = {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in rows}
     assert {x.path: (tuple(x.shape), x.dtype) for x in made.placement.leaves} == wanted
@@ -83,6 +83,6 @@ def test_the_layout_of_a_state_is_that_of_the_state(mesh, name):
 
 def test_a_plan_of_another_mesh_has_the_same_definitions():
     config = replace(with_model(TrainConfig(), "llama3-tiny"), mesh="pp=2", microbatches=2)
-    made = plan(config, Mesh(pp=2))
+    made = make_setup(config, Mesh(pp=2))
     assert made.without_pipeline.whole_defs is made.whole_defs
     assert not made.without_pipeline.is_pipelined

@@ -1,1 +1,0 @@
-"""Optimizers that fewer runs want: Adafactor, Adam-mini, Lion, SOAP."""

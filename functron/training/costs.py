@@ -1,0 +1,322 @@
+"""The cost of a training step before it runs: of a rank, of stages, its bubble; as text.
+
+Of a `RunSetup` on a simulated mesh; everything is counted in programs that are traced without data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from functron import checkpoint, optim
+from functron.core import random, tree
+from functron.core.chart import table
+from functron.pipeline.partition import Part
+from functron.pipeline.registry import NAMES
+from functron.pipeline.schedule import Schedule
+from functron.pipeline.timeline import Costs, Timeline
+from functron.pipeline.work import Call, Stage, trace_stage
+from functron.program.cost import bytes_text, count_text
+from functron.program.text import aligned
+from functron.spmd import CONTEXT_AXES, DATA_AXES, P
+from functron.spmd.params import ParamDef, abstract_params, num_params, param_specs
+from functron.spmd.spec import local_shape
+from functron.training.config import TrainConfig
+from functron.training.setup import RunSetup
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The work of one rank for one microbatch at one stage.
+
+    Attributes:
+        part: what the stage computes.
+        flops: of F, I and W, by the traced program.
+        held_bytes: of activations after F and after I, until W.
+        sent_bytes: of what it hands on.
+    """
+
+    part: Part
+    flops: tuple[float, float, float]
+    held_bytes: tuple[int, int]
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """The memory of one rank of the pipeline.
+
+    Attributes:
+        stages: its stages, by number.
+        state_bytes: of parameters, optimizer state and sums of gradients.
+        activation_bytes: of activations at their peak, by the table.
+    """
+
+    stages: tuple[int, ...]
+    state_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """A training step on one rank of every other axis; prints as tables.
+
+    Attributes:
+        schedule: of the pipeline.
+        stages: by number.
+        ranks: by number.
+        timeline: of the step, in floating-point operations, transfers free.
+    """
+
+    schedule: Schedule
+    stages: tuple[StageCost, ...]
+    ranks: tuple[RankCost, ...]
+    timeline: Timeline
+
+    def __str__(self) -> str:
+        rows = [["stage", "computes", "F FLOPs", "I FLOPs", "W FLOPs", "held after F", "after I",
+                 "hands on"]]  # fmt: skip
+        for number, stage in enumerate(self.stages):
+            part = stage.part
+            layers = f"{len(part.layers)} layers" if part.layers else ""
+            names = ["embed" * part.embed, layers, "loss" * part.loss]
+            counts = map(count_text, stage.flops)
+            sizes = map(bytes_text, (*stage.held_bytes, stage.sent_bytes))
+            rows.append([str(number), "+".join(filter(None, names)), *counts, *sizes])
+        ranks = [["rank", "stages", "state", "activations at peak", "live", "busy"]]
+        for number, rank in enumerate(self.ranks):
+            busy = self.timeline.busy(number) / self.timeline.total
+            ranks.append([
+                str(number), ",".join(map(str, rank.stages)), bytes_text(rank.state_bytes),
+                bytes_text(rank.activation_bytes), str(self.schedule.peak_live(number)),
+                f"{busy:.0%}",
+            ])  # fmt: skip
+        title = f"{self.schedule.name}: {self.schedule.num_microbatches} microbatches"
+        bubble = f"bubble {self.timeline.bubble_fraction:.1%} by FLOPs, with free transfers"
+        per = "per microbatch and stage, one rank of every other axis"
+        return "\n".join([f"{title}, {bubble}", "", per, *aligned(rows), "", *aligned(ranks)])
+
+
+def step_report(setup: RunSetup, *, program: bool = False) -> str:
+    """The cost and memory of one rank in a training step, as text.
+
+    Args:
+        setup: of the run, on a simulated mesh.
+        program: have the whole program in it as well (not with pp).
+
+    Raises:
+        ValueError: the model cannot run on the mesh, or the batch does not divide.
+    """
+    config, mesh = setup.config, setup.plain_mesh
+    samples = f"{config.global_batch} samples of {config.seq} tokens"
+    title = (
+        f"{config.title}, one of {mesh.size} ranks ({str(mesh) or 'no mesh'}), {samples} per step"
+    )
+    if not setup.is_pipelined:
+        traced = setup.program()
+        whole = f"{traced}\n" if program else ""
+        return f"{whole}{title}\n\n{traced.cost()}\n\n{traced.memory()}"
+    if program:
+        raise ValueError(
+            "program: got a mesh with pp, whose ranks run a schedule and not one program; "
+            "wanted pp=1; fix: leave --program out"
+        )
+    return f"{title}\n\n{pipeline_cost(setup)}"
+
+
+def pipeline_cost(setup: RunSetup) -> PipelineCost:
+    """The cost of a training step on the ranks of a pipeline.
+
+    Each kind of stage is traced once, without data, memory or processes.
+
+    Raises:
+        ValueError: the model cannot run on the mesh, or under the schedule.
+    """
+    partition, schedule = setup.partition, setup.schedule
+    known: dict[tuple, StageCost] = {}
+    stages = []
+    for number, part in enumerate(partition.layout):
+        kind = (partition.kind(number), setup.high(part))
+        if kind not in known:
+            known[kind] = _stage_cost(setup, number)
+        found = known[kind]
+        stages.append(StageCost(part, found.flops, found.held_bytes, found.sent_bytes))
+    forward, inner, weights = zip(*(stage.flops for stage in stages), strict=True)
+    costs = Costs(forward, None, inner, weights)
+    ranks = tuple(
+        RankCost(
+            partition.stages(rank),
+            _state_bytes(setup, rank),
+            _activation_bytes(schedule, stages, rank),
+        )
+        for rank in range(schedule.num_ranks)
+    )
+    return PipelineCost(schedule, tuple(stages), ranks, schedule.simulate(costs))
+
+
+def _stage_cost(setup: RunSetup, number: int) -> StageCost:
+    stage, x = _traced(setup, number)
+    part = setup.partition.layout[number]
+    programs = [piece.program(stage.program) for piece in stage.pieces]
+    flops = tuple(float(program.cost().hardware_flops) for program in programs)
+    after = stage.held_bytes
+    reads = [{*piece.block.inputs} for piece in stage.pieces[1:]]
+    given = [
+        sum(var.nbytes for var in stage.arguments[1] if any(var in r for r in reads[i:]))
+        for i in range(2)
+    ]
+    sent = 0 if part.loss else tree.nbytes(x)
+    held = (after[0] + given[0], after[1] + given[1])
+    return StageCost(part, (flops[0], flops[1], flops[2]), held, sent)
+
+
+def _traced(setup: RunSetup, number: int) -> tuple[Stage, torch.Tensor]:
+    """The pieces of a stage, and what it would be sent by the one before."""
+    config, mesh, partition = setup.config, setup.mesh, setup.partition
+    model, plain, part = config.gpt, setup.without_pipeline, partition.layout[number]
+    rank = partition.holders(number)[0]
+    defs = partition.local_defs(setup.whole_defs, rank)
+
+    def local(d: ParamDef, spec: P) -> torch.Tensor:
+        shape = local_shape(d.shape, spec, plain.plain_mesh)
+        return torch.empty(shape, dtype=d.dtype, device="meta")
+
+    weights = tree.map(local, defs, partition.local(setup.used(setup.whole_specs), rank))
+    rows = config.global_batch // config.microbatches // math.prod(mesh[a] for a in DATA_AXES)
+    seq = config.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
+    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+    seq = seq // mesh["tp"] if config.sequence_parallel else seq
+    x = torch.empty(rows, seq, model.embed_dim, dtype=model.stream_dtype, device="meta")
+    batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
+    if config.packed:
+        batch |= {"positions": tokens, "segments": tokens}
+    shared = (random.key(0).to("meta"), torch.empty((), dtype=torch.int64, device="meta"))
+    params = partition.stage_params(weights, number, rank)
+    call = Call(number, part, part.loss, params, None if part.embed else x, batch, shared, {})
+    return trace_stage(plain.stage, call, plain.plain_mesh), x
+
+
+def _state_bytes(setup: RunSetup, rank: int) -> int:
+    """The bytes that a pipeline's rank holds between steps, and the sums of its gradients."""
+    mesh, partition = setup.plain_mesh, setup.partition
+    here = next(r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank)
+    defs = partition.local_defs(setup.whole_defs, rank)
+    specs = param_specs(defs, setup.rules)
+    if setup.config.zero == 2:
+        specs = optim.shard_specs(defs, specs, mesh)
+    specs = setup.used(specs)
+    dtype = optim.torch_dtype(setup.config.optimizer.grad_dtype)
+    sums = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), abstract_params(defs))
+    placed = checkpoint.Placement.of(sums, partition.storage_specs(specs), mesh)
+    both = (setup.pipeline_placement, replace(placed, rank=here))
+    shapes = [(leaf, each.local_shape(leaf, here)) for each in both for leaf in each.leaves]
+    return sum(
+        math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes if shape is not None
+    )
+
+
+def _activation_bytes(schedule: Schedule, stages: Sequence[StageCost], rank: int) -> int:
+    """The most that a rank holds between the actions of its column."""
+    held: dict[tuple[int, int], int] = {}
+    most = 0
+    for _, action in schedule.column(rank):
+        _, stage = schedule.stage_of(rank, action.chunk)
+        key = (action.chunk, action.microbatch)
+        after = {"F": stages[stage].held_bytes[0], "I": stages[stage].held_bytes[1]}
+        held[key] = after.get(action.kind, 0)
+        most = max(most, sum(held.values()))
+    return most
+
+
+LARGE_BUBBLE = 0.25
+"""Of the time of a pipeline's ranks: from there on `bubble_note` says what would leave less."""
+
+
+def bubble_note(setup: RunSetup) -> str | None:
+    """How long the ranks of a pipeline wait for one another, and what makes that less.
+
+    Schedules are timed on stages that take equally long, backward twice as long as forward. Of
+    those that this model and batch admit, it names the fewest microbatches that leave less than
+    `LARGE_BUBBLE` (or the most there are), and the schedule that leaves the least, with as many
+    microbatches as now and with so many more: of those that hold parameters once.
+
+    Returns:
+        A line; None without a pipeline, and where it is less than `LARGE_BUBBLE`.
+    """
+    if not setup.is_pipelined:
+        return None
+    config, now = setup.config, setup.schedule.bubble_fraction()
+    if now < LARGE_BUBBLE:
+        return None
+    larger = list(_more_microbatches(setup))
+    more = next((c for c, least in larger if least < LARGE_BUBBLE), None)
+    if more is None and larger:
+        more = max(larger, key=lambda row: -row[1])[0]
+    ways = [] if more is None else [more]
+    for base in (config, *ways):
+        named = [replace(base, schedule=name, chunks=0) for name in NAMES if name != base.schedule]
+        found = [(least, c) for c in named if (least := _bubble(setup, c, pipes=1)) is not None]
+        best = min(found, key=lambda row: row[0], default=None)
+        if best is not None and best[0] < (_bubble(setup, base) or 1.0) - 0.01:
+            ways.append(best[1])
+    listed = ", ".join(f"{_options(config, way)}: {_bubble(setup, way):.0%}" for way in ways)
+    count = config.microbatches
+    return (
+        f"{config.schedule} with {count} microbatch{'es' if count > 1 else ''} a step leaves the "
+        f"{setup.mesh['pp']} ranks of the pipeline idle {now:.0%} of the time; "
+        f"{f'less: {listed}' if listed else 'a larger --global-batch has room for more of them'}"
+    )
+
+
+def _more_microbatches(setup: RunSetup) -> Iterator[tuple[TrainConfig, float]]:
+    """The configs with more microbatches that the batch can be cut into, and their bubbles."""
+    config = setup.config
+    sizes = config.batches.sizes[len(config.batches.earlier) :]
+    samples = math.gcd(*sizes) // math.prod(setup.mesh[axis] for axis in DATA_AXES)
+    for count in range(config.microbatches + 1, samples + 1):
+        changed = replace(config, microbatches=count)
+        if samples % count == 0 and (least := _bubble(setup, changed)) is not None:
+            yield changed, least
+
+
+def _bubble(setup: RunSetup, config: TrainConfig, pipes: int = 0) -> float | None:
+    """The bubble of a schedule; None where it, the model or these counts do not go together.
+
+    Args:
+        setup: of the model on its mesh.
+        config: with the schedule.
+        pipes: how many times parameters are held, at most; 0: as often as it likes.
+    """
+    changed = replace(setup, config=config)
+    try:
+        schedule, _ = changed.schedule, changed.partition
+    except ValueError:
+        return None
+    return None if 0 < pipes < len(schedule.pipes) else schedule.bubble_fraction()
+
+
+def _options(config: TrainConfig, changed: TrainConfig) -> str:
+    """The options that make one config of another."""
+    given = {name: getattr(changed, name) for name in ("schedule", "microbatches")}
+    return " ".join(
+        f"--{name} {value}" for name, value in given.items() if value != getattr(config, name)
+    )
+
+
+def parameter_table(setup: RunSetup) -> str:
+    """The parameters of a model, with those of LoRA, and their shards on its mesh, as text."""
+    defs, specs, mesh = setup.whole_defs, setup.whole_specs, setup.plain_mesh
+    rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
+    total_bytes = local_bytes = 0
+    for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):
+        count, local = math.prod(d.shape), local_shape(d.shape, spec, mesh)
+        total_bytes += count * d.dtype.itemsize
+        local_bytes += math.prod(local) * d.dtype.itemsize
+        axes = " ".join(name or "-" for name in d.axes)
+        size = f"{count * d.dtype.itemsize:,}"
+        rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
+    total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
+    return f"{table(rows, left=5)}\n\n{total}; {local_bytes:,} bytes per rank"
