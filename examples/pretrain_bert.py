@@ -62,7 +62,7 @@ def main():
         )
 
     state = ft.init_state(ft.random.key(args.seed), defs, specs, optimizer, mesh)
-    step = ft.make_step(ft.gradients(loss, bert.num_targets), optimizer, mesh, specs)
+    step = ft.make_step(ft.mean_gradients(loss, bert.num_targets), optimizer, mesh, specs)
     text = ByteText(args.data, args.seq, seed=args.seed)
 
     def masked(index):

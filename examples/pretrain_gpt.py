@@ -55,7 +55,7 @@ def main():
     config = gpt.PRESETS[args.model]
     mesh, device = connect(ft.Mesh.parse(args.mesh))
     if mesh["pp"] > 1:
-        raise SystemExit("a pipeline wants ft.pipelined_gradients, as in functron train")
+        raise SystemExit("a pipeline wants ft.pipeline.gradients, as in functron train")
     is_first = not isinstance(mesh, ft.BoundMesh) or mesh.rank == 0
 
     defs = gpt.defs(config)
@@ -75,7 +75,7 @@ def main():
     key = ft.random.key(args.seed, device=device)
     state = ft.init_state(key, defs, specs, optimizer, mesh)
     splits = gpt.batch_specs()  # samples over dp, fsdp and ep; their tokens over cp and ulysses
-    gradients = ft.gradients(loss, gpt.num_targets)
+    gradients = ft.mean_gradients(loss, gpt.num_targets)
     step = ft.make_step(gradients, optimizer, mesh, specs, batch_specs=splits)
     text = ByteText(args.data, args.seq, seed=args.seed)
 

@@ -54,29 +54,28 @@ if TYPE_CHECKING:
     )
     from functron.spmd import collectives as lax
     from functron.spmd.params import ParamDef, abstract_params, init_params, num_params, param_specs
-    from functron.training.step import (
-        Norms,
-        State,
-        gradients,
-        init_state,
-        make_step,
-        pipelined_gradients,
-        state_specs,
-    )
+    from functron.training.step import State, grad_norm, init_state, make_step, state_specs
     from functron.transforms import (
         Gather,
         accumulate,
+        accumulated,
         assume_shares,
         checkpoint_name,
         custom_vjp,
+        encoded,
+        frozen,
         fsdp,
+        gathered_once,
         grad,
+        mean_gradients,
         policies,
         remat,
         scan,
+        scattered,
         sync_gradients,
         value_and_grad,
         vjp,
+        with_targets,
     )
 
 __version__ = "0.1.0"
@@ -89,7 +88,6 @@ __all__ = [
     "Hook",
     "Mesh",
     "ModelOptions",
-    "Norms",
     "P",
     "ParamDef",
     "Program",
@@ -97,6 +95,7 @@ __all__ = [
     "State",
     "abstract_params",
     "accumulate",
+    "accumulated",
     "assume_shares",
     "bert",
     "checkpoint",
@@ -105,14 +104,17 @@ __all__ = [
     "custom_vjp",
     "data",
     "debug",
+    "encoded",
     "eval_shape",
     "from_module",
+    "frozen",
     "fsdp",
     "gather",
+    "gathered_once",
     "generate",
     "gpt",
     "grad",
-    "gradients",
+    "grad_norm",
     "hub",
     "init_params",
     "init_state",
@@ -122,6 +124,7 @@ __all__ = [
     "lora",
     "make_step",
     "mamba",
+    "mean_gradients",
     "models",
     "named_scope",
     "nn",
@@ -132,13 +135,13 @@ __all__ = [
     "params",
     "partition",
     "pipeline",
-    "pipelined_gradients",
     "plan",
     "policies",
     "precision",
     "random",
     "remat",
     "scan",
+    "scattered",
     "shard",
     "shard_map",
     "spmd",
@@ -152,6 +155,7 @@ __all__ = [
     "value_and_grad",
     "vit",
     "vjp",
+    "with_targets",
 ]
 
 _MODULES: Mapping[str, str] = MappingProxyType({
@@ -181,10 +185,10 @@ _MEMBERS: Mapping[str, str] = MappingProxyType({
         "program.program": "Program",
         "program.trace": "eval_shape trace",
         "spmd": "CONTEXT_AXES DATA_AXES BoundMesh Mesh P Rules gather shard shard_map",
-        "training.step": "Norms State gradients init_state make_step pipelined_gradients "
-        "state_specs",
-        "transforms": "Gather accumulate assume_shares checkpoint_name custom_vjp fsdp grad remat "
-        "scan sync_gradients value_and_grad vjp",
+        "training.step": "State grad_norm init_state make_step state_specs",
+        "transforms": "Gather accumulate accumulated assume_shares checkpoint_name custom_vjp "
+        "encoded frozen fsdp gathered_once grad mean_gradients remat scan scattered sync_gradients "
+        "value_and_grad vjp with_targets",
     }.items()
     for name in names.split()
 })  # fmt: skip

@@ -24,7 +24,7 @@ def train(device: str, mesh: Mesh, stream, remat: gpt.Remat):
         return gpt.loss(CONFIG, params, data, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
     step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=2), optimizer, mesh, specs
+        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), 2), optimizer, mesh, specs
     )
     tokens = torch.randint(0, 40, (8, 17), generator=torch.Generator().manual_seed(0))
     data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(8)}

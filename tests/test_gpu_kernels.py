@@ -158,7 +158,7 @@ def trained(device, dtype, kernels, *, compiled=False, chunk=0, steps=20):
         )
 
     step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=2), optimizer, mesh, specs
+        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), 2), optimizer, mesh, specs
     )
     step = jit(step, donate=0) if compiled else step
     tokens = torch.randint(0, 250, (8, 33), generator=torch.Generator().manual_seed(0))

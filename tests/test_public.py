@@ -93,7 +93,7 @@ config = ft.gpt.PRESETS["tiny"]
 defs, optimizer = ft.gpt.defs(config), ft.optim.adamw(1e-3)
 specs = ft.param_specs(defs, ft.gpt.rules(config, ft.Mesh()))
 loss = lambda params, batch, key: ft.gpt.loss(config, params, batch)
-step = ft.make_step(ft.gradients(loss, ft.gpt.num_targets), optimizer, ft.Mesh(), specs)
+step = ft.make_step(ft.mean_gradients(loss, ft.gpt.num_targets), optimizer, ft.Mesh(), specs)
 state = ft.init_state(ft.random.key(0), defs, specs, optimizer, ft.Mesh())
 tokens = torch.zeros(2, 4, dtype=torch.long)
 state, metrics = step(state, {"tokens": tokens, "targets": tokens, "rows": torch.arange(2)})

@@ -46,8 +46,8 @@ def training(
     def loss(params, batch, key):
         return gpt.loss(c, params, batch, options, key=key)
 
-    sharing = ft.gradients(loss, gpt.num_targets)
-    return ft.make_step(sharing, optimizer, mesh, specs, norms=None), state
+    sharing = ft.mean_gradients(loss, gpt.num_targets)
+    return ft.make_step(sharing, optimizer, mesh, specs, metrics=()), state
 
 
 def mesh_step(
@@ -134,6 +134,6 @@ def pipelined_step(
         return y / total if part.loss else y
 
     stages = ft.pipeline.pipelined(stage, partition, schedule, compile=compile_with)
-    sharing = ft.pipelined_gradients(stages, gpt.num_targets)
-    train = ft.make_step(sharing, optimizer, mesh, specs, norms=None)
+    sharing = ft.pipeline.gradients(stages, gpt.num_targets)
+    train = ft.make_step(sharing, optimizer, mesh, specs, metrics=())
     return _stepping(train, state, batch), stages, ft.tree.leaves(state.params)

@@ -18,19 +18,20 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.optim.norms import global_norm
-from functron.optim.schedules import new_count
+from functron.optim.schedules import advance_schedules, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     Norm,
     Scaling,
     apply_updates,
     applying,
-    readable,
+    multiplied,
     refuse_scaled,
     stateless,
     transformation,
 )
 from functron.optim.zero import leaf_specs, total
+from functron.program.recorder import readable
 from functron.spmd.spec import P
 
 
@@ -414,3 +415,52 @@ def zero_nans() -> GradientTransformation:
         return torch.where(u.isnan(), torch.zeros_like(u), u)
 
     return stateless(lambda updates, params: tree.map(fill, updates), elementwise=True)
+
+
+def loss_scale(state: tree.Tree) -> torch.Tensor | None:
+    """The factor of the next loss, from an optimizer's state; None: it is not scaled.
+
+    Args:
+        state: of an optimizer with `with_loss_scale` somewhere in it, or without.
+    """
+    found = _scaling_in(state)
+    return None if found is None else found.scale
+
+
+def scaling_metrics(state: tree.Tree) -> dict[str, torch.Tensor]:
+    """``loss_scale`` and ``stuck`` of an optimizer's state, for a step's metrics; {} without."""
+    found = _scaling_in(state)
+    return {} if found is None else {"loss_scale": found.scale, "stuck": found.stuck}
+
+
+def _scaling_in(state: tree.Tree) -> LossScaleState | None:
+    found = tree.leaves(state, lambda part: isinstance(part, LossScaleState))
+    return next((part for part in found if isinstance(part, LossScaleState)), None)
+
+
+def unscale(grads: tree.Tree, scale: torch.Tensor | None) -> tree.Tree:
+    """The gradients of a loss without its scale, which are given up; low precision in float32."""
+    if scale is None:
+        return grads
+    low = (torch.bfloat16, torch.float16)
+    return multiplied(tree.map(lambda g: g.float() if g.dtype in low else g, grads), 1 / scale)
+
+
+def step_unless(skip: bool | torch.Tensor, inner: GradientTransformation) -> Callable:
+    """``inner.step_``, but where `skip` says so nothing changes but the counts of schedules.
+
+    Args:
+        skip: known on the host; or, under transforms of torch.func, a bool tensor, by which the new
+            and the old values are chosen.
+        inner: the optimizer.
+    """
+    if skip is False:
+        return inner.step_
+
+    def step_(grads, state, params, **extra):
+        if skip is True:
+            return params, advance_schedules(state)
+        new, after = inner.step_(grads, state, params, **extra)
+        return _select(~skip, new, params), _select(~skip, after, advance_schedules(state))
+
+    return step_

@@ -31,10 +31,10 @@ from functron.optim.transformation import (
     multiply,
     multiply_,
     purely,
-    readable,
     scale,
     transformation,
 )
+from functron.program.recorder import readable
 from functron.spmd.spec import P
 
 Schedule = Callable[[int | torch.Tensor], Any]

@@ -25,10 +25,10 @@ from functron.optim.transformation import (
     GradientTransformation,
     bindable,
     chain,
-    readable,
     transformation,
 )
 from functron.optim.zero import flat_specs, leaf_specs
+from functron.program.recorder import readable
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
 from functron.spmd.spec import Cuts, P, as_entry, dim_axes, fill, join, take, trim

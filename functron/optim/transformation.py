@@ -657,14 +657,3 @@ def purely() -> bool:
     caller's, who gave up none, and a derivative of what is overwritten would be lost.
     """
     return active() is not None or transformed()
-
-
-def readable(value: torch.Tensor) -> bool:
-    """Whether the number in a 0-dim tensor is known where the program that runs can ask for it.
-
-    Not in a program that is traced, compiled or only checked, nor under torch.func transforms that
-    batch or differentiate it. Reading waits for the tensor's device.
-    """
-    if active() is not None or compat.faking() or value.is_meta:
-        return False
-    return not compat.is_wrapped(value) and not value.requires_grad

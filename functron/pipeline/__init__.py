@@ -14,7 +14,7 @@ gradients of the model without a pipeline. ::
 is its `Timeline`.
 """
 
-from functron.pipeline.execute import Pipeline, pipelined
+from functron.pipeline.execute import Pipeline, gradients, pipelined
 from functron.pipeline.partition import (
     Layout,
     Part,
@@ -45,6 +45,7 @@ __all__ = [
     "collect",
     "even_layout",
     "format_layout",
+    "gradients",
     "make",
     "parse_layout",
     "pipelined",

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from functron.core import compat, tree
 from functron.core.closure import hoist
-from functron.core.errors import refuse
+from functron.core.errors import public, refuse
 from functron.pipeline.partition import Partition
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Action, Cell
@@ -32,7 +33,9 @@ from functron.pipeline.work import (
 )
 from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
+from functron.spmd.mesh import BoundMesh, Mesh
 from functron.transforms.gradient import share
+from functron.transforms.gradient_functions import BoundGradients, GradientFunction, Views
 from functron.transforms.scan import microbatches
 
 Observer = Callable[[int, Action, float, float], None]
@@ -311,6 +314,124 @@ def pipelined(
             f"{schedule.pipes}",
         )
     return Pipeline(stage, partition, schedule, dtype, compile, observe)
+
+
+@public
+def gradients(
+    stages: Pipeline,
+    num_targets: Callable,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    checks_sum: bool = True,
+    axis: str = "pp",
+) -> GradientFunction:
+    """The gradients of a mean loss whose stages are divided among the ranks of `axis`.
+
+    The same kind of gradient function as `functron.mean_gradients`, for `functron.make_step` and
+    the same wrappers but `accumulated`: the schedule deals the batch. On a bound mesh the state is
+    that of the parameters that `Partition.local_defs` says this rank holds, and norms must know
+    `Partition.copies`. Gradients are added up in the dtype of `stages`; where these are compiled on
+    a bound mesh, the update is too. Of a simulated mesh, `jit` compiles the whole step instead.
+
+    Args:
+        stages: the stages under a schedule; they share ``(key, total)``: the step's key, and the
+            number of targets by which the last stage divides its loss. Metrics have ``aux`` where
+            it returns a pair with that.
+        num_targets: ``batch`` to the number of terms in the loss, over all ranks.
+        reduce_dtype: sum gradients over ranks in this dtype; None: their own.
+        checks_sum: as of `functron.mean_gradients`.
+        axis: the mesh axis of the pipeline's ranks.
+
+    Collectives: those of `pipelined`.
+    """
+    base = _PipelinedLoss(stages, num_targets, reduce_dtype, checks_sum, axis)
+    return GradientFunction(base, ("pipeline.gradients",), reduce_dtype=reduce_dtype)
+
+
+@dataclass(frozen=True)
+class _PipelinedLoss:
+    """The base of `gradients`."""
+
+    stages: Pipeline
+    num_targets: Callable
+    reduce_dtype: torch.dtype | None
+    checks_sum: bool
+    axis: str
+
+    def bind(
+        self, views: Views, mesh: Mesh | BoundMesh, specs: tree.Tree, wanted: tree.Tree
+    ) -> BoundGradients:
+        partition, axis = self.stages.partition, self.axis
+        spread = partition.spread
+        if spread and any(view.name == "frozen" for view in views.views):
+            got = f"{', '.join(spread)} spread over the pipeline's ranks, and frozen ones"
+            title = "cannot train a part of these parameters"
+            refuse(title, "trainable", got, "True", "train all, or spread nothing")
+        rank = mesh.coordinate[axis] if isinstance(mesh, BoundMesh) and mesh[axis] > 1 else None
+
+        def into(specs):
+            return {name: (specs if name in spread else wanted)[name] for name in specs}
+
+        levels = views.levels(specs, into)
+        parts = see_stages(self.stages, views, levels, rank) if views.views else self.stages
+
+        def shared(aside, key, divisor):
+            return (aside, key, divisor) if views.views else (key, divisor)
+
+        def of(params, batch, key, divisor):
+            chosen, aside = views.split(params, levels)
+            value, grads = parts.value_and_grad(chosen, batch, *shared(aside, key, divisor))
+            return (value[0], {"aux": value[1]}) if isinstance(value, tuple) else (value, {}), grads
+
+        def total(params, batch, key):
+            chosen, aside = views.split(params, levels)
+            one = torch.ones((), device=key.device)
+            found = parts.forward(chosen, batch, *shared(aside, key, one))
+            return sum(x[0] if isinstance(x, tuple) else x for x in found)
+
+        return BoundGradients(
+            of,
+            self.num_targets,
+            levels[-1][0],
+            total,
+            num_microbatches=self.stages.schedule.num_microbatches,
+            reduce_dtype=self.reduce_dtype,
+            checks_sum=self.checks_sum,
+            copies=partition.copies(rank),
+            stages=axis,
+            compile=self.stages.compile,
+        )
+
+
+def see_stages(
+    stages: Pipeline, views: Views, levels: list[tuple[dict, dict]], rank: int | None
+) -> Pipeline:
+    """`stages` of parameters that are seen through `views`; what these put aside is shared first.
+
+    Args:
+        stages: of parameters as they are.
+        views: through which their parameters are seen.
+        levels: of the views, of all that this process holds.
+        rank: this process's of the pipeline; None: it has all stages.
+    """
+    partition = stages.partition
+
+    def levels_of(number: int) -> list[tuple[dict, dict]]:
+        names = partition.names(number)
+        return [
+            ({name: specs[name] for name in names}, {name: into[name] for name in names})
+            for specs, into in levels
+        ]
+
+    own = [levels_of(number) for number in range(len(partition.layout))]
+
+    def stage(part, params, x, batch, aside, *shared):
+        number = partition.layout.index(part)
+        mine = {name: partition.stage_params(value, number, rank) for name, value in aside.items()}
+        with views.joined(params, mine, own[number]) as given:
+            return stages.stage(part, given, x, batch, *shared)
+
+    return Pipeline(stage, partition, stages.schedule, stages.dtype, stages.compile, stages.observe)
 
 
 def _stage_axis(schedule: Schedule) -> StageAxis | None:

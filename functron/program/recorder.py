@@ -226,6 +226,17 @@ def keeping(keeper: Any) -> Iterator[None]:
         _keeper.reset(token)
 
 
+def readable(value: torch.Tensor) -> bool:
+    """Whether the number in a 0-dim tensor is known where the program that runs can ask for it.
+
+    Not in a program that is traced, compiled or only checked, nor under torch.func transforms that
+    batch or differentiate it. Reading waits for the tensor's device.
+    """
+    if active() is not None or compat.faking() or value.is_meta:
+        return False
+    return not compat.is_wrapped(value) and not value.requires_grad
+
+
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """Run a with block as if nothing were being traced or transformed around it."""

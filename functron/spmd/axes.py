@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from functron.core import compat
 from functron.core.errors import contexts_of, in_library, nearest, public
+from functron.core.scopes import named_scope
 from functron.spmd.flight import FlightRecorder, Line
 from functron.spmd.mesh import STANDARD_AXES, LostRanksError, Membership
 
@@ -425,6 +426,16 @@ def enter(scope: Scope) -> Iterator[None]:
         yield
     finally:
         _scope.reset(token)
+
+
+@contextlib.contextmanager
+def section(name: str) -> Iterator[None]:
+    """`named_scope`, whose time the recorder of the mesh counts by itself, where there is one."""
+    found = (getattr(axis, "recorder", None) for axis in (*scope().axes.values(), scope().stages))
+    recorder = next(filter(None, found), None)
+    marking = contextlib.nullcontext() if recorder is None else recorder.marking(name)
+    with named_scope(name), marking:
+        yield
 
 
 @contextlib.contextmanager

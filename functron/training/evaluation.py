@@ -33,8 +33,8 @@ from functron.spmd.params import abstract_params
 from functron.training import data
 from functron.training.config import TrainConfig
 from functron.training.setup import RunSetup
-from functron.training.step import gathered
 from functron.transforms import accumulate
+from functron.transforms.gradient_functions import gather_parameters
 
 VALIDATION = PARTS[1]
 _NAME = re.compile(r"[\w.-]+")
@@ -304,7 +304,7 @@ def loss_program(setup: RunSetup) -> Callable:
     program, specs = (_of_stages if setup.is_pipelined else _of_all)(setup), setup.specs
 
     def counted(params: tree.Tree, batch: gpt.Batch) -> tuple:
-        whole = gathered(params, specs, setup.used(specs))
+        whole = gather_parameters(params, specs, setup.used(specs))
         return program(whole, batch), setup.family.num_targets(batch)
 
     stages = "pp" if setup.is_pipelined else None

@@ -28,6 +28,7 @@ from functron.models.options import ModelOptions
 from functron.ops import use
 from functron.ops.quantise import remember
 from functron.optim import torch_dtype
+from functron.pipeline.execute import gradients as stage_gradients
 from functron.pipeline.execute import pipelined
 from functron.pipeline.partition import (
     Layout,
@@ -57,17 +58,25 @@ from functron.spmd.spec import validate, whole_over
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
 from functron.training.step import (
-    Norms,
-    Sharing,
     State,
-    Targets,
-    gradients,
+    grad_norm_of,
     init_state,
+    layer_norms,
     make_step,
-    pipelined_gradients,
     state_specs,
 )
-from functron.transforms import Gather
+from functron.transforms import (
+    Gather,
+    GradientFunction,
+    accumulated,
+    encoded,
+    frozen,
+    gathered_once,
+    mean_gradients,
+    scattered,
+    with_targets,
+    without_targets,
+)
 from functron.transforms.gradient import rule_vjp
 
 _ENDS = re.compile(r"\s*(?:first=(\d+))?\s*,?\s*(?:last=(\d+))?\s*")
@@ -533,12 +542,12 @@ class RunSetup:
     @cached_property
     def idle_step(self) -> Callable:
         """The twin of `step` for batches without targets; nothing of it is compiled."""
-        return self._step(None, "none")
+        return self._step(None, idle=True)
 
     @cached_property
     def idle_watch(self) -> Callable:
         """The twin of the step of `watch` for batches without targets."""
-        return self._step(self._layers(), "none")
+        return self._step(self._layers(), idle=True)
 
     def overflowing(self, state: State, batch: Any) -> list[str]:
         """The layers whose gradients are not finite; takes a step, and gives up the state."""
@@ -565,36 +574,37 @@ class RunSetup:
         chosen, _ = tree.partition(self.whole_defs, self.trained(self.whole_defs))
         return optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
 
-    def _step(self, layers: optim.Layers | None, targets: Targets | None = None) -> Callable:
-        targets = targets or ("read" if self.reads_targets else "some")
-        of = self._gradients
-        if self.is_pipelined:
-            compiled = self.config.compile and targets != "none"
-            of = functools.partial(self._pipelined_gradients, compiled=compiled)
+    def _step(self, layers: optim.Layers | None, *, idle: bool = False) -> Callable:
+        watch = layers is not None
+        compiled = self.config.compile and not idle
+        of = self._stages(watch, compiled=compiled) if self.is_pipelined else self._loss(watch)
+        gradients = self._wrapped(of)
+        if idle:
+            gradients = without_targets(gradients)
+        elif not self.reads_targets:
+            gradients = with_targets(gradients)
+        counted = weight_mask(self.defs)
+        metrics = [grad_norm_of(counted, use(self.config.kernels))]
         return make_step(
-            of(layers),
+            gradients,
             self.optimizer,
             self.mesh,
             self.specs,
             batch_specs=self.batch_specs,
-            norms=Norms(weight_mask(self.defs), layers, use(self.config.kernels)),
-            targets=targets,
-            check=False,  # the losses of families are sums
+            metrics=metrics if layers is None else [*metrics, layer_norms(layers, counted)],
         )
 
-    def _common(self) -> dict[str, Any]:
-        """The arguments that both kinds of gradients have."""
-        return {
-            "encode": self.encode,
-            "trainable": self.trained(self.defs),
-            "reduce_dtype": torch_dtype(self.config.optimizer.reduce_dtype),
-            "hoist": self.config.gather == "step",
-            "scatter": self.config.zero == 2,
-        }
+    def _wrapped(self, g: GradientFunction) -> GradientFunction:
+        """The gradients of all parameters in the wrappers that the configuration asks for."""
+        trained = self.trained(self.defs)
+        g = scattered(g) if self.config.zero == 2 else g
+        g = g if trained is True else frozen(g, trained)
+        g = gathered_once(g) if self.config.gather == "step" else g
+        return g if self.encode is None else encoded(g, self.encode)
 
-    def _gradients(self, layers: optim.Layers | None) -> Sharing:
+    def _loss(self, watch: bool) -> GradientFunction:
         # of other families nothing says how large the stream is after a layer
-        watch = layers is not None and self.family.name == "gpt"
+        watch = watch and self.family.name == "gpt"
         details = watch or self.family.has_details(self.model)
         options = replace(self.options, watch=watch)
         summed: Callable = gpt.loss_and_details if details else self.family.loss
@@ -602,24 +612,28 @@ class RunSetup:
         def loss(params, batch, key):
             return summed(self.model, params, batch, options, key=key)
 
-        return gradients(
+        own = self.config.optimizer
+        g = mean_gradients(
             loss,
             self.family.num_targets,
-            num_microbatches=self.config.microbatches,
             has_aux=details,
-            dtype=torch_dtype(self.config.optimizer.grad_dtype),
-            **self._common(),
+            reduce_dtype=torch_dtype(own.reduce_dtype),
+            checks_sum=False,  # the losses of families are sums
         )
+        return accumulated(g, self.config.microbatches, dtype=torch_dtype(own.grad_dtype))
 
-    def _pipelined_gradients(self, layers: optim.Layers | None, *, compiled: bool) -> Sharing:
+    def _stages(self, watch: bool, *, compiled: bool) -> GradientFunction:
+        own = self.config.optimizer
         stages = pipelined(
-            functools.partial(self._stage, watch=layers is not None),
+            functools.partial(self._stage, watch=watch),
             self.partition,
             self.schedule,
-            dtype=torch_dtype(self.config.optimizer.grad_dtype),
+            dtype=torch_dtype(own.grad_dtype),
             compile={} if compiled else None,
         )
-        return pipelined_gradients(stages, gpt.num_targets, **self._common())
+        return stage_gradients(
+            stages, gpt.num_targets, reduce_dtype=torch_dtype(own.reduce_dtype), checks_sum=False
+        )
 
     @cached_property
     def averaged(self) -> Callable | None:

@@ -26,13 +26,14 @@ it, so that neither is sent for the other.
 Tried and dropped: recomputing the gathers by `remat` with a policy that keeps all else. It runs the
 whole block twice through a Python dispatch mode, where hooks on what the tape saves run nothing.
 
-**Stage 2.** Under `scattered`, a function of whole parameters is differentiated with respect to
-every rank's part of them. Forward uses what is there, without communication; backward is that of
-gathering the parts, so it reduces and scatters each gradient as soon as it appears, and no rank
-keeps more than its parts. What is differentiated is a stand-in with the part's shape, whose numbers
-nobody reads. Where `functron.scan` runs over a whole stack of parameters, each of its slices is
-scattered by itself, in the scanned body. It recognises such stacks by identity; of what a program
-makes of a stack before it is scanned, the gradient is scattered in one piece, to the same numbers.
+**Stage 2.** Under `scatter_gradients`, a function of whole parameters is differentiated with
+respect to every rank's part of them. Forward uses what is there, without communication; backward is
+that of gathering the parts, so it reduces and scatters each gradient as soon as it appears, and no
+rank keeps more than its parts. What is differentiated is a stand-in with the part's shape, whose
+numbers nobody reads. Where `functron.scan` runs over a whole stack of parameters, each of its
+slices is scattered by itself, in the scanned body. It recognises such stacks by identity; of what a
+program makes of a stack before it is scanned, the gradient is scattered in one piece, to the same
+numbers.
 """
 
 from __future__ import annotations
@@ -616,7 +617,7 @@ def _stand_in(leaf: torch.Tensor, cuts: Cuts, dtype: torch.dtype | None) -> torc
 
 
 @contextlib.contextmanager
-def scattered(
+def scatter_gradients(
     parts: tree.Tree,
     params: tree.Tree,
     specs: tree.Tree,

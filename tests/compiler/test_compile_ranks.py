@@ -132,7 +132,7 @@ def training(mesh, num_layers=2, update=None):
     specs = ft.param_specs(defs(num_layers), ft.Rules({"mlp": "tp"}))
     optimizer = optim.chain(optim.clip_by_global_norm(1.0, specs), update or optim.adamw(1e-2))
     state = ft.init_state(random.key(0), defs(num_layers), specs, optimizer, mesh)
-    step = ft.make_step(ft.gradients(loss, num_targets), optimizer, mesh, specs)
+    step = ft.make_step(ft.mean_gradients(loss, num_targets), optimizer, mesh, specs)
     return step, state, ft.state_specs(specs, optimizer)
 
 

@@ -178,7 +178,7 @@ def training(
         key = key if config.dropout else None
         return gpt.loss(config, params, batch, ft.ModelOptions(**(loss_options or {})), key=key)
 
-    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
+    step = ft.make_step(ft.mean_gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     return step, ft.init_state(random.key(0), defs, specs, optimizer, mesh)
 
 

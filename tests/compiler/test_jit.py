@@ -278,7 +278,7 @@ def training(mesh, stream=gpt.STREAM, dropout=0.1, remat="none"):
     def loss(params, batch, key):
         return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
-    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
+    step = ft.make_step(ft.mean_gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     return step, state
 
@@ -348,7 +348,7 @@ def test_a_step_of_a_simulated_mesh(cache):
     count = lambda x: lax.psum(x.isfinite().sum(), ft.DATA_AXES)
     found = []
     for on in (Mesh(), mesh):
-        step = ft.make_step(ft.gradients(loss, count), optimizer, on, specs)
+        step = ft.make_step(ft.mean_gradients(loss, count), optimizer, on, specs)
         params = {"up": torch.full((6, 8), 0.3), "down": torch.full((8, 3), 0.2)}
         zero = torch.zeros((), dtype=torch.int64)
         state = ft.State(zero, params, optimizer.init(params), random.key(0))

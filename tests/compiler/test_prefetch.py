@@ -45,7 +45,10 @@ def training(
         )
 
     step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=microbatches), optimizer, mesh, specs
+        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), microbatches),
+        optimizer,
+        mesh,
+        specs,
     )
     return step, ft.init_state(random.key(1), defs, specs, optimizer, mesh), specs
 

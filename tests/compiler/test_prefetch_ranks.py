@@ -82,7 +82,7 @@ def made(mesh, *, small: bool = False, **options) -> tuple:
         error = x - params["embed"][data["targets"]]
         return lax.psum(error.square().sum(), ft.DATA_AXES)
 
-    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optim.sgd(0.1), mesh, specs)
+    step = ft.make_step(ft.mean_gradients(loss, gpt.num_targets), optim.sgd(0.1), mesh, specs)
     return step, ft.init_state(random.key(1), defs, specs, optim.sgd(0.1), mesh), specs
 
 

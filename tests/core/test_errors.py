@@ -106,7 +106,7 @@ def trained():
         return gpt.loss(config, params, batch) + odd(X)[0, 0]
 
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, MESH, specs)
+    step = ft.make_step(ft.mean_gradients(loss, gpt.num_targets), optimizer, MESH, specs)
     step(state, {"tokens": tokens, "targets": tokens})
 
 
@@ -220,7 +220,7 @@ KEY = ft.random.key(0)
 
 
 def made(**others):
-    given = {"gradients": ft.gradients(mine, mine), "optimizer": optim.sgd(1.0), "mesh": MESH}
+    given = {"gradients": ft.mean_gradients(mine, mine), "optimizer": optim.sgd(1.0), "mesh": MESH}
     return ft.make_step(**given | {"specs": {"w": P()}} | others)
 
 
@@ -239,9 +239,9 @@ MISTAKES = {
     "its class": (lambda: ft.state_specs(P(), torch.optim.AdamW), "optimizer", "functron.optim"),
     "a factory": (lambda: made(optimizer=optim.adamw), "optimizer", "call it"),
     "one in a chain": (lambda: optim.chain(optim.clip(1.0), ADAMW), "transformations", "own"),
-    "no function": (lambda: ft.gradients(CONFIG, mine), "loss", "a function"),
+    "no function": (lambda: ft.mean_gradients(CONFIG, mine), "loss", "a function"),
     "a count as text": (
-        lambda: ft.gradients(mine, mine, num_microbatches="2"),
+        lambda: ft.accumulated(ft.mean_gradients(mine, mine), "2"),
         "num_microbatches",
         "without quotes",
     ),

@@ -193,11 +193,14 @@ def test_a_step_of_training_comes_back(name, stored, tmp_path):
     config = config_of(path)
     weights, tokens = hub.load(path, config), tiny.tokens()
     step = ft.make_step(
-        ft.gradients(lambda params, data, key: gpt.loss(config, params, data), gpt.num_targets),
+        ft.mean_gradients(
+            lambda params, data, key: gpt.loss(config, params, data),
+            gpt.num_targets,
+            checks_sum=False,
+        ),
         optim.sgd(0.5),
         ft.Mesh(),
         P(),
-        check=False,
     )
     start = ft.State(
         torch.zeros((), dtype=torch.int64), weights, optim.sgd(0.5).init(weights), ft.random.key(0)

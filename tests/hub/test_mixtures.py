@@ -94,11 +94,14 @@ def test_a_step_of_training_comes_back(stored, tmp_path):
     targets = F.pad(tokens[:, 1:], (0, 1), value=ft.nn.IGNORE_INDEX)
     batch = {"tokens": tokens, "targets": targets, "rows": torch.arange(len(tokens))}
     step = ft.make_step(
-        ft.gradients(lambda params, data, key: gpt.loss(config, params, data), gpt.num_targets),
+        ft.mean_gradients(
+            lambda params, data, key: gpt.loss(config, params, data),
+            gpt.num_targets,
+            checks_sum=False,
+        ),
         optim.sgd(0.5),
         ft.Mesh(),
         ft.P(),
-        check=False,
     )
     start = ft.State(
         torch.zeros((), dtype=torch.int64), weights, optim.sgd(0.5).init(weights), ft.random.key(0)

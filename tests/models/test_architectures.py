@@ -263,9 +263,9 @@ def test_steps_reduce_the_loss_and_scatter_gradients(name):
         def loss(params, batch, key):
             return module.loss(config, params, batch)  # without dropout, whose noise is larger
 
-        step = ft.make_step(
-            ft.gradients(loss, MODELS[name].num_targets, scatter=scatter), optimizer, mesh, specs
-        )
+        gradients = ft.mean_gradients(loss, MODELS[name].num_targets)
+        gradients = ft.scattered(gradients) if scatter else gradients
+        step = ft.make_step(gradients, optimizer, mesh, specs)
         values = []
         for _ in range(2):
             state, metrics = step(state, data)
@@ -373,10 +373,12 @@ def test_a_connector_alone_is_trained():
     copies = tree.map(torch.clone, weights)
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh, copies)
     step = ft.make_step(
-        ft.gradients(
-            lambda params, batch, key: llava.loss(LLAVA, params, batch),
-            MODELS["llava"].num_targets,
-            trainable=chosen,
+        ft.frozen(
+            ft.mean_gradients(
+                lambda params, batch, key: llava.loss(LLAVA, params, batch),
+                MODELS["llava"].num_targets,
+            ),
+            chosen,
         ),
         optimizer,
         mesh,

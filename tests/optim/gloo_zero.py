@@ -57,10 +57,11 @@ def training(sizes, stage, compiled=False):
     optimizer, _ = cases.sharded("adamw", defs, specs, mesh)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        ft.gradients(
-            lambda p, b, key: gpt.loss(cases.CONFIG, p, b),
-            gpt.num_targets,
-            num_microbatches=2,
+        cases.wrap(
+            ft.accumulated(
+                ft.mean_gradients(lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets),
+                2,
+            ),
             scatter=stage == 2,
         ),
         optimizer,
@@ -95,8 +96,9 @@ def pipeline(stage):
     )
     state = ft.init_state(random.key(1), defs, stored, optimizer, mesh)
     step = ft.make_step(
-        ft.pipelined_gradients(
-            pipelined(stage_of, partition, table), gpt.num_targets, scatter=stage == 2
+        cases.wrap(
+            ft.pipeline.gradients(pipelined(stage_of, partition, table), gpt.num_targets),
+            scatter=stage == 2,
         ),
         optimizer,
         mesh,
@@ -130,13 +132,14 @@ def memory(stage):
     )  # fmt: skip
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        ft.gradients(
-            lambda p, b, key: gpt.loss(config, p, b),
-            gpt.num_targets,
-            num_microbatches=2,
+        cases.wrap(
+            ft.accumulated(
+                ft.mean_gradients(lambda p, b, key: gpt.loss(config, p, b), gpt.num_targets),
+                2,
+                dtype=torch.float32,
+            ),
             scatter=stage >= 2,
             hoist=stage == 3,
-            dtype=torch.float32,
         ),
         optimizer,
         mesh,
@@ -178,7 +181,7 @@ def muon():
         split = specs if place is mesh else P()
         state = ft.init_state(random.key(1), defs, split, optimizer, place)
         step = ft.make_step(
-            ft.gradients(lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets),
+            ft.mean_gradients(lambda p, b, key: gpt.loss(cases.CONFIG, p, b), gpt.num_targets),
             optimizer,
             place,
             split,

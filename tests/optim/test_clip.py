@@ -151,7 +151,8 @@ def test_a_step_tells_its_optimizer_the_specs():
             for k, v in params.items()
         }
         state = ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh)
-        step = ft.make_step(ft.gradients(loss, lambda x: 1), optimizer, mesh, specs, check=False)
+        gradients = ft.mean_gradients(loss, lambda x: 1, checks_sum=False)
+        step = ft.make_step(gradients, optimizer, mesh, specs)
         state, metrics = step(state, torch.ones(4, 2))
         torch.testing.assert_close(metrics["grad_norm"], torch.tensor(norm))
         want = {"w": torch.full((4, 2), 1 - 0.8 / norm), "norm": torch.full((2,), 1 - 3.2 / norm)}

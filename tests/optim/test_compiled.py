@@ -42,7 +42,7 @@ def test_compiled_steps_are_eager_ones(name):
         total = sum(leaf.float().sin().sum() for leaf in tree.leaves(params))
         return lax.psum(total * scale, mesh.axis_names)
 
-    eager = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
+    eager = ft.make_step(ft.mean_gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     ends = []
     for step in (eager, ft.jit(eager, donate=0, backend="eager")):
         state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)

@@ -69,14 +69,32 @@ def run(step, state, steps=STEPS):
     return state, torch.tensor(history, dtype=torch.float64)
 
 
-def step_of(optimizer, mesh, specs, *, config=CONFIG, options=None, **settings):
-    """A training step of the decoder; `settings` are those of `ft.gradients`."""
+def wrap(gradients, *, scatter=False, hoist=False):
+    gradients = ft.scattered(gradients) if scatter else gradients
+    return ft.gathered_once(gradients) if hoist else gradients
+
+
+def step_of(
+    optimizer,
+    mesh,
+    specs,
+    *,
+    config=CONFIG,
+    options=None,
+    num_microbatches=1,
+    dtype=None,
+    reduce_dtype=None,
+    **how,
+):
+    """A training step of the decoder, whose gradients are wrapped as `how` says."""
     options = options or ft.ModelOptions()
 
     def loss(params, batch, key):
         return gpt.loss(config, params, batch, options)
 
-    return ft.make_step(ft.gradients(loss, gpt.num_targets, **settings), optimizer, mesh, specs)
+    mean = ft.mean_gradients(loss, gpt.num_targets, reduce_dtype=reduce_dtype)
+    gradients = ft.accumulated(mean, num_microbatches, dtype=dtype)
+    return ft.make_step(wrap(gradients, **how), optimizer, mesh, specs)
 
 
 @functools.cache
@@ -216,14 +234,9 @@ def test_pipelines(schedule, stage, hoist):
         None, wrap=lambda inner: optim.zero(inner, shards=shards)
     )  # bound by the step
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
-    step = ft.make_step(
-        ft.pipelined_gradients(
-            pipelined(stage_of, partition, table), gpt.num_targets, scatter=stage == 2, hoist=hoist
-        ),
-        optimizer,
-        mesh,
-        specs,
-    )
+    gradients = ft.pipeline.gradients(pipelined(stage_of, partition, table), gpt.num_targets)
+    wrapped = wrap(gradients, scatter=stage == 2, hoist=hoist)
+    step = ft.make_step(wrapped, optimizer, mesh, specs)
     state, history = run(step, state)
     want, want_history = dense("adamw")
     close(history, want_history)
@@ -511,7 +524,7 @@ def test_layers_of_a_pipeline_are_split_too():
     table = make("1f1b", 2, 3)
     partition = Partition(even_layout(2, CONFIG.num_layers), table.pipes, gpt.uses(CONFIG))
     stages = pipelined(lambda part, params, x, data, key, total: x, partition, table)
-    made = ft.pipelined_gradients(stages, gpt.num_targets)
+    made = ft.pipeline.gradients(stages, gpt.num_targets)
     with pytest.raises(ValueError, match=r"unit .*and parameters split over 2 ranks of 'pp'"):
         ft.make_step(made, unit(bind=False), Mesh(pp=2), P())
     ft.make_step(made, signs(), Mesh(pp=2), P())

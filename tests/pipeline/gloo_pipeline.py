@@ -20,7 +20,7 @@ from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.pipeline import Partition, Schedule, collect, make, pipelined
 from functron.pipeline.partition import layout_of
 from functron.spmd import BoundMesh
-from functron.training.step import make_step, pipelined_gradients
+from functron.training.step import make_step
 from tests.pipeline.test_composition import (
     CONFIG,
     MLP_USES,
@@ -289,7 +289,7 @@ def check_training(cases: tuple = TRAINED) -> None:
         adamw = optim.adamw(1e-2, weight_decay=0.1, mask=ft.params.decay_mask(defs))
         optimizer = optim.chain(optim.clip_by_global_norm(0.5, specs, copies), adamw)
         state = ft.init_state(random.key(1), defs, specs, optimizer, bound)
-        step = make_step(pipelined_gradients(stages, gpt.num_targets), optimizer, bound, specs)
+        step = make_step(ft.pipeline.gradients(stages, gpt.num_targets), optimizer, bound, specs)
         history = []
         for index in range(3):
             data = batch(8)

@@ -20,7 +20,7 @@ from functron.nn import IGNORE_INDEX
 from functron.pipeline import NAMES, Partition, Pipeline, Schedule, make, pipelined, whole
 from functron.pipeline.partition import Layout, layout_of
 from functron.pipeline.work import Pieces, Pullbacks
-from functron.training.step import make_step, pipelined_gradients
+from functron.training.step import make_step
 
 TOLERANCE = 1e-10
 SEQ, VOCAB = 8, 20
@@ -302,13 +302,13 @@ def trained(config, mesh, name="", num_microbatches=1, *, layers=(), stream="", 
     if name:
         schedule = make(name, mesh["pp"], num_microbatches)
         stages = decoder(config, schedule, layout_of(layers), stream=stream, remat=remat)
-        step = make_step(pipelined_gradients(stages, gpt.num_targets), optimizer, mesh, specs)
+        step = make_step(ft.pipeline.gradients(stages, gpt.num_targets), optimizer, mesh, specs)
     else:
 
         def loss(params, data, key):
             return gpt.loss(config, params, data, key=key)
 
-        step = ft.make_step(ft.gradients(loss, gpt.num_targets), optimizer, mesh, specs)
+        step = ft.make_step(ft.mean_gradients(loss, gpt.num_targets), optimizer, mesh, specs)
     history = []
     for index in range(3):
         data = batch(8)
@@ -618,7 +618,7 @@ def test_a_compiled_step(backend):
     def train(compiled: bool):
         schedule = make("zb-h1", 2, 2)
         stages = pipelined(stage, Partition(layout_of((1, 1)), schedule.pipes, MLP_USES), schedule)
-        step = make_step(pipelined_gradients(stages, count), optimizer, mesh, P())
+        step = make_step(ft.pipeline.gradients(stages, count), optimizer, mesh, P())
         step = ft.jit(step, donate=0, backend=backend) if compiled else step
         params = layers_of_mlp(2)
         zero = torch.zeros((), dtype=torch.int64)
@@ -641,7 +641,7 @@ def test_a_step_reports_what_the_last_stage_returns_besides_its_loss():
     stages = pipelined(stage, Partition(layout_of((1, 1)), schedule.pipes, MLP_USES), schedule)
     optimizer = optim.sgd(0.1)
     step = make_step(
-        pipelined_gradients(stages, lambda batch: torch.ones(())), optimizer, Mesh(pp=2), P()
+        ft.pipeline.gradients(stages, lambda batch: torch.ones(())), optimizer, Mesh(pp=2), P()
     )
     zero = torch.zeros((), dtype=torch.int64)
     _, metrics = step(ft.State(zero, params, optimizer.init(params), random.key(0)), data)
@@ -663,7 +663,7 @@ def test_a_step_refuses_a_mean(schedule):
         partition = Partition(layers, schedule.pipes, MLP_USES)
         stages = pipelined(stage, partition, schedule)
         count, optimizer = lambda batch: torch.tensor(len(batch["y"])), optim.sgd(0.1)
-        step = make_step(pipelined_gradients(stages, count), optimizer, Mesh(pp=2), P())
+        step = make_step(ft.pipeline.gradients(stages, count), optimizer, Mesh(pp=2), P())
         params, zero = layers_of_mlp(schedule.num_stages), torch.zeros((), dtype=torch.int64)
         step(ft.State(zero, params, optimizer.init(params), random.key(0)), mlp_batch(8))
 

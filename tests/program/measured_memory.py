@@ -57,7 +57,7 @@ def decoder_step(
         return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
     step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), num_microbatches),
         optimizer,
         mesh,
         specs,

@@ -33,7 +33,7 @@ def training(mesh=None, *, remat="none", num_microbatches=1, **changes):
         return gpt.loss(config, params, batch, ft.ModelOptions(remat=remat), key=key)
 
     step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), num_microbatches),
         optimizer,
         mesh,
         specs,

@@ -25,7 +25,7 @@ def gpt_step(mesh, *, sequence_parallel=False, remat="none", num_microbatches=1,
         return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
     step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), num_microbatches),
         optimizer,
         mesh,
         specs,

@@ -249,7 +249,10 @@ def perceptron_step(samples: int, optimizer, num_microbatches: int = 1, dtype=to
 
     specs = ft.tree.map(lambda _: P(), params)
     step = ft.make_step(
-        ft.gradients(loss, num_targets, num_microbatches=num_microbatches), optimizer, Mesh(), specs
+        ft.accumulated(ft.mean_gradients(loss, num_targets), num_microbatches),
+        optimizer,
+        Mesh(),
+        specs,
     )
     state = State(torch.tensor(0), params, optimizer.init(params), random.key(0))
     return step, state, {"x": torch.randn(samples, 32), "y": torch.randn(samples, 8)}

@@ -51,7 +51,7 @@ def test_describes_a_training_step(mesh):
     optimizer = optim.adamw(1e-2)
     init = lambda key: ft.init_state(key, defs, specs, optimizer, mesh)
     step = ft.make_step(
-        ft.gradients(lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets),
+        ft.mean_gradients(lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets),
         optimizer,
         mesh,
         specs,

@@ -295,7 +295,7 @@ def training_program(num_microbatches: int = 1, remat: bool = False) -> Program:
         return gpt.loss(config, params, data, key=key)
 
     step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), num_microbatches),
         optimizer,
         mesh,
         specs,
@@ -594,7 +594,7 @@ def test_the_read_program_takes_the_arguments_that_were_traced(name):
 
 def test_a_read_step_takes_the_state_that_was_traced():
     params, specs, optimizer = {"w": torch.eye(4)}, {"w": P()}, optim.adamw(1e-2)
-    loss = ft.gradients(lambda p, b, k: ((b["x"] @ p["w"]) ** 2).sum(), lambda b: b["x"].sum())
+    loss = ft.mean_gradients(lambda p, b, k: ((b["x"] @ p["w"]) ** 2).sum(), lambda b: b["x"].sum())
     step = ft.make_step(loss, optimizer, Mesh(), specs, batch_specs=P())
     zero = torch.zeros((), dtype=torch.int64)
     state = ft.State(zero, params, optimizer.init(params), random.key(0))

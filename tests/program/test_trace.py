@@ -20,7 +20,7 @@ def abstract_step(name, mesh, seq):
     rows = torch.empty(mesh["dp"], dtype=torch.int64, device="meta")
     tokens = torch.empty(mesh["dp"], seq, dtype=torch.int64, device="meta")
     step = ft.make_step(
-        ft.gradients(lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets),
+        ft.mean_gradients(lambda p, b, k: gpt.loss(config, p, b), gpt.num_targets),
         optimizer,
         mesh,
         specs,

@@ -240,7 +240,7 @@ def check_training(bound):
             return gpt.loss(config, params, batch, ft.ModelOptions(stream=stream), key=key)
 
         step = ft.make_step(
-            ft.gradients(loss, gpt.num_targets, num_microbatches=2), optimizer, mesh, specs
+            ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), 2), optimizer, mesh, specs
         )
         history = []
         for _ in range(3):

@@ -54,9 +54,9 @@ def prepared(way: str, mesh: Mesh | BoundMesh) -> tuple[Callable, Callable[[], A
         return gpt.loss(SMALL, params, data, key=key)
 
     gradients = (
-        ft.gradients(loss, gpt.num_targets)
+        ft.mean_gradients(loss, gpt.num_targets)
         if stages is None
-        else ft.pipelined_gradients(stages, gpt.num_targets)
+        else ft.pipeline.gradients(stages, gpt.num_targets)
     )
     step = ft.make_step(gradients, optimizer, mesh, specs)
     if way.startswith("compiled"):

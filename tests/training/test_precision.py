@@ -110,8 +110,8 @@ def test_small_gradients_do_not_vanish():
         rules = LossScale(scale)
         optimizer = optim.with_loss_scale(inner, rules) if scale else inner
         weights = {"w": torch.zeros(1, dtype=torch.float16)}
-        grads = ft.gradients(loss, lambda batch: 64)
-        step = ft.make_step(grads, optimizer, Mesh(), {"w": P()}, batch_specs=P(), check=False)
+        grads = ft.mean_gradients(loss, lambda batch: 64, checks_sum=False)
+        step = ft.make_step(grads, optimizer, Mesh(), {"w": P()}, batch_specs=P())
         state = ft.State(
             torch.zeros((), dtype=torch.int64), weights, optimizer.init(weights), random.key(0)
         )

@@ -14,6 +14,7 @@ from functron.spmd.spec import unpad
 from functron.training.config import TrainConfig, with_model
 from functron.training.run import prepare
 from functron.training.setup import make_setup
+from functron.training.step import grad_norm_of
 from tests.spmd.gloo_ragged import counted
 
 CONFIG = gpt.GPTConfig(
@@ -40,7 +41,7 @@ def run(mesh, *, stream=gpt.STREAM, num_microbatches=1):
         return gpt.loss(CONFIG, params, data, ft.ModelOptions(stream=stream), key=key)
 
     step = ft.make_step(
-        ft.gradients(loss, gpt.num_targets, num_microbatches=num_microbatches),
+        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), num_microbatches),
         optimizer,
         mesh,
         specs,
@@ -145,7 +146,7 @@ def small_step(mesh, **how):
     optimizer = optim.sgd(0.125)
     state = ft.init_state(random.key(0), defs, specs, optimizer, mesh)
     count = lambda data: lax.psum(data.shape[0], "dp")
-    step = ft.make_step(ft.gradients(loss, count), optimizer, mesh, specs, **how)
+    step = ft.make_step(ft.mean_gradients(loss, count), optimizer, mesh, specs, **how)
     return step, state, torch.ones(4, 3)
 
 
@@ -201,7 +202,7 @@ def test_a_batch_that_does_not_divide_is_refused():
     optimizer = optim.adamw(1e-3)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
     step = ft.make_step(
-        ft.gradients(lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets),
+        ft.mean_gradients(lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets),
         optimizer,
         mesh,
         specs,
@@ -209,7 +210,9 @@ def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"tokens: got dim 0 .*wanted a multiple of 3"):
         step(state, batch(0))
     step = ft.make_step(
-        ft.gradients(lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets, num_microbatches=3),
+        ft.accumulated(
+            ft.mean_gradients(lambda p, b, k: gpt.loss(CONFIG, p, b), gpt.num_targets), 3
+        ),
         optimizer,
         Mesh(),
         specs,
@@ -218,7 +221,7 @@ def test_a_batch_that_does_not_divide_is_refused():
         step(state, batch(0))
 
 
-def norms_in(optimizer, specs, norms=ft.Norms(), trainable=True):  # noqa: B008
+def norms_in(optimizer, specs, metrics=(ft.grad_norm,), trainable=True):
     """The metrics of a traced step, and the all-reductions of norms' single float64 numbers."""
     mesh = Mesh(dp=2, tp=2)
     params = {"w": torch.ones(4, 6), "v": torch.ones(6), "frozen": torch.ones(2)}
@@ -230,8 +233,8 @@ def norms_in(optimizer, specs, norms=ft.Norms(), trainable=True):  # noqa: B008
     data = {"x": torch.ones(8, 4)}
     state = ft.init_state(random.key(0), params, specs, optimizer, mesh, params)
     count = lambda batch: 8
-    made = ft.gradients(loss, count, trainable=trainable)
-    step = ft.make_step(made, optimizer, mesh, specs, batch_specs=P("dp"), norms=norms)
+    made = ft.frozen(ft.mean_gradients(loss, count), trainable)
+    step = ft.make_step(made, optimizer, mesh, specs, batch_specs=P("dp"), metrics=metrics)
     program = ft.trace(step)(state, data)
     found = [
         equation.args[1]
@@ -250,14 +253,14 @@ def test_the_norm_of_gradients_is_computed_once_or_not_at_all():
     clipped = optim.chain(clip, optim.zero(optim.adamw(0.1), specs, specs))
     both = {"loss", "grad_norm"}
     assert norms_in(clipped, specs) == (both, ["tp"])
-    assert norms_in(clipped, specs, None) == ({"loss"}, ["tp"])
-    assert norms_in(sgd, specs, None) == ({"loss"}, [])
+    assert norms_in(clipped, specs, ()) == ({"loss"}, ["tp"])
+    assert norms_in(sgd, specs, ()) == ({"loss"}, [])
     wrapped = optim.where(mask, optim.apply_if_finite(clipped, 3, specs=specs), sgd)
-    assert norms_in(wrapped, specs, ft.Norms(mask)) == (both, ["tp"])
+    assert norms_in(wrapped, specs, [grad_norm_of(mask)]) == (both, ["tp"])
     masked = optim.only(clipped, mask)
-    assert norms_in(masked, specs, ft.Norms(mask), mask) == (both, ["tp"])
+    assert norms_in(masked, specs, [grad_norm_of(mask)], mask) == (both, ["tp"])
     # other gradients than those that are clipped have another norm
-    assert norms_in(clipped, specs, ft.Norms(mask)) == (both, ["tp", "tp"])
+    assert norms_in(clipped, specs, [grad_norm_of(mask)]) == (both, ["tp", "tp"])
 
 
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
@@ -275,14 +278,16 @@ def one(batch):
     return torch.ones(())
 
 
-def take(loss, mesh, jit=False, count=gpt.num_targets, check=True, **options):
+def take(loss, mesh, jit=False, count=gpt.num_targets, check=True, hoist=False, num_microbatches=1):
     """Two steps on this loss."""
     defs = gpt.defs(ONE_LAYER)
     specs = ft.param_specs(defs, gpt.rules(ONE_LAYER, mesh))
     optimizer = optim.sgd(1e-3)
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
-    made = ft.gradients(loss, count, **options)
-    step = ft.make_step(made, optimizer, mesh, specs, check=check)
+    made = ft.mean_gradients(loss, count, checks_sum=check)
+    made = ft.accumulated(made, num_microbatches) if num_microbatches > 1 else made
+    made = ft.gathered_once(made) if hoist else made
+    step = ft.make_step(made, optimizer, mesh, specs)
     step = ft.jit(step, donate=0, backend="eager") if jit else step
     for index in range(2):
         state, _ = step(state, batch(index))
@@ -316,7 +321,10 @@ def test_a_loss_of_whole_batches_is_told_how():
 
     with pytest.raises(RuntimeError) as caught:
         take(loss, Mesh())
-    assert "fix: pass check=False where it needs whole batches" in caught.value.__notes__[0]
+    assert (
+        "fix: pass checks_sum=False to mean_gradients where it needs whole batches"
+        in caught.value.__notes__[0]
+    )
     take(loss, Mesh(), check=False)
 
 
@@ -553,7 +561,7 @@ def test_a_batch_without_targets_changes_nothing(name, way, mesh):
     if name == "zero":
         optimizer = optim.zero(optimizer, shards=optim.shard_specs(defs, specs, mesh))
     parts = 2 if way == "microbatches" else 1
-    of = ft.gradients(loss, gpt.num_targets, num_microbatches=parts)
+    of = ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), parts)
     step = ft.make_step(of, optimizer, mesh, specs)
     step = ft.jit(step, donate=0, backend="eager") if way == "compiled" else step
     state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
@@ -585,7 +593,7 @@ ENSEMBLES = {
 }
 
 
-def wide_step(optimizer, mesh, **options):
+def wide_step(optimizer, mesh, num_microbatches=1, scatter=False, hoist=False):
     """A step of two parameters in float64, and its state."""
     defs = {
         "w": ft.ParamDef((4, 2), (None, None), ft.params.Normal(1.0), torch.float64),
@@ -598,7 +606,10 @@ def wide_step(optimizer, mesh, **options):
         return lax.psum(((x @ params["w"] + params["b"]).square().sum(-1) * mask).sum(), "dp")
 
     count = lambda data: lax.psum(data[..., 4].sum(), "dp")
-    step = ft.make_step(ft.gradients(loss, count, **options), optimizer, mesh, specs)
+    made = ft.accumulated(ft.mean_gradients(loss, count), num_microbatches)
+    made = ft.scattered(made) if scatter else made
+    made = ft.gathered_once(made) if hoist else made
+    step = ft.make_step(made, optimizer, mesh, specs)
     return step, ft.init_state(random.key(0), defs, specs, optimizer, mesh)
 
 
@@ -789,8 +800,8 @@ def test_the_parameters_of_a_module_are_trained_where_they_are_and_no_tape_grows
         return (batch @ params["w"].T).square().sum()
 
     sgd = optim.sgd(0.1)
-    made = ft.gradients(loss, lambda batch: batch.shape[0])
-    step = ft.make_step(made, sgd, Mesh(), specs, batch_specs=P(), check=False)
+    made = ft.mean_gradients(loss, lambda batch: batch.shape[0], checks_sum=False)
+    step = ft.make_step(made, sgd, Mesh(), specs, batch_specs=P())
     params = {"w": module.weight}
     state = ft.init_state(random.key(0), defs, specs, sgd, Mesh(), params)
     x = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 10
