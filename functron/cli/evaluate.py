@@ -22,8 +22,8 @@ from functron.core import random, tree
 from functron.core.errors import Need, Needs, Problem, always, raise_problems, refuse
 from functron.data import Tokenizer
 from functron.data.documents import TextTokenizer, encode_prompt
-from functron.data.sliding import Sliding
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
+from functron.data.windows import Sliding
 from functron.models import bert, generation, gpt, lora, mamba, t5
 from functron.models.generation import Draw, generate
 from functron.models.t5 import Sentinels, respond

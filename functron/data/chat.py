@@ -357,3 +357,24 @@ def _rendered(line: Line, tokenizer: Tokenizer, problems: list[Problem]) -> Conv
         if not found:  # such as text that is no Unicode
             problems.append(Problem(line.where, str(error), "a conversation"))
         return None
+
+
+class Conversations:
+    """Conversations, whose targets are the assistant's tokens.
+
+    Args:
+        chat: of which `Chat.conversation` is read.
+    """
+
+    num_bytes = None
+
+    def __init__(self, chat: Chat):
+        self._chat, self.lengths = chat, chat.lengths
+
+    def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, targets = self._chat.conversation(text)
+        return tokens[start : start + length], targets[start : start + length]
+
+    def summary(self) -> str:
+        """Their number, in a few words for the user."""
+        return self._chat.summary()

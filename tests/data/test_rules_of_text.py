@@ -22,8 +22,8 @@ from functron.data.denoising import FillInTheMiddle
 from functron.data.documents import RULES, TextRules, encode_prompt
 from functron.data.preprocess import Settings, preprocess
 from functron.data.shards import provenance
-from functron.data.sliding import Documents
 from functron.data.tokenizer import Rendered, open_tokenizer
+from functron.data.windows import Documents
 from functron.training import run_folder
 from functron.training.config import TrainConfig, load
 from functron.training.data import (

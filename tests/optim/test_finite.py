@@ -180,3 +180,34 @@ def test_norms_that_are_not_finite_pass_a_limit_to_what_is_inside():
     updates, state = limited.update({"w": torch.tensor([1.0, math.nan, 0.0])}, state, params)
     assert tree.leaves(updates)[0].tolist() == [0, 0, 0]
     assert (int(state.left_out), int(state.inner_state.total_notfinite)) == (0, 1)
+
+
+@pytest.mark.parametrize("skip", [True, False, torch.tensor(True), torch.tensor(False)], ids=str)
+def test_an_update_is_left_out_on_demand_but_schedules_go_on(skip):
+    optimizer = optim.adamw(optim.linear(1e-2, 10))
+    params = {"w": torch.ones(3, dtype=torch.float64)}
+    grads = {"w": torch.full((3,), 0.5, dtype=torch.float64)}
+    whole, after = optimizer.update(grads, optimizer.init(params), params)
+    wanted = params if skip else optim.apply_updates(params, whole)
+
+    def step(params):
+        step_ = optim.step_unless(skip, optimizer)
+        return step_(tree.map(torch.clone, grads), optimizer.init(params), params)
+
+    chosen = isinstance(skip, torch.Tensor)  # as under transforms, where nothing is overwritten
+    mine = tree.map(torch.clone, params)
+    got, state = torch.func.vmap(step)(tree.map(lambda x: x[None], mine)) if chosen else step(mine)
+    got = tree.map(lambda x: x[0], got) if chosen else got
+    torch.testing.assert_close(got, wanted)
+    adam, _, schedule = state
+    assert int(adam.count.sum()) == (0 if skip else 1)
+    assert int(schedule.count.sum()) == int(after[2].count) == 1
+
+
+def test_metrics_have_the_scale_where_there_is_one():
+    params = {"w": torch.ones(3)}
+    scaled = optim.with_loss_scale(optim.sgd(0.1), optim.LossScale(4.0))
+    found = optim.scaling_metrics(scaled.init(params))
+    assert {name: float(value) for name, value in found.items()} == {"loss_scale": 4, "stuck": 0}
+    assert optim.scaling_metrics(optim.sgd(0.1).init(params)) == {}
+    assert optim.loss_scale(optim.sgd(0.1).init(params)) is None
