@@ -42,14 +42,14 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from side_by_side_cases import CLIP, DATA, MODEL, SAMPLES, Case, cases
 
-MEASURED = frozenset(("tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes"))
+MEASURED = frozenset(("tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes", "ranks"))
 """Keys of a record that no two runs share."""
 SECONDS = 300
 """After which a command is ended."""
@@ -183,7 +183,7 @@ class Checkout:
         runs.mkdir(parents=True)
         self.server = subprocess.Popen(
             [sys.executable, __file__, "--serve"], env=self.environment, cwd=runs, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.ask("warm", "warm.log", checkout=str(path), run="warm")
 
@@ -200,8 +200,14 @@ class Checkout:
         line = self.server.stdout.readline()
         return json.loads(line) if line else [None]
 
+    def close(self) -> None:
+        """End the process, and forks of it that are left."""
+        os.killpg(self.server.pid, signal.SIGKILL)
+        self.server.wait()
 
-Pair = tuple[Checkout, Checkout]
+
+Pair = Sequence[Checkout]
+"""BEFORE and AFTER."""
 Verdict = tuple[bool, str]
 """Whether all is the same, and what there is to say."""
 
@@ -240,10 +246,11 @@ def judge(pair: Pair, name: str, codes: list, wanted: int = 0) -> Verdict:
         values = {f"exit code of rank {rank}": str(value) for rank, value in enumerate(code)}
         for record in lines(checkout.runs / name / "metrics.jsonl"):
             for key, value in flat(record):
-                if key not in MEASURED:
+                if key.partition("/")[0] not in MEASURED:
                     values[f"{key} of step {record['step']}"] = repr(value)
         events = lines(checkout.runs / name / "events.jsonl")
-        values["events"] = ", ".join(f"{event['kind']} at {event['step']}" for event in events)
+        happened = [f"{e['kind']} at {e['step']}" for e in events if e["kind"] != "straggler"]
+        values["events"] = ", ".join(happened)
         told.append(values | ({"leaves": "unreadable"} if found is None else found))
     before, after = told
     keys = [*before, *(key for key in after if key not in before)]
@@ -320,8 +327,10 @@ def traced(pair: Pair, case: Case, name: str) -> Verdict:
     before, after = (renumbered(text) for text in texts)
     if before == after:
         return True, f"{len(before)} lines"
-    bare = [[re.sub(r"(%[a-z_]+)\w*", r"\1", line) for line in text] for text in (before, after)]
-    diff = list(difflib.unified_diff(*bare, "before", "after", n=0, lineterm=""))
+    old, new = [
+        [re.sub(r"(%[a-z_]+)\w*", r"\1", line) for line in text] for text in (before, after)
+    ]
+    diff = list(difflib.unified_diff(old, new, "before", "after", n=0, lineterm=""))
     changed = sum(line[0] in "+-" for line in diff[2:])
     shown = "".join(f"\n    {line[:160]}" for line in diff[:SHOWN])
     return False, f"{changed} lines differ by more than numbers in names{shown}"
@@ -411,26 +420,24 @@ def compare(chosen: Mapping[str, Case], paths: Sequence[Path], folder: Path) -> 
     began, differ, width = time.perf_counter(), [], max(map(len, chosen))
     runs = Path(tempfile.mkdtemp(prefix="runs-", dir=folder))
     write_chat(runs / "chat")
-    names = ("before", "after")
-    one, other = (
-        Checkout(path, runs / name / "runs", folder / "compiled")
-        for name, path in zip(names, paths, strict=True)
-    )
-    for checkout, name in ((one, "BEFORE"), (other, "AFTER")):
-        if None in checkout.answer():
-            print(f"{name} does not run: {(checkout.runs / 'warm.log.0').read_text()[-2000:]}")
-            return 2
-    for name, case in chosen.items():
-        started_at = time.perf_counter()
-        try:
-            same, told = KINDS[case.kind]((one, other), case, name.replace(" ", "-"))
-        except (OSError, subprocess.SubprocessError) as error:
-            same, told = False, f"{type(error).__name__}: {error}"
-        differ += [] if same else [name]
-        verdict, seconds = "same" if same else "DIFFERS", time.perf_counter() - started_at
-        print(f"{name:{width}}  {verdict:7}  {seconds:5.1f} s  {told}", flush=True)
-    for checkout in (one, other):
-        checkout.server.terminate()
+    with ExitStack() as stack:
+        pair = []
+        for path, name in zip(paths, ("before", "after"), strict=True):
+            pair.append(Checkout(path, runs / name / "runs", folder / "compiled"))
+            stack.callback(pair[-1].close)
+        for checkout in pair:
+            if None in checkout.answer():
+                print((checkout.runs / "warm.log.0").read_text(), file=sys.stderr)
+                return 2
+        for name, case in chosen.items():
+            since = time.perf_counter()
+            try:
+                same, told = KINDS[case.kind](pair, case, name.replace(" ", "-"))
+            except (OSError, subprocess.SubprocessError) as error:
+                same, told = False, f"{type(error).__name__}: {error}"
+            differ += [] if same else [name]
+            verdict, seconds = "same" if same else "DIFFERS", time.perf_counter() - since
+            print(f"{name:{width}}  {verdict:7}  {seconds:5.1f} s  {told}", flush=True)
     seconds = time.perf_counter() - began
     which = "".join(f"\n  {name}" for name in differ)
     print(f"{len(chosen)} cases in {seconds:.0f} s, {len(differ)} differ{which}")
@@ -439,7 +446,7 @@ def compare(chosen: Mapping[str, Case], paths: Sequence[Path], folder: Path) -> 
 
 def main() -> int:
     """Run the cases asked for; the exit code is 1 where something differs."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("before", type=Path, help="a checkout")
     parser.add_argument("after", type=Path, help="another one")
     parser.add_argument("--only", default="", help="a regular expression that names have")
@@ -457,6 +464,7 @@ def main() -> int:
     if args.list:
         print("\n".join(chosen))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # closing all
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)

@@ -145,9 +145,8 @@ fp8-delayed      --precision fp8-delayed ; --mesh tp=2
 TRACED = ("plain", "dp-tp", "fsdp", "zero-1", "zero-2", "bf16", "fp16", "ep", "cp", "lora",
           "gather-step", "muon", "average")  # fmt: skip
 COUNTED = ("plain", "dp-tp", "pp")
-COMPILED = ("plain", "dp-tp", "pp", "fsdp", "ep", "fp16", "bf16", "zero-2", "lora", "gather-step",
-            "accumulate", "muon")  # fmt: skip
-COMPILED_PROCESSES = ("pp", "fsdp")
+COMPILED = ("dp-tp", "pp", "plain", "fsdp", "bf16", "zero-2", "gather-step", "ep")
+COMPILED_PROCESSES = ("pp",)
 FAST = ("plain", "dp-tp", "pp", "fsdp", "zero-2", "chat-dp", "to-pp", "bf16", "muon", "average")
 """Layouts that --fast takes on processes, and runs that it resumes."""
 
