@@ -51,7 +51,7 @@ from side_by_side_cases import CLIP, DATA, MODEL, SAMPLES, Case, cases
 
 MEASURED = frozenset(("tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes", "ranks"))
 """Keys of a record that no two runs share."""
-SECONDS = 300
+SECONDS = 600
 """After which a command is ended."""
 FEW, MANY = 3, 9
 """Steps of the runs whose calls are counted."""
@@ -78,7 +78,7 @@ def serve() -> None:
         kind, ranks, log = (job.pop(key) for key in ("kind", "ranks", "log"))
         found = forked(JOBS[kind], job, ranks, log)
         if kind == "warm":  # all that commands import while they run
-            for name in found[0]:
+            for name in found[0] or ():
                 with suppress(Exception):
                     importlib.import_module(name)
         print(json.dumps(found), file=answers, flush=True)
@@ -427,7 +427,7 @@ def compare(chosen: Mapping[str, Case], paths: Sequence[Path], folder: Path) -> 
             stack.callback(pair[-1].close)
         for checkout in pair:
             if None in checkout.answer():
-                print((checkout.runs / "warm.log.0").read_text(), file=sys.stderr)
+                print((checkout.runs / "warm.log.0").read_text()[-2000:], file=sys.stderr)
                 return 2
         for name, case in chosen.items():
             since = time.perf_counter()
@@ -459,6 +459,9 @@ def main() -> int:
         for name, case in cases()
         if re.search(args.only, name) and (case.fast or not args.fast)
     }
+    for path in () if args.list else (args.before, args.after):
+        if not (path / "functron" / "__init__.py").is_file():
+            parser.error(f"{path}: got no functron there; wanted a folder that has functron/")
     if not chosen:
         parser.error(f"--only: got {args.only!r}; wanted what some name has: see --list")
     if args.list:
