@@ -191,9 +191,13 @@ _DIGITS, _MOST = 9, 1_000_000
 _TOKEN = re.compile(r"\s*(?:([EtmL|()])|\*\s*(\d+)|(,)|(.))")
 
 
-def parse_layout(text: str, num_layers: int, num_stages: int) -> Layout:
-    """The layout written in Megatron's language, such as ``"Et*3|(tt|)*29,t|L"``.
+_ENDS = re.compile(r"\s*(?:first=(\d+))?\s*,?\s*(?:last=(\d+))?\s*")
 
+
+def parse_layout(text: str, num_layers: int, num_stages: int) -> Layout:
+    """The layout written in Megatron's language, such as ``"Et*3|(tt|)*29,t|L"``; or in short.
+
+    "even" is `even_layout`, as is ``"first=N,last=N"`` with its `first` and `last`.
     ``E`` is the embedding, ``t`` a layer, ``L`` the loss (with the final norm and the logits),
     ``|`` ends a stage, ``x*3`` and ``(...)*3`` repeat, commas and blanks are ignored. Stages are in
     the order in which a microbatch goes through them. A stage may be empty of layers.
@@ -206,6 +210,12 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> Layout:
     Raises:
         ValueError: listing everything that is wrong with it.
     """
+    if text == "even":
+        return even_layout(num_stages, num_layers)
+    ends = _ENDS.fullmatch(text)
+    if ends is not None and any(ends.groups()):
+        first, last = (int(n) if n else None for n in ends.groups())
+        return even_layout(num_stages, num_layers, first=first, last=last)
     symbols, found = _expand(text)
     stages = "".join(symbols).split("|")
     if not found:

@@ -509,3 +509,35 @@ def check_tensors(call: Call, y: tree.Tree) -> None:
         ],
         TypeError,
     )
+
+
+def stage_flops(
+    stage: Callable,
+    weights: tree.Tree,
+    x: torch.Tensor,
+    batch: tree.Tree,
+    key: torch.Tensor,
+    specs: tuple,
+    mesh: Mesh,
+    *,
+    loss: bool = False,
+) -> float:
+    """Floating-point operations of one rank for one microbatch of a stage, with its backward.
+
+    Counted in the program that is traced for it; nothing is computed.
+
+    Args:
+        stage: ``(weights, x, batch, key) -> y``.
+        weights, x, batch, key: global values, which may be abstract.
+        specs: of these four.
+        mesh: the ranks that divide them.
+        loss: whether y is the loss, which is all that backward begins with.
+    """
+
+    def both(weights, x, batch, key):
+        y, pull = rule_vjp(lambda w, x: stage(w, x, batch, key), weights, x)
+        ones = with_floats(are_floats(y), [torch.ones_like(leaf) for leaf in floats(y)])
+        return pull(seeds(y) if loss else ones)
+
+    mapped = shard_map(both, mesh, specs, P(), check=False)
+    return trace(mapped)(weights, x, batch, key).cost().hardware_flops

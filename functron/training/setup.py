@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,12 +34,11 @@ from functron.pipeline.partition import (
     Part,
     Partition,
     balanced_layout,
-    even_layout,
     parse_layout,
 )
 from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.work import are_floats, floats, seeds, with_floats
+from functron.pipeline.work import stage_flops
 from functron.precision import encoder, quantised
 from functron.precision.weights import problems_of
 from functron.program.program import Program
@@ -77,9 +75,6 @@ from functron.transforms import (
     with_targets,
     without_targets,
 )
-from functron.transforms.gradient import rule_vjp
-
-_ENDS = re.compile(r"\s*(?:first=(\d+))?\s*,?\s*(?:last=(\d+))?\s*")
 
 
 @dataclass(frozen=True)
@@ -293,18 +288,13 @@ class RunSetup:
         return found
 
     def _layout(self, num_stages: int) -> Layout:
-        text, num_layers = self.config.layout, self.config.gpt.num_layers
-        if text in ("", "even"):
-            return even_layout(num_stages, num_layers)
-        if text == "cost":
-            ends = (Part(range(0), embed=True), Part(range(0), loss=True))
-            embed, loss = map(self.stage_flops, ends)
-            return balanced_layout(num_stages, self.layer_flops(), embed=embed, loss=loss)
-        ends = _ENDS.fullmatch(text)
-        if ends is not None and any(ends.groups()):
-            first, last = (int(n) if n else None for n in ends.groups())
-            return even_layout(num_stages, num_layers, first=first, last=last)
-        return parse_layout(text, num_layers, num_stages)
+        if self.config.layout != "cost":
+            return parse_layout(
+                self.config.layout or "even", self.config.gpt.num_layers, num_stages
+            )
+        ends = (Part(range(0), embed=True), Part(range(0), loss=True))
+        embed, loss = map(self.stage_flops, ends)
+        return balanced_layout(num_stages, self.layer_flops(), embed=embed, loss=loss)
 
     def stage(self, part: Part, params: tree.Tree, x: Any, batch: Any, key: Any, total: Any) -> Any:
         """A stage of the pipeline; the last divides its loss by `total`."""
@@ -318,31 +308,25 @@ class RunSetup:
         return (y[0] / total, y[1]) if isinstance(y, tuple) else y / total
 
     def stage_flops(self, part: Part) -> float:
-        """Floating-point operations of one rank for one microbatch of a part, with its backward.
-
-        Counted in the program that is traced for it; nothing is computed.
-        """
+        """Floating-point operations of one rank for one microbatch of a part, with its backward."""
         setup, config, model = self.without_pipeline, self.config, self.config.gpt
         alone = Partition((part,), (((0, 0),),), gpt.uses(model))
         names = alone.names(0)
         weights = abstract_params({name: self.whole_defs[name] for name in names})
-        weights = alone.stage_params(weights, 0, None)
         rows = config.global_batch // config.microbatches
         tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
-        batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
         shape = (rows, config.seq, model.embed_dim)
-        x = torch.empty(shape, dtype=model.stream_dtype, device="meta")
-        key = torch.empty(2, dtype=torch.int64, device="meta")
-
-        def both(weights, x, batch, key):
-            y, pull = rule_vjp(lambda w, x: setup.stage(part, w, x, batch, key, 1), weights, x)
-            ones = with_floats(are_floats(y), [torch.ones_like(leaf) for leaf in floats(y)])
-            return pull(seeds(y) if part.loss else ones)
-
         used = setup.used({name: setup.specs[name] for name in names})
-        specs = (used, self.stream, gpt.batch_specs(), P())
-        mapped = shard_map(both, setup.plain_mesh, specs, P(), check=False)
-        return trace(mapped)(weights, x, batch, key).cost().hardware_flops
+        return stage_flops(
+            lambda weights, x, batch, key: setup.stage(part, weights, x, batch, key, 1),
+            alone.stage_params(weights, 0, None),
+            torch.empty(shape, dtype=model.stream_dtype, device="meta"),
+            {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]},
+            torch.empty(2, dtype=torch.int64, device="meta"),
+            (used, self.stream, gpt.batch_specs(), P()),
+            setup.plain_mesh,
+            loss=part.loss,
+        )
 
     def layer_flops(self) -> list[float]:
         """`stage_flops` of every layer; of those that are alike one is traced."""
