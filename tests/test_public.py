@@ -36,9 +36,10 @@ def test_public_names_are_the_same_for_all_and_can_be_imported(package):
 
 
 def test_a_function_keeps_its_name_from_the_module_that_it_is_in():
-    for module in ("functron.training.train", "functron.training.config"):
+    for module in ("functron.training.train", "functron.training.loop", "functron.training.config"):
         importlib.import_module(module)
     assert training.train is sys.modules["functron.training.train"].train
+    assert training.loop is sys.modules["functron.training.loop"].loop
     assert training.config is sys.modules["functron.training.config"]
 
 

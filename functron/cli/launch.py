@@ -44,6 +44,8 @@ from functron.spmd.flight import FlightRecorder
 from functron.training.config import TrainConfig
 from functron.training.records import CONFIG, EVENTS, event_log
 from functron.training.restarts import (
+    REQUEUE_CODE,
+    RESHAPE_CODE,
     Elastic,
     fitting,
     num_slots,
@@ -52,7 +54,6 @@ from functron.training.restarts import (
     seconds_of,
     usable_sizes,
 )
-from functron.training.train import REQUEUE_CODE, RESHAPE_CODE
 
 TIMEOUT_SECONDS = 300.0
 """How long a collective waits for a rank, unless a run says otherwise."""

@@ -48,17 +48,11 @@ from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.planning import compared, expectation_text, expected, this_machine
 from functron.training.rerun import attributed
+from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, exit_code
 from functron.training.restored import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.setup import RunSetup, make_setup
-from functron.training.train import (
-    REQUEUE_CODE,
-    RESHAPE_CODE,
-    Outcome,
-    exit_code,
-    replicas_of,
-    train,
-)
+from functron.training.train import Outcome, replicas_of, train
 from functron.training.watchdog import ended
 
 

@@ -12,12 +12,14 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functron.training.anomalies import AnomalyConfig
+    from functron.training.anomalies import AnomalyConfig, FiniteHook
     from functron.training.config import TrainConfig, load
     from functron.training.costs import step_report
+    from functron.training.loop import LoopHook, every, loop, progress, record_to
     from functron.training.migrate import migrate
     from functron.training.records import compare
     from functron.training.replicas import leaf_hash
+    from functron.training.restarts import stop_on_signals
     from functron.training.run import prepare
     from functron.training.run_folder import with_changed_batch
     from functron.training.setup import RunSetup, make_setup
@@ -25,15 +27,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnomalyConfig",
+    "FiniteHook",
+    "LoopHook",
     "RunSetup",
     "TrainConfig",
     "compare",
+    "every",
     "leaf_hash",
     "load",
+    "loop",
     "make_setup",
     "migrate",
     "prepare",
+    "progress",
+    "record_to",
     "step_report",
+    "stop_on_signals",
     "train",
     "with_changed_batch",
 ]
@@ -41,15 +50,22 @@ __all__ = [
 _MEMBERS: Mapping[str, str] = MappingProxyType(
     {
         "AnomalyConfig": "anomalies",
+        "FiniteHook": "anomalies",
+        "LoopHook": "loop",
         "RunSetup": "setup",
         "TrainConfig": "config",
         "compare": "records",
+        "every": "loop",
         "leaf_hash": "replicas",
         "load": "config",
-        "migrate": "migrate",
+        "loop": "loop",
         "make_setup": "setup",
+        "migrate": "migrate",
         "prepare": "run",
+        "progress": "loop",
+        "record_to": "loop",
         "step_report": "costs",
+        "stop_on_signals": "restarts",
         "train": "train",
         "with_changed_batch": "run_folder",
     }

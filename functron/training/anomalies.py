@@ -22,6 +22,7 @@ import torch
 from functron.core.errors import Need, Needs, Problem, refuse
 from functron.data.order import Gaps
 from functron.optim import LimitState, set_limit_
+from functron.training.loop import At, LoopHook
 
 Record = Mapping[str, Any]
 
@@ -284,8 +285,66 @@ class Detector:
         return math.exp(min(middle + self.config.threshold * distance, 80.0))
 
 
-class Guard:
-    """The guard of a run: finds anomalies, writes them down, and says where the loop is to end.
+def check_finite(record: Record, names: Sequence[str] = METRICS) -> None:
+    """Raise FloatingPointError where one of these numbers of a record is not finite."""
+    for name in names:
+        if not math.isfinite(record.get(name) or 0.0):
+            what = {"loss": "loss", "grad_norm": "gradients of norm"}[name]
+            raise FloatingPointError(
+                f"step {record['step']}: got {what} {record[name]}; wanted a finite number; fix: "
+                "lower the learning rate, lengthen the warm-up, clip gradients, or train in float32"
+            )
+
+
+class FiniteHook(LoopHook):
+    """Ends a loop with FloatingPointError where loss or gradients are not finite.
+
+    After the hooks that write records, and before those that save.
+
+    Args:
+        skips: whether gradients need not be, since the step leaves out such updates.
+    """
+
+    def __init__(self, *, skips: bool = False):
+        self._names = METRICS[:1] if skips else METRICS
+
+    def after(self, at: At) -> None:
+        """Check the record."""
+        check_finite(at.record or {}, self._names)
+
+
+class OverflowHook(LoopHook):
+    """Ends a loop where gradients overflow in step after step, and the scale of the loss is least.
+
+    Args:
+        patience: raise FloatingPointError after so many steps in a row.
+        layers: ``(state, batch)`` to the names of the layers whose gradients then are not finite,
+            for the message; it may give up the state. None: nobody knows.
+    """
+
+    def __init__(self, patience: int, layers: Callable[[Any, Any], Sequence[str]] | None = None):
+        self._patience, self._layers = patience, layers
+
+    def after(self, at: At) -> None:
+        """Look at how many steps the optimizer has left out in a row."""
+        if at.metrics.get("stuck", 0) < self._patience:
+            return
+        assert at.record is not None
+        newest = at.newest  # the one whose state is whole
+        names = [] if self._layers is None else self._layers(newest.state, newest.batch)
+        where = f", in {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+        raise FloatingPointError(
+            f"step {at.step}: got gradients that are not finite in {self._patience} steps in a row"
+            f"{where}, with the loss times {at.record['loss_scale']:g}, the least; wanted finite "
+            "ones; fix: train in bf16 (--precision bf16), lower the learning rate, or lengthen the "
+            "warm-up"
+        )
+
+
+class Guard(LoopHook):
+    """The guard of a run: finds anomalies, writes them down, and ends the loop for them.
+
+    After the hooks that write records, and before those that save.
 
     Args:
         config: what is an anomaly, and what to do about it.
@@ -294,6 +353,8 @@ class Guard:
         before: records of the steps before the first.
         skips: whether gradients need not be finite, since the step leaves out such updates.
         overflows: whether nothing need be finite where gradients are not: the loss is scaled.
+        repaired: called at a step whose numbers are not finite: whether the state that made them
+            has been repaired. With `skips` that is no anomaly, then: the update was left out.
 
     Attributes:
         found: the anomaly that the loop ended for; None: it did not.
@@ -308,14 +369,29 @@ class Guard:
         *,
         skips: bool = False,
         overflows: bool = False,
+        repaired: Callable[[At], bool] | None = None,
     ):
         self.config, self.write, self._samples = config, write, samples
-        self._skips, self._overflows = skips, overflows
+        self._skips, self._overflows, self._repaired = skips, overflows, repaired
         self.found: Anomaly | None = None
         self._detector = Detector(config, before)
         self._limits: dict[int, float] = {}
 
-    def before(self, state: Any, index: int) -> None:
+    def before(self, at: At) -> None:
+        """Set the limit of the step."""
+        self.set_limit(at.state, at.index)
+
+    def after(self, at: At) -> None:
+        """Look at the record; the state of a step that is to be forgotten is not saved."""
+        assert at.record is not None
+        finite = all(math.isfinite(at.record.get(name) or 0.0) for name in METRICS)
+        if not finite and self._repaired is not None and self._repaired(at) and self._skips:
+            return
+        found = self.observe(at.record)
+        if found is not None:
+            at.stop(keeps=found.keeps)
+
+    def set_limit(self, state: Any, index: int) -> None:
         """Set the limit of step `index`, from 0, where updates of larger norms are left out."""
         if self.config.on_spike == "skip" and isinstance(state.opt_state, LimitState):
             limit = float(torch.tensor(self._detector.limit(), dtype=torch.float32))

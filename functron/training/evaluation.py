@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -32,6 +32,9 @@ from functron.spmd import BoundMesh, P, shard_map
 from functron.spmd.params import abstract_params
 from functron.training import data
 from functron.training.config import TrainConfig
+from functron.training.loop import At, LoopHook
+from functron.training.records import EVAL
+from functron.training.restarts import RESHAPE
 from functron.training.setup import RunSetup
 from functron.transforms import accumulate
 from functron.transforms.gradient_functions import gather_parameters
@@ -412,3 +415,34 @@ def evaluate(
         perplexity = math.exp(loss) if not loss > 709 else math.inf
         found[held_out.name] = {"loss": loss, "perplexity": perplexity, "tokens": count}
     return found
+
+
+class EvaluationHook(LoopHook):
+    """Evaluates held-out sets every so many steps, and after the last of the run: ``eval``.
+
+    Collective. Not where the loop is to stop at once, nor where the loss is not finite; the loop is
+    asked again afterwards, since it may have taken long. Before the hooks that write records.
+
+    Args:
+        evaluate: of a step to the numbers of every set, by name.
+        every: after multiples of so many steps.
+    """
+
+    def __init__(self, evaluate: Callable[[At], Mapping[str, Mapping[str, float]]], every: int):
+        self._evaluate, self._every = evaluate, every
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after so many steps."""
+        return step % self._every == 0
+
+    def after(self, at: At) -> None:
+        """Evaluate where it is due, and add it to the record."""
+        assert at.record is not None
+        hurries = at.stopped_by not in (0, RESHAPE)  # that is asked for at checkpoints
+        finite = math.isfinite(at.record.get("loss") or 0.0)
+        if hurries or not finite or not (at.last or self.due(at.step)):
+            return
+        at.phase("evaluate")
+        at.record[EVAL] = self._evaluate(at)
+        at.phase("record")
+        at.ask()

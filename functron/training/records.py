@@ -61,8 +61,8 @@ def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
         held_out: dict[str, str] = {}
 
         def write(record: Record) -> None:
-            shown = {"loss": record["loss"], "norm": record["grad_norm"]}
-            shown["tokens/s"] = record["tokens_per_second"]
+            shown = {"loss": record.get("loss"), "norm": record.get("grad_norm")}
+            shown["tokens/s"] = record.get("tokens_per_second")
             formats = {"loss": "{:.4f}", "norm": "{:.2f}", "tokens/s": "{:,.0f}"}
             text = {k: formats[k].format(v) for k, v in shown.items() if v is not None}
             sets = record.get(EVAL, {}).items()

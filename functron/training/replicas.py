@@ -21,6 +21,7 @@ from functron.core.errors import Problem
 from functron.data.order import mix
 from functron.spmd import BoundMesh, collectives, shard_map
 from functron.spmd.spec import P, is_spec, spec_axes
+from functron.training.loop import At, LoopHook
 
 COLUMNS = 512
 """Words of 4 bytes in a row of those that are hashed."""
@@ -310,37 +311,60 @@ class Replicas:
             raise CorruptionError(words(left, "what was just repaired differs again"))
 
 
-def checking(
-    replicas: Replicas, write: Callable[..., None], *, repairs: bool
-) -> Callable[[tree.Tree, int], bool]:
-    """A function ``(state, step) -> repaired`` that compares replicas, and repairs them in place.
+class ReplicaHook(LoopHook):
+    """Compares the replicas of the state every so many steps, and before what is saved.
+
+    Collective. It raises CorruptionError where they differ and are not repaired.
 
     Args:
         replicas: of the state.
         write: an event, as `functron.training.records.event_log` yields it.
-        repairs: whether those that differ from most are repaired.
-
-    Returns:
-        The function, which every rank calls. It raises CorruptionError where replicas differ and
-        are not repaired.
+        every: after multiples of so many steps.
+        repairs: whether those that differ from most are repaired, in place.
+        saves: whether a checkpoint is saved after so many steps.
     """
 
-    def check(state: tree.Tree, step: int) -> bool:
-        findings = replicas.check(state)
+    def __init__(
+        self,
+        replicas: Replicas,
+        write: Callable[..., None],
+        every: int,
+        *,
+        repairs: bool,
+        saves: Callable[[int], bool] = lambda step: False,
+    ):
+        self._replicas, self._write, self._repairs = replicas, write, repairs
+        self._every, self._saves = every, saves
+
+    def due(self, step: int) -> bool:
+        """Whether replicas are compared after so many steps."""
+        return step % self._every == 0 or self._saves(step)
+
+    def after(self, at: At) -> None:
+        """Compare them where it is due, and at the last step."""
+        if at.last or self.due(at.step):
+            self.check(at.state, at.step)
+
+    def repair_newest(self, at: At) -> bool:
+        """Whether replicas of the newest state differed, and were repaired."""
+        return self.check(at.newest.state, at.newest.step)
+
+    def check(self, state: tree.Tree, step: int) -> bool:
+        """Whether replicas of a state differed, and were repaired."""
+        findings = self._replicas.check(state)
         if not findings:
             return False
         ranks = sorted({rank for finding in findings for rank in finding.ranks})
         one = ranks[0] if len(ranks) == 1 else None
-        write("corruption", step, rank=one, found=[finding._asdict() for finding in findings])
-        if not (repairs and all(finding.known for finding in findings)):
+        found = [finding._asdict() for finding in findings]
+        self._write("corruption", step, rank=one, found=found)
+        if not (self._repairs and all(finding.known for finding in findings)):
             title = f"step {step}: the state was corrupted in memory"
             raise CorruptionError(words(findings, title))
-        replicas.repair_(state, findings)
+        self._replicas.repair_(state, findings)
         leaves = [finding.leaf for finding in findings]
-        write("repair", step, rank=one, ranks=ranks, leaves=leaves)
+        self._write("repair", step, rank=one, ranks=ranks, leaves=leaves)
         return True
-
-    return check
 
 
 def _minority(column: Sequence[int]) -> tuple[list[int], bool]:

@@ -168,14 +168,14 @@ def take_again(
     guard = Guard(replay.config, _silent, lambda at: {}, past)
     since = None
     for at in range(begun, index):
-        guard.before(state, at)
+        guard.set_limit(state, at)
         state, metrics = replay.step(at)(state, replay.batch(at))
         numbers = numbers_of(metrics)
         found = {"targets": 0} if "targets" in metrics else {}
         guard.observe({**dict(zip(METRICS, numbers, strict=False)), **found, "step": at + 1})
         if since is None and not _agrees(recorded.get(at + 1), numbers, same):
             since = at + 1
-    guard.before(state, index)
+    guard.set_limit(state, index)
     batch = replay.batch(index)
     again, twice = (numbers_of(replay.step(index)(_copy(state), batch)[1]) for _ in range(2))
     record = recorded.get(step)
@@ -305,10 +305,14 @@ def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
         return state, int(state.step)
 
     def step(index: int) -> Callable:
-        targets = job.summed(run.num_targets(run.host_batch(index)))()
+        (targets,) = job.summed(run.num_targets(run.host_batch(index)))()
         if run.watch is not None and run.watch.due(index):
             return run.taking(run.watch.step, targets, watched=True)
         return run.taking(run.step, targets)
+
+    def checksum(index: int) -> str:
+        (total,) = job.summed(own_hash(run.mesh, run.host_batch(index)))()
+        return f"{total:016x}"
 
     def watch() -> Watch:
         found = run.setup.watching()
@@ -321,7 +325,7 @@ def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
         begin,
         step,
         run.batch,
-        lambda index: f"{job.summed(own_hash(run.mesh, run.host_batch(index)))():016x}",
+        checksum,
         lambda state, index: _alone(run, out, job, state, index),
         watch,
         run.samples_of,

@@ -30,10 +30,14 @@ from functron.spmd.flight import EVERYWHERE
 from functron.training import data
 from functron.training.config import TrainConfig
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
+from functron.training.loop import At, LoopHook, close_with
+from functron.training.records import Reporter
 from functron.training.replicas import batch_hash
+from functron.training.restarts import Request
 from functron.training.restored import abstract_state, restored
 from functron.training.setup import RunSetup, Watch, make_setup
 from functron.training.step import State
+from functron.training.stragglers import Comparison
 
 
 @dataclass(frozen=True)
@@ -332,16 +336,22 @@ class Job:
         recorded = self.entered
         return nullcontext() if recorded is None else recorded(op, EVERYWHERE, value)
 
-    def summed(self, number: int) -> Callable[[], int]:
-        """A function that waits for the sum of all ranks' numbers modulo 2^64. Collective."""
-        value = torch.tensor(number - 2**64 if number >= 2**63 else number, dtype=torch.int64)
+    def summed(self, *numbers: int) -> Callable[[], list[int]]:
+        """A function that waits for the sums of all ranks' numbers modulo 2^64. Collective.
+
+        One all-reduce for all of them; it begins at once, and is waited for in that function.
+        """
+        signed = [number - 2**64 if number >= 2**63 else number for number in numbers]
+        value = torch.tensor(signed, dtype=torch.int64)
         work = dist.all_reduce(value, group=self.group, async_op=True) if self.bound else None
 
-        def wait() -> int:
+        def wait() -> list[int]:
+            nonlocal work
             if work is not None:
                 with self._entered("psum", value):
                     work.wait()
-            return int(value) % 2**64
+                work = None
+            return [total % 2**64 for total in value.tolist()]
 
         return wait
 
@@ -387,16 +397,73 @@ def _remembered(
     return None if found is None else tree.map(lambda leaf: leaf.to(device), found[1])
 
 
-@contextmanager
-def remembering(run: Run) -> Iterator[Callable[[State, int], None] | None]:
-    """A function that keeps the state after a step in memory; all is forgotten after the block."""
-    there = _memory_of(run.setup, run.memory)
-    if there is None:
-        yield None
-        return
-    there.forget(but=run.start)  # of steps that will be taken again
-    with there:
-        yield lambda state, step: there.save(step, state)
+class MemoryHook(LoopHook):
+    """Keeps the state of a run in main memory every so many steps, while steps go on.
+
+    All is forgotten at the end, but where that is an exception. Collective.
+
+    Args:
+        run: what is trained.
+        memory: its states.
+    """
+
+    def __init__(self, run: Run, memory: Memory):
+        self._every, self._start, self._memory = run.config.memory_save_every, run.start, memory
+
+    def begin(self, at: At) -> None:
+        """Forget the states of steps that will be taken again."""
+        self._memory.forget(but=self._start)
+
+    def due(self, step: int) -> bool:
+        """Whether to keep the state after so many steps."""
+        return self._every > 0 and step % self._every == 0
+
+    def after(self, at: At) -> None:
+        """Keep it."""
+        if at.keeps and self.due(at.step):
+            self._memory.save(at.step, at.state)
+
+    def end(self, at: At) -> None:
+        """Forget them all."""
+        close_with(self._memory, at.error)
+
+
+def memory_hook(run: Run) -> MemoryHook | None:
+    """The hook that keeps a run in memory; None where it is not asked for. Collective."""
+    memory = _memory_of(run.setup, run.memory)
+    return None if memory is None else MemoryHook(run, memory)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run while it is trained, for its hooks: with its folder, its processes and its events.
+
+    Attributes:
+        run: what is trained; another one after an anomaly was answered.
+        out: its folder; None: no files.
+        job: its processes.
+        write: an event, as `functron.training.records.event_log` yields it.
+        stop: whether someone asked to stop.
+        peak_flops: FLOP/s of all devices together.
+        phases: listeners to the phases of the loop: the recorder of the mesh, and the watchdog.
+        comparison: of the ranks' speeds; None: nobody asks.
+        also: makes one more reporter of records, for rank 0.
+    """
+
+    run: Run
+    out: Path | None
+    job: Job
+    write: Callable[..., None]
+    stop: Request
+    peak_flops: float | None = None
+    phases: Sequence[LoopHook] = ()
+    comparison: Comparison | None = None
+    also: Callable[[], Reporter] | None = None
+
+    @property
+    def listeners(self) -> list[LoopHook]:
+        """The hooks that go on listening between loops, as anomalies are answered."""
+        return [*self.phases, *([] if self.comparison is None else [self.comparison])]
 
 
 def own_part(

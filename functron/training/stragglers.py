@@ -17,8 +17,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from functron.core import chart
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE, DeviceClock, FlightRecorder
+from functron.training.loop import At, LoopHook
 
 PICTURE = "stragglers.svg"
 OWN = ("data", "compute", "update", "host")
@@ -273,8 +273,10 @@ class Stopwatch:
 
 
 @dataclass
-class Comparison:
+class Comparison(LoopHook):
     """The measurements of all ranks, gathered every so many steps, and who is slow.
+
+    Collective: every rank has this hook, before those that write records.
 
     Attributes:
         mesh: the ranks.
@@ -301,6 +303,19 @@ class Comparison:
     _named: dict[tuple, int] = field(default_factory=dict, init=False)
     _drawn: float = field(default=-math.inf, init=False)
     _count: int = field(default=0, init=False)
+
+    def phase(self, name: str, index: int) -> None:
+        """Tell the stopwatch."""
+        self.stopwatch.phase(name, index)
+
+    def after(self, at: At) -> None:
+        """Add the entries of all ranks to the record."""
+        assert at.record is not None
+        at.record.update(self.gathered(at.index))
+
+    def end(self, at: At) -> None:
+        """Draw the heat map once more."""
+        self.draw()
 
     def gathered(self, index: int) -> Mapping[str, Any]:
         """The entries of all ranks in the record of step `index`: none but at the end of a window.
@@ -358,14 +373,6 @@ class Comparison:
         rows = medians([step for window in self._windows for step in window])
         self.picture.write_text(picture(rows, self.hosts), encoding="utf-8")
         self._drawn = time.monotonic()
-
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Draw it at the end of the with block once more."""
-        try:
-            yield
-        finally:
-            self.draw()
 
 
 def described(found: Straggler, hosts: Sequence[str]) -> str:

@@ -1,23 +1,19 @@
-"""The loop of steps of a training run: what is saved, recorded, watched and answered in between.
+"""A training run: `train` composes the hooks of its loop, and answers anomalies.
 
-Ctrl-C, SIGTERM and SIGUSR1 are requests to stop that a running step outlives. Records
-have what the machine could do and what the process used: the denominators of MFU and memory.
+`hooks_of` is the list: a run is its step, its batches and these hooks. Records have what the
+machine could do and what the process used: the denominators of MFU and memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 import signal
 import socket
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,417 +32,58 @@ from functron.spmd import BoundMesh
 from functron.spmd.flight import Agreement, DeviceClock
 from functron.spmd.mesh import LostRanksError
 from functron.training import data, records, restarts, run_folder, watchdog
-from functron.training.anomalies import Anomaly, Guard
+from functron.training.anomalies import Anomaly, Guard, OverflowHook, check_finite
 from functron.training.config import TrainConfig
 from functron.training.data import prefetched
-from functron.training.hardware import peak_flops, peak_memory_bytes
-from functron.training.replicas import Replicas, checking
+from functron.training.evaluation import EvaluationHook
+from functron.training.hardware import peak_flops
+from functron.training.loop import (
+    At,
+    LoopHook,
+    Meter,
+    PhaseHook,
+    close_with,
+    loop,
+    record_to,
+)
+from functron.training.replicas import ReplicaHook, Replicas
 from functron.training.rerun import Verdict, attributed, check_hardware
+from functron.training.restarts import (
+    EXIT_AFTER,
+    RESHAPE,
+    Request,
+    StopHook,
+    exit_code,
+    stop_requests,
+)
 from functron.training.run import (
     Job,
     Run,
+    Session,
     begin_state,
     deterministic,
+    memory_hook,
     own_hash,
     programs,
-    remembering,
     seen,
 )
 from functron.training.setup import Watch, make_setup
 from functron.training.step import State
 from functron.training.stragglers import PICTURE, Comparison, Stopwatch, axes_of
 
-EXIT_AFTER = int(signal.NSIG)
-"""That a run's time is over, where the number of a signal may stand as well."""
-RESHAPE = EXIT_AFTER + 1
-"""That a run goes on with more ranks, likewise."""
-
-
-@dataclass
-class Request:
-    """Whether someone asked to stop.
-
-    Attributes:
-        signal: the signal that asked, or None.
-        ends: when the time of the run is over, by ``time.monotonic()``.
-        grown: whether there are processes for a larger mesh; asked where a checkpoint is saved.
-    """
-
-    signal: int | None = None
-    ends: float = math.inf
-    grown: Callable[[], bool] | None = None
-
-    def asked(self, *, saving: bool = False) -> int:
-        """The number of the signal, or `EXIT_AFTER` or `RESHAPE`; 0 where nobody asked."""
-        if self.signal is not None:
-            return self.signal
-        if time.monotonic() >= self.ends:
-            return EXIT_AFTER
-        return RESHAPE if saving and self.grown is not None and self.grown() else 0
-
-
-_ECHO_SECONDS = 2.0
-
-
-@contextmanager
-def stop_requests() -> Iterator[Request]:
-    """Turn the first SIGINT, SIGTERM or SIGUSR1 within the with block into a `Request`.
-
-    The second one raises KeyboardInterrupt at once, but for SIGUSR1, which only ever asks, and a
-    SIGTERM that comes twice within 2 seconds: a scheduler sends it to every process of a job, and
-    its launcher passes it on. The handlers that were installed before are put back at the end.
-    Outside the main thread, where Python allows no handlers, nothing changes.
-    """
-    request = Request()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-
-    asked_at = 0.0
-
-    def handle(number: int, frame: object) -> None:
-        nonlocal asked_at
-        recent = time.monotonic() - asked_at < _ECHO_SECONDS
-        echo = number == signal.SIGUSR1 or (number == request.signal == signal.SIGTERM and recent)
-        if request.signal in (None, signal.SIGUSR1):
-            request.signal, asked_at = number, time.monotonic()
-        elif not echo:
-            raise KeyboardInterrupt
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield request
-    finally:
-        for number, handler in previous.items():
-            # a handler that was not installed from Python comes as None and cannot be put back
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-Entries = dict[str, dict[str, float]]
-
-
-METRICS = ("loss", "grad_norm", "loss_scale", "updates")
-
 
 class Outcome(NamedTuple):
-    """The end of a loop.
+    """The end of a run, or of its steps so far.
 
     Attributes:
         state: after the last step.
-        history: one record per step; see `Meter.record`.
-        stopped_by: the signal that ended it early, whichever rank received it, `EXIT_AFTER` or
-            `RESHAPE`; None where it has all its steps.
+        history: one record per step; see `Meter.measure`.
+        stopped_by: as of `StopHook`; None where it has all its steps.
     """
 
     state: Any
     history: list[dict[str, Any]]
     stopped_by: int | None
-
-
-@dataclass(frozen=True)
-class Meter:
-    """Makes a record of a step's metrics and its time; each part may be left unknown.
-
-    Attributes:
-        learning_rate: of each update, from 0: of the count that the optimizer took it by, where
-            the metrics have it as ``updates``, and else of the step.
-        tokens_seen: tokens that all ranks together train on in the first so many steps; None
-            counts ``batch["tokens"]``, of which all steps have as many.
-        flops_per_token: model FLOPs of a token, forward and backward.
-        peak_flops: FLOP/s of all devices together.
-        device: whose memory is recorded.
-        details: makes more entries of a record out of what a step's metrics have as ``aux``.
-        position: more entries of a record, by the number of steps taken: where the data is.
-    """
-
-    learning_rate: Callable[[int], Any] | None = None
-    tokens_seen: Callable[[int], int] | None = None
-    flops_per_token: float | None = None
-    peak_flops: float | None = None
-    device: torch.device | str = "cpu"
-    details: Callable[[Any], Mapping[str, float]] | None = None
-    position: Callable[[int], Mapping[str, Any]] | None = None
-
-    def record(self, index: int, batch: Any, values: Mapping[str, float], seconds: float) -> dict:
-        """The record of step `index` (from 0): every key, None where unknown.
-
-        ``step`` and ``tokens`` count from the beginning, this step included; ``mfu`` is model
-        FLOPs per second over `peak_flops`.
-        """
-        if self.tokens_seen is None:
-            count = _count(batch)
-            seen = None if count is None else (index + 1) * count
-        else:
-            seen = self.tokens_seen(index + 1)
-            count = seen - self.tokens_seen(index)
-        rate = None if count is None else count / seconds
-        updates = int(values.get("updates", index))
-        mfu = None
-        if rate is not None and self.flops_per_token and self.peak_flops:
-            mfu = rate * self.flops_per_token / self.peak_flops
-        return {
-            "step": index + 1,
-            "loss": values["loss"],
-            "grad_norm": values.get("grad_norm"),
-            **({"loss_scale": values["loss_scale"]} if "loss_scale" in values else {}),
-            "lr": None if self.learning_rate is None else float(self.learning_rate(updates)),
-            "tokens": seen,
-            "tokens_per_second": rate,
-            "step_seconds": seconds,
-            "mfu": mfu,
-            "peak_memory_bytes": peak_memory_bytes(self.device),
-            **({} if self.position is None else self.position(index + 1)),
-        }
-
-
-def _no_phase(name: str, step: int) -> None:
-    """Nobody asks."""
-
-
-def loop(
-    step: Callable,
-    state: Any,
-    batches: Callable[[int], Any],
-    *,
-    steps: int,
-    start: int = 0,
-    meter: Meter | None = None,
-    save: Callable[[Any, int], None] | None = None,
-    save_every: int = 0,
-    remember: Callable[[Any, int], None] | None = None,
-    remember_every: int = 0,
-    evaluate: Callable[[Any], Mapping[str, Mapping[str, float]]] | None = None,
-    evaluate_every: int = 0,
-    reporters: Sequence[records.Reporter] | None = None,
-    agree: Callable[[int], int] = int,
-    watch: Watch | None = None,
-    stop: Request | None = None,
-    ahead: int = 0,
-    patience: int = 0,
-    skips: bool = False,
-    overflowing: Callable[[Any, Any], Sequence[str]] | None = None,
-    guard: Guard | None = None,
-    check: Callable[[Any, int], bool] | None = None,
-    check_every: int = 0,
-    phase: Callable[[str, int], None] = _no_phase,
-    ranks: Callable[[int], Mapping[str, Any]] | None = None,
-) -> Outcome:
-    """Take steps `start` to ``steps - 1``, record each, and save at the end.
-
-    Nothing but `step` and `batches` is needed, so that a notebook can run any step; and no file is
-    written but by what is passed as `save` and `reporters`.
-
-    The first Ctrl-C, SIGTERM or SIGUSR1 lets the running step finish, saves, and returns; the
-    second one raises KeyboardInterrupt, as `stop_requests` has it.
-
-    Args:
-        step: ``(state, batch) -> (state, metrics)``, metrics with ``loss`` and, if it likes,
-            ``grad_norm``.
-        state: before step `start`.
-        batches: the batch of each step, a pure function of its number.
-        steps: how many steps the whole run has.
-        start: how many of them are done.
-        meter: what is known about tokens, rates and FLOPs, for the records.
-        save: called with the state and the number of steps taken.
-        save_every: save after every so many steps too; 0: only at the end.
-        remember: called as `save` is, for what keeps the state elsewhere while steps go on.
-        remember_every: after every so many steps; 0: never.
-        evaluate: called with the state; what it returns, numbers of held-out sets by name, is the
-            record's ``eval``. Its time is not that of a step. Not called once the run is to stop.
-        evaluate_every: evaluate after every so many steps, and after the last; 0: never.
-        reporters: context managers from `functron.training.records`; None shows a progress bar.
-        agree: the largest of all ranks' numbers: so that every rank stops at the same step.
-        watch: what is taken in place of `step` where it is due; its records have ``layers`` too.
-        stop: what `stop_requests` of the caller says, who has more to end than the steps; None: the
-            loop listens itself.
-        ahead: how many steps are started before the numbers of one are read. Where a device
-            computes while Python goes on, 1 keeps it busy: reading waits for it. What is to be
-            saved or evaluated has been read.
-        patience: raise where so many steps in a row overflow, and the scale of the loss cannot
-            fall; 0: never.
-        skips: whether `step` itself leaves out updates that are not finite, as far as it is asked
-            to: gradients need not be, then.
-        overflowing: ``(state, batch)`` to the names of the layers whose gradients then are not
-            finite, for that error; it may give up the state.
-        guard: what sees every record, and may end the loop for an anomaly, which it then has as
-            `found`. Nothing is raised for what is not finite, since it says what that is.
-        check: called with the state and the number of steps taken, which it may repair in place
-            (whether it did, it returns) or raise for. Before what is saved, and where a number is
-            not finite, too.
-        check_every: call it after every so many steps; 0: never.
-        phase: told what the loop goes over to, with the number of the step: ``data``, ``step``,
-            ``agree``, ``record``, ``evaluate`` or ``save``.
-        ranks: called after every step with its number; what it returns, of all ranks, is added to
-            the record of the step.
-
-    Returns:
-        The `Outcome`; its records are those of `Meter.record`.
-
-    Raises:
-        FloatingPointError: the loss or the gradients' norm is not finite, or steps overflow. The
-            state is not saved.
-    """
-    meter = meter or Meter()
-    bar = [records.progress(steps, start)] if reporters is None else reporters
-    history: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        request = stack.enter_context(stop_requests()) if stop is None else stop
-        writers = [stack.enter_context(reporter) for reporter in bar]
-        taken: deque[_Taken] = deque()
-        settled = time.perf_counter()
-        anomaly: Anomaly | None = None
-        of_ranks: dict[int, Mapping[str, Any]] = {}
-        for index in range(start, steps):
-            began = time.perf_counter()
-            phase("data", index)
-            batch = batches(index)
-            phase("step", index)
-            if guard is not None:
-                guard.before(state, index)
-            watched = watch if watch is not None and watch.due(index) else None
-            state, metrics = (step if watched is None else watched.step)(state, batch)
-            taken.append(_Taken.of(index, batch, metrics, watched, began))
-            phase("agree", index)
-            last = index + 1 == steps
-            evaluating = evaluate is not None and _is_due(index + 1, evaluate_every, steps)
-            saving = last or bool(save_every and (index + 1) % save_every == 0)
-            stopped_by = agree(request.asked(saving=saving and not last))
-            stopped_by = 0 if last and stopped_by == EXIT_AFTER else stopped_by
-            hurried = stopped_by not in (0, RESHAPE)  # which is asked for at checkpoints
-            if ranks is not None:
-                of_ranks[index] = ranks(index)
-            left = 0 if evaluating or saving or stopped_by else ahead
-            while len(taken) > (0 if anomaly else left):
-                done = taken.popleft()
-                phase("record", index)
-                record = done.record(meter, settled)
-                record |= of_ranks.pop(done.index, {})
-                finite = math.isfinite(record["loss"] or 0.0)  # all ranks agree on that
-                if evaluate is not None and evaluating and not (taken or hurried) and finite:
-                    phase("evaluate", index)
-                    record[records.EVAL] = evaluate(state)
-                    phase("record", index)
-                    stopped_by = agree(request.signal or 0) or stopped_by  # it may have taken long
-                history.append(record)
-                for write in writers:
-                    write(record)
-                if patience and done.metrics.get("stuck", 0) >= patience:
-                    names = [] if overflowing is None else overflowing(state, batch)
-                    raise FloatingPointError(_stuck(record, patience, names))
-                bad = not all(math.isfinite(record[name] or 0.0) for name in ("loss", "grad_norm"))
-                if bad and check is not None and check(state, index + 1) and skips:
-                    pass  # the state that made it is repaired, and the update was left out
-                elif guard is not None:
-                    anomaly = guard.observe(record) or anomaly
-                elif patience == 0 or math.isfinite(record["grad_norm"] or 0.0):
-                    _check_finite(record, ("loss",) if skips else ("loss", "grad_norm"))
-                settled = time.perf_counter()
-            kept = anomaly is None or anomaly.keeps
-            if check is not None and check_every and (saving or (index + 1) % check_every == 0):
-                check(state, index + 1)
-            if remember is not None and kept and _is_multiple(index + 1, remember_every):
-                remember(state, index + 1)
-                settled = time.perf_counter()
-            if save is not None and kept and (saving or stopped_by):
-                phase("save", index)
-                save(state, index + 1)
-                settled = time.perf_counter()
-            if stopped_by == RESHAPE and anomaly is not None:
-                stopped_by = None  # it is answered first
-            if stopped_by or anomaly is not None:
-                return Outcome(state, history, stopped_by or None)
-    return Outcome(state, history, None)
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """A step whose numbers are on their way to the host, which may go on meanwhile."""
-
-    index: int
-    batch: Any
-    metrics: Any
-    arrived: torch.cuda.Event | None
-    watched: Watch | None
-    began: float
-
-    @classmethod
-    def of(
-        cls, index: int, batch: Any, metrics: Any, watched: Watch | None, began: float
-    ) -> _Taken:
-        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree.leaves(metrics))
-        if not on_gpu:
-            return cls(index, batch, metrics, None, watched, began)
-        # copied before the next step starts: a copy that is asked for later waits for that step
-        metrics = tree.map(
-            lambda x: x.to("cpu", non_blocking=True) if isinstance(x, torch.Tensor) else x, metrics
-        )
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(index, batch, metrics, arrived, watched, began)
-
-    def record(self, meter: Meter, settled: float) -> dict[str, Any]:
-        """The step's record: its time began when the step before it was `settled`, or later."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        values = {name: float(self.metrics[name]) for name in METRICS if name in self.metrics}
-        seconds = time.perf_counter() - max(self.began, settled)
-        record = meter.record(self.index, self.batch, values, seconds)
-        if "targets" in self.metrics:
-            record["targets"] = int(self.metrics["targets"])
-        if meter.details is not None:
-            record |= meter.details(self.metrics["aux"])
-        if self.watched is not None:
-            record["layers"] = self.watched.layers(self.metrics)
-        return records.blank_empty_losses(record)
-
-
-def _is_due(step: int, every: int, steps: int) -> bool:
-    """Whether to evaluate after `step`."""
-    return every > 0 and (step % every == 0 or step == steps)
-
-
-def _is_multiple(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _count(batch: Any) -> int | None:
-    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
-    return tokens.numel() if isinstance(tokens, torch.Tensor) else None
-
-
-def _check_finite(record: Mapping[str, Any], names: Sequence[str]) -> None:
-    for name in names:
-        if not math.isfinite(record[name] or 0.0):
-            what = {"loss": "loss", "grad_norm": "gradients of norm"}[name]
-            raise FloatingPointError(
-                f"step {record['step']}: got {what} {record[name]}; wanted a finite number; fix: "
-                "lower the learning rate, lengthen the warm-up, clip gradients, or train in float32"
-            )
-
-
-def _stuck(record: Mapping[str, Any], patience: int, names: Sequence[str]) -> str:
-    where = f", in {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
-    return (
-        f"step {record['step']}: got gradients that are not finite in {patience} steps in a row"
-        f"{where}, with the loss times {record['loss_scale']:g}, the least; wanted finite ones; "
-        "fix: train in bf16 (--precision bf16), lower the learning rate, or lengthen the warm-up"
-    )
-
-
-REQUEUE_CODE = 128 + signal.SIGUSR1
-"""The exit code of a run that saved and left before its end, to be started again: 138."""
-RESHAPE_CODE = 75
-"""That of a run that saved, to be started with more ranks at once: EX_TEMPFAIL of sysexits.h."""
-
-
-def exit_code(stopped_by: int | None) -> int:
-    """The exit code of a process that ended early: 128 + the signal's number, as shells have it.
-
-    Where its time was over that of SIGUSR1, with which schedulers say so.
-    """
-    codes = {None: 0, EXIT_AFTER: REQUEUE_CODE, RESHAPE: RESHAPE_CODE}
-    return codes[stopped_by] if stopped_by in codes else 128 + int(stopped_by or 0)
 
 
 _HURRIED = 5.0  # seconds without a sign of life after which a run that is to end waits no longer
@@ -506,35 +143,296 @@ def train(
         write = _nowhere
         if job.main and out is not None:
             write = stack.enter_context(records.event_log(out / records.EVENTS))
-        phase = stack.enter_context(_watched(run, out, job, hung))
+        watched = stack.enter_context(_watched(run, out, job, hung))
         past = job.told(lambda: _past(run, out))
-        history: list[dict[str, Any]] = []
-        answers = 0
-        phase = _both(*_recording(run), phase)
+        phases = [PhaseHook(phase) for phase in (*_recording(run), *watched)]
         compared = _compared(run, out, job, write)
-        if compared is not None:
-            stack.enter_context(compared.drawing())
-            phase = _both(phase, compared.stopwatch.phase)
-        while True:
-            guard = _guard(run, write, past)
-            outcome = _stretch(run, out, job, stop, guard, write, peak, phase, compared, also)
-            phase("restore", outcome.history[-1]["step"] if outcome.history else run.start)
-            history += outcome.history
-            found = guard.found
-            if found is None or outcome.stopped_by:
-                _log_end(write, outcome)
-                return outcome._replace(history=history)
-            verdict = None
-            if config.anomalies.attribute:
-                verdict = attributed(run, out, job, found.step, past + history)
-                write("rerun", found.step, **verdict.event())
-                check_hardware(verdict)
-            answers += found.action in ("rollback", "lower-rate")
-            _check_answers(found, answers, config.anomalies.most, history)
-            run = _answered(run, out, job, outcome, found, verdict, write)
-            del outcome  # of a state that a rollback forgets
-            history = [record for record in history if record["step"] <= run.start]
-            past = [record for record in past if record["step"] <= run.start] + history
+        return _train(Session(run, out, job, write, stop, peak, phases, compared, also), past)
+
+
+def _train(session: Session, past: list[dict[str, Any]]) -> Outcome:
+    """Take the steps of a run, and answer anomalies, until it ends.
+
+    Args:
+        session: the run.
+        past: records of the steps before, by which anomalies are found.
+    """
+    run, most, history, answers = session.run, session.run.config.anomalies.most, [], 0
+    while True:
+        outcome, found = _take_steps(session, past)
+        for hook in session.listeners:
+            hook.phase("restore", outcome.history[-1]["step"] if outcome.history else run.start)
+        history += outcome.history
+        if found is None or outcome.stopped_by:
+            _log_end(session.write, outcome)
+            return outcome._replace(history=history)
+        verdict = None
+        if run.config.anomalies.attribute:
+            verdict = attributed(run, session.out, session.job, found.step, past + history)
+            session.write("rerun", found.step, **verdict.event())
+            check_hardware(verdict)
+        answers += found.action in ("rollback", "lower-rate")
+        _check_answers(found, answers, most, history)
+        run = _answered(session, outcome, found, verdict)
+        session = dataclasses.replace(session, run=run)
+        del outcome  # of a state that a rollback forgets
+        history = [record for record in history if record["step"] <= run.start]
+        past = [record for record in past if record["step"] <= run.start] + history
+
+
+def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outcome, Anomaly | None]:
+    """Take steps until all are taken, someone asks to stop, or an anomaly ends them: that, too."""
+    run, reached, history = session.run, session.run.state, []
+    stop = StopHook(session.stop, lambda step: _saves(run.config, step))
+    replicas = _replica_hook(session)
+    guard = _guard(session, past, replicas)
+    with _opened_batches(session) as batches:
+        for state, record in loop(
+            run.step,
+            run.state,
+            batches.take,
+            start=run.start,
+            steps=run.config.steps,
+            hooks=hooks_of(session, batches, stop, guard, replicas),
+            agree=lambda number: int(session.job.across(number, dist.ReduceOp.MAX)),
+            ahead=int(run.device.type == "cuda"),
+        ):
+            reached = state
+            history.append(record)
+    # a mesh grows after an anomaly was answered
+    waits = guard.found is not None and stop.stopped_by == RESHAPE
+    return Outcome(reached, history, None if waits else stop.stopped_by), guard.found
+
+
+def hooks_of(
+    session: Session,
+    batches: Batches,
+    stop: StopHook,
+    guard: Guard,
+    replicas: ReplicaHook | None,
+) -> list[LoopHook]:
+    """The hooks of a run, in their order; see `loop` for when each is called.
+
+    Args:
+        session: the run.
+        batches: of its steps.
+        stop: stops where someone asks for it.
+        guard: judges the numbers.
+        replicas: compares the state with that of other ranks.
+    """
+    run, config, out = session.run, session.run.config, session.out
+    scaled = config.optimizer.loss_scale
+    patience = scaled.patience if scaled.initial else 0
+    found = [
+        stop,
+        *session.phases,
+        _meter(session, batches),
+        LayerHook(run.watch) if run.watch is not None else None,
+        TargetsHook(run, batches),
+        record_blanks,
+        session.comparison,
+        EvaluationHook(_evaluate(run), config.eval_every) if config.eval_every else None,
+        *section_hooks(session),
+        *(record_to(reporter) for reporter in _reporters(session)),
+        OverflowHook(patience, run.setup.overflowing) if patience else None,
+        guard,
+        replicas,
+        memory_hook(run),
+        CheckpointHook(run, out, session.stop) if out is not None else None,
+    ]
+    return [hook for hook in found if hook is not None]
+
+
+def section_hooks(session: Session) -> Iterator[LoopHook]:
+    """The hooks of sections of the configuration: of each that has a method ``hook(session)``.
+
+    It returns a `LoopHook`, or None where the section asks for nothing. So a new ability with its
+    options is one file: a section with its hook. These come after the record is made, and before
+    it is written and judged.
+    """
+    config = session.run.config
+    for field in dataclasses.fields(config):
+        make = getattr(getattr(config, field.name), "hook", None)
+        hook = None if make is None else make(session)
+        if hook is not None:
+            yield hook
+
+
+def record_blanks(at: At) -> None:
+    """Leave losses out of the record of a step whose samples had no target."""
+    at.record = records.blank_empty_losses(at.record)
+
+
+class LayerHook(LoopHook):
+    """Takes the twin of a step that measures layers where that is due, and records ``layers``."""
+
+    def __init__(self, watch: Watch):
+        self._watch = watch
+
+    def before(self, at: At) -> None:
+        """Take the twin."""
+        if self._watch.due(at.index):
+            at.take = self._watch.step
+
+    def after(self, at: At) -> None:
+        """Record what it measured."""
+        if self._watch.due(at.index):
+            assert at.record is not None
+            at.record["layers"] = self._watch.layers(at.metrics)
+
+
+class TargetsHook(LoopHook):
+    """Takes the twin of a step for a batch without targets where no rank has any.
+
+    After hooks that take other steps; the metrics have the count of updates that rates are of.
+    """
+
+    def __init__(self, run: Run, batches: Batches):
+        self._run, self._batches = run, batches
+
+    def before(self, at: At) -> None:
+        """Take that twin, of the step that is to be taken."""
+        run, assumed = self._run, self._run.setup.reads_targets
+        watched = run.watch is not None and at.take is run.watch.step
+        targets = 1 if assumed else self._batches.num_targets(at.index)
+        assert at.take is not None
+        at.take = _count_updates(run.taking(at.take, targets, watched=watched))
+
+
+class CheckpointHook(LoopHook):
+    """Saves checkpoints of a run while training goes on; at the end all are complete.
+
+    Collective. After multiples of ``save_every`` steps, after the last, and where the run is asked
+    to stop; of a state that a hook has stopped the loop for, none.
+
+    Args:
+        run: what is trained.
+        out: its folder.
+        stop: says whether there is time to wait for ranks that are silent.
+    """
+
+    def __init__(self, run: Run, out: Path, stop: Request):
+        config, placement = run.config, run.setup.placement
+        self._run, self._settings = run, run_folder.settings(config)
+
+        def timeout() -> float:  # a rank's death may be why this one is to end: not waited for
+            limit = config.timeout_seconds
+            return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
+
+        keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
+        given: dict[str, Any] = {"keep": keep, "timeout": timeout, "device": run.device}
+        folder = out / run_folder.CHECKPOINTS
+        self._make = lambda: checkpoint.Saver(folder, placement, **given, at=run.at)
+
+    def begin(self, at: At) -> None:
+        """Prepare to save."""
+        self._saver = self._make()
+
+    def due(self, step: int) -> bool:
+        """Whether to save after so many steps."""
+        return _saves(self._run.config, step)
+
+    def after(self, at: At) -> None:
+        """Save where it is due."""
+        if not (at.keeps and (at.last or at.stopped_by or self.due(at.step))):
+            return
+        at.phase("save")
+        run, step = self._run, at.step
+        run.at("save", step)
+        samples = run.batches.first_sample(step)
+        about = {"step": step, "samples": samples, "tokens": samples * run.config.seq}
+        about |= {"mesh": run.config.mesh, "config": self._settings}
+        if isinstance(run.text, Blend):
+            about["sources"] = run.text.positions(run.gaps.number(samples))
+        self._saver.save(step, at.state, about)
+
+    def end(self, at: At) -> None:
+        """Wait for what is being saved, unless the run ends with an exception."""
+        close_with(self._saver, at.error)
+
+
+def _saves(config: TrainConfig, step: int) -> bool:
+    return config.save_every > 0 and step % config.save_every == 0
+
+
+class Batches:
+    """The batches of a run on its device, and of each its checksum and its targets on all ranks.
+
+    Both numbers are summed over the ranks while the step before is computed, so that nothing has to
+    wait for them. Collective.
+
+    Args:
+        session: the run.
+        make: of a step its batch in host memory, this rank's share of the checksum, and its number
+            of targets.
+    """
+
+    def __init__(self, session: Session, make: Callable[[int], tuple[Any, int, int]]):
+        self._run, self._job, self._make = session.run, session.job, make
+        self._begun: dict[int, tuple[Any, Callable[[], list[int]]]] = {}
+        self._sums: dict[int, Callable[[], list[int]]] = {}
+
+    def take(self, index: int) -> dict[str, torch.Tensor]:
+        """The batch of a step, from 0, on the device; the sums of the next one begin."""
+        run = self._run
+        run.at("step", index)
+        for number in range(index, min(index + 2, run.config.steps)):
+            if number not in self._begun:
+                self._begun[number] = self._begin(number)
+        host, self._sums[index] = self._begun.pop(index)
+        if isinstance(host, Exception):
+            raise host
+        # the copy to the device stays in this thread: which GPU is current is a thread's own affair
+        return run.on_device(host)
+
+    def _begin(self, index: int) -> tuple[Any, Callable[[], list[int]]]:
+        try:
+            host, share, targets = self._make(index)
+        except Exception as error:  # raised in its turn: till then the ranks go on together
+            return error, self._job.summed(0, 0)
+        return host, self._job.summed(share, targets)
+
+    def num_targets(self, index: int) -> int:
+        """The targets of all ranks in the batch of a step that was taken."""
+        return self._sums[index]()[1]
+
+    def checksum(self, index: int) -> str:
+        """The checksum of the batch of a step that was taken; it can be asked for once."""
+        return f"{self._sums.pop(index)()[0]:016x}"
+
+
+@contextmanager
+def _opened_batches(session: Session) -> Iterator[Batches]:
+    run = session.run
+
+    def make(index: int) -> tuple[dict[str, torch.Tensor], int, int]:
+        batch = run.host_batch(index)
+        return batch, own_hash(run.mesh, batch), run.num_targets(batch)
+
+    with prefetched(make, run.start, run.config.steps, run.config.prefetch) as made:
+        yield Batches(session, made)
+
+
+def _meter(session: Session, batches: Batches) -> Meter:
+    run, config = session.run, session.run.config
+    detailed = config.family.has_details(config.architecture)
+    return Meter(
+        learning_rate=run.setup.learning_rate,
+        tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
+        flops_per_token=data.flops_per_token(config),
+        peak_flops=session.peak_flops,
+        device=run.device,
+        details=gpt.summary if detailed else None,
+        position=lambda steps: {**seen(run, steps), "batch": batches.checksum(steps - 1)},
+    )
+
+
+def _evaluate(run: Run) -> Callable[[At], dict[str, dict[str, float]]]:
+    def evaluate(at: At) -> dict[str, dict[str, float]]:
+        run.at("evaluate", at.step)
+        return run.evaluate(at.state)
+
+    return evaluate
 
 
 @contextmanager
@@ -568,107 +466,31 @@ def _past(run: Run, out: Path | None) -> list[dict[str, Any]]:
     ]
 
 
-def _guard(run: Run, write: Callable[..., None], past: Sequence[records.Record]) -> Guard:
-    optimizer = run.config.optimizer
+def _guard(session: Session, past: Sequence[records.Record], replicas: ReplicaHook | None) -> Guard:
+    config = session.run.config
     return Guard(
-        run.config.anomalies,
-        write,
-        run.samples_of,
+        config.anomalies,
+        session.write,
+        session.run.samples_of,
         past,
-        skips=optimizer.skip_nonfinite > 0,
-        overflows=optimizer.loss_scale.initial > 0,
+        skips=config.optimizer.skip_nonfinite > 0,
+        overflows=config.optimizer.loss_scale.initial > 0,
+        repaired=None if replicas is None else replicas.repair_newest,
     )
 
 
-def _stretch(
-    run: Run,
-    out: Path | None,
-    job: Job,
-    stop: Request,
-    guard: Guard,
-    write: Callable[..., None],
-    peak: float,
-    phase: Callable[[str, int], None],
-    compared: Comparison | None,
-    also: Callable[[], records.Reporter] | None,
-) -> Outcome:
-    """The steps of `run` until all are taken, someone asks to stop, or an anomaly ends them."""
-    config, family, scaled = run.config, run.config.family, run.config.optimizer.loss_scale
-    sums: dict[int, Callable[[], int]] = {}
-    replicas = replicas_of(run, job) if config.check_replicas_every else None
-    repairs = config.on_corruption == "repair"
-
-    def position(steps: int) -> dict[str, Any]:
-        return {**seen(run, steps), "batch": f"{sums.pop(steps - 1)():016x}"}
-
-    def made(step: int) -> tuple[dict[str, torch.Tensor], int, int]:
-        batch = run.host_batch(step)
-        return batch, own_hash(run.mesh, batch), run.num_targets(batch)
-
-    meter = Meter(
-        learning_rate=run.setup.learning_rate,
-        tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
-        flops_per_token=data.flops_per_token(config),
-        peak_flops=peak,
-        device=run.device,
-        details=gpt.summary if family.has_details(config.architecture) else None,
-        position=position,
+def _replica_hook(session: Session) -> ReplicaHook | None:
+    config = session.run.config
+    replicas = replicas_of(session.run, session.job) if config.check_replicas_every else None
+    if replicas is None:
+        return None
+    return ReplicaHook(
+        replicas,
+        session.write,
+        config.check_replicas_every,
+        repairs=config.on_corruption == "repair",
+        saves=lambda step: _saves(config, step),
     )
-    with ExitStack() as stack:
-        save = stack.enter_context(_saving(run, out, stop)) if out is not None else None
-        # the copy to the device stays in this thread: which GPU is current is a thread's own affair
-        ahead = prefetched(made, run.start, config.steps, config.prefetch)
-        host_batch = stack.enter_context(ahead)
-        remember = stack.enter_context(remembering(run))
-        reached, targets = int(run.start), 0
-
-        def batch(step: int) -> dict[str, torch.Tensor]:
-            nonlocal reached, targets
-            reached = step + 1
-            run.at("step", step)
-            host, part, own_targets = host_batch(step)
-            sums[step] = job.summed(part)
-            targets = 1 if run.setup.reads_targets else job.summed(own_targets)()
-            return run.on_device(host)
-
-        def taken(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
-            return _count_updates(run.taking(run.step, targets))(state, batch)
-
-        def watched(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
-            assert run.watch is not None
-            return _count_updates(run.taking(run.watch.step, targets, watched=True))(state, batch)
-
-        def evaluated(state: State) -> dict[str, dict[str, float]]:
-            run.at("evaluate", reached)
-            return run.evaluate(state)
-
-        return loop(
-            taken,
-            run.state,
-            batch,
-            steps=config.steps,
-            start=run.start,
-            meter=meter,
-            save=save,
-            save_every=config.save_every,
-            remember=remember,
-            remember_every=config.memory_save_every,
-            evaluate=evaluated,
-            evaluate_every=config.eval_every,
-            reporters=_reporters(run, out, also) if job.main else [],
-            agree=lambda number: int(job.across(number, dist.ReduceOp.MAX)),
-            watch=None if run.watch is None else dataclasses.replace(run.watch, step=watched),
-            stop=stop,
-            ahead=int(run.device.type == "cuda"),
-            patience=scaled.patience if scaled.initial else 0,
-            skips=config.optimizer.skip_nonfinite > 0,
-            overflowing=run.setup.overflowing,
-            guard=guard,
-            check=None if replicas is None else checking(replicas, write, repairs=repairs),
-            check_every=config.check_replicas_every,
-            phase=phase,
-            ranks=(lambda index: {}) if compared is None else compared.gathered,
-        )
 
 
 def _count_updates(step: Callable) -> Callable:
@@ -686,19 +508,13 @@ def _count_updates(step: Callable) -> Callable:
     return counting
 
 
-def _reporters(
-    run: Run, out: Path | None, also: Callable[[], records.Reporter] | None
-) -> list[records.Reporter]:
-    found = [*reporters(run.config, out, run.start), records.report_missing_targets()]
+def _reporters(session: Session) -> list[records.Reporter]:
+    """Where rank 0 writes the records of a run."""
+    if not session.job.main:
+        return []
+    run, also = session.run, session.also
+    found = [*reporters(run.config, session.out, run.start), records.report_missing_targets()]
     return [*found, *([] if also is None else [also()])]
-
-
-def _both(*phases: Callable[[str, int], None]) -> Callable[[str, int], None]:
-    def tell(name: str, step: int) -> None:
-        for phase in phases:
-            phase(name, step)
-
-    return tell
 
 
 def _recording(run: Run) -> list[Callable[[str, int], None]]:
@@ -745,12 +561,12 @@ def _compared(
 @contextmanager
 def _watched(
     run: Run, out: Path | None, job: Job, hung: Callable[[str, bool], None]
-) -> Iterator[Callable[[str, int], None]]:
-    """A listener to the phases of the loop; it ends the process where the job hangs. Collective."""
+) -> Iterator[list[Callable[[str, int], None]]]:
+    """Listeners to the phases of the loop that end the process where the job hangs. Collective."""
     config, mesh, batches = run.config, run.mesh, run.batches
     watched = config.hang_after > 0 and out is not None
     if not (watched and isinstance(mesh, BoundMesh) and mesh.recorder is not None):
-        yield _no_phase
+        yield []
         return
 
     def compiles(step: int) -> bool:
@@ -769,7 +585,7 @@ def _watched(
         group=job.group,
     )
     with dog.watching():
-        yield dog.phase
+        yield [dog.phase]
 
 
 def replicas_of(run: Run, job: Job) -> Replicas | None:
@@ -800,7 +616,7 @@ def _check_answers(
 ) -> None:
     """Raise FloatingPointError where the run is to stop for an anomaly."""
     if found.action == "stop" and found.kind == "nonfinite":
-        _check_finite(history[-1], (found.metric,))
+        check_finite(history[-1], (found.metric,))
     if found.action == "stop":
         raise FloatingPointError(
             f"{found}: a spike; wanted none (--anomalies.on-spike stop); fix: go on from a "
@@ -813,21 +629,13 @@ def _check_answers(
         )
 
 
-def _answered(
-    run: Run,
-    out: Path | None,
-    job: Job,
-    outcome: Outcome,
-    found: Anomaly,
-    verdict: Verdict | None,
-    write: Callable[..., None],
-) -> Run:
+def _answered(session: Session, outcome: Outcome, found: Anomaly, verdict: Verdict | None) -> Run:
     """The run that goes on after an anomaly, as the policy has it. Collective."""
-    taken = outcome.history[-1]["step"]
+    run, out, taken = session.run, session.out, outcome.history[-1]["step"]
     if found.action == "rollback":
         # samples have no part in what does not happen again
         skips = verdict is None or verdict.kind != "transient"
-        return _rolled_back(run, out, job, found, write, skips=skips)
+        return _rolled_back(session, found, skips=skips)
     on = dataclasses.replace(run, state=outcome.state, start=taken)
     if found.action != "lower-rate":
         return on
@@ -835,26 +643,19 @@ def _answered(
     config = dataclasses.replace(run.config, anomalies=anomalies)
     made = make_setup(config, run.mesh)
     step, watch = programs(made, run.around)
-    write("lower-rate", taken, factor=anomalies.rate_factor, since=found.step)
-    if job.main and out is not None:
+    session.write("lower-rate", taken, factor=anomalies.rate_factor, since=found.step)
+    if session.job.main and out is not None:
         run_folder.write_config(out, config)
     return dataclasses.replace(on, setup=made, step=step, watch=watch)
 
 
-def _rolled_back(
-    run: Run,
-    out: Path | None,
-    job: Job,
-    found: Anomaly,
-    write: Callable[..., None],
-    *,
-    skips: bool = True,
-) -> Run:
+def _rolled_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
     """The run from a checkpoint before an anomaly, without the samples that led to it. Collective.
 
     What was saved after that checkpoint is removed: it has seen them. Steps that were taken before
     the batches changed are taken again with the batches of now, which the mesh can divide.
     """
+    run, out, job = session.run, session.out, session.job
     policy, batches = run.config.anomalies, run.batches
     first = max(found.step - 1 - policy.rollback_steps, 0)  # the first step that is forgotten
     config, skips = run.config, skips and policy.skip_data
@@ -878,7 +679,7 @@ def _rolled_back(
     state, _ = begin_state(run.setup, where, run.device)
     start = int(state.step)
     skipped = {"skipped": config.anomalies.skipped_samples} if skips else {}
-    write("rollback", found.step, to=start, since=first + 1, **skipped)
+    session.write("rollback", found.step, to=start, since=first + 1, **skipped)
     # the programs are the same, of which samples are no part; but rates may count them
     made, step, watch = dataclasses.replace(run.setup, config=config), run.step, run.watch
     if start < sum(steps for steps, _ in batches.earlier):
@@ -890,33 +691,6 @@ def _rolled_back(
         made, run.text, state, step, watch, run.device, start,
         run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around, run.at, run.memory,
     )  # fmt: skip
-
-
-@contextmanager
-def _saving(run: Run, out: Path, stop: Request) -> Iterator[Callable[[State, int], None]]:
-    """A function that saves the state after a step; after the block all saves are complete."""
-    config = run.config
-    keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
-    folder, settings = out / run_folder.CHECKPOINTS, run_folder.settings(config)
-
-    def timeout() -> float:  # a rank's death may be why this one is to end: it is not waited for
-        limit = config.timeout_seconds
-        return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
-
-    placement, device = run.setup.placement, run.device
-    given: dict[str, Any] = {"keep": keep, "timeout": timeout, "device": device, "at": run.at}
-    with checkpoint.Saver(folder, placement, **given) as saver:
-
-        def save(state: State, step: int) -> None:
-            run.at("save", step)
-            samples = run.batches.first_sample(step)
-            about = {"step": step, "samples": samples, "tokens": samples * config.seq}
-            about |= {"mesh": config.mesh, "config": settings}
-            if isinstance(run.text, Blend):
-                about["sources"] = run.text.positions(run.gaps.number(samples))
-            saver.save(step, state, about)
-
-        yield save
 
 
 def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[records.Reporter]:

@@ -54,7 +54,7 @@ _TELL_SECONDS, _AFTER_SECONDS = 5.0, 0.3
 _LONGEST = 3.0  # steps may take so many times as long as the longest did
 _NEIGHBOURS = 8  # ranks that one listens to
 
-PATIENT = frozenset({"start", "first step", "evaluate", "save", "restore", "end"})
+PATIENT = frozenset({"start", "first step", "evaluate", "save", "body", "restore", "end"})
 """Phases that may take as long as a collective waits; the others: `hang_after`."""
 
 

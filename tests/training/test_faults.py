@@ -21,9 +21,10 @@ from functron.spmd.flight import FlightRecorder
 from functron.training import faults, run_folder
 from functron.training.config import TrainConfig
 from functron.training.faults import Corrupt, FullDisk, Kill, flip_, flip_file, injected, moments
+from functron.training.restarts import stop_requests
 from functron.training.run import prepare
 from functron.training.step import State
-from functron.training.train import stop_requests, train
+from functron.training.train import train
 
 
 class Held(NamedTuple):

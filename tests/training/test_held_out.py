@@ -25,12 +25,14 @@ from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.spmd import Mesh
 from functron.training import run_folder
+from functron.training.anomalies import FiniteHook
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, dump, load
 from functron.training.data import open_samples
-from functron.training.evaluation import loss_memory_bytes, open_sets
+from functron.training.evaluation import EvaluationHook, loss_memory_bytes, open_sets
+from functron.training.loop import loop
+from functron.training.restarts import stop_on_signals
 from functron.training.run import prepare
-from functron.training.train import loop
 from tests.data.chats import corpus, make_tokenizer, write_lines
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL
 
@@ -329,20 +331,21 @@ def test_what_does_not_fit_is_said_before_the_run(config, tmp_path):
 
 
 def test_the_time_of_evaluation_is_not_that_of_a_step():
-    def evaluate(state):
+    def evaluate(at):
         time.sleep(0.3)
-        return {"one": {"loss": float(state)}}
+        return {"one": {"loss": float(at.state)}}
 
-    done = loop(
-        lambda state, _: (state + 1, {"loss": torch.tensor(0.0)}), 0, lambda _: {"tokens": torch.zeros(1)},
-        steps=3, evaluate=evaluate, evaluate_every=2, reporters=[],
-    )  # fmt: skip
-    assert [record.get("eval") for record in done.history] == [
+    def step(state, _):
+        return state + 1, {"loss": torch.tensor(0.0)}
+
+    hooks = [EvaluationHook(evaluate, 2)]
+    history = [record for _, record in loop(step, 0, lambda _: None, steps=3, hooks=hooks)]
+    assert [record.get("eval") for record in history] == [
         None,
         {"one": {"loss": 2.0}},
         {"one": {"loss": 3.0}},
     ]
-    assert all(record["step_seconds"] < 0.2 for record in done.history)
+    assert all(record["step_seconds"] < 0.2 for record in history)
 
 
 def test_a_run_that_is_to_stop_does_not_evaluate():
@@ -350,23 +353,23 @@ def test_a_run_that_is_to_stop_does_not_evaluate():
         signal.raise_signal(signal.SIGTERM)
         return state, {"loss": torch.tensor(0.0)}
 
-    asked = []
-    evaluate = asked.append  # pyright: ignore
-    done = loop(step, 0, lambda _: None, steps=2, evaluate=evaluate, evaluate_every=1, reporters=[])  # pyright: ignore
-    assert (done.stopped_by, len(done.history), asked) == (signal.SIGTERM, 1, [])
+    asked, stop = [], stop_on_signals()
+    hooks = [stop, EvaluationHook(asked.append, 1)]  # pyright: ignore
+    done = list(loop(step, 0, lambda _: None, steps=2, hooks=hooks))
+    assert (stop.stopped_by, len(done), asked) == (signal.SIGTERM, 1, [])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_at_once():
     asked = []
     with pytest.raises(FloatingPointError, match="step 1"):
-        loop(
-            lambda state, _: (state, {"loss": torch.tensor(math.inf)}),
-            0,
-            lambda _: None,
-            steps=1,
-            evaluate=asked.append,  # pyright: ignore
-            evaluate_every=1,
-            reporters=[],
+        list(
+            loop(
+                lambda state, _: (state, {"loss": torch.tensor(math.inf)}),
+                0,
+                lambda _: None,
+                steps=1,
+                hooks=[EvaluationHook(asked.append, 1), FiniteHook()],  # pyright: ignore
+            )
         )
     assert asked == []
 

@@ -8,31 +8,34 @@ import signal
 import time
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from functron import checkpoint
+from functron import checkpoint, random, tree
 from functron.core import chart as plot
-from functron.spmd import Mesh
+from functron.spmd import Mesh, P, shard_map
+from functron.spmd.donation import Donated
 from functron.spmd.mesh import LostRanksError
 from functron.training import records
+from functron.training.anomalies import FiniteHook
 from functron.training.config import TrainConfig
-from functron.training.run import prepare
-from functron.training.train import (
+from functron.training.evaluation import EvaluationHook
+from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
+from functron.training.restarts import (
     EXIT_AFTER,
     REQUEUE_CODE,
     RESHAPE,
     RESHAPE_CODE,
-    Meter,
     Request,
-    _noting_checkpoints,
+    StopHook,
     exit_code,
-    loop,
+    stop_on_signals,
     stop_requests,
-    train,
 )
+from functron.training.run import prepare
+from functron.training.train import Outcome, _noting_checkpoints, train
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",
@@ -48,9 +51,35 @@ def batch(step):
     return {"tokens": torch.full((2, 5), step)}
 
 
-def test_a_plain_function_needs_nothing_else(tmp_path, monkeypatch, capsys):
+def take(step, state, batches, *, hooks=(), stop=None, **given):
+    """All steps of a loop that stops where it is asked to, and is measured."""
+    stop, history = stop or stop_on_signals(), []
+    for after, record in loop(step, state, batches, hooks=[stop, Meter(), *hooks], **given):
+        state = after
+        history.append(record)
+    return Outcome(state, history, stop.stopped_by)
+
+
+def save_to(saved):
+    return lambda at: saved.append((at.state, at.step))
+
+
+def test_a_plain_function_needs_nothing_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    state, history, stopped = loop(halve, torch.tensor(8.0), batch, steps=3)
+    pairs = list(loop(halve, torch.tensor(8.0), batch, steps=3))
+    assert [state.item() for state, _ in pairs] == [4.0, 2.0, 1.0]
+    assert [list(record) for _, record in pairs] == [
+        ["step", "loss", "grad_norm", "step_seconds"]
+    ] * 3
+    assert [record["step"] for _, record in pairs] == [1, 2, 3]
+    assert [record["loss"] for _, record in pairs] == [8.0, 4.0, 2.0]
+    assert list(tmp_path.iterdir()) == []
+    assert list(loop(halve, torch.tensor(8.0), batch, steps=3, start=3)) == []
+
+
+def test_a_measured_loop_and_its_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    state, history, stopped = take(halve, torch.tensor(8.0), batch, steps=3, hooks=[progress()])
     assert (state.item(), stopped) == (1.0, None)
     assert [list(record) for record in history] == [KEYS] * 3
     assert [record["loss"] for record in history] == [8.0, 4.0, 2.0]
@@ -66,7 +95,7 @@ def test_batches_that_are_no_dicts_and_metrics_without_a_norm():
     def step(state, batch):
         return state + batch, {"loss": torch.tensor(1.0)}
 
-    state, history, _ = loop(step, 0, lambda index: index, steps=5, start=2, reporters=[])
+    state, history, _ = take(step, 0, lambda index: index, steps=5, start=2)
     assert state == 2 + 3 + 4
     assert [record["step"] for record in history] == [3, 4, 5]
     assert (
@@ -81,7 +110,7 @@ def test_the_meter_multiplies_out():
         flops_per_token=6.0,
         peak_flops=3000.0,
     )
-    record = meter.record(2, None, {"loss": 1.0}, 0.25)
+    record = meter.measure(2, None, {"loss": 1.0}, 0.25)
     assert (record["lr"], record["tokens"], record["tokens_per_second"]) == (0.25, 300, 400.0)
     assert record["mfu"] == pytest.approx(400 * 6 / 3000)
     assert record["step_seconds"] == 0.25
@@ -90,15 +119,8 @@ def test_the_meter_multiplies_out():
 def test_files(tmp_path):
     saved = []
     files = [records.jsonl(tmp_path / "m.jsonl"), records.loss_picture(tmp_path / "loss.svg")]
-    _, history, _ = loop(
-        halve,
-        torch.tensor(8.0),
-        batch,
-        steps=5,
-        reporters=files,
-        save=lambda state, step: saved.append((state.item(), step)),
-        save_every=2,
-    )
+    hooks = [*map(record_to, files), every(2, save_to(saved))]
+    _, history, _ = take(halve, torch.tensor(8.0), batch, steps=5, hooks=hooks)
     lines = (tmp_path / "m.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == history
     assert saved == [(2.0, 2), (0.5, 4), (0.25, 5)]
@@ -113,7 +135,7 @@ def test_records_are_on_disk_while_the_run_goes_on(tmp_path):
         seen.append(len(path.read_text().splitlines()))
         return state, {"loss": torch.tensor(1.0)}
 
-    loop(step, None, batch, steps=3, reporters=[records.jsonl(tmp_path / "m.jsonl")])
+    take(step, None, batch, steps=3, hooks=[record_to(records.jsonl(tmp_path / "m.jsonl"))])
     assert seen == [0, 1, 2]
 
 
@@ -130,8 +152,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, value):
 
     state = [0]
     files = [records.jsonl(tmp_path / "m.jsonl"), records.loss_picture(tmp_path / "loss.svg")]
+    hooks = [*map(record_to, files), FiniteHook(), every(0, save_to(saved))]
     with pytest.raises(FloatingPointError, match=r"step 3: got loss (nan|inf); wanted a finite"):
-        loop(step, state, count, steps=9, reporters=files, save=lambda *a: saved.append(a))
+        take(step, state, count, steps=9, hooks=hooks)
     assert saved == []
     assert [json.loads(line)["loss"] for line in (tmp_path / "m.jsonl").open()] == [1.0, 1.0, None]
     assert ET.parse(tmp_path / "loss.svg")
@@ -145,12 +168,12 @@ def test_gradients_that_are_not_finite_stop_the_run_unless_they_are_left_out():
         norm = float("inf") if state == 1 else 1.0
         return state + 1, {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(norm)}
 
-    given = {"save": lambda state, taken: saved.append(taken), "save_every": 2}
+    save = every(2, save_to(saved))
     with pytest.raises(FloatingPointError, match="step 2: got gradients of norm inf; wanted a fin"):
-        loop(step, 0, batch, steps=3, reporters=[], **given)
+        take(step, 0, batch, steps=3, hooks=[FiniteHook(), save])
     assert saved == []
-    loop(step, 0, batch, steps=3, reporters=[], skips=True, **given)
-    assert saved == [2, 3]
+    take(step, 0, batch, steps=3, hooks=[FiniteHook(skips=True), save])
+    assert saved == [(2, 2), (3, 3)]
 
 
 def test_steps_are_started_ahead_of_the_numbers_that_are_read():
@@ -165,13 +188,13 @@ def test_steps_are_started_ahead_of_the_numbers_that_are_read():
     def reporter():
         yield lambda record: events.append(f"read {record['step'] - 1}")
 
-    def evaluate(state):
-        events.append(f"evaluate {state}")
+    def evaluate(at):
+        events.append(f"evaluate {at.state}")
         return {}
 
-    given = {"save": lambda state, taken: events.append(f"save {taken}"), "save_every": 2}
-    given |= {"evaluate": evaluate, "evaluate_every": 5}
-    _, history, _ = loop(step, 0, batch, steps=5, reporters=[reporter()], ahead=1, **given)
+    hooks = [EvaluationHook(evaluate, 5), record_to(reporter())]
+    hooks += [every(2, lambda at: events.append(f"save {at.step}"))]
+    _, history, _ = take(step, 0, batch, steps=5, hooks=hooks, ahead=1)
     assert events == [
         "start 0", "start 1", "read 0", "read 1", "save 2",
         "start 2", "start 3", "read 2", "read 3", "save 4",
@@ -187,10 +210,9 @@ def test_a_step_that_was_ahead_of_a_loss_that_is_not_finite_is_not_saved():
         return state + 1, {"loss": torch.tensor(float("nan") if state == 1 else 1.0)}
 
     with pytest.raises(FloatingPointError, match="step 2: got loss nan"):
-        loop(step, 0, batch, steps=9, reporters=[], save=lambda *a: saved.append(a), ahead=1)
-    given = {"save": lambda state, taken: saved.append(taken), "save_every": 3}
+        take(step, 0, batch, steps=9, hooks=[FiniteHook(), every(0, save_to(saved))], ahead=1)
     with pytest.raises(FloatingPointError, match="step 2: got loss nan"):
-        loop(step, 0, batch, steps=9, reporters=[], ahead=5, **given)
+        take(step, 0, batch, steps=9, hooks=[FiniteHook(), every(3, save_to(saved))], ahead=5)
     assert saved == []
 
 
@@ -203,7 +225,7 @@ def test_the_first_signal_finishes_the_step_and_saves(number):
 
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     saved = []
-    outcome = loop(step, 0, batch, steps=100, reporters=[], save=lambda *args: saved.append(args))
+    outcome = take(step, 0, batch, steps=100, hooks=[every(0, save_to(saved))])
     assert (outcome.state, outcome.stopped_by, len(outcome.history)) == (3, number, 3)
     assert saved == [(3, 3)]
     assert exit_code(outcome.stopped_by) == 128 + number
@@ -221,7 +243,7 @@ def test_the_second_signal_raises_at_once():
         raise AssertionError("still running")
 
     with pytest.raises(KeyboardInterrupt):
-        loop(step, 0, batch, steps=2, reporters=[])
+        take(step, 0, batch, steps=2)
     assert reached == [0]
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -255,18 +277,19 @@ def test_a_run_leaves_when_its_time_is_over():
         return number
 
     request = Request(ends=time.monotonic() + 3600)
-    given = {"reporters": [], "stop": request, "agree": agree, "save": lambda *a: saved.append(a)}
+    given = {"agree": agree, "hooks": [every(0, save_to(saved))]}
 
     def batches(index):
         if index == 1:
             request.ends = time.monotonic()
         return batch(index)
 
-    outcome = loop(step, 0, batches, steps=9, **given)
+    outcome = take(step, 0, batches, steps=9, stop=StopHook(request), **given)
     assert (outcome.state, outcome.stopped_by, seen) == (2, EXIT_AFTER, [0, EXIT_AFTER])
     assert saved == [(2, 2)]
     assert exit_code(outcome.stopped_by) == REQUEUE_CODE == 128 + signal.SIGUSR1
-    assert loop(step, 8, batches, steps=9, start=8, **given).stopped_by is None  # it is done
+    done = take(step, 8, batches, steps=9, start=8, stop=StopHook(request), **given)
+    assert done.stopped_by is None  # it has all its steps
     request.signal = signal.SIGTERM
     assert request.asked() == signal.SIGTERM
 
@@ -276,15 +299,14 @@ def test_a_run_grows_where_it_saves_and_evaluates_before():
         return state + 1, {"loss": torch.tensor(1.0)}
 
     saved, request = [], Request(grown=lambda: True)
-    outcome = loop(
-        step, 0, batch, steps=9, reporters=[], stop=request,
-        save=lambda *a: saved.append(a), save_every=3,
-        evaluate=lambda state: {"held": {"loss": float(state)}}, evaluate_every=3,
-    )  # fmt: skip
+    save = every(3, save_to(saved))
+    stop = StopHook(request, save.due)
+    hooks = [EvaluationHook(lambda at: {"held": {"loss": float(at.state)}}, 3), save]
+    outcome = take(step, 0, batch, steps=9, stop=stop, hooks=hooks)
     assert (outcome.state, outcome.stopped_by, saved) == (3, RESHAPE, [(3, 3)])
     assert outcome.history[-1]["eval"] == {"held": {"loss": 3.0}}
     assert exit_code(outcome.stopped_by) == RESHAPE_CODE
-    assert loop(step, 8, batch, steps=9, start=8, reporters=[], stop=request).stopped_by is None
+    assert take(step, 8, batch, steps=9, start=8, stop=stop).stopped_by is None
 
 
 def test_why_a_run_left_is_an_event(tmp_path):
@@ -313,7 +335,7 @@ def test_another_ranks_signal_stops_this_one():
         asked.append(number)
         return signal.SIGTERM if len(asked) == 2 else number
 
-    outcome = loop(halve, torch.tensor(1.0), batch, steps=9, reporters=[], agree=agree)
+    outcome = take(halve, torch.tensor(1.0), batch, steps=9, agree=agree)
     assert (len(outcome.history), outcome.stopped_by) == (2, signal.SIGTERM)
 
 
@@ -364,6 +386,352 @@ def test_handlers_of_others_survive():
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+# --- the contract of hooks
+
+
+class Told(LoopHook):
+    """Notes all that it is told."""
+
+    def __init__(self, events, name="", **more):
+        self.events, self.name = events, name
+        self.__dict__.update(more)
+
+    def __str__(self):
+        return f"Told {self.name}"
+
+    def _note(self, moment, step):
+        self.events.append(f"{self.name}{moment} {step}")
+
+    def begin(self, at):
+        self._note("begin", at.step)
+
+    def before(self, at):
+        self._note("before", at.step)
+
+    def ask(self, at):
+        self._note("ask", at.step)
+        return 0
+
+    def after(self, at):
+        self._note("after", at.step)
+
+    def end(self, at):
+        self._note("end", at.step)
+
+
+def count_up(state, batch):
+    return state + 1, {"loss": torch.tensor(float(state))}
+
+
+def test_the_order_of_hooks_and_phases():
+    events = []
+
+    class Phases(LoopHook):
+        def phase(self, name, index):
+            events.append(f"[{name} {index}]")
+
+    def step(state, batch):
+        events.append("step")
+        return count_up(state, batch)
+
+    def batches(index):
+        events.append("batch")
+        return batch(index)
+
+    def agree(number):
+        events.append("agree")
+        return number
+
+    hooks = [Phases(), Told(events, "a."), Told(events, "b.")]
+    for state, record in loop(step, 0, batches, steps=2, start=1, hooks=hooks, agree=agree):
+        events.append(f"body {state} {record['step']}")
+    assert events == [
+        "a.begin 1", "b.begin 1",
+        "[data 1]", "batch", "[step 1]", "a.before 2", "b.before 2", "step",
+        "[agree 1]", "a.ask 2", "b.ask 2", "agree",
+        "[record 1]", "a.after 2", "b.after 2", "[body 1]", "body 1 2",
+        "[end 1]", "b.end 2", "a.end 2",
+    ]  # fmt: skip
+
+
+def donating():
+    """A step that consumes its state, as training steps do."""
+    step = shard_map(lambda state: state.add_(1.0), Mesh(), P(), P(), donate=0)
+
+    def taken(state, batch):
+        loss = state.clone()
+        return step(state), {"loss": loss}
+
+    return taken
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_the_state_that_is_yielded_is_that_of_its_record(ahead):
+    pairs = [
+        (state, record["step"], record["loss"])
+        for state, record in loop(count_up, 0, batch, steps=5, ahead=ahead)
+    ]
+    assert pairs == [(step, step, step - 1.0) for step in range(1, 6)]
+
+
+def test_a_state_that_a_step_ahead_consumed_raises_and_one_that_is_due_is_whole():
+    """A newer one in its place would be that of no record that was read."""
+    due, seen = [], {}
+    hooks = [every(3, lambda at: due.append((at.step, at.state.item())))]
+    given = {"steps": 5, "hooks": hooks, "ahead": 1}
+    for state, record in loop(donating(), torch.tensor(0.0), batch, **given):
+        seen[record["step"]] = repr(state) if type(state) is Donated else state.item()
+        if type(state) is Donated:
+            with pytest.raises(ValueError, match="a tensor that was donated"):
+                state.item()
+    assert {step for step, value in seen.items() if isinstance(value, str)} == {1, 2, 4}
+    assert (seen[3], seen[5]) == (3.0, 5.0)
+    assert due == [(3, 3.0), (5, 5.0)]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("how", ["break", "raise", "close"])
+def test_leaving_the_body_finishes_what_is_ahead_and_ends_all_hooks(how, ahead):
+    saved, history, ends = [], [], []
+    hooks = [
+        Told(ends, "first "),
+        record_to(history.append),
+        every(100, save_to(saved)),
+        Told(ends, "last "),
+    ]
+
+    def leave(steps, name):
+        for _, record in steps:
+            if record["step"] == 4:
+                if how == "raise":
+                    raise RuntimeError("of the body")
+                if how == "break":
+                    break
+                name.close()
+
+    def make():
+        return loop(count_up, 0, batch, steps=50, hooks=hooks, ahead=ahead)
+
+    if how == "raise":
+        with pytest.raises(RuntimeError, match="of the body"):
+            leave(make(), None)
+    elif how == "break":
+        leave(make(), None)
+    else:
+        named = make()
+        leave(named, named)
+    done = 4 + ahead
+    assert saved == [(done, done)]
+    assert [record["step"] for record in history] == list(range(1, done + 1))
+    assert ends[-2:] == [f"last end {done}", f"first end {done}"]
+
+
+def test_an_error_ends_all_hooks_and_has_a_note_of_whose_it_is(tmp_path):
+    saved, ends, errors = [], [], []
+
+    class Fails(LoopHook):
+        def after(self, at):
+            if at.step == 2:
+                raise RuntimeError("of the hook")
+
+        def end(self, at):
+            errors.append(at.error)
+            raise ValueError("at the end")
+
+    picture = record_to(records.loss_picture(tmp_path / "loss.svg"))
+    hooks = [Told(ends, "a."), picture, Fails(), Told(ends, "b."), every(1, save_to(saved))]
+    with pytest.raises(ValueError, match="at the end") as caught:
+        list(loop(count_up, 0, batch, steps=9, hooks=hooks))
+    assert caught.value.__notes__ == ["raised by end() of the hook Fails at step 2"]
+    first = caught.value.__context__
+    assert str(first) == "of the hook"
+    assert first.__notes__ == ["raised by after() of the hook Fails at step 2"]
+    assert errors == [first]
+    assert [e for e in ends if "end" in e] == ["b.end 2", "a.end 2"]
+    assert saved == [(1, 1)]
+    assert ET.parse(tmp_path / "loss.svg")
+
+
+def test_hooks_that_did_not_begin_do_not_end():
+    events = []
+
+    class Fails(LoopHook):
+        def begin(self, at):
+            raise OSError("no room")
+
+        def end(self, at):
+            events.append("never")
+
+    with pytest.raises(OSError, match="no room"):
+        list(loop(count_up, 0, batch, steps=1, hooks=[Told(events), Fails(), Told(events, "b.")]))
+    assert events == ["begin 0", "end 0"]
+
+
+def test_no_handler_stays_where_a_loop_is_abandoned():
+    mine = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+
+    def now():
+        return [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+
+    within = []
+
+    def step(state, batch):
+        within.append(now() != mine)
+        return count_up(state, batch)
+
+    saved, ended = [], []
+
+    def save(at):
+        ended.append(now() != mine)
+        saved.append(at.step)
+
+    steps = loop(step, 0, batch, steps=9, hooks=[stop_on_signals(), every(0, save)])
+    assert now() == mine  # nothing runs before the first step is asked for
+    next(steps)
+    next(steps)
+    assert within == [True, True]
+    assert now() == mine  # nobody may ever go on with it
+    del steps
+    assert now() == mine
+    assert (saved, ended) == ([2], [True])  # a Ctrl-C does not end the save
+
+
+def test_ctrl_c_in_the_body_raises_there_and_the_loop_ends():
+    saved = []
+    mine = signal.getsignal(signal.SIGINT)
+
+    def body():
+        hooks = [stop_on_signals(), every(0, save_to(saved))]
+        for _, record in loop(count_up, 0, batch, steps=9, hooks=hooks):
+            if record["step"] == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    assert saved == [(3, 3)]
+    assert signal.getsignal(signal.SIGINT) is mine
+
+
+def test_a_hook_takes_another_step_and_a_later_one_wraps_it():
+    taken = []
+
+    class Twin(LoopHook):
+        def before(self, at):
+            if at.step % 2 == 0:
+                at.take = lambda state, batch: (state + 10, {"loss": torch.tensor(0.0), "twin": 1})
+
+    class Wraps(LoopHook):
+        def before(self, at):
+            inner = at.take
+
+            def counted(state, batch):
+                taken.append(at.step)
+                return inner(state, batch)
+
+            at.take = counted
+
+    pairs = list(loop(count_up, 0, batch, steps=4, hooks=[Twin(), Wraps()]))
+    assert [state for state, _ in pairs] == [1, 11, 12, 22]
+    assert [record.get("twin") for _, record in pairs] == [None, 1, None, 1]
+    assert taken == [1, 2, 3, 4]
+
+
+def test_a_hook_repairs_the_state_where_it_is_due():
+    class Repairs(LoopHook):
+        def due(self, step):
+            return step == 3
+
+        def after(self, at):
+            if self.due(at.step):
+                at.state = 100
+
+    states = [state for state, _ in loop(count_up, 0, batch, steps=5, hooks=[Repairs()], ahead=2)]
+    assert states == [1, 2, 100, 101, 102]
+
+
+def test_a_repair_that_a_step_ahead_would_miss_is_refused():
+    class Repairs(LoopHook):
+        def after(self, at):
+            at.state = 100
+
+    steps = loop(count_up, 0, batch, steps=5, hooks=[Repairs()], ahead=1)
+    with pytest.raises(ValueError, match=r"step 1: got another state from a hook.*due"):
+        next(steps)
+
+
+def test_a_hook_stops_the_loop_and_may_keep_its_state_from_being_saved():
+    for keeps in (True, False):
+        saved = []
+
+        def judge(at, keeps=keeps):
+            if at.record["loss"] == 2.0:
+                at.stop(keeps=keeps)
+
+        pairs = list(loop(count_up, 0, batch, steps=9, hooks=[judge, every(3, save_to(saved))]))
+        assert [state for state, _ in pairs] == [1, 2, 3]
+        assert saved == ([(3, 3)] if keeps else [])
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (Told, "hooks: got .*Told.*; wanted a LoopHook or a function.*call it"),
+        (3, "hooks: got 3; wanted a LoopHook"),
+        (lambda at: 3, "got int from it; wanted entries of the record, or None"),
+        (lambda at: progress(), "got _Writer from it; .* fix: call it to make the hook"),
+    ],
+)
+def test_what_is_no_hook_is_refused(hook, message):
+    with pytest.raises(TypeError, match=message):
+        list(loop(count_up, 0, batch, steps=1, hooks=[hook]))
+    with pytest.raises(ValueError, match="every: got -1"):
+        every(-1, print)
+
+
+def test_what_a_function_returns_is_in_the_record_of_later_hooks():
+    history = []
+    hooks = [every(2, lambda at: {"twice": 2 * at.state}), record_to(history.append)]
+    pairs = list(loop(count_up, 0, batch, steps=3, hooks=hooks))
+    assert [record.get("twice") for record in history] == [None, 4, 6]
+    assert [record for _, record in pairs] == history
+
+
+def test_the_time_of_the_body_and_of_hooks_is_not_that_of_a_step():
+    for ahead in (0, 1):
+        found = []
+        hooks = [every(1, lambda at: time.sleep(0.1))]
+        for _, record in loop(count_up, 0, batch, steps=3, hooks=hooks, ahead=ahead):
+            time.sleep(0.1)
+            found.append(record["step_seconds"])
+        assert max(found) < 0.1
+
+
+def test_a_section_of_the_configuration_adds_its_hook(tmp_path):
+    """In the record that files have, with the run's folder, events and processes at hand."""
+
+    @dataclass(frozen=True)
+    class Weights:
+        every: int = 0
+
+        def hook(self, session):
+            def measure(at):
+                session.write("weighed", at.step)
+                return {"weight": sum(x.numel() for x in tree.leaves(at.state.params))}
+
+            return every(self.every, measure) if self.every else None
+
+    @dataclass(frozen=True)
+    class Config(TrainConfig):
+        weights: Weights = Weights(every=2)
+
+    run = prepare(Config(steps=3, global_batch=2, seq=16, format="mock"), Mesh())
+    history = train(run, tmp_path).history
+    total = sum(x.numel() for x in tree.leaves(run.setup.init(random.key(0)).params))
+    assert [record.get("weight") for record in history] == [None, total, total]
+    assert records.read(tmp_path / "metrics.jsonl") == history
+    assert [e["step"] for e in records.read(tmp_path / "events.jsonl")] == [2, 3]
 
 
 def test_ticks_are_round_and_enclose():

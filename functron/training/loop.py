@@ -1,0 +1,556 @@
+"""The loop of training steps: a generator, and the hooks that look on, act and decide beside it.
+
+`loop` knows a step, its batches and hooks, and nothing of files, signals or processes: those are
+hooks, each beside what it is about. Here are the general ones: `every`, `progress`, `record_to`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from functron.core import tree
+from functron.training import records
+from functron.training.hardware import peak_memory_bytes
+
+Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
+"""``(state, batch) -> (state, metrics)``."""
+
+
+@dataclass(eq=False)
+class At:
+    """One step of a loop, as its hooks see it.
+
+    Attributes:
+        index: number of the step, from 0; before any step was taken, one before the first.
+        steps: how many steps the whole run has.
+        state: before the step, and once it is taken after it.
+        batch: of the step; None once its record was yielded, as are its metrics.
+        take: what is called for this step; a hook may put another `Step` in its place before.
+        metrics: of the step; tensors of a GPU are copies on the host.
+        record: of the step, which hooks add to; None before any step was taken.
+        stopped_by: the number that the ranks agreed to stop by, 0 where nobody asked; None: they
+            have not been asked yet.
+        error: the exception that ends the loop; None where it ends otherwise.
+        left: whether the body left the loop: by a ``break``, an exception or ``close()``.
+    """
+
+    index: int
+    steps: int
+    state: Any
+    batch: Any = None
+    take: Step | None = None
+    metrics: Any = None
+    record: dict[str, Any] | None = None
+    stopped_by: int | None = None
+    error: BaseException | None = None
+    left: bool = False
+    _course: _Course = field(kw_only=True, repr=False)
+    _began: float = field(default=0.0, kw_only=True, repr=False)
+    _arrived: torch.cuda.Event | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    def step(self) -> int:
+        """How many steps have been taken after this one: its number from 1, as in records."""
+        return self.index + 1
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last step of the run."""
+        return self.step == self.steps
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the state may be saved: no hook has stopped the loop for wrong numbers."""
+        return self._course.keeps
+
+    @property
+    def newest(self) -> At:
+        """The newest step that was started: with `ahead` its record has not been read yet.
+
+        For hooks that have to look at a state that is whole after a step for which they were not
+        `LoopHook.due`, such as replicas where a number is not finite.
+        """
+        return self._course.newest
+
+    def phase(self, name: str) -> None:
+        """Tell all hooks that the loop goes over to this phase of the step."""
+        self._course.phase(name, self.index)
+
+    def ask(self) -> None:
+        """Ask all hooks of all ranks again whether to stop, after what took long. Collective."""
+        self.stopped_by = self._course.ask(self) or self.stopped_by
+
+    def stop(self, *, keeps: bool = True) -> None:
+        """End the loop after this step, and those ahead of it. Every rank must decide so alike.
+
+        Args:
+            keeps: whether the state may be saved.
+        """
+        self._course.ending = True
+        self._course.keeps &= keeps
+
+    def _start(self) -> None:
+        """Take the step; the numbers of a GPU are on their way to the host, which may go on."""
+        assert self.take is not None
+        self.state, self.metrics = self.take(self.state, self.batch)
+        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree.leaves(self.metrics)):
+            # copied before the next step starts: a copy that is asked for later waits for that step
+            self.metrics = tree.map(
+                lambda x: x.to("cpu", non_blocking=True) if isinstance(x, torch.Tensor) else x,
+                self.metrics,
+            )
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def _read(self, settled: float) -> None:
+        """Make the record; the step's time began when the one before was `settled`, or later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers = {name: x if isinstance(x, int | float) else x.item()
+                   for name, x in self.metrics.items()
+                   if isinstance(x, int | float) or getattr(x, "ndim", None) == 0}  # fmt: skip
+        seconds = time.perf_counter() - max(self._began, settled)
+        self.record = {"step": self.step, **numbers, "step_seconds": seconds}
+
+
+class LoopHook:
+    """A part of a training loop beside its steps. Every method does nothing: override some.
+
+    The order in which they are called is in `loop`. A function ``f(at)`` is a hook, too: its
+    `after`.
+    """
+
+    def begin(self, at: At) -> None:
+        """Before the first step; ``at.step`` steps have been taken."""
+
+    def before(self, at: At) -> None:
+        """Before a step: may replace ``at.state``, ``at.batch`` and ``at.take``."""
+
+    def ask(self, at: At) -> int:
+        """A number above 0 asks to stop after this step; one rank may ask alone."""
+        return 0
+
+    def due(self, step: int) -> bool:
+        """Whether it needs the state after so many steps, alike on all ranks; the last it has."""
+        return False
+
+    def after(self, at: At) -> None:
+        """After a step: ``at.record`` is there, and may be added to or replaced."""
+
+    def end(self, at: At) -> None:
+        """At the end, however it comes; ``at`` is the last step whose record was read."""
+
+    def phase(self, name: str, index: int) -> None:
+        """The loop goes over to this phase of step `index`, from 0."""
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+def loop(
+    step: Step,
+    state: Any,
+    batches: Callable[[int], Any],
+    *,
+    steps: int,
+    start: int = 0,
+    hooks: Sequence[LoopHook | Callable[[At], Mapping[str, Any] | None]] = (),
+    agree: Callable[[int], int] = int,
+    ahead: int = 0,
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Take steps `start` to ``steps - 1``, and yield the state after each, with its record.
+
+    ``for state, record in loop(step, state, batches, steps=200, hooks=[every(100, save)]): ...``
+
+    A record has ``step``, counted from 1, every metric that is one number, ``step_seconds``, and
+    what hooks add to it.
+
+    **The order at one step.** Hooks are called in the order of their list, on every rank alike:
+
+    1. phase "data": ``batches(index)``;
+    2. phase "step": `LoopHook.before` of each, then the step;
+    3. phase "agree": `LoopHook.ask` of each; the largest number goes through `agree`, which makes
+       it that of all ranks, once a step. If it is not 0, this is the last step;
+    4. phase "record": the numbers are read, which waits for the step, then `LoopHook.after` of
+       each;
+    5. phase "body": the state and the record are yielded.
+
+    `LoopHook.begin` comes before all of it. At the end, in phase "end", `LoopHook.end` is called in
+    the reverse order, as with blocks are left: the first hook in the list begins first and ends
+    last.
+
+    **Replacing a step.** `LoopHook.before` may put another step into ``at.take`` for once: a twin
+    that measures more, or one for a batch from which nothing is learned. A later hook sees it there
+    and may wrap it.
+
+    **Repairing a state.** Before a step, and after one for which it is due, a hook may write into
+    ``at.state`` in place, or put another one there: that is yielded, and the next step takes it.
+
+    **Steps ahead.** Where a device computes while Python goes on, ``ahead=1`` keeps it busy: a step
+    is started before the numbers of the one before are read. The state that is yielded is always
+    that of the record beside it; newer ones are private until their records have been read. A step
+    that donates its state has then consumed the one that is yielded, and to use it raises. So a
+    hook says by `LoopHook.due` after which steps it needs the state: there, at the last step, and
+    where the loop is to stop, all records are read first, and no step is started in between.
+
+    **Deciding together.** Whether to stop is asked of every hook and agreed by all ranks, as a
+    signal reaches one of them; the number they agree on is ``at.stopped_by`` at their last step,
+    where hooks may save. Whatever else a hook decides, such as when it is due, or ``at.stop()``
+    after a record, it must decide by what all ranks know alike.
+
+    **Ending.** After its last step, and when it is asked to stop, the loop ends by itself. Where
+    the body leaves it (``break``, an exception, ``close()``, or nobody refers to it any more), the
+    steps ahead are finished, recorded and not yielded, and then hooks end: ``at.left`` is true, and
+    the state is whole, to be saved. Where a step, a batch or a hook raises, the exception has a
+    note of which hook it was, ``at.error`` is that exception, and the state may be half of another:
+    nobody should save it. All hooks that began end, whatever the others raise; the last exception
+    is raised, with the earlier ones as its context. Python prints, and does not raise, what hooks
+    raise as a ``break`` ends them: ``with contextlib.closing(loop(...)) as steps`` raises it.
+
+    Args:
+        step: ``(state, batch) -> (state, metrics)``.
+        state: before step `start`.
+        batches: the batch of each step, a pure function of its number from 0.
+        steps: how many steps the whole run has.
+        start: how many of them are done.
+        hooks: what is done beside the steps.
+        agree: the largest of all ranks' numbers, so that every rank stops at the same step.
+        ahead: how many steps are started before the numbers of one are read.
+
+    Raises:
+        TypeError: a hook is neither a `LoopHook` nor a function, or returns what is no mapping.
+        ValueError: a hook replaced a state that a step ahead had taken already.
+    """
+    course = _Course([_as_hook(hook) for hook in hooks], agree)
+    course.newest = course.at = At(start - 1, steps, state, _course=course)
+    flying: deque[At] = deque()
+    with ExitStack() as ends:
+        for hook in course.hooks:
+            course.call(hook, "begin", course.at)
+            ends.push(functools.partial(course.end, hook))
+        ends.callback(lambda: course.at.phase("end"))
+        try:
+            for index in range(start, steps):
+                began = time.perf_counter()
+                course.phase("data", index)
+                batch = batches(index)
+                course.phase("step", index)
+                new = At(index, steps, state, batch, step, _course=course, _began=began)
+                course.tell("before", new)
+                new._start()
+                flying.append(new)
+                course.newest, state = new, new.state
+                new.phase("agree")
+                new.stopped_by = course.ask(new)
+                settles = new.last or new.stopped_by or course.is_due(new.step)
+                while len(flying) > (0 if settles or course.ending else ahead):
+                    at = course.settle(flying)
+                    at.phase("body")
+                    yield at.state, at.record or {}
+                    course.resume()
+                if not flying:
+                    state = course.at.state
+                if course.ending:
+                    return
+        except GeneratorExit:
+            while flying:
+                course.settle(flying)
+            course.at.left = True
+            raise
+
+
+class _Course:
+    """The hooks of a loop while it runs, and what they have decided."""
+
+    def __init__(self, hooks: Sequence[LoopHook], agree: Callable[[int], int]):
+        self.hooks, self._agree = hooks, agree
+        self.at: At
+        self.newest: At
+        self.ending, self.keeps = False, True
+        self._settled = 0.0
+
+    def call(self, hook: LoopHook, moment: str, *given: Any) -> Any:
+        """Call one method of a hook; what it raises says whose it is."""
+        try:
+            return getattr(hook, moment)(*given)
+        except BaseException as error:
+            at = given[0]
+            when = f" at step {at.step}" if isinstance(at, At) else ""
+            error.add_note(f"raised by {moment}() of the hook {hook}{when}")
+            raise
+
+    def tell(self, moment: str, at: At) -> None:
+        for hook in self.hooks:
+            self.call(hook, moment, at)
+
+    def phase(self, name: str, index: int) -> None:
+        for hook in self.hooks:
+            hook.phase(name, index)
+
+    def ask(self, at: At) -> int:
+        asked = (self.call(hook, "ask", at) for hook in self.hooks)
+        return self._agree(max(asked, default=0))
+
+    def is_due(self, step: int) -> bool:
+        return any(self.call(hook, "due", step) for hook in self.hooks)
+
+    def settle(self, flying: deque[At]) -> At:
+        """Read the record of the oldest step that was started, and tell it to the hooks."""
+        at = self.at = flying.popleft()
+        at.phase("record")
+        at._read(self._settled)
+        given = at.state
+        self.tell("after", at)
+        if at.state is not given and flying:
+            raise ValueError(
+                f"step {at.step}: got another state from a hook, when the next step had taken this "
+                f"one; wanted a hook that is due after step {at.step}; fix: have its due() say so"
+            )
+        self.ending |= bool(at.stopped_by)
+        self._settled = time.perf_counter()
+        return at
+
+    def resume(self) -> None:
+        """The body is done: its time is not that of a step."""
+        self.at.batch = self.at.metrics = None
+        self._settled = time.perf_counter()
+
+    def end(self, hook: LoopHook, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.at.error = None if kind is GeneratorExit else error
+        self.call(hook, "end", self.at)
+
+
+def _as_hook(given: Any) -> LoopHook:
+    if isinstance(given, LoopHook):
+        return given
+    if isinstance(given, type) or not callable(given):
+        raise TypeError(
+            f"hooks: got {given!r}; wanted a LoopHook or a function of a step; fix: "
+            + ("make one of it: call it" if callable(given) else "leave it out")
+        )
+    return _Function(given)
+
+
+def _name_of(function: Callable) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _add(function: Callable[[At], Mapping[str, Any] | None], at: At) -> None:
+    """Call a function of a step, and add what it returns to the record."""
+    found = function(at)
+    if found is None:
+        return
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"{_name_of(function)}: got {type(found).__name__} from it; wanted entries of the "
+            "record, or None; fix: "
+            + ("call it to make the hook" if isinstance(found, LoopHook) else "return a dict")
+        )
+    assert at.record is not None
+    at.record.update(found)
+
+
+class _Function(LoopHook):
+    """A function of a step as a hook."""
+
+    def __init__(self, function: Callable[[At], Any]):
+        self._function = function
+
+    def after(self, at: At) -> None:
+        _add(self._function, at)
+
+    def __str__(self) -> str:
+        return _name_of(self._function)
+
+
+class _Every(LoopHook):
+    """The hook that `every` makes."""
+
+    def __init__(self, n: int, function: Callable, at_end: bool):
+        self._n, self._function, self._at_end = n, function, at_end
+        self._called = -1
+
+    def due(self, step: int) -> bool:
+        return self._n > 0 and step % self._n == 0
+
+    def after(self, at: At) -> None:
+        if self.due(at.step) or (self._at_end and (at.last or at.stopped_by)):
+            self._call(at)
+
+    def end(self, at: At) -> None:
+        whole = at.error is None and at.record is not None
+        if self._at_end and whole and self._called != at.step:
+            self._call(at)
+
+    def _call(self, at: At) -> None:
+        if at.keeps:
+            self._called = at.step
+            _add(self._function, at)
+
+    def __str__(self) -> str:
+        return f"every({self._n}, {_name_of(self._function)})"
+
+
+def every(
+    n: int, function: Callable[[At], Mapping[str, Any] | None], *, at_end: bool = True
+) -> LoopHook:
+    """A hook that calls a function after every `n` steps, and after the last one that is taken.
+
+    The state is whole, as it is due then. Not called with a state that another hook has stopped the
+    loop for, nor where the loop ends with an exception.
+
+    Args:
+        n: after multiples of so many steps; 0: at the end alone.
+        function: of the step; what it returns is added to the record, which hooks that come later
+            in the list see.
+        at_end: whether it is called after the last step, too: that of the run, the one at which the
+            loop was asked to stop, or after which the body left it.
+    """
+    if n < 0 or not callable(function):
+        raise ValueError(
+            f"every: got {n!r} and {function!r}; wanted a number of steps and a function; fix: "
+            "every(100, save), where save(at) is a function of the step"
+        )
+    return _Every(n, function, at_end)
+
+
+class PhaseHook(LoopHook):
+    """Tells a function ``f(name, index)`` what the loop goes over to, with the step, from 0."""
+
+    def __init__(self, function: Callable[[str, int], None]):
+        self._function = function
+
+    def phase(self, name: str, index: int) -> None:
+        """Pass it on."""
+        self._function(name, index)
+
+
+class _Writer(LoopHook):
+    """Passes each record on; with a with block from the beginning of the loop to its end."""
+
+    def __init__(self, opened: Callable[[At], AbstractContextManager]):
+        self._opened, self._stack = opened, ExitStack()
+        self._write: Callable[[dict[str, Any]], Any] = dict
+
+    def begin(self, at: At) -> None:
+        self._write = self._stack.enter_context(self._opened(at))
+
+    def after(self, at: At) -> None:
+        assert at.record is not None
+        self._write(at.record)
+
+    def end(self, at: At) -> None:
+        close_with(self._stack, at.error)
+
+    def __str__(self) -> str:
+        return f"record_to({_name_of(self._write)})"
+
+
+def close_with(block: AbstractContextManager, error: BaseException | None) -> None:
+    """Leave a with block as an exception would leave it; None: as its end."""
+    trace = None if error is None else error.__traceback__
+    block.__exit__(None if error is None else type(error), error, trace)
+
+
+def record_to(
+    writer: records.Reporter | Callable[[dict[str, Any]], Any],
+) -> LoopHook:
+    """A hook that passes each record on, with what hooks before it in the list have added.
+
+    Args:
+        writer: a function of a record, such as ``history.append``, or a context manager that yields
+            one, such as ``functron.training.records.jsonl(path)``; its block is left at the end.
+    """
+    block = writer if isinstance(writer, AbstractContextManager) else nullcontext(writer)
+    return _Writer(lambda at: block)
+
+
+def progress() -> LoopHook:
+    """A hook that shows a bar: loss, gradient norm, tokens per second, losses of held-out sets."""
+    return _Writer(lambda at: records.progress(at.steps, at.step))
+
+
+@dataclass(frozen=True)
+class Meter(LoopHook):
+    """A hook that makes the record of a step complete: rates of tokens and FLOPs, and memory.
+
+    It comes before hooks that add to the record. Each part may be left unknown.
+
+    Attributes:
+        learning_rate: of each update, from 0: of the count that the optimizer took it by, where
+            the metrics have it as ``updates``, and else of the step.
+        tokens_seen: tokens that all ranks together train on in the first so many steps; None
+            counts ``batch["tokens"]``, of which all steps have as many.
+        flops_per_token: model FLOPs of a token, forward and backward.
+        peak_flops: FLOP/s of all devices together.
+        device: whose memory is recorded.
+        details: makes more entries of a record out of what a step's metrics have as ``aux``.
+        position: more entries of a record, by the number of steps taken: where the data is.
+    """
+
+    learning_rate: Callable[[int], Any] | None = None
+    tokens_seen: Callable[[int], int] | None = None
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    device: torch.device | str = "cpu"
+    details: Callable[[Any], Mapping[str, float]] | None = None
+    position: Callable[[int], Mapping[str, Any]] | None = None
+
+    def after(self, at: At) -> None:
+        """Put what is known into the record: every key, None where unknown."""
+        assert at.record is not None
+        given = at.record
+        at.record = self.measure(at.index, at.batch, given, given["step_seconds"])
+        more = given.keys() - at.record.keys() - _OF_OPTIMIZER
+        at.record |= {name: value for name, value in given.items() if name in more}
+        if self.details is not None:
+            at.record |= self.details(at.metrics["aux"])
+
+    def measure(self, index: int, batch: Any, values: Mapping[str, float], seconds: float) -> dict:
+        """The measurements of step `index` (from 0), whose metrics are `values`.
+
+        ``step`` and ``tokens`` count from the beginning, this step included; ``mfu`` is model
+        FLOPs per second over `peak_flops`.
+        """
+        if self.tokens_seen is None:
+            count = _count_tokens(batch)
+            seen = None if count is None else (index + 1) * count
+        else:
+            seen = self.tokens_seen(index + 1)
+            count = seen - self.tokens_seen(index)
+        rate = None if count is None else count / seconds
+        updates = int(values.get("updates", index))
+        mfu = None
+        if rate is not None and self.flops_per_token and self.peak_flops:
+            mfu = rate * self.flops_per_token / self.peak_flops
+        norm, scale = values.get("grad_norm"), values.get("loss_scale")
+        return {
+            "step": index + 1,
+            "loss": float(values["loss"]),
+            "grad_norm": None if norm is None else float(norm),
+            **({} if scale is None else {"loss_scale": float(scale)}),
+            "lr": None if self.learning_rate is None else float(self.learning_rate(updates)),
+            "tokens": seen,
+            "tokens_per_second": rate,
+            "step_seconds": seconds,
+            "mfu": mfu,
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+            **({} if self.position is None else self.position(index + 1)),
+        }
+
+
+_OF_OPTIMIZER = frozenset({"stuck", "updates"})
+"""Metrics that are no measurements: records do not have them."""
+
+
+def _count_tokens(batch: Any) -> int | None:
+    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+    return tokens.numel() if isinstance(tokens, torch.Tensor) else None
