@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,18 +97,17 @@ class At:
         self._course.ending = True
         self._course.keeps &= keeps
 
-    def _start(self) -> None:
-        """Take the step; the numbers of a GPU are on their way to the host, which may go on."""
+    def _start(self, *, ahead: bool) -> None:
+        """Take the step; where others start before its numbers are read, these are copies."""
         assert self.take is not None
         self.state, self.metrics = self.take(self.state, self.batch)
-        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree.leaves(self.metrics)):
-            # copied before the next step starts: a copy that is asked for later waits for that step
-            self.metrics = tree.map(
-                lambda x: x.to("cpu", non_blocking=True) if isinstance(x, torch.Tensor) else x,
-                self.metrics,
-            )
+        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree.leaves(self.metrics))
+        if on_gpu:  # a copy that is asked for after the next step has started waits for that step
+            self.metrics = _map_tensors(lambda x: x.to("cpu", non_blocking=True), self.metrics)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
+        elif ahead:  # the next step may overwrite them: they may be a part of the state
+            self.metrics = _map_tensors(torch.clone, self.metrics)
 
     def _read(self, settled: float) -> None:
         """Make the record; the step's time began when the one before was `settled`, or later."""
@@ -119,6 +118,10 @@ class At:
                    if isinstance(x, int | float) or getattr(x, "ndim", None) == 0}  # fmt: skip
         seconds = time.perf_counter() - max(self._began, settled)
         self.record = {"step": self.step, **numbers, "step_seconds": seconds}
+
+
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], metrics: Any) -> Any:
+    return tree.map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, metrics)
 
 
 class LoopHook:
@@ -165,7 +168,7 @@ def loop(
     hooks: Sequence[LoopHook | Callable[[At], Mapping[str, Any] | None]] = (),
     agree: Callable[[int], int] = int,
     ahead: int = 0,
-) -> Iterator[tuple[Any, dict[str, Any]]]:
+) -> Generator[tuple[Any, dict[str, Any]], None, None]:
     """Take steps `start` to ``steps - 1``, and yield the state after each, with its record.
 
     ``for state, record in loop(step, state, batches, steps=200, hooks=[every(100, save)]): ...``
@@ -204,7 +207,7 @@ def loop(
     **Deciding together.** Whether to stop is asked of every hook and agreed by all ranks, as a
     signal reaches one of them; the number they agree on is ``at.stopped_by`` at their last step,
     where hooks may save. Whatever else a hook decides, such as when it is due, or ``at.stop()``
-    after a record, it must decide by what all ranks know alike.
+    after a record, it must decide by what all ranks know alike; so must a body that leaves.
 
     **Ending.** After its last step, and when it is asked to stop, the loop ends by itself. Where
     the body leaves it (``break``, an exception, ``close()``, or nobody refers to it any more), the
@@ -245,7 +248,7 @@ def loop(
                 course.phase("step", index)
                 new = At(index, steps, state, batch, step, _course=course, _began=began)
                 course.tell("before", new)
-                new._start()
+                new._start(ahead=ahead > 0)
                 flying.append(new)
                 course.newest, state = new, new.state
                 new.phase("agree")

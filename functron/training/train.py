@@ -187,7 +187,7 @@ def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outco
     replicas = _replica_hook(session)
     guard = _guard(session, past, replicas)
     with _opened_batches(session) as batches:
-        for state, record in loop(
+        steps = loop(
             run.step,
             run.state,
             batches.take,
@@ -196,9 +196,14 @@ def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outco
             hooks=hooks_of(session, batches, stop, guard, replicas),
             agree=lambda number: int(session.job.across(number, dist.ReduceOp.MAX)),
             ahead=int(run.device.type == "cuda"),
-        ):
-            reached = state
-            history.append(record)
+        )
+        try:
+            for state, record in steps:
+                reached = state
+                history.append(record)
+        except BaseException as error:
+            steps.throw(error)  # an interrupt that comes here is one of this rank, which saves not
+            raise
     # a mesh grows after an anomaly was answered
     waits = guard.found is not None and stop.stopped_by == RESHAPE
     return Outcome(reached, history, None if waits else stop.stopped_by), guard.found
@@ -302,8 +307,8 @@ class TargetsHook(LoopHook):
 class CheckpointHook(LoopHook):
     """Saves checkpoints of a run while training goes on; at the end all are complete.
 
-    Collective. After multiples of ``save_every`` steps, after the last, and where the run is asked
-    to stop; of a state that a hook has stopped the loop for, none.
+    Collective. After multiples of ``save_every`` steps, after the last, where the run is asked to
+    stop, and where the body leaves the loop; of a state that is to be forgotten, none.
 
     Args:
         run: what is trained.
@@ -326,7 +331,7 @@ class CheckpointHook(LoopHook):
 
     def begin(self, at: At) -> None:
         """Prepare to save."""
-        self._saver = self._make()
+        self._saver, self._saved = self._make(), at.step
 
     def due(self, step: int) -> bool:
         """Whether to save after so many steps."""
@@ -334,7 +339,11 @@ class CheckpointHook(LoopHook):
 
     def after(self, at: At) -> None:
         """Save where it is due."""
-        if not (at.keeps and (at.last or at.stopped_by or self.due(at.step))):
+        if at.last or at.stopped_by or self.due(at.step):
+            self._save(at)
+
+    def _save(self, at: At) -> None:
+        if not at.keeps or at.step == self._saved:
             return
         at.phase("save")
         run, step = self._run, at.step
@@ -345,9 +354,12 @@ class CheckpointHook(LoopHook):
         if isinstance(run.text, Blend):
             about["sources"] = run.text.positions(run.gaps.number(samples))
         self._saver.save(step, at.state, about)
+        self._saved = step
 
     def end(self, at: At) -> None:
         """Wait for what is being saved, unless the run ends with an exception."""
+        if at.left:
+            self._save(at)
         close_with(self._saver, at.error)
 
 

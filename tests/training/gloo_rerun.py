@@ -1,9 +1,12 @@
 """One of three processes that always makes the same mistake, and samples that are bad everywhere.
 
+And one that is asked to stop.
+
 Started by test_rerun.py, with a folder for runs.
 """
 
 import argparse
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -16,8 +19,10 @@ from functron.spmd import Mesh
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import TrainConfig
 from functron.training.faults import Corrupt, injected
+from functron.training.loop import every, loop
 from functron.training.records import EVENTS, read
-from functron.training.run import prepare
+from functron.training.restarts import Request, StopHook
+from functron.training.run import Job, prepare
 from functron.training.train import train
 
 FOLDER = Path(sys.argv[1])
@@ -45,6 +50,26 @@ def ended(name: str, fault: Corrupt) -> tuple[str, dict]:
     found = {event["kind"]: event for event in read(FOLDER / name / EVENTS)}
     return said, found["rerun"]
 
+
+# one of three is asked to stop, alone: all end after the same step, and save it
+request, saved = Request(), []
+
+
+def ask_one(at) -> None:
+    if (RANK, at.step) == (2, 2):
+        request.signal = signal.SIGUSR1
+
+
+run, job = prepare(CONFIG, BOUND), Job(True, RANK == 0)
+stop, save = StopHook(request), every(4, lambda at: saved.append((at.step, int(at.state.step))))
+taken = [
+    record["step"]
+    for _, record in loop(
+        run.step, run.state, run.batch, steps=9, hooks=[ask_one, stop, save], ahead=1,
+        agree=lambda number: int(job.across(number, dist.ReduceOp.MAX)),
+    )
+]  # fmt: skip
+assert (taken, saved, stop.stopped_by) == ([1, 2, 3, 4], [(4, 4)], signal.SIGUSR1), (taken, saved)
 
 said, found = ended("persistent", FAULT)
 assert (found["class"], found["ranks"], found["compared"]) == ("persistent", [1], 3), found

@@ -9,6 +9,7 @@ import time
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from functron.training.restarts import (
     stop_requests,
 )
 from functron.training.run import prepare
-from functron.training.train import Outcome, _noting_checkpoints, train
+from functron.training.train import Batches, CheckpointHook, Outcome, _noting_checkpoints, train
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",
@@ -491,6 +492,19 @@ def test_a_state_that_a_step_ahead_consumed_raises_and_one_that_is_due_is_whole(
     assert due == [(3, 3.0), (5, 5.0)]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_metric_may_be_a_part_of_the_state(ahead):
+    """As the scale of the loss is, in the state of an optimizer."""
+    step = shard_map(lambda state: state.add_(1.0), Mesh(), P(), P(), donate=0)
+
+    def taken(state, batch):
+        state = step(state)
+        return state, {"loss": state}
+
+    pairs = loop(taken, torch.tensor(0.0), batch, steps=3, ahead=ahead)
+    assert [record["loss"] for _, record in pairs] == [1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("how", ["break", "raise", "close"])
 def test_leaving_the_body_finishes_what_is_ahead_and_ends_all_hooks(how, ahead):
@@ -552,6 +566,16 @@ def test_an_error_ends_all_hooks_and_has_a_note_of_whose_it_is(tmp_path):
     assert [e for e in ends if "end" in e] == ["b.end 2", "a.end 2"]
     assert saved == [(1, 1)]
     assert ET.parse(tmp_path / "loss.svg")
+
+
+def test_an_exception_that_is_thrown_into_the_loop_is_one_of_its_own():
+    """As `train` does with an interrupt of one rank: others would not save with it."""
+    saved, events = [], []
+    steps = loop(count_up, 0, batch, steps=9, hooks=[Told(events), every(0, save_to(saved))])
+    next(steps)
+    with pytest.raises(KeyboardInterrupt):
+        steps.throw(KeyboardInterrupt())
+    assert (saved, events[-1]) == ([], "end 1")
 
 
 def test_hooks_that_did_not_begin_do_not_end():
@@ -706,6 +730,41 @@ def test_the_time_of_the_body_and_of_hooks_is_not_that_of_a_step():
             time.sleep(0.1)
             found.append(record["step_seconds"])
         assert max(found) < 0.1
+
+
+def test_the_sums_of_a_batch_begin_while_the_step_before_is_taken():
+    """So that a step does not wait for them; and a batch that cannot be made is no surprise."""
+    events = []
+
+    class Ranks:
+        def summed(self, share, targets):
+            events.append(f"begin {targets}")
+            return lambda: events.append(f"wait {targets}") or [16 * share, 3 * targets]
+
+    def make(index):
+        if index == 3:
+            raise OSError("unreadable")
+        return {"tokens": index}, index, index
+
+    config = SimpleNamespace(steps=5)
+    run = SimpleNamespace(
+        config=config, on_device=lambda x: x, at=lambda *a: events.append(f"step {a[1]}")
+    )
+    batches = Batches(SimpleNamespace(run=run, job=Ranks()), make)  # pyright: ignore
+    assert [batches.take(index)["tokens"] for index in range(3)] == [0, 1, 2]
+    assert events == ["step 0", "begin 0", "begin 1", "step 1", "begin 2", "step 2", "begin 0"]
+    assert (batches.num_targets(2), batches.checksum(2)) == (6, f"{32:016x}")
+    with pytest.raises(OSError, match="unreadable"):
+        batches.take(3)
+
+
+def test_leaving_the_loop_of_a_run_saves_it(tmp_path):
+    run = prepare(TrainConfig(steps=5, global_batch=2, seq=16, format="mock"), Mesh())
+    hooks = [CheckpointHook(run, tmp_path, Request())]
+    for _, record in loop(run.step, run.state, run.batch, steps=5, hooks=hooks):
+        if record["step"] == 2:
+            break
+    assert checkpoint.steps(tmp_path / "checkpoints") == [2]
 
 
 def test_a_section_of_the_configuration_adds_its_hook(tmp_path):
