@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from functron.training.anomalies import AnomalyConfig, FiniteHook
     from functron.training.config import TrainConfig, load
     from functron.training.costs import step_report
-    from functron.training.loop import LoopHook, every, loop, progress, record_to
+    from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
     from functron.training.migrate import migrate
     from functron.training.records import compare
     from functron.training.replicas import leaf_hash
@@ -29,6 +29,7 @@ __all__ = [
     "AnomalyConfig",
     "FiniteHook",
     "LoopHook",
+    "Meter",
     "RunSetup",
     "TrainConfig",
     "compare",
@@ -52,6 +53,7 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "AnomalyConfig": "anomalies",
         "FiniteHook": "anomalies",
         "LoopHook": "loop",
+        "Meter": "loop",
         "RunSetup": "setup",
         "TrainConfig": "config",
         "compare": "records",

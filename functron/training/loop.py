@@ -236,6 +236,7 @@ def loop(
     course.newest = course.at = At(start - 1, steps, state, _course=course)
     flying: deque[At] = deque()
     with ExitStack() as ends:
+        ends.callback(course.forget)
         for hook in course.hooks:
             course.call(hook, "begin", course.at)
             ends.push(functools.partial(course.end, hook))
@@ -325,6 +326,10 @@ class _Course:
         """The body is done: its time is not that of a step."""
         self.at.batch = self.at.metrics = None
         self._settled = time.perf_counter()
+
+    def forget(self) -> None:
+        """Refer to no step: in a circle of references states would outlive the loop."""
+        del self.at, self.newest
 
     def end(self, hook: LoopHook, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.at.error = None if kind is GeneratorExit else error

@@ -101,7 +101,7 @@ def train(
 
     On a bound mesh every rank calls it, with the same `out`, which all must reach: each writes its
     part of checkpoints, while training goes on, and rank 0 all else. Collectives: those of the
-    step, and one all-reduce of a scalar per step.
+    step, and per step one all-reduce of a scalar, and one of two that nothing waits for.
 
     Args:
         run: made by `prepare`.
@@ -173,9 +173,10 @@ def _train(session: Session, past: list[dict[str, Any]]) -> Outcome:
             check_hardware(verdict)
         answers += found.action in ("rollback", "lower-rate")
         _check_answers(found, answers, most, history)
+        if found.action == "rollback":
+            outcome = outcome._replace(state=None)  # there is no room for it beside an earlier one
         run = _answered(session, outcome, found, verdict)
         session = dataclasses.replace(session, run=run)
-        del outcome  # of a state that a rollback forgets
         history = [record for record in history if record["step"] <= run.start]
         past = [record for record in past if record["step"] <= run.start] + history
 
@@ -233,11 +234,11 @@ def hooks_of(
         *session.phases,
         _meter(session, batches),
         LayerHook(run.watch) if run.watch is not None else None,
-        TargetsHook(run, batches),
         record_blanks,
         session.comparison,
         EvaluationHook(_evaluate(run), config.eval_every) if config.eval_every else None,
         *section_hooks(session),
+        TargetsHook(run, batches),
         *(record_to(reporter) for reporter in _reporters(session)),
         OverflowHook(patience, run.setup.overflowing) if patience else None,
         guard,
@@ -296,9 +297,9 @@ class TargetsHook(LoopHook):
         self._run, self._batches = run, batches
 
     def before(self, at: At) -> None:
-        """Take that twin, of the step that is to be taken."""
+        """Take that twin: of the step that measures layers where that is due."""
         run, assumed = self._run, self._run.setup.reads_targets
-        watched = run.watch is not None and at.take is run.watch.step
+        watched = run.watch is not None and run.watch.due(at.index)
         targets = 1 if assumed else self._batches.num_targets(at.index)
         assert at.take is not None
         at.take = _count_updates(run.taking(at.take, targets, watched=watched))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import time
+import weakref
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -475,6 +477,28 @@ def test_the_state_that_is_yielded_is_that_of_its_record(ahead):
         for state, record in loop(count_up, 0, batch, steps=5, ahead=ahead)
     ]
     assert pairs == [(step, step, step - 1.0) for step in range(1, 6)]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_state_does_not_outlive_the_loop(leaves):
+    """Without a collection of garbage: it may be most of the memory of a GPU."""
+    held = []
+
+    def step(state, batch):
+        state = state + 1.0
+        held.append(weakref.ref(state))
+        return state, {"loss": torch.tensor(1.0)}
+
+    steps = loop(step, torch.zeros(3), batch, steps=2, hooks=[every(1, lambda at: None)])
+    gc.disable()
+    try:
+        for _ in steps:
+            if leaves:
+                break
+        del _, steps
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()
 
 
 def test_a_state_that_a_step_ahead_consumed_raises_and_one_that_is_due_is_whole():
