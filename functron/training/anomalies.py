@@ -310,7 +310,7 @@ class FiniteHook(LoopHook):
 
     def after(self, at: At) -> None:
         """Check the record."""
-        check_finite(at.record or {}, self._names)
+        check_finite(at.record, self._names)
 
 
 class OverflowHook(LoopHook):
@@ -329,7 +329,6 @@ class OverflowHook(LoopHook):
         """Look at how many steps the optimizer has left out in a row."""
         if at.metrics.get("stuck", 0) < self._patience:
             return
-        assert at.record is not None
         newest = at.newest  # the one whose state is whole
         names = [] if self._layers is None else self._layers(newest.state, newest.batch)
         where = f", in {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
@@ -383,7 +382,6 @@ class Guard(LoopHook):
 
     def after(self, at: At) -> None:
         """Look at the record; the state of a step that is to be forgotten is not saved."""
-        assert at.record is not None
         finite = all(math.isfinite(at.record.get(name) or 0.0) for name in METRICS)
         if not finite and self._repaired is not None and self._repaired(at) and self._skips:
             return

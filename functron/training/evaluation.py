@@ -437,7 +437,6 @@ class EvaluationHook(LoopHook):
 
     def after(self, at: At) -> None:
         """Evaluate where it is due, and add it to the record."""
-        assert at.record is not None
         hurries = at.stopped_by not in (0, RESHAPE)  # that is asked for at checkpoints
         finite = math.isfinite(at.record.get("loss") or 0.0)
         if hurries or not finite or not (at.last or self.due(at.step)):
@@ -445,4 +444,4 @@ class EvaluationHook(LoopHook):
         at.phase("evaluate")
         at.record[EVAL] = self._evaluate(at)
         at.phase("record")
-        at.ask()
+        at.ask_again()

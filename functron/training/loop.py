@@ -32,10 +32,10 @@ class At:
         index: number of the step, from 0; before any step was taken, one before the first.
         steps: how many steps the whole run has.
         state: before the step, and once it is taken after it.
+        take: the function of this step; before it, a hook may put another `Step` there.
         batch: of the step; None once its record was yielded, as are its metrics.
-        take: what is called for this step; a hook may put another `Step` in its place before.
         metrics: of the step; tensors of a GPU are copies on the host.
-        record: of the step, which hooks add to; None before any step was taken.
+        record: of the step, which hooks add to; empty until its numbers are read.
         stopped_by: the number that the ranks agreed to stop by, 0 where nobody asked; None: they
             have not been asked yet.
         error: the exception that ends the loop; None where it ends otherwise.
@@ -45,10 +45,10 @@ class At:
     index: int
     steps: int
     state: Any
+    take: Step
     batch: Any = None
-    take: Step | None = None
     metrics: Any = None
-    record: dict[str, Any] | None = None
+    record: dict[str, Any] = field(default_factory=dict)
     stopped_by: int | None = None
     error: BaseException | None = None
     left: bool = False
@@ -84,7 +84,7 @@ class At:
         """Tell all hooks that the loop goes over to this phase of the step."""
         self._course.phase(name, self.index)
 
-    def ask(self) -> None:
+    def ask_again(self) -> None:
         """Ask all hooks of all ranks again whether to stop, after what took long. Collective."""
         self.stopped_by = self._course.ask(self) or self.stopped_by
 
@@ -99,7 +99,6 @@ class At:
 
     def _start(self, *, ahead: bool) -> None:
         """Take the step; where others start before its numbers are read, these are copies."""
-        assert self.take is not None
         self.state, self.metrics = self.take(self.state, self.batch)
         on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree.leaves(self.metrics))
         if on_gpu:  # a copy that is asked for after the next step has started waits for that step
@@ -233,8 +232,8 @@ def loop(
         ValueError: a hook replaced a state that a step ahead had taken already.
     """
     course = _Course([_as_hook(hook) for hook in hooks], agree)
-    course.newest = course.at = At(start - 1, steps, state, _course=course)
-    flying: deque[At] = deque()
+    course.newest = course.at = At(start - 1, steps, state, step, _course=course)
+    started: deque[At] = deque()
     with ExitStack() as ends:
         ends.callback(course.forget)
         for hook in course.hooks:
@@ -247,26 +246,26 @@ def loop(
                 course.phase("data", index)
                 batch = batches(index)
                 course.phase("step", index)
-                new = At(index, steps, state, batch, step, _course=course, _began=began)
+                new = At(index, steps, state, step, batch, _course=course, _began=began)
                 course.tell("before", new)
                 new._start(ahead=ahead > 0)
-                flying.append(new)
+                started.append(new)
                 course.newest, state = new, new.state
                 new.phase("agree")
                 new.stopped_by = course.ask(new)
                 settles = new.last or new.stopped_by or course.is_due(new.step)
-                while len(flying) > (0 if settles or course.ending else ahead):
-                    at = course.settle(flying)
+                while len(started) > (0 if settles or course.ending else ahead):
+                    at = course.settle(started)
                     at.phase("body")
-                    yield at.state, at.record or {}
+                    yield at.state, at.record
                     course.resume()
-                if not flying:
+                if not started:
                     state = course.at.state
                 if course.ending:
                     return
         except GeneratorExit:
-            while flying:
-                course.settle(flying)
+            while started:
+                course.settle(started)
             course.at.left = True
             raise
 
@@ -306,14 +305,14 @@ class _Course:
     def is_due(self, step: int) -> bool:
         return any(self.call(hook, "due", step) for hook in self.hooks)
 
-    def settle(self, flying: deque[At]) -> At:
+    def settle(self, started: deque[At]) -> At:
         """Read the record of the oldest step that was started, and tell it to the hooks."""
-        at = self.at = flying.popleft()
+        at = self.at = started.popleft()
         at.phase("record")
         at._read(self._settled)
         given = at.state
         self.tell("after", at)
-        if at.state is not given and flying:
+        if at.state is not given and started:
             raise ValueError(
                 f"step {at.step}: got another state from a hook, when the next step had taken this "
                 f"one; wanted a hook that is due after step {at.step}; fix: have its due() say so"
@@ -362,7 +361,6 @@ def _add(function: Callable[[At], Mapping[str, Any] | None], at: At) -> None:
             "record, or None; fix: "
             + ("call it to make the hook" if isinstance(found, LoopHook) else "return a dict")
         )
-    assert at.record is not None
     at.record.update(found)
 
 
@@ -394,7 +392,7 @@ class _Every(LoopHook):
             self._call(at)
 
     def end(self, at: At) -> None:
-        whole = at.error is None and at.record is not None
+        whole = at.error is None and at.record
         if self._at_end and whole and self._called != at.step:
             self._call(at)
 
@@ -452,7 +450,6 @@ class _Writer(LoopHook):
         self._write = self._stack.enter_context(self._opened(at))
 
     def after(self, at: At) -> None:
-        assert at.record is not None
         self._write(at.record)
 
     def end(self, at: At) -> None:
@@ -514,7 +511,6 @@ class Meter(LoopHook):
 
     def after(self, at: At) -> None:
         """Put what is known into the record: every key, None where unknown."""
-        assert at.record is not None
         given = at.record
         at.record = self.measure(at.index, at.batch, given, given["step_seconds"])
         more = given.keys() - at.record.keys() - _OF_OPTIMIZER

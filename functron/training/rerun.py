@@ -27,11 +27,11 @@ from functron.spmd import BoundMesh
 from functron.training import records, run_folder
 from functron.training.anomalies import METRICS, AnomalyConfig, Guard, Record
 from functron.training.hardware import free_memory_bytes
+from functron.training.loop import Step
 from functron.training.run import Job, Run, begin_state, own_hash, programs
 from functron.training.setup import Watch
 from functron.training.step import State
 
-Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
 Numbers = tuple[float, ...]
 """The loss and the gradient norm of a step."""
 

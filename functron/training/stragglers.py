@@ -310,7 +310,6 @@ class Comparison(LoopHook):
 
     def after(self, at: At) -> None:
         """Add the entries of all ranks to the record."""
-        assert at.record is not None
         at.record.update(self.gathered(at.index))
 
     def end(self, at: At) -> None:

@@ -283,7 +283,6 @@ class LayerHook(LoopHook):
     def after(self, at: At) -> None:
         """Record what it measured."""
         if self._watch.due(at.index):
-            assert at.record is not None
             at.record["layers"] = self._watch.layers(at.metrics)
 
 
@@ -301,7 +300,6 @@ class TargetsHook(LoopHook):
         run, assumed = self._run, self._run.setup.reads_targets
         watched = run.watch is not None and run.watch.due(at.index)
         targets = 1 if assumed else self._batches.num_targets(at.index)
-        assert at.take is not None
         at.take = _count_updates(run.taking(at.take, targets, watched=watched))
 
 
