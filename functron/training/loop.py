@@ -197,11 +197,12 @@ def loop(
     ``at.state`` in place, or put another one there: that is yielded, and the next step takes it.
 
     **Steps ahead.** Where a device computes while Python goes on, ``ahead=1`` keeps it busy: a step
-    is started before the numbers of the one before are read. The state that is yielded is always
-    that of the record beside it; newer ones are private until their records have been read. A step
-    that donates its state has then consumed the one that is yielded, and to use it raises. So a
-    hook says by `LoopHook.due` after which steps it needs the state: there, at the last step, and
-    where the loop is to stop, all records are read first, and no step is started in between.
+    is started before the numbers of the one before are read, and so 4 and 5 of a step come after 1
+    to 3 of the next. The state that is yielded is always that of the record beside it; newer ones
+    are private until their records have been read. A step that donates its state has then consumed
+    the one that is yielded, and to use it raises. So a hook says by `LoopHook.due` after which
+    steps it needs the state: there, at the last step, and where the loop is to stop, all records
+    are read before another step is started.
 
     **Deciding together.** Whether to stop is asked of every hook and agreed by all ranks, as a
     signal reaches one of them; the number they agree on is ``at.stopped_by`` at their last step,
@@ -382,6 +383,9 @@ class _Every(LoopHook):
 
     def __init__(self, n: int, function: Callable, at_end: bool):
         self._n, self._function, self._at_end = n, function, at_end
+        self._called = -1
+
+    def begin(self, at: At) -> None:
         self._called = -1
 
     def due(self, step: int) -> bool:

@@ -602,6 +602,16 @@ def test_an_exception_that_is_thrown_into_the_loop_is_one_of_its_own():
     assert (saved, events[-1]) == ([], "end 1")
 
 
+def test_a_hook_may_be_used_by_one_loop_after_another():
+    saved = []
+    hooks = [every(0, save_to(saved))]
+    for _ in range(2):
+        for _, record in loop(count_up, 0, batch, steps=9, hooks=hooks):
+            if record["step"] == 3:
+                break
+    assert saved == [(3, 3), (3, 3)]
+
+
 def test_hooks_that_did_not_begin_do_not_end():
     events = []
 
