@@ -132,7 +132,7 @@ def train(
     # measured on all ranks at the same time, as they will run
     peak = job.across(peak_flops(device, config.architecture.torch_dtype), dist.ReduceOp.SUM)
     with ExitStack() as stack:
-        stack.enter_context(_noting_checkpoints(out))
+        stack.enter_context(_note_checkpoints(out))
         if config.deterministic:
             stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
@@ -140,17 +140,17 @@ def train(
             stop.ends = began + restarts.seconds_of(config.exit_after)
         if config.elastic and job.main:
             stop.grown = lambda: restarts.can_grow(config)
-        write = _nowhere
+        write = _write_nothing
         if job.main and out is not None:
             write = stack.enter_context(records.event_log(out / records.EVENTS))
-        watched = stack.enter_context(_watched(run, out, job, hung))
-        past = job.told(lambda: _past(run, out))
-        phases = [PhaseHook(phase) for phase in (*_recording(run), *watched)]
-        compared = _compared(run, out, job, write)
-        return _train(Session(run, out, job, write, stop, peak, phases, compared, also), past)
+        watched = stack.enter_context(_start_watchdog(run, out, job, hung))
+        past = job.told(lambda: _read_past(run, out))
+        phases = [PhaseHook(phase) for phase in (*_listen_for_recorder(run), *watched)]
+        compared = _make_comparison(run, out, job, write)
+        return _train_on(Session(run, out, job, write, stop, peak, phases, compared, also), past)
 
 
-def _train(session: Session, past: list[dict[str, Any]]) -> Outcome:
+def _train_on(session: Session, past: list[dict[str, Any]]) -> Outcome:
     """Take the steps of a run, and answer anomalies, until it ends.
 
     Args:
@@ -175,7 +175,7 @@ def _train(session: Session, past: list[dict[str, Any]]) -> Outcome:
         _check_answers(found, answers, most, history)
         if found.action == "rollback":
             outcome = outcome._replace(state=None)  # there is no room for it beside an earlier one
-        run = _answered(session, outcome, found, verdict)
+        run = _answer_anomaly(session, outcome, found, verdict)
         session = dataclasses.replace(session, run=run)
         history = [record for record in history if record["step"] <= run.start]
         past = [record for record in past if record["step"] <= run.start] + history
@@ -185,9 +185,9 @@ def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outco
     """Take steps until all are taken, someone asks to stop, or an anomaly ends them: that, too."""
     run, reached, history = session.run, session.run.state, []
     stop = StopHook(session.stop, lambda step: _saves(run.config, step))
-    replicas = _replica_hook(session)
-    guard = _guard(session, past, replicas)
-    with _opened_batches(session) as batches:
+    replicas = _make_replica_hook(session)
+    guard = _make_guard(session, past, replicas)
+    with _open_batches(session) as batches:
         steps = loop(
             run.step,
             run.state,
@@ -216,7 +216,7 @@ def hooks_of(
     stop: StopHook,
     guard: Guard,
     replicas: ReplicaHook | None,
-) -> list[LoopHook]:
+) -> list[LoopHook | Callable[[At], Any]]:
     """The hooks of a run, in their order; see `loop` for when each is called.
 
     Args:
@@ -232,14 +232,14 @@ def hooks_of(
     found = [
         stop,
         *session.phases,
-        _meter(session, batches),
+        _make_meter(session, batches),
         LayerHook(run.watch) if run.watch is not None else None,
         record_blanks,
         session.comparison,
-        EvaluationHook(_evaluate(run), config.eval_every) if config.eval_every else None,
+        _make_evaluation_hook(run),
         *section_hooks(session),
         TargetsHook(run, batches),
-        *(record_to(reporter) for reporter in _reporters(session)),
+        *(record_to(reporter) for reporter in _make_reporters(session)),
         OverflowHook(patience, run.setup.overflowing) if patience else None,
         guard,
         replicas,
@@ -413,7 +413,7 @@ class Batches:
 
 
 @contextmanager
-def _opened_batches(session: Session) -> Iterator[Batches]:
+def _open_batches(session: Session) -> Iterator[Batches]:
     run = session.run
 
     def make(index: int) -> tuple[dict[str, torch.Tensor], int, int]:
@@ -424,7 +424,7 @@ def _opened_batches(session: Session) -> Iterator[Batches]:
         yield Batches(session, made)
 
 
-def _meter(session: Session, batches: Batches) -> Meter:
+def _make_meter(session: Session, batches: Batches) -> Meter:
     run, config = session.run, session.run.config
     detailed = config.family.has_details(config.architecture)
     return Meter(
@@ -438,16 +438,16 @@ def _meter(session: Session, batches: Batches) -> Meter:
     )
 
 
-def _evaluate(run: Run) -> Callable[[At], dict[str, dict[str, float]]]:
+def _make_evaluation_hook(run: Run) -> EvaluationHook | None:
     def evaluate(at: At) -> dict[str, dict[str, float]]:
         run.at("evaluate", at.step)
         return run.evaluate(at.state)
 
-    return evaluate
+    return EvaluationHook(evaluate, run.config.eval_every) if run.config.eval_every else None
 
 
 @contextmanager
-def _noting_checkpoints(out: Path | None) -> Iterator[None]:
+def _note_checkpoints(out: Path | None) -> Iterator[None]:
     """Say, to an interrupt that may have come in an update, where the run goes on."""
     try:
         yield
@@ -460,11 +460,11 @@ def _noting_checkpoints(out: Path | None) -> Iterator[None]:
         raise
 
 
-def _nowhere(kind: str, step: int, **about: Any) -> None:
+def _write_nothing(kind: str, step: int, **about: Any) -> None:
     """Write no event."""
 
 
-def _past(run: Run, out: Path | None) -> list[dict[str, Any]]:
+def _read_past(run: Run, out: Path | None) -> list[dict[str, Any]]:
     """Of the records before the first step of `run`, the numbers that anomalies are found by."""
     if out is None or not run.start:
         return []
@@ -477,7 +477,9 @@ def _past(run: Run, out: Path | None) -> list[dict[str, Any]]:
     ]
 
 
-def _guard(session: Session, past: Sequence[records.Record], replicas: ReplicaHook | None) -> Guard:
+def _make_guard(
+    session: Session, past: Sequence[records.Record], replicas: ReplicaHook | None
+) -> Guard:
     config = session.run.config
     return Guard(
         config.anomalies,
@@ -490,7 +492,7 @@ def _guard(session: Session, past: Sequence[records.Record], replicas: ReplicaHo
     )
 
 
-def _replica_hook(session: Session) -> ReplicaHook | None:
+def _make_replica_hook(session: Session) -> ReplicaHook | None:
     config = session.run.config
     replicas = replicas_of(session.run, session.job) if config.check_replicas_every else None
     if replicas is None:
@@ -519,16 +521,29 @@ def _count_updates(step: Callable) -> Callable:
     return counting
 
 
-def _reporters(session: Session) -> list[records.Reporter]:
-    """Where rank 0 writes the records of a run."""
+def _make_reporters(session: Session) -> list[records.Reporter]:
+    """Where rank 0 writes the records of a run: always a progress bar, and files of its folder.
+
+    There, records of steps after its start, which will be taken again, are forgotten.
+    """
+    run, config, out, also = session.run, session.run.config, session.out, session.also
     if not session.job.main:
         return []
-    run, also = session.run, session.also
-    found = [*reporters(run.config, session.out, run.start), records.report_missing_targets()]
-    return [*found, *([] if also is None else [also()])]
+    found: list[records.Reporter] = [records.progress(config.steps, run.start)]
+    if out is not None:
+        before = run_folder.rewind(out, run.start)
+        found.append(records.jsonl(out / run_folder.METRICS))
+        found.append(records.loss_picture(out / "loss.svg", before, out / records.EVENTS))
+        samples_after = config.batches.first_sample
+        named = records.megatron_names(samples_after) if config.log_names else records.by_path
+        if config.tensorboard:
+            found.append(records.tensorboard(out / "tensorboard", named, run.start, before))
+        if config.wandb:
+            found.append(records.wandb(out, dataclasses.asdict(config), named))
+    return [*found, records.report_missing_targets(), *([] if also is None else [also()])]
 
 
-def _recording(run: Run) -> list[Callable[[str, int], None]]:
+def _listen_for_recorder(run: Run) -> list[Callable[[str, int], None]]:
     """Tell the recorder of the mesh when a step begins; it compares ranks, if asked to."""
     config, mesh = run.config, run.mesh
     if not isinstance(mesh, BoundMesh) or mesh.recorder is None:
@@ -546,7 +561,7 @@ def _recording(run: Run) -> list[Callable[[str, int], None]]:
     return [begin]
 
 
-def _compared(
+def _make_comparison(
     run: Run, out: Path | None, job: Job, write: Callable[..., None]
 ) -> Comparison | None:
     """The search for ranks that are slow; None: there is one, or nobody asks. Collective."""
@@ -570,7 +585,7 @@ def _compared(
 
 
 @contextmanager
-def _watched(
+def _start_watchdog(
     run: Run, out: Path | None, job: Job, hung: Callable[[str, bool], None]
 ) -> Iterator[list[Callable[[str, int], None]]]:
     """Listeners to the phases of the loop that end the process where the job hangs. Collective."""
@@ -640,13 +655,15 @@ def _check_answers(
         )
 
 
-def _answered(session: Session, outcome: Outcome, found: Anomaly, verdict: Verdict | None) -> Run:
+def _answer_anomaly(
+    session: Session, outcome: Outcome, found: Anomaly, verdict: Verdict | None
+) -> Run:
     """The run that goes on after an anomaly, as the policy has it. Collective."""
     run, out, taken = session.run, session.out, outcome.history[-1]["step"]
     if found.action == "rollback":
         # samples have no part in what does not happen again
         skips = verdict is None or verdict.kind != "transient"
-        return _rolled_back(session, found, skips=skips)
+        return _roll_back(session, found, skips=skips)
     on = dataclasses.replace(run, state=outcome.state, start=taken)
     if found.action != "lower-rate":
         return on
@@ -660,7 +677,7 @@ def _answered(session: Session, outcome: Outcome, found: Anomaly, verdict: Verdi
     return dataclasses.replace(on, setup=made, step=step, watch=watch)
 
 
-def _rolled_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
+def _roll_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
     """The run from a checkpoint before an anomaly, without the samples that led to it. Collective.
 
     What was saved after that checkpoint is removed: it has seen them. Steps that were taken before
@@ -702,23 +719,3 @@ def _rolled_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run
         made, run.text, state, step, watch, run.device, start,
         run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around, run.at, run.memory,
     )  # fmt: skip
-
-
-def reporters(config: TrainConfig, out: Path | None, start: int = 0) -> list[records.Reporter]:
-    """Where the records of a run go: always a progress bar, and the files of the run folder.
-
-    There, records of steps after `start`, which will be taken again, are forgotten.
-    """
-    found: list[records.Reporter] = [records.progress(config.steps, start)]
-    if out is None:
-        return found
-    before = run_folder.rewind(out, start)
-    found.append(records.jsonl(out / run_folder.METRICS))
-    found.append(records.loss_picture(out / "loss.svg", before, out / records.EVENTS))
-    samples_after = config.batches.first_sample
-    named = records.megatron_names(samples_after) if config.log_names else records.by_path
-    if config.tensorboard:
-        found.append(records.tensorboard(out / "tensorboard", named, start, before))
-    if config.wandb:
-        found.append(records.wandb(out, dataclasses.asdict(config), named))
-    return found

@@ -38,7 +38,7 @@ from functron.training.restarts import (
     stop_requests,
 )
 from functron.training.run import prepare
-from functron.training.train import Batches, CheckpointHook, Outcome, _noting_checkpoints, train
+from functron.training.train import Batches, CheckpointHook, Outcome, _note_checkpoints, train
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "mfu",
@@ -372,7 +372,7 @@ def test_an_interrupt_stays_one_where_checkpoints_cannot_be_read(
         return path / "checkpoints" / "3"
 
     monkeypatch.setattr("functron.training.run_folder.newest", newest)
-    with pytest.raises(kind) as caught, _noting_checkpoints(tmp_path):
+    with pytest.raises(kind) as caught, _note_checkpoints(tmp_path):
         raise kind
     notes = getattr(caught.value, "__notes__", [])
     assert len(notes) == (fault is None)
