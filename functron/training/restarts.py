@@ -421,8 +421,9 @@ def stop_on_signals() -> StopHook:
     """A hook with which the first Ctrl-C, SIGTERM or SIGUSR1 ends a loop after its running step.
 
     So hooks can save, as at any end; the second one raises KeyboardInterrupt, as `stop_requests`
-    has it. Handlers are installed only while the loop itself runs: in the body a Ctrl-C raises
-    KeyboardInterrupt as ever, and a loop that nobody goes on with leaves none behind. First in the
-    list of hooks, it listens until all others have ended.
+    has it. Handlers are installed only while the loop itself runs: in the body signals do what they
+    did before, so that a Ctrl-C raises KeyboardInterrupt, and a loop that nobody goes on with
+    leaves none behind. A body that takes long is within ``with stop_requests() as request``, and
+    the hook `StopHook` of that. First in the list of hooks, it listens until all others have ended.
     """
     return StopHook(Request(), listens=True)
