@@ -148,8 +148,8 @@ def trained(device, dtype, kernels, *, compiled=False, chunk=0, steps=20):
     )  # fmt: skip
     mesh, defs = Mesh(), gpt.defs(config)
     specs = ft.param_specs(defs, gpt.rules(config, mesh))
-    clip = optim.clip_by_global_norm(1.0, specs, kernels=kernels)
-    optimizer = optim.chain(clip, optim.adamw(3e-3, kernels=kernels))
+    settings = optim.OptimizerConfig(b2=0.999, weight_decay=1e-4, clip_norm=1.0)
+    optimizer = optim.make_optimizer(settings, 3e-3, specs=specs, mask=None, kernels=kernels)
     state = ft.init_state(random.key(0, device=device), defs, specs, optimizer, mesh)
 
     def loss(params, data, key):

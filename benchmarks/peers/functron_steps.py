@@ -14,7 +14,7 @@ from peers.models import LEARNING_RATE, SEED, WEIGHT_DECAY, Step, layout
 from torch import Tensor
 
 import functron as ft
-from functron import BoundMesh, Mesh, P, gpt, optim, random, tree
+from functron import BoundMesh, Mesh, P, gpt, optim, random
 from functron.pipeline import Partition, Pipeline, Schedule
 from functron.transforms import Gather
 
@@ -34,9 +34,10 @@ def training(
     """
     defs = gpt.defs(c)
     specs = ft.param_specs(defs, gpt.rules(c, mesh))
-    optimizer = optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    if masters:
-        optimizer = optim.with_fp32_masters(optimizer, tree.map(lambda d: d.dtype, defs))
+    config = optim.OptimizerConfig(
+        b2=0.999, weight_decay=WEIGHT_DECAY, clip_norm=0.0, fp32_masters=masters
+    )
+    optimizer = optim.make_optimizer(config, LEARNING_RATE, mask=None, defs=defs)
     key = random.key(SEED, device=device)
     state = ft.init_state(key, defs, specs, optimizer, mesh, masters=masters)
     options = ft.ModelOptions(stream=stream)

@@ -7,6 +7,7 @@ from functron.optim.compact import (
     FactoredState,
     ScaleByAdamMiniState,
     ScaleByLionState,
+    TraceState,
     adafactor,
     adam_mini,
     blocks,
@@ -16,6 +17,9 @@ from functron.optim.compact import (
     scale_by_factored_rms,
     scale_by_lion,
     scale_by_param_block_rms,
+    sgd,
+    sign_sgd,
+    trace,
 )
 from functron.optim.config import (
     AdafactorConfig,
@@ -82,7 +86,6 @@ from functron.optim.muon import (
     newton_schulz,
     scale_by_muon,
 )
-from functron.optim.norms import KnownNorm as Norm
 from functron.optim.norms import (
     Layers,
     clip,
@@ -114,10 +117,10 @@ from functron.optim.schedules import (
     weight_decay_increase,
     wsd,
 )
-from functron.optim.sgd import TraceState, sgd, sign_sgd, trace
 from functron.optim.soap import ScaleBySoapState, scale_by_soap, soap
 from functron.optim.transformation import (
     GradientTransformation,
+    Norm,
     apply_updates,
     apply_updates_,
     chain,

@@ -1,15 +1,17 @@
 """Adam and AdamW, in Optax's terms; their `step_` runs fused over all leaves.
 
-By torch's kernel; or, on a GPU, by that of `functron.ops.adamw`, in one pass over memory with what
-the transformations around it do (`Fusion`), which a traced program has as one operation per leaf.
+By torch's kernel; or, on a GPU, by that of `functron.ops.adamw` (`fused_adamw_`), in one pass over
+memory, which a traced program has as one operation per leaf. What stands around AdamW can be
+computed in that pass too: `in_one_pass` is clipping, ZeRO, and masters or stochastic rounding as
+well, the transformations of which `make_optimizer` chains it, with their state and numbers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -22,15 +24,20 @@ from functron.ops.foreach import foreach_
 from functron.optim.low_precision import (
     BLOCK,
     Coding,
+    MastersState,
     Quantised,
+    StochasticState,
     coding_of,
     dequantise,
+    kernel_roundings,
     quantisable,
     quantise,
 )
 from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
+from functron.optim.norms import find_norm, norm_scale
 from functron.optim.schedules import (
     LearningRate,
+    ScaleByScheduleState,
     increment_,
     incremented,
     new_count,
@@ -38,14 +45,15 @@ from functron.optim.schedules import (
     scale_by_learning_rate,
 )
 from functron.optim.transformation import (
-    Fusion,
     GradientTransformation,
     chain,
+    keep_dtypes,
+    keep_specs,
     purely,
     transformation,
-    with_one_pass,
     with_step,
 )
+from functron.optim.zero import join_parts_, take_parts
 from functron.spmd.spec import P
 
 MomentDtype = torch.dtype | Coding | None
@@ -133,7 +141,7 @@ def scale_by_adam(
         update,
         specs=lambda param_specs: ScaleByAdamState(P(), param_specs, param_specs),
         elementwise=not _any_coded(mu_dtype, nu_dtype),
-    )._replace(whole=True)  # blocks of 8-bit moments are a shard's own: see check_blocks
+    )._replace(bind=keep_specs)  # blocks of 8-bit moments are a shard's own: see check_blocks
 
 
 @public
@@ -157,8 +165,8 @@ def adamw(
     splits them); where that cannot be used (moments of another dtype than the gradients, or a
     learning rate that a vmap batches) it is `update` and `apply_updates_`. On a GPU it is one pass
     of functron's kernel instead (`functron.ops.adamw`), which has every combination of dtypes but
-    moments in 8 bits, and does the clipping before it and the masters around it in the same pass;
-    in traced and compiled programs too. No collectives.
+    moments in 8 bits; in traced and compiled programs too. Of `make_optimizer` clipping and masters
+    are in the same pass. No collectives.
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.
@@ -171,29 +179,6 @@ def adamw(
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
-
-    def one_pass(grads, state, params, fusion):
-        adam, _, schedule = state
-        columns = _columns(grads, adam, params)
-        if not _one_pass(kernels, columns):
-            return None
-        rate, count = rate_and_count(learning_rate, schedule)
-        if _batched(adam.count, rate, fusion.factor) or _differentiated(columns):
-            return None
-        counts = [adam.count] if count is None else [adam.count, count]
-        decays = [weight_decay if flag else 0.0 for flag in mask_leaves(mask, params)]
-
-        def run():
-            steps, *scheduled = incremented(counts)
-            numbers = {"b1": b1, "b2": b2, "eps": eps}
-            by_kernel = _by_kernel if purely() else _by_kernel_
-            new, mu, nu, masters = by_kernel(
-                params, adam, columns, decays, fusion, steps, rate, numbers
-            )
-            later = schedule._replace(count=scheduled[0]) if scheduled else schedule
-            return new, (ScaleByAdamState(steps, mu, nu), state[1], later), masters
-
-        return run
 
     def step_(grads, state, params):
         adam, decay, schedule = state
@@ -217,7 +202,95 @@ def adamw(
             )
         return params, (adam, decay, schedule)
 
-    return with_one_pass(with_step(plain, step_), one_pass)
+    rule = AdamwRule(learning_rate, b1, b2, eps, weight_decay, mask, kernels)
+    return in_one_pass(with_step(plain, step_), rule)._replace(bind=keep_specs)
+
+
+class AdamwRule(NamedTuple):
+    """The numbers of an AdamW, arguments of `adamw`."""
+
+    learning_rate: LearningRate
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Mask
+    kernels: Kernels
+
+
+def in_one_pass(
+    composed: GradientTransformation,
+    rule: AdamwRule,
+    *,
+    max_norm: float = 0.0,
+    specs: tree.Tree = None,
+    copies: tree.Tree = 1,
+    shards: tree.Tree = None,
+    defs: tree.Tree = None,
+) -> GradientTransformation:
+    """AdamW and what is composed around it, whose `step_` is one pass over memory by the kernel.
+
+    ``chain(clip_by_global_norm(max_norm), zero(with_fp32_masters(adamw(...))))``, or stochastic
+    rounding in place of masters, or parts of that. Where the kernel does not compute it (on CPUs,
+    and under vmap a learning rate or moments of its own per row), it is `composed`. No collectives
+    beyond those of clipping and `zero`.
+
+    Args:
+        composed: the transformations themselves, in this order, whose state it is.
+        rule: the numbers of AdamW.
+        max_norm: that of clipping; 0: `composed` does not clip.
+        specs, copies: as of `clip_by_global_norm`; None: as `bind` says.
+        shards: those of `zero`; None: there is none.
+        defs: those of `with_stochastic_rounding`.
+    """
+    seen = specs if shards is None else shards
+
+    def step_(grads, state, params, **extra):
+        if max_norm and len(state) != 2:
+            return composed.step_(grads, state, params, **extra)  # which says what is wrong
+        *before, around = state if max_norm else (state,)
+        rounds = isinstance(around, StochasticState)
+        adam, decay, schedule = around.inner if rounds or _is_masters(around) else around
+        if not _takes(rule.kernels, _columns(grads, adam, params)):
+            return composed.step_(grads, state, params, **extra)
+        factor = rounding = None
+        if max_norm:
+            norm = find_norm(grads, extra.get("norm"), seen, copies, kernels=rule.kernels)
+            extra["norm"], factor = norm, norm_scale(norm, max_norm)
+        mine = params if shards is None else take_parts(params, specs, shards)
+        if rounds:
+            rounding = kernel_roundings(around.key, mine, defs, seen)
+        rate, count = rate_and_count(rule.learning_rate, schedule)
+        cannot = _batched(adam.count, rate, factor) or _differentiated(_columns(grads, adam, mine))
+        if cannot or (rounds and rounding is None):
+            return composed.step_(grads, state, params, **extra)
+        decays = [rule.weight_decay if flag else 0.0 for flag in mask_leaves(rule.mask, mine)]
+        steps, *later = incremented([adam.count] if count is None else [adam.count, count])
+        mine, mu, nu, masters = fused_adamw_(
+            mine, grads, adam.mu, adam.nu, count=steps, rate=rate, rule=rule, decays=decays,
+            factor=factor, masters=around.masters if _is_masters(around) else None,
+            rounding=rounding,
+        )  # fmt: skip
+        schedule = ScaleByScheduleState(*later) if later else schedule
+        new: Any = (ScaleByAdamState(steps, mu, nu), decay, schedule)
+        if rounds:
+            new = StochasticState(around.key, incremented([around.count])[0], new)
+        elif _is_masters(around):
+            new = MastersState(masters, new)
+        params = mine if shards is None else join_parts_(mine, params, specs, shards)
+        return params, keep_dtypes((*before, new) if before else new, state)
+
+    def bind(known, counts):
+        bound = composed.bind(known, counts)
+        if bound is composed and specs is not None:
+            return None
+        given = (known, counts) if specs is None else (specs, copies)
+        return in_one_pass(
+            bound, rule, max_norm=max_norm, specs=given[0], copies=given[1], shards=shards,
+            defs=defs,
+        )  # fmt: skip
+
+    return composed._replace(step_=step_, bind=bind)
 
 
 @public
@@ -323,10 +396,14 @@ def _quantised(columns: list[list]) -> bool:
     return any(isinstance(leaf, Quantised) for column in columns for leaf in column)
 
 
-def _one_pass(kernels: Kernels, columns: list[list]) -> bool:
+def _takes(kernels: Kernels, columns: list[list]) -> bool:
     """Whether the kernel is to compute the step of these leaves."""
     leaves = list(itertools.chain(*columns))
     return bool(leaves) and not _quantised(columns) and kernels.takes("adamw", *leaves)
+
+
+def _is_masters(state: Any) -> TypeGuard[MastersState]:
+    return isinstance(state, MastersState)
 
 
 def _fusable(columns: list[list], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
@@ -351,113 +428,93 @@ def _fused(steps: torch.Tensor, rate: float | torch.Tensor, b1, b2, eps, weight_
     return kernel
 
 
-def _by_kernel_(
+def fused_adamw_(
     params: tree.Tree,
-    adam: ScaleByAdamState,
-    columns: Sequence[Sequence[torch.Tensor]],
-    decays: Sequence[float],
-    fusion: Fusion,
+    grads: tree.Tree,
+    mu: tree.Tree,
+    nu: tree.Tree,
+    *,
     count: torch.Tensor,
     rate: float | torch.Tensor,
-    numbers: Mapping[str, float],
+    rule: AdamwRule,
+    decays: Sequence[float],
+    factor: torch.Tensor | None = None,
+    masters: tree.Tree = None,
+    rounding: tree.Tree = None,
 ) -> tuple[tree.Tree, tree.Tree, tree.Tree, tree.Tree]:
-    """Overwrites parameters, moments and masters, and returns them, by `functron.ops.adamw`.
+    """Clipping, AdamW on masters and rounding, in one pass over memory: `functron.ops.adamw`.
+
+    Overwrites parameters, moments and masters, and returns them; a traced program has one operation
+    per leaf, and new values.
 
     Args:
-        params: the parameters.
-        adam: whose moments are theirs.
-        columns: the leaves of parameters, gradients, first and second moments.
-        decays: the weight decay of each leaf.
-        fusion: the work of other transformations; roundings are of elements in memory's order.
+        params, grads, mu, nu: of the same structure.
         count: of updates, this one included; int64, 0-dim.
-        rate: the learning rate.
-        numbers: b1, b2 and eps.
+        rate: the learning rate of this update.
+        rule: the other numbers.
+        decays: the weight decay of each leaf.
+        factor: what gradients are multiplied by first, 0-dim; None: nothing.
+        masters: float32 copies that are updated in place of low-precision parameters, which then
+            are these rounded; None, as a whole or in places, where there is none.
+        rounding: of parameters, an `ops.adamw.Stochastic` each, by elements in memory's order;
+            None: to nearest.
     """
-    paths = tree.paths(params)
-    own, roundings = _beside(params, fusion)
-    rows = list(zip(*columns, own, strict=True))
+    columns = [tree.leaves(x) for x in (params, grads, mu, nu)]
+    structure, none = tree.structure(params), [None] * len(columns[0])
+    own, hows = (none if x is None else structure.flatten_up_to(x) for x in (masters, rounding))
+    rows = list(zip(*columns, own, hows, decays, strict=True))
+    known: dict[tuple, dict[str, Any]] = {}
+
+    def numbers(leaf: torch.Tensor) -> dict[str, Any]:
+        real = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        if (leaf.device, real) not in known:
+            clip = None if factor is None else _scalar(factor, real, leaf.device)
+            made = {"rate": _scalar(rate, real, leaf.device), "clip": clip}
+            made |= {"b1": rule.b1, "b2": rule.b2, "eps": rule.eps}
+            known[leaf.device, real] = {"count": count.to(leaf.device), **made}
+        return known[leaf.device, real]
+
+    if not purely():
+        _by_kernel_(rows, numbers, tree.paths(params))
+        return params, mu, nu, masters
+    found = [
+        adamw_op(*row, **numbers(row[0]), master=master, rounding=how, weight_decay=decay)
+        for *row, master, how, decay in rows
+    ]
+    new = [tree.unflatten(structure, list(column)) for column in zip(*found, strict=True)]
+    return new[0], new[2], new[3], new[1]
+
+
+def _by_kernel_(rows: list[tuple], numbers: Callable, paths: Sequence[str]) -> None:
+    """The kernel on each row: a parameter, its gradient, moments, master, rounding and decay."""
 
     def kind(i: int) -> Any:  # what one call can have
-        return decays[i], own[i] is None, None if roundings[i] is None else i
+        *_, master, how, decay = rows[i]
+        return decay, master is None, None if how is None else i
 
-    def kernel(decay: float, rounding: Any) -> Callable:
-        def fn(ps, mu, nu, *rest):
+    def kernel(decay: float, how: Any) -> Callable:
+        def fn(params, mu, nu, *rest):
             *masters, grads = rest
-            device = ps[0].device
-            real = torch.float64 if ps[0].dtype == torch.float64 else torch.float32
-            clip = None if fusion.factor is None else _scalar(fusion.factor, real, device)
-            scalars = {"count": count.to(device), "rate": _scalar(rate, real, device), "clip": clip}
-            for row in zip(ps, grads, mu, nu, *masters, strict=True):
+            for row in zip(params, grads, mu, nu, *masters, strict=True):
                 master = row[4] if masters else None
-                adamw_(
-                    *row[:4], **scalars, **numbers, weight_decay=decay, master=master,
-                    rounding=rounding,
-                )  # fmt: skip
+                adamw_(*row[:4], **numbers(row[0]), master=master, rounding=how, weight_decay=decay)
 
         return fn
 
-    for _, group in itertools.groupby(sorted(range(len(decays)), key=lambda i: str(kind(i))), kind):
+    for _, group in itertools.groupby(sorted(range(len(rows)), key=lambda i: str(kind(i))), kind):
         chosen = list(group)
-        ps, gs, mu, nu, ms = map(list, zip(*(rows[i] for i in chosen), strict=True))
-        first = chosen[0]
-        mutated = {"parameters": ps, "first moments": mu, "second moments": nu}
-        if own[first] is not None:
-            mutated["masters"] = ms
+        columns = map(list, zip(*(rows[i] for i in chosen), strict=True))
+        params, grads, mu, nu, masters, hows, decays = columns
+        mutated = {"parameters": params, "first moments": mu, "second moments": nu}
+        if masters[0] is not None:
+            mutated["masters"] = masters
         foreach_(
-            kernel(decays[first], roundings[first]),
+            kernel(decays[0], hows[0]),
             mutated,
-            {"gradients": gs},
+            {"gradients": grads},
             paths=lambda chosen=chosen: [paths[i] for i in chosen],
             dense=True,
         )
-    return params, adam.mu, adam.nu, fusion.masters
-
-
-def _by_kernel(
-    params: tree.Tree,
-    adam: ScaleByAdamState,
-    columns: Sequence[Sequence[torch.Tensor]],
-    decays: Sequence[float],
-    fusion: Fusion,
-    count: torch.Tensor,
-    rate: float | torch.Tensor,
-    numbers: Mapping[str, Any],
-) -> tuple[tree.Tree, tree.Tree, tree.Tree, tree.Tree]:
-    """`_by_kernel_` of a traced program: one operation per leaf, and new values."""
-    scalars: dict[tuple, dict[str, torch.Tensor | None]] = {}
-
-    def scalars_of(leaf: torch.Tensor) -> dict[str, Any]:
-        real = torch.float64 if leaf.dtype == torch.float64 else torch.float32
-        if (leaf.device, real) not in scalars:
-            clip = None if fusion.factor is None else _scalar(fusion.factor, real, leaf.device)
-            made = {"rate": _scalar(rate, real, leaf.device), "clip": clip}
-            scalars[leaf.device, real] = {"count": count.to(leaf.device), **made}
-        return scalars[leaf.device, real]
-
-    rows = zip(*columns, *_beside(params, fusion), decays, strict=True)
-    found = [
-        adamw_op(
-            p, g, mu, nu, **scalars_of(p), **numbers, master=master, rounding=rounding,
-            weight_decay=decay,
-        )
-        for p, g, mu, nu, master, rounding, decay in rows
-    ]  # fmt: skip
-    structure = tree.structure(params)
-    new, masters, mu, nu = (
-        tree.unflatten(structure, list(column)) for column in zip(*found, strict=True)
-    )
-    return new, mu, nu, masters
-
-
-def _beside(params: tree.Tree, fusion: Fusion) -> tuple[list, list]:
-    """Of each parameter its master and its rounding; None where there is none."""
-    structure = tree.structure(params)
-    none = [None] * len(tree.leaves(params))
-    masters, rounding = (
-        none if part is None else structure.flatten_up_to(part)
-        for part in (fusion.masters, fusion.rounding)
-    )
-    return masters, rounding
 
 
 def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

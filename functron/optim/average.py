@@ -123,19 +123,19 @@ def with_average(
         """The decay of this update."""
         return torch.as_tensor(decay(state.count)).to(torch.float64) if callable(decay) else decay
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError(
                 "with_average: got params=None; wanted the parameters to average; fix: call "
                 "update(grads, state, params)"
             )
-        updates, inner_state = inner.update(updates, state.inner, params)
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
         average = _mixed(state.average, apply_updates(params, updates), now(state))
         return updates, _next(state, average, inner_state, now(state))
 
-    def step_(grads, state, params):
+    def step_(grads, state, params, **extra):
         share = now(state)
-        params, inner_state = inner.step_(grads, state.inner, params)
+        params, inner_state = inner.step_(grads, state.inner, params, **extra)
         mix = _mixed if isinstance(share, torch.Tensor) else _mix_
         average = mix(state.average, params, share)
         return params, _next(state, average, inner_state, share)

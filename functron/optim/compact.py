@@ -1,10 +1,10 @@
-"""Optimizers that keep less than Adam: Adafactor, Adam-mini and Lion.
+"""Optimizers that keep less than Adam: Adafactor, Adam-mini, Lion and SGD.
 
 | optimizer | keeps of a matrix ``[n, m]``, besides the mean of its gradients |
 |-----------|-----------------------------------------------------------------|
 | Adafactor | ``n + m`` second moments, of rows and columns; and no mean where none is asked for |
 | Adam-mini | one second moment a block: a head, an output neuron, a row of the vocabulary |
-| Lion      | nothing |
+| Lion, SGD | nothing; SGD without momentum not even that mean |
 
 Adafactor (Shazeer and Stern 2018), "Adaptive Learning Rates with Sublinear Memory Cost",
 https://arxiv.org/abs/1804.04235, is here in Optax's terms, each of whose parts is by itself. Every
@@ -27,19 +27,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron.core import tree
+from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.optim.average import ema
 from functron.optim.mask import Mask, add_decayed_weights
-from functron.optim.schedules import LearningRate, increment_, new_count, scale_by_learning_rate
+from functron.optim.schedules import (
+    LearningRate,
+    increment_,
+    new_count,
+    rate_and_count,
+    scale_by_learning_rate,
+)
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
     chain,
+    identity,
     scale,
     stateless,
     transformation,
+    with_step,
 )
 from functron.optim.zero import (
     Whole,
@@ -529,7 +537,7 @@ def scale_by_lion(
     """Updates ``sign(b1 mu + (1 - b1) g)``, and then ``mu = b2 mu + (1 - b2) g``.
 
     "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675, algorithm 2;
-    Optax's `scale_by_lion`. `update_` computes in the memory of gradients and momentum. No
+    Optax's `scale_by_lion`. Of a chain's `step_` it is in the memory of gradients and momentum. No
     collectives: each element by itself.
 
     Args:
@@ -542,26 +550,22 @@ def scale_by_lion(
         mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
         return ScaleByLionState(new_count(params), mu)
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, donated=False):
+        momenta = tree.same_structure(updates, state.mu, names=("updates", "the state's mu"))
+        gradients = tree.leaves(updates)
+        if donated and all(g.dtype == m.dtype for g, m in zip(gradients, momenta, strict=True)):
+            columns = {"momenta": momenta, "gradients": gradients}
+            foreach_(_combine(b1, b2), columns, paths=lambda: tree.paths(updates))
+            increment_([state.count])
+            return updates, state
         out = tree.map(lambda g, m: ((1 - b1) * g + b1 * m).sign().to(g.dtype), updates, state.mu)
         mu = tree.map(lambda g, m: ((1 - b2) * g + b2 * m).to(m.dtype), updates, state.mu)
         return out, ScaleByLionState(state.count + 1, mu)
-
-    def update_(updates, state, params=None):
-        momenta = tree.same_structure(updates, state.mu, names=("updates", "the state's mu"))
-        gradients = tree.leaves(updates)
-        if any(g.dtype != m.dtype for g, m in zip(gradients, momenta, strict=True)):
-            return update(updates, state, params)
-        columns = {"momenta": momenta, "gradients": gradients}
-        foreach_(_combine(b1, b2), columns, paths=lambda: tree.paths(updates))
-        increment_([state.count])
-        return updates, state
 
     return transformation(
         init,
         update,
         specs=lambda param_specs: ScaleByLionState(P(), param_specs),
-        update_=update_,
         elementwise=True,
     )
 
@@ -604,3 +608,108 @@ def lion(
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
+
+
+class TraceState(NamedTuple):
+    """Accumulated momentum.
+
+    Attributes:
+        trace: ``g + decay * previous trace``, like the parameters.
+    """
+
+    trace: tree.Tree
+
+
+@public
+def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
+    """Momentum: the updates become ``t = g + decay * t``, or ``g + decay * t`` of that (Nesterov).
+
+    Optax's `trace`; torch's momentum without dampening.
+    """
+
+    def update(updates, state, params=None):
+        new = tree.map(lambda g, t: g + decay * t, updates, state.trace)
+        out = tree.map(lambda g, t: g + decay * t, updates, new) if nesterov else new
+        return out, TraceState(new)
+
+    return transformation(
+        init=lambda params: TraceState(tree.map(torch.zeros_like, params)),
+        update=update,
+        specs=lambda param_specs: TraceState(param_specs),
+        elementwise=True,
+    )
+
+
+@public
+def sgd(
+    learning_rate: LearningRate, momentum: float | None = None, nesterov: bool = False
+) -> GradientTransformation:
+    """SGD: ``chain(trace(momentum, nesterov), scale_by_learning_rate(learning_rate))``, as Optax's.
+
+    `step_` is a few multi-tensor kernels in place, with the gradients as scratch. (Not
+    `torch._fused_sgd_`: its CPU kernel gives wrong values in bfloat16 on torch 2.13.) No
+    collectives.
+
+    Args:
+        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        momentum: decay of the trace; None: no momentum and no state for it.
+        nesterov: look ahead by one more momentum step.
+
+    Raises:
+        ValueError: `nesterov` without momentum.
+    """
+    if nesterov and not momentum:
+        refuse("sgd", "nesterov", "True with momentum=None", "a momentum", "pass momentum=0.9")
+    first = identity() if momentum is None else trace(momentum, nesterov)
+    plain = chain(first, scale_by_learning_rate(learning_rate))
+
+    def step_(grads, state, params):
+        momentum_state, schedule = state
+        rate, count = rate_and_count(learning_rate, schedule)
+        if isinstance(rate, torch.Tensor) and compat.is_wrapped(rate):
+            return plain.step_(grads, state, params)
+        traces = momentum_state.trace if momentum is not None else None
+        _descend_(grads, traces, params, rate, momentum, nesterov)
+        increment_([] if count is None else [count])
+        return params, (momentum_state, schedule)
+
+    return with_step(plain, step_)
+
+
+@public
+def sign_sgd(learning_rate: float) -> GradientTransformation:
+    """``params - learning_rate sign(gradient)``: every entry goes one step of the same length.
+
+    Bernstein et al. 2018; Optax's `sign_sgd`. What balances the load of experts without a loss is
+    updated so (DeepSeek-V3, section 2.1.2). Works on tensors as small as those; nothing is fused.
+    """
+    return stateless(
+        lambda updates, params: tree.map(lambda g: -learning_rate * g.sign(), updates),
+        elementwise=True,
+    )
+
+
+def _descend_(grads, traces, params, rate, momentum, nesterov) -> None:
+    def descend(ps, gs):
+        factor = -rate.to(gs[0].device) if isinstance(rate, torch.Tensor) else -rate
+        torch._foreach_mul_(gs, factor)
+        torch._foreach_add_(ps, gs)
+
+    def with_momentum(ps, gs, ts):
+        torch._foreach_mul_(ts, momentum)
+        torch._foreach_add_(ts, gs)
+        if nesterov:
+            torch._foreach_add_(gs, ts, alpha=momentum)
+        else:
+            torch._foreach_copy_(gs, ts)
+        descend(ps, gs)
+
+    columns = {
+        "parameters": tree.leaves(params),
+        "gradients": tree.same_structure(params, grads, names=("params", "grads")),
+    }
+    if traces is None:
+        foreach_(descend, columns, paths=lambda: tree.paths(params))
+        return
+    columns["traces"] = tree.same_structure(params, traces, names=("params", "the state's trace"))
+    foreach_(with_momentum, columns, paths=lambda: tree.paths(params))

@@ -36,9 +36,9 @@ from functron.core import tree
 from functron.core.errors import Need, Needs, Problem, nearest, public, raise_problems
 from functron.ops.define import AUTO, Kernels
 from functron.optim import schedules
-from functron.optim.adam import MomentDtype, adam, adamw
+from functron.optim.adam import AdamwRule, MomentDtype, adam, adamw, in_one_pass
 from functron.optim.average import with_average
-from functron.optim.compact import adafactor, adam_mini, blocks, lion
+from functron.optim.compact import adafactor, adam_mini, blocks, lion, sgd
 from functron.optim.finite import (
     LossScale,
     apply_if_finite,
@@ -65,7 +65,6 @@ from functron.optim.muon import SCALES, Scale, matrices, muon
 from functron.optim.norms import clip_by_global_norm
 from functron.optim.offload import offload
 from functron.optim.schedules import LearningRate, Schedule, inject_hyperparams
-from functron.optim.sgd import sgd
 from functron.optim.soap import soap
 from functron.optim.transformation import GradientTransformation, chain
 from functron.optim.zero import zero
@@ -596,6 +595,15 @@ def _adamw(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTra
     )  # fmt: skip
 
 
+def _rule_in_one_pass(c: OptimizerConfig, rate: LearningRate, given: _Given) -> AdamwRule | None:
+    """The numbers of an AdamW that is alone, between what can be computed in its pass; or None."""
+    alone = c.name in ("adamw", "adam") and c.weight_decay_incr_style == "constant"
+    if not alone or c.ema_decay or c.master_bits != OptimizerConfig.master_bits:
+        return None
+    decay, mask = (c.weight_decay, given.mask) if c.name == "adamw" else (0.0, None)
+    return AdamwRule(rate, c.b1, c.b2, c.eps, decay, mask, given.kernels)
+
+
 def _adafactor(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
     own = c.adafactor
     scheduled = c.weight_decay_incr_style != "constant"
@@ -717,6 +725,7 @@ def make_optimizer(
         check_blocks(defs, P() if seen is None else seen, mesh)
     given = _Given(mask, defs, seen, kernels)
     inner = _inner(config, learning_rate, given, groups, multiples, total_steps, counted)
+    rule = None if groups or multiples else _rule_in_one_pass(config, learning_rate, given)
     if config.ema_decay:
         inner = with_average(inner, config.ema_decay)
     if config.fp32_masters:
@@ -725,11 +734,15 @@ def make_optimizer(
     if config.stochastic_rounding:
         inner = with_stochastic_rounding(inner, defs=defs, specs=seen)
     if config.offload:
-        inner = offload(inner)
+        inner = inner if rule is None else in_one_pass(inner, rule, specs=seen, defs=defs)
+        inner, rule = offload(inner), None
     if shards is not None:
         inner = zero(inner, specs, shards)
     if config.clip_norm:
         inner = chain(clip_by_global_norm(config.clip_norm, seen, copies, kernels=kernels), inner)
+    if rule is not None:
+        around = {"specs": specs, "copies": copies, "shards": shards, "defs": defs}
+        inner = in_one_pass(inner, rule, max_norm=config.clip_norm, **around)
     if config.skip_nonfinite:
         inner = apply_if_finite(inner, config.skip_nonfinite, specs=seen)
     if config.loss_scale.initial:

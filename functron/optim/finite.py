@@ -17,15 +17,17 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.optim.norms import global_norm
+from functron.optim.low_precision import is_low
+from functron.optim.norms import find_norm
 from functron.optim.schedules import advance_schedules, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     Norm,
-    Scaling,
     apply_updates,
-    applying,
+    ask,
+    find_answers,
     multiplied,
+    name_norm,
     refuse_scaled,
     stateless,
     transformation,
@@ -177,7 +179,7 @@ def with_loss_scale(
 ) -> GradientTransformation:
     """`inner`, for gradients of a loss that is scaled: steps that overflow are left out.
 
-    `functron.make_step` multiplies the loss by ``loss_scale(opt_state).scale``, and divides
+    `functron.make_step` multiplies the loss by ``optim.loss_scale(opt_state)``, and divides
     gradients by it once they are summed, in float32; these are what `update` is given. Where one of
     them is infinite or NaN on any rank, neither parameters nor the state of `inner` change on any
     rank, and the scale may fall; `LossScale` says when it falls and grows.
@@ -221,11 +223,37 @@ def with_loss_scale(
         good = torch.where(grows, 0, good)
         return finite, LossScaleState(scale, good, left, stuck, state.inner_state)
 
-    return _skipping(inner, first, judged, specs, _scaling)
+    return _skipping(inner, first, judged, specs, scales=True)
 
 
-def _scaling(state: LossScaleState) -> Scaling:
-    return Scaling(state.scale, state.stuck)
+def loss_scale(state: tree.Tree) -> torch.Tensor | None:
+    """The factor of the next step's loss, wherever an optimizer's state has it; None: it has none.
+
+    For a step of one's own: multiply the loss by it, and `unscale` the gradients.
+    """
+    found = _find_scale(state)
+    return None if found is None else found.scale
+
+
+def scaling_metrics(state: tree.Tree) -> dict[str, torch.Tensor]:
+    """``loss_scale`` and ``stuck`` of an optimizer's state, for a step's metrics; {} without."""
+    found = _find_scale(state)
+    return {} if found is None else {"loss_scale": found.scale, "stuck": found.stuck}
+
+
+def _find_scale(state: tree.Tree) -> LossScaleState | None:
+    is_scale = lambda x: isinstance(x, LossScaleState)  # noqa: E731
+    return next(filter(is_scale, tree.leaves(state, is_scale)), None)
+
+
+def unscale(grads: tree.Tree, scale: torch.Tensor | None) -> tree.Tree:
+    """The gradients of a loss without its scale: divided by it, in float32 if in low precision.
+
+    Overwrites `grads`, unless traced. None: there is no scale, and they stay as they are.
+    """
+    if scale is None:
+        return grads
+    return multiplied(tree.map(lambda g: g.float() if is_low(g) else g, grads), 1 / scale)
 
 
 class LimitState(NamedTuple):
@@ -244,7 +272,11 @@ class LimitState(NamedTuple):
 
 @public
 def with_limit(
-    inner: GradientTransformation, *, specs: tree.Tree = None, copies: tree.Tree = 1
+    inner: GradientTransformation,
+    *,
+    of: tree.Tree = True,
+    specs: tree.Tree = None,
+    copies: tree.Tree = 1,
 ) -> GradientTransformation:
     """`inner`, but gradients of a norm above the limit in its state change nothing else.
 
@@ -259,67 +291,37 @@ def with_limit(
 
     Args:
         inner: what is protected; put this around everything else.
+        of: whose gradients make up that norm, a tree or prefix tree of bools.
         specs: of the gradients, where they are sharded; None: as `bind` says.
         copies: how many ranks of a pipeline hold each parameter.
     """
-    known = inner.norm
-    norm_of = known or Norm(lambda u: u, lambda u: global_norm(u, specs, copies))
 
-    def judge(updates, state, norm):
-        value = norm_of.value(updates) if norm is None else norm
+    def judge(updates, state, extra):
+        counted = tree.partition(updates, of)[0]
+        value = find_norm(counted, name_norm(extra, updates).get("norm"), specs, copies)
         go = ~(value.isfinite() & (value > state.limit.to(value.device)))
         left_out = torch.where(go.to(state.left_out.device), state.left_out, state.left_out + 1)
-        return go, state._replace(left_out=left_out), {} if known is None else {"norm": value}
-
-    def run(method, updates, state, params, norm=None):
-        go, counted, own = judge(updates, state, norm)
-        if readable(go):
-            if not go:
-                return tree.map(torch.zeros_like, updates), counted
-            updates, kept = method(updates, state.inner_state, params, **own)
-            return updates, counted._replace(inner_state=kept)
-        out, kept = inner.update(updates, state.inner_state, params, **own)
-        out = _select(go, out, tree.map(torch.zeros_like, out))
-        return out, counted._replace(inner_state=_select(go, kept, state.inner_state))
-
-    def step_(grads, state, params, norm=None):
-        go, counted, own = judge(grads, state, norm)
-        if not readable(go):
-            out, kept = inner.update(grads, state.inner_state, params, **own)
-            params = _select(go, apply_updates(params, out), params)
-            return params, counted._replace(inner_state=_select(go, kept, state.inner_state))
-        if not go:
-            return params, counted
-        params, kept = inner.step_(grads, state.inner_state, params, **own)
-        return params, counted._replace(inner_state=kept)
+        return go, state._replace(left_out=left_out), {**extra, "norm": Norm(value, counted)}
 
     def first(params):
         count = new_count(params)
         limit = torch.full_like(count, math.inf, dtype=torch.float32)
         return LimitState(limit, torch.zeros_like(count), inner.init(params))
 
-    def with_specs(param_specs, copies):
-        bound = inner.bind(param_specs, copies)
-        seen = bound.grad_specs(param_specs) if specs is None else specs
-        return with_limit(bound, specs=seen, copies=copies)
+    def bind(param_specs, counts):
+        bound = inner.bind(param_specs, counts)
+        if specs is None:
+            return with_limit(bound, of=of, specs=bound.grad_specs(param_specs), copies=counts)
+        return None if bound is inner else with_limit(bound, of=of, specs=specs, copies=copies)
 
-    scale = inner.loss_scale
-    wrap, unbound = applying(run), specs is None or inner.with_specs is not None
+    update, step_ = _build_conditional(judge, inner)
     return transformation(
         first,
-        wrap(inner.update),
+        update,
         lambda param_specs: LimitState(P(), P(), inner.specs(param_specs)),
-        update_=wrap(inner.update_),
         step_=step_,
         grad_specs=inner.grad_specs,
-    )._replace(
-        norm=norm_of,
-        loss_scale=None if scale is None else lambda state: scale(state.inner_state),
-        with_specs=with_specs if unbound else None,
-        whole=inner.takes_shards,
-        divides=inner.divides,
-        inside=lambda param_specs: [(inner, param_specs)],
-    )
+    )._replace(bind=bind)
 
 
 def set_limit_(state: LimitState, limit: float) -> None:
@@ -336,7 +338,8 @@ def _skipping(
     first: Callable[[torch.Tensor, tree.Tree], Any],
     judged: Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]],
     specs: tree.Tree,
-    loss_scale: Callable[[Any], Scaling] | None = None,
+    *,
+    scales: bool = False,
 ) -> GradientTransformation:
     """`inner` in the steps that go on.
 
@@ -346,61 +349,72 @@ def _skipping(
             an int64 0 on the parameters' device.
         judged: ``(finite, state)`` to whether to go on, and the state with its counts.
         specs: of the gradients; None: as `bind` says.
-        loss_scale: of the result.
+        scales: whether it scales the loss.
     """
-    refuse_scaled("with_loss_scale and apply_if_finite", "inner", [inner])
+    refuse_scaled("with_loss_scale and apply_if_finite", "inner", ask(inner))
 
-    def judge(updates, state):
-        return judged(all_finite(updates, specs), state)
-
-    def run(method, updates, state, params, **norm):
-        go, counted = judge(updates, state)
-        if readable(go):
-            if not go:
-                return tree.map(torch.zeros_like, updates), counted
-            updates, kept = method(updates, state.inner_state, params, **norm)
-            return updates, counted._replace(inner_state=kept)
-        out, kept = inner.update(updates, state.inner_state, params, **norm)
-        out = _select(go, out, tree.map(torch.zeros_like, out))
-        return out, counted._replace(inner_state=_select(go, kept, state.inner_state))
-
-    def step_(grads, state, params, **norm):
-        go, counted = judge(grads, state)
-        if not readable(go):
-            out, kept = inner.update(grads, state.inner_state, params, **norm)
-            params = _select(go, apply_updates(params, out), params)
-            return params, counted._replace(inner_state=_select(go, kept, state.inner_state))
-        if not go:
-            return params, counted
-        params, kept = inner.step_(grads, state.inner_state, params, **norm)
-        return params, counted._replace(inner_state=kept)
+    def judge(updates, state, extra):
+        return *judged(all_finite(updates, specs), state), extra
 
     def state_specs(param_specs):
         made = first(torch.zeros((), dtype=torch.int64), ())
         scalars = made._replace(**dict.fromkeys(made._fields, P()))
         return scalars._replace(inner_state=inner.specs(param_specs))
 
-    def with_specs(param_specs, copies):
+    def bind(param_specs, copies):
+        if scales and (answers := find_answers(param_specs)) is not None:
+            answers.scales += 1
         bound = inner.bind(param_specs, copies)
+        if bound is inner and specs is not None:
+            return None
         seen = bound.grad_specs(param_specs) if specs is None else specs
-        return _skipping(bound, first, judged, seen, loss_scale)
+        return _skipping(bound, first, judged, seen, scales=scales)
 
-    wrap, unbound = applying(run), specs is None or inner.with_specs is not None
+    update, step_ = _build_conditional(judge, inner)
     return transformation(
         lambda params: first(new_count(params), inner.init(params)),
-        wrap(inner.update),
+        update,
         state_specs,
-        update_=wrap(inner.update_),
         step_=step_,
         grad_specs=inner.grad_specs,
-    )._replace(
-        norm=inner.norm,
-        loss_scale=loss_scale,
-        with_specs=with_specs if unbound else None,
-        whole=inner.takes_shards,
-        divides=inner.divides,
-        inside=lambda param_specs: [(inner, param_specs)],
-    )
+    )._replace(bind=bind)
+
+
+def _build_conditional(
+    judge: Callable[[tree.Tree, Any, Any], tuple[torch.Tensor, Any, Any]],
+    inner: GradientTransformation,
+) -> tuple[Callable, Callable]:
+    """`update` and `step_` of `inner`, in the steps that go on.
+
+    Args:
+        judge: ``(updates, state, extra)`` to whether to go on, the state with its counts, and the
+            extra arguments, with the norm if it is known then.
+        inner: what is left out of the others.
+    """
+
+    def update(updates, state, params=None, *, donated=False, **extra):
+        go, counted, extra = judge(updates, state, extra)
+        if not readable(go):
+            out, kept = inner.update(updates, state.inner_state, params, **extra)
+            out = _select(go, out, tree.map(torch.zeros_like, out))
+            return out, counted._replace(inner_state=_select(go, kept, state.inner_state))
+        if not go:
+            return tree.map(torch.zeros_like, updates), counted
+        updates, kept = inner.update(updates, state.inner_state, params, donated=donated, **extra)
+        return updates, counted._replace(inner_state=kept)
+
+    def step_(grads, state, params, **extra):
+        go, counted, extra = judge(grads, state, extra)
+        if not readable(go):
+            out, kept = inner.update(grads, state.inner_state, params, **extra)
+            params = _select(go, apply_updates(params, out), params)
+            return params, counted._replace(inner_state=_select(go, kept, state.inner_state))
+        if not go:
+            return params, counted
+        params, kept = inner.step_(grads, state.inner_state, params, **extra)
+        return params, counted._replace(inner_state=kept)
+
+    return update, step_
 
 
 def _select(flag: torch.Tensor, chosen: tree.Tree, other: tree.Tree) -> tree.Tree:
@@ -415,35 +429,6 @@ def zero_nans() -> GradientTransformation:
         return torch.where(u.isnan(), torch.zeros_like(u), u)
 
     return stateless(lambda updates, params: tree.map(fill, updates), elementwise=True)
-
-
-def loss_scale(state: tree.Tree) -> torch.Tensor | None:
-    """The factor of the next loss, from an optimizer's state; None: it is not scaled.
-
-    Args:
-        state: of an optimizer with `with_loss_scale` somewhere in it, or without.
-    """
-    found = _scaling_in(state)
-    return None if found is None else found.scale
-
-
-def scaling_metrics(state: tree.Tree) -> dict[str, torch.Tensor]:
-    """``loss_scale`` and ``stuck`` of an optimizer's state, for a step's metrics; {} without."""
-    found = _scaling_in(state)
-    return {} if found is None else {"loss_scale": found.scale, "stuck": found.stuck}
-
-
-def _scaling_in(state: tree.Tree) -> LossScaleState | None:
-    found = tree.leaves(state, lambda part: isinstance(part, LossScaleState))
-    return next((part for part in found if isinstance(part, LossScaleState)), None)
-
-
-def unscale(grads: tree.Tree, scale: torch.Tensor | None) -> tree.Tree:
-    """The gradients of a loss without its scale, which are given up; low precision in float32."""
-    if scale is None:
-        return grads
-    low = (torch.bfloat16, torch.float16)
-    return multiplied(tree.map(lambda g: g.float() if g.dtype in low else g, grads), 1 / scale)
 
 
 def step_unless(skip: bool | torch.Tensor, inner: GradientTransformation) -> Callable:

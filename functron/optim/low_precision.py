@@ -41,12 +41,11 @@ from functron.ops.adamw import (
     stochastic_round,
 )
 from functron.ops.foreach import foreach_
-from functron.optim.schedules import increment_, incremented, new_count
+from functron.optim.schedules import increment_, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
     transformation,
-    with_one_pass,
 )
 from functron.optim.zero import leaf_specs
 from functron.program.recorder import active
@@ -122,14 +121,15 @@ def with_fp32_masters(
         masters = tree.unflatten(structure, [_master(leaf, kind, bits) for leaf, kind in rows])
         return MastersState(masters, inner.init(_effective(params, masters)))
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError(
                 "with_fp32_masters: got params=None; wanted the parameters that the masters round "
                 "to; fix: call update(grads, state, params)"
             )
         effective = _effective(params, state.masters)
-        updates, inner_state = inner.update(widen(updates, params), state.inner, effective)
+        wide = widen(updates, params)
+        updates, inner_state = inner.update(wide, state.inner, effective, **extra)
 
         new = tree.map(lambda now, u: now + u, effective, updates)
         rounded, masters = _kept(params, new, bits)
@@ -141,23 +141,10 @@ def with_fp32_masters(
         )
         return out, MastersState(masters, inner_state)
 
-    def one_pass(grads, state, params, fusion):
-        if bits == 16 or inner.one_pass is None or fusion.masters is not None:
-            return None
-        fusion = fusion._replace(masters=state.masters)
-        together = inner.one_pass(grads, state.inner, params, fusion)
-        if together is None:
-            return None
-
-        def run():
-            new, inner_state, masters = together()
-            return new, MastersState(masters, inner_state), None
-
-        return run
-
-    def step_(grads, state, params):
+    def step_(grads, state, params, **extra):
         effective = _effective(params, state.masters)
-        effective, inner_state = inner.step_(widen(grads, params), state.inner, effective)
+        wide = widen(grads, params)
+        effective, inner_state = inner.step_(wide, state.inner, effective, **extra)
         rounded, masters = _kept(params, effective, bits)
         foreach_(
             torch._foreach_copy_,
@@ -166,7 +153,7 @@ def with_fp32_masters(
         )
         return params, MastersState(masters, inner_state)
 
-    plain = transformation(
+    return transformation(
         init,
         update,
         specs=lambda param_specs: MastersState(param_specs, inner.specs(param_specs)),
@@ -174,7 +161,6 @@ def with_fp32_masters(
         grad_specs=inner.grad_specs,
         elementwise=inner.elementwise,
     )
-    return with_one_pass(plain, one_pass)
 
 
 def is_low(param: torch.Tensor) -> bool:
@@ -272,14 +258,15 @@ def with_stochastic_rounding(
         key = random.key(seed, device=device)
         return StochasticState(key, new_count(params), inner.init(tree.map(_wide, params)))
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError(
                 "with_stochastic_rounding: got params=None; wanted the parameters to be rounded; "
                 "fix: call update(grads, state, params)"
             )
         before, count = tree.map(_wide, params), state.count + 1
-        updates, inner_state = inner.update(widen(updates, params), state.inner, before)
+        wide = widen(updates, params)
+        updates, inner_state = inner.update(wide, state.inner, before, **extra)
 
         def one(param, old, change, bits):
             if bits is None:
@@ -294,28 +281,10 @@ def with_stochastic_rounding(
         new_state = StochasticState(state.key, count, inner_state)
         return tree.unflatten(tree.structure(params), changes), new_state
 
-    def one_pass(grads, state, params, fusion):
-        if inner.one_pass is None or fusion.masters is not None or fusion.rounding is not None:
-            return None
-        rounding = _roundings(state.key, params, defs, specs)
-        if rounding is None:
-            return None
-        fusion = fusion._replace(rounding=rounding)
-        together = inner.one_pass(grads, state.inner, params, fusion)
-        if together is None:
-            return None
-
-        def run():
-            new, inner_state, _ = together()
-            count = incremented([state.count])[0]
-            return new, StochasticState(state.key, count, inner_state), None
-
-        return run
-
-    def step_(grads, state, params):
+    def step_(grads, state, params, **extra):
         increment_([state.count])
-        wide = tree.map(_wide, params)
-        wide, inner_state = inner.step_(widen(grads, params), state.inner, wide)
+        gradients, wide = widen(grads, params), tree.map(_wide, params)
+        wide, inner_state = inner.step_(gradients, state.inner, wide, **extra)
         bits = _bits(state.key, state.count, params, defs, specs)
         rows = zip(tree.leaves(params), tree.leaves(wide), bits, tree.paths(params), strict=True)
         low = [(*row, word, path) for *row, word, path in rows if word is not None]
@@ -324,14 +293,13 @@ def with_stochastic_rounding(
         foreach_(_round_, {"params": old}, read, paths=lambda: paths)
         return params, StochasticState(state.key, state.count, inner_state)
 
-    plain = transformation(
+    return transformation(
         init,
         update,
         specs=lambda param_specs: StochasticState(P(), P(), inner.specs(param_specs)),
         step_=step_,
         grad_specs=inner.grad_specs,
     )
-    return with_one_pass(plain, one_pass)
 
 
 def _wide(param: torch.Tensor) -> torch.Tensor:
@@ -383,7 +351,7 @@ def _bits(
     ]
 
 
-def _roundings(
+def kernel_roundings(
     key: torch.Tensor, params: tree.Tree, defs: tree.Tree, specs: tree.Tree
 ) -> tree.Tree:
     """How the kernel rounds each parameter; None where it cannot: in simulation, for one, or

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,9 +23,10 @@ from functron.optim.schedules import LearningRate, ScaleByScheduleState, new_cou
 from functron.optim.transformation import (
     GradientTransformation,
     Params,
-    applying,
-    bindable,
-    norm_of_part,
+    ask,
+    find_answers,
+    keep_specs,
+    name_norm,
     stateless,
     transformation,
 )
@@ -72,7 +74,7 @@ def add_decayed_weights(
         return stateless(
             lambda u, p: decay(u, p, weight_decay) if _some(weight_decay) else u,
             elementwise=elementwise,
-        )._replace(whole=True)
+        )._replace(bind=keep_specs)
 
     def update(updates, state, params=None):
         out = decay(updates, params, weight_decay(state.count))
@@ -83,7 +85,7 @@ def add_decayed_weights(
         update,
         specs=lambda param_specs: ScaleByScheduleState(P()),
         elementwise=elementwise,
-    )._replace(whole=True)
+    )._replace(bind=keep_specs)
 
 
 def _some(weight_decay: float | torch.Tensor) -> bool:
@@ -92,7 +94,6 @@ def _some(weight_decay: float | torch.Tensor) -> bool:
 
 
 @public
-@bindable
 def only(
     inner: GradientTransformation,
     mask: tree.Tree,
@@ -118,18 +119,19 @@ def only(
     def rest(value: tree.Tree) -> tree.Tree:
         return tree.partition(value, mask)[1]
 
-    def run(method: Callable, updates, state, params, **norm):
+    def update(updates, state, params=None, **extra):
         mine = None if params is None else chosen(params)
-        found, state = method(chosen(updates), state, mine, **norm)
+        extra = name_norm(extra, updates)
+        found, state = inner.update(chosen(updates), state, mine, **extra)
         if others is None or params is None:
             return found, state
         kept = rest(params)
         new = tree.map(others, kept, rest(updates))
         return tree.join(found, tree.map(torch.sub, new, kept)), state
 
-    def step_(grads, state, params, **norm):
+    def step_(grads, state, params, **extra):
         mine, kept = chosen(params), rest(params)
-        mine, state = inner.step_(chosen(grads), state, mine, **norm)
+        mine, state = inner.step_(chosen(grads), state, mine, **name_norm(extra, grads))
         if others is not None:
             kept = tree.map(others, kept, rest(grads))
         return tree.join(mine, kept), state
@@ -146,27 +148,32 @@ def only(
         picked = zip(tree.leaves(mask), *rows, strict=True)
         return tree.unflatten(flags, [a if flag else b for flag, a, b in picked])
 
-    def inside(param_specs):
-        if is_spec(param_specs):
-            return [(inner, param_specs)]
-        places = tree.map(lambda spec: 0, param_specs, is_leaf=is_spec)
-        flags = tree.broadcast_prefix(mask, places, what="the mask")
-        rows = zip(tree.leaves(param_specs, is_spec), flags, strict=True)
-        mine = [spec if flag else None for spec, flag in rows]
-        return [(inner, tree.unflatten(tree.structure(places), mine))]
+    def bind(param_specs, copies):
+        own = param_specs if find_answers(param_specs) is None else own_specs(param_specs)
+        bound = inner.bind(own, copies)
+        return None if bound is inner else only(bound, mask, others)
 
-    wrap = applying(run)
+    def own_specs(param_specs):
+        """None for what is left alone as a whole; specs and mask may each be a prefix tree."""
+        flags = zip(tree.paths(mask), tree.leaves(mask), strict=True)
+        picked = [path and f"{path}/" for path, flag in flags if flag]
+
+        def one(path: str, spec: P | None) -> P | None:
+            at = path and f"{path}/"
+            return spec if any(p.startswith(at) or at.startswith(p) for p in picked) else None
+
+        paths, leaves = tree.paths(param_specs, is_spec), tree.leaves(param_specs, is_spec)
+        _, structure = tree.flatten(param_specs, is_spec)
+        return tree.unflatten(structure, [one(*row) for row in zip(paths, leaves, strict=True)])
+
     return GradientTransformation(
         lambda params: inner.init(chosen(params)),
-        wrap(inner.update),
-        inner.specs,
-        wrap(inner.update_),
+        update,
         step_,
+        inner.specs,
         grad_specs,
-        norm=norm_of_part(inner.norm, chosen),
+        bind,
         elementwise=inner.elementwise and others is None,
-        loss_scale=inner.loss_scale,
-        inside=inside,
     )
 
 
@@ -371,8 +378,6 @@ def _side_by_side(
 ) -> GradientTransformation:
     """A transformation per label, and how their states become one."""
     several = list(transforms.values())
-    clips = [t for t in several if t.norm is not None]
-    clipping = clips[0] if len(clips) == 1 else None
 
     def split(value: tree.Tree, labels: tree.Tree, name: str) -> list[tree.Tree]:
         leaves = tree.same_structure(labels, value, names=(what, name))
@@ -384,15 +389,21 @@ def _side_by_side(
         rows = enumerate(tree.leaves(labels))
         return tree.unflatten(tree.structure(labels), [by_label[label][i] for i, label in rows])
 
-    def run(methods: Iterable[Any], updates, state, params, **norm):
-        labels = labels_of(updates)
+    def run(methods: Iterable[Any], updates, state, params, **extra):
+        labels, extra = labels_of(updates), name_norm(extra, updates)
         sides = [None] * len(several) if params is None else split(params, labels, "params")
-        given = [norm if t is clipping else {} for t in several]
         parts = split(updates, labels, "updates")
-        rows = zip(methods, parts, unpack(state), sides, given, strict=True)
-        results = [method(part, own, side, **norm) for method, part, own, side, norm in rows]
+        rows = zip(methods, parts, unpack(state), sides, strict=True)
+        results = [method(*row, **extra) for method, *row in rows]
         updates = merge([updates for updates, _ in results], labels)
         return updates, pack([state for _, state in results])
+
+    def update(updates, state, params=None, **extra):
+        return run([t.update for t in several], updates, state, params, **extra)
+
+    def step_(grads, state, params, **extra):
+        _, state = run([t.step_ for t in several], grads, state, params, **extra)
+        return params, state
 
     def divided(param_specs) -> tuple[tree.Tree, list[tree.Tree]]:
         """The labels, and the specs of each one's parameters."""
@@ -418,47 +429,25 @@ def _side_by_side(
         sides = split(params, labels_of(params), "params")
         return pack([t.init(side) for t, side in zip(several, sides, strict=True)])
 
-    def own(updates: tree.Tree) -> tree.Tree:
-        """The updates of the one that clips."""
-        parts = split(updates, labels_of(updates), "updates")
-        return next(part for part, t in zip(parts, several, strict=True) if t is clipping)
+    def bind(param_specs, copies):
+        alike = find_answers(param_specs) is None or param_specs == P()  # those of no parameters
+        sides = [param_specs] * len(several) if alike else divided(param_specs)[1]
+        bound = [t.bind(side, copies) for t, side in zip(several, sides, strict=True)]
+        if all(map(operator.is_, bound, several)):
+            return None
+        by_label = dict(zip(transforms, bound, strict=True))
+        return _side_by_side(by_label, labels_of, pack, unpack, what)
 
-    scales = [(i, t.loss_scale) for i, t in enumerate(several) if t.loss_scale is not None]
-    if len(scales) > 1:
+    if sum(bool(ask(t).scales) for t in several) > 1:
         refuse(what, "transforms", "several that scale the loss", "one", "let one do it for all")
-
-    def loss_scale(state):
-        position, scale = scales[0]
-        return scale(unpack(state)[position])
-
-    def inside(param_specs):
-        return [*zip(several, divided(param_specs)[1], strict=True)]
-
-    def with_specs(param_specs, copies):
-        bound = {label: t.bind(param_specs, copies) for label, t in transforms.items()}
-        return _side_by_side(bound, labels_of, pack, unpack, what)
-
-    def step_(grads, state, params, **norm):
-        _, state = run([t.step_ for t in several], grads, state, params, **norm)
-        return params, state
-
-    wrap = applying(run)
     return transformation(
         init,
-        wrap([t.update for t in several]),
+        update,
         specs,
-        update_=wrap([t.update_ for t in several]),
         step_=step_,
         grad_specs=grad_specs,
         elementwise=all(t.elementwise for t in several),
-    )._replace(
-        norm=norm_of_part(clipping and clipping.norm, own),
-        loss_scale=loss_scale if scales else None,
-        with_specs=with_specs if any(t.with_specs is not None for t in several) else None,
-        whole=all(t.takes_shards for t in several),
-        divides=any(t.divides for t in several),
-        inside=inside,
-    )
+    )._replace(bind=bind)
 
 
 def _only(labels: tree.Tree, leaves: list, label: Hashable) -> tree.Tree:

@@ -161,8 +161,9 @@ def clip_by_global_norm(
     """Scales all updates together so that their `global_norm` is at most `max_norm`, as Optax does.
 
     Updates whose norm is below it pass unchanged. Collectives are those of `global_norm`, and none
-    where the norm is given: ``update(updates, state, norm=...)``. A step that also reports the norm
-    computes it once that way, as `functron.make_step` does.
+    where the norm is given: ``update(updates, state, norm=...)``, a tensor, or an `optim.Norm` of
+    just these updates. A step that also reports the norm computes it once that way, as
+    `functron.make_step` does.
 
     Args:
         max_norm: positive.
@@ -176,24 +177,24 @@ def clip_by_global_norm(
     """
     _positive("clip_by_global_norm", "max_norm", max_norm)
 
-    def value(updates):
-        return global_norm(updates, specs, copies, kernels=kernels)
+    def update(updates, state, params=None, *, norm=None, donated=False):
+        found = find_norm(updates, norm, specs, copies, kernels=kernels)
+        return (multiply_ if donated else multiply)(updates, norm_scale(found, max_norm)), ()
 
-    def factor(updates, norm=None):
-        return norm_scale(value(updates) if norm is None else norm, max_norm)
+    return transformation(lambda params: (), update, lambda param_specs: ())
 
-    return transformation(
-        lambda params: (),
-        lambda updates, state, params=None, norm=None: (
-            multiply(updates, factor(updates, norm)),
-            (),
-        ),
-        specs=lambda param_specs: (),
-        update_=lambda updates, state, params=None, norm=None: (
-            multiply_(updates, factor(updates, norm)),
-            (),
-        ),
-    )._replace(factor=factor, norm=Norm(lambda updates: updates, value))
+
+def find_norm(
+    updates: Updates,
+    norm: Norm | torch.Tensor | None,
+    specs: tree.Tree,
+    copies: tree.Tree,
+    *,
+    kernels: Kernels = AUTO,
+) -> torch.Tensor:
+    """The norm of updates: the one given as the extra argument, if it is theirs, or computed."""
+    known = norm.known_of(updates) if isinstance(norm, Norm) else norm
+    return global_norm(updates, specs, copies, kernels=kernels) if known is None else known
 
 
 @public

@@ -11,7 +11,7 @@ import torch
 from functron.core import compat, tree
 from functron.core.compat import CUDA, Streams
 from functron.core.errors import public
-from functron.optim.transformation import GradientTransformation, bindable, purely
+from functron.optim.transformation import GradientTransformation, bindable, name_norm, purely
 from functron.program.recorder import active
 from functron.spmd.spec import P, is_spec
 
@@ -118,21 +118,19 @@ def offload(
                     )
         return tree.unflatten(parts, found)
 
-    def whole(method, updates, state, params):
-        """`method` with all of the state on the device of the updates."""
-        device = tree.leaves(updates)[0].device
-        updates, new = method(updates, tree.map(lambda x: x.to(device), state), params)
-        return updates, tree.map(lambda old, new: new.to(old.device), state, new)
-
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, donated=False, **extra):
         if active() is not None:
             _refuse_apart(state, updates)
-        return whole(inner.update, updates, state, params)
+        device = tree.leaves(updates)[0].device
+        near = tree.map(lambda x: x.to(device), state)
+        updates, new = inner.update(updates, near, params, **extra)
+        return updates, tree.map(lambda old, new: new.to(old.device), state, new)
 
-    def step_(grads, state, params):
+    def step_(grads, state, params, **extra):
+        extra = name_norm(extra, grads)  # of a piece it is not
         if purely():
             _refuse_apart(state, params)
-            return inner.step_(grads, state, params)
+            return inner.step_(grads, state, params, **extra)
         leaves, structure = tree.flatten(params)
         gradients = tree.same_structure(params, grads, names=("params", "grads"))
         owners, parts, other = marked(params)
@@ -154,6 +152,7 @@ def offload(
                 _cut(structure, gradients, piece),
                 tree.unflatten(parts, near),
                 _cut(structure, leaves, piece),
+                **extra,
             )
             new = parts.flatten_up_to(new)
             for position, i in enumerate(owners):
@@ -178,14 +177,7 @@ def offload(
                     after[position] = tree.map(_back, before[position], new[position])
         return params, tree.unflatten(parts, after)
 
-    return GradientTransformation(
-        init,
-        update,
-        inner.specs,
-        lambda updates, state, params=None: update(updates, state, params),
-        step_,
-        inner.grad_specs,
-    )
+    return GradientTransformation(init, update, step_, inner.specs, inner.grad_specs)
 
 
 def _pieces(

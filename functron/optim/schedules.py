@@ -505,20 +505,18 @@ def scale_by_learning_rate(
     def init(params):
         return ScaleByScheduleState(new_count(params))
 
-    def update(updates, state, params=None):
-        rate = learning_rate(state.count)
-        return multiply(updates, sign * rate), ScaleByScheduleState(state.count + 1)
-
-    def update_(updates, state, params=None):
-        updates = multiply_(updates, sign * learning_rate(state.count))
-        increment_([state.count])
-        return updates, state
+    def update(updates, state, params=None, *, donated=False):
+        factor = sign * learning_rate(state.count)
+        if donated:
+            updates = multiply_(updates, factor)
+            increment_([state.count])
+            return updates, state
+        return multiply(updates, factor), ScaleByScheduleState(state.count + 1)
 
     return transformation(
         init,
         update,
         specs=lambda param_specs: ScaleByScheduleState(P()),
-        update_=update_,
         elementwise=True,
     )
 
@@ -667,36 +665,33 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
         hyperparams = now(count, numbers)
         return InjectHyperparamsState(count, hyperparams, build(_given(hyperparams)).init(params))
 
-    def run(name: str, updates, state, params):
+    def run(name: str, updates, state, params, **extra):
         hyperparams = now(state.count, state.hyperparams)
         method = getattr(build(_given(hyperparams)), name)
-        out, kept = method(updates, state.inner_state, params)
+        out, kept = method(updates, state.inner_state, params, **extra)
         return out, InjectHyperparamsState(state.count + 1, hyperparams, kept)
 
     def anything() -> GradientTransformation:
         return build(_given(now(torch.zeros((), dtype=torch.int64), numbers)))
 
-    def with_specs(param_specs, copies):
+    def bind(param_specs, copies):
         return _injected(lambda h: build(h).bind(param_specs, copies), schedules, numbers)
 
     def specs(param_specs):
         hyperparams = {name: P() for name in (*numbers, *schedules)}
         return InjectHyperparamsState(P(), hyperparams, anything().specs(param_specs))
 
+    def update(updates, state, params=None, **extra):
+        return run("update", updates, state, params, **extra)
+
     return transformation(
         init,
-        lambda updates, state, params=None: run("update", updates, state, params),
+        update,
         specs,
-        update_=lambda updates, state, params=None: run("update_", updates, state, params),
-        step_=lambda grads, state, params: run("step_", grads, state, params),
+        step_=functools.partial(run, "step_"),
         grad_specs=lambda param_specs: anything().grad_specs(param_specs),
         elementwise=anything().elementwise,
-    )._replace(
-        with_specs=with_specs,
-        whole=anything().takes_shards,
-        divides=anything().divides,
-        inside=lambda param_specs: [(anything(), param_specs)],
-    )
+    )._replace(bind=bind)
 
 
 def _kept(value: Any) -> torch.Tensor:

@@ -1,26 +1,22 @@
-"""Gradient transformations, after Optax: pure functions, and their donating twins that end in `_`.
+"""Gradient transformations, after Optax: a pair of pure functions, and what shards and memory need.
 
-A transformation is six functions. `init` and `update` are Optax's pair. `specs` says how the state
-is sharded, given how the parameters are, and `grad_specs` how gradients must be. `update_` and
-`step_` are `update` alone and `update` followed by `apply_updates`, for a caller who gives up the
-arguments: they reuse memory, run fused, and are what a training step calls. The pure pair is for
-everything else: differentiating through an optimizer, vmapping over hyperparameters, and reading
-what `step_` is supposed to compute.
+`GradientTransformation` says what each of the seven functions has to do. `transformation` makes one
+of those that its author cares about, `chain` one of several. A training step calls `step_`; the
+pure pair is for everything else: differentiating through an optimizer, vmapping over
+hyperparameters, and reading what `step_` is supposed to compute.
 
 Where a result depends on all shards of a leaf (a norm, a mean of rows, a whole matrix), the
 transformation must know how parameters are sharded. ``optimizer.bind(specs)`` tells it, once, and
 all that it is made of; `functron.init_state` and `functron.make_step` call it.
-
-Two further functions, which few have, let one kernel compute what several transformations do around
-each other in one pass over memory: `factor` and `one_pass`. One that clips by a norm has it as
-`norm`, so that whoever reports that norm too need not compute it again.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
@@ -39,109 +35,78 @@ State = tree.Tree
 Params = tree.Tree
 
 
-class Fusion(NamedTuple):
-    """The work of the transformations around one, for it to do in its own pass over memory.
-
-    Attributes:
-        factor: what gradients are multiplied by first, 0-dim; None: nothing.
-        masters: float32 copies that are updated in place of low-precision parameters, which then
-            are these rounded; None, as a whole or in places, where there is none.
-        rounding: of parameters, an `ops.adamw.Stochastic` each; None: to nearest.
-    """
-
-    factor: torch.Tensor | None = None
-    masters: tree.Tree = None
-    rounding: tree.Tree = None
-
-
 class Norm(NamedTuple):
-    """The norm that a transformation clips by.
+    """A norm that is known already, for whoever clips by it: the extra argument ``norm=``.
 
     Attributes:
-        of: ``of(updates)``: those that it is the norm of, with None in the places of others.
-        value: ``value(updates)``: the norm itself, 0-dim; it issues the norm's collectives.
+        value: the 2-norm, 0-dim.
+        of: the updates that it is the norm of, these very tensors; None in the places of others.
     """
 
-    of: Callable[[Updates], Updates]
-    value: Callable[[Updates], torch.Tensor]
+    value: torch.Tensor
+    of: tree.Tree
+
+    def known_of(self, updates: Updates) -> torch.Tensor | None:
+        """The norm, if it is that of just these tensors; else None."""
+        same = list(map(id, tree.leaves(self.of))) == list(map(id, tree.leaves(updates)))
+        return self.value if same else None
 
 
-class Scaling(NamedTuple):
-    """The factor of a loss, as `with_loss_scale` keeps it.
-
-    Attributes:
-        scale: what the loss is to be multiplied by, and gradients divided by before they are
-            updates; float32, 0-dim.
-        stuck: steps in a row that overflowed where it could not fall; int64, 0-dim.
-    """
-
-    scale: torch.Tensor
-    stuck: torch.Tensor
+def name_norm(extra: dict[str, Any], updates: Updates) -> dict[str, Any]:
+    """The extra arguments for whoever is given parts of `updates`: a norm says what it is of."""
+    norm = extra.get("norm")
+    if norm is None or isinstance(norm, Norm):
+        return extra
+    return {**extra, "norm": Norm(norm, updates)}
 
 
-OnePass = Callable[
-    [Updates, State, Params, Fusion], Callable[[], tuple[Params, State, Params]] | None
-]
-"""``(grads, state, params, fusion)`` to what computes the step; None: another way must. That gives
-the new parameters, state and masters: those that it was given, overwritten, unless `purely`."""
+class _Functions(NamedTuple):
+    init: Callable[[Params], State]
+    update: Callable[..., tuple[Updates, State]]
+    step_: Callable[..., tuple[Params, State]]
+    specs: Callable[[tree.Tree], tree.Tree]
+    grad_specs: Callable[[tree.Tree], tree.Tree] = lambda param_specs: param_specs
+    bind: Callable[..., GradientTransformation | None] | None = None
+    elementwise: bool = False
 
 
-class GradientTransformation(NamedTuple):
-    """Six functions over trees of tensors; all work under torch.func.vmap, so in simulation.
+class GradientTransformation(_Functions):
+    """Functions over trees of tensors; all work under torch.func.vmap, so in simulation.
+
+    Extra arguments are Optax's: keyword arguments that every one takes, uses or passes on, such as
+    ``value=`` the loss, for some rule that goes by it. Three have a meaning here: ``norm=``, a
+    `Norm` (or a tensor, the norm of all updates), which whoever clips need not compute again, and
+    which only the first of a chain is given; and ``donated=``.
 
     Attributes:
         init: ``init(params) -> state``.
-        update: ``update(updates, state, params=None) -> (updates, state)``. Pure.
+        update: ``update(updates, state, params=None, **extra) -> (updates, state)``. Pure; with
+            ``donated=True``, as the parts of a chain are called by its `step_`, it is free to
+            overwrite `updates` and `state`, and what it returns as updates shares no memory with
+            the state that it returns, nor with `params`.
+        step_: ``step_(grads, state, params, **extra) -> (params, state)``: `update` followed by
+            `apply_updates`, for a caller who gives up all three. It overwrites `params` in place,
+            may overwrite `state`, and may use `grads` as scratch; use what it returns.
         specs: ``specs(param_specs) -> state_specs``: the sharding of the state, from that of the
             parameters (a tree or prefix tree of `P`). Counters are ``P()``.
-        update_: `update`, but free to overwrite `updates` and `state`. What it returns as updates
-            shares no memory with the state that it returns, nor with `params`.
-        step_: ``step_(grads, state, params) -> (params, state)``: overwrites `params` in place, may
-            overwrite `state`, and may use `grads` as scratch; use what it returns.
         grad_specs: ``grad_specs(param_specs) -> specs``: how `update` and `step_` want gradients to
             be sharded, once reduced (`functron.sync_gradients`). As the parameters are, except
             under `zero`.
-        norm: of the updates, where `update` clips by one; None: it does not. Where there is one,
-            `update`, `update_` and `step_` take its value as the keyword argument `norm`, and
-            compute it only if they are not given it.
+        bind: ``bind(specs, copies=1)``: the same transformation for parameters with these specs;
+            everyone can be called so. Whoever makes one gives the field a function that returns it,
+            or None where it is the same for all specs (`keep_specs`), and says by it that shards of
+            leaves give shards of its results. Without one it returns itself, and is refused where
+            ranks have parts of leaves, unless it is `elementwise`.
         elementwise: whether an element of a parameter, of its update and of its state depends on
             that element, its gradient and its state alone, besides counters and the leaf's path:
             parts of leaves give parts of the results. False: it does not, or nobody says.
-        whole: whether its results are those of whole leaves though it sees shards: it is given
-            their specs, by its maker or by `bind`. See `takes_shards`.
-        divides: whether it, or one inside, gives others parts of what ranks hold, as `zero` does.
-        loss_scale: ``loss_scale(state)``: the `Scaling` of the next step. None: there is none. Only
-            the outermost transformation has one (see `with_loss_scale`).
-        name: what made it, and where, for messages; "": unknown.
-        inside: ``inside(param_specs)``: those that it is made of, each with the specs of what it is
-            given, None for the leaves that it is not. None: it is made of none.
-        with_specs: ``with_specs(param_specs, copies)``: the same for parameters with these specs;
-            None: it needs none, or has them. Call `bind`.
     """
 
-    init: Callable[[Params], State]
-    update: Callable[..., tuple[Updates, State]]
-    specs: Callable[[tree.Tree], tree.Tree]
-    update_: Callable[..., tuple[Updates, State]]
-    step_: Callable[[Updates, State, Params], tuple[Params, State]]
-    grad_specs: Callable[[tree.Tree], tree.Tree] = lambda param_specs: param_specs
-    factor: Callable[..., torch.Tensor] | None = None
-    one_pass: OnePass | None = None
-    norm: Norm | None = None
-    elementwise: bool = False
-    loss_scale: Callable[[State], Scaling] | None = None
-    with_specs: Callable[[tree.Tree, tree.Tree], GradientTransformation] | None = None
-    whole: bool = False
-    divides: bool = False
-    name: str = ""
-    inside: Callable[[tree.Tree], Sequence[tuple[GradientTransformation, tree.Tree]]] | None = None
+    __slots__ = ()
 
-    @property
-    def takes_shards(self) -> bool:
-        """Whether shards of leaves give shards of its results: `elementwise`, or `whole`."""
-        return self.elementwise or self.whole
-
-    def bind(self, specs: tree.Tree, copies: tree.Tree = 1) -> GradientTransformation:
+    def bind(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, specs: tree.Tree, copies: tree.Tree = 1
+    ) -> GradientTransformation:
         """The same transformation, for parameters that are sharded like this.
 
         What has been given specs of its own keeps them; binding twice changes nothing.
@@ -151,7 +116,67 @@ class GradientTransformation(NamedTuple):
             copies: how many ranks of a pipeline hold each parameter, as
                 `pipeline.Partition.copies` says; for norms.
         """
-        return self if self.with_specs is None else self.with_specs(specs, copies)
+        make = cast("Callable[..., GradientTransformation | None] | None", self[_BIND])
+        if make is None and not self.elementwise and (answers := find_answers(specs)) is not None:
+            answers.unfit.append((self, specs))
+        found = None if make is None else make(specs, copies)
+        return self if found is None else found
+
+
+_BIND = GradientTransformation._fields.index("bind")
+
+
+def keep_specs(specs: tree.Tree, copies: tree.Tree = 1) -> None:
+    """The `bind` of what takes shards as it is, or has its specs already."""
+
+
+@dataclass
+class Answers:
+    """The answers of a transformation to `ask`, and of all that it is made of.
+
+    Attributes:
+        unfit: those that would take a shard for a whole leaf, each with the specs that it is given,
+            None for the leaves that it is not.
+        scales: how many scale the loss.
+        divides: whether one gives others parts of what ranks hold, as `zero` does.
+    """
+
+    unfit: list[tuple[GradientTransformation, tree.Tree]] = field(default_factory=list)
+    scales: int = 0
+    divides: bool = False
+
+
+class Question(P):
+    """A spec that asks: what is bound to it answers, and binds what it is made of to it.
+
+    So `bind` is all that a wrapper has to pass on, and no field says what is inside of it.
+    """
+
+    answers: Answers
+
+
+def ask(optimizer: GradientTransformation, specs: tree.Tree = P()) -> Answers:  # noqa: B008
+    """Asks a transformation what it is made of, for parameters with these specs."""
+    answers = Answers()
+    optimizer.bind(_pose_question(specs, answers))
+    return answers
+
+
+def _pose_question(specs: tree.Tree, answers: Answers) -> tree.Tree:
+    def question(spec: P | None) -> P | None:
+        if not isinstance(spec, P):
+            return spec
+        made = Question(*spec)
+        made.answers = answers
+        return made
+
+    return question(specs) if is_spec(specs) else tree.map(question, specs, is_leaf=is_spec)
+
+
+def find_answers(specs: tree.Tree) -> Answers | None:
+    """Where to answer, if these are specs that ask."""
+    leaves = (specs,) if is_spec(specs) else tree.leaves(specs, is_spec)
+    return next((leaf.answers for leaf in leaves if isinstance(leaf, Question)), None)
 
 
 Make = ParamSpec("Make")
@@ -163,50 +188,42 @@ def bindable(
     """`make`, whose results `bind` makes again, with the specs that they were not given.
 
     These are its argument `specs`, and `copies` if it has that; a transformation that it is given
-    as `inner` is bound too.
+    as `inner` is bound too, and must not scale the loss.
     """
     signature = inspect.signature(make)
     names, again = signature.parameters, cast(Callable[..., GradientTransformation], make)
 
-    @functools.wraps(make)
-    def made(*args: Make.args, **kwargs: Make.kwargs) -> GradientTransformation:
-        given = signature.bind(*args, **kwargs).arguments
-        inner, missing = given.get("inner"), "specs" in names and given.get("specs") is None
+    def with_bind(given: dict[str, Any]) -> GradientTransformation:
+        missing = "specs" in names and given.get("specs") is None
 
-        def with_specs(specs: tree.Tree, copies: tree.Tree) -> GradientTransformation:
+        def bind(specs: tree.Tree, copies: tree.Tree) -> GradientTransformation | None:
             found = dict(given)
             if missing:
                 found["specs"] = specs
                 if "copies" in names:
                     found.setdefault("copies", copies)
-            if inner is not None:
-                found["inner"] = inner.bind(specs, copies)
-            return _of_shards(again(**found), found.get("inner"), "specs" in names)
+            if "inner" in given:
+                found["inner"] = given["inner"].bind(specs, copies)
+            same = not missing and found.get("inner") is given.get("inner")
+            return None if same else with_bind(found)
 
-        unbound = missing or (inner is not None and inner.with_specs is not None)
-        built = make(*args, **kwargs)
-        if inner is not None and built.loss_scale is None:
-            refuse_scaled(make.__name__, "inner", [inner])
-        built = _of_shards(built, inner, "specs" in names)
-        return built._replace(with_specs=with_specs if unbound else None)
+        return again(**given)._replace(bind=bind)
+
+    @functools.wraps(make)
+    def made(*args: Make.args, **kwargs: Make.kwargs) -> GradientTransformation:
+        given = signature.bind(*args, **kwargs).arguments
+        built = with_bind(given)
+        if "inner" in given:
+            refuse_scaled(make.__name__, "inner", ask(given["inner"]))
+        return built
 
     return made
 
 
-def _of_shards(
-    built: GradientTransformation, inner: GradientTransformation | None, takes_specs: bool
-) -> GradientTransformation:
-    """`built`, which takes shards if the one inside does, or else if it has an argument `specs`."""
-    if inner is None:
-        return built._replace(whole=takes_specs, divides=False)
-    inside = built.inside or (lambda param_specs: [(inner, param_specs)])
-    return built._replace(whole=inner.takes_shards, divides=inner.divides, inside=inside)
-
-
-def refuse_scaled(title: str, path: str, inner: Iterable[GradientTransformation]) -> None:
-    """Raise ValueError for transformations whose loss is scaled inside of one that hides it."""
-    if any(each.loss_scale is not None for each in inner):
-        wanted = "no scale of the loss inside, where the training step would not find it"
+def refuse_scaled(title: str, path: str, *inside: Answers) -> None:
+    """Raise ValueError for transformations whose loss is scaled inside of one that is not so."""
+    if any(answers.scales for answers in inside):
+        wanted = "no scale of the loss inside, where steps that overflow are left out in part"
         refuse(title, path, "with_loss_scale(...)", wanted, "put with_loss_scale around it all")
 
 
@@ -216,14 +233,16 @@ _DECLARE = (
 )
 
 
-def refuse_shards(title: str, path: str, inner: Iterable[GradientTransformation]) -> None:
+def refuse_shards(title: str, path: str, *inside: Answers) -> None:
     """Raise ValueError for transformations that would take parts of leaves for whole ones."""
-    if not all(each.takes_shards for each in inner):
+    names = [_name_maker(each) for answers in inside for each, _ in answers.unfit]
+    if names:
         refuse(
             title,
             path,
-            "a transformation that is not elementwise, and that cannot be told how leaves are "
-            "sharded: of its part of a leaf every rank would compute another number",
+            f"{', '.join(names)}, a transformation that is not elementwise, and that cannot be "
+            "told how leaves are sharded: of its part of a leaf every rank would compute another "
+            "number",
             "one whose results for parts of leaves are parts of its results",
             _DECLARE,
         )
@@ -240,13 +259,13 @@ def refuse_parts(
 
     Args:
         title: of the message.
-        optimizer: bound to the specs.
+        optimizer: bound to the specs, or not.
         specs: the parameters' specs.
         mesh: the ranks.
         pipeline: the axis whose ranks have other layers.
     """
     problems = []
-    for each, own in _without_shards(optimizer, specs):
+    for each, own in ask(optimizer, specs).unfit:
         found = _first_split(own, mesh) or _first_split(each.grad_specs(own), mesh)
         if found is None and pipeline is not None and mesh[pipeline] > 1:
             found = "parameters", pipeline
@@ -255,19 +274,8 @@ def refuse_parts(
             got = f"a transformation that is not elementwise and has no bind, and {path} split "
             got += f"over {mesh[axis]} ranks of {axis!r}, of each of which it would give others"
             wanted = "one whose results for parts of parameters are parts of its results"
-            problems.append(Problem(each.name or "optimizer", got, wanted, _DECLARE))
+            problems.append(Problem(_name_maker(each), got, wanted, _DECLARE))
     raise_problems(title, problems)
-
-
-def _without_shards(
-    optimizer: GradientTransformation, specs: tree.Tree
-) -> list[tuple[GradientTransformation, tree.Tree]]:
-    """Those inside of it that take no shards, each with the specs of what it is given."""
-    if optimizer.takes_shards:
-        return []
-    if optimizer.inside is None:
-        return [(optimizer, specs)]
-    return [row for each, own in optimizer.inside(specs) for row in _without_shards(each, own)]
 
 
 def _first_split(specs: tree.Tree, mesh: Mesh | BoundMesh) -> tuple[str, str] | None:
@@ -280,9 +288,9 @@ def _first_split(specs: tree.Tree, mesh: Mesh | BoundMesh) -> tuple[str, str] | 
     return None
 
 
-def _named(fn: Callable) -> str:
-    """The function that made this one, and its place: ``clip_rows (file.py:12)``."""
-    fn = inspect.unwrap(fn)
+def _name_maker(optimizer: GradientTransformation) -> str:
+    """The function that made a transformation, and its place: ``clip_rows (file.py:12)``."""
+    fn = inspect.unwrap(optimizer.update)
     fn = fn.func if isinstance(fn, functools.partial) else fn
     code = getattr(fn, "__code__", None)
     name = getattr(fn, "__qualname__", type(fn).__name__).split(".<locals>")[0]
@@ -298,8 +306,7 @@ def transformation(
     update: Callable[..., tuple[Updates, State]],
     specs: Callable[[tree.Tree], tree.Tree],
     *,
-    update_: Callable[..., tuple[Updates, State]] | None = None,
-    step_: Callable[[Updates, State, Params], tuple[Params, State]] | None = None,
+    step_: Callable[..., tuple[Params, State]] | None = None,
     grad_specs: Callable[[tree.Tree], tree.Tree] | None = None,
     elementwise: bool = False,
     bind: Bind | None = None,
@@ -309,11 +316,15 @@ def transformation(
     Whatever dtype an update computes in, the state that it returns has the dtypes of the state that
     it was given, those of `init`: checkpoints, donated memory and compiled steps rely on that.
 
-    `update_` defaults to `update` (with leaves copied that are at once an update and state),
-    `step_` to `update_` followed by `apply_updates_`, and `grad_specs` to the parameters' specs.
-    Say `elementwise` where it is (see `GradientTransformation`). Where it is not, results depend on
-    more of a leaf than a rank may have of it. Give `bind` then: ``bind(specs)``, or ``bind(specs,
-    copies)``, is the same transformation for parameters with these specs, as
+    Of the extra arguments `update` and `step_` are given those that they name, all if they have
+    ``**extra``: ``def update(updates, state, params=None, *, value)`` needs the loss. One that
+    names `donated` is told so where it may overwrite `updates` and `state`, which is what an update
+    of large parts does to save memory.
+
+    `step_` defaults to `update` followed by `apply_updates_`, and `grad_specs` to the parameters'
+    specs. Say `elementwise` where it is (see `GradientTransformation`). Where it is not, results
+    depend on more of a leaf than a rank may have of it. Give `bind` then: ``bind(specs)``, or
+    ``bind(specs, copies)``, is the same transformation for parameters with these specs, as
     `GradientTransformation.bind` has it; it sums over the axes that split a leaf:
 
         def normalised(specs=None):
@@ -334,40 +345,44 @@ def transformation(
     They refuse what has neither, wherever ranks have parts of what it is given: it would take each
     for a whole leaf.
     """
+    call = _filter_extra(update)
 
-    def pure(updates, state, params=None, **norm):
-        updates, new = update(updates, state, params, **norm)
-        return updates, _with_dtypes(new, state)
-
-    def unshared(updates, state, params=None, **norm):
-        updates, state = pure(updates, state, params, **norm)
-        kept = {id(leaf) for leaf in tree.leaves(state)}
-        return tree.map(lambda u: u.clone() if id(u) in kept else u, updates), state
-
-    def donating(updates, state, params=None, **norm):
+    @functools.wraps(update)
+    def update_typed(updates, state, params=None, *, donated=False, **extra):
         # a traced program is pure: what takes whose memory is for its compiler to decide
-        if purely() or update_ is None:
-            return (pure if purely() else unshared)(updates, state, params, **norm)
-        updates, new = update_(updates, state, params, **norm)
-        return updates, _with_dtypes(new, state)
+        donated = donated and not purely()
+        updates, new = call(updates, state, params, donated=donated, **extra)
+        new = keep_dtypes(new, state)
+        if donated:
+            kept = {id(leaf) for leaf in tree.leaves(new)}
+            updates = tree.map(lambda u: u.clone() if id(u) in kept else u, updates)
+        return updates, new
 
-    def update_and_apply(grads, state, params, **norm):
-        updates, state = donating(grads, state, params, **norm)
+    def update_and_apply(grads, state, params, **extra):
+        updates, state = update_typed(grads, state, params, donated=True, **extra)
         return apply_updates_(params, updates), state
 
     plain = GradientTransformation(
         _of_tensors(init),
-        pure,
-        specs,
-        donating,
+        update_typed,
         update_and_apply,
+        specs,
+        bind=None if bind is None else _wrap_bind(bind),
         elementwise=elementwise,
-        name=_named(update),
     )
     if grad_specs is not None:
         plain = plain._replace(grad_specs=grad_specs)
-    made = with_step(plain, step_ or update_and_apply)
-    return made if bind is None else made._replace(with_specs=_binding(bind), whole=True)
+    return with_step(plain, step_ or update_and_apply)
+
+
+def _filter_extra(fn: Callable) -> Callable:
+    """`fn`, given only those of its keyword arguments that it names, or all if it takes any."""
+    parameters = list(inspect.signature(fn, follow_wrapped=False).parameters.values())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return fn
+    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    named += [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][3:]
+    return lambda *args, **extra: fn(*args, **{k: v for k, v in extra.items() if k in named})
 
 
 def _of_tensors(init: Callable[[Params], State]) -> Callable[[Params], State]:
@@ -383,8 +398,8 @@ def _of_tensors(init: Callable[[Params], State]) -> Callable[[Params], State]:
     return init_state
 
 
-def _binding(bind: Bind) -> Callable[[tree.Tree, tree.Tree], GradientTransformation]:
-    """`GradientTransformation.with_specs` of an author's `bind`; what it makes has its specs."""
+def _wrap_bind(bind: Bind) -> Callable[[tree.Tree, tree.Tree], GradientTransformation | None]:
+    """`GradientTransformation.bind` of an author's `bind`; what it makes has its specs."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(bind).parameters.values()
     places = [p for p in parameters if p.kind in kinds]
@@ -392,43 +407,39 @@ def _binding(bind: Bind) -> Callable[[tree.Tree, tree.Tree], GradientTransformat
         len(places) > 1 and (places[1].name == "copies" or places[1].default is places[1].empty)
     )
 
-    def with_specs(specs: tree.Tree, copies: tree.Tree) -> GradientTransformation:
+    def with_specs(specs: tree.Tree, copies: tree.Tree) -> GradientTransformation | None:
+        if specs == P() and isinstance(specs, Question):  # of no parameters
+            return None
         found = bind(specs, copies) if both else bind(specs)
         if not isinstance(found, GradientTransformation):
             got, wanted = type(found).__name__, "a transformation"
             refuse("cannot bind this", "bind", got, wanted, "return optim.transformation(...)")
-        return found._replace(with_specs=None, whole=True)
+        return found._replace(bind=functools.partial(_pass_question, found))
 
     return with_specs
 
 
+def _pass_question(found: GradientTransformation, specs: tree.Tree, copies: tree.Tree) -> None:
+    """The `bind` of what an author's `bind` has made: it has its specs, and answers who asks."""
+    if find_answers(specs) is not None and found[_BIND] is not None:
+        found.bind(specs, copies)
+
+
 def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransformation:
     """`plain` with another `step_`, in place of which `purely` its pure meaning is computed."""
+    call = _filter_extra(step_)
 
-    def step(grads, state, params, **norm):
+    def step(grads, state, params, **extra):
         if not purely():
-            params, new = step_(grads, state, params, **norm)
-            return params, _with_dtypes(new, state)
-        updates, state = plain.update(grads, state, params, **norm)
+            params, new = call(grads, state, params, **extra)
+            return params, keep_dtypes(new, state)
+        updates, state = plain.update(grads, state, params, **extra)
         return apply_updates(params, updates), state
 
     return plain._replace(step_=step)
 
 
-def with_one_pass(plain: GradientTransformation, one_pass: OnePass) -> GradientTransformation:
-    """`plain`, whose `step_` is one pass where that can be, in a traced program too."""
-
-    def step_(grads, state, params):
-        together = one_pass(grads, state, params, Fusion())
-        if together is None:
-            return plain.step_(grads, state, params)
-        params, new, _ = together()
-        return params, _with_dtypes(new, state)
-
-    return plain._replace(step_=step_, one_pass=one_pass)
-
-
-def _with_dtypes(new: State, state: State) -> State:
+def keep_dtypes(new: State, state: State) -> State:
     """`new` in the dtypes of `state`, whose leaves `new` may have for its own."""
     before, after = tree.leaves(state), tree.leaves(new)
     kept = [
@@ -452,15 +463,14 @@ def stateless(
         fn_: the same function, free to overwrite `updates`.
         elementwise: see `GradientTransformation`.
     """
+
+    @functools.wraps(fn)
+    def update(updates, state, params=None, *, donated=False):
+        return (fn_ if donated and fn_ is not None else fn)(updates, params), ()
+
     return transformation(
-        init=lambda params: (),
-        update=lambda updates, state, params=None: (fn(updates, params), ()),
-        specs=lambda param_specs: (),
-        update_=None
-        if fn_ is None
-        else lambda updates, state, params=None: (fn_(updates, params), ()),
-        elementwise=elementwise,
-    )._replace(name=_named(fn))
+        lambda params: (), update, lambda param_specs: (), elementwise=elementwise
+    )
 
 
 @public
@@ -483,9 +493,13 @@ def scale(step_size: float) -> GradientTransformation:
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """The transformations one after another; the state is the tuple of their states.
 
-    `step_` runs `update_` of all but the last, which overwrites the donated gradients where it can,
-    then `step_` of the last: ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips in place, then
-    runs AdamW fused; or, where AdamW has a kernel, clips in its pass.
+    `step_` runs `update` of all but the last, to which it gives up the gradients and the state
+    (``donated=True``), and then `step_` of the last: ``chain(clip_by_global_norm(1.0),
+    adamw(1e-3))`` scales the gradients where they are, then runs AdamW fused. So a chain takes no
+    memory beside that of its parts, and no pass over it more.
+
+    Extra arguments go to all, but ``norm=``, that of the gradients, to the first alone: what the
+    others see has another norm, though it may be the same tensors.
 
     Gradients are wanted as the transformations together want them; before one under `zero` stand
     only some without state, which see, and are bound to, the shards that it wants.
@@ -494,109 +508,60 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         ValueError: (when called) the state is not the tuple of this chain's length; one of them
             scales the loss; or one before `zero` can take no shards (`transformation` says how).
     """
-    refuse_scaled("chain", "transformations", transformations)
-    last = max((i for i, t in enumerate(transformations) if t.divides), default=0)
-    refuse_shards("chain", "transformations before zero", transformations[:last])
+    inside = [ask(t) for t in transformations]
+    refuse_scaled("chain", "transformations", *inside)
+    last = max((i for i, answers in enumerate(inside) if answers.divides), default=0)
+    refuse_shards("chain", "transformations before zero", *inside[:last])
+    return _chain(transformations)
 
-    def check(state, wanted):
-        if not isinstance(state, tuple) or len(state) != len(wanted):
+
+def _chain(transformations: Sequence[GradientTransformation]) -> GradientTransformation:
+    def run(methods, updates, state, params, **extra):
+        if not isinstance(state, tuple) or len(state) != len(methods):
             got = f"{len(state)} entries" if isinstance(state, tuple) else type(state).__name__
             raise ValueError(
-                f"chain of {len(wanted)} transformations: got a state of {got}; wanted the tuple "
+                f"chain of {len(methods)} transformations: got a state of {got}; wanted the tuple "
                 "that its init returns; fix: initialise the state with this same optimizer"
             )
-
-    def run(methods, updates, state, params, **norm):
-        check(state, methods)
-        new_state = []
+        after = []
         for method, part in zip(methods, state, strict=True):
-            updates, part = method(updates, part, params, **norm)
-            new_state.append(part)
-            norm = {}  # that of what the first one sees
-        return updates, tuple(new_state)
+            updates, part = method(updates, part, params, **extra)
+            after.append(part)
+            extra.pop("norm", None)
+        return updates, tuple(after)
 
-    def update(updates, state, params=None, **norm):
-        return run([t.update for t in transformations], updates, state, params, **norm)
+    def update(updates, state, params=None, **extra):
+        return run([t.update for t in transformations], updates, state, params, **extra)
 
-    def update_(updates, state, params=None, **norm):
-        return run([t.update_ for t in transformations], updates, state, params, **norm)
-
-    def last_step_(updates, state, params, **norm):
-        return transformations[-1].step_(updates, state, params, **norm)
-
-    factor = transformations[-2].factor if len(transformations) > 1 else None
-    one_pass = transformations[-1].one_pass if transformations else None
-
-    def step_(grads, state, params, **norm):
-        if factor is not None and one_pass is not None:
-            check(state, transformations)
-            before = [t.update_ for t in transformations[:-2]]
-            updates, kept = run(before, grads, state[:-2], params, **norm)
-            by = factor(updates, **({} if before else norm))
-            together = one_pass(updates, state[-1], params, Fusion(by))
-            if together is None:
-                params, last = last_step_(multiplied(updates, by), state[-1], params)
-            else:
-                params, last, _ = together()
-            return params, (*kept, state[-2], last)
-        methods = [*(t.update_ for t in transformations[:-1]), last_step_]
-        return run(methods, grads, state, params, **norm)
-
-    def typed_step_(grads, state, params, **norm):
-        params, new = step_(grads, state, params, **norm)
-        return params, _with_dtypes(new, state)
+    def step_(grads, state, params, **extra):
+        first = [functools.partial(t.update, donated=True) for t in transformations[:-1]]
+        methods = [*first, transformations[-1].step_]
+        params, new = run(methods, grads, state, params, **extra)
+        return params, keep_dtypes(new, state)
 
     def grad_specs(param_specs):
         for t in reversed(transformations):
             param_specs = t.grad_specs(param_specs)
         return param_specs
 
-    def with_specs(param_specs, copies):
-        bound = []
+    def bind(param_specs, copies):
+        bound, answers = [], find_answers(param_specs)
         for t in reversed(transformations):
-            bound.append(t.bind(param_specs, copies))
-            param_specs = bound[-1].grad_specs(param_specs)
-        return chain(*reversed(bound))
+            bound.insert(0, t.bind(param_specs, copies))
+            param_specs = bound[0].grad_specs(param_specs)
+            param_specs = param_specs if answers is None else _pose_question(param_specs, answers)
+        same = all(map(operator.is_, bound, transformations))
+        return None if same else _chain(bound)
 
-    unbound = any(t.with_specs is not None for t in transformations)
     plain = transformation(
         init=lambda params: tuple(t.init(params) for t in transformations),
         update=update,
         specs=lambda param_specs: tuple(t.specs(param_specs) for t in transformations),
-        update_=update_,
         grad_specs=grad_specs,
         elementwise=all(t.elementwise for t in transformations),
-    )
-    return plain._replace(
-        step_=typed_step_ if transformations else plain.step_,  # what it calls is pure if traced
-        norm=transformations[0].norm if transformations else None,
-        with_specs=with_specs if unbound else None,
-        whole=all(t.takes_shards for t in transformations),
-        divides=any(t.divides for t in transformations),
-        inside=lambda param_specs: [(t, param_specs) for t in transformations],
-    )
-
-
-def applying(run: Callable) -> Callable[[Any], Callable]:
-    """``run(method, updates, state, params, **norm)`` as a function of a method to its wrapper.
-
-    So that what surrounds `update` of an inner transformation also surrounds its `update_`.
-    """
-
-    def around(method: Any) -> Callable:
-        def wrapper(updates, state, params=None, **norm):
-            return run(method, updates, state, params, **norm)
-
-        return wrapper
-
-    return around
-
-
-def norm_of_part(norm: Norm | None, part: Callable[[Updates], Updates]) -> Norm | None:
-    """The norm of a transformation that is given a part of the updates, ``part(updates)``."""
-    if norm is None:
-        return None
-    return Norm(lambda updates: norm.of(part(updates)), lambda updates: norm.value(part(updates)))
+    )._replace(bind=bind)
+    # what it calls is pure if it is traced
+    return plain._replace(step_=step_) if transformations else plain
 
 
 @public

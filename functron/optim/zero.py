@@ -35,7 +35,8 @@ from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_, laid_out
 from functron.optim.transformation import (
     GradientTransformation,
-    applying,
+    ask,
+    find_answers,
     purely,
     refuse_scaled,
     refuse_shards,
@@ -141,93 +142,90 @@ def zero(
     if shards is None:
         fix = "pass optim.shard_specs(defs, specs, mesh)"
         refuse("zero", "shards", "None", "the specs of every rank's part", fix)
-    refuse_scaled("zero", "inner", [inner])
-    refuse_shards("zero", "inner", [inner])
+    inside = ask(inner, shards)
+    refuse_scaled("zero", "inner", inside)
+    refuse_shards("zero", "inner", inside)
     given, inner = inner, inner.bind(shards)
 
-    def with_specs(param_specs, copies):
-        known = param_specs if specs is None else specs
-        return zero(given.bind(shards, copies), known, shards)
-
-    def cut(params: tree.Tree) -> list:
-        if specs is None:
-            fix = "pass specs to zero, or bind them: optimizer.bind(specs), as make_step does"
-            refuse("zero", "specs", "None", "the parameters' specs", fix)
-        return cut_tree(specs, shards, params)
-
-    def parts(params: tree.Tree) -> tree.Tree:
-        leaves, structure = tree.flatten(params)
-        taken = [take(leaf, cuts) for leaf, cuts in zip(leaves, cut(params), strict=True)]
-        return tree.unflatten(structure, taken)
-
-    def whole(value: tree.Tree, params: tree.Tree) -> tree.Tree:
-        rows = zip(tree.leaves(value), cut(params), tree.leaves(params), strict=True)
-        joined = [join(leaf, cuts, like.shape) for leaf, cuts, like in rows]
-        return tree.unflatten(tree.structure(params), joined)
+    def bind(param_specs, copies):
+        if (answers := find_answers(param_specs)) is not None:
+            answers.divides = True
+        bound = given.bind(shards, copies)
+        if bound is given and specs is not None:
+            return None
+        return zero(bound, param_specs if specs is None else specs, shards)
 
     def extended(param_specs: tree.Tree) -> tree.Tree:
         return _extend(param_specs, param_specs if specs is None else specs, shards)
 
     def init(params):
         # copies, lest state made like a view has its strides, or is one
-        own = tree.map(
-            lambda part: part.clone(memory_format=torch.contiguous_format), parts(params)
-        )
-        return inner.init(own)
+        layout, own = torch.contiguous_format, take_parts(params, specs, shards)
+        return inner.init(tree.map(lambda part: part.clone(memory_format=layout), own))
 
-    def run(method: Any, updates, state, params, **norm):
+    def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError(
                 "zero: got params=None; wanted the parameters, whose parts are updated; fix: call "
                 "update(grads, state, params)"
             )
-        updates, state = method(updates, state, parts(params), **norm)
-        return whole(updates, params), state
+        mine = take_parts(params, specs, shards)
+        updates, state = inner.update(updates, state, mine, **extra)
+        return _join_all(updates, params, specs, shards), state
 
-    def step_(grads, state, params, **norm):
-        mine, state = inner.step_(grads, state, parts(params), **norm)
-        return joined(mine, params), state
+    def step_(grads, state, params, **extra):
+        mine, state = inner.step_(grads, state, take_parts(params, specs, shards), **extra)
+        return join_parts_(mine, params, specs, shards), state
 
-    def joined(mine: tree.Tree, params: tree.Tree) -> tree.Tree:
-        """All ranks' parts as they are now: `params`, overwritten, unless `purely`."""
-        if purely():
-            return tree.map(laid_out, whole(mine, params), params)
-        rows = zip(
-            tree.paths(params), tree.leaves(params), tree.leaves(mine), cut(params), strict=True
-        )
-        for path, param, part, cuts in rows:
-            if cuts:  # one after another, so that one leaf at a time is there twice
-                _overwrite(param, join(part, cuts, param.shape), path)
-        return params
-
-    def one_pass(grads, state, params, fusion):
-        if inner.one_pass is None or fusion.masters is not None or fusion.rounding is not None:
-            return None  # masters and rounding are of whole parameters
-        mine = parts(params)
-        together = inner.one_pass(grads, state, mine, fusion)
-        if together is None:
-            return None
-
-        def run():
-            new, inner_state, _ = together()
-            return joined(new, params), inner_state, None
-
-        return run
-
-    wrap = applying(run)
     return GradientTransformation(
         init,
-        wrap(inner.update),
-        lambda param_specs: inner.specs(extended(param_specs)),
-        wrap(inner.update_),
+        update,
         step_,
+        lambda param_specs: inner.specs(extended(param_specs)),
         lambda param_specs: inner.grad_specs(extended(param_specs)),
-        one_pass=one_pass,
-        norm=inner.norm,
-        with_specs=with_specs if specs is None or given.with_specs is not None else None,
-        whole=True,
-        divides=True,
+        bind,
     )
+
+
+def _cuts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> list:
+    if specs is None:
+        fix = "pass specs to zero, or bind them: optimizer.bind(specs), as make_step does"
+        refuse("zero", "specs", "None", "the parameters' specs", fix)
+    return cut_tree(specs, shards, params)
+
+
+def take_parts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
+    """This rank's parts of parameters with these specs: those that `shards` says."""
+    leaves, structure = tree.flatten(params)
+    rows = zip(leaves, _cuts(params, specs, shards), strict=True)
+    return tree.unflatten(structure, [take(leaf, cuts) for leaf, cuts in rows])
+
+
+def join_parts_(
+    mine: tree.Tree, params: tree.Tree, specs: tree.Tree, shards: tree.Tree
+) -> tree.Tree:
+    """All ranks' parts as they are now: `params`, overwritten, unless `purely`."""
+    if purely():
+        return tree.map(laid_out, _join_all(mine, params, specs, shards), params)
+    rows = zip(
+        tree.paths(params),
+        tree.leaves(params),
+        tree.leaves(mine),
+        _cuts(params, specs, shards),
+        strict=True,
+    )
+    for path, param, part, cuts in rows:
+        if cuts:  # one after another, so that one leaf at a time is there twice
+            _overwrite(param, join(part, cuts, param.shape), path)
+    return params
+
+
+def _join_all(
+    value: tree.Tree, params: tree.Tree, specs: tree.Tree, shards: tree.Tree
+) -> tree.Tree:
+    rows = zip(tree.leaves(value), _cuts(params, specs, shards), tree.leaves(params), strict=True)
+    joined = [join(leaf, cuts, like.shape) for leaf, cuts, like in rows]
+    return tree.unflatten(tree.structure(params), joined)
 
 
 def _overwrite(param: torch.Tensor, value: torch.Tensor, path: str) -> None:

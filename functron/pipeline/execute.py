@@ -423,7 +423,7 @@ def see_stages(
             for specs, into in levels
         ]
 
-    own = [levels_of(number) for number in range(len(partition.layout))]
+    own = {number: levels_of(number) for number in partition.stages(rank)}
 
     def stage(part, params, x, batch, aside, *shared):
         number = partition.layout.index(part)

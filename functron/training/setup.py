@@ -423,16 +423,20 @@ class RunSetup:
             kernels=use(config.kernels),
         )
         if config.lora is not None:
-            return self._limited(optim.only(made, mask))
+            return self._limited(optim.only(made, mask), weights)
         kept, moe = tree.map(lambda flag: not flag, history_mask(defs)), config.gpt.moe
         if moe is not None and moe.balance_bias:
             some = tree.partition(weights, kept)[0]
             made = optim.where(some, made, optim.sign_sgd(moe.balance_rate))
-        return self._limited(made if all(tree.leaves(kept)) else optim.only(made, kept, remember))
+        made = made if all(tree.leaves(kept)) else optim.only(made, kept, remember)
+        return self._limited(made, weights)
 
-    def _limited(self, made: optim.GradientTransformation) -> optim.GradientTransformation:
+    def _limited(
+        self, made: optim.GradientTransformation, weights: dict
+    ) -> optim.GradientTransformation:
         """`made`, whose updates are left out where that is asked for and gradients are spikes."""
-        return optim.with_limit(made) if self.config.anomalies.on_spike == "skip" else made
+        skips = self.config.anomalies.on_spike == "skip"
+        return optim.with_limit(made, of=weights) if skips else made
 
     @cached_property
     def state_specs(self) -> State:

@@ -262,7 +262,7 @@ def make_step(
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and those of `metrics`;
         with `optim.with_loss_scale` these are of the loss without its scale, and there are
-        ``loss_scale`` and ``stuck``, the `Scaling` of the next step. Of a batch without any target
+        ``loss_scale`` and ``stuck``, of the next step. Of a batch without any target
         loss and gradients are 0, as are ``targets``, which no other has.
         (A program of `functron.trace` is for batches with targets: others have a loss of NaN.)
         Raises ValueError where the batch does not divide, or the loss is a mean (`check_sum`).
@@ -290,9 +290,7 @@ def make_step(
             grads = optim.unscale(grads, optim.loss_scale(state.opt_state))
             seen = measure(metrics, Seen(state, grads, specs, wanted, g.copies))
             step_ = optim.step_unless(g.lacks_targets(num_targets), optimizer)
-            params, opt_state = step_(
-                grads, state.opt_state, state.params, **_interim(optimizer, grads, seen.extra)
-            )
+            params, opt_state = step_(grads, state.opt_state, state.params, **seen.extra)
         found = {**found, **seen.record, **optim.scaling_metrics(opt_state)}
         return State(state.step + 1, params, opt_state, state.key), found
 
@@ -454,11 +452,3 @@ def check_sum(
         refuse("cannot train on this loss", "loss", got, wanted, fix)
 
     return look
-
-
-def _interim(optimizer, grads, extra):
-    norm = optimizer.norm
-    if norm is None or "norm" not in extra:
-        return {}
-    a, b = tree.leaves(norm.of(grads)), tree.leaves(extra["norm"].of)
-    return {"norm": extra["norm"].value} if list(map(id, a)) == list(map(id, b)) else {}

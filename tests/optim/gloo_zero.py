@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 
@@ -199,10 +200,11 @@ def stochastic():
     mesh = Mesh(dp=2, tp=2).bind()
     defs = rounding.values(0, torch.bfloat16)
     shards = optim.shard_specs(defs, rounding.SPECS, mesh)
-    inner = rounding.inner(use("kernel"))
-    optimizer = optim.zero(
-        rounding.with_stochastic_rounding(inner, defs=defs, specs=shards), rounding.SPECS, shards
+    config = optim.OptimizerConfig(b2=0.999, clip_norm=0.0, stochastic_rounding=True)
+    made = functools.partial(
+        optim.make_optimizer, config, 0.02, mask=None, kernels=use("kernel"), defs=defs
     )
+    optimizer = made(specs=rounding.SPECS, shards=shards)
     whole = tree.map(lambda spec: P(), rounding.SPECS, is_leaf=is_spec)
     start = ft.shard_map(lambda x: cut_params(x, whole), mesh, (P(),), rounding.SPECS, check=False)
     places, update = set(), adam.adamw_
@@ -215,8 +217,7 @@ def stochastic():
     got, _ = rounding.train(optimizer, mesh, rounding.SPECS, start=start(defs))
     adam.adamw_ = update
     assert len(places) == 4  # three of low precision, which lie in different places
-    alone = rounding.with_stochastic_rounding(inner)
-    want = on_the_first(lambda: rounding.train(alone, Mesh(), P())[0])
+    want = on_the_first(lambda: rounding.train(made(specs=P()), Mesh(), P())[0])
     rounding.equal(ft.gather(got, rounding.SPECS, mesh), want)
 
 

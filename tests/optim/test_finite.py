@@ -54,12 +54,11 @@ def test_it_falls_and_grows_as_megatrons(how):
 
     traced = ft.jit(optimizer.step_, backend="eager")
     step_ = {"eager": optimizer.step_, "pure": pure, "traced": traced}[how]
-    assert optimizer.loss_scale is not None
     for step, want in enumerate(BY_HAND):
         values, state = step_(grads(step), state, values)
         found = (state.scale, state.good_steps, state.hysteresis)
         assert tuple(map(float, found)) == want, f"step {step}"
-        assert optimizer.loss_scale(state) == (state.scale, state.stuck)
+        assert optim.loss_scale(state) is state.scale
         assert state.stuck == STUCK[step]
     torch.testing.assert_close(values, plain(), rtol=0 if how == "eager" else 1e-6, atol=0)
 
@@ -115,11 +114,21 @@ def test_it_is_found_around_everything_or_not_at_all():
     both = optim.where(mask, inner, optim.sgd(1.0))
     state = both.init(params())
     assert isinstance(state.chosen, optim.LossScaleState)
-    assert both.loss_scale is not None
-    assert both.loss_scale(state).scale == 16.0
+    found = optim.loss_scale(("other state", {"inner": state}))
+    assert found == 16.0
+    assert optim.loss_scale(optim.chain(optim.clip(1.0), optim.adamw(0.1)).init(params())) is None
     assert tree.leaves(both.bind(P()).specs({"a": P(), "b": P()}))
     with pytest.raises(ValueError, match="let one do it for all"):
         optim.where(mask, inner, inner)
+
+
+def test_gradients_without_the_scale():
+    """Those in low precision in float32, where they are not lost; alone they stay."""
+    grads = {"a": torch.tensor([2.0**-10, 6.0]).half(), "b": torch.tensor([3.0]).double()}
+    found = optim.unscale(tree.map(torch.clone, grads), torch.tensor(2.0**16))
+    want = {"a": torch.tensor([2.0**-26, 6 / 2**16]), "b": torch.tensor([3 / 2**16]).double()}
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert optim.unscale(grads, None) is grads
 
 
 def test_what_is_impossible_is_told_at_once():

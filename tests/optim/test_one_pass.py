@@ -37,8 +37,12 @@ def adamw(kernels, **kwargs):
     return optim.adamw(RATE, weight_decay=0.1, mask=MASK, kernels=kernels, **kwargs)
 
 
-def clipped(inner, kernels, specs=None):
-    return optim.chain(optim.clip_by_global_norm(2.0, specs, kernels=kernels), inner)
+def configured(kernels, specs=None, shards=None, **options):
+    """As `adamw` above, with clipping and whatever else is asked for around it."""
+    config = optim.OptimizerConfig(b2=0.999, weight_decay=0.1, clip_norm=2.0, **options)
+    return optim.make_optimizer(
+        config, RATE, specs=specs, mask=MASK, shards=shards, kernels=kernels
+    )
 
 
 def shares(grads, specs, mesh):
@@ -88,21 +92,18 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_adamw_with_clipping(dtype, calls):
     """Float64 to the rounding of its learning rate, which schedules make in float32."""
-    got, want = (train(clipped(adamw(k), k), dtype) for k in (KERNEL, use("reference")))
+    got, want = (train(configured(k), dtype) for k in (KERNEL, use("reference")))
     tolerance = 1e-12 if dtype == torch.float64 else 3e-7
     close(got, want, tolerance, tolerance)
     assert len(calls) == 4 * STEPS
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("moments", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("moments", ["", "bfloat16"])
 def test_masters_and_their_copies(grad_dtype, moments, calls):
-    def one(kernels, inner_kernels):
-        inner = adamw(inner_kernels, mu_dtype=moments)
-        return clipped(optim.with_fp32_masters(inner), kernels)
-
     (got, state), (_, want_state) = (
-        train(one(k, k), torch.bfloat16, grad_dtype) for k in (KERNEL, use("reference"))
+        train(configured(k, fp32_masters=True, mu_dtype=moments), torch.bfloat16, grad_dtype)
+        for k in (KERNEL, use("reference"))
     )
     # unfused, a clipped gradient in bfloat16 is rounded once more
     tolerance = 1e-6 if grad_dtype == torch.float32 else 2e-2
@@ -124,16 +125,14 @@ def test_zero_on_meshes(mesh, masters, calls):
     dtype = torch.bfloat16 if masters else torch.float32
 
     def one(kernels):
-        inner = adamw(kernels)
-        inner = optim.with_fp32_masters(inner) if masters else inner
-        return clipped(optim.zero(inner, specs, shards), kernels, shards)
+        return configured(kernels, specs, shards, fp32_masters=masters)
 
     got, state = train(one(KERNEL), dtype, torch.float32, mesh, specs)
     assert calls == [masters] * 4 * STEPS  # all ranks at once
     want, want_state = train(one(use("reference")), dtype, torch.float32, mesh, specs)
     close(state, want_state, 1e-6, 1e-6)
     close(got, want, 1e-6 if not masters else 2**-7, 1e-6)
-    dense = clipped(optim.with_fp32_masters(adamw(KERNEL)) if masters else adamw(KERNEL), KERNEL)
+    dense = configured(KERNEL, fp32_masters=masters)
     close(got, train(dense, dtype, torch.float32)[0], 1e-6 if not masters else 2**-7, 1e-6)
 
 
@@ -178,10 +177,10 @@ def calls_of(jitted, *args):
     return collections.Counter(str(node.target) for node in nodes if node.op == "call_function")
 
 
-@pytest.mark.parametrize("around", ["with_fp32_masters", "with_stochastic_rounding"])
+@pytest.mark.parametrize("around", ["fp32_masters", "stochastic_rounding"])
 def test_compiled_steps_are_the_kernel_s(around):
     """One operation per leaf, over donated memory and nothing else; the bits of eager steps."""
-    optimizer = clipped(getattr(optim, around)(adamw(KERNEL)), KERNEL)
+    optimizer = configured(KERNEL, **{around: True})
     step = lambda state, params, grads: optimizer.step_(grads, state, params)
     jitted = ft.jit(step, donate=(0, 1), backend="eager")
     results = []
@@ -199,7 +198,7 @@ def test_compiled_steps_are_the_kernel_s(around):
     found = calls_of(jitted, optimizer.init(params), params, values(1))
     assert found["functron.adamw_.default"] == 4
     assert not found["functron.adamw.default"]
-    counters = 2 if around == "with_fp32_masters" else 3
+    counters = 2 if around == "fp32_masters" else 3
     assert found["aten.copy_.default"] == counters
 
 
@@ -231,7 +230,7 @@ def test_compiled_steps_of_simulated_meshes():
     """Batched leaves: the op's own rule, and what it returns lies as the donated arguments do."""
     mesh, specs = Mesh(dp=2, tp=2), SPECS
     shards = optim.shard_specs(values(0), specs, mesh)
-    optimizer = clipped(optim.zero(adamw(KERNEL), specs, shards), KERNEL, shards)
+    optimizer = configured(KERNEL, specs, shards)
     layout, wanted = optimizer.specs(specs), optimizer.grad_specs(specs)
 
     def step(grads, state, params):
@@ -252,8 +251,10 @@ def test_compiled_steps_of_simulated_meshes():
     assert "adamw(" in str(jitted.trace(values(1), state, params))
 
 
-def test_a_chain_checks_its_state_before_anything_changes():
-    optimizer = clipped(adamw(KERNEL), KERNEL)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_chain_checks_its_state_before_anything_changes(by_hand):
+    chained = lambda: optim.chain(optim.clip_by_global_norm(2.0), adamw(KERNEL))
+    optimizer = chained() if by_hand else configured(KERNEL)
     params = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match="chain of 2 transformations: got a state of 1 entries"):
         optimizer.step_({"w": torch.ones(2)}, ((),), params)

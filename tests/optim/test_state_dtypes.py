@@ -62,13 +62,14 @@ def twice(optimizer, method, state, dtypes):
         if method == "step_":
             params, state = optimizer.step_(grads, state, params)
         else:
-            updates, state = getattr(optimizer, method)(grads, state, params)
+            donated = method == "donated"
+            updates, state = optimizer.update(grads, state, params, donated=donated)
             params = optim.apply_updates(params, updates)
     return state, params
 
 
 def assert_kept(optimizer, dtypes, case):
-    for method in ("update", "update_", "step_"):
+    for method in ("update", "donated", "step_"):
         state = optimizer.init(values(dtypes[0], 0))
         before = layout(state)
         state, params = twice(optimizer, method, state, dtypes)

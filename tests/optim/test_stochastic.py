@@ -125,7 +125,8 @@ def test_traced():
 def test_one_pass_has_the_same_bits():
     """The op's reference, which the kernel is equal to (tests/kernels), rounds by the same bits."""
     want, want_state = train(with_stochastic_rounding(inner()), Mesh(), P())
-    optimizer = with_stochastic_rounding(inner(use("kernel")))
+    config = optim.OptimizerConfig(b2=0.999, clip_norm=0.0, stochastic_rounding=True)
+    optimizer = optim.make_optimizer(config, 0.02, mask=None, kernels=use("kernel"))
     params = values(0, BF16)
     state = optimizer.init(params)
     for seed in range(1, STEPS + 1):

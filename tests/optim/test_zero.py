@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, gpt, optim, random, tree
 from functron.nn import IGNORE_INDEX
+from functron.optim.transformation import ask, refuse_parts
 from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.program.equations import Scan
 from functron.spmd.params import Normal
@@ -455,9 +457,9 @@ def test_what_is_bound_to_specs_gives_the_dense_numbers(mesh, stage):
 
 def test_what_is_bound_twice_still_takes_shards():
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), unit())
-    bound = optim.zero(optimizer, shards=P("dp")).bind(P()).bind(P())
-    assert bound.takes_shards
-    assert optimizer.bind(P("dp")).takes_shards
+    for bound in (optim.zero(optimizer, shards=P("dp")), optimizer):
+        refuse_parts("it does not", bound.bind(P("dp")).bind(P()), P("dp"), Mesh(dp=2))
+        assert not ask(bound.bind(P()).bind(P())).unfit
 
 
 def signs():
@@ -518,6 +520,35 @@ def test_only_what_it_is_given_counts_as_split():
     ):
         with pytest.raises(ValueError, match=r"unit .*and a split over 2 ranks of 'ep'"):
             init(each)
+    some = {"in": {"a": True, "b": False}, "out": False}
+    for coarse, fits in (({"in": P("ep"), "out": P()}, False), ({"in": P(), "out": P("ep")}, True)):
+        found = ask(optim.only(t, some), coarse).unfit
+        assert [own for _, own in found] == [coarse | {"out": None}]
+        with nullcontext() if fits else pytest.raises(ValueError, match="and in split over 2"):
+            refuse_parts("only", optim.only(t, some), coarse, mesh)
+
+
+def doubled(t):
+    """A wrapper of a user's own, which passes on what it is told."""
+
+    def update(updates, state, params=None, **extra):
+        updates, state = t.update(updates, state, params, **extra)
+        return tree.map(lambda u: 2 * u, updates), state
+
+    return optim.transformation(t.init, update, t.specs, bind=lambda s: doubled(t.bind(s)))
+
+
+def test_what_knows_no_shards_is_refused_within_wrappers_of_users():
+    defs = {"a": ft.ParamDef((4,), (None,), Normal(0.1))}
+    zero = lambda t: optim.zero(t, shards={"a": P("dp")})
+    init = lambda t, spec: ft.init_state(random.key(0), defs, {"a": spec}, t, Mesh(dp=2))
+    with pytest.raises(ValueError, match=r"zero(?s:.*)unit \("):
+        zero(doubled(unit(bind=False)))
+    before_zero = lambda t: optim.chain(t, zero(signs()))
+    for wrap, spec in ((doubled, P("dp")), (before_zero, P())):
+        with pytest.raises(ValueError, match=r"unit .*and a split over 2 ranks of 'dp'"):
+            init(wrap(doubled(unit(bind=False))), spec)
+        init(wrap(doubled(unit())), spec)
 
 
 def test_layers_of_a_pipeline_are_split_too():

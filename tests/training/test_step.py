@@ -257,6 +257,9 @@ def test_the_norm_of_gradients_is_computed_once_or_not_at_all():
     assert norms_in(sgd, specs, ()) == ({"loss"}, [])
     wrapped = optim.where(mask, optim.apply_if_finite(clipped, 3, specs=specs), sgd)
     assert norms_in(wrapped, specs, [grad_norm_of(mask)]) == (both, ["tp"])
+    limited = optim.with_limit(wrapped, of=mask)
+    assert norms_in(limited, specs, [grad_norm_of(mask)]) == (both, ["tp"])
+    assert norms_in(limited, specs, ()) == ({"loss"}, ["tp"])
     masked = optim.only(clipped, mask)
     assert norms_in(masked, specs, [grad_norm_of(mask)], mask) == (both, ["tp"])
     # other gradients than those that are clipped have another norm
