@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import difflib
 import functools
+import importlib
 import inspect
 import re
 import types
@@ -187,6 +188,31 @@ def nearest(name: str, known: Iterable[str], first: Iterable[str] = ()) -> str:
     listed = ", ".join(names[:_LISTED]) or "none"
     listed += f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"did you mean {close[0]!r}? (known: {listed})" if close else f"use one of: {listed}"
+
+
+def load_function(text: str, path: str) -> Callable[..., Any]:
+    """The function that ``package.module:name`` names, which a user wrote.
+
+    Args:
+        text: the module, which Python finds as in an import, and the name in it.
+        path: of the field, for messages.
+
+    Raises:
+        ValueError: there is no such module or function. What the module raises itself is raised.
+    """
+    module, _, name = text.partition(":")
+    wanted = "package.module:function"
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        fix = f"make {module}.py a module that Python finds: start in its folder, or put this on "
+        refuse("no such function", path, repr(text), wanted, f"{fix}PYTHONPATH")
+    if not callable(made := getattr(found, name, None)):
+        known = [n for n, value in vars(found).items() if inspect.isfunction(value)]
+        refuse("no such function", path, repr(text), wanted, nearest(name, known))
+    return made
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

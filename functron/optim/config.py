@@ -24,6 +24,7 @@ Decays, which are times the learning rate, are divided by the same number: lr * 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,16 @@ from typing import Any, Literal, get_args
 import torch
 
 from functron.core import tree
-from functron.core.errors import Need, Needs, Problem, nearest, public, raise_problems
+from functron.core.errors import (
+    Need,
+    Needs,
+    Problem,
+    load_function,
+    nearest,
+    public,
+    raise_problems,
+    refuse,
+)
 from functron.ops.define import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import AdamwRule, MomentDtype, adam, adamw, in_one_pass
@@ -196,7 +206,8 @@ class OptimizerConfig:
     Attributes:
         name: "adamw", "adam", "sgd", "lion", "adafactor", "adam_mini" (AdamW with a second moment
             per head, row or column); or, for matrices of layers, with AdamW for the rest, "muon" or
-            "soap".
+            "soap". Or one of your own, "package.module:function", called with the learning rate and
+            those of these options that it names, and of mask, defs and specs.
         b1: decay of Adam's mean of gradients (lion: the momentum's weight in an update).
         b2: decay of Adam's mean of squared gradients (lion: of the momentum).
         eps: Adam's epsilon.
@@ -305,22 +316,47 @@ def _of(*names: str) -> Need:
     return Need(lambda c: c.name in names, listed, f"choose one of these optimizers: {listed}")
 
 
+def _or_own(option: str, need: Need) -> Need:
+    """The need of an option that an optimizer of the user's may have as well."""
+    return replace(need, holds=lambda c: option in own_options(c) or need.holds(c))
+
+
+def own_options(config: OptimizerConfig) -> tuple[str, ...]:
+    """The arguments beside the learning rate that an optimizer of the user's takes by name.
+
+    () of those that are known here.
+    """
+    if ":" not in config.name:
+        return ()
+    make = load_function(config.name, "optimizer.name")
+    return tuple(inspect.signature(make).parameters)[1:]
+
+
+def _decays(c: OptimizerConfig) -> bool:
+    return "weight_decay" in own_options(c) if ":" in c.name else c.name not in ("adam", "sgd")
+
+
 _ADAMS = ("adamw", "adam", "adam_mini", "muon", "soap")
 _SCALED = Need(
     lambda c: c.loss_scale.initial > 0, "a loss that is scaled", "set loss_scale.initial"
 )
 
 OPTIMIZER_NEEDS: Needs = MappingProxyType({
-    "b1": _of(*_ADAMS, "lion"),
-    "b2": _of(*_ADAMS, "lion"),
-    "eps": _of(*_ADAMS),
+    **{
+        name: _or_own(name, need)
+        for name, need in {
+            "b1": _of(*_ADAMS, "lion"),
+            "b2": _of(*_ADAMS, "lion"),
+            "eps": _of(*_ADAMS),
+            "momentum": _of("sgd"),
+            "nesterov": _of("sgd"),
+        }.items()
+    },
     "weight_decay": Need(
-        lambda c: c.name not in ("adam", "sgd") and c.weight_decay_incr_style == "constant",
+        lambda c: _decays(c) and c.weight_decay_incr_style == "constant",
         "an optimizer that decays weights, by a number that stays",
         "choose adamw, and weight_decay_incr_style constant",
     ),
-    "momentum": _of("sgd"),
-    "nesterov": _of("sgd"),
     "muon": _of("muon"),
     "adafactor": _of("adafactor"),
     "soap": _of("soap"),
@@ -374,8 +410,10 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
 def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:
     """Everything wrong with `config`; what concerns another optimizer alone is not judged."""
     found = []
-    if config.name not in OPTIMIZERS:
-        fix = nearest(config.name, OPTIMIZERS)
+    if ":" in config.name:
+        found += _own_problems(config, path)
+    elif config.name not in OPTIMIZERS:
+        fix = f"{nearest(config.name, OPTIMIZERS)}, or package.module:function for your own"
         found.append(Problem(f"{path}.name", repr(config.name), "an optimizer", fix))
     found += _share_problems(config, ("b1", "b2", "momentum", "ema_decay"), path)
     decays = ("weight_decay", "start_weight_decay", "end_weight_decay")
@@ -413,6 +451,27 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
     return found
 
 
+_OFFERED = ("b1", "b2", "eps", "weight_decay", "momentum", "nesterov", "mask", "defs", "specs")
+"""Arguments that an optimizer of the user's may name."""
+
+
+def _own_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
+    """The problems of an optimizer of the user's, by its signature."""
+    make = load_function(config.name, f"{path}.name")
+    parameters = list(inspect.signature(make).parameters.values())
+    if not parameters:
+        wanted = "a function of the learning rate"
+        yield Problem(f"{path}.name", repr(config.name), wanted, "let it take learning_rate first")
+    for parameter in parameters[1:]:
+        if parameter.name not in _OFFERED and parameter.default is parameter.empty:
+            got = f"an argument {parameter.name!r} of {config.name}"
+            yield Problem(f"{path}.name", got, f"one of {', '.join(_OFFERED)}", "give it a default")
+    for name in ("mu_dtype", "nu_dtype"):
+        if value := getattr(config, name):
+            wanted = f"nothing for {config.name}, which chooses by itself"
+            yield Problem(f"{path}.{name}", repr(value), wanted)
+
+
 def _increase_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
     """The problems of a weight decay that changes."""
     if config.weight_decay_incr_style == "constant":
@@ -420,7 +479,7 @@ def _increase_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
             if value := getattr(config, name):
                 fix = "set weight_decay_incr_style to linear or cosine, or weight_decay alone"
                 yield Problem(f"{path}.{name}", repr(value), "0 where it is constant", fix)
-    elif config.name in ("adam", "sgd"):
+    elif not _decays(config):
         got, fix = repr(config.weight_decay_incr_style), "use adamw"
         wanted = f"'constant' for {config.name}, which has no weight decay"
         yield Problem(f"{path}.weight_decay_incr_style", got, wanted, fix)
@@ -432,7 +491,7 @@ _MOMENTS = {"sgd": (), "adafactor": (), "lion": ("mu_dtype",), "adam_mini": ("mu
 
 def moments_of(name: str) -> tuple[str, ...]:
     """The fields of `OptimizerConfig` with dtypes of the moments that this optimizer has."""
-    return _MOMENTS.get(name, ("mu_dtype", "nu_dtype"))
+    return () if ":" in name else _MOMENTS.get(name, ("mu_dtype", "nu_dtype"))
 
 
 def _moment_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
@@ -593,6 +652,17 @@ def _adamw(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTra
         rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=given.mask,
         **_moments(c, given), kernels=given.kernels,
     )  # fmt: skip
+
+
+def _own(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
+    """The optimizer of the user's that `c` names."""
+    offered = {name: getattr(given if name in ("mask", "defs", "specs") else c, name)
+               for name in own_options(c) if name in _OFFERED}  # fmt: skip
+    made = load_function(c.name, "optimizer.name")(rate, **offered)
+    if not isinstance(made, GradientTransformation):
+        got, wanted = f"{type(made).__name__} from {c.name}", "a gradient transformation"
+        refuse("cannot train with this", "optimizer.name", got, wanted, "return optim.chain(...)")
+    return made
 
 
 def _rule_in_one_pass(c: OptimizerConfig, rate: LearningRate, given: _Given) -> AdamwRule | None:
@@ -767,7 +837,7 @@ def _inner(
 
         def decaying(weight_decay: float) -> GradientTransformation:
             own = replace(config, weight_decay=weight_decay)
-            return _OPTIMIZERS[config.name](own, own_rate, given)
+            return _OPTIMIZERS.get(config.name, _own)(own, own_rate, given)
 
         style, share = config.weight_decay_incr_style, group.weight_decay
         if style == "constant" or total_steps is None:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import sys
 
 import pytest
 import torch
 
 from functron import Mesh, optim, random, tree
 from functron.models import gpt
+from functron.spmd.params import decay_mask
 from functron.spmd.spec import is_spec, unpad
 from functron.training.config import TrainConfig
 from functron.training.setup import make_setup
@@ -79,3 +81,79 @@ def test_training_is_that_of_one_rank(name, mesh, zero):
     got, found, specs = train(name, mesh, zero)
     assert found == pytest.approx(losses, rel=1e-9)
     compare(got, want, specs, Mesh.parse(mesh))
+
+
+OWN = """
+from functron import optim, tree
+
+
+def descent(learning_rate, weight_decay=0.0, momentum=0.9, mask=None):
+    return optim.chain(
+        optim.trace(momentum), optim.add_decayed_weights(weight_decay, mask), optim.scale_by_learning_rate(learning_rate)
+    )
+
+
+def nothing(learning_rate):
+    return None
+
+
+def needy(learning_rate, betas):
+    return descent(learning_rate)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_optimizers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_optimizers", raising=False)
+    return "own_optimizers:descent"
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2,tp=2", "pp=2"])
+def test_an_optimizer_of_ones_own_by_its_name(own, mesh):
+    """Its options are those that it names: descent with momentum and decay, as by hand."""
+    chosen = optim.OptimizerConfig(own, momentum=0.5, weight_decay=0.1, clip_norm=0.0)
+    config = TrainConfig(
+        gpt=MODEL, mesh=mesh, microbatches=2, global_batch=24, seq=SEQ, optimizer=chosen,
+        learning_rate=optim.ScheduleConfig("constant", 1e-2), steps=STEPS,
+    )  # fmt: skip
+    made = make_setup(config, Mesh.parse(mesh))
+    state = made.init(random.key(1))
+    for index in range(STEPS):
+        state, _ = made.step(state, batch(index))
+    params = make_setup(dataclasses.replace(config, mesh=""), Mesh()).init(random.key(1)).params
+    params = tree.map(lambda x: x.clone().requires_grad_(), params)
+    sums = tree.map(torch.zeros_like, params)
+    mask, rate = tree.leaves(decay_mask(gpt.defs(MODEL))), float(config.rate(0))  # of float32
+    for index in range(STEPS):
+        data = batch(index)
+        loss = gpt.loss(MODEL, params, data) / data["targets"].numel()
+        grads = torch.autograd.grad(loss, tree.leaves(params))
+        with torch.no_grad():
+            for p, s, g, decays in zip(
+                tree.leaves(params), tree.leaves(sums), grads, mask, strict=True
+            ):
+                s.mul_(0.5).add_(g)
+                p.sub_(rate * (s + 0.1 * decays * p))
+    for got, wanted in zip(tree.leaves(state.params), tree.leaves(params), strict=True):
+        torch.testing.assert_close(got, wanted.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_an_optimizer_of_ones_own_is_refused_with_the_reason(own):
+    def problems(name, **options):
+        config = optim.OptimizerConfig(name, **options)
+        with pytest.raises(ValueError, match="optimizer") as caught:
+            optim.make_optimizer(config, 0.1)
+        return str(caught.value)
+
+    assert "did you mean 'descent'?" in problems("own_optimizers:descend")
+    assert "a module that Python finds" in problems("no_such_file:descent")
+    assert "an argument 'betas'" in problems("own_optimizers:needy")
+    assert "return optim.chain(...)" in problems("own_optimizers:nothing")
+    assert "chooses by itself" in problems(own, mu_dtype="bfloat16")
+    needs = optim.config.OPTIMIZER_NEEDS
+    chosen = optim.OptimizerConfig(own)
+    assert needs["momentum"].holds(chosen)
+    assert needs["weight_decay"].holds(chosen)
+    assert not needs["b1"].holds(chosen)
