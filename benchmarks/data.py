@@ -35,7 +35,7 @@ from functron.data import (
 from functron.data.documents import python_text
 from functron.data.indexed import Layout
 from functron.data.preprocess import Settings, preprocess
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.run import prepare
 
 SEED_BYTES = 4 << 20
@@ -280,8 +280,8 @@ def batch_time(source: Samples, rows: int, rounds: int) -> float:
 
 def step_rate(prefix: Path) -> float:
     """Tokens per second of training steps of the preset tiny, on this machine's processors."""
-    config = TrainConfig(data=str(prefix), seq=128, global_batch=16)
-    config = replace(config, gpt=replace(config.gpt, vocab_size=50_003))
+    config = configure(data=str(prefix), seq=128, global_batch=16)
+    config = configure(config, gpt=replace(config.gpt, vocab_size=50_003))
     run = prepare(config, Mesh())
     state, times = run.state, []
     for step in range(6):
@@ -290,7 +290,7 @@ def step_rate(prefix: Path) -> float:
         state, metrics = run.step(state, batch)
         float(metrics["loss"])
         times.append(time.perf_counter() - begun)
-    return config.seq * config.global_batch / statistics.median(times[1:])
+    return config.data.seq * config.data.global_batch / statistics.median(times[1:])
 
 
 def load_table(args: argparse.Namespace, folder: Path) -> int:

@@ -50,7 +50,7 @@ from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training import faults, records, run_folder
 from functron.training.anomalies import AnomalyConfig, Guard
-from functron.training.config import TrainConfig, load
+from functron.training.config import TrainConfig, configure, load
 from functron.training.run import Job, own_hash, prepare
 from functron.training.stragglers import Comparison, Stopwatch, axes_of
 from functron.training.train import replicas_of, train
@@ -489,7 +489,7 @@ def flips(folder: Path, options: argparse.Namespace) -> Found:
     gathered bits say.
     """
     mesh, count = Mesh(dp=RANKS), options.flips
-    config = replace(
+    config = configure(
         command.parse_train([*TINY, "--mesh", "dp=4"]),
         steps=EVERY * (count + 1),
         check_replicas_every=EVERY,
@@ -619,7 +619,7 @@ def numbers(folder: Path, options: argparse.Namespace) -> Found:
     nproc, count = 3, options.numbers
     mesh = Mesh(dp=nproc)
     watched = {"attribute": True, "minimum": 4, "window": 8, "on_spike": "rollback", "most": 0}
-    config = replace(
+    config = configure(
         command.parse_train([*TINY, "--mesh", f"dp={nproc}"]),
         steps=10,
         save_every=4,
@@ -643,7 +643,7 @@ def numbers(folder: Path, options: argparse.Namespace) -> Found:
         bound, said = mesh.bind(), []
         for number, (kind, fault) in enumerate(chosen):
             most = 1 if kind == "transient" else 0
-            own = replace(config, anomalies=replace(config.anomalies, most=most))
+            own = configure(config, anomalies=replace(config.anomalies, most=most))
             around = partial(faults.injected, faults=[fault], rank=rank)
             try:
                 outcome = train(prepare(own, bound, around=around), folder / str(number))
@@ -692,7 +692,7 @@ def _equal_without(folder: Path, cases: int) -> int:
             letters[16 * place : 16 * place + 16] = [rng.randrange(256) for _ in range(16)]
         file.write_bytes(bytes(letters))
         options_of = ["--data", str(file), "--steps", str(steps), "--learning-rate.peak", "3e-2"]
-        config = replace(
+        config = configure(
             command.parse_train([*TINY, *options_of, "--learning-rate.name", "constant"]),
             save_every=4,
             anomalies=AnomalyConfig("stop", "rollback", 12, 6, 6.0, most=9),
@@ -700,7 +700,7 @@ def _equal_without(folder: Path, cases: int) -> int:
         out = folder / str(case)
         seen = train(prepare(config, Mesh()), out).history
         skipped = load(out / run_folder.CONFIG).anomalies.skipped_samples
-        never = replace(config, anomalies=AnomalyConfig(skipped_samples=skipped))
+        never = configure(config, anomalies=AnomalyConfig(skipped_samples=skipped))
         plain = train(prepare(never, Mesh()), None).history
         equal += bool(skipped) and [r["loss"] for r in seen] == [r["loss"] for r in plain]
     return equal
@@ -737,11 +737,11 @@ def checks(folder: Path, options: argparse.Namespace) -> Found:
         return [sorted(each)[len(each) // 2] for each in times] + [tree.nbytes(state)]
 
     step, check, watch, nbytes = ranks(2, program, folder.with_name("checks.log"))[0]
-    share = check / step / config.check_replicas_every
+    share = check / step / config.replicas.every
     return [
         f"{nbytes / 2**20:.0f} MiB of state: a step takes {1e3 * step:.0f} ms, a comparison "
         f"{1e3 * check:.1f} ms ({nbytes / check / 1e9:.2f} GB/s): {share:.3%} of the steps, at one "
-        f"in {config.check_replicas_every}; what watches numbers {1e6 * watch:.0f} us, "
+        f"in {config.replicas.every}; what watches numbers {1e6 * watch:.0f} us, "
         f"{watch / step:.3%}"
     ], share < 0.001
 
@@ -793,7 +793,7 @@ def trained(
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=mesh.size
     )
-    bound = mesh.bind("cpu", config.timeout_seconds, FlightRecorder())
+    bound = mesh.bind("cpu", config.watchdog.timeout_seconds, FlightRecorder())
     run = prepare(config, bound)
     if fault is not None:
         plain = faults.hanging(run.step, [fault], bound)
@@ -813,7 +813,7 @@ def hangs(folder: Path, options: argparse.Namespace) -> Found:
     """Ranks that stop, branch off, or lose their network: who is named, where, and when."""
     folder.mkdir()
     mesh, draw, after = Mesh(dp=2, tp=2), random.Random(options.seed), 3.0
-    config = replace(
+    config = configure(
         command.parse_train([*TINY, "--mesh", "dp=2,tp=2"]),
         steps=8, hang_after=after, stragglers_every=0, out=str(folder / "quiet"),
     )  # fmt: skip
@@ -844,7 +844,12 @@ def hangs(folder: Path, options: argparse.Namespace) -> Found:
             spared = {"spared": (port,)} if isinstance(fault, faults.Cut) else {}
             with contextlib.redirect_stdout(sys.stderr):
                 trained(
-                    replace(config, out=str(out)), mesh, rank, port, replace(fault, **spared), noted
+                    configure(config, out=str(out)),
+                    mesh,
+                    rank,
+                    port,
+                    replace(fault, **spared),
+                    noted,
                 )
 
         ended = endings(RANKS, program, folder / f"{number}.log", 120)
@@ -883,14 +888,14 @@ def slow(folder: Path, options: argparse.Namespace) -> Found:
         "--seq",
         "64",
     ]
-    config = replace(command.parse_train([*TINY, *sizes, "--mesh", "dp=4"]), steps=45)
+    config = configure(command.parse_train([*TINY, *sizes, "--mesh", "dp=4"]), steps=45)
     named, wrong = [], []
     for number in range(options.slow):
         fault = faults.Slow(draw.randrange(RANKS), 0.2, draw.randrange(8, 20))
         out = folder / str(number)
 
         def program(rank: int, port: int, fault: Any = fault, out: Path = out) -> None:
-            trained(replace(config, out=str(out)), mesh, rank, port, fault)
+            trained(configure(config, out=str(out)), mesh, rank, port, fault)
 
         endings(RANKS, program, folder / f"{number}.log", 300)
         events = [e for e in records.read(out / records.EVENTS) if e["kind"] == "straggler"]
@@ -902,7 +907,7 @@ def slow(folder: Path, options: argparse.Namespace) -> Found:
     out = folder / "quiet"
 
     def still(rank: int, port: int) -> None:
-        trained(replace(config, out=str(out), steps=options.quiet), mesh, rank, port)
+        trained(configure(config, out=str(out), steps=options.quiet), mesh, rank, port)
 
     endings(RANKS, still, folder / "quiet.log", 3000)
     alarms = records.read(out / records.EVENTS)
@@ -939,7 +944,7 @@ def overhead(folder: Path, options: argparse.Namespace) -> Found:
             return torch.stack(found)
 
         compared = Comparison(
-            bound, ["a"] * 2, config.stragglers_every, watch, gather, saver.nowhere, print, None
+            bound, ["a"] * 2, config.stragglers.every, watch, gather, saver.nowhere, print, None
         )
         states, batch = [plain.state, watched.state], plain.batch(0)
         took: list[list[float]] = [[], [], [], []]

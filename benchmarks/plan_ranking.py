@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +34,7 @@ from functron import gpt
 from functron.core.chart import table
 from functron.plan import Estimate, Hardware, hardware
 from functron.spmd import Mesh
-from functron.training import TrainConfig, make_setup, prepare
+from functron.training import TrainConfig, configure, make_setup, prepare
 from functron.training.config import with_precision
 from functron.training.planning import expected
 
@@ -82,10 +81,10 @@ def mesh_of(name: str) -> Mesh:
 
 def config_of(name: str) -> TrainConfig:
     """The run of a way: random tokens, in float32, without a compiler."""
-    base = TrainConfig(
+    base = configure(
         gpt=MODEL, seq=SEQ, global_batch=BATCH, format="mock", prefetch=0, mesh=name.split()[0],
     )  # fmt: skip
-    return replace(with_precision(base, "float32"), **WAYS[name])
+    return configure(with_precision(base, "float32"), **WAYS[name])
 
 
 # --- measuring

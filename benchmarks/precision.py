@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from functron.program.cost import bytes_text, count_text, sent_bytes
 from functron.program.equations import Scan
 from functron.program.program import Program
 from functron.program.text import aligned, axis_of, dtype_text
-from functron.training.config import TrainConfig, with_model, with_precision
+from functron.training.config import TrainConfig, configure, with_model, with_precision
 from functron.training.setup import make_setup
 
 MODEL, SEQ = "llama3-8b", 8192
@@ -99,7 +99,7 @@ def facts(program: Program) -> Traced:
 def configured(name: str, mesh: str, **fields: Any) -> TrainConfig:
     """A step of the model under a policy, one sample for each rank of data."""
     config = with_precision(with_model(TrainConfig(), MODEL), name)
-    return replace(
+    return configure(
         config, mesh=mesh, seq=SEQ, global_batch=8, sequence_parallel=True, remat="full", **fields
     )
 
@@ -110,7 +110,7 @@ def traced(args: argparse.Namespace) -> bool:
         rows = {name: configured(name, mesh) for name in POLICIES}
         if "fsdp" in mesh:
             for name, how in SENT_AS.items():
-                rows[f"{name}, sent {how}"] = replace(rows[name], gather_as=how)
+                rows[f"{name}, sent {how}"] = configure(rows[name], gather_as=how)
         found = {name: facts(make_setup(c, Mesh.parse(mesh)).program()) for name, c in rows.items()}
         layers = with_model(TrainConfig(), MODEL).gpt.num_layers
         print(f"\n{MODEL}, one of 64 ranks ({mesh}, sequence parallel, full recomputation),")
@@ -163,7 +163,7 @@ def run_of(model: Any, name: str, **fields: Any) -> TrainConfig:
     """A run of AdamW without clipping and decay of the rate: what `module_step` does."""
     rate = ScheduleConfig(name="constant", peak=LEARNING_RATE)
     own = OptimizerConfig(name="adamw", weight_decay=WEIGHT_DECAY, clip_norm=0.0, b2=0.999)
-    base = TrainConfig(gpt=model, seq=model.max_seq, optimizer=own, learning_rate=rate, **fields)
+    base = configure(gpt=model, seq=model.max_seq, optimizer=own, learning_rate=rate, **fields)
     return with_precision(base, name)
 
 
@@ -181,12 +181,12 @@ def gpu(args: argparse.Namespace) -> bool:
     seconds: dict[str, float] = {}
     configs = {name: run_of(model, name, device=args.device) for name in POLICIES[1:]}
     for name in [name for name, how in SENT_AS.items() if how == "quantised"]:
-        configs[f"{name}, w once"] = replace(configs[name], gather_as="quantised")
+        configs[f"{name}, w once"] = configure(configs[name], gather_as="quantised")
     for name, config in configs.items():
         try:
-            if cuda and config.products:
+            if cuda and config.precision.products:
                 capability = torch.cuda.get_device_capability()
-                check_gpu(Recipe.parse(config.products), torch.bfloat16, capability)
+                check_gpu(Recipe.parse(config.precision.products), torch.bfloat16, capability)
         except ValueError as error:
             print(f"  {name:18} not on this GPU: {str(error).splitlines()[-1].strip()}")
             continue

@@ -7,7 +7,7 @@ planner finds the rest. ``functron recipe show NAME`` prints what it wrote.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import functron.training
@@ -15,7 +15,7 @@ from functron.cli.plan import summary
 from functron.optim import ScheduleConfig
 from functron.plan.hardware import hardware
 from functron.plan.search import misfit, search
-from functron.training.config import TrainConfig, dump, with_model
+from functron.training.config import TrainConfig, configure, dump, with_model
 from functron.training.planning import Choices
 
 FOLDER = Path(functron.training.__file__).parent / "recipes"
@@ -95,7 +95,7 @@ def made(name: str, cpu_seconds: float = 30.0) -> str:
     """The file of a recipe."""
     one = RECIPES[name]
     steps = round(one.tokens / (one.batch * one.seq))
-    config = replace(
+    config = configure(
         with_model(TrainConfig(), one.model),
         seq=one.seq,
         global_batch=one.batch,

@@ -137,7 +137,7 @@ def leaves(run: str) -> dict[str, str]:
         state = checkpoint.restore(folder / str(step))
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             value = torch.as_tensor(leaf).contiguous()
-            digest = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+            digest = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
             shown = f"{value.dtype} {[*value.shape]} {digest[:16]}"
             found[f"leaf {path} after step {step}"] = shown
     return found

@@ -218,7 +218,7 @@ def check(case: Case) -> list[str]:
 def records(config: TrainConfig) -> list[dict[str, Any]]:
     """The records that the run of `config` would write, but for times and memory."""
     with redirect_stderr(io.StringIO()):  # the progress bar
-        history = train(prepare(config, Mesh.parse(config.mesh)), None).history
+        history = train(prepare(config, Mesh.parse(config.parallelism.mesh)), None).history
     return [{k: v for k, v in record.items() if k not in CLOCK} for record in history]
 
 

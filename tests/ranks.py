@@ -239,7 +239,7 @@ def _import() -> None:
     import functron.hub
     from functron import data
     from functron.checkpoint import saver
-    from functron.training.config import TrainConfig
+    from functron.training.config import configure
 
     saver._import_orbax()
     tqdm.monitor_interval = 0  # no thread beside the one that forks
@@ -249,8 +249,8 @@ def _import() -> None:
     # a first backward starts a thread for each GPU, even of torch's fakes, which no fork would have
     if not torch.backends.cuda.is_built():
         # how operations change shapes is found out when they are first traced
-        config = TrainConfig(mesh="dp=2,tp=2", seq=16, global_batch=4)
-        ft.training.make_setup(config, ft.Mesh.parse(config.mesh)).program()
+        config = configure(mesh="dp=2,tp=2", seq=16, global_batch=4)
+        ft.training.make_setup(config, ft.Mesh.parse(config.parallelism.mesh)).program()
     gc.collect()
     gc.freeze()  # forks look for no garbage in what they share
     gc.set_threshold(20_000, 20, 50)

@@ -36,12 +36,33 @@ from functron.checkpoint.saver import Snapshot
 from functron.core import tree
 from functron.core.compat import CUDA
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import Need, setting
 from functron.spmd import BoundMesh, Mesh
 
 AXES = ("dp", "fsdp")
 """The axes whose ranks keep copies for one another: the first of them that the mesh has."""
 _TITLE = "cannot keep states in memory"
 _GENERATIONS = 2  # the one that is whole everywhere, and the one that is being made
+
+
+_KEPT = Need(lambda memory: memory.save_every > 0, "states kept in memory", "set memory_save_every")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """States that are kept in memory, for restarts that read no disk.
+
+    Attributes:
+        save_every: keep the state after every so many steps in memory as well, each rank's own and
+            that of a neighbour on dp or fsdp, on another machine where there is one: a restart on
+            the same mesh goes on from there, without reading a disk, whichever one machine is lost;
+            0: never.
+        folder: a folder of main memory, where they lie until the run leaves, four times the bytes
+            of a rank's state for each rank of the machine.
+    """
+
+    save_every: int = setting(0, short="memory_save_every", least=0)
+    folder: str = setting("/dev/shm", "path", short="memory_folder", need=_KEPT)
 
 
 def folder_of(room: str | Path, run: str | Path) -> Path:

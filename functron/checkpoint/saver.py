@@ -50,6 +50,7 @@ from functron.core import compat, tree
 from functron.core.closure import refuse_orphans
 from functron.core.compat import CUDA, Streams
 from functron.core.errors import Problem, dataclass_fix, local_path, raise_problems, refuse
+from functron.core.settings import Need, setting
 
 Moments = Callable[[str, int], None]
 """``at(moment, step)`` is called as a process comes to a moment of a run; for tests of faults."""
@@ -57,6 +58,26 @@ Moments = Callable[[str, int], None]
 
 def nowhere(moment: str, step: int) -> None:
     """Do nothing at any moment."""
+
+
+_REMOVED = Need(
+    lambda saving: saving.keep_last > 0, "checkpoints of which some are removed", "set keep_last"
+)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved, and which of its checkpoints stay.
+
+    Attributes:
+        save_every: save after every so many steps as well; 0: only at the end.
+        keep_last: how many of the newest checkpoints stay; 0: all.
+        keep_every: checkpoints of multiples of this step stay in any case; 0: none do.
+    """
+
+    save_every: int = setting(0, "common", least=0)
+    keep_last: int = setting(0, least=0)
+    keep_every: int = setting(0, least=0, need=_REMOVED)
 
 
 Source = Callable[[int, Piece], np.ndarray]

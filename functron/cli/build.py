@@ -19,7 +19,8 @@ import tyro
 
 from functron.cli.process import guarded, mistakes
 from functron.core.chart import table
-from functron.core.errors import Needs, always, local_path
+from functron.core.errors import local_path
+from functron.core.settings import Needs, always
 from functron.ops import nvrtc
 from functron.ops.nvrtc import Compiled, CompileError, Defines, Resources, Source
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from functron.cli.options import parse
 from functron.cli.process import mistakes
-from functron.core.errors import Needs, always, refuse
+from functron.core.errors import refuse
+from functron.core.settings import Needs, always, nest_table
 from functron.training.records import compare
 
 
@@ -38,11 +40,16 @@ COMPARE_NEEDS: Needs = MappingProxyType(always("runs", "svg", "json"))
 """The needs of options, for them to have an effect."""
 
 
+def _nest(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of functron 0.1 in sections; most comparisons have none, and need no torch."""
+    return nest_table(table, importlib.import_module("functron.training.config").TrainConfig)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Print the table, and draw the losses."""
     options = parse(CompareOptions, arguments, "compare", needs=COMPARE_NEEDS)
     with mistakes():
-        found = compare(options.runs)
+        found = compare(options.runs, nest=_nest)
         try:
             options.svg.write_text(found.svg(), encoding="utf-8")
         except OSError as error:

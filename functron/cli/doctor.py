@@ -23,7 +23,8 @@ from torch.cuda import nccl
 from functron.cli.launch import device_type, join, launch, leave, started_problems
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
-from functron.core.errors import Need, Needs, always, never, raise_problems, refuse
+from functron.core.errors import raise_problems, refuse
+from functron.core.settings import Need, Needs, always, never
 from functron.ops import launch as kernels
 from functron.ops import nvrtc
 from functron.spmd import Mesh

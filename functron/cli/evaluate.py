@@ -19,7 +19,8 @@ from functron.cli.launch import RUN_NEEDS, RunOptions, device_type, join, launch
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
-from functron.core.errors import Need, Needs, Problem, always, raise_problems, refuse
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import Need, Needs, always
 from functron.data import Tokenizer
 from functron.data.documents import TextTokenizer, encode_prompt
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
@@ -32,7 +33,7 @@ from functron.spmd import DATA_AXES, BoundMesh, Mesh
 from functron.spmd.params import history_mask
 from functron.training import data, run_folder
 from functron.training.checks import sequence_parts
-from functron.training.config import TrainConfig, load
+from functron.training.config import ParallelismConfig, TrainConfig, configure, load
 from functron.training.evaluation import (
     HeldOut,
     check,
@@ -50,12 +51,6 @@ from functron.training.setup import make_setup
 
 Program = Callable[[dict, Mesh | BoundMesh, torch.device], str]
 """``(params, mesh, device)`` to the text."""
-_PARALLEL = (
-    "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",
-    "vocab_over_pp", "zero", "gather", "compile", "log_layers_every",
-)  # fmt: skip
-"""The settings of how a run is divided among its ranks, which another mesh need not be."""
-
 _ANY_SEQ = 2048  # of models that take sequences of any length
 _LEAST_SEQ = 256  # where memory does not suffice
 _LOSS_CHUNK_TOKENS = 1024  # so that logits take little memory
@@ -125,17 +120,22 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _configured(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
-    """The run, on this mesh and with these sets; seq and global_batch are the run's on a rank."""
-    config = load(options.run / run_folder.CONFIG)
-    rows = config.global_batch // _share(Mesh.parse(config.mesh), config.microbatches)
-    parts = {name: getattr(TrainConfig, name) for name in _PARALLEL}
-    config = replace(config, mesh=options.mesh, microbatches=mesh["pp"], **parts)
-    return replace(
+    """The run, on this mesh and with these sets; seq and global_batch are the run's on a rank.
+
+    It is divided among ranks as is usual, not as the run was: another mesh need not be.
+    """
+    config = load(options.run / run_folder.CONFIG, known_only=True)
+    ranks = config.parallelism
+    rows = config.data.global_batch // _share(Mesh.parse(ranks.mesh), ranks.microbatches)
+    return configure(
         config,
+        parallelism=ParallelismConfig(options.mesh, ranks.nproc, microbatches=mesh["pp"]),
+        compile=False,
+        log_layers_every=0,
         out=str(options.run),
         global_batch=max(rows, 1),
         eval_every=1,
-        eval_data=options.data or config.eval_data,
+        eval_data=options.data or config.evaluation.data,
         eval_batches=options.batches,
         eval_averaged=options.averaged,
     )
@@ -156,11 +156,11 @@ def _sets(
 
     Collective on a bound mesh: rank 0 decides what fits into memory.
     """
-    share = _share(mesh, config.microbatches)
+    share = _share(mesh, config.parallelism.microbatches)
     if not _slides(config):
-        config = replace(config, seq=options.seq or config.seq)
-        config = replace(config, global_batch=options.batch or config.global_batch * share)
-        note = f"in whole samples of {config.seq} tokens; what is left of a set is left out"
+        config = configure(config, seq=options.seq or config.data.seq)
+        config = configure(config, global_batch=options.batch or config.data.global_batch * share)
+        note = f"in whole samples of {config.data.seq} tokens; what is left of a set is left out"
         return config, open_sets(config), [note]
     texts = open_texts(config)
     longest = max(int(one.lengths.max(initial=0)) for one in texts.values())
@@ -169,11 +169,11 @@ def _sets(
         dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     config, notes = chosen[0]
-    stride, multiple = options.stride or config.seq, sequence_parts(config, _plain(mesh))[0]
+    stride, multiple = options.stride or config.data.seq, sequence_parts(config, _plain(mesh))[0]
     windows = {"multiple": multiple, "exact": _is_limited(config)}
     sets = [slide(name, one, config, stride, **windows) for name, one in texts.items()]
     # windows of one document each, which attention need not keep apart
-    return replace(config, mask_documents=False, pack=""), sets, notes
+    return configure(config, mask_documents=False, pack=""), sets, notes
 
 
 def _chosen(
@@ -191,12 +191,12 @@ def _chosen(
         mesh, device: where.
         longest: targets of the longest text.
     """
-    share = _share(mesh, config.microbatches)
-    model, on_a_rank = config.architecture, config.global_batch * config.seq
+    share = _share(mesh, config.parallelism.microbatches)
+    model, on_a_rank = config.architecture, config.data.global_batch * config.data.seq
     parts = sequence_parts(config, _plain(mesh))[0]
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
-    chunk = config.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
+    chunk = config.compute.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
     free, base = free_memory_bytes(device), make_setup(config, mesh)
     if isinstance(mesh, BoundMesh) and device.type == "cpu":
         free //= mesh.size  # which all are on this machine, as far as is known
@@ -204,9 +204,9 @@ def _chosen(
     def sized(seq: int) -> tuple[TrainConfig, int]:
         tokens = -(-min(seq, max(longest, 1)) // parts) * parts
         batch = options.batch or max(on_a_rank // tokens, 1) * share
-        rows = batch // config.microbatches
-        made = replace(config, seq=seq, global_batch=batch)
-        made = replace(made, loss_chunk_tokens=chunk if rows * tokens > chunk else 0)
+        rows = batch // config.parallelism.microbatches
+        made = configure(config, seq=seq, global_batch=batch)
+        made = configure(made, loss_chunk_tokens=chunk if rows * tokens > chunk else 0)
         return made, loss_memory_bytes(replace(base, config=made), rows, tokens)
 
     seq, (made, needed) = most, sized(most)
@@ -251,7 +251,7 @@ def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Proc
         for name in ("seq", "stride", "batches", "batch")
         if (value := getattr(options, name)) < 0
     ]
-    share = _share(mesh, config.microbatches)
+    share = _share(mesh, config.parallelism.microbatches)
     if options.batch > 0 and options.batch % share:
         fix = f"set it to {-(-options.batch // share) * share}"
         found.append(Problem("batch", str(options.batch), f"a multiple of {share}", fix))
@@ -259,7 +259,7 @@ def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Proc
     found += [*options.problems(mesh, here), *problems_of(config)]
     raise_problems("cannot evaluate", found)
     # texts may be shorter than windows
-    check(replace(config, seq=1) if _slides(config) else config)
+    check(configure(config, seq=1) if _slides(config) else config)
 
 
 def _window_problems(
@@ -296,13 +296,15 @@ def _scorer(
     """A function that evaluates sets with a checkpoint's parameters; the rest stays on disk."""
     names = list(checkpoint.Checkpoint(path))
     if not lora.has_adapters(names):
-        config = replace(config, lora_rank=0)  # a run that has begun from a model without
+        config = configure(config, lora_rank=0)  # a run that has begun from a model without
     made = make_setup(config, mesh)
     histories = tree.paths(tree.partition(made.defs, history_mask(made.defs))[0])
     if histories and set(names).isdisjoint(f"params/{name}" for name in histories):
-        made = make_setup(replace(config, products=""), mesh)  # likewise: nothing is remembered yet
+        made = make_setup(
+            configure(config, products=""), mesh
+        )  # likewise: nothing is remembered yet
     like, where = made.init(random.key(0).to("meta")), made.placement
-    if config.eval_averaged:
+    if config.evaluation.averaged:
         assert made.averaged is not None
         state = checkpoint.restore(path, like, placement=where, device=device)
         params = made.averaged(state)
@@ -413,7 +415,7 @@ def sample(arguments: Sequence[str]) -> int:
     here = current()
     with mistakes():
         mesh = Mesh.parse(options.mesh)
-        config = load(options.run / run_folder.CONFIG)
+        config = load(options.run / run_folder.CONFIG, known_only=True)
         _check_prompt(options, config, mesh, here)
         kind = device_type(options.device, options.nproc)
         tokenizer = _tokenizer(options, config)
@@ -462,7 +464,7 @@ def _params(
 ) -> dict:
     """The parameters of the newest checkpoint, as the mesh splits them."""
     stored = checkpoint.Checkpoint(checkpoint.latest(options.run / run_folder.CHECKPOINTS))
-    defs = lora.defs_in(config.family.defs(config.architecture), config.lora, stored)
+    defs = lora.defs_in(config.family.defs(config.architecture), config.lora.adapters, stored)
     rules = config.family.rules(config.architecture, mesh)
     found = read_params(stored, defs, averaged=options.averaged, rules=rules, mesh=mesh)
     return tree.map(lambda leaf: leaf.to(device), lora.merge(found))
@@ -499,7 +501,7 @@ def _restored(options: SampleOptions, config: TrainConfig, tokenizer: TextTokeni
     """The spans that a T5 restores in a prompt which has sentinels in their places."""
     model = config.architecture
     assert isinstance(model, t5.T5Config)
-    reader = data.reader_of(replace(config, out=str(options.run)))
+    reader = data.reader_of(configure(config, out=str(options.run)))
     first, _ = data.sentinels(config, reader)
     count, end = data.spans_in(config).count, data.end_of(config, reader)
     spans = Sentinels(first, count, end)
@@ -536,9 +538,9 @@ def _ended(tokens: list[int], stops: Collection[int]) -> list[int]:
 
 def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
     if options.tokenizer:
-        how = {"pattern": config.tokenizer_pattern, "rules": config.rules}
+        how = {"pattern": config.data.tokenizer_pattern, "rules": config.data.rules}
         return open_tokenizer(options.tokenizer, **how)
-    found = data.tokenizer_of(replace(config, out=str(options.run)))
+    found = data.tokenizer_of(configure(config, out=str(options.run)))
     if found is None and data.is_on_disk(config):
         got = "a run on tokens that does not say what made them"
         fix = "name it: --tokenizer FILE, or --tokenizer bytes"

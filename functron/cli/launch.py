@@ -38,7 +38,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from functron.checkpoint.memory import folder_of
 from functron.cli.process import MARK, UNSET, InputError, Process
-from functron.core.errors import Needs, Problem, always
+from functron.core.errors import Problem
+from functron.core.settings import Needs, always
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training.config import TrainConfig
@@ -284,6 +285,8 @@ class Ending:
 
 Start = Callable[[int, Sequence[str]], Ending]
 """Runs ``python *arguments`` in so many processes, until they ended."""
+PROGRAM = ("-m", "functron")
+"""The arguments of Python that run the command line."""
 
 
 def launch(nproc: int, arguments: Sequence[str]) -> int:
@@ -456,7 +459,11 @@ def _ending(rank: int, failure: ProcessFailure, nproc: int) -> Ending:
 
 
 def supervise(
-    config: TrainConfig, arguments: Sequence[str], out: Path, start: Start = start
+    config: TrainConfig,
+    arguments: Sequence[str],
+    out: Path,
+    start: Start = start,
+    program: Sequence[str] = PROGRAM,
 ) -> int:
     """Run ``functron train`` on processes, and start it again as often as `config` says.
 
@@ -471,29 +478,32 @@ def supervise(
         arguments: the options of the command.
         out: the run's folder, which is there.
         start: what runs the processes.
+        program: what Python is given to run the command line.
 
     Returns:
         The exit code: 0, or that of the last start.
     """
     try:
-        return _supervised(config, arguments, out, start)
+        return _supervised(config, arguments, out, lambda n, x: start(n, [*program, *x]))
     except SignalException as error:  # between two starts: torch's launcher leaves its handlers
         return 128 + int(error.sigval)
     finally:  # what the last start left, or ranks that were lost
-        shutil.rmtree(folder_of(config.memory_folder, out), ignore_errors=True)
+        shutil.rmtree(folder_of(config.memory.folder, out), ignore_errors=True)
 
 
 def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start: Start) -> int:
-    ends = time.monotonic() + (seconds_of(config.exit_after) if config.exit_after else math.inf)
+    ends = time.monotonic() + (
+        seconds_of(config.restarts.exit_after) if config.restarts.exit_after else math.inf
+    )
     failures, best, now = 0, read_progress(out), config
     with event_log(out / EVENTS) as write:
         while (left := ends - time.monotonic()) > 0:
             wanted = fitting(config, num_slots(config))
-            if wanted is not None and wanted.mesh != now.mesh:
+            if wanted is not None and wanted.parallelism.mesh != now.parallelism.mesh:
                 _log_reshape(write, now, wanted, read_progress(out)[0])
             now = wanted or now
             arguments_now = _again(config, now, arguments, out, left)
-            ending = _TOO_FEW if wanted is None else start(now.nproc, arguments_now)
+            ending = _TOO_FEW if wanted is None else start(now.parallelism.nproc, arguments_now)
             if ending.code == RESHAPE_CODE:
                 continue
             if ending.text:
@@ -504,10 +514,10 @@ def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start:
             progress = any(new > old for new, old in zip(done, best, strict=True))
             best = max(done[0], best[0]), max(done[1], best[1])
             failures = 1 if progress else failures + 1
-            if failures > config.max_restarts:
+            if failures > config.restarts.max_restarts:
                 print(_given_up(config, failures), file=sys.stderr, flush=True)
                 return ending.code
-            pause = pause_seconds(config.restart_pause_seconds, failures - 1)
+            pause = pause_seconds(config.restarts.pause_seconds, failures - 1)
             about = {"rank": ending.rank, "code": ending.code, "why": ending.text.splitlines()[-1]}
             write("restart", done[0], **about, failures=failures, pause_seconds=pause)
             print(_announced(failures, config, done[0], pause), file=sys.stderr, flush=True)
@@ -525,34 +535,42 @@ def _again(
     more = ["--out", str(out), "--resume", "auto"]
     if (out / CONFIG).is_file():  # where a run notes what became of it, such as samples left out
         more += ["--config", str(out / CONFIG)]
-    if config.elastic:
-        sizes = Elastic(Elastic.parse(config.elastic).axis, usable_sizes(config))
-        more += ["--mesh", now.mesh, "--nproc", str(now.nproc), "--elastic", str(sizes)]
-        more += ["--microbatches", str(now.microbatches)]
-    if config.exit_after:
+    if config.restarts.elastic:
+        sizes = Elastic(Elastic.parse(config.restarts.elastic).axis, usable_sizes(config))
+        ranks = now.parallelism
+        more += ["--mesh", ranks.mesh, "--nproc", str(ranks.nproc), "--elastic", str(sizes)]
+        more += ["--microbatches", str(ranks.microbatches)]
+    if config.restarts.exit_after:
         more += ["--exit-after", f"{left:.3f}s"]
-    return ["-m", "functron", "train", *arguments, *more]
+    return ["train", *arguments, *more]
 
 
 def _log_reshape(
     write: Callable[..., None], before: TrainConfig, after: TrainConfig, step: int
 ) -> None:
-    kind = "grow" if after.nproc > before.nproc else "shrink"
-    about = {"before": before.mesh, "mesh": after.mesh, "microbatches": after.microbatches}
+    kind = "grow" if after.parallelism.nproc > before.parallelism.nproc else "shrink"
+    about = {
+        "before": before.parallelism.mesh,
+        "mesh": after.parallelism.mesh,
+        "microbatches": after.parallelism.microbatches,
+    }
     write(kind, step, **about)
-    print(f"functron: goes on with {after.mesh}, {after.nproc} processes", file=sys.stderr)
+    print(
+        f"functron: goes on with {after.parallelism.mesh}, {after.parallelism.nproc} processes",
+        file=sys.stderr,
+    )
 
 
 def _announced(failures: int, config: TrainConfig, step: int, pause: float) -> str:
     where = f"from step {step}" if step else "from the beginning: nothing is saved yet"
     return (
         f"functron: starts again in {pause:g} s, {where} "
-        f"(failure {failures} without progress; --max-restarts {config.max_restarts})"
+        f"(failure {failures} without progress; --max-restarts {config.restarts.max_restarts})"
     )
 
 
 def _given_up(config: TrainConfig, failures: int) -> str:
     return (
         f"functron: given up after {failures} starts without progress; "
-        f"fix: see why, then go on with --resume (--max-restarts {config.max_restarts})"
+        f"fix: see why, then go on with --resume (--max-restarts {config.restarts.max_restarts})"
     )

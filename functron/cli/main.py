@@ -81,11 +81,33 @@ with the environment variable {process.FULL_TRACEBACKS}=1 they come with their t
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, sections: Mapping[str, type] = MappingProxyType({})
+) -> int:
     """Run the command line, and return the exit code.
 
     0 is success, 2 a mistake in what was asked for, 1 any other failure, 128 + n the end by signal
     n after saving.
+
+    A program with a section of its own for ``train`` is a file of these lines, with which it goes
+    in place of functron, ``python program.py train --profile.every 10``:
+
+        @dataclass(frozen=True)
+        class ProfileConfig:
+            '''Attributes:
+                every: measure after every so many steps; 0: never.
+            '''
+
+            every: int = setting(0, least=0)
+
+            def hook(self, session): ...
+
+        sys.exit(main(sections={"profile": ProfileConfig}))
+
+    Args:
+        arguments: those of the command line; None: of this process.
+        sections: frozen dataclasses by their names, whose fields are options of ``train`` and stand
+            in the config.toml of its runs, beside those of `functron.training.TrainConfig`.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
@@ -98,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"functron: {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    return process.guarded(lambda: _run(command, rest))
+    return process.guarded(lambda: _run(command, rest, sections))
 
 
 _TEXTS = (
@@ -132,7 +154,7 @@ def _check_places(arguments: Sequence[str]) -> None:
         raise_problems("there are no such places on this machine", found)
 
 
-def _run(command: str, arguments: Sequence[str]) -> int:
+def _run(command: str, arguments: Sequence[str], sections: Mapping[str, type]) -> int:
     _check_places(arguments)
     name, _, function = COMMANDS[command][0].partition(".")
     try:
@@ -144,7 +166,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
             f"{command}: got no {error.name}; wanted functron installed with what it depends on; "
             "fix: pip install functron"
         ) from None
-    return getattr(module, function)(arguments)
+    more = {"sections": sections} if sections and command == "train" else {}
+    return getattr(module, function)(arguments, **more)
 
 
 def _imported(name: str) -> ModuleType:

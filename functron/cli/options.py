@@ -22,12 +22,20 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from functron.cli import process
-from functron.core.errors import Needs, Problem, raise_problems, unused_problems, value_at
+from functron.core.errors import Problem, raise_problems
+from functron.core.settings import (
+    Needs,
+    follow,
+    hints_of,
+    is_marked,
+    mark_of,
+    path_of,
+    replace_settings,
+    section_in,
+    unused_problems,
+)
 
 T = TypeVar("T")
-
-Boxes = Mapping[str, Sequence[str]]
-"""By title, the names of fields, which stand for all options under them that no longer name has."""
 
 _ALIASES: Mapping[str, str] = MappingProxyType({
     "learning-rate.peak": "lr learning-rate max-lr peak-lr",
@@ -106,44 +114,39 @@ def parse(
     command: str,
     default: T | None = None,
     *,
-    boxes: Boxes = MappingProxyType({}),
-    common: Iterable[str] = (),
-    recorded: Mapping[str, str] = MappingProxyType({}),
     needs: Needs = MappingProxyType({}),
 ) -> T:
     """The options of ``functron COMMAND`` in `arguments`.
+
+    What its settings say of themselves (`functron.core.settings`) decides on their names, their
+    boxes in the help, and which of them --help shows; --help-all shows all.
 
     Args:
         kind: a dataclass, whose fields are the options and whose docstring describes them.
         arguments: those after the command.
         command: its name.
         default: an instance with the values of options that are not given; None: the fields' own.
-        boxes: of the help, after that of the options that no box has.
-        common: the fields in boxes that --help shows; --help-all shows all. None: all are shown.
-        recorded: fields that are no options, and what to do in place of setting them.
-        needs: what options need to have an effect, by the paths of their fields.
+        needs: what options need to have an effect, by the names of their settings.
 
     Raises:
         functron.cli.process.InputError: options that do not exist, each with the nearest that do;
             or options that have no effect.
         SystemExit: arguments that do not parse (code 2), or --help (code 0).
     """
-    options = [
-        option
-        for option in options_of(kind if default is None else default)
-        if option.field not in recorded
-    ]
+    found = list(options_of(kind if default is None else default))
+    options = [option for option in found if not option.instead]
+    arguments = with_names(arguments, found)
     asked = [word for word in arguments if word in ("-h", "--help", "--help-all")]
     if asked:
-        everything = "--help-all" in asked or not common
-        print(_help(kind, f"functron {command}", options, boxes, None if everything else common))
+        print(_help(kind, f"functron {command}", options, everything="--help-all" in asked))
         raise SystemExit(0)
     title = f"functron {command} has no such options"
     with process.mistakes():
-        raise_problems(title, _recorded_problems(arguments, recorded))
-    given: dict[str, Any] = {} if default is None else {"default": default}
-    made, unknown = tyro.cli(
-        kind,
+        raise_problems(title, _recorded_problems(arguments, found))
+    flat = _flat_kind(kind)
+    given: dict[str, Any] = {} if default is None else {"default": _flatten(default, flat)}
+    parsed, unknown = tyro.cli(
+        flat,
         args=arguments,
         prog=f"functron {command}",
         # `_help` has its own descriptions; tyro would parse the sources for comments
@@ -151,6 +154,7 @@ def parse(
         return_unknown_args=True,
         **given,
     )
+    made = parsed if flat is kind else _gather(kind() if default is None else default, parsed)
     known = [option.name for option in options if not option.positional]
     names = [word for word in unknown if word.startswith("-")] or unknown
     with process.mistakes():
@@ -173,38 +177,43 @@ def _unused_in(made: Any, default: Any, needs: Needs, named: Iterable[str]) -> I
     Args:
         made: the options.
         default: those where none is given, such as of a run; None: the fields' own.
-        needs: by the paths of their fields.
-        named: these paths, of the options that were given.
+        needs: by the names of their settings.
+        named: these names, of the options that were given.
     """
-    names = {field.name for field in dataclasses.fields(made)}
-    own = {path: need for path, need in needs.items() if path.partition(".")[0] in names}
-    given = [path for path in named if not _is_set_back(made, default, path)]
+    fields = [field.name for field in dataclasses.fields(made)]
+    inside = [field for field in fields if _is_flat(type(made), field)]
+    own = {x: need for x, need in needs.items() if not inside or x.partition(".")[0] in fields}
+    given = [name for name in named if not _is_set_back(made, default, name)]
     yield from unused_problems(made, own, [] if default is None else [default], given)
-    rest = {path: need for path, need in needs.items() if path not in own}
-    for name in names if rest else ():
-        if _is_flat(type(made), name):
-            before = None if default is None else getattr(default, name)
-            yield from _unused_in(getattr(made, name), before, rest, named)
+    rest = {name: need for name, need in needs.items() if name not in own}
+    for field in inside if rest else ():
+        before = None if default is None else getattr(default, field)
+        yield from _unused_in(getattr(made, field), before, rest, named)
 
 
-def _is_set_back(made: Any, default: Any, path: str) -> bool:
+def _is_set_back(made: Any, default: Any, name: str) -> bool:
     """Whether an option undoes what a run says, and leaves what is usual without one."""
-    above, _, name = path.rpartition(".")
+    path = path_of(type(made), name)
+    above, _, last = path.rpartition(".")
     if default is None or path.partition(".")[0] not in vars(made):
         return False
-    section, now = value_at(made, above), value_at(made, path)
-    usual = [field.default for field in dataclasses.fields(section) if field.name == name]
-    return now in usual and now != value_at(default, path)
+    owner, now = follow(made, above), follow(made, path)
+    usual = [field.default for field in dataclasses.fields(owner) if field.name == last]
+    return now in usual and now != follow(default, path)
 
 
 def _is_flat(kind: type, name: str) -> bool:
     """Whether a field is a dataclass whose options have no name of it before theirs."""
-    marks = typing.get_args(_hints(kind)[name])[1:]
+    return _is_flat_hint(_hints(kind)[name])
+
+
+def _is_flat_hint(hint: Any) -> bool:
+    marks = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     return any(getattr(mark, "name", None) == "" for mark in marks)
 
 
 def named_fields(arguments: Sequence[str], options: Iterable[Option]) -> frozenset[str]:
-    """The paths of the fields whose options stand in `arguments`, on or off."""
+    """The names of the settings whose options stand in `arguments`, on or off."""
     words = {word.partition("=")[0].replace("_", "-") for word in arguments}
     return frozenset(
         option.field
@@ -218,13 +227,99 @@ def _negated(name: str) -> str:
     return f"{group}{dot}no-{last}"
 
 
-def _recorded_problems(arguments: Sequence[str], recorded: Mapping[str, str]) -> Iterator[Problem]:
+def with_names(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
+    """The arguments with the names of options where they have paths, ``--checkpoint.keep-last``."""
+    names: dict[str, str] = {}
+    for option in options:
+        path = option.path.replace("_", "-")
+        if path != option.name:
+            names |= {path: option.name, _negated(path): _negated(option.name)}
+
+    def spelled(word: str) -> str:
+        path, given, value = word.removeprefix("--").partition("=")
+        name = names.get(path.replace("_", "-")) if word.startswith("--") else None
+        return word if name is None else f"--{name}{given}{value}"
+
+    return [spelled(word) for word in arguments]
+
+
+def _recorded_problems(arguments: Sequence[str], options: Iterable[Option]) -> Iterator[Problem]:
+    instead = {option.field: option.instead for option in options if option.instead}
     for word in arguments:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        for field, fix in recorded.items():
-            if word.startswith("--") and (name == field or name.startswith(f"{field}.")):
-                got, wanted = "what a run records and nothing reads", "an option"
-                yield Problem(word.partition("=")[0], got, wanted, fix)
+        given = word.partition("=")[0]
+        name = given.removeprefix("--").partition(".")[0].replace("-", "_")
+        if word.startswith("--") and name in instead:
+            got, wanted = "what a run records and nothing reads", "an option"
+            yield Problem(given, got, wanted, instead[name])
+
+
+# --- sections whose settings have short names, which tyro sees as fields of the whole
+
+
+@functools.cache
+def _flat_fields(kind: type) -> tuple[tuple[str, str, Any], ...]:
+    """The fields of `_flat_kind`, with the paths in `kind` and their annotations."""
+    found: list[tuple[str, str, Any]] = []
+    for field in dataclasses.fields(kind):
+        hint, path = _hints(kind)[field.name], field.name
+        inner, optional = section_in(hints_of(kind)[field.name])
+        if inner is None or optional:
+            found.append((path, path, hint))
+        elif _is_flat(kind, field.name):
+            found.append((path, path, Annotated[_flat_kind(inner), *typing.get_args(hint)[1:]]))
+        elif any(mark_of(field).flat or mark_of(each).short for each in dataclasses.fields(inner)):
+            found += _flat_settings(field, inner)
+        else:
+            found.append((path, path, hint))
+    return tuple(found)
+
+
+def _flat_settings(section: dataclasses.Field, inner: type) -> Iterator[tuple[str, str, Any]]:
+    """The settings of a section as fields: by their short names, or called by their paths."""
+    for field in dataclasses.fields(inner):
+        short = mark_of(field).short or (field.name if mark_of(section).flat else "")
+        path, hint = f"{section.name}.{field.name}", _hints(inner)[field.name]
+        if not short:
+            short = path.replace(".", "__")
+            hint = Annotated[hint, tyro.conf.arg(name=path.replace("_", "-"))]
+        yield short, path, hint
+
+
+@functools.cache
+def _flat_kind(kind: type) -> Any:
+    """A dataclass with the settings of a section that have short names as fields of its own.
+
+    So tyro parses them by these, and names them so in what it says; `kind` itself where no section
+    has any.
+    """
+    fields = _flat_fields(kind)
+    if all(name == path and hint == _hints(kind)[path] for name, path, hint in fields):
+        return kind
+    rows = [(name, hint) for name, _, hint in fields]
+    return dataclasses.make_dataclass(kind.__name__, rows, frozen=True, kw_only=True)
+
+
+def _flatten(value: Any, flat: Any) -> Any:
+    """An instance as one of `_flat_kind`."""
+    if type(value) is flat:
+        return value
+    fields = {}
+    for name, path, hint in _flat_fields(type(value)):
+        inner = follow(value, path)
+        is_flat = _is_flat_hint(hint)
+        fields[name] = _flatten(inner, typing.get_args(hint)[0]) if is_flat else inner
+    return flat(**fields)
+
+
+def _gather(base: Any, parsed: Any) -> Any:
+    """`base` with what an instance of its `_flat_kind` has."""
+    if type(parsed) is type(base):
+        return parsed
+    values = {}
+    for name, path, hint in _flat_fields(type(base)):
+        value = getattr(parsed, name)
+        values[path] = _gather(follow(base, path), value) if _is_flat_hint(hint) else value
+    return replace_settings(base, values)
 
 
 @dataclass(frozen=True)
@@ -232,20 +327,28 @@ class Option:
     """An option of a command.
 
     Attributes:
-        name: without dashes: ``gpt.num-layers``.
-        field: its path in the dataclass: ``gpt.num_layers``.
+        name: without dashes: ``save-every``, ``gpt.num-layers``.
+        field: the name of its setting: ``save_every``, ``gpt.num_layers``.
+        path: where it is in the dataclass: ``checkpoint.save_every``, ``gpt.num_layers``.
         metavar: placeholder of its value; empty where it is a switch.
         default: its value where it is not given; `dataclasses.MISSING`: it must be.
         text: the description.
         positional: whether it goes without its name.
+        box: of the help; empty: that of the options that no box has.
+        common: whether --help shows it, where it is in a box.
+        instead: what to do in place of giving it, where it is none.
     """
 
     name: str
     field: str
+    path: str
     metavar: str
     default: Any
     text: str
     positional: bool
+    box: str
+    common: bool
+    instead: str
 
     def __str__(self) -> str:
         if self.positional:
@@ -255,30 +358,56 @@ class Option:
         return f"--{self.name}, --{_negated(self.name)}"
 
 
-def options_of(value: Any, prefix: str = "") -> Iterator[Option]:
-    """The options of a dataclass or an instance of it, those of dataclasses in it among them."""
+def options_of(value: Any, prefix: str = "", box: str = "", flat: bool = False) -> Iterator[Option]:
+    """The options of a dataclass or an instance of it, those of its sections among them.
+
+    Args:
+        value: the dataclass or the instance.
+        prefix: of the paths.
+        box, flat: as the section says where `value` is one.
+    """
     is_class = isinstance(value, type)
     kind = value if is_class else type(value)
     hints, texts = _hints(kind), _texts(kind)
     for field in dataclasses.fields(kind):
-        hint, marks = hints[field.name], ()
+        hint, marks, mark = hints[field.name], (), mark_of(field)
         if typing.get_origin(hint) is Annotated:
             hint, *marks = typing.get_args(hint)
         default = field.default
         if default is MISSING and field.default_factory is not MISSING:
             default = field.default_factory()
         default = default if is_class else getattr(value, field.name)
+        own, path = mark.box or box, f"{prefix}{field.name}"
         if dataclasses.is_dataclass(inner := hint if default is MISSING else default):
-            flat = _is_flat(kind, field.name)
-            yield from options_of(inner, prefix if flat else f"{prefix}{field.name}.")
+            if _is_flat(kind, field.name):
+                yield from options_of(inner, prefix, own)
+            else:
+                yield from options_of(inner, f"{path}.", own or _own_box(field), mark.flat)
         elif not any(map(dataclasses.is_dataclass, typing.get_args(hint))):
-            path = f"{prefix}{field.name}"
-            called = [mark.name for mark in marks if getattr(mark, "name", None)]
-            name = f"{prefix}{called[0]}" if called else path.replace("_", "-")
-            own = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
-            metavar = own[0] if own else _metavar(hint)
-            positional = tyro.conf.Positional in marks
-            yield Option(name, path, metavar, default, texts.get(field.name, ""), positional)
+            setting = mark.short or (field.name if flat else path)
+            called = [each.name for each in marks if getattr(each, "name", None)]
+            name = f"{prefix}{called[0]}" if called else setting.replace("_", "-")
+            metavars = [each.metavar for each in marks if getattr(each, "metavar", None)]
+            metavar = metavars[0] if metavars else _metavar(hint)
+            text, positional = texts.get(field.name, ""), tyro.conf.Positional in marks
+            yield Option(
+                name, setting, path, metavar, default, text, positional, own,
+                "common" in mark.tags, mark.instead,
+            )  # fmt: skip
+
+
+def _own_box(field: dataclasses.Field) -> str:
+    """The box that a section has without saying so."""
+    return field.name if is_marked(field) else ""
+
+
+def _boxes_of(kind: type) -> Iterator[str]:
+    """The boxes of a dataclass, in the order of its fields."""
+    for field in dataclasses.fields(kind):
+        if _is_flat(kind, field.name):
+            yield from _boxes_of(hints_of(kind)[field.name])
+        elif is_marked(field):
+            yield mark_of(field).box or field.name
 
 
 def _metavar(hint: Any) -> str:
@@ -343,18 +472,15 @@ _OPTION_COLUMNS = 32
 _FIRST_STATEMENT = re.compile(r"(?<!such as)(; |: |\. )")
 
 
-def _help(
-    kind: type, prog: str, options: Sequence[Option], boxes: Boxes, shown: Iterable[str] | None
-) -> str:
+def _help(kind: type, prog: str, options: Sequence[Option], *, everything: bool) -> str:
     """The help of a command: how to call it, its description, and its options in boxes.
 
     Args:
         kind: the dataclass of the options, whose docstring has the description.
         prog: the command.
         options: its options.
-        boxes: titles and what is in them.
-        shown: the fields that are shown of those in boxes, each with the beginning of its
-            description; None: all, with all of theirs.
+        everything: show all options of boxes, and all of their descriptions; otherwise the common
+            ones, each with the beginning of its description.
     """
     places = [option.metavar for option in options if option.positional]
     doc = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0]
@@ -362,29 +488,18 @@ def _help(
     usage = " ".join([f"usage: {prog}", *places, "[OPTIONS]"])
     parts = [usage, "\n\n".join(textwrap.fill(p, columns) for p in doc.split("\n\n"))]
     own = [("-h, --help", "show this help and exit")]
-    if boxes:
+    if any(option.box for option in options):
         own[0] = ("-h, --help", "show the options that most runs use, and exit")
         own.append(("--help-all", "show all options, and exit"))
+    boxes = dict.fromkeys(_boxes_of(kind))
     rows: dict[str, list[tuple[str, str]]] = {"options": own, **{title: [] for title in boxes}}
     for option in options:
-        title = box_of(option.field, boxes)
-        if title is None or shown is None:
-            rows[title or "options"].append((str(option), _described(option)))
-        elif option.field in shown:
-            rows[title].append((str(option), _described(option, brief=True)))
+        brief = bool(option.box) and not everything
+        if option.common or not brief:
+            row = (str(option), _described(option, brief=brief))
+            rows.setdefault(option.box or "options", []).append(row)
     parts += [_box(title, lines, columns) for title, lines in rows.items() if lines]
     return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
-
-
-def box_of(field: str, boxes: Boxes) -> str | None:
-    """The box that has this field: that with the longest name that it is, or is under, if any."""
-    found = {
-        name: title
-        for title, names in boxes.items()
-        for name in names
-        if field == name or field.startswith(f"{name}.")
-    }
-    return found[max(found, key=len)] if found else None
 
 
 def _described(option: Option, *, brief: bool = False) -> str:

@@ -13,18 +13,19 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from functron.cli.options import parse
+from functron.cli.options import options_of, parse, with_names
 from functron.cli.process import mistakes, outside
-from functron.core.errors import (
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.settings import (
     Need,
     Needs,
-    Problem,
     always,
-    nearest,
     needs_under,
     never,
-    raise_problems,
-    refuse,
+    section,
+    setting,
+    settings_of,
+    tagged,
 )
 from functron.models.config import GPT_NEEDS, GPTConfig
 from functron.models.gpt import PRESETS
@@ -37,20 +38,18 @@ from functron.precision import POLICIES
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import records, run_folder
 from functron.training.checks import PRECISION_NEEDS, TOLD_NEEDS, TRAIN_NEEDS, told_in
-from functron.training.config import BOXES, COMMON, RECORDED, TrainConfig, dump, starting_config
-from functron.training.costs import parameter_table, step_report
-from functron.training.planning import (
-    RECIPES,
-    Choices,
-    job_script,
-    recipe,
-    recipe_table,
+from functron.training.config import (
+    ParallelismConfig,
+    TrainConfig,
+    configure,
+    dump,
+    starting_config,
 )
+from functron.training.costs import parameter_table, step_report
+from functron.training.planning import RECIPES, Choices, job_script, recipe, recipe_table
 from functron.training.setup import make_setup
 
 _SEQ = 2048  # of models that take sequences of any length
-_BOXES = MappingProxyType({"model": ("model", "gpt"), "optimizer": ("optimizer",)})
-_COMMON = frozenset({"model", "optimizer.name"})
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,9 @@ class PlanOptions:
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     timeline: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    model: str = "tiny"
-    gpt: GPTConfig = field(default_factory=lambda: PRESETS["tiny"])
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    model: str = setting("tiny", "common", box="model")
+    gpt: GPTConfig = section(lambda: PRESETS["tiny"], box="model")
+    optimizer: OptimizerConfig = section(OptimizerConfig)
 
 
 def _is_fixed(options: PlanOptions) -> bool:
@@ -194,13 +193,12 @@ def _parsed(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
     base = starting_config(file_of(Path(name)) if name else None, model=model)
     own: dict[str, Any] = {}
     if name:
-        own = {"seq": base.seq, "global_batch": base.global_batch}
+        own = {"seq": base.data.seq, "global_batch": base.data.global_batch}
     default = PlanOptions(
-        run=name, precision=base.precision, model=base.model, gpt=base.gpt,
+        run=name, precision=base.precision.name, model=base.model, gpt=base.gpt,
         optimizer=base.optimizer, **own,
     )  # fmt: skip
-    shown: dict[str, Any] = {"boxes": _BOXES, "common": _COMMON}
-    options = parse(PlanOptions, arguments, "plan", default, needs=PLAN_NEEDS, **shown)
+    options = parse(PlanOptions, arguments, "plan", default, needs=PLAN_NEEDS)
     if options.run != name:
         title, fix = "cannot tell which run this is about", f"functron plan {options.run} ..."
         refuse(title, "run", repr(options.run), "the first argument", fix)
@@ -208,22 +206,20 @@ def _parsed(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
         refuse("cannot plan two models", "model", f"{base.model} and {options.model}", "one")
     longest = getattr(base.architecture, "max_seq", 2048)
     _check(options, longest)
-    config = replace(
+    ranks = base.parallelism
+    config = configure(
         base,
         gpt=options.gpt,
         optimizer=options.optimizer,
         seq=options.seq or longest,
         global_batch=options.global_batch,
-        **{name: getattr(TrainConfig, name) for name in _SEARCHED},
+        # the search finds the others, and has no place for vocab_over_pp and processes
+        parallelism=ParallelismConfig(
+            context=ranks.context, zigzag=ranks.zigzag, expert_axes=ranks.expert_axes
+        ),
+        remat="none",
     )
-    return options, config if precision is None else replace(config, precision=options.precision)
-
-
-_SEARCHED = (
-    "mesh", "microbatches", "schedule", "chunks", "layout", "remat", "sequence_parallel", "zero",
-    "gather", "nproc", "vocab_over_pp",
-)  # fmt: skip
-"""Settings that the search finds in place of a run's own, or has no place for."""
+    return options, config if precision is None else configure(config, precision=options.precision)
 
 
 def _check(options: PlanOptions, longest: int) -> None:
@@ -264,7 +260,7 @@ def _title(options: PlanOptions, choices: Choices) -> str:
     else:
         sure = f"from data sheets, with the efficiencies of {calibration.kin or 'none'}"
     return (
-        f"{config.title}: {config.global_batch} samples of {config.seq} tokens a step on "
+        f"{config.title}: {config.data.global_batch} samples of {config.data.seq} tokens a step on "
         f"{options.gpus} x {machine.name} ({sure})"
     )
 
@@ -344,45 +340,22 @@ def recipes(arguments: Sequence[str]) -> int:
 # --- one run
 
 _DRY = "see functron train --dry-run, which takes all options of a run"
-_OF_SHAPES = ("model", "gpt", "mamba", "bert", "t5", "mesh", "expert_axes", "zero", "lora_rank",
-              "lora_targets", "precision", "products")  # fmt: skip
-"""The settings of a run that say which parameters its ranks have."""
-_OF_STEPS = (
-    *_OF_SHAPES, "sequence_parallel", "context", "zigzag", "steps", "seq", "global_batch",
-    "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "gather", "gather_as",
-    "lora_alpha", "remat", "kernels", "loss_chunk_tokens", "anomalies.on_spike",
-    "anomalies.rate_factors", "optimizer", "learning_rate", "rate_unit", "ramp_up",
-    "earlier_batches", "nproc", "mask_documents", "pack", "mask_rate", "mean_span",
-)  # fmt: skip
-"""Those that also say what its ranks compute, send and hold in a step."""
-_OF_RUNS = (
-    "data", "tokenizer", "tokenizer_pattern", "special_tokens", "prepend_bos", "text_rules",
-    "format", "overlong", "split", "order", "order_samples", "order_cache", "blend_surplus",
-    "blend_order", "extra_token", "fim_rate", "fim_spm_rate", "fim_tokens", "mask_token",
-    "end_token", "eval_every", "eval_batches", "eval_data", "eval_averaged", "prefetch",
-    "timeout_seconds", "hang_after", "stragglers_every", "check_programs", "compile", "cuda_graph",
-    "deterministic", "seed", "out", "resume", "change_batch", "save_every", "keep_last",
-    "keep_every", "max_restarts", "restart_pause_seconds", "elastic", "slots",
-    "memory_save_every", "memory_folder", "exit_after", "device", "log_layers_every",
-    "tensorboard", "wandb", "log_names", "anomalies.on_nonfinite", "anomalies.window",
-    "anomalies.minimum", "anomalies.threshold", "anomalies.rollback_steps", "anomalies.skip_data",
-    "anomalies.rate_factor", "anomalies.most", "anomalies.attribute", "anomalies.skipped_samples",
-    "check_replicas_every", "on_corruption",
-)  # fmt: skip
-"""All others, of which a step that is traced knows nothing."""
+_SHAPES, _STEPS = tagged(TrainConfig, "shapes"), tagged(TrainConfig, "step")
+_NAMES = tuple(each.name for each in settings_of(TrainConfig))
 
 
 def _of(read: Collection[str]) -> Needs:
     """Of these settings, the needs that they have in training too."""
-    named = {n: need for n, need in TRAIN_NEEDS.items() if n.partition(".")[0] in read}
-    told = {name: told_in(name) for name in TOLD_NEEDS if name in read}
+    tops = {name.partition(".")[0] for name in read}
+    named = {n: need for n, need in TRAIN_NEEDS.items() if n in read or n.partition(".")[0] in tops}
+    told = {name: told_in(name) for name in TOLD_NEEDS if name in tops}
     return {**always(*(n for n in read if n not in (*named, *told))), **named, **told}
 
 
 def _axes(*names: str) -> Need:
     """The need of settings for ranks of any of these axes."""
     return Need(
-        lambda c: any(Mesh.parse(c.mesh)[name] > 1 for name in names),
+        lambda c: any(Mesh.parse(c.parallelism.mesh)[name] > 1 for name in names),
         f"several ranks of {' or '.join(names)}",
         f"add {names[0]}=N to the mesh",
     )
@@ -396,33 +369,33 @@ _BY_SAMPLES = Need(
 
 PARAMS_NEEDS: Needs = MappingProxyType({
     **always("run"),
-    **_of(_OF_SHAPES),
+    **_of(_SHAPES),
     "zero": Need(
-        lambda c: c.zero == 3 and _axes("dp").holds(c),
+        lambda c: c.parallelism.zero == 3 and _axes("dp").holds(c),
         "parameters that ranks divide",
         "set it to 3, and add dp=N to the mesh",
     ),
     "products": Need(
-        lambda c: c.recipe is not None and c.recipe.scaling == "delayed",
+        lambda c: c.precision.recipe is not None and c.precision.recipe.scaling == "delayed",
         "products that remember magnitudes",
         "choose fp8-delayed",
     ),
     **never(
         "a setting of what parameters there are",
         _DRY,
-        *(name for name in (*_OF_STEPS, *_OF_RUNS) if name not in _OF_SHAPES),
+        *(name for name in _NAMES if name not in _SHAPES),
     ),
 })  # fmt: skip
 """The needs of options, for them to have an effect on the parameters that functron params shows."""
 
 TRACE_NEEDS: Needs = MappingProxyType({
     **always("run", "program"),
-    **_of(_OF_STEPS),
+    **_of(_STEPS),
     **PRECISION_NEEDS,
     "zero": Need(
         lambda c: (
             _axes("dp", "fsdp").holds(c)
-            if c.zero == 3
+            if c.parallelism.zero == 3
             else _axes("dp", "ep", "cp", "ulysses").holds(c)
         ),
         "several ranks that hold the same",
@@ -434,7 +407,7 @@ TRACE_NEEDS: Needs = MappingProxyType({
         "choose one",
     ),
     "nproc": Need(
-        lambda c: c.lora_rank > 0 and _axes("pp").holds(c),
+        lambda c: c.lora.rank > 0 and _axes("pp").holds(c),
         "stages of a pipeline that train adapters",
         _DRY,
     ),
@@ -446,7 +419,11 @@ TRACE_NEEDS: Needs = MappingProxyType({
     **dict.fromkeys(("mask_documents", "pack"), _GPT),
     **dict.fromkeys(("mask_rate", "mean_span"), _SPANS),
     **dict.fromkeys(("ramp_up", "earlier_batches"), _BY_SAMPLES),
-    **never("a setting of what a step computes, sends or holds", _DRY, *_OF_RUNS),
+    **never(
+        "a setting of what a step computes, sends or holds",
+        _DRY,
+        *(name for name in _NAMES if name not in _STEPS),
+    ),
 })  # fmt: skip
 """The needs of options, for them to have an effect on what functron trace shows of a step."""
 
@@ -476,12 +453,12 @@ def trace(arguments: Sequence[str]) -> int:
     with mistakes():
         options = _parse(TraceOptions, arguments, "trace", TRACE_NEEDS, seq=0, global_batch=0)
         config: TrainConfig = options.options
-        mesh = Mesh.parse(config.mesh)
+        mesh = Mesh.parse(config.parallelism.mesh)
         data_ranks = math.prod(mesh[axis] for axis in DATA_AXES)
-        config = replace(
+        config = configure(
             config,
-            seq=config.seq or getattr(config.architecture, "max_seq", _SEQ),
-            global_batch=config.global_batch or data_ranks * config.microbatches,
+            seq=config.data.seq or getattr(config.architecture, "max_seq", _SEQ),
+            global_batch=config.data.global_batch or data_ranks * config.parallelism.microbatches,
         )
         text = step_report(make_setup(config, mesh), program=options.program)
     print(text)
@@ -507,7 +484,7 @@ def params(arguments: Sequence[str]) -> int:
     """Print the table."""
     with mistakes():
         config: TrainConfig = _parse(ParamsOptions, arguments, "params", PARAMS_NEEDS).options
-        print(parameter_table(make_setup(config, Mesh.parse(config.mesh))))
+        print(parameter_table(make_setup(config, Mesh.parse(config.parallelism.mesh))))
     return 0
 
 
@@ -570,13 +547,13 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, needs: Needs, **fi
         ValueError: there is no such run or preset, or it cannot be read.
         functron.cli.process.InputError, SystemExit: as `functron.cli.options.parse`.
     """
+    arguments = with_names(arguments, options_of(TrainConfig))
     run = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     model = value_of("--model", arguments)
     file, precision = file_of(Path(run)) if run else None, value_of("--precision", arguments)
     base = starting_config(file, model=model, precision=precision, **fields)
-    texts = {"boxes": BOXES, "common": COMMON, "recorded": RECORDED}
     default = kind(run=run, options=base)
-    made = parse(kind, arguments, command, default, needs=needs, **texts)
+    made = parse(kind, arguments, command, default, needs=needs)
     if made.run != run:
         title, fix = "cannot tell which run this is about", f"functron {command} {made.run} ..."
         refuse(title, "run", repr(made.run), "the first argument", fix)

@@ -18,7 +18,8 @@ from functron import data
 from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
 from functron.cli.process import mistakes
-from functron.core.errors import Needs, Problem, always, raise_problems, refuse
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import Needs, always
 from functron.data.preprocess import SETTINGS_NEEDS, Progress, Settings
 from functron.data.preprocess import preprocess as make_tokens
 from functron.data.shards import is_tokens
@@ -232,7 +233,7 @@ def _write(path: Path, made: Migration) -> None:
 
 def _conclusion(path: Path, made: Migration) -> list[str]:
     config, missing = made.config, len(made.of("not supported"))
-    lines = [f"{path}: {config.title}, on {config.mesh or 'one rank'}"]
+    lines = [f"{path}: {config.title}, on {config.parallelism.mesh or 'one rank'}"]
     if missing:
         plural = "argument has" if missing == 1 else "arguments have"
         lines.append(f"{missing} {plural} no counterpart: see above, and the head of the file")
@@ -287,7 +288,7 @@ def upcycle(arguments: Sequence[str]) -> int:
     """Make the run folder, and print a summary."""
     options = parse(UpcycleOptions, arguments, "upcycle", needs=UPCYCLE_NEEDS)
     with mistakes():
-        dense = config.load(Path(options.source) / run_folder.CONFIG).gpt
+        dense = config.load(Path(options.source) / run_folder.CONFIG, known_only=True).gpt
         moe = MoEConfig(
             options.experts,
             options.top_k,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -21,11 +23,12 @@ from tqdm import tqdm
 
 from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
-from functron.cli.launch import device_type, join, launch, leave, supervise
-from functron.cli.options import named_fields, options_of, parse
+from functron.cli.launch import PROGRAM, device_type, join, launch, leave, supervise
+from functron.cli.options import named_fields, options_of, parse, with_names
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
-from functron.core.errors import Needs, Problem, always, raise_problems, value_at
+from functron.core.errors import Problem, raise_problems
+from functron.core.settings import Needs, always, value_at, with_sections
 from functron.data import Blend
 from functron.models import lora
 from functron.models.family import PRESETS
@@ -35,15 +38,7 @@ from functron.spmd.flight import FlightRecorder
 from functron.spmd.params import history_mask, num_params
 from functron.training import records, run_folder
 from functron.training.checks import validate
-from functron.training.config import (
-    BOXES,
-    COMMON,
-    RECORDED,
-    TrainConfig,
-    load,
-    starting_config,
-    with_model,
-)
+from functron.training.config import TrainConfig, configure, load, starting_config, with_model
 from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.planning import compared, expectation_text, expected, this_machine
@@ -80,7 +75,12 @@ OWN_NEEDS: Needs = MappingProxyType(always("config", "dry_run", "hardware"))
 """Of these options; those of a run are in `functron.training.checks`."""
 
 
-def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
+def run(
+    arguments: Sequence[str],
+    at: Moments = nowhere,
+    *,
+    sections: Mapping[str, type] = MappingProxyType({}),
+) -> int:
     """Train; the exit code is 0, or 128 + the signal that ended it after saving.
 
     138 also stands for a run whose time was over (--exit-after).
@@ -88,10 +88,14 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
     Args:
         arguments: those after the command.
         at: called by the processes that train as they come to moments of the run; see `Run.at`.
+        sections: of the configuration, beside its own; see `functron.cli.main.main`.
     """
     here, began = current(), time.monotonic()
+    kind = with_sections(TrainConfig, sections)
+    program = (sys.argv[0],) if sections else PROGRAM
+    arguments = with_names(arguments, options_of(kind))
     with mistakes():
-        options, given = _parsed(arguments)
+        options, given = _parsed(arguments, kind)
         named = named_fields(arguments, options_of(options.options))
         config, recast = with_tokenizer(options.options, named), _names_precision(arguments)
         validate(
@@ -102,21 +106,21 @@ def run(arguments: Sequence[str], at: Moments = nowhere) -> int:
             given=given,
         )
         machine = hardware(options.hardware) if options.hardware else None
-        kind = device_type(config.device, config.nproc)
+        kind = device_type(config.compute.device, config.parallelism.nproc)
         if options.dry_run:
             if here is None or here.rank == 0:
                 done = run_folder.steps_done(config)
                 print("".join(f"{line}\n" for line in _rate_lines(config, done)), end="")
-                print(_dry(make_setup(config, Mesh.parse(config.mesh)), machine, kind))
+                print(_dry(make_setup(config, Mesh.parse(config.parallelism.mesh)), machine, kind))
             return 0
-    if config.deterministic:  # cuBLAS reads it when it makes its first product
+    if config.compute.deterministic:  # cuBLAS reads it when it makes its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if here is None and config.max_restarts:
+    if here is None and config.restarts.max_restarts:
         with mistakes():
             out = run_folder.claim(config)
-        return supervise(config, arguments, out)
-    if here is None and config.nproc:
-        return launch(config.nproc, ["-m", "functron", "train", *arguments])
+        return supervise(config, arguments, out, program=program)
+    if here is None and config.parallelism.nproc:
+        return launch(config.parallelism.nproc, [*program, "train", *arguments])
     with mistakes():
         made, out = _assemble(config, here, kind, recast, at)
     main_rank = here is None or here.rank == 0
@@ -146,7 +150,7 @@ def own_machine(config: TrainConfig, kind: str) -> Hardware | None:
 
     A CPU would have to be measured first, and what is no plain GPT to be traced whole, for seconds.
     """
-    alone = config.family.name == "gpt" and config.lora is None
+    alone = config.family.name == "gpt" and config.lora.adapters is None
     if kind != "cuda" or not alone or not is_known(torch.cuda.get_device_name()):
         return None
     return this_machine(kind)
@@ -183,18 +187,18 @@ def _names_precision(arguments: Sequence[str]) -> bool:
 def _assemble(
     config: TrainConfig, here: Process | None, kind: str, recast: bool, at: Moments
 ) -> tuple[Run, Path]:
-    mesh = Mesh.parse(config.mesh)
+    mesh = Mesh.parse(config.parallelism.mesh)
     if here is None:
         out, begin_from = _folder(config)
         return prepare(config, mesh, kind, begin_from, recast=recast, at=at), out
-    asked = config.hang_after or config.stragglers_every or config.check_programs
+    asked = config.watchdog.hang_after or config.stragglers.every or config.watchdog.check_programs
     recorder = FlightRecorder(kind) if asked else None
-    bound, device = join(mesh, here, kind, config.timeout_seconds, recorder)
+    bound, device = join(mesh, here, kind, config.watchdog.timeout_seconds, recorder)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     out, begin_from = chosen[0]
-    memory = folder_of(config.memory_folder, out) if config.memory_save_every else None
+    memory = folder_of(config.memory.folder, out) if config.memory.save_every else None
     return prepare(config, bound, device, begin_from, recast=recast, at=at, memory=memory), out
 
 
@@ -206,9 +210,9 @@ def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
 
 def _introduction(run: Run, here: Process | None) -> list[str]:
     config, text = run.config, run.text
-    name = config.data or "this Python's documentation and standard library"
+    name = config.data.path or "this Python's documentation and standard library"
     defs = run.setup.whole_defs
-    own, adapters = lora.split(defs) if config.lora else (defs, {})
+    own, adapters = lora.split(defs) if config.lora.adapters else (defs, {})
     count = num_params(tree.partition(own, history_mask(own))[1])
     lines = [
         f"model  {config.title}: {count:,} parameters",
@@ -226,17 +230,17 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
         lines.append(f"tokens {tokenizer}")
     if run.rules:
         lines.append(f"rules  {run.rules}")
-    if config.lora is not None:
+    if config.lora.adapters is not None:
         count = num_params(adapters)
         lines.append(
-            f"lora   rank {config.lora_rank}: {count:,} parameters more, which alone train"
+            f"lora   rank {config.lora.rank}: {count:,} parameters more, which alone train"
         )
-        if left := lora.unadapted(lora.plain(defs), config.lora):
+        if left := lora.unadapted(lora.plain(defs), config.lora.adapters):
             lines.append(f"lora   these targets have no adapters: {', '.join(left)}")
     if (note := run_folder.describe_old_targets(config)) is not None:
         lines.append(f"lora   {note}")
     if here is not None:
-        lines.append(f"mesh   {config.mesh or 'one rank'}: {here.world_size} processes")
+        lines.append(f"mesh   {config.parallelism.mesh or 'one rank'}: {here.world_size} processes")
         if here.is_open:
             lines.append(
                 f"open   they meet at {here.meeting_at}, which other machines reach: whoever does "
@@ -244,13 +248,13 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
             )
     elif run.mesh.size > 1:
         lines.append(
-            f"mesh   {config.mesh}: {run.mesh.size} ranks simulated in this process "
+            f"mesh   {config.parallelism.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
-    if (replicas := replicas_of(run, Job(True, True))) and config.check_replicas_every:
+    if (replicas := replicas_of(run, Job(True, True))) and config.replicas.every:
         share = replicas.covered(run.state)
         rest = "" if share == 1 else "; no other rank has the rest"
-        every = f"every {config.check_replicas_every} steps"
+        every = f"every {config.replicas.every} steps"
         lines.append(f"checks replicas of {share:.0%} of the state's bytes, {every}{rest}")
     if (note := bubble_note(run.setup)) is not None:
         lines.append(f"bubble {note}")
@@ -258,11 +262,11 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
         done = f"after step {run.start}" if run.start else "with the first step: none is saved yet"
         lines.append(f"resume {config.out}, {done}{', from memory' if run.from_memory else ''}")
         lines += _rate_lines(config, run.start)
-    if config.earlier_batches and run.start:
+    if config.data.earlier_batches and run.start:
         size, first = run.batches.batch_size(run.start), run.batches.first_sample(run.start)
         lines.append(
             f"batch  {size} samples a step from step {run.start + 1} on, whose first is number "
-            f"{first:,} of the run; before {config.earlier_batches}"
+            f"{first:,} of the run; before {config.data.earlier_batches}"
         )
     if run.notes:
         lines.append(f"recast {'; '.join(run.notes)}")
@@ -271,7 +275,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
 
 def _rate_lines(config: TrainConfig, start: int) -> list[str]:
     """How the rates of a run change that goes on after so many steps."""
-    before = begun_with(Path(config.out), start) if start else None
+    before = begun_with(Path(config.out), start, type(config)) if start else None
     notes = [] if before is None else rate_notes(before, config, start)
     return [f"{'' if i else 'rate':6} {note}" for i, note in enumerate(notes)]
 
@@ -281,7 +285,7 @@ _WORDS = 4  # of a prompt
 
 def _prompt(run: Run, out: Path) -> str | None:
     """A prompt to try the model with, of its data; None where it continues nothing."""
-    config = replace(run.config, out=str(out))
+    config = configure(run.config, out=str(out))
     if config.family.objective == "masked":
         return None
     if is_chat(config):
@@ -294,9 +298,9 @@ def _prompt(run: Run, out: Path) -> str | None:
 
 def _opening(run: Run, config: TrainConfig) -> str | None:
     """Words that the data has; None where no words are known."""
-    if config.format == "mock":
+    if config.data.format == "mock":
         return None
-    if not config.data:
+    if not config.data.path:
         return "def"
     reader = reader_of(config)
     if reader is None:
@@ -351,10 +355,22 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
         functron.cli.process.InputError: options that do not exist, with those that were meant.
         SystemExit: options that do not parse (code 2), or --help (code 0).
     """
-    return _parsed(arguments)[0].options
+    return _parsed(with_names(arguments, options_of(TrainConfig)))[0].options
 
 
-def _parsed(arguments: Sequence[str]) -> tuple[TrainOptions, frozenset[str]]:
+@functools.cache
+def _options_kind(kind: type[TrainConfig]) -> type[TrainOptions]:
+    """The options of a configuration of this kind."""
+    if kind is TrainConfig:
+        return TrainOptions
+    rows = [("options", Annotated[kind, tyro.conf.arg(name="")], field(default_factory=kind))]
+    bases, doc = (TrainOptions,), {"__doc__": TrainOptions.__doc__}
+    return make_dataclass("TrainOptions", rows, bases=bases, frozen=True, namespace=doc)
+
+
+def _parsed(
+    arguments: Sequence[str], kind: type[TrainConfig] = TrainConfig
+) -> tuple[TrainOptions, frozenset[str]]:
     """The options, and the fields that they set, rather than set back to what is usual."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)
@@ -376,12 +392,13 @@ def _parsed(arguments: Sequence[str]) -> tuple[TrainOptions, frozenset[str]]:
         precision=early.precision,
         default_precision="bf16" if on_gpu else None,
         begun=begun,
+        kind=kind,
     )
-    default = TrainOptions(early.config, options=base)
-    help_texts = {"boxes": BOXES, "common": COMMON, "recorded": RECORDED}
-    made = parse(TrainOptions, arguments, "train", default, needs=OWN_NEEDS, **help_texts)
+    options_kind = _options_kind(kind)
+    default = options_kind(early.config, options=base)
+    made = parse(options_kind, arguments, "train", default, needs=OWN_NEEDS)
     made = replace(made, options=run_folder.with_changed_batch(made.options))
-    plain, now = TrainConfig(), made.options
+    plain, now = kind(), made.options
     plain = with_model(plain, now.model) if now.model in PRESETS else plain
 
     def is_set_back(path: str) -> bool:
@@ -429,17 +446,17 @@ def rerun(arguments: Sequence[str]) -> int:
     here = current()
     with mistakes():
         config, exact = _of_run(options, here)
-        kind = device_type(config.device, config.nproc)
-    if here is None and config.nproc:
-        return launch(config.nproc, ["-m", "functron", "rerun", *arguments])
-    mesh = Mesh.parse(config.mesh)
+        kind = device_type(config.compute.device, config.parallelism.nproc)
+    if here is None and config.parallelism.nproc:
+        return launch(config.parallelism.nproc, ["-m", "functron", "rerun", *arguments])
+    mesh = Mesh.parse(config.parallelism.mesh)
     with mistakes():
         if here is None:
             made = prepare(config, mesh, kind)
         else:
-            bound, device = join(mesh, here, kind, config.timeout_seconds)
+            bound, device = join(mesh, here, kind, config.watchdog.timeout_seconds)
             made = prepare(config, bound, device)
-    with deterministic() if config.deterministic else nullcontext():
+    with deterministic() if config.compute.deterministic else nullcontext():
         verdict = attributed(made, options.run, Job.of(made), options.step, (), exact=exact)
     leave()
     if here is None or here.rank == 0:
@@ -449,9 +466,9 @@ def rerun(arguments: Sequence[str]) -> int:
 
 def _of_run(options: RerunOptions, here: Process | None) -> tuple[TrainConfig, bool]:
     """The run on the ranks that are asked for, and whether these are its own."""
-    begun = load(options.run / run_folder.CONFIG)
-    mesh = begun.mesh if options.mesh == "run" else options.mesh
-    nproc = begun.nproc if options.nproc < 0 else options.nproc
+    begun = load(options.run / run_folder.CONFIG, known_only=True)
+    mesh = begun.parallelism.mesh if options.mesh == "run" else options.mesh
+    nproc = begun.parallelism.nproc if options.nproc < 0 else options.nproc
     steps = [record["step"] for record in records.read(options.run / records.METRICS)]
     size = Mesh.parse(mesh).size
     found = []
@@ -463,10 +480,12 @@ def _of_run(options: RerunOptions, here: Process | None) -> tuple[TrainConfig, b
         fix = f"set it to {size}, or to 0 to simulate them"
         found.append(Problem("nproc", f"{processes} for a mesh of {size}", "one per rank", fix))
     raise_problems("cannot take the step again", found)
-    same = Mesh.parse(mesh) == Mesh.parse(begun.mesh)
-    exact = same and (begun.nproc == processes or (here is not None and options.nproc < 0))
-    device = begun.device if options.device == "auto" else options.device
-    changed = replace(
+    same = Mesh.parse(mesh) == Mesh.parse(begun.parallelism.mesh)
+    exact = same and (
+        begun.parallelism.nproc == processes or (here is not None and options.nproc < 0)
+    )
+    device = begun.compute.device if options.device == "auto" else options.device
+    changed = configure(
         begun, mesh=mesh, nproc=nproc, device=device, out=str(options.run), resume=False
     )
-    return replace(changed, eval_every=0, tensorboard=False, wandb=False), exact
+    return configure(changed, eval_every=0, tensorboard=False, wandb=False), exact

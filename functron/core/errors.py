@@ -15,8 +15,8 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -68,107 +68,6 @@ def refuse(
 ) -> NoReturn:
     """Raise one `error` about one thing: `raise_problems` with one `Problem` of these words."""
     raise error(f"{title}\n  - {Problem(path, str(got), wanted, fix)}")
-
-
-@dataclass(frozen=True)
-class Need:
-    """Without which an option has no effect; tables of these stand beside the configurations.
-
-    Attributes:
-        holds: of the configuration that the table is for: whether the option has an effect.
-        wanted: what it is an option of.
-        fix: how to have that.
-    """
-
-    holds: Callable[[Any], bool]
-    wanted: str
-    fix: str
-
-
-Needs = Mapping[str, Need]
-"""By the path of a field, such as ``optimizer.b1``; that of a section stands for all under it."""
-
-
-def always(*names: str) -> Needs:
-    """The needs of options that have an effect in any case, or that another check refuses."""
-    return dict.fromkeys(names, Need(lambda config: True, "", ""))
-
-
-def never(wanted: str, fix: str, *names: str) -> Needs:
-    """The needs of options that have no effect in any case."""
-    return dict.fromkeys(names, Need(lambda config: False, wanted, fix))
-
-
-def needs_under(path: str, needs: Needs, section: Callable[[Any], Any] | None = None) -> Needs:
-    """The needs of a section as those of the configuration that has it.
-
-    Args:
-        path: of the section.
-        needs: its own.
-        section: finds it; None: by its path. Where it is None nothing needs anything.
-    """
-    find = functools.partial(value_at, path=path) if section is None else section
-
-    def lifted(need: Need) -> Need:
-        def holds(config: Any) -> bool:
-            found = find(config)
-            return found is None or need.holds(found)
-
-        return Need(holds, need.wanted, need.fix)
-
-    return {f"{path}.{name}": lifted(need) for name, need in needs.items()}
-
-
-def value_at(config: Any, path: str) -> Any:
-    """The value of a field by its path; None where a section above it is None."""
-    for name in path.split(".") if path else ():
-        config = None if config is None else getattr(config, name)
-    return config
-
-
-def fields_under(config: Any, path: str = "") -> Iterator[str]:
-    """The paths of all fields of a configuration, or of the section at `path`, without sections."""
-    found = value_at(config, path)
-    if not is_dataclass(found):
-        yield path
-        return
-    for each in fields(found):
-        yield from fields_under(config, f"{path}.{each.name}" if path else each.name)
-
-
-def unused_problems(
-    config: Any, needs: Needs, usual: Iterable[Any] = (), given: Collection[str] = ()
-) -> Iterator[Problem]:
-    """The options that somebody set and that have no effect.
-
-    Args:
-        config: a dataclass, perhaps of others.
-        needs: of its fields.
-        usual: configurations whose values nobody need have set: a preset's, a file's. Those of a
-            field's own class are usual, too.
-        given: paths of fields that somebody set, to whatever value; 0, False and empty ones say
-            that there is nothing, which is so.
-    """
-    seen = set()
-
-    def was_set(path: str) -> bool:
-        value, section = value_at(config, path), value_at(config, path.rpartition(".")[0])
-        if section is None:
-            return False
-        plain = [value_at(one, path) for one in usual]
-        plain += [x.default for x in fields(section) if x.name == path.rpartition(".")[2]]
-        return value not in plain or bool(value and path in given)
-
-    for name, need in needs.items():
-        found = [path for path in fields_under(config, name) if path not in seen and was_set(path)]
-        if not found or need.holds(config):
-            continue
-        seen.update(found)
-        for path in found:
-            option = f"--{path.replace('_', '-')}"
-            fix = f"leave {option} out, or {need.fix}"
-            got = f"{value_at(config, path)!r}, which has no effect"
-            yield Problem(path, got, need.wanted, fix)
 
 
 _LISTED = 30

@@ -29,15 +29,8 @@ from typing import IO, Any, Literal, TypeVar, cast
 import filelock
 import numpy as np
 
-from functron.core.errors import (
-    Need,
-    Needs,
-    Problem,
-    always,
-    local_path,
-    raise_problems,
-    refuse,
-)
+from functron.core.errors import Problem, local_path, raise_problems, refuse
+from functron.core.settings import Need, Needs, always
 from functron.data.documents import (
     MAX_LISTED,
     OLD_RULES,

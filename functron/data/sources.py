@@ -1,4 +1,4 @@
-"""Files of text, whatever kind they are, cut into chunks that can be read by themselves.
+"""The settings of a run's data, and files of text of any kind, cut into chunks to be read alone.
 
 JSONL has one JSON object a line, whose key has a document; compressed files too. Parquet has a
 column with a document in every row. Other files are one document of plain text each.
@@ -16,7 +16,140 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from functron.core.errors import Problem, local_path, nearest, refuse
-from functron.data.documents import find, require_package
+from functron.core.settings import Need, setting
+from functron.data.blend import NEWEST, Order
+from functron.data.documents import SpecialTokens, TextRules, find, require_package
+from functron.data.megatron import SURPLUS
+from functron.data.order import RampUp, parse_ramp_up
+
+_MIDDLE = Need(lambda data: data.fim_rate > 0, "filling in the middle", "set fim_rate")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The samples of a run, and how many of them each step has.
+
+    Attributes:
+        path: a text file or a folder of them, tokens on disk, or conversations (see `format`);
+            empty: the English and code of this Python. Several files of tokens in proportions, as
+            Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2"; or all of each, every sample once an
+            epoch: "all PREFIX1 all PREFIX2".
+        tokenizer: what makes tokens of text: tokenizer.json, a SentencePiece .model, a .tiktoken
+            file or a folder with one of these, which the run folder then keeps a copy of; bytes:
+            nothing, text is read as bytes; empty: what the run folder `out` has from the model that
+            it was converted from, what functron preprocess made the tokens with, or else bytes.
+        tokenizer_pattern: how the tokenizer splits text, where it is a .tiktoken file that has not
+            one of the usual names: gpt2, cl100k, o200k, llama3 or a regular expression.
+        special_tokens: what names of special tokens in text and messages are, such as <|endoftext|>
+            on a page about it: text; parse: the tokens of that name, as in what a template of
+            conversations writes. Tokens on disk have it as they were made.
+        prepend_bos: documents, prompts and texts to evaluate begin with what the tokenizer puts
+            before a text (BOS), if anything; see functron.data.documents.TextRules.
+        text_rules: by which version of these rules text becomes tokens. 1 is for runs that began
+            before there was a 2, which keep it: documents without BOS, names of special tokens as
+            the kind of tokenizer has it, and targets of conversations by tokens' first characters.
+        format: how `data` is read: text; chat: JSONL files of conversations, of which the model
+            learns the tokens of the assistant; tokens: files of functron preprocess or Megatron-LM,
+            a prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
+            where it ends in .jsonl, and tokens where there is such a file.
+        overlong: what becomes of conversations that do not fit into seq tokens: refuse (it is an
+            error), cut (off their end) or drop.
+        split: which documents of tokens on disk are for training, validation and test, such as
+            969,30,1: training has the first of these parts; empty: all of them.
+        order: arithmetic: every epoch shuffled by itself, without tables; megatron: the very order
+            in which Megatron-LM draws from its .bin and .idx with this seed, seq and number of
+            samples (functron.data.megatron), for a run that goes on from one of its. `split` then
+            rounds as it does, and `data` without `split` is its --train-data-path. Held-out sets
+            come as under its --full-validation.
+        order_samples: of how many samples Megatron-LM made its order: its --train-samples, or
+            --train-iters times the batch; 0: those of `steps`.
+        order_cache: a folder for the tables of that order, which all processes of a machine map;
+            empty: each process makes them, and keeps them in memory.
+        blend_surplus: how many more samples than a blend takes its sources have in that order: its
+            --mid-level-dataset-surplus.
+        blend_order: the version of the order in which the sources of a blend take turns, which a
+            run keeps as it began: 2: of the first samples, however many, each has its share to
+            within 2; 1: that of runs before it, blocks of 2^16 samples that repeat, whose shares
+            are multiples of 2^-16.
+        extra_token: samples of tokens on disk have a target for their last token, which is read
+            beyond them; otherwise it predicts nothing, as with Megatron-LM's
+            add_extra_token_to_sequence=False.
+        mask_documents: tokens on disk attend to those of their own document only, and positions
+            count from 0 in each.
+        fim_rate: the share of documents of tokens on disk that are rearranged, so that the model
+            learns to fill in the middle; 0: none.
+        fim_spm_rate: the share of these whose suffix comes first.
+        fim_tokens: the ids of the tokens before prefix, middle and suffix, and of the one that ends
+            a document, if there is one: such as 50257,50258,50259,50256.
+        pack: best-fit: documents of tokens on disk are put together so that few are cut, and see
+            none but themselves, as with mask_documents; conversations share samples, whole and
+            without seeing one another; empty: documents as they follow one another, and one
+            conversation a sample.
+        mask_rate: the share of tokens that a BERT is to find, or a T5 to restore.
+        mask_token: the id that hides them, or the first of a T5's sentinels, from which others go
+            down; -1: the tokenizer's [MASK], <mask> or <extra_id_0>, or else the last of the
+            vocabulary.
+        mean_span: how many tokens a T5 is to restore at a place, in the mean.
+        end_token: the id that ends what a T5 reads and writes; -1: the tokenizer's end of text.
+        prefetch: batches that a thread makes ahead of the steps that need them; 0: none.
+        seq: tokens per sample.
+        global_batch: samples per step, over all ranks and microbatches.
+        ramp_up: begin with fewer samples per step: "START INCREMENT SAMPLES", as Megatron-LM has
+            it: from START to global_batch in steps of INCREMENT, each for the same number of
+            samples, SAMPLES for all of them together. Empty: global_batch from the first step on.
+        earlier_batches: batches of other sizes that the run began with, before those of
+            global_batch and ramp_up: "6x4 10x8" are 6 steps of 4 samples and 10 of 8. A run that
+            changes its batches notes them here.
+    """
+
+    path: str = setting("", "common path samples", short="data")
+    tokenizer: str = setting("", "common path samples")
+    tokenizer_pattern: str = setting("", "samples")
+    special_tokens: SpecialTokens = setting("text", "kept samples")
+    prepend_bos: bool = setting(True, "kept samples")
+    text_rules: Literal[1, 2] = setting(2, "kept samples")
+    format: Literal["auto", "text", "chat", "tokens", "mock"] = setting("auto", "common samples")
+    overlong: Literal["refuse", "cut", "drop"] = setting("refuse", "samples")
+    split: str = setting("", "samples")
+    order: Literal["arithmetic", "megatron"] = setting("arithmetic", "samples")
+    order_samples: int = 0
+    order_cache: str = setting("", "path")
+    blend_surplus: float = setting(SURPLUS, "samples")
+    blend_order: Order = setting(NEWEST, "kept samples")
+    extra_token: bool = setting(True, "samples")
+    mask_documents: bool = setting(False, "samples step")
+    fim_rate: float = setting(0.0, "samples")
+    fim_spm_rate: float = setting(0.5, "samples", need=_MIDDLE)
+    fim_tokens: str = setting("", "samples", need=_MIDDLE)
+    pack: Literal["", "best-fit"] = setting("", "samples step")
+    mask_rate: float = setting(0.15, "samples step")
+    mask_token: int = setting(-1, "samples")
+    mean_span: float = setting(3.0, "samples step")
+    end_token: int = setting(-1, "samples")
+    prefetch: int = setting(2, least=0)
+    seq: int = setting(128, "common samples step", least=1)
+    global_batch: int = setting(8, "common samples step", least=1)
+    ramp_up: str = setting("", "samples step")
+    earlier_batches: str = setting("", "kept samples step")
+
+    @property
+    def batches(self) -> RampUp:
+        """How many samples each step has, and which one is its first.
+
+        Raises:
+            ValueError: `ramp_up` or `earlier_batches` describes no such sizes.
+        """
+        return parse_ramp_up(self.ramp_up, self.global_batch, self.earlier_batches)
+
+    @property
+    def rules(self) -> TextRules:
+        """The rules by which text becomes tokens."""
+        return TextRules(self.special_tokens, self.prepend_bos, self.text_rules)
+
+    @property
+    def packed(self) -> bool:
+        """Whether batches say which tokens are of the same document, which alone they attend to."""
+        return self.mask_documents or bool(self.pack)
 
 
 class Text(NamedTuple):

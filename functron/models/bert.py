@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from functron import nn
 from functron.core.errors import public, raise_problems
 from functron.core.scopes import named_scope
+from functron.core.settings import setting
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.config import Dtype, Named, TextConfig
 from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
@@ -87,7 +88,7 @@ class BertConfig(TextConfig):
     dropout: float = 0.0
     init_stddev: float = 0.02
     vocab_multiple: int = 384
-    dtype: Dtype = "float32"
+    dtype: Dtype = setting("float32", box="precision")
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")

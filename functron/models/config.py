@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from functron import nn
-from functron.core.errors import Need, Needs, Problem, nearest, needs_under, on_hub, raise_problems
+from functron.core.errors import Problem, nearest, on_hub, raise_problems
+from functron.core.settings import Need, Needs, needs_under, setting
 from functron.nn.moe import MOE_NEEDS, ExpertActivation, MoEConfig
 
 Config = TypeVar("Config")
@@ -278,7 +279,7 @@ class GPTConfig(TextConfig):
     mup_base_head_dim: int = 0
     fp32_residual: bool = False
     vocab_multiple: int = 384
-    dtype: Dtype = "float32"
+    dtype: Dtype = setting("float32", box="precision")
 
     @property
     def stream_dtype(self) -> torch.dtype:

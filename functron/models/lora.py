@@ -28,6 +28,7 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.settings import Need, setting
 from functron.nn import Adapter
 from functron.spmd.params import Constant, Normal, ParamDef, Width, zeros
 
@@ -87,6 +88,35 @@ class LoRA:
                 fix = nearest(target, layers)
                 found.append(Problem(f"{path}_targets", repr(target), "a linear layer", fix))
         return found
+
+
+_ADDITIONS = Need(lambda lora: lora.rank > 0, "low-rank additions (LoRA)", "set lora_rank")
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """The low-rank additions that a run trains in place of all parameters, if any.
+
+    Attributes:
+        rank: of low-rank additions to frozen matrices (LoRA), which alone are trained then; 0:
+            train all parameters.
+        alpha: they are multiplied by lora_alpha / lora_rank.
+        targets: the linear layers that have them: patterns of paths, separated by commas.
+    """
+
+    rank: int = setting(0, "shapes step", short="lora_rank")
+    alpha: float = setting(LoRA.alpha, "step", short="lora_alpha", need=_ADDITIONS)
+    targets: str = setting(
+        ",".join(LoRA.targets), "shapes step", short="lora_targets", need=_ADDITIONS
+    )
+
+    @property
+    def adapters(self) -> LoRA | None:
+        """The additions; None where all parameters are trained."""
+        if not self.rank:
+            return None
+        targets = (target.strip() for target in self.targets.split(","))
+        return LoRA(self.rank, self.alpha, tuple(filter(None, targets)))
 
 
 def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:

@@ -20,8 +20,9 @@ import torch
 
 from functron import nn
 from functron.core import tree
-from functron.core.errors import Need, Needs, Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
+from functron.core.settings import Need, Needs, setting
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.config import Dtype, Named, TextConfig
 from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
@@ -138,7 +139,7 @@ class MambaConfig(TextConfig):
     dropout: float = 0.0
     init_stddev: float = 0.02
     vocab_multiple: int = 384
-    dtype: Dtype = "float32"
+    dtype: Dtype = setting("float32", box="precision")
 
     def __post_init__(self):
         raise_problems("MambaConfig describes no model", self._problems())

@@ -21,6 +21,7 @@ from functron import nn
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
+from functron.core.settings import setting
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.data.tokenizer import TextTokenizer
 from functron.models.config import Dtype, Named, TextConfig
@@ -120,7 +121,7 @@ class T5Config(TextConfig):
     dropout: float = 0.0
     init_factor: float = 1.0
     vocab_multiple: int = 384
-    dtype: Dtype = "float32"
+    dtype: Dtype = setting("float32", box="precision")
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim")

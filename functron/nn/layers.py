@@ -26,10 +26,10 @@ from torch.nn import functional as F
 
 from functron.core import compat, random
 from functron.core.typing import Float, Int, Key, Tensor
+from functron.ops.cross_entropy import check_ids
 from functron.ops.define import AUTO, Kernels
 from functron.ops.glu import glu, glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
-from functron.ops.ids import check_ids
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames

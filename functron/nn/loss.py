@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from functron.core.typing import Float, Int, Tensor
-from functron.ops.cross_entropy import linear_log_sum_exp_and_target, log_sum_exp_and_target
+from functron.ops.cross_entropy import (
+    check_ids,
+    linear_log_sum_exp_and_target,
+    log_sum_exp_and_target,
+)
 from functron.ops.define import AUTO, Kernels
-from functron.ops.ids import check_ids
 from functron.spmd import collectives as lax
 
 IGNORE_INDEX = -100

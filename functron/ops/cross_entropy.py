@@ -13,6 +13,10 @@ softmax needs no other column, and so its part of dw is one matrix product over 
 accumulated where matrix products are, while dx, the smaller, is summed up in float32. Rejected:
 chunks of tokens in backward too, as Liger-Kernel has it (Hsu et al. 2024): the sum of dw is then as
 large as w in float32, and is read and written once per chunk.
+
+Ids that index a table or columns are refused outside of their range. Vocabulary-parallel lookups
+take an id that no rank holds for one that another rank has, so that one outside of the vocabulary
+would count as zeros, on a single device too.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import torch
 
 from functron.core import compat
 from functron.core.compat import Function
-from functron.core.scopes import in_phase
+from functron.core.errors import refuse
+from functron.core.scopes import in_phase, phase
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.ops.define import (
     AUTO,
@@ -37,6 +42,7 @@ from functron.ops.define import (
     rows_of,
     type_name,
 )
+from functron.program.recorder import active
 from functron.transforms.custom_vjp import custom_vjp
 
 _WARP, _MOST_THREADS, _MOST_COLUMNS = 32, 512, 2**31 - 1
@@ -566,3 +572,81 @@ def _backward(
             torch.mm(x.mT, moved, out=dw[:, columns])
     assert dx is not None
     return dx.to(x.dtype), torch.cat(dws, 1) if dw is None else dw
+
+
+# --- ids
+
+_IDS = torch.library.Library("functron", "FRAGMENT")
+_IDS.define("check_ids(Tensor ids, str name, int size, int? ignored) -> ()")
+
+
+def check_ids(ids: torch.Tensor, name: str, size: int, ignored: int | None = None) -> None:
+    """Check that ids are 0 to ``size - 1``, on every rank; where a program is traced, when it runs.
+
+    On CPUs, also in compiled programs, the numbers are looked at. On other devices, and where
+    something else than `trace` records, a device-side assertion says the same: nothing waits.
+
+    Args:
+        ids: integers of any shape.
+        name: what they are, for messages.
+        size: of the vocabulary.
+        ignored: one more that is allowed; None: none.
+
+    Raises:
+        ValueError: an id is outside.
+    """
+    if phase() == "recompute":
+        return
+    if torch.compiler.is_compiling():
+        _assert_ids(ids, name, size, ignored)
+        return
+    with compat.no_transforms(), torch.no_grad():
+        plain, recorder = compat.plain(ids), active()
+        if recorder is not None:
+            recorder.effect(torch.ops.functron.check_ids.default, plain, name, size, ignored)
+        elif plain.device.type != "cpu" or compat.dispatch_modes_active():
+            _assert_ids(plain, name, size, ignored)
+        else:
+            _check_ids(plain, name, size, ignored)
+
+
+def _are_inside(ids: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
+    inside = (ids >= 0) & (ids < size)
+    return inside if ignored is None else inside | (ids == ignored)
+
+
+def _wanted_ids(size: int, ignored: int | None) -> str:
+    return f"0 to {size - 1}" + ("" if ignored is None else f", or {ignored}, which is ignored")
+
+
+def _assert_ids(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> None:
+    message = f"{name} outside of the vocabulary; wanted {_wanted_ids(size, ignored)}"
+    torch._assert_async(_are_inside(ids, size, ignored).all(), message)
+
+
+def _check_ids(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> None:
+    if not ids.numel():
+        return
+    low, high = ids.aminmax()
+    if low >= 0 and high < size:
+        return
+    bad = ids[~_are_inside(ids, size, ignored)]
+    if not bad.numel():
+        return
+    count = f"{bad.numel()} ids" if bad.numel() > 1 else "one id"
+    got = f"{count} outside, from {int(bad.min())} to {int(bad.max())}"
+    fix = f"use a model with vocab_size > {int(bad.max())}, or another tokenizer"
+    if int(bad.min()) < 0:
+        fix = "give no ids below 0"
+        if ignored is not None:
+            fix += f"; targets that shall not count are {ignored}"
+    refuse(f"{name} outside of the vocabulary", name, got, _wanted_ids(size, ignored), fix)
+
+
+def _run_check(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> None:
+    check = _check_ids if ids.device.type == "cpu" else _assert_ids
+    check(ids, name, size, ignored)
+
+
+_IDS.impl("check_ids", _run_check, "CompositeExplicitAutograd")
+_IDS.impl("check_ids", lambda *args: None, "Meta")

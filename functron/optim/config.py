@@ -35,8 +35,6 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import (
-    Need,
-    Needs,
     Problem,
     load_function,
     nearest,
@@ -44,6 +42,7 @@ from functron.core.errors import (
     raise_problems,
     refuse,
 )
+from functron.core.settings import Need, Needs, section, setting
 from functron.ops.define import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import AdamwRule, MomentDtype, adam, adamw, in_one_pass
@@ -109,8 +108,8 @@ class ScheduleConfig:
     """
 
     name: str = "cosine"
-    peak: float = 3e-4
-    warmup_steps: int = 0
+    peak: float = setting(3e-4, "common")
+    warmup_steps: int = setting(0, "common")
     total_steps: int = 1000
     end: float = -1.0
     decay_steps: int = 200
@@ -158,7 +157,7 @@ class MuonConfig:
     scale: Scale = "adamw"
     steps: int = 5
     distributed: bool = False
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = setting("bfloat16", box="precision")
 
 
 @dataclass(frozen=True)
@@ -242,29 +241,29 @@ class OptimizerConfig:
         muon, adafactor, soap: options of these alone.
     """
 
-    name: str = "adamw"
+    name: str = setting("adamw", "common")
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 0.1
+    weight_decay: float = setting(0.1, "common")
     start_weight_decay: float = 0.0
     end_weight_decay: float = 0.0
     weight_decay_incr_style: Increase = "constant"
     momentum: float = 0.9
     nesterov: bool = False
     clip_norm: float = 1.0
-    fp32_masters: bool = False
-    master_bits: MasterBits = 32
-    stochastic_rounding: bool = False
-    mu_dtype: Moment = ""
-    nu_dtype: Moment = ""
+    fp32_masters: bool = setting(False, box="precision")
+    master_bits: MasterBits = setting(32, box="precision")
+    stochastic_rounding: bool = setting(False, box="precision")
+    mu_dtype: Moment = setting("", box="precision")
+    nu_dtype: Moment = setting("", box="precision")
     offload: bool = False
-    grad_dtype: Dtype = ""
-    reduce_dtype: Dtype = ""
+    grad_dtype: Dtype = setting("", box="precision")
+    reduce_dtype: Dtype = setting("", box="precision")
     groups: str = ""
     ema_decay: float = 0.0
     skip_nonfinite: int = 0
-    loss_scale: LossScale = field(default_factory=LossScale)
+    loss_scale: LossScale = section(LossScale, box="precision")
     muon: MuonConfig = field(default_factory=MuonConfig)
     adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     soap: SoapConfig = field(default_factory=SoapConfig)

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from functron.core import compat
 from functron.core.compat import Function
 from functron.core.scopes import in_phase, named_scope
+from functron.ops.cross_entropy import check_ids
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
-from functron.ops.ids import check_ids
 from functron.program import debug
 from functron.program.equations import (
     Block,

@@ -42,6 +42,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.settings import setting
 from functron.ops.quantise import WIDTH, Format, undivided
 from functron.ops.scaled_matmul import why_not
 
@@ -439,3 +440,46 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({
     },
 })  # fmt: skip
 """By name."""
+
+
+Precision = Literal[
+    "auto", "float32", "bf16", "bf16-pure", "fp16",
+    "fp8-tensor", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The dtypes that compute, sum and keep.
+
+    Attributes:
+        name: which dtypes compute, sum and keep, by name: float32, bf16 (float32 masters and sums),
+            bf16-pure (neither; updates are rounded stochastically), fp16 (float32 masters and sums,
+            and a loss scale that follows overflows), or as bf16 with quantised products:
+            fp8-tensor, fp8-delayed, fp8-row, fp8-block, mxfp8, nvfp4. It fills the options beside
+            it, which change it where they are given. auto: bf16 on a GPU, where nothing else names
+            a dtype; otherwise these options as they are.
+        products: how products of attention's projections, feed-forward layers and experts are
+            quantised, as functron.precision.Recipe: a name such as fp8-block, or a line such as
+            "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high", and which of a GPT's layers stay high,
+            such as "nvfp4 first=1 last=4" (nvfp4 alone: last=0.15 of them), or logits=low; empty:
+            they are not.
+        gather_as: as what they are sent: empty: in their own dtype; bfloat16: rounded to it, and
+            computed in it, where shards are in float32; quantised: as the codes of quantised
+            products, made once per step, which microbatches and backward read again: of 8 bits half
+            of bfloat16's bytes, and the same numbers. Of fp8-row and mxfp8 a weight has two codes:
+            gather=keep and step, which send both, save nothing.
+    """
+
+    name: Precision = setting("auto", "common shapes step", short="precision")
+    products: str = setting("", "shapes step")
+    gather_as: Literal["", "bfloat16", "quantised"] = setting("", "step")
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of `products`; None where none are quantised.
+
+        Raises:
+            ValueError: `products` is neither a name nor a recipe as text.
+        """
+        return Recipe.parse(self.products) if self.products else None

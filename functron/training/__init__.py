@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from functron.training.anomalies import AnomalyConfig, FiniteHook
-    from functron.training.config import TrainConfig, load
+    from functron.training.config import TrainConfig, configure, load
     from functron.training.costs import step_report
     from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
     from functron.training.migrate import migrate
@@ -33,6 +33,7 @@ __all__ = [
     "RunSetup",
     "TrainConfig",
     "compare",
+    "configure",
     "every",
     "leaf_hash",
     "load",
@@ -57,6 +58,7 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "RunSetup": "setup",
         "TrainConfig": "config",
         "compare": "records",
+        "configure": "config",
         "every": "loop",
         "leaf_hash": "replicas",
         "load": "config",

@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from functron.core.errors import Need, Needs, Problem, refuse
+from functron.core.errors import Problem, refuse
+from functron.core.settings import Need, Needs, setting
 from functron.data.order import Gaps
 from functron.optim import LimitState, set_limit_
 from functron.training.loop import At, LoopHook
@@ -82,7 +83,9 @@ class AnomalyConfig:
     """
 
     on_nonfinite: Literal["stop", "rollback"] = "stop"
-    on_spike: Literal["record", "stop", "skip", "rollback", "lower-rate"] = "record"
+    on_spike: Literal["record", "stop", "skip", "rollback", "lower-rate"] = setting(
+        "record", "common step"
+    )
     window: int = 128
     minimum: int = 32
     threshold: float = 10.0
@@ -92,7 +95,7 @@ class AnomalyConfig:
     most: int = 3
     attribute: bool = False
     skipped_samples: str = ""
-    rate_factors: str = ""
+    rate_factors: str = setting("", "step")
 
     @property
     def gaps(self) -> Gaps:

@@ -16,14 +16,18 @@ from typing import Any
 import torch
 
 from functron.core import tree
-from functron.core.errors import (
+from functron.core.errors import Problem, raise_problems
+from functron.core.settings import (
     Need,
     Needs,
-    Problem,
     fields_under,
+    needs_of,
     needs_under,
-    raise_problems,
+    number_problems,
+    sections_of,
+    tagged,
     unused_problems,
+    value_at,
 )
 from functron.data.blend import NEWEST, is_blend
 from functron.data.order import Gaps, RampUp
@@ -43,7 +47,14 @@ from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, restarts, run_folder
 from functron.training.anomalies import ANOMALY_NEEDS, anomaly_problems
-from functron.training.config import TrainConfig, load, with_model, with_precision
+from functron.training.config import (
+    ParallelismConfig,
+    TrainConfig,
+    configure,
+    load,
+    with_model,
+    with_precision,
+)
 from functron.training.restored import recipe_text
 from functron.training.setup import RunSetup, with_additions
 
@@ -70,19 +81,19 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
             yield Problem(name, f"settings of {TRAINED[name].title}", wanted, fix)
     yield from data.objective_problems(config, mesh)
     longest = getattr(architecture, "max_seq", None)
-    if longest is not None and config.seq > longest:
+    if longest is not None and config.data.seq > longest:
         most = f"{family.name}.max_seq"
         fix = f"shorten the samples or raise {most}"
-        yield Problem("seq", str(config.seq), f"at most {most}={longest}", fix)
-    if config.lora_rank and not family.adapters:
+        yield Problem("seq", str(config.data.seq), f"at most {most}={longest}", fix)
+    if config.lora.rank and not family.adapters:
         fix = "train all parameters: leave it out"
-        yield Problem("lora_rank", f"{config.lora_rank} with {family.title}", "a GPT", fix)
-    if config.loss_chunk_tokens and "loss_chunk_tokens" not in family.settings:
-        got = f"{config.loss_chunk_tokens} with {family.title}"
+        yield Problem("lora_rank", f"{config.lora.rank} with {family.title}", "a GPT", fix)
+    if config.compute.loss_chunk_tokens and "loss_chunk_tokens" not in family.settings:
+        got = f"{config.compute.loss_chunk_tokens} with {family.title}"
         fix = "leave it out; more microbatches save as much"
         yield Problem("loss_chunk_tokens", got, "0: logits of all tokens at once", fix)
     for name in ("mask_documents", "pack") if family.name != "gpt" else ():
-        if value := getattr(config, name):
+        if value := value_at(config, name):
             yield Problem(name, f"{value} with {family.title}", "a GPT", _OFF)
     if data.is_chat(config) and family.objective != "next":
         got, fix = f"conversations for {family.title}", "read them as text: --format text"
@@ -92,28 +103,27 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
 def _axis(config: TrainConfig, name: str) -> int:
     """The size of an axis of the mesh; any where that cannot be read, which is said elsewhere."""
     try:
-        return Mesh.parse(config.mesh)[name]
+        return Mesh.parse(config.parallelism.mesh)[name]
     except ValueError:
         return 2
 
 
-_PROCESSES = Need(lambda c: c.nproc > 0, "a run on processes", "start them: --nproc N, or torchrun")
-_LORA_NEED = Need(lambda c: c.lora_rank > 0, "low-rank additions (LoRA)", "set lora_rank")
-_MIDDLE = Need(lambda c: c.fim_rate > 0, "filling in the middle", "set fim_rate")
+_PROCESSES = Need(
+    lambda c: c.parallelism.nproc > 0, "a run on processes", "start them: --nproc N, or torchrun"
+)
 
 TRAIN_NEEDS: Needs = MappingProxyType({
+    **needs_of(TrainConfig),
     "tokenizer_pattern": Need(
         lambda c: run_folder.tokenizer_path(c) is not None, "a .tiktoken file", "name a tokenizer"
     ),
     "overlong": Need(data.is_chat, "conversations", "name some: --data FILE.jsonl"),
-    "fim_spm_rate": _MIDDLE,
-    "fim_tokens": _MIDDLE,
     "timeout_seconds": _PROCESSES,
     "hang_after": _PROCESSES,
     "stragglers_every": _PROCESSES,
     "check_replicas_every": _PROCESSES,
     "on_corruption": Need(
-        lambda c: c.nproc > 0 and c.check_replicas_every > 0,
+        lambda c: c.parallelism.nproc > 0 and c.replicas.every > 0,
         "processes whose replicas are compared",
         "set nproc and check_replicas_every",
     ),
@@ -123,22 +133,8 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     "zigzag": Need(
         lambda c: _axis(c, "cp") > 1, "cp in the mesh, which splits sequences", "add cp=N"
     ),
-    "lora_alpha": _LORA_NEED,
-    "lora_targets": _LORA_NEED,
-    "keep_every": Need(
-        lambda c: c.keep_last > 0, "checkpoints of which some are removed", "set keep_last"
-    ),
-    "restart_pause_seconds": Need(
-        lambda c: c.max_restarts > 0, "processes that are started again", "set max_restarts"
-    ),
-    "memory_folder": Need(
-        lambda c: c.memory_save_every > 0, "states kept in memory", "set memory_save_every"
-    ),
-    "log_names": Need(
-        lambda c: c.tensorboard or c.wandb, "TensorBoard, or Weights & Biases", "add --tensorboard"
-    ),
     "gpt.moe.dispatch": Need(
-        lambda c: any(_axis(c, axis) > 1 for axis in c.experts),
+        lambda c: any(_axis(c, axis) > 1 for axis in c.parallelism.experts),
         "experts that ranks divide",
         "add ep=N to the mesh",
     ),
@@ -165,12 +161,13 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         "leave --optimizer.adafactor.relative-step out",
     ),
 })  # fmt: skip
-"""The needs of the fields of a `TrainConfig`, to have an effect, where no other check says so."""
+"""The needs of the settings of a `TrainConfig`, to have an effect, where no other check says so:
+those that a section says itself, and those of more than one."""
 
 
 _PIPELINE = Need(lambda c: _axis(c, "pp") > 1, "pp in the mesh", "add pp=N")
-_HELD_OUT = Need(lambda c: c.eval_every > 0, "held-out sets", "set eval_every")
-_ORDERED = Need(lambda c: c.order == "megatron", "order=megatron", "set order to it")
+_HELD_OUT = Need(lambda c: c.evaluation.every > 0, "held-out sets", "set eval_every")
+_ORDERED = Need(lambda c: c.data.order == "megatron", "order=megatron", "set order to it")
 _TOKENS = Need(data.is_on_disk, "tokens on disk", "make them with functron preprocess")
 
 TOLD_NEEDS: Needs = MappingProxyType({
@@ -194,12 +191,14 @@ TOLD_NEEDS: Needs = MappingProxyType({
     "context": Need(lambda c: _axis(c, "cp") > 1, "cp in the mesh", "add cp=N"),
     "expert_axes": Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),
     "gather": Need(
-        lambda c: _axis(c, "fsdp") > 1 or c.zero == 3,
+        lambda c: _axis(c, "fsdp") > 1 or c.parallelism.zero == 3,
         "ranks that hold parts of parameters",
         "add fsdp=N to the mesh, or --zero 3",
     ),
-    "slots": Need(lambda c: bool(c.elastic), "a run that shrinks and grows", "set elastic"),
-    "cuda_graph": Need(lambda c: c.compile, "a compiled step", "add --compile"),
+    "slots": Need(
+        lambda c: bool(c.restarts.elastic), "a run that shrinks and grows", "set elastic"
+    ),
+    "cuda_graph": Need(lambda c: c.compute.compile, "a compiled step", "add --compile"),
 })  # fmt: skip
 """The same, of fields whose other values are refused by checks of their own.
 
@@ -211,7 +210,7 @@ def _is_mixed(config: TrainConfig) -> bool:
     """Whether anything of a step is in another dtype than float32."""
     moe = config.gpt.moe if config.family.name == "gpt" else None
     kinds = {d.dtype for d in tree.leaves(config.family.defs(config.architecture))}
-    apart = bool(config.gather_as) or (moe is not None and moe.router_dtype != "float32")
+    apart = bool(config.precision.gather_as) or (moe is not None and moe.router_dtype != "float32")
     return apart or kinds != {torch.float32}
 
 
@@ -239,7 +238,9 @@ PRECISION_NEEDS: Needs = MappingProxyType({
         for name in ("grad_dtype", "reduce_dtype", "mu_dtype", "nu_dtype")
     },
     "gpt.fp32_residual": Need(
-        lambda c: _NARROW.holds(c) or c.gather_as == "bfloat16", _NARROW.wanted, _NARROW.fix
+        lambda c: _NARROW.holds(c) or c.precision.gather_as == "bfloat16",
+        _NARROW.wanted,
+        _NARROW.fix,
     ),
 })  # fmt: skip
 """The same of options of precision that somebody names; policies and files may have them anyway."""
@@ -247,10 +248,10 @@ PRECISION_NEEDS: Needs = MappingProxyType({
 
 def told_in(path: str) -> Need:
     """The need in `TOLD_NEEDS`, without the words that are usual: "1f1b" is no claim."""
-    need, usual = TOLD_NEEDS[path], getattr(TrainConfig(), path)
+    need, usual = TOLD_NEEDS[path], value_at(TrainConfig(), path)
 
     def holds(config: TrainConfig) -> bool:
-        same = isinstance(usual, str) and getattr(config, path) == usual
+        same = isinstance(usual, str) and value_at(config, path) == usual
         return same or need.holds(config)
 
     return Need(holds, need.wanted, need.fix)
@@ -272,26 +273,30 @@ def unused(
     Raises:
         ValueError: the run folder's configuration cannot be read.
     """
-    usual = [TrainConfig()]
+    usual = [type(config)()]
     if config.model in PRESETS:
         usual.append(with_model(usual[0], config.model))
-    if config.precision in POLICIES:
-        usual.append(with_precision(usual[-1], config.precision))
+    if config.precision.name in POLICIES:
+        usual.append(with_precision(usual[-1], config.precision.name))
     if config.resume and config.out and run_folder.is_run(Path(config.out)):
-        usual.append(load(Path(config.out) / run_folder.CONFIG))
-    seen = config if processes is None else dataclasses.replace(config, nproc=processes)
+        usual.append(load(Path(config.out) / run_folder.CONFIG, kind=type(config)))
+    seen = config if processes is None else configure(config, nproc=processes)
     usual += [seen] if config.source else []
     yield from unused_problems(seen, _needs_of(seen), usual, given)
-    same = [path for path in TOLD_NEEDS if getattr(seen, path) == getattr(usual[0], path)]
+    same = [path for path in TOLD_NEEDS if value_at(seen, path) == value_at(usual[0], path)]
     needs = {**{path: told_in(path) for path in same}, **PRECISION_NEEDS}
     yield from unused_problems(seen, needs, [seen], given)
 
 
 def _needs_of(config: TrainConfig) -> Needs:
-    """`TRAIN_NEEDS`; a weight decay that changes reads total_steps of a schedule of no rate."""
+    """`TRAIN_NEEDS`, and those of additional sections.
+
+    A weight decay that changes reads total_steps of a schedule of no rate.
+    """
+    needs = {**TRAIN_NEEDS, **needs_of(type(config))}
     if config.reads_rate or not config.reads_total_steps:
-        return TRAIN_NEEDS
-    whole = {name: need for name, need in TRAIN_NEEDS.items() if name != "learning_rate"}
+        return needs
+    whole = {name: need for name, need in needs.items() if name != "learning_rate"}
     fields = (x for x in fields_under(config, "learning_rate") if not x.endswith(".total_steps"))
     return whole | dict.fromkeys(fields, TRAIN_NEEDS["learning_rate"])
 
@@ -319,7 +324,7 @@ def validate(
     """
     messages: list[str] = []
     problems: list[Problem] = []
-    mesh = _try(lambda: Mesh.parse(config.mesh), messages)
+    mesh = _try(lambda: Mesh.parse(config.parallelism.mesh), messages)
     defs = config.family.defs(config.architecture)
     adapters = list(_lora_problems(config, defs))
     precision = list(_precision_problems(config))
@@ -327,27 +332,30 @@ def validate(
         problems += _mesh_problems(config, mesh, processes)
         problems += _data_problems(config, mesh)
         adapts = config.family.adapters and not adapters
-        fits = not precision if config.lora is None else adapts
+        fits = not precision if config.lora.adapters is None else adapts
         setup = RunSetup(config, mesh, with_additions(config, defs) if fits else defs)
         _pipeline_problems(setup, messages)
         fits = _try(lambda: setup.rules, messages) is not None and not messages
-        if fits and config.products and not precision:
+        if fits and config.precision.products and not precision:
             # whether blocks divide what each rank has
             _try(setup.layer_flops, messages)
             if setup.options.products.logits:
                 _try(lambda: setup.stage_flops(Part(range(0), loss=True)), messages)
         if fits and not precision:
             _try(lambda: setup.encode, messages)
-    if (config.ramp_up or config.earlier_batches) and config.global_batch >= 1:
-        ramp = _try(lambda: config.batches, messages)
+    if (config.data.ramp_up or config.data.earlier_batches) and config.data.global_batch >= 1:
+        ramp = _try(lambda: config.data.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
-    if mesh is not None and min(config.global_batch, config.microbatches) >= 1:
+    if mesh is not None and min(config.data.global_batch, config.parallelism.microbatches) >= 1:
         found = _try(
             lambda: list(restarts.problems_of(config, mesh, processes, launched_here)), messages
         )
         problems += found or []
     problems += anomaly_problems(config.anomalies)
+    for section in sections_of(config):
+        own = getattr(section, "problems", None)
+        problems += [] if own is None else own()
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
     problems += adapters
     problems += precision
@@ -362,11 +370,11 @@ def validate(
         problems += _try(lambda: list(unused(config, processes, given)), messages) or []
     tokenizer = _try(lambda: data.reader_of(config), messages)
     _try(lambda: data.check_tokenizer(config, tokenizer), messages)
-    if config.seq >= 1:
+    if config.data.seq >= 1:
         _try(lambda: data.check(config, reader=lambda _: tokenizer), messages)
         _try(lambda: evaluation.check(config, reader=lambda _: tokenizer), messages)
     for package in ("tensorboard", "wandb"):
-        if getattr(config, package):
+        if value_at(config, package):
             _try(lambda name=package: records.require(name), messages)
     _try(lambda: raise_problems("these settings do not fit", problems), messages)
     if messages:
@@ -384,34 +392,35 @@ def _try(check: Callable[[], Any], messages: list[str]) -> Any:
 
 
 def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
+    ranks = config.parallelism
     share, why = _batch_parts(config, mesh)
-    if config.global_batch % share:
-        fix = f"set it to {-(-config.global_batch // share) * share}"
+    if config.data.global_batch % share:
+        fix = f"set it to {-(-config.data.global_batch // share) * share}"
         wanted = f"a multiple of {share}: {why}"
-        yield Problem("global_batch", str(config.global_batch), wanted, fix)
-    if config.check_programs and not (processes or config.nproc):
+        yield Problem("global_batch", str(config.data.global_batch), wanted, fix)
+    if config.watchdog.check_programs and not (processes or ranks.nproc):
         wanted = "processes, which may enter different collectives"
         yield Problem("check_programs", "true without them", wanted, "leave it out, or add --nproc")
     parts, why = sequence_parts(config, mesh)
-    if config.seq % parts:
-        fix = f"set it to {-(-config.seq // parts) * parts}"
-        yield Problem("seq", str(config.seq), f"a multiple of {parts}: {why}", fix)
-    if "tp" in config.experts and mesh["tp"] > 1 and not config.sequence_parallel:
+    if config.data.seq % parts:
+        fix = f"set it to {-(-config.data.seq // parts) * parts}"
+        yield Problem("seq", str(config.data.seq), f"a multiple of {parts}: {why}", fix)
+    if "tp" in ranks.experts and mesh["tp"] > 1 and not ranks.sequence_parallel:
         wanted = "tokens that tp splits, where experts are divided over it"
         fix = "add --sequence-parallel, or leave tp out of it"
-        yield Problem("expert_axes", repr(config.expert_axes), wanted, fix)
-    if config.expert_axes != TrainConfig.expert_axes and config.gpt.moe is None:
+        yield Problem("expert_axes", repr(ranks.expert_axes), wanted, fix)
+    if ranks.expert_axes != ParallelismConfig.expert_axes and config.gpt.moe is None:
         wanted = "nothing for a model without experts"
-        yield Problem("expert_axes", repr(config.expert_axes), wanted, "leave it out")
-    if config.context != TrainConfig.context and mesh["cp"] == 1:
+        yield Problem("expert_axes", repr(ranks.expert_axes), wanted, "leave it out")
+    if ranks.context != ParallelismConfig.context and mesh["cp"] == 1:
         wanted = "nothing without cp in the mesh"
-        yield Problem("context", repr(config.context), wanted, "leave it out, or add cp=N")
-    if config.cuda_graph and mesh["pp"] > 1 and (config.nproc or processes):
+        yield Problem("context", repr(ranks.context), wanted, "leave it out, or add cp=N")
+    if config.compute.cuda_graph and mesh["pp"] > 1 and (ranks.nproc or processes):
         got, fix = f"true with pp={mesh['pp']} on processes", "leave it out"
         yield Problem("cuda_graph", got, "a step that is one program on every rank", fix)
-    if config.nproc and config.nproc != mesh.size:
+    if ranks.nproc and ranks.nproc != mesh.size:
         fix = f"set nproc={mesh.size}, or 0 to simulate, or change the mesh"
-        got = f"{config.nproc} for a mesh of {mesh.size}"
+        got = f"{ranks.nproc} for a mesh of {mesh.size}"
         yield Problem("nproc", got, "one process per rank", fix)
     if processes is not None and processes != mesh.size:
         fix = f"start torchrun with --nproc-per-node {mesh.size}, or change --mesh; "
@@ -423,8 +432,8 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
 def _batch_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
     """Into how many equal parts a batch is cut, and by what."""
     ranks = math.prod(mesh[axis] for axis in DATA_AXES)
-    why = f"data-parallel ranks {ranks} x microbatches {config.microbatches}"
-    return ranks * max(config.microbatches, 1), why
+    why = f"data-parallel ranks {ranks} x microbatches {config.parallelism.microbatches}"
+    return ranks * max(config.parallelism.microbatches, 1), why
 
 
 def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Problem]:
@@ -434,14 +443,14 @@ def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Pr
     before = {size for size in ramp.sizes[taken : len(ramp.earlier)] if size % share}
     if before:
         listed = ", ".join(map(str, sorted(before)))
-        got = f"{config.earlier_batches!r}: batches of {listed} samples, which are to come"
+        got = f"{config.data.earlier_batches!r}: batches of {listed} samples, which are to come"
         fix = "choose a mesh and microbatches that divide them"
         fix += "; or --change-batch, which takes others in their place" if config.resume else ""
         yield Problem("earlier_batches", got, f"multiples of {share}: {why}", fix)
     wrong = [size for size in ramp.sizes[max(taken, len(ramp.earlier)) : -1] if size % share]
     if wrong:
         listed = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
-        got = f"{config.ramp_up!r}: batches of {listed} samples"
+        got = f"{config.data.ramp_up!r}: batches of {listed} samples"
         start = min(-(-ramp.start // share) * share, ramp.final)
         grown = ramp.final - start
         steps = (x for x in range(share, grown, share) if x >= ramp.increment and not grown % x)
@@ -453,9 +462,9 @@ def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Pr
 def sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
     """Into how many equal parts a sequence is cut, and by what."""
     counts = {f"{axis}={mesh[axis]}": mesh[axis] for axis in CONTEXT_AXES if mesh[axis] > 1}
-    if mesh["cp"] > 1 and config.zigzag:
+    if mesh["cp"] > 1 and config.parallelism.zigzag:
         counts["2 for zigzag"] = 2
-    if config.sequence_parallel and mesh["tp"] > 1:
+    if config.parallelism.sequence_parallel and mesh["tp"] > 1:
         counts[f"tp={mesh['tp']} under sequence_parallel"] = mesh["tp"]
     return math.prod(counts.values()), " x ".join(counts)
 
@@ -463,45 +472,52 @@ def sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
 def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
     """Problems of how data-parallel ranks divide the state."""
     fix = "leave it out, or add dp=N"
-    if config.zero in (1, 2) and all(mesh[axis] == 1 for axis in ("dp", "ep", *CONTEXT_AXES)):
+    if config.parallelism.zero in (1, 2) and all(
+        mesh[axis] == 1 for axis in ("dp", "ep", *CONTEXT_AXES)
+    ):
         wanted = "several dp, ep, cp or ulysses ranks that hold the same parameters"
-        yield Problem("zero", f"{config.zero} on {str(mesh) or 'one rank'}", wanted, fix)
-    if config.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
+        yield Problem(
+            "zero", f"{config.parallelism.zero} on {str(mesh) or 'one rank'}", wanted, fix
+        )
+    if config.parallelism.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
         yield Problem("zero", f"3 on {str(mesh) or 'one rank'}", "several dp or fsdp ranks", fix)
-    divided = mesh["fsdp"] > 1 or config.zero == 3
-    if config.gather != "use" and not divided:
+    divided = mesh["fsdp"] > 1 or config.parallelism.zero == 3
+    if config.parallelism.gather != "use" and not divided:
         wanted = "nothing where no rank holds a part of a parameter"
         fix = "leave it out, add fsdp=N, or --zero 3"
-        yield Problem("gather", repr(config.gather), wanted, fix)
+        yield Problem("gather", repr(config.parallelism.gather), wanted, fix)
 
 
 def _pipeline_problems(setup: RunSetup, messages: list[str]) -> None:
     """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
-    config = setup.config
+    config, ranks = setup.config, setup.config.parallelism
     if setup.is_pipelined:
         if config.family.name != "gpt":
             return  # its rules have no pipelines
-        if min(config.microbatches, config.seq, config.global_batch) < 1 or config.chunks < 0:
+        if (
+            min(ranks.microbatches, config.data.seq, config.data.global_batch) < 1
+            or ranks.chunks < 0
+        ):
             return  # said elsewhere
         _try(lambda: setup.partition, messages)
         return
     unused = [
-        Problem(name, repr(getattr(config, name)), "nothing without pp in the mesh", fix)
+        Problem(name, repr(value_at(config, name)), "nothing without pp in the mesh", fix)
         for name, fix in (
             ("schedule", "leave it out, or add pp=N"),
             ("layout", "leave it out, or add pp=N"),
             ("chunks", "leave it out"),
             ("vocab_over_pp", "leave it out, or add pp=N"),
         )
-        if getattr(config, name) != getattr(TrainConfig, name)
+        if value_at(config, name) != value_at(TrainConfig(), name)
     ]
     _try(lambda: raise_problems("these are for pipelines", unused), messages)
 
 
 def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
-    if config.lora is not None and config.family.adapters:
-        yield from config.lora.problems(defs)
-        if config.vocab_over_pp:
+    if config.lora.adapters is not None and config.family.adapters:
+        yield from config.lora.adapters.problems(defs)
+        if config.parallelism.vocab_over_pp:
             fix = "leave one of them out"
             yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
 
@@ -509,10 +525,10 @@ def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
 def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
     """Problems of the dtypes with the policy that is named, and with one another."""
     policy = config.policy
-    named = POLICIES.get(config.precision, policy)
+    named = POLICIES.get(config.precision.name, policy)
     if policy == POLICIES["float32"] != named:
         fix = "with_precision(config, name) fills them, as the command line does"
-        yield Problem("precision", repr(config.precision), "the dtypes that go with it", fix)
+        yield Problem("precision", repr(config.precision.name), "the dtypes that go with it", fix)
     yield from _recipe_problems(config)
     if policy.masters == "remainder" and policy.params != "bfloat16":
         got, fix = f"{config.optimizer.master_bits} with {policy.params}", "leave it out"
@@ -537,39 +553,44 @@ def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
 def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
     """Problems of quantised products with the architecture."""
     try:
-        recipe = config.recipe
+        recipe = config.precision.recipe
     except ValueError as error:
-        yield Problem("products", repr(config.products), "a recipe", str(error).partition("\n")[2])
+        yield Problem(
+            "products", repr(config.precision.products), "a recipe", str(error).partition("\n")[2]
+        )
         return
     if recipe is None:
         return
     fix = "leave it out, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
     if "products" not in config.family.settings:
-        got = f"{config.products} with {config.family.title}"
+        got = f"{config.precision.products} with {config.family.title}"
         yield Problem("products", got, "nothing: only GPTs have a place for it", "leave it out")
     elif recipe.draws and config.gpt.latent is not None:
-        got = f"{config.products}, which draws numbers, with latent attention"
+        got = f"{config.precision.products}, which draws numbers, with latent attention"
         yield Problem("products", got, "a recipe that draws none", fix)
     elif sum(recipe.high(config.gpt.num_layers)) >= config.gpt.num_layers:
         first, last = recipe.high(config.gpt.num_layers)
         got = f"{first} first and {last} last layers of {config.gpt.num_layers} high"
         wanted, few = "some that are quantised", "lower first and last, or leave it out"
         yield Problem("products", got, wanted, few)
-    if config.eval_every and recipe.fprop is not None and recipe.fprop.draws:
+    if config.evaluation.every and recipe.fprop is not None and recipe.fprop.draws:
         got, wanted = f"fprop={recipe.fprop} with eval_every", "an fprop that draws no numbers"
         yield Problem("products", got, wanted, "evaluation has no key to draw by: leave it out")
     if recipe.logits == "low":
         yield from _logits_problems(config, recipe)
-    if config.lora_rank and config.family.adapters:
-        got, wanted = f"{config.products} with lora_rank", "nothing: the matrices do not train"
+    if config.lora.rank and config.family.adapters:
+        got, wanted = (
+            f"{config.precision.products} with lora_rank",
+            "nothing: the matrices do not train",
+        )
         yield Problem("products", got, wanted, "leave one of them out")
 
 
 def _logits_problems(config: TrainConfig, recipe: Recipe) -> Iterator[Problem]:
     """Problems of a quantised product that makes logits."""
     fix = "leave one of them out"
-    if config.loss_chunk_tokens:
-        got = f"logits=low with loss_chunk_tokens={config.loss_chunk_tokens}"
+    if config.compute.loss_chunk_tokens:
+        got = f"logits=low with loss_chunk_tokens={config.compute.loss_chunk_tokens}"
         wanted = "all logits at once: chunks make them again in backward, in blocks of columns"
         yield Problem("products", got, wanted, fix)
     if recipe.scaling == "delayed":
@@ -583,7 +604,7 @@ def _logits_problems(config: TrainConfig, recipe: Recipe) -> Iterator[Problem]:
 def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
     """Problems of an optimizer, right by itself, with these parameters."""
     groups, _ = parse_groups(config.optimizer.groups)
-    if groups and config.lora is None:  # those of adapters are checked where they are made
+    if groups and config.lora.adapters is None:  # those of adapters are checked where they are made
         yield from group_problems(defs, groups, "optimizer.groups")
     if config.gpt.mup_base_dim:
         yield from width_problems(config.optimizer)
@@ -593,41 +614,29 @@ def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
                 wanted = "one that counts tokens for gpt.moe.balance_bias: bfloat16 stops at 256"
                 fix = "set it to float32, or leave it out"
                 yield Problem(f"optimizer.{name}", "'bfloat16'", wanted, fix)
-    if config.vocab_over_pp and config.optimizer.name == "adafactor":
+    if config.parallelism.vocab_over_pp and config.optimizer.name == "adafactor":
         fix = "leave it out, or choose another optimizer"
         got = "true with adafactor, which needs whole rows and columns"
         yield Problem("vocab_over_pp", got, "embeddings that one rank of the pipeline has", fix)
 
 
 def _number_problems(config: TrainConfig) -> Iterator[Problem]:
-    least = {"steps": 1, "seq": 1, "global_batch": 1, "microbatches": 1}
-    least |= dict.fromkeys(("nproc", "seed", "chunks", "save_every", "keep_last", "keep_every"), 0)
-    least |= {"loss_chunk_tokens": 0, "prefetch": 0, "log_layers_every": 0}
-    least |= {"eval_every": 0, "eval_batches": 0, "max_restarts": 0, "memory_save_every": 0}
-    least |= {"check_replicas_every": 0, "stragglers_every": 0}
-    for name, smallest in least.items():
-        value = getattr(config, name)
-        if value < smallest:
-            yield Problem(name, str(value), f"at least {smallest}")
-    if not 0 <= config.restart_pause_seconds < float("inf"):
-        got = f"{config.restart_pause_seconds:g}"
-        yield Problem("restart_pause_seconds", got, "at least 0, and finite")
-    if not 1 <= config.timeout_seconds < float("inf"):
-        yield Problem("timeout_seconds", f"{config.timeout_seconds:g}", "at least 1, and finite")
-    if not 0 <= config.hang_after < float("inf"):
-        yield Problem("hang_after", f"{config.hang_after:g}", "at least 0, and finite")
-    if config.cuda_graph and not (config.compile and config.device != "cpu"):
+    yield from number_problems(config)
+    compute, samples = config.compute, config.data
+    if compute.cuda_graph and not (compute.compile and compute.device != "cpu"):
         got, fix = "true without compile on a GPU", "add --compile, or leave it out"
         yield Problem("cuda_graph", got, "a compiled step of a CUDA GPU", fix)
-    if config.blend_order != NEWEST and (config.order == "megatron" or not is_blend(config.data)):
-        got = f"{config.blend_order} with order=megatron"
-        got = got if config.order == "megatron" else f"{config.blend_order} without a blend"
+    if samples.blend_order != NEWEST and (
+        samples.order == "megatron" or not is_blend(samples.path)
+    ):
+        got = f"{samples.blend_order} with order=megatron"
+        got = got if samples.order == "megatron" else f"{samples.blend_order} without a blend"
         yield Problem("blend_order", got, "nothing, or a blend as --data", "leave it out")
     if config.change_batch and not config.resume:
         fix = "add --resume, or leave it out: a new run has the batches it is given"
         yield Problem("change_batch", "true without resume", "a run that goes on", fix)
-    if config.loss_chunk_tokens and config.gpt.logit_cap:
-        got = f"{config.loss_chunk_tokens} with gpt.logit_cap"
+    if compute.loss_chunk_tokens and config.gpt.logit_cap:
+        got = f"{compute.loss_chunk_tokens} with gpt.logit_cap"
         yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
 
 
@@ -659,16 +668,8 @@ def _out_problems(out: str) -> Sequence[Problem]:
     return []
 
 
-_ORDER = (
-    "data", "tokenizer", "tokenizer_pattern", "special_tokens", "prepend_bos", "text_rules",
-    "format", "overlong", "split", "mask_documents",
-    "fim_rate", "fim_spm_rate", "fim_tokens", "pack", "seed", "seq", "global_batch",
-    "extra_token", "order", "blend_surplus", "blend_order", "ramp_up", "earlier_batches",
-    "mask_rate", "mask_token", "mean_span", "end_token",
-)  # fmt: skip
-"""The settings that determine which samples each step sees."""
 _SIZES = ("seed", "seq", "global_batch", "ramp_up", "earlier_batches")
-"""Of these, those that say how many it sees, and the seed."""
+"""Of the settings that determine which samples each step sees, those that say how many it sees."""
 _CHANGED = ("global_batch", "ramp_up")
 """Of these, those that change_batch changes."""
 
@@ -690,24 +691,26 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         fix = "" if near is None else f"--out {near}, which is one; "
         fix += "to begin one where there is none, --resume auto"
         return [Problem("out", f"{config.out}, where no run is", "the folder of a run", fix)]
-    begun = load(path / run_folder.CONFIG)
+    begun = load(path / run_folder.CONFIG, kind=type(config))
     newest = run_folder.newest(path)
     begun_steps = newest is not None and int(newest.name) > 0  # else no sample was seen
     # converted with its steps, which took their samples elsewhere
     elsewhere = begun.source.startswith("megatron:") and not run_folder.records(path)
     fix = "leave it out, or begin a new run in another folder"
-    kept = (*(_SIZES if elsewhere else _ORDER), *_LORA) if begun_steps else ()
+    kept = (
+        (*(_SIZES if elsewhere else tagged(TrainConfig, "samples")), *_LORA) if begun_steps else ()
+    )
     anew = f"--change-batch goes on so after the {run_folder.steps_done(config)} steps taken; or "
     fixes = {str(name): anew + fix for name in _CHANGED}
-    wanted: dict[str, Any] = {name: getattr(begun, name) for name in kept}
+    wanted: dict[str, Any] = {name: value_at(begun, name) for name in kept}
     if config.change_batch and begun_steps:
         own = run_folder.with_changed_batch(config)
-        wanted |= {name: getattr(own, name) for name in (*_CHANGED, "earlier_batches")}
+        wanted |= {name: value_at(own, name) for name in (*_CHANGED, "earlier_batches")}
         fixes["earlier_batches"] = "leave it out; in Python, with_changed_batch(config) fills it in"
     found = [
         Problem(name, repr(now), f"{value!r}, as in the run", fixes.get(name, fix))
         for name, value in wanted.items()
-        if (now := getattr(config, name)) != value
+        if (now := value_at(config, name)) != value
     ]
     if begun_steps and newest is not None:
         found += _gap_problems(config, begun, int(newest.name))
@@ -731,7 +734,7 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
 def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterator[Problem]:
     """Samples of the first steps that were left out, or were not, when these were taken."""
     try:
-        seen = begun.anomalies.gaps.number(config.batches.first_sample(steps))
+        seen = begun.anomalies.gaps.number(config.data.batches.first_sample(steps))
         gaps, before = config.anomalies.gaps, begun.anomalies.gaps
     except ValueError:
         return  # said elsewhere
@@ -744,7 +747,7 @@ def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterat
 
 def _ordered_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:
     """Another number of samples, of which Megatron-LM makes another order."""
-    if not config.order == begun.order == "megatron":
+    if not config.data.order == begun.data.order == "megatron":
         return
     try:
         now, before = config.ordered_samples, begun.ordered_samples
@@ -758,7 +761,7 @@ def _ordered_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Probl
 def _policy_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:
     """Where the precision of a run that goes on is not that in which it began."""
     before, now = dataclasses.asdict(begun.policy), dataclasses.asdict(config.policy)
-    name = config.precision if config.precision in POLICIES else "NAME"
+    name = config.precision.name if config.precision.name in POLICIES else "NAME"
     fix = f"--precision {name} beside --resume says that the run goes on so; or leave it out"
     for field, value in now.items():
         if not _is_same(field, before[field], value):

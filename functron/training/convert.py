@@ -52,6 +52,7 @@ from functron.program.cost import bytes_text
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
 from functron.training import config, run_folder
+from functron.training.config import configure
 from functron.training.data import is_on_disk
 from functron.training.hardware import free_memory_bytes
 from functron.training.megatron import Reading, read_arguments
@@ -211,7 +212,7 @@ def _import(
     params = load(path, model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run, needed, free = fine_tuning(model, free_memory_bytes(device))
-    run = replace(run, model=read_table(path)["model_type"], source=f"hf:{path}")
+    run = configure(run, model=read_table(path)["model_type"], source=f"hf:{path}")
     kept: list[str] = []
 
     def keep(folder: Path) -> None:
@@ -256,7 +257,7 @@ def newest_params(
             used.
     """
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
-    defs = lora.defs_in(run.family.defs(run.architecture), run.lora, stored)
+    defs = lora.defs_in(run.family.defs(run.architecture), run.lora.adapters, stored)
     return lora.merge(read(stored, defs, averaged=averaged))
 
 
@@ -296,7 +297,7 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
             "cosine", peak=_PEAK, warmup_ratio=_WARMUP, total_steps=0, end=0.0
         ),
     }
-    whole = config.TrainConfig(**table)
+    whole = config.configure(**table)
 
     def peak(run: config.TrainConfig) -> int:
         return make_setup(run, Mesh()).program().memory().peak_bytes
@@ -309,12 +310,12 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
     seqs = [longest]
     while seqs[-1] >= 2 * _LEAST_SEQ:
         seqs.append(seqs[-1] // 2)
-    least = replace(whole, seq=seqs[-1], **ladder[-1])
+    least = configure(whole, seq=seqs[-1], **ladder[-1])
     if (needed := peak(whole)) <= _SHARE * free_bytes:
         return whole, needed, free_bytes
     if (needed := peak(least)) <= _SHARE * free_bytes:
         for seq, rung in itertools.islice(itertools.product(seqs, ladder), 1, None):
-            run = replace(whole, seq=seq, **rung)
+            run = configure(whole, seq=seq, **rung)
             if (found := peak(run)) <= _SHARE * free_bytes:
                 return run, found, free_bytes
     return least, needed, free_bytes
@@ -322,16 +323,20 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
 
 def _summary(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
     """The settings of a run, and the command that begins it."""
-    most = getattr(run.architecture, "max_seq", run.seq)
-    of = f" (the model reads up to {most})" if most > run.seq else ""
-    parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
-    more = ", blocks computed again in backward" if run.remat == "full" else ""
+    most = getattr(run.architecture, "max_seq", run.data.seq)
+    of = f" (the model reads up to {most})" if most > run.data.seq else ""
+    parts = (
+        f" in {run.parallelism.microbatches} microbatches"
+        if run.parallelism.microbatches > 1
+        else ""
+    )
+    more = ", blocks computed again in backward" if run.compute.remat == "full" else ""
     fits = f"{bytes_text(needed)} a rank, of {bytes_text(free)} free here"
     lines = [
         f"set to fine-tune: learning rate up to {run.learning_rate.peak:g} after a warm-up over "
         f"{run.learning_rate.warmup_ratio:.0%} of the steps, weight decay "
         f"{run.optimizer.weight_decay:g} (0 on norms and biases)",
-        f"steps of {run.global_batch} samples{parts} of seq {run.seq}{of}{more}: {fits}",
+        f"steps of {run.data.global_batch} samples{parts} of seq {run.data.seq}{of}{more}: {fits}",
     ]
     if needed > _SHARE * free:
         lines.append(
@@ -344,7 +349,7 @@ def _summary(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
 
 def _export(path: Path, out: Path, *, averaged: bool, settings: Mapping[str, Any]) -> Conversion:
     run_folder.refuse_existing(out, "cannot convert")
-    run = config.load(path / run_folder.CONFIG)
+    run = config.load(path / run_folder.CONFIG, known_only=True)
     model = run.architecture
     params = newest_params(path, run, averaged=averaged, read=checkpoint.stored_params)
     kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
@@ -363,7 +368,7 @@ def _import_megatron(path: Path, out: Path, model: str | None) -> Conversion:
     def fill(folder: Path) -> None:
         (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
         kept: Any = state if step else {"params": state.params}
-        about = {"step": step, "samples": run.batches.first_sample(step)}
+        about = {"step": step, "samples": run.data.batches.first_sample(step)}
         checkpoint.save(folder / run_folder.CHECKPOINTS / str(step), kept, about)
 
     run_folder.make(out, fill)
@@ -372,18 +377,18 @@ def _import_megatron(path: Path, out: Path, model: str | None) -> Conversion:
 
 def _going_on(run: config.TrainConfig, step: int, out: Path) -> str:
     """How far a run of Megatron's was, which sample is its next, and the command that takes it."""
-    samples = run.batches.first_sample(step)
-    lines = [f"at step {step} of {run.steps}, after {samples:,} samples of {run.seq} tokens"]
+    samples = run.data.batches.first_sample(step)
+    lines = [f"at step {step} of {run.steps}, after {samples:,} samples of {run.data.seq} tokens"]
     command = f"functron train --resume --out {shlex.quote(str(out))}"
-    if run.order == "megatron":
+    if run.data.order == "megatron":
         lines.append(
-            f"the next is sample {samples:,} of the {run.order_samples:,} in Megatron-LM's order, "
-            f"of {run.data}"
+            f"the next is sample {samples:,} of the {run.data.order_samples:,} in Megatron-LM's "
+            f"order, of {run.data.path}"
         )
-    elif run.data:
+    elif run.data.path:
         lines.append("samples come in another order than there, where they were shuffled otherwise")
-    elif run.format != "mock":
-        total = "N" if run.ramp_up else run.batches.first_sample(run.steps)
+    elif run.data.format != "mock":
+        total = "N" if run.data.ramp_up else run.data.batches.first_sample(run.steps)
         lines.append("its arguments do not name its data, whose split is 969,30,1 by default")
         command += f" --data PREFIX --split 969,30,1 --order megatron --order-samples {total}"
     return "\n".join([*lines, f"go on: {command}"])
@@ -391,7 +396,7 @@ def _going_on(run: config.TrainConfig, step: int, out: Path) -> str:
 
 def _export_megatron(path: Path, out: Path, expert_parallel: int) -> Conversion:
     run_folder.refuse_existing(out, "cannot convert")
-    run = config.load(path / run_folder.CONFIG)
+    run = config.load(path / run_folder.CONFIG, known_only=True)
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
     run_folder.make(
         out, lambda folder: write_megatron(folder, run, stored, expert_parallel=expert_parallel)
@@ -402,12 +407,12 @@ def _export_megatron(path: Path, out: Path, expert_parallel: int) -> Conversion:
             f"{padding} rows of padding are tokens to Megatron-LM, whose softmax counts them: its "
             "loss is higher, and falls as it trains; back here they are padding again"
         )
-    if run.data and not is_on_disk(run):
+    if run.data.path and not is_on_disk(run):
         notes.append("its data is no files of tokens: functron preprocess makes them, --data-path")
-    elif run.data and run.order != "megatron":
+    elif run.data.path and run.data.order != "megatron":
         notes.append("samples come in Megatron-LM's order from here on, which is another than ours")
-    if run.pack:
-        notes.append(f"samples are not packed there: pack = {run.pack}")
+    if run.data.pack:
+        notes.append(f"samples are not packed there: pack = {run.data.pack}")
     return Conversion(run.architecture, out, (), "\n".join(notes))
 
 
@@ -507,13 +512,6 @@ def _repeated(x: torch.Tensor, copies: int) -> torch.Tensor:
     return x.repeat(1, copies, *[1] * (x.dim() - 2))
 
 
-_DIVIDED = (
-    "sequence_parallel", "context", "zigzag", "expert_axes", "schedule", "chunks", "layout",
-    "vocab_over_pp", "zero", "gather",
-)  # fmt: skip
-"""Settings of the dense run's division among ranks, which other models divide in other ways."""
-
-
 def upcycle_run(
     source: Path, target: Path, moe: MoEConfig, *, seed: int = 0, averaged: bool = False
 ) -> str:
@@ -536,16 +534,17 @@ def upcycle_run(
         ValueError: `source` is no run, `target` exists, or as `upcycled_config`.
     """
     run_folder.refuse_existing(target, "cannot upcycle")
-    settings = config.load(source / run_folder.CONFIG)
+    settings = config.load(source / run_folder.CONFIG, known_only=True)
     if settings.architecture is not settings.gpt:
         refuse("cannot upcycle", str(source), settings.family.title, "a run of a dense GPT")
     params = newest_params(source, settings, averaged=averaged, read=checkpoint.read_params)
     params, made = upcycle(params, settings.gpt, moe, seed=seed)
-    # the dense run's recipe: of one that was imported it is for fine-tuning
-    run = replace(
+    # the dense run's recipe: of one that was imported it is for fine-tuning; not its division among
+    # ranks, which other models divide in other ways
+    alone = config.ParallelismConfig(microbatches=settings.parallelism.microbatches)
+    run = configure(
         settings, model=f"{settings.model}-experts", source=f"run:{source}", gpt=made, lora_rank=0,
-        mesh="", nproc=0, out="", resume=False,
-        **{name: getattr(config.TrainConfig, name) for name in _DIVIDED},
+        parallelism=alone, out="", resume=False,
     )  # fmt: skip
 
     def keep(folder: Path) -> None:
@@ -593,7 +592,7 @@ def read_megatron(path: Path, *, model: str | None = None) -> tuple[config.Train
         run = settings_of(args, opened)
     if not isinstance(run.architecture, GPTConfig):
         refuse("cannot convert", "model", run.family.title, "a GPT")
-    run = replace(run, source=f"megatron:{Path(path).absolute()}")
+    run = configure(run, source=f"megatron:{Path(path).absolute()}")
     loaded = megatron.load(opened, run.gpt)
     made = make_setup(run, Mesh())
     state = made.init(random.key(run.seed), loaded.masters or loaded.params)
@@ -608,14 +607,14 @@ def _with_state(
     """`state` with the moments, masters and counts of the checkpoint."""
     iteration = opened.common.get("iteration", 0)
     scheduler = opened.common.get("opt_param_scheduler") or {}
-    updates = scheduler.get("num_steps", opened.step * run.global_batch)
+    updates = scheduler.get("num_steps", opened.step * run.data.global_batch)
     found = {"mu": loaded.mu, "nu": loaded.nu, "masters": loaded.masters}
     flat = {
         name: dict(zip(tree.paths(values), tree.leaves(values), strict=True))
         for name, values in found.items()
         if values is not None
     }
-    scheduled = iteration if run.ramp_up else updates // run.global_batch
+    scheduled = iteration if run.data.ramp_up else updates // run.data.global_batch
     parents = {path.rpartition("/mu/")[0] for path in tree.paths(state.opt_state) if "/mu/" in path}
 
     def one(path: str, leaf: torch.Tensor) -> torch.Tensor:
@@ -645,10 +644,10 @@ def settings_of(args: Mapping[str, Any], opened: Opened) -> config.TrainConfig:
     raise_problems(title, _problems(args))
     reading = reading_of(_as_scheduled(args, opened.common))
     settings = update_settings(reading, "gpt", Mesh())
-    run = replace(config.TrainConfig(model="megatron", gpt=architecture), **settings)
+    run = configure(config.configure(model="megatron", gpt=architecture), **settings)
     run = recast(reading, run)
     raise_problems(title, problems_of(reading))
-    run = replace(run, gpt=architecture, **_data_of(args, opened))
+    run = configure(run, gpt=architecture, **_data_of(args, opened))
     _check_samples(args, opened, run)
     return run
 
@@ -714,9 +713,9 @@ def _data_of(args: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
 def _check_samples(args: Mapping[str, Any], opened: Opened, run: config.TrainConfig) -> None:
     """Refuse a run that has not read as many samples as its steps would have."""
     step, consumed = opened.common.get("iteration", 0), args.get("consumed_train_samples")
-    expected = run.batches.first_sample(step)
+    expected = run.data.batches.first_sample(step)
     if consumed is not None and consumed != expected:
-        wanted = f"{expected}: {step} steps of {run.global_batch}"
+        wanted = f"{expected}: {step} steps of {run.data.global_batch}"
         fix = "its batches were not always of this size: the data would not go on where it was"
         title = "the run has read other samples than its steps have"
         refuse(title, "consumed_train_samples", str(consumed), wanted, fix)
@@ -730,7 +729,7 @@ def arguments_of(
     Raises:
         ValueError: Megatron has no such model, optimizer or schedule; all offenders are listed.
     """
-    table = architecture_arguments(run.gpt, seq=run.seq)
+    table = architecture_arguments(run.gpt, seq=run.data.seq)
     own, rate = run.optimizer, run.rate_schedule
     styles = {ours: theirs for theirs, ours in STYLES.items()}
     found = [
@@ -739,24 +738,24 @@ def arguments_of(
             ("optimizer.name", own.name, "'adamw'", own.name == "adamw"),
             ("learning_rate.name", rate.name, " or ".join(styles), rate.name in styles),
             ("optimizer.groups", own.groups, "''", not own.groups),
-            ("lora_rank", run.lora_rank, "0: merge adapters first", not run.lora_rank),
+            ("lora_rank", run.lora.rank, "0: merge adapters first", not run.lora.rank),
             ("learning_rate.rewarm_steps", rate.rewarm_steps, "0", _is_rewarmed(run, step)),
         )
         if not good
     ]
     raise_problems("Megatron has no such run", found)
     unit = "samples" if run.rate_unit == "samples" else "iters"
-    ordered, moe = run.order == "megatron", run.gpt.moe
+    ordered, moe = run.data.order == "megatron", run.gpt.moe
     # experts' capacity is that of a microbatch there
     over_batch = moe is not None and moe.capacity_over == "batch"
-    samples = run.global_batch // run.microbatches if over_batch else 1
+    samples = run.data.global_batch // run.parallelism.microbatches if over_batch else 1
     decays = (own.start_weight_decay, own.end_weight_decay)
     decays = decays if own.weight_decay_incr_style != "constant" else (own.weight_decay,) * 2
     table |= {
         MASKED_VOCABULARY: run.gpt.vocab_size,
-        "global_batch_size": run.global_batch, "micro_batch_size": samples,
+        "global_batch_size": run.data.global_batch, "micro_batch_size": samples,
         "train_iters": run.steps,
-        "rampup_batch_size": [int(n) for n in run.ramp_up.split()] or None,
+        "rampup_batch_size": [int(n) for n in run.data.ramp_up.split()] or None,
         "optimizer": "adam", "adam_beta1": own.b1, "adam_beta2": own.b2, "adam_eps": own.eps,
         "clip_grad": own.clip_norm, "weight_decay": own.weight_decay,
         "start_weight_decay": decays[0], "end_weight_decay": decays[1],
@@ -767,7 +766,7 @@ def arguments_of(
         "train_samples": run.ordered_samples if unit == "samples" or ordered else None,
         "lr_wsd_decay_style": {ours: theirs for theirs, ours in WSD.items()}.get(rate.decay),
         "seed": run.seed, "iteration": step,
-        "consumed_train_samples": run.batches.first_sample(step),
+        "consumed_train_samples": run.data.batches.first_sample(step),
         "consumed_valid_samples": 0, "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": expert_parallel,
         "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
@@ -778,25 +777,27 @@ def arguments_of(
 def _data_arguments(run: config.TrainConfig) -> dict[str, Any]:
     """Where samples come from, of what Megatron-LM reads: files of tokens, or random ones."""
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    found: dict[str, Any] = dict.fromkeys(names, run.packed)
-    found |= {"split": run.split or None, "dataloader_type": "single"}
-    if run.eval_every:
-        found |= {"eval_interval": run.eval_every, "eval_iters": run.eval_batches}
-        found |= {"full_validation": not run.eval_batches}
-    if run.format == "mock":
+    found: dict[str, Any] = dict.fromkeys(names, run.data.packed)
+    found |= {"split": run.data.split or None, "dataloader_type": "single"}
+    if run.evaluation.every:
+        found |= {"eval_interval": run.evaluation.every, "eval_iters": run.evaluation.batches}
+        found |= {"full_validation": not run.evaluation.batches}
+    if run.data.format == "mock":
         return found | {"mock_data": True}
-    if not run.data or not is_on_disk(run):
+    if not run.data.path or not is_on_disk(run):
         return found
-    pairs = parse_blend(run.data) or [(ALL, run.data)]
+    pairs = parse_blend(run.data.path) or [(ALL, run.data.path)]
     words = [word for pair in pairs for word in pair if word != ALL]
-    found |= {"mock_data": False, "data_path" if run.split else "train_data_path": words}
-    if run.eval_data and not run.split:
-        found["valid_data_path"] = [word.partition("=")[2] for word in shlex.split(run.eval_data)]
-    if run.order == "megatron":
+    found |= {"mock_data": False, "data_path" if run.data.split else "train_data_path": words}
+    if run.evaluation.data and not run.data.split:
+        found["valid_data_path"] = [
+            word.partition("=")[2] for word in shlex.split(run.evaluation.data)
+        ]
+    if run.data.order == "megatron":
         found |= {
-            "data_cache_path": run.order_cache or None,
-            "mid_level_dataset_surplus": run.blend_surplus,
-            "add_extra_token_to_sequence": run.extra_token,
+            "data_cache_path": run.data.order_cache or None,
+            "mid_level_dataset_surplus": run.data.blend_surplus,
+            "add_extra_token_to_sequence": run.data.extra_token,
         }  # fmt: skip
     return found
 
@@ -858,7 +859,7 @@ def _with_masters(state: Mapping[str, Any]) -> dict[str, Any]:
 def _is_rewarmed(run: config.TrainConfig, step: int) -> bool:
     """Whether the rate of a run is that of its schedule from this step on, as Megatron has it."""
     rate, by_samples = run.learning_rate, run.rate_unit == "samples"
-    count = run.batches.first_sample(step) if by_samples else step
+    count = run.data.batches.first_sample(step) if by_samples else step
     return not rate.rewarm_steps or count >= rate.rewarm_at + rate.rewarm_steps
 
 
@@ -873,9 +874,9 @@ def _common_of(
     run: config.TrainConfig, args: argparse.Namespace, step: int, updates: int, has_state: bool
 ) -> dict[str, Any]:
     """The contents of ``common.pt``: for one optimizer, distributed or not."""
-    rate, rows = run.rate_schedule, 1 if run.rate_unit == "samples" else run.global_batch
+    rate, rows = run.rate_schedule, 1 if run.rate_unit == "samples" else run.data.global_batch
     # Megatron's steps of a rate are samples; after other batches than now its steps are ours
-    by_samples = run.rate_unit == "samples" or bool(run.ramp_up)
+    by_samples = run.rate_unit == "samples" or bool(run.data.ramp_up)
     made: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": step,
         "num_floating_point_operations_so_far": 0,
@@ -883,10 +884,10 @@ def _common_of(
             "max_lr": args.lr, "min_lr": args.min_lr, "lr_decay_style": args.lr_decay_style,
             "lr_warmup_steps": rate.num_warmup_steps * rows,
             "lr_decay_steps": rate.total_steps * rows,
-            "num_steps": run.batches.first_sample(step) if by_samples else step * rows,
+            "num_steps": run.data.batches.first_sample(step) if by_samples else step * rows,
             "start_wd": args.start_weight_decay, "end_wd": args.end_weight_decay,
             "wd_incr_style": args.weight_decay_incr_style,
-            "wd_incr_steps": args.train_samples or run.steps * run.global_batch,
+            "wd_incr_steps": args.train_samples or run.steps * run.data.global_batch,
         },
         "content_metadata": {
             "distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,

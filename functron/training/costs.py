@@ -14,6 +14,7 @@ import torch
 from functron import checkpoint, optim
 from functron.core import random, tree
 from functron.core.chart import table
+from functron.core.settings import value_at
 from functron.pipeline.partition import Part
 from functron.pipeline.registry import NAMES
 from functron.pipeline.schedule import Schedule
@@ -24,7 +25,7 @@ from functron.program.text import aligned
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd.params import ParamDef, abstract_params, num_params, param_specs
 from functron.spmd.spec import local_shape
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.setup import RunSetup
 
 
@@ -111,7 +112,7 @@ def step_report(setup: RunSetup, *, program: bool = False) -> str:
         ValueError: the model cannot run on the mesh, or the batch does not divide.
     """
     config, mesh = setup.config, setup.plain_mesh
-    samples = f"{config.global_batch} samples of {config.seq} tokens"
+    samples = f"{config.data.global_batch} samples of {config.data.seq} tokens"
     title = (
         f"{config.title}, one of {mesh.size} ranks ({str(mesh) or 'no mesh'}), {samples} per step"
     )
@@ -185,13 +186,17 @@ def _traced(setup: RunSetup, number: int) -> tuple[Stage, torch.Tensor]:
         return torch.empty(shape, dtype=d.dtype, device="meta")
 
     weights = tree.map(local, defs, partition.local(setup.used(setup.whole_specs), rank))
-    rows = config.global_batch // config.microbatches // math.prod(mesh[a] for a in DATA_AXES)
-    seq = config.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
+    rows = (
+        config.data.global_batch
+        // config.parallelism.microbatches
+        // math.prod(mesh[a] for a in DATA_AXES)
+    )
+    seq = config.data.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
-    seq = seq // mesh["tp"] if config.sequence_parallel else seq
+    seq = seq // mesh["tp"] if config.parallelism.sequence_parallel else seq
     x = torch.empty(rows, seq, model.embed_dim, dtype=model.stream_dtype, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
-    if config.packed:
+    if config.data.packed:
         batch |= {"positions": tokens, "segments": tokens}
     shared = (random.key(0).to("meta"), torch.empty((), dtype=torch.int64, device="meta"))
     params = partition.stage_params(weights, number, rank)
@@ -205,7 +210,7 @@ def _state_bytes(setup: RunSetup, rank: int) -> int:
     here = next(r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank)
     defs = partition.local_defs(setup.whole_defs, rank)
     specs = param_specs(defs, setup.rules)
-    if setup.config.zero == 2:
+    if setup.config.parallelism.zero == 2:
         specs = optim.shard_specs(defs, specs, mesh)
     specs = setup.used(specs)
     dtype = optim.torch_dtype(setup.config.optimizer.grad_dtype)
@@ -257,16 +262,20 @@ def bubble_note(setup: RunSetup) -> str | None:
         more = max(larger, key=lambda row: -row[1])[0]
     ways = [] if more is None else [more]
     for base in (config, *ways):
-        named = [replace(base, schedule=name, chunks=0) for name in NAMES if name != base.schedule]
+        named = [
+            configure(base, schedule=name, chunks=0)
+            for name in NAMES
+            if name != base.parallelism.schedule
+        ]
         found = [(least, c) for c in named if (least := _bubble(setup, c, pipes=1)) is not None]
         best = min(found, key=lambda row: row[0], default=None)
         if best is not None and best[0] < (_bubble(setup, base) or 1.0) - 0.01:
             ways.append(best[1])
     listed = ", ".join(f"{_options(config, way)}: {_bubble(setup, way):.0%}" for way in ways)
-    count = config.microbatches
+    count = config.parallelism.microbatches
     return (
-        f"{config.schedule} with {count} microbatch{'es' if count > 1 else ''} a step leaves the "
-        f"{setup.mesh['pp']} ranks of the pipeline idle {now:.0%} of the time; "
+        f"{config.parallelism.schedule} with {count} microbatch{'es' if count > 1 else ''} a step "
+        f"leaves the {setup.mesh['pp']} ranks of the pipeline idle {now:.0%} of the time; "
         f"{f'less: {listed}' if listed else 'a larger --global-batch has room for more of them'}"
     )
 
@@ -274,10 +283,10 @@ def bubble_note(setup: RunSetup) -> str | None:
 def _more_microbatches(setup: RunSetup) -> Iterator[tuple[TrainConfig, float]]:
     """The configs with more microbatches that the batch can be cut into, and their bubbles."""
     config = setup.config
-    sizes = config.batches.sizes[len(config.batches.earlier) :]
+    sizes = config.data.batches.sizes[len(config.data.batches.earlier) :]
     samples = math.gcd(*sizes) // math.prod(setup.mesh[axis] for axis in DATA_AXES)
-    for count in range(config.microbatches + 1, samples + 1):
-        changed = replace(config, microbatches=count)
+    for count in range(config.parallelism.microbatches + 1, samples + 1):
+        changed = configure(config, microbatches=count)
         if samples % count == 0 and (least := _bubble(setup, changed)) is not None:
             yield changed, least
 
@@ -300,9 +309,9 @@ def _bubble(setup: RunSetup, config: TrainConfig, pipes: int = 0) -> float | Non
 
 def _options(config: TrainConfig, changed: TrainConfig) -> str:
     """The options that make one config of another."""
-    given = {name: getattr(changed, name) for name in ("schedule", "microbatches")}
+    given = {name: value_at(changed, name) for name in ("schedule", "microbatches")}
     return " ".join(
-        f"--{name} {value}" for name, value in given.items() if value != getattr(config, name)
+        f"--{name} {value}" for name, value in given.items() if value != value_at(config, name)
     )
 
 

@@ -7,7 +7,6 @@ Batches made in the background, a few ahead of the steps that need them.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, raise_problems
+from functron.core.settings import value_at
 from functron.data import (
     Blend,
     ByteText,
@@ -46,7 +46,7 @@ from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
 from functron.data.windows import Documents, StoredTokens, Texts, check_vocabulary
 from functron.spmd import Mesh
 from functron.training import run_folder
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 
 _MASKS = ("[MASK]", "<mask>")
 _SENTINELS = ("<extra_id_0>",)
@@ -82,7 +82,7 @@ def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Object
     Raises:
         ValueError: the model has no id for what it needs beside text; all such are listed.
     """
-    plain = Objective(config.seq, config.architecture.vocab_size, lambda samples, _: samples)
+    plain = Objective(config.data.seq, config.architecture.vocab_size, lambda samples, _: samples)
     made = {"next": lambda *_: plain, "masked": _masked, "spans": _spans}
     objective = config.family.objective
     assert objective is not None, config.family
@@ -91,12 +91,12 @@ def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Object
 
 def target_length(config: TrainConfig) -> int:
     """How many targets a sample has: `seq`, or what the decoder says to so many tokens."""
-    return spans_in(config).targets if config.family.objective == "spans" else config.seq
+    return spans_in(config).targets if config.family.objective == "spans" else config.data.seq
 
 
 def flops_per_token(config: TrainConfig) -> int:
     """Model FLOPs of a step per token of `seq`, forward and backward."""
-    sizes = (config.seq, target_length(config))
+    sizes = (config.data.seq, target_length(config))
     if config.family.objective != "spans":
         sizes = sizes[:1]
     return config.family.flops_per_token(config.architecture, *sizes)
@@ -108,7 +108,7 @@ def spans_in(config: TrainConfig) -> Spans:
     Raises:
         ValueError: there is no room for them.
     """
-    return spans_of(config.seq, config.mask_rate, config.mean_span)
+    return spans_of(config.data.seq, config.data.mask_rate, config.data.mean_span)
 
 
 def useless_of(config: TrainConfig) -> tuple[str, ...]:
@@ -120,16 +120,18 @@ def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Probl
     """Settings of the objective that do not fit, as far as can be told without reading."""
     family, default = config.family, TrainConfig()
     for name in useless_of(config):
-        if (value := getattr(config, name)) != getattr(default, name):
+        if (value := value_at(config, name)) != value_at(default, name):
             yield Problem(name, str(value), f"nothing with {family.title}", "leave it out")
     if family.objective == "next":
         return
-    if not 0 < config.mask_rate < 1:
-        yield Problem("mask_rate", str(config.mask_rate), "above 0 and below 1", "such as 0.15")
-    if config.mask_token < -1:
-        yield Problem("mask_token", str(config.mask_token), "an id, or -1", "leave it out")
-    if config.fim_rate:
-        got, fix = f"{config.fim_rate} with {family.title}", "leave it out"
+    if not 0 < config.data.mask_rate < 1:
+        yield Problem(
+            "mask_rate", str(config.data.mask_rate), "above 0 and below 1", "such as 0.15"
+        )
+    if config.data.mask_token < -1:
+        yield Problem("mask_token", str(config.data.mask_token), "an id, or -1", "leave it out")
+    if config.data.fim_rate:
+        got, fix = f"{config.data.fim_rate} with {family.title}", "leave it out"
         yield Problem("fim_rate", got, "a model that predicts the next token", fix)
     if family.objective == "spans":
         yield from _length_problems(config, mesh)
@@ -141,17 +143,17 @@ def _length_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem
         said = target_length(config)
     except ValueError as error:
         fix = "lengthen it, or change mask_rate and mean_span"
-        yield Problem("seq", str(config.seq), str(error).splitlines()[1].strip(" -"), fix)
+        yield Problem("seq", str(config.data.seq), str(error).splitlines()[1].strip(" -"), fix)
         return
-    parts = mesh["tp"] if mesh is not None and config.sequence_parallel else 1
+    parts = mesh["tp"] if mesh is not None and config.parallelism.sequence_parallel else 1
     if said % parts:
-        longer = range(config.seq + 1, config.seq + 100 * parts)
+        longer = range(config.data.seq + 1, config.data.seq + 100 * parts)
         fits = (
             seq
             for seq in longer
-            if not seq % parts and not target_length(replace(config, seq=seq)) % parts
+            if not seq % parts and not target_length(configure(config, seq=seq)) % parts
         )
-        got = f"{config.seq}, to which the decoder says {said} tokens"
+        got = f"{config.data.seq}, to which the decoder says {said} tokens"
         wanted = f"a multiple of tp={parts} said under sequence_parallel"
         fix = f"set it to {next(fits, 'another')}, or leave sequence_parallel out"
         yield Problem("seq", got, wanted, fix)
@@ -163,14 +165,14 @@ def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objecti
     end = None if tokenizer is None else tokenizer.end_of_text
     special = () if end is None else (end,)
     if tokenizer is not None:
-        special += config.rules.begin_document(tokenizer)
+        special += config.data.rules.begin_document(tokenizer)
 
     def over(samples: Any, seed: int) -> Samples:
         def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
             # by its number a sample has the same masks in batches of any size
             named = {"tokens": drawn["tokens"], "rows": torch.from_numpy(numbers)}
             how = {"mask_id": mask, "vocab_size": plain.vocab_size, "special": special}
-            made = mask_tokens(named, seed, 0, rate=config.mask_rate, **how)
+            made = mask_tokens(named, seed, 0, rate=config.data.mask_rate, **how)
             return {name: made[name] for name in ("tokens", "targets")}
 
         return Transformed(samples, change, plain.vocab_size)
@@ -210,7 +212,7 @@ def end_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> int:
     """
     size = config.architecture.vocab_size
     own = None if tokenizer is None else tokenizer.end_of_text
-    end = config.end_token if config.end_token >= 0 else own
+    end = config.data.end_token if config.data.end_token >= 0 else own
     if end is not None and end < size:
         return end
     got = "-1 for a tokenizer without one" if end is None else str(end)
@@ -235,8 +237,8 @@ def _id_of(
     size, table = config.architecture.vocab_size, config.family.name
     known = {} if tokenizer is None else tokenizer.special_tokens
     named = [known[name] for name in names if name in known]
-    if config.mask_token >= 0 or named:
-        chosen = config.mask_token if config.mask_token >= 0 else named[0]
+    if config.data.mask_token >= 0 or named:
+        chosen = config.data.mask_token if config.data.mask_token >= 0 else named[0]
         if count - 1 <= chosen < size:
             return chosen, size
         wanted = f"an id below {table}.vocab_size={size}"
@@ -261,7 +263,9 @@ _ANY_LENGTH = 1 << 40
 
 def is_chat(config: TrainConfig) -> bool:
     """Whether `data` is read as conversations: by `format`, or by the ending ``.jsonl``."""
-    return config.format == "chat" or (config.format == "auto" and config.data.endswith(".jsonl"))
+    return config.data.format == "chat" or (
+        config.data.format == "auto" and config.data.path.endswith(".jsonl")
+    )
 
 
 def is_on_disk(config: TrainConfig) -> bool:
@@ -270,11 +274,11 @@ def is_on_disk(config: TrainConfig) -> bool:
     Raises:
         ValueError: it is a blend that is written wrongly.
     """
-    if config.format != "auto":
-        return config.format in ("tokens", "mock")
-    if not config.data or is_chat(config):
+    if config.data.format != "auto":
+        return config.data.format in ("tokens", "mock")
+    if not config.data.path or is_chat(config):
         return False
-    return _is_one(config.data) or parse_blend(config.data) is not None
+    return _is_one(config.data.path) or parse_blend(config.data.path) is not None
 
 
 def sources_of(config: TrainConfig) -> list[str]:
@@ -284,11 +288,11 @@ def sources_of(config: TrainConfig) -> list[str]:
         ValueError: it is a blend that is written wrongly.
     """
     blend = _blend_of(config)
-    return [config.data] if blend is None else [path for _, path in blend]
+    return [config.data.path] if blend is None else [path for _, path in blend]
 
 
 def _blend_of(config: TrainConfig) -> list[tuple[str, str]] | None:
-    return None if _is_one(config.data) else parse_blend(config.data)
+    return None if _is_one(config.data.path) else parse_blend(config.data.path)
 
 
 def _is_one(data: str) -> bool:
@@ -306,9 +310,9 @@ def tokenizer_of(config: TrainConfig) -> TextTokenizer | None:
         ValueError: it cannot be read.
     """
     path = run_folder.tokenizer_path(config)
-    if path is None and config.tokenizer == BYTES and is_on_disk(config):
+    if path is None and config.data.tokenizer == BYTES and is_on_disk(config):
         path = BYTES
-    how = {"pattern": config.tokenizer_pattern, "rules": config.rules}
+    how = {"pattern": config.data.tokenizer_pattern, "rules": config.data.rules}
     return None if path is None else open_tokenizer(path, **how)
 
 
@@ -327,32 +331,32 @@ def with_tokenizer(config: TrainConfig, given: Collection[str] = ()) -> TrainCon
         ValueError: `data` is a blend of tokens of different tokenizers, or made by different rules,
             or is written wrongly; or they were made by other rules than were set.
     """
-    if not config.data or not is_on_disk(config) or config.format == "mock":
+    if not config.data.path or not is_on_disk(config) or config.data.format == "mock":
         return config
     config = _with_rules(config, given)
-    if config.tokenizer or run_folder.tokenizer_path(config) is not None:
+    if config.data.tokenizer or run_folder.tokenizer_path(config) is not None:
         return config
     made = provenance(sources_of(config))
     if made is None or not made.is_there:
         return config
-    pattern = config.tokenizer_pattern or made.pattern
-    return dataclasses.replace(config, tokenizer=made.tokenizer, tokenizer_pattern=pattern)
+    pattern = config.data.tokenizer_pattern or made.pattern
+    return configure(config, tokenizer=made.tokenizer, tokenizer_pattern=pattern)
 
 
 def _with_rules(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """`config` with the rules by which its tokens on disk were made, if these are recorded."""
     found = rules_of(sources_of(config))
-    if found is None or config.text_rules != found.version:
+    if found is None or config.data.text_rules != found.version:
         return config
     default, fix = TrainConfig(), "leave it out, or preprocess again"
     raise_problems("tokens of other rules", [
-        Problem(name, repr(value), f"{made!r}, by which {config.data} was made", fix)
+        Problem(name, repr(value), f"{made!r}, by which {config.data.path} was made", fix)
         for name in ("special_tokens", "prepend_bos")
-        if (value := getattr(config, name)) != (made := getattr(found, name))
-        and (name in given or value != getattr(default, name))
+        if (value := value_at(config, name)) != (made := getattr(found, name))
+        and (name in given or value != value_at(default, name))
     ])  # fmt: skip
     own = {"special_tokens": found.special_tokens, "prepend_bos": found.prepend_bos}
-    return dataclasses.replace(config, **own)
+    return configure(config, **own)
 
 
 def describe_rules(config: TrainConfig, tokenizer: TextTokenizer | None) -> str:
@@ -362,9 +366,9 @@ def describe_rules(config: TrainConfig, tokenizer: TextTokenizer | None) -> str:
         config: the run.
         tokenizer: as `reader_of` finds it.
     """
-    if config.format == "mock":
+    if config.data.format == "mock":
         return ""
-    rules, on_disk = config.rules, is_on_disk(config)
+    rules, on_disk = config.data.rules, is_on_disk(config)
     if not on_disk and (tokenizer is None or isinstance(tokenizer, ByteTokenizer)):
         return rules.describe(None, None)
     if not on_disk and tokenizer is not None:
@@ -415,13 +419,13 @@ def open_samples(
     if is_on_disk(config):
         return _token_samples(config, learnt, part)
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
-        return learnt.over(ByteText(config.data or None, learnt.length, seed=seed), seed)
+        return learnt.over(ByteText(config.data.path or None, learnt.length, seed=seed), seed)
     settings = {"seed": seed, "vocab_size": learnt.vocab_size}
     if is_chat(config):
-        written, overlong = _with_template(tokenizer), config.overlong
-        chat = Chat(config.data, written, config.seq, overlong=overlong, **settings)
-        return PackedChat(chat) if config.pack else chat
-    text = TokenText(config.data or None, tokenizer, learnt.length, **settings)
+        written, overlong = _with_template(tokenizer), config.data.overlong
+        chat = Chat(config.data.path, written, config.data.seq, overlong=overlong, **settings)
+        return PackedChat(chat) if config.data.pack else chat
+    text = TokenText(config.data.path or None, tokenizer, learnt.length, **settings)
     return learnt.over(text, seed)
 
 
@@ -441,39 +445,39 @@ def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = re
     """
     raise_problems("cannot evaluate on this", problems_of(config))
     size = config.architecture.vocab_size
-    if config.format == "mock":
+    if config.data.format == "mock":
         mock = MockTokens(_MOCK_TOKENS, size, seed=config.seed)
         return StoredTokens(_part_of(config, mock, part), size)
     if is_on_disk(config):
-        file = _part_of(config, open_tokens(config.data), part)
-        return StoredTokens(file, size, by_document=config.packed)
+        file = _part_of(config, open_tokens(config.data.path), part)
+        return StoredTokens(file, size, by_document=config.data.packed)
     tokenizer = reader(config)
     if isinstance(tokenizer, ByteTokenizer):
-        return Documents(config.data, None, size)
+        return Documents(config.data.path, None, size)
     if tokenizer is not None and is_chat(config):
         written = _with_template(tokenizer)
-        return Conversations(Chat(config.data, written, _ANY_LENGTH, vocab_size=size))
-    return Documents(config.data, tokenizer, size)
+        return Conversations(Chat(config.data.path, written, _ANY_LENGTH, vocab_size=size))
+    return Documents(config.data.path, tokenizer, size)
 
 
 def _token_samples(
     config: TrainConfig, learnt: Objective, part: str, *, build: bool = True
 ) -> Samples:
     """Samples of tokens on disk, or of a blend of them, with the tables of their order if any."""
-    if config.order == "megatron":
+    if config.data.order == "megatron":
         return _megatron_samples(config, part, build)
-    if config.format == "mock":
+    if config.data.format == "mock":
         file = MockTokens(_MOCK_TOKENS, learnt.vocab_size, seed=config.seed)
         return _samples(config, learnt, file, part)
     blend = _blend_of(config)
     if blend is None:
-        return _samples(config, learnt, open_tokens(config.data), part)
+        return _samples(config, learnt, open_tokens(config.data.path), part)
     weights, paths = zip(*blend, strict=True)
     sources: list[Any] = [
         _samples(config, learnt, open_tokens(x), part, index) for index, x in enumerate(paths)
     ]
     given = None if weights[0] == ALL else weights
-    return Blend(sources, given, paths, config.blend_order)
+    return Blend(sources, given, paths, config.data.blend_order)
 
 
 def _megatron_samples(config: TrainConfig, part: str, build: bool) -> Samples:
@@ -482,26 +486,26 @@ def _megatron_samples(config: TrainConfig, part: str, build: bool) -> Samples:
     Raises:
         ValueError: files are not Megatron-LM's, or the order has fewer samples than the run takes.
     """
-    blend = _blend_of(config) or [(ALL, config.data)]
+    blend = _blend_of(config) or [(ALL, config.data.path)]
     weights = None if blend[0][0] == ALL else [float(weight) for weight, _ in blend]
     made = megatron_samples(
         [_indexed(path) for _, path in blend],
-        config.seq,
+        config.data.seq,
         config.ordered_samples if part == PARTS[0] else None,
         weights=weights,
         names=[path for _, path in blend],
-        split=config.split,
+        split=config.data.split,
         part=part,
-        surplus=config.blend_surplus,
-        cache=Path(config.order_cache) if config.order_cache else None,
+        surplus=config.data.blend_surplus,
+        cache=Path(config.data.order_cache) if config.data.order_cache else None,
         build=build,
         seed=config.seed,
         vocab_size=config.architecture.vocab_size,
-        extra_token=config.extra_token,
-        mask_documents=config.mask_documents,
+        extra_token=config.data.extra_token,
+        mask_documents=config.data.mask_documents,
     )
     if part == PARTS[0]:
-        last = config.batches.first_sample(config.steps) - 1
+        last = config.data.batches.first_sample(config.steps) - 1
         needed = int(config.anomalies.gaps.number(last)) + 1
         if needed > (count := num_ordered(made)):
             fix = "take fewer steps" + ("; or give weights in place of all" if blend[1:] else "")
@@ -528,60 +532,60 @@ def _samples(
     path = file.path  # whose record says how documents begin; a part has none of its own
     file = _part_of(config, file, part)
     seed = config.seed + (index << 32)  # sources of one size have orders of their own
-    if config.pack:
-        return PackedTokens(file, config.seq, seed=seed, vocab_size=learnt.vocab_size)
+    if config.data.pack:
+        return PackedTokens(file, config.data.seq, seed=seed, vocab_size=learnt.vocab_size)
     windows = TokenWindows(
         file,
         learnt.length,
         seed=seed,
         vocab_size=learnt.vocab_size,
-        mask_documents=config.mask_documents,
+        mask_documents=config.data.mask_documents,
         middle=_middle(config, path),
-        extra_token=config.extra_token,
+        extra_token=config.data.extra_token,
     )
     return learnt.over(windows, seed)
 
 
 def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
     """The documents of a file that `split` has for `part`; without `split` all of them."""
-    if not config.split:
+    if not config.data.split:
         return file
-    if config.order == "megatron":
-        return _megatron_part(config, _indexed(config.data), part)
-    parts = split(file, config.split)
+    if config.data.order == "megatron":
+        return _megatron_part(config, _indexed(config.data.path), part)
+    parts = split(file, config.data.split)
     if part not in parts:
-        fix = f"give it a weight in --split, such as {config.split},1"
-        problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
+        fix = f"give it a weight in --split, such as {config.data.split},1"
+        problem = Problem("split", f"{config.data.split}: nothing for {part}", "a part of it", fix)
         raise_problems("cannot split", [problem])
     return parts[part]
 
 
 def _megatron_part(config: TrainConfig, file: IndexedFile, part: str) -> TokenFile:
     """The documents of a file that Megatron-LM's split has for `part`."""
-    found = sequence_parts(config.split, file.num_sequences).get(part)
+    found = sequence_parts(config.data.split, file.num_sequences).get(part)
     problem = None
     if file.num_sequences != file.num_documents:
         fix = "give the texts a file of their own: --eval-data NAME=PREFIX"
-        got = f"{config.split} of documents of several sequences, which Megatron-LM divides"
+        got = f"{config.data.split} of documents of several sequences, which Megatron-LM divides"
         problem = Problem("split", got, "documents that are whole", fix)
     elif not found:
-        fix = f"give it a larger weight in --split than {config.split}"
-        problem = Problem("split", f"{config.split}: nothing for {part}", "a part of it", fix)
+        fix = f"give it a larger weight in --split than {config.data.split}"
+        problem = Problem("split", f"{config.data.split}: nothing for {part}", "a part of it", fix)
     raise_problems("cannot split", [problem] if problem else [])
     assert found
     return DocumentRange(file, found, part)
 
 
 def _middle(config: TrainConfig, path: Path) -> FillInTheMiddle | None:
-    if not config.fim_rate:
+    if not config.data.fim_rate:
         return None
     try:
-        ids = [int(word) for word in config.fim_tokens.split(",")]
+        ids = [int(word) for word in config.data.fim_tokens.split(",")]
     except ValueError:
         ids = []
     if len(ids) not in (3, 4):
         fix = "name them: --fim-tokens PREFIX,MIDDLE,SUFFIX or PREFIX,MIDDLE,SUFFIX,END"
-        problem = Problem("fim_tokens", repr(config.fim_tokens), "three or four ids", fix)
+        problem = Problem("fim_tokens", repr(config.data.fim_tokens), "three or four ids", fix)
         raise_problems("cannot fill in the middle", [problem])
     prefix, middle, suffix, *end = ids
     made = makers_of([path])[0]
@@ -589,8 +593,8 @@ def _middle(config: TrainConfig, path: Path) -> FillInTheMiddle | None:
         prefix,
         middle,
         suffix,
-        config.fim_rate,
-        config.fim_spm_rate,
+        config.data.fim_rate,
+        config.data.fim_spm_rate,
         end[0] if end else None,
         seed=config.seed,
         begin=() if made is None else made.begin,
@@ -605,40 +609,42 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
     """
     path = run_folder.tokenizer_path(config)
     if not is_on_disk(config):
-        if not config.extra_token:
+        if not config.data.extra_token:
             fix = "make them with functron preprocess, or leave it out"
             yield Problem("extra_token", "False", "tokens on disk", fix)
         for name in ("split", "mask_documents", "fim_rate"):
-            if getattr(config, name):
+            if value_at(config, name):
                 fix = "make them with functron preprocess, or leave it out"
-                yield Problem(name, str(getattr(config, name)), "tokens on disk", fix)
-        if config.pack and not is_chat(config):
+                yield Problem(name, str(value_at(config, name)), "tokens on disk", fix)
+        if config.data.pack and not is_chat(config):
             fix = "make them with functron preprocess, or leave it out"
-            yield Problem("pack", config.pack, "tokens on disk, or conversations", fix)
-    elif config.pack and config.fim_rate:
+            yield Problem("pack", config.data.pack, "tokens on disk, or conversations", fix)
+    elif config.data.pack and config.data.fim_rate:
         fix = "leave it out, or --mask-documents in place of --pack"
         wanted = "documents as long as they were packed"
-        yield Problem("fim_rate", f"{config.fim_rate} with pack={config.pack}", wanted, fix)
+        yield Problem(
+            "fim_rate", f"{config.data.fim_rate} with pack={config.data.pack}", wanted, fix
+        )
     yield from _order_problems(config)
     yield from _rule_problems(config, path)
-    if not config.extra_token and is_on_disk(config):
-        others = {"pack": config.pack, "fim_rate": config.fim_rate}
+    if not config.data.extra_token and is_on_disk(config):
+        others = {"pack": config.data.pack, "fim_rate": config.data.fim_rate}
         others |= {"a model that restores tokens": config.family.objective in ("masked", "spans")}
         for name in filter(others.get, others):
             yield Problem("extra_token", f"False with {name}", "True", "leave one of them out")
-    if config.format == "mock":
-        if config.data:
+    if config.data.format == "mock":
+        if config.data.path:
             fix = "leave out --data or --format mock"
-            yield Problem("data", repr(config.data), "nothing with random tokens", fix)
+            yield Problem("data", repr(config.data.path), "nothing with random tokens", fix)
     elif is_on_disk(config):
-        if not config.data:
+        if not config.data.path:
             fix = "add --data PREFIX, of functron preprocess"
             yield Problem("data", "nothing", "tokens on disk", fix)
     elif is_chat(config):
-        if not config.data:
+        if not config.data.path:
             yield Problem("data", "nothing", "a JSONL file of conversations", "add --data FILE")
         if path is None:
-            got = f"{config.tokenizer or 'none'} for conversations"
+            got = f"{config.data.tokenizer or 'none'} for conversations"
             fix = "name the model's: --tokenizer FOLDER; to train on the file as it is: "
             fix += "--format text"
             yield Problem("tokenizer", got, "a folder with tokenizer.json and a template", fix)
@@ -653,40 +659,42 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
 def _rule_problems(config: TrainConfig, tokenizer: Path | None) -> Iterator[Problem]:
     """Settings of the rules of text that change nothing."""
     default, fix = TrainConfig(), "leave it out"
-    bare = config.format == "mock" or (tokenizer is None and not is_on_disk(config))
+    bare = config.data.format == "mock" or (tokenizer is None and not is_on_disk(config))
     for name in ("special_tokens", "prepend_bos"):
-        if (value := getattr(config, name)) == getattr(default, name):
+        if (value := value_at(config, name)) == value_at(default, name):
             continue
         if bare:
             yield Problem(name, str(value), "nothing without a tokenizer", fix)
-        elif config.text_rules == 1:
+        elif config.data.text_rules == 1:
             yield Problem(name, str(value), "nothing with text_rules=1", fix)
 
 
 def _order_problems(config: TrainConfig) -> Iterator[Problem]:
     """Settings that do not go with the order of samples."""
     default = TrainConfig()
-    if config.order != "megatron":
+    if config.data.order != "megatron":
         for name in ("order_samples", "order_cache", "blend_surplus"):
-            if (value := getattr(config, name)) != getattr(default, name):
-                wanted = f"nothing with order={config.order}"
+            if (value := value_at(config, name)) != value_at(default, name):
+                wanted = f"nothing with order={config.data.order}"
                 yield Problem(name, str(value), wanted, "leave it out, or add --order megatron")
         return
     wanted, fix = "Megatron-LM's .bin and .idx", "name their prefix: --data PREFIX, or leave it out"
-    if not is_on_disk(config) or config.format == "mock" or not config.data:
-        got = "mock" if config.format == "mock" else repr(config.data)
+    if not is_on_disk(config) or config.data.format == "mock" or not config.data.path:
+        got = "mock" if config.data.format == "mock" else repr(config.data.path)
         yield Problem("order", f"megatron with data={got}", wanted, fix)
     wanted, fix = "documents as they follow one another", "leave one of them out"
     for name in ("pack", "fim_rate"):
-        if value := getattr(config, name):
+        if value := value_at(config, name):
             yield Problem("order", f"megatron with {name}={value}", wanted, fix)
     if config.family.objective != "next":
         got, wanted = f"megatron with {config.family.title}", "a model that predicts the next token"
         yield Problem("order", got, wanted, "leave it out: these samples it draws otherwise")
-    if config.order_samples < 0:
-        yield Problem("order_samples", str(config.order_samples), "at least 0", "leave it out")
-    if not 0 <= config.blend_surplus < 100:
-        yield Problem("blend_surplus", str(config.blend_surplus), "at least 0", "such as 0.005")
+    if config.data.order_samples < 0:
+        yield Problem("order_samples", str(config.data.order_samples), "at least 0", "leave it out")
+    if not 0 <= config.data.blend_surplus < 100:
+        yield Problem(
+            "blend_surplus", str(config.data.blend_surplus), "at least 0", "such as 0.005"
+        )
     if not 0 <= config.seed < 1 << 32:
         yield Problem("seed", str(config.seed), "0 to 2^32 - 1 with order=megatron", "such as 1234")
 
@@ -703,15 +711,15 @@ def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_
         ValueError: it is not.
     """
     if is_on_disk(config):
-        if config.data or config.format == "mock":
+        if config.data.path or config.data.format == "mock":
             _token_samples(config, objective_of(config, reader(config)), part, build=False)
     elif is_chat(config):
-        if config.data:
-            chat_files(config.data)
+        if config.data.path:
+            chat_files(config.data.path)
     elif run_folder.tokenizer_path(config) is None:
-        ByteText(config.data or None, objective_of(config, reader(config)).length)
-    elif config.data:
-        find(config.data)
+        ByteText(config.data.path or None, objective_of(config, reader(config)).length)
+    elif config.data.path:
+        find(config.data.path)
 
 
 def check_tokenizer(config: TrainConfig, tokenizer: TextTokenizer | None) -> None:

@@ -21,6 +21,7 @@ import torch
 from functron.compiler.jit import jit
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import value_at
 from functron.data.blend import PARTS
 from functron.data.chat import IGNORED
 from functron.data.shards import provenance
@@ -31,7 +32,7 @@ from functron.program.trace import trace
 from functron.spmd import BoundMesh, P, shard_map
 from functron.spmd.params import abstract_params
 from functron.training import data
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.loop import At, LoopHook
 from functron.training.records import EVAL
 from functron.training.restarts import RESHAPE
@@ -134,25 +135,25 @@ def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
     Raises:
         ValueError: `eval_data`, or a blend, is written wrongly.
     """
-    seed = config.seed if config.order == "megatron" else 0
-    if config.eval_data:
+    seed = config.seed if config.data.order == "megatron" else 0
+    if config.evaluation.data:
         kind = "tokens" if data.is_on_disk(config) else "text"
         kind = "chat" if data.is_chat(config) else kind
-        like = dataclasses.replace(config, seed=seed, split="", format=kind)
-        named = parse_sets(config.eval_data).items()
-        return {name: dataclasses.replace(like, data=path) for name, path in named}
-    if not config.split or not data.is_on_disk(config):
+        like = configure(config, seed=seed, split="", format=kind)
+        named = parse_sets(config.evaluation.data).items()
+        return {name: configure(like, data=path) for name, path in named}
+    if not config.data.split or not data.is_on_disk(config):
         return {}
-    if config.format == "mock":
+    if config.data.format == "mock":
         return {VALIDATION: config}  # whose tokens follow from the seed
-    like = dataclasses.replace(config, seed=seed)
+    like = configure(config, seed=seed)
     sources = list(dict.fromkeys(data.sources_of(config)))
     if len(sources) < 2:
-        return {VALIDATION: dataclasses.replace(like, data="".join(sources))}
+        return {VALIDATION: configure(like, data="".join(sources))}
     short = [Path(path).name for path in sources]
     names = short if len(set(short)) == len(short) else sources
     rows = zip(names, sources, strict=True)
-    return {f"{VALIDATION}/{name}": dataclasses.replace(like, data=path) for name, path in rows}
+    return {f"{VALIDATION}/{name}": configure(like, data=path) for name, path in rows}
 
 
 def problems_of(config: TrainConfig) -> Iterator[Problem]:
@@ -161,29 +162,31 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
     Raises:
         ValueError: what `sets_of` raises.
     """
-    if config.eval_every < 1:
+    if config.evaluation.every < 1:
         fix = "add --eval-every 100, or leave it out"
         for name in ("eval_data", "eval_batches", "eval_averaged"):
-            if value := getattr(config, name):
+            if value := value_at(config, name):
                 yield Problem(name, repr(value), "nothing without eval_every", fix)
         return
-    if config.eval_averaged and not config.optimizer.ema_decay:
+    if config.evaluation.averaged and not config.optimizer.ema_decay:
         fix = "add --optimizer.ema-decay 0.999, or leave it out"
         yield Problem("eval_averaged", "True", "a run that keeps averages", fix)
-    if config.format == "mock" and config.eval_data:
+    if config.data.format == "mock" and config.evaluation.data:
         fix = "leave it out, and add --split 99,1"
-        yield Problem("eval_data", repr(config.eval_data), "nothing with random tokens", fix)
+        yield Problem("eval_data", repr(config.evaluation.data), "nothing with random tokens", fix)
         return
     sets = sets_of(config)
     if not sets:
         fix = 'add --eval-data "NAME=PATH"'
         fix += ", or --split 99,1" if data.is_on_disk(config) else ""
-        yield Problem("eval_every", f"{config.eval_every} without a set", "held-out data", fix)
-    elif config.format == "mock" and not config.eval_batches:
+        yield Problem(
+            "eval_every", f"{config.evaluation.every} without a set", "held-out data", fix
+        )
+    elif config.data.format == "mock" and not config.evaluation.batches:
         got, fix = "0, for all of 10^15 random tokens", "add --eval-batches 8"
         yield Problem("eval_batches", got, "at least 1", fix)
-    for name, one in sets.items() if config.eval_data else ():
-        if one.format == "tokens" and len(data.sources_of(one)) > 1:
+    for name, one in sets.items() if config.evaluation.data else ():
+        if one.data.format == "tokens" and len(data.sources_of(one)) > 1:
             fix = "name each of its files"
             yield Problem("eval_data", f"a blend as {name!r}", "one file or folder of tokens", fix)
 
@@ -195,10 +198,15 @@ def check(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> None:
         ValueError: one is not, or has tokens of another tokenizer than `data`; all such are told.
     """
     messages = []
-    sets = sets_of(config) if config.eval_every > 0 else {}
-    if config.eval_data and config.data and config.format != "mock" and data.is_on_disk(config):
+    sets = sets_of(config) if config.evaluation.every > 0 else {}
+    if (
+        config.evaluation.data
+        and config.data.path
+        and config.data.format != "mock"
+        and data.is_on_disk(config)
+    ):
         # other tokenizers' tokens would have a perplexity, too
-        provenance([*data.sources_of(config), *(one.data for one in sets.values())])
+        provenance([*data.sources_of(config), *(one.data.path for one in sets.values())])
     for name, one in sets.items():
         try:
             data.check(one, VALIDATION, reader=reader)
@@ -220,14 +228,14 @@ def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> l
     """
     raise_problems("cannot evaluate on this", problems_of(config))
     found = []
-    for name, one in sets_of(config).items() if config.eval_every else ():
+    for name, one in sets_of(config).items() if config.evaluation.every else ():
         try:
             samples: Any = data.open_samples(one, VALIDATION, reader=reader)
         except ValueError as error:
             raise ValueError(f"held-out set {name!r}: {error}") from error
-        count = -(-samples.num_samples // config.global_batch)
-        count = min(count, config.eval_batches or count)
-        found.append(HeldOut(name, samples, config.global_batch, count))
+        count = -(-samples.num_samples // config.data.global_batch)
+        count = min(count, config.evaluation.batches or count)
+        found.append(HeldOut(name, samples, config.data.global_batch, count))
         require_targets(found[-1])
     return found
 
@@ -281,13 +289,13 @@ def slide(
     Raises:
         ValueError: what `Sliding` raises.
     """
-    size = config.global_batch
+    size = config.data.global_batch
     try:
-        samples = Sliding(texts, config.seq, stride, size, multiple=multiple, exact=exact)
+        samples = Sliding(texts, config.data.seq, stride, size, multiple=multiple, exact=exact)
     except ValueError as error:
         raise ValueError(f"held-out set {name!r}: {error}") from error
     count = -(-samples.num_samples // size)
-    found = HeldOut(name, samples, size, min(count, config.eval_batches or count))
+    found = HeldOut(name, samples, size, min(count, config.evaluation.batches or count))
     require_targets(found)
     return found
 
@@ -312,7 +320,7 @@ def loss_program(setup: RunSetup) -> Callable:
 
     stages = "pp" if setup.is_pipelined else None
     mapped = shard_map(counted, setup.mesh, (specs, setup.batch_specs), (P(), P()), stages=stages)
-    if setup.config.compile and setup.rank is None:
+    if setup.config.compute.compile and setup.rank is None:
         mapped = jit(mapped)
 
     def without_gradients(params: tree.Tree, batch: gpt.Batch) -> tuple:
@@ -334,7 +342,7 @@ def loss_memory_bytes(setup: RunSetup, rows: int, seq: int) -> int:
     """
     bound = isinstance(setup.mesh, BoundMesh)
     one = setup.without_pipeline
-    config = dataclasses.replace(setup.config, mesh=str(one.mesh), microbatches=1)
+    config = configure(setup.config, mesh=str(one.mesh), microbatches=1)
     one = dataclasses.replace(one, config=config)
     mapped = shard_map(_of_all(one), one.mesh, (one.specs, gpt.batch_specs()), P())
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
@@ -352,7 +360,7 @@ def _of_all(setup: RunSetup) -> Callable:
     def microbatch(params, batch):
         return _next_token(loss(model, params, batch, options))
 
-    return accumulate(microbatch, setup.config.microbatches)
+    return accumulate(microbatch, setup.config.parallelism.microbatches)
 
 
 def _of_stages(setup: RunSetup) -> Callable:

@@ -15,9 +15,10 @@ from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import MuonConfig
 from functron.optim.finite import LossScale
 from functron.spmd import Mesh
-from functron.training.config import TrainConfig, with_precision
+from functron.training.config import TrainConfig, configure, with_precision
 from functron.training.megatron import Reading
 from functron.training.megatron_model import FamilyName
+from functron.training.watchdog import WatchdogConfig
 
 
 def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[str, Any]]:
@@ -496,12 +497,12 @@ def recast(reading: Reading, config: TrainConfig) -> TrainConfig:
     name, products = _products(reading, name)
     made = with_precision(config, name)
     own: dict[str, Any] = _scale(reading, name) | _sums(reading, name) | _moments(reading, name)
-    made = replace(made, optimizer=replace(made.optimizer, **own))
+    made = configure(made, optimizer=replace(made.optimizer, **own))
     if products:
-        made = replace(made, products=products)
+        made = configure(made, products=products)
     gathers = [n for n in ("fp8_param_gather", "fp4_param_gather") if reading.take(n, "gather_as")]
-    if gathers and made.zero == 3 and made.products:
-        return replace(made, gather_as="quantised")
+    if gathers and made.parallelism.zero == 3 and made.precision.products:
+        return configure(made, gather_as="quantised")
     reading.say("not needed", "parameters are gathered where --zero is 3", *gathers)
     return made
 
@@ -625,5 +626,5 @@ def _memory(reading: Reading) -> dict[str, Any]:
     minutes = reading.take("distributed_timeout_minutes", "timeout_seconds")
     if reading.has("distributed_timeout_minutes"):
         found["timeout_seconds"] = 60.0 * minutes
-        found["hang_after"] = min(TrainConfig.hang_after, 30.0 * minutes)
+        found["hang_after"] = min(WatchdogConfig.hang_after, 30.0 * minutes)
     return found

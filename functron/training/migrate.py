@@ -25,6 +25,7 @@ from typing import Any
 from functron import nn
 from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import fields_under, name_of, value_at
 from functron.data.order import parse_ramp_up
 from functron.models.config import GPTConfig
 from functron.models.family import FAMILIES, differing_fields, field_text
@@ -32,11 +33,12 @@ from functron.nn.moe import MoEConfig
 from functron.training import megatron
 from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, dump, read_yaml
+from functron.training.config import TrainConfig, configure, dump, read_yaml
 from functron.training.launch_line import LaunchLine, is_open, read_script
 from functron.training.megatron import Arguments, Kind, Reading, Row, read_arguments
 from functron.training.megatron_model import FamilyName, architecture, family_of_line, vocabulary
 from functron.training.megatron_step import recast, step_settings
+from functron.training.stragglers import StragglersConfig
 
 TITLE = "cannot migrate"
 _NONE = ("none", "None", "null", "")
@@ -137,7 +139,7 @@ def migrate(
     ranks = processes or line.processes or _nemo_ranks(arguments)
     told = ranks > 0
     config, ranks = _configured(reading, family, model, ranks)
-    config = replace(config, model=family, source=f"launch:{Path(source).name}")
+    config = configure(config, model=family, source=f"launch:{Path(source).name}")
     raise_problems(f"{TITLE} {source}", reading.problems)
     return replace(_checked(source, config, reading, ranks), told=told)
 
@@ -249,58 +251,58 @@ def _configured(
     settings |= {"seed": reading.take("seed", "seed", why)}
     settings |= _anomalies(reading, settings)
     own: dict[str, Any] = {family: model}
-    config = replace(TrainConfig(), **settings, **own)
+    config = configure(**settings, **own)
     if family != "gpt":
-        config = replace(config, gpt=TrainConfig().gpt)
+        config = configure(config, gpt=TrainConfig().gpt)
     return recast(reading, config), mesh.size
 
 
 def _checked(source: Any, config: TrainConfig, reading: Reading, ranks: int) -> Migration:
     """The migration, whose configuration is valid but for what is not on this machine."""
     missing = [path for path in _files(config) if not _is_here(path)]
-    tried = replace(config, tensorboard=False, wandb=False, cuda_graph=False, device="cpu")
+    tried = configure(config, tensorboard=False, wandb=False, cuda_graph=False, device="cpu")
     if missing:
-        named = bool(config.eval_data)
-        tried = replace(tried, data="", tokenizer="", eval_data="", format="mock")
-        tried = replace(tried, split=config.split or ("1,1" if named else ""))
-    if not config.data and config.format != "mock":
-        tried = replace(tried, format="mock", data="")
-    if not tried.data:
+        named = bool(config.evaluation.data)
+        tried = configure(tried, data="", tokenizer="", eval_data="", format="mock")
+        tried = configure(tried, split=config.data.split or ("1,1" if named else ""))
+    if not config.data.path and config.data.format != "mock":
+        tried = configure(tried, format="mock", data="")
+    if not tried.data.path:
         own = TrainConfig()
         names = ("order", "order_samples", "order_cache", "blend_surplus", "extra_token")
-        tried = replace(tried, **{name: getattr(own, name) for name in names})
+        tried = configure(tried, **{name: value_at(own, name) for name in names})
     if config.out and Path(config.out).exists():
-        tried = replace(tried, out="", resume=False)
-    tried = replace(tried, resume=False)
+        tried = configure(tried, out="", resume=False)
+    tried = configure(tried, resume=False)
     try:
         validate(tried)
     except ValueError as error:
         raise ValueError(f"{TITLE} {source}\n{error}") from None
-    default = replace(TrainConfig(), **{config.family.name: type(config.architecture)()})
+    default = configure(**{config.family.name: type(config.architecture)()})
     rows = reading.rows(_paths(config), _paths(default))
     return Migration(config, tuple(rows), ranks, absent=tuple(missing))
 
 
 def _paths(config: TrainConfig) -> dict[str, Any]:
-    """The settings of a configuration by their paths."""
+    """The settings and sections of a configuration by their names; `rope_scaling` as a whole."""
     found: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:
         for field in dataclasses.fields(value):
             inner, where = getattr(value, field.name), f"{path}{field.name}"
-            found[where] = inner
+            found[name_of(type(config), where)] = inner
             if dataclasses.is_dataclass(inner) and field.name != "rope_scaling":
                 walk(inner, f"{where}.")
 
     walk(config, "")
-    return found
+    return found | {name: value_at(config, name) for name in fields_under(config)}
 
 
 def _files(config: TrainConfig) -> list[str]:
     """The files of data and the tokenizer that a configuration names."""
-    words = [word for word in shlex.split(config.data) if not _is_weight(word)]
-    words += [word.partition("=")[2] for word in shlex.split(config.eval_data)]
-    return list(filter(None, [*words, config.tokenizer]))
+    words = [word for word in shlex.split(config.data.path) if not _is_weight(word)]
+    words += [word.partition("=")[2] for word in shlex.split(config.evaluation.data)]
+    return list(filter(None, [*words, config.data.tokenizer]))
 
 
 def _is_weight(word: str) -> bool:
@@ -566,7 +568,7 @@ def _logs(reading: Reading) -> dict[str, Any]:
         reading.taken("log_layers_every", name, why="norms by layer, every 100 steps")
         found |= {"log_layers_every": 100} if reading(name) else {}
     slow = reading.take("log_straggler", "stragglers_every", "every five steps")
-    return found | ({"stragglers_every": TrainConfig.stragglers_every} if slow else {})
+    return found | ({"stragglers_every": StragglersConfig.every} if slow else {})
 
 
 def _anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:

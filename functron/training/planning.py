@@ -24,14 +24,7 @@ from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.optim import torch_dtype
 from functron.pipeline.registry import make
-from functron.plan.estimate import (
-    Estimate,
-    StateBytes,
-    Step,
-    estimate,
-    step_estimate,
-    step_memory,
-)
+from functron.plan.estimate import Estimate, StateBytes, Step, estimate, step_estimate, step_memory
 from functron.plan.hardware import Hardware, Placement, hardware, hardware_of
 from functron.plan.pieces import Pieces, pieces
 from functron.plan.rates import FUNCTRON, Software
@@ -40,7 +33,7 @@ from functron.program.cost import bytes_text
 from functron.spmd import DATA_AXES, Mesh
 from functron.spmd.params import num_params, param_specs
 from functron.spmd.spec import local_shape
-from functron.training.config import TrainConfig, load, with_precision
+from functron.training.config import ParallelismConfig, TrainConfig, configure, load, with_precision
 from functron.training.hardware import free_memory_bytes, measured_bandwidth, measured_flops
 from functron.training.records import Record
 from functron.training.setup import RunSetup, make_setup
@@ -81,17 +74,23 @@ class Choices:
             title, got = "cannot plan this model", self.config.family.title
             fix = "give its mesh to functron train --dry-run --hardware NAME, which costs it"
             refuse(title, "model", got, "a GPT, whose layers can be traced one by one", fix)
-        if self.config.lora is not None:
+        if self.config.lora.adapters is not None:
             title, wanted = "cannot plan adapters", "0: a plan is for training all parameters"
-            refuse(title, "lora_rank", str(self.config.lora_rank), wanted, "leave it out")
+            refuse(title, "lora_rank", str(self.config.lora.rank), wanted, "leave it out")
 
     def space(self, gpus: int, **given: Any) -> Space:
         """The candidates of this model on so many GPUs; `given` are further fields."""
         model = self.config.gpt
         experts = model.moe.num_experts if model.moe is not None else 1
-        common = (gpus, self.config.global_batch, self.config.seq, model.num_layers, experts)
+        common = (
+            gpus,
+            self.config.data.global_batch,
+            self.config.data.seq,
+            model.num_layers,
+            experts,
+        )
         usual = "bf16" if self.machine.name != hardware("cpu").name else "float32"
-        policy = self.config.precision
+        policy = self.config.precision.name
         own = {"precisions": (usual if policy == "auto" else policy,)}
         return Space(*common, domain=self.machine.domain.gpus, **{**own, **given})
 
@@ -99,11 +98,11 @@ class Choices:
         """The run of a candidate, which `functron train` takes as it is."""
         base = self._precise(candidate.precision)
         pipelined = candidate.pp > 1
-        return replace(
+        return configure(
             base,
             mesh=str(candidate.mesh),
             microbatches=candidate.microbatches,
-            schedule=candidate.schedule if pipelined else TrainConfig.schedule,
+            schedule=candidate.schedule if pipelined else ParallelismConfig.schedule,
             chunks=candidate.chunks if pipelined else 0,
             remat=candidate.remat,
             sequence_parallel=candidate.sequence_parallel,
@@ -134,10 +133,10 @@ class Choices:
             self._once(("rules", self._split_key(candidate)), lambda: self._rules(candidate))
         )
         model, c = self.config.gpt, candidate
-        parts = c.cp * (2 if c.cp > 1 and self.config.zigzag else 1)
+        parts = c.cp * (2 if c.cp > 1 and self.config.parallelism.zigzag else 1)
         parts *= c.tp if c.sequence_parallel else 1
-        if self.config.seq % parts:
-            found.append(f"seq={self.config.seq} is no multiple of {parts}")
+        if self.config.data.seq % parts:
+            found.append(f"seq={self.config.data.seq} is no multiple of {parts}")
         if c.sequence_parallel and c.tp == 1:
             found.append("sequence_parallel without tp")
         if c.zero in (1, 2) and c.dp * c.ep * c.cp == 1:
@@ -216,11 +215,11 @@ class Choices:
     def least_seconds(self, candidate: Candidate) -> float:
         """Model FLOPs, and what remat repeats, at the rate of the best products, and the bubble."""
         c, config = candidate, self.config
-        flops = self._once("flops", lambda: gpt.flops_per_token(config.gpt, config.seq))
+        flops = self._once("flops", lambda: gpt.flops_per_token(config.gpt, config.data.seq))
         rates = self._once(("rate", c.precision), lambda: self._rate(c.precision))
         again = 4 / 3 if c.remat == "full" else 1.0
         ranks = c.mesh.size
-        seconds = flops * again * config.global_batch * config.seq / (ranks * rates)
+        seconds = flops * again * config.data.global_batch * config.data.seq / (ranks * rates)
         waits = c.schedule not in _SPLIT
         return seconds * (1 + waits * (c.pp - 1) / (self._chunks(c) * c.microbatches))
 
@@ -228,7 +227,7 @@ class Choices:
         """FLOP/s that no step is above."""
         config, peaks = self._precise(precision), self.machine.peak_flops
         peak = self.machine.peak(config.gpt.torch_dtype)
-        if config.recipe is not None:
+        if config.precision.recipe is not None:
             peak = max(peak, *(rate for name, rate in peaks.items() if name.startswith("float")))
         return peak * max(self.machine.matmul.efficiency, *self.machine.attention.values())
 
@@ -240,7 +239,7 @@ class Choices:
         """
         c, model = candidate, self.config.gpt
         placement = self._once(("placement", c.mesh), lambda: Placement.on(c.mesh, self.machine))
-        tokens = c.rows * self.config.seq // c.cp
+        tokens = c.rows * self.config.data.seq // c.cp
         stream = tokens * model.embed_dim * model.torch_dtype.itemsize
         sent = 0.0
         if c.tp > 1:  # twice there and back, in forward and in backward
@@ -324,21 +323,21 @@ def pieces_of(made: RunSetup, rows: int) -> Pieces:
         ValueError: the model cannot run on the mesh.
     """
     config = made.config
-    over = ("dp", "fsdp") if config.zero == 3 else ("fsdp",)
-    divided = config.gather != "step" and any(made.mesh[axis] > 1 for axis in over)
+    over = ("dp", "fsdp") if config.parallelism.zero == 3 else ("fsdp",)
+    divided = config.parallelism.gather != "step" and any(made.mesh[axis] > 1 for axis in over)
     # what the other data-parallel ranks do with gradients is no part of a layer
     left_out = {"pp", "dp", "fsdp"} - {*(over if divided else ())}
     axes = {axis: n for axis, n in made.plain_mesh.axes if axis not in left_out}
-    split = made.mesh["pp"] > 1 and config.schedule in _SPLIT
+    split = made.mesh["pp"] > 1 and config.parallelism.schedule in _SPLIT
     return pieces(
         config.gpt,
         Mesh(**axes),
         replace(made.options, gather=gpt.WHOLE),
         rows=rows,
-        seq=config.seq,
-        gather=config.gather if divided else "step",
+        seq=config.data.seq,
+        gather=config.parallelism.gather if divided else "step",
         fsdp=over,
-        experts=config.experts,
+        experts=config.parallelism.experts,
         split=split,
         grad_dtype=torch_dtype(config.optimizer.grad_dtype),
     )
@@ -353,7 +352,7 @@ def state_bytes(config: TrainConfig) -> StateBytes:
     model, own = config.gpt, config.gpt.torch_dtype.itemsize
     dense = min(1, model.dense_layers)
     small = replace(model, num_layers=1 + dense, dense_layers=dense)
-    one = replace(config, gpt=small, mesh="", zero=0, gather="use", schedule="1f1b", chunks=0)
+    one = configure(config, gpt=small, mesh="", zero=0, gather="use", schedule="1f1b", chunks=0)
     made = make_setup(one, Mesh())
     held = tree.nbytes(made.init(random.key(0).to("meta")).opt_state)
     grad, reduce = (
@@ -376,25 +375,29 @@ def expected(made: RunSetup, machine: Hardware) -> Estimate:
         ValueError: the model cannot run on the mesh, or the batch does not divide.
     """
     config, mesh = made.config, made.plain_mesh
-    if config.family.name != "gpt" or config.lora is not None:
+    if config.family.name != "gpt" or config.lora.adapters is not None:
         if made.is_pipelined:
             title, got = "cannot tell what this step takes", f"{config.title} with pp"
             refuse(title, "mesh", got, "a GPT without adapters, or no pp", "leave --hardware out")
         program = made.without_pipeline.program()
-        tokens = config.global_batch * config.seq
+        tokens = config.data.global_batch * config.data.seq
         software = _software(config)
         return estimate(
             program, machine, Placement.on(mesh, machine), software=software, tokens=tokens
         )
-    rows = config.global_batch // config.microbatches // math.prod(mesh[a] for a in DATA_AXES)
+    rows = (
+        config.data.global_batch
+        // config.parallelism.microbatches
+        // math.prod(mesh[a] for a in DATA_AXES)
+    )
     step = Step(
         pieces_of(made, rows),
         mesh,
-        config.microbatches,
-        config.schedule,
+        config.parallelism.microbatches,
+        config.parallelism.schedule,
         made.schedule.num_chunks if made.is_pipelined else 1,
         made.partition.layout if made.is_pipelined else None,
-        config.zero,
+        config.parallelism.zero,
         state_bytes(config),
         config.optimizer.offload,
     )
@@ -403,7 +406,7 @@ def expected(made: RunSetup, machine: Hardware) -> Estimate:
 
 def _software(config: TrainConfig) -> Software:
     """How a run's programs are run: fused and overlapping where they are compiled."""
-    if config.compile:
+    if config.compute.compile:
         return FUNCTRON
     return replace(
         FUNCTRON, name="functron without --compile", fusion="none", sums_in_products=False,
@@ -541,9 +544,9 @@ def recipe_table() -> str:
     rows = [["recipe", "GPUs", "mesh", "samples x tokens", "expected"]]
     for name in RECIPES:
         config = recipe_config(name)
-        size = Mesh.parse(config.mesh).size
-        batch = f"{config.global_batch} x {config.seq}"
-        rows.append([name, str(size), config.mesh, batch, _comments(name)[1]])
+        size = Mesh.parse(config.parallelism.mesh).size
+        batch = f"{config.data.global_batch} x {config.data.seq}"
+        rows.append([name, str(size), config.parallelism.mesh, batch, _comments(name)[1]])
     return table(rows, left=5)
 
 
@@ -562,7 +565,7 @@ def job_script(name: str) -> str:
     Raises:
         ValueError: as `recipe`.
     """
-    size = Mesh.parse(recipe_config(name).mesh).size
+    size = Mesh.parse(recipe_config(name).parallelism.mesh).size
     ranks = min(size, _GPUS_PER_NODE)
     text = (_FOLDER / "job.sbatch").read_text(encoding="utf-8")
     fields = {"NAME": name, "NODES": str(size // ranks), "RANKS": str(ranks)}
@@ -582,14 +585,14 @@ def shrunk(config: TrainConfig, *, steps: int = 3) -> TrainConfig:
         config: the run of a GPT.
         steps: that it takes.
     """
-    sizes = {axis: min(size, 2) for axis, size in Mesh.parse(config.mesh).axes}
-    few = replace(config, gpt=_few_parameters(config, sizes.get("pp", 1)))
-    microbatches = min(config.microbatches, 4)
+    sizes = {axis: min(size, 2) for axis, size in Mesh.parse(config.parallelism.mesh).axes}
+    few = configure(config, gpt=_few_parameters(config, sizes.get("pp", 1)))
+    microbatches = min(config.parallelism.microbatches, 4)
     data_ranks = math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
-    return replace(
+    return configure(
         with_precision(few, "float32"),
         mesh=",".join(f"{axis}={size}" for axis, size in sizes.items()),
-        chunks=min(config.chunks, 2),
+        chunks=min(config.parallelism.chunks, 2),
         seq=32,
         microbatches=microbatches,
         global_batch=data_ranks * microbatches,
@@ -606,7 +609,7 @@ def shrunk(config: TrainConfig, *, steps: int = 3) -> TrainConfig:
 def _few_parameters(config: TrainConfig, pp: int) -> GPTConfig:
     """The architecture of the same kinds of layers, with four heads of eight dims."""
     model, moe = config.gpt, config.gpt.moe
-    stages = pp * (min(config.chunks, 2) or _STAGES.get(config.schedule, 1))
+    stages = pp * (min(config.parallelism.chunks, 2) or _STAGES.get(config.parallelism.schedule, 1))
     dense = min(model.dense_layers, 1)
     latent = {"kv_rank": 8, "rope_head_dim": 8, "v_head_dim": 8, "q_rank": 16 * bool(model.q_rank)}
     if moe is not None:

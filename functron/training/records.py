@@ -26,11 +26,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from functron.core import chart
 from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import Need, setting
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -46,6 +47,34 @@ Naming = Callable[[Record], Iterable[tuple[str, Any, int]]]
 """``(record)`` to the name of each of its numbers, the number, and where it is drawn."""
 
 REDRAW_SECONDS = 10.0
+
+
+_WRITER = Need(
+    lambda logging: logging.tensorboard or logging.wandb,
+    "TensorBoard, or Weights & Biases",
+    "add --tensorboard",
+)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Records beside the usual ones, and where they go.
+
+    Attributes:
+        layers_every: at the first step and at multiples of this one, records also have by layer the
+            norms of the parameters that train and of their gradients, and, of a GPT, the root mean
+            square of the residual stream after the layer; 0: never.
+        tensorboard: write TensorBoard events into the run folder.
+        wandb: log to Weights & Biases.
+        names: what TensorBoard and Weights & Biases call the numbers of a record: empty: as
+            metrics.jsonl does; megatron: as Megatron-LM does ("lm loss", "learning-rate"), so that
+            pictures of its runs show these as well.
+    """
+
+    layers_every: int = setting(0, short="log_layers_every", least=0)
+    tensorboard: bool = setting(False, "common", short="tensorboard")
+    wandb: bool = setting(False, "common", short="wandb")
+    names: Literal["", "megatron"] = setting("", short="log_names", need=_WRITER)
 
 
 @contextmanager
@@ -433,7 +462,7 @@ def require(package: str) -> None:
 
 
 _SMOOTHED = 50  # curves of more points than these are drawn as their moving average
-_TOKENS_A_STEP = ("seq", "global_batch", "ramp_up", "earlier_batches")
+_TOKENS_A_STEP = ("data.seq", "data.global_batch", "data.ramp_up", "data.earlier_batches")
 
 
 @dataclass(frozen=True)
@@ -485,13 +514,18 @@ class Comparison:
         return self.svg()
 
 
-def compare(folders: Iterable[str | Path]) -> Comparison:
+Nest = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Puts settings that stand at the top of a file, as all did in functron 0.1, into sections."""
+
+
+def compare(folders: Iterable[str | Path], *, nest: Nest | None = None) -> Comparison:
     """Runs side by side.
 
     Args:
         folders: run folders, or files with what Megatron-LM printed, two or more. A log's losses
             are means over its intervals. It has tokens, and settings to compare, where it begins
             with the arguments of the run.
+        nest: gives settings of functron 0.1 the names of today; None: they keep their own.
 
     Raises:
         ValueError: a folder is no run's, a file no such log, one is given twice, or its files
@@ -503,7 +537,7 @@ def compare(folders: Iterable[str | Path]) -> Comparison:
     runs = tuple(
         path.resolve().name if names[path.resolve().name] == 1 else str(path) for path in paths
     )
-    opened = [_opened(path) for path in paths]
+    opened = [_opened(path, nest) for path in paths]
     configs, records = [settings for settings, _ in opened], [rows for _, rows in opened]
     told = [config for path, config in zip(paths, configs, strict=True) if path.is_file()]
     settings = {}
@@ -551,10 +585,10 @@ def _check(paths: Sequence[Path]) -> None:
     raise_problems(title, problems)
 
 
-def _opened(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _opened(path: Path, nest: Nest | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings of a run, and its records: of a run folder, or of a log."""
     if path.is_dir():
-        return _settings(path / CONFIG), _records(path / METRICS)
+        return _settings(path / CONFIG, nest), _records(path / METRICS)
     return read_log(path)
 
 
@@ -572,8 +606,9 @@ _HELD_OUT = re.compile(r"validation loss at iteration\s+(\d{1,15})\b[^|]*\|(.*)"
 _MOST_SETTING = 400  # characters of a line that has one
 _SETTING = re.compile(r"^\s*(?:\S+:\s+)?(\w+) \.{2,} (\S.*?)\s*$")
 _SETTINGS = MappingProxyType({
-    "seq_length": "seq", "global_batch_size": "global_batch", "train_iters": "steps",
-    "seed": "seed", "lr": "learning_rate.peak", "min_lr": "learning_rate.end",
+    "seq_length": "data.seq", "global_batch_size": "data.global_batch",
+    "train_iters": "steps", "seed": "seed",
+    "lr": "learning_rate.peak", "min_lr": "learning_rate.end",
     "lr_warmup_iters": "learning_rate.warmup_steps", "adam_beta1": "optimizer.b1",
     "adam_beta2": "optimizer.b2", "adam_eps": "optimizer.eps",
     "weight_decay": "optimizer.weight_decay", "clip_grad": "optimizer.clip_norm",
@@ -611,7 +646,7 @@ def read_log(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         elif (match := _SETTING.match(line)) and match[1] in _SETTINGS:
             value = _value(match[2])
             settings |= {} if value is None else {_SETTINGS[match[1]]: value}
-    seq = settings.get("seq")
+    seq = settings.get("data.seq")
     for step, row in rows.items():
         if isinstance(seq, int) and row["samples"] is not None:
             row["tokens"] = row["samples"] * seq
@@ -662,10 +697,12 @@ def _logged(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:
     }
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _settings(file: Path, nest: Nest | None) -> dict[str, Any]:
     """The settings in a file, by paths."""
     try:
-        found = flat(tomllib.loads(file.read_text(encoding="utf-8")))
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        is_old = not isinstance(table.get("data"), Mapping)
+        found = flat(nest(table) if is_old and nest is not None else table)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         refuse("cannot compare", str(file), reason, "a readable TOML file")

@@ -11,13 +11,14 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from functron.core import tree
 from functron.core.errors import Problem
+from functron.core.settings import setting
 from functron.data.order import mix
 from functron.spmd import BoundMesh, collectives, shard_map
 from functron.spmd.spec import P, is_spec, spec_axes
@@ -29,6 +30,23 @@ ROWS = 1 << 13
 """Rows that are hashed at a time: 16 MiB, for which a check needs twice as much memory."""
 SMALL = 1 << 16
 """Leaves of at most so many bytes are hashed together."""
+
+
+@dataclass(frozen=True)
+class ReplicasConfig:
+    """How ranks that hold the same part of a state are compared.
+
+    Attributes:
+        every: see after every so many steps, and before every save, that ranks which hold the same
+            part of the state have the same bits, by 64-bit hashes; 0: never. What fsdp and ZeRO
+            divide no other rank has, unless another axis replicates it, and on a simulated mesh
+            there is one of each.
+        on_corruption: repair: ranks that differ from most get the bits of the others; stop. Where
+            there is no majority the run stops.
+    """
+
+    every: int = setting(200, short="check_replicas_every", least=0)
+    on_corruption: Literal["repair", "stop"] = setting("repair", short="on_corruption")
 
 
 class CorruptionError(OSError):

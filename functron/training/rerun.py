@@ -26,6 +26,7 @@ from functron.core import tree
 from functron.spmd import BoundMesh
 from functron.training import records, run_folder
 from functron.training.anomalies import METRICS, AnomalyConfig, Guard, Record
+from functron.training.config import configure
 from functron.training.hardware import free_memory_bytes
 from functron.training.loop import Step
 from functron.training.run import Job, Run, begin_state, own_hash, programs
@@ -379,8 +380,10 @@ def _alone(run: Run, out: Path | None, job: Job, state: State, index: int) -> li
     if 3 * nbytes * together > free:
         return None
     path = out / run_folder.AGAIN
-    checkpoint.save(path, state, placement=run.setup.placement, timeout=run.config.timeout_seconds)
-    config = dataclasses.replace(run.config, compile=False, cuda_graph=False, nproc=0)
+    checkpoint.save(
+        path, state, placement=run.setup.placement, timeout=run.config.watchdog.timeout_seconds
+    )
+    config = configure(run.config, compile=False, cuda_graph=False, nproc=0)
     made = dataclasses.replace(run.setup, config=config, mesh=mesh.mesh)
     whole, _ = begin_state(made, path, run.device)
     simulated = dataclasses.replace(run, setup=made, state=whole)

@@ -7,7 +7,6 @@ SIGUSR1 and limits of time are requests to stop that a running step outlives.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import signal
@@ -25,7 +24,7 @@ from functron.checkpoint.memory import axis_of
 from functron.core.errors import Problem, refuse
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import run_folder
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.loop import At, LoopHook
 
 LONGEST_PAUSE_SECONDS = 60.0
@@ -102,7 +101,7 @@ def resized(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
     Returns:
         None where ranks so many cannot divide the batches equally.
     """
-    mesh = Mesh.parse(config.mesh)
+    mesh = Mesh.parse(config.parallelism.mesh)
     if size == mesh[axis]:
         return config
     before = math.prod(mesh[name] for name in DATA_AXES)
@@ -110,9 +109,9 @@ def resized(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
     batches = run_folder.sizes_to_come(config)
     if any(batch % ranks for batch in batches):
         return None
-    rows = max(config.global_batch // (before * config.microbatches), 1)
-    unit = config.microbatches if mesh["pp"] > 1 else 1
-    most = config.global_batch // ranks
+    rows = max(config.data.global_batch // (before * config.parallelism.microbatches), 1)
+    unit = config.parallelism.microbatches if mesh["pp"] > 1 else 1
+    most = config.data.global_batch // ranks
     count = next(
         (
             count
@@ -125,25 +124,25 @@ def resized(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
         return None
     shape = {**mesh.shape, axis: size}
     text = ",".join(f"{name}={length}" for name, length in shape.items())
-    processes = math.prod(shape.values()) if config.nproc else 0
-    return dataclasses.replace(config, mesh=text, nproc=processes, microbatches=count)
+    processes = math.prod(shape.values()) if config.parallelism.nproc else 0
+    return configure(config, mesh=text, nproc=processes, microbatches=count)
 
 
 def usable_sizes(config: TrainConfig) -> tuple[int, ...]:
     """Those of the sizes in ``config.elastic`` among which batches can be divided equally."""
-    elastic = Elastic.parse(config.elastic)
+    elastic = Elastic.parse(config.restarts.elastic)
     found = (size for size in elastic.sizes if resized(config, elastic.axis, size) is not None)
     return tuple(found)
 
 
 def num_slots(config: TrainConfig) -> int | None:
     """How many processes can be had here now: what a file says, or the GPUs; None: nobody knows."""
-    if config.slots:
+    if config.restarts.slots:
         try:
-            return int(Path(config.slots).read_text(encoding="utf-8"))
+            return int(Path(config.restarts.slots).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # such as one that is just being written
             return None
-    return (torch.cuda.device_count() or None) if config.device != "cpu" else None
+    return (torch.cuda.device_count() or None) if config.compute.device != "cpu" else None
 
 
 def fitting(config: TrainConfig, slots: int | None) -> TrainConfig | None:
@@ -151,9 +150,9 @@ def fitting(config: TrainConfig, slots: int | None) -> TrainConfig | None:
 
     Where it is not elastic, or `slots` is not known, it is what it is.
     """
-    if not config.elastic or slots is None:
+    if not config.restarts.elastic or slots is None:
         return config
-    elastic, mesh = Elastic.parse(config.elastic), Mesh.parse(config.mesh)
+    elastic, mesh = Elastic.parse(config.restarts.elastic), Mesh.parse(config.parallelism.mesh)
     others = mesh.size // mesh[elastic.axis]
     for size in sorted(elastic.sizes, reverse=True):
         if size * others <= slots:
@@ -169,9 +168,9 @@ def can_grow(config: TrainConfig) -> bool:
     All its elastic sizes are taken to be usable: those that the launcher gives its processes are.
     """
     slots = num_slots(config)
-    if not config.elastic or slots is None:
+    if not config.restarts.elastic or slots is None:
         return False
-    elastic, mesh = Elastic.parse(config.elastic), Mesh.parse(config.mesh)
+    elastic, mesh = Elastic.parse(config.restarts.elastic), Mesh.parse(config.parallelism.mesh)
     others = mesh.size // mesh[elastic.axis]
     return any(size > mesh[elastic.axis] and size * others <= slots for size in elastic.sizes)
 
@@ -199,76 +198,82 @@ def problems_of(
         processes: how many processes take part, where they run already.
         launched_here: whether functron's launcher started them, which has looked at most of this.
     """
-    if config.exit_after:
+    if config.restarts.exit_after:
         try:
-            seconds_of(config.exit_after)
+            seconds_of(config.restarts.exit_after)
         except ValueError:
             wanted = "a duration such as 90s, 45m, 3h50m or 1d12h"
-            yield Problem("exit_after", repr(config.exit_after), wanted)
-    if config.memory_save_every > 0:
+            yield Problem("exit_after", repr(config.restarts.exit_after), wanted)
+    if config.memory.save_every > 0:
         yield from _memory_problems(config, mesh, processes)
     if launched_here:
         return
-    if config.max_restarts and processes is not None:
+    if config.restarts.max_restarts and processes is not None:
         fix = (
             "leave it out; start the job again with --resume auto, as examples/slurm does; "
             "functron train --nproc restarts the processes of one machine"
         )
-        yield Problem("max_restarts", f"{config.max_restarts} under torchrun", "0", fix)
-    elif config.max_restarts and not config.nproc:
+        yield Problem("max_restarts", f"{config.restarts.max_restarts} under torchrun", "0", fix)
+    elif config.restarts.max_restarts and not config.parallelism.nproc:
         fix = f"add --nproc {mesh.size}, or leave it out"
-        yield Problem("max_restarts", f"{config.max_restarts}", "processes to restart", fix)
-    if config.slots and not config.elastic:
-        yield Problem("slots", config.slots, "nothing without elastic", "add --elastic dp=1:N")
-    if config.elastic:
+        yield Problem(
+            "max_restarts", f"{config.restarts.max_restarts}", "processes to restart", fix
+        )
+    if config.restarts.slots and not config.restarts.elastic:
+        yield Problem(
+            "slots", config.restarts.slots, "nothing without elastic", "add --elastic dp=1:N"
+        )
+    if config.restarts.elastic:
         yield from _elastic_problems(config, mesh, processes)
 
 
 def _memory_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
-    name, got = "memory_save_every", str(config.memory_save_every)
+    name, got = "memory_save_every", str(config.memory.save_every)
     if axis_of(mesh) is None:
         wanted = "several dp or fsdp ranks, which keep copies for one another"
         yield Problem(name, f"{got} on {mesh or 'one rank'}", wanted, "add dp=2, or leave it out")
-    if processes is None and not config.nproc:
+    if processes is None and not config.parallelism.nproc:
         yield Problem(name, f"{got} without processes", "processes", f"add --nproc {mesh.size}")
-    if not Path(config.memory_folder).is_dir():
+    if not Path(config.memory.folder).is_dir():
         wanted, fix = "a folder of main memory", "mount a tmpfs, and name it"
-        yield Problem("memory_folder", f"{config.memory_folder}, where none is", wanted, fix)
+        yield Problem("memory_folder", f"{config.memory.folder}, where none is", wanted, fix)
 
 
 def _elastic_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
     try:
-        elastic = Elastic.parse(config.elastic)
+        elastic = Elastic.parse(config.restarts.elastic)
     except ValueError:
         wanted = "dp or fsdp and its sizes, such as dp=2:8 or dp=2,4,8"
-        yield Problem("elastic", repr(config.elastic), wanted)
+        yield Problem("elastic", repr(config.restarts.elastic), wanted)
         return
     if processes is not None:
         fix = "leave it out: the scheduler starts the job again with another --mesh, and --resume"
         wanted = "nothing: only functron train --nproc shrinks and grows, on one machine"
-        yield Problem("elastic", f"{config.elastic} under torchrun", wanted, fix)
-    elif not config.max_restarts:
+        yield Problem("elastic", f"{config.restarts.elastic} under torchrun", wanted, fix)
+    elif not config.restarts.max_restarts:
         wanted, fix = "max_restarts of at least 1, which it needs", "add --max-restarts 3"
-        yield Problem("elastic", config.elastic, wanted, fix)
+        yield Problem("elastic", config.restarts.elastic, wanted, fix)
     if mesh[elastic.axis] not in elastic.sizes:
-        got = f"{config.elastic} for {elastic.axis}={mesh[elastic.axis]}"
+        got = f"{config.restarts.elastic} for {elastic.axis}={mesh[elastic.axis]}"
         yield Problem("elastic", got, "sizes with that of the mesh among them")
     usable = usable_sizes(config)
     ends = {elastic.sizes[0], elastic.sizes[-1]}
     # in dp=2:8 sizes between may not divide the batch, and are passed over
-    listed = elastic.sizes if ":" not in config.elastic else sorted(ends)
+    listed = elastic.sizes if ":" not in config.restarts.elastic else sorted(ends)
     wrong = [size for size in listed if size not in usable]
     if wrong:
-        got = f"{config.elastic}: {', '.join(map(str, wrong))} cannot divide the batch"
+        got = f"{config.restarts.elastic}: {', '.join(map(str, wrong))} cannot divide the batch"
         sizes = ", ".join(map(str, usable)) or "none"
-        batch = f"global_batch={config.global_batch}" + (", ramp_up" if config.ramp_up else "")
+        batch = f"global_batch={config.data.global_batch}" + (
+            ", ramp_up" if config.data.ramp_up else ""
+        )
         wanted = f"sizes that divide it, of which there are {sizes} ({batch})"
         yield Problem("elastic", got, wanted, "choose of these, or another global_batch")
-    if config.slots:
+    if config.restarts.slots:
         if num_slots(config) is None:
             wanted = "a file with the number of processes that can be had"
-            got = f"{config.slots}, which has none"
-            yield Problem("slots", got, wanted, f"echo {mesh.size} > {config.slots}")
+            got = f"{config.restarts.slots}, which has none"
+            yield Problem("slots", got, wanted, f"echo {mesh.size} > {config.restarts.slots}")
     elif num_slots(config) is None:
         wanted = "a file with the number of processes that can be had: CPUs are never lost"
         yield Problem("slots", "none", wanted, f"echo {mesh.size} > slots, and --slots slots")

@@ -33,6 +33,7 @@ from functron import checkpoint, optim
 from functron.checkpoint.restore import Computed
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import nest_table
 from functron.models import lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
@@ -463,7 +464,8 @@ def _products(stored: checkpoint.Checkpoint, setup: RunSetup) -> Iterator[str]:
     settings = stored.metadata.get("config")
     if not isinstance(settings, Mapping):
         return
-    before, now = settings.get("products", ""), setup.config.products
+    table = nest_table(settings, type(setup.config)).get("precision", {})
+    before, now = table.get("products", ""), setup.config.precision.products
     if recipe_text(before) != recipe_text(now):
         yield f"products from {before or 'plain'} to {now or 'plain'}"
 
@@ -489,7 +491,7 @@ def _first(name: str, leaf: torch.Tensor, setup: RunSetup) -> torch.Tensor:
 # --- the learning rate of a run that goes on
 
 
-def begun_with(out: Path, step: int) -> TrainConfig | None:
+def begun_with(out: Path, step: int, kind: type[TrainConfig] = TrainConfig) -> TrainConfig | None:
     """The configuration under which a run took its steps up to `step`; None: nothing tells.
 
     That of the checkpoint of this step, or else of the folder.
@@ -498,8 +500,8 @@ def begun_with(out: Path, step: int) -> TrainConfig | None:
     try:
         settings = checkpoint.metadata(saved).get("config") if saved.is_dir() else None
         if settings is not None:
-            return read_settings(settings, str(saved))
-        return load(out / run_folder.CONFIG)
+            return read_settings(settings, str(saved), kind=kind)
+        return load(out / run_folder.CONFIG, kind=kind)
     except ValueError:
         return None
 
@@ -569,7 +571,7 @@ _BETWEEN = 0.1  # of the steps that are left
 def _transition_options(now: TrainConfig, start: int, rate: float) -> Iterator[str]:
     """The options with which a run goes over from this rate to its schedule's, up or down."""
     more = max(round(_BETWEEN * (now.steps - start)), 1)
-    count = now.batches.first_sample if now.rate_unit == "samples" else int
+    count = now.data.batches.first_sample if now.rate_unit == "samples" else int
     yield f"--learning-rate.rewarm-at {count(start)}"
     yield f"--learning-rate.rewarm-steps {count(start + more) - count(start)}"
     yield f"--learning-rate.rewarm-init {rate:.6g}"

@@ -96,7 +96,7 @@ class Run:
     @cached_property
     def batches(self) -> RampUp:
         """How many samples each step has, and which one is its first."""
-        return self.config.batches
+        return self.config.data.batches
 
     @cached_property
     def gaps(self) -> Gaps:
@@ -113,7 +113,7 @@ class Run:
         numbers = self.gaps.number(np.arange(first, end, dtype=np.int64))
         found: dict[str, Any] = {"samples": [int(numbers[0]), int(numbers[-1]) + 1]}
         if not isinstance(self.text, Blend):
-            return {**found, "sources": [self.config.data]}
+            return {**found, "sources": [self.config.data.path]}
         which, own = self.text.mixture.at(numbers)
         sources: dict[str, list[int]] = {}
         for source, number in zip(which.tolist(), own.tolist(), strict=True):
@@ -166,7 +166,7 @@ class Run:
 
         if self.held_out_loss is None:
             return {}
-        averaged = self.setup.averaged if self.config.eval_averaged else None
+        averaged = self.setup.averaged if self.config.evaluation.averaged else None
         params = state.params if averaged is None else averaged(state)
         return evaluate(self.held_out_loss, params, self.held_out, batch)
 
@@ -205,8 +205,8 @@ def prepare(
     text = data.open_samples(config, reader=lambda _: tokenizer)
     held_out = open_sets(config, reader=lambda _: tokenizer)
     made, where = make_setup(config, mesh), torch.device(device)
-    recipe = config.recipe
-    if recipe is not None and where.type == "cuda" and config.kernels != "reference":
+    recipe = config.precision.recipe
+    if recipe is not None and where.type == "cuda" and config.compute.kernels != "reference":
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     at("open", 0)
@@ -230,9 +230,11 @@ def programs(
 ) -> tuple[Callable, Watch | None]:
     """The step of a set-up, and its twin that measures layers; compiled if that was asked for."""
     config, step, watch = made.config, made.step, made.watch
-    if config.compile and made.rank is None:  # stages on processes are compiled one by one
-        sizes = len(config.batches.sizes)
-        compiled = functools.partial(jit, donate=0, num_signatures=sizes, graph=config.cuda_graph)
+    if config.compute.compile and made.rank is None:  # stages on processes are compiled one by one
+        sizes = len(config.data.batches.sizes)
+        compiled = functools.partial(
+            jit, donate=0, num_signatures=sizes, graph=config.compute.cuda_graph
+        )
         step = compiled(step)
         if watch is not None:
             watch = dataclasses.replace(watch, step=compiled(watch.step))
@@ -380,7 +382,7 @@ def _memory_of(made: RunSetup, memory: Path | None) -> Memory | None:
         return None
     like = abstract_state(made, random.key(made.config.seed).to("meta"))
     samples = made.config.anomalies.skipped_samples  # which a state has not seen
-    earlier = made.config.earlier_batches  # after which it has seen others
+    earlier = made.config.data.earlier_batches  # after which it has seen others
     seen = f"{made.config.seed} {samples}" + (f" {earlier}" if earlier else "")
     return Memory(memory, made.mesh, like, seen)
 
@@ -408,7 +410,7 @@ class MemoryHook(LoopHook):
     """
 
     def __init__(self, run: Run, memory: Memory):
-        self._every, self._start, self._memory = run.config.memory_save_every, run.start, memory
+        self._every, self._start, self._memory = run.config.memory.save_every, run.start, memory
 
     def begin(self, at: At) -> None:
         """Forget the states of steps that will be taken again."""

@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 
 from functron import checkpoint
 from functron.core.errors import Problem, local_path, raise_problems
+from functron.core.settings import nest_table, settings_of
 from functron.data.order import earlier_text
 from functron.data.tokenizer import BYTES, TOKENIZER, Tokenizer, kind_of, tokenizers_in
 from functron.hub.writer import TOKENIZER_FILES
-from functron.training.config import RECORDED, TrainConfig, dump, load
+from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.records import CONFIG, METRICS, is_run, read
 
 CHECKPOINTS = "checkpoints"
@@ -65,7 +66,8 @@ def origin_problems(config: TrainConfig, begins_with: Path | None) -> Iterator[P
     """Random parameters of a model that came from elsewhere, by its configuration."""
     if config.has_origin and begins_with is None:
         wanted = "nothing of a run that begins with random parameters, which are not that model's"
-        fix = f"{RECORDED['source']}; or take source and model out, to train its architecture anew"
+        instead = next(x.mark.instead for x in settings_of(type(config)) if x.name == "source")
+        fix = f"{instead}; or take source and model out, to train its architecture anew"
         yield Problem("source", repr(config.source), wanted, fix)
 
 
@@ -87,7 +89,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _lasting(config: TrainConfig) -> str:
-    return dump(dataclasses.replace(config, out="", resume=False, change_batch=False))
+    return dump(configure(config, out="", resume=False, change_batch=False))
 
 
 def steps_done(config: TrainConfig) -> int:
@@ -99,14 +101,15 @@ def steps_done(config: TrainConfig) -> int:
 def describe_old_targets(config: TrainConfig) -> str | None:
     """A line on `lora_targets` of a run from before they were refused; None: they stay."""
     file = Path(config.out) / CONFIG
-    if not (config.resume and config.out and config.lora_rank and file.is_file()):
+    if not (config.resume and config.out and config.lora.rank and file.is_file()):
         return None
-    before = tomllib.loads(file.read_text(encoding="utf-8")).get("lora_targets")
-    if before in (None, config.lora_targets):
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    before = nest_table(table, TrainConfig).get("lora", {}).get("targets")
+    if before in (None, config.lora.targets):
         return None
     return (
         f"targets {before} of this run name routed experts, which have no adapters: it goes on "
-        f"with {config.lora_targets}, as it began"
+        f"with {config.lora.targets}, as it began"
     )
 
 
@@ -114,9 +117,9 @@ def sizes_to_come(config: TrainConfig) -> tuple[int, ...]:
     """The sizes of the batches that are still to be taken, which the mesh must be able to divide.
 
     Raises:
-        ValueError: `TrainConfig.batches` cannot be told.
+        ValueError: ramp_up or earlier_batches describes no such sizes.
     """
-    return config.batches.sizes_from(steps_done(config))
+    return config.data.batches.sizes_from(steps_done(config))
 
 
 def with_changed_batch(config: TrainConfig) -> TrainConfig:
@@ -136,15 +139,21 @@ def with_changed_batch(config: TrainConfig) -> TrainConfig:
     path = Path(config.out)
     if not (config.change_batch and config.resume and config.out and is_run(path)):
         return config
-    begun, done = load(path / CONFIG), steps_done(config)
-    batches = begun.batches
-    changed: dict[str, Any] = {"earlier_batches": begun.earlier_batches}
-    same = (config.global_batch, config.ramp_up) == (begun.global_batch, begun.ramp_up)
+    begun, done = load(path / CONFIG, kind=type(config)), steps_done(config)
+    batches = begun.data.batches
+    changed: dict[str, Any] = {"earlier_batches": begun.data.earlier_batches}
+    same = (config.data.global_batch, config.data.ramp_up) == (
+        begun.data.global_batch,
+        begun.data.ramp_up,
+    )
     if not same or done < sum(steps for steps, _ in batches.earlier):
-        over = begun.ramp_up == config.ramp_up and batches.first_sample(done) >= batches.samples
-        ramp_up = "" if over else config.ramp_up
+        over = (
+            begun.data.ramp_up == config.data.ramp_up
+            and batches.first_sample(done) >= batches.samples
+        )
+        ramp_up = "" if over else config.data.ramp_up
         earlier = batches.until(done)
-        if earlier and not ramp_up and earlier[-1][1] == config.global_batch:
+        if earlier and not ramp_up and earlier[-1][1] == config.data.global_batch:
             earlier = earlier[:-1]
         changed = {"earlier_batches": earlier_text(earlier), "ramp_up": ramp_up}
     planned = done > 0 and config.rate_unit == begun.rate_unit == "samples"
@@ -152,9 +161,13 @@ def with_changed_batch(config: TrainConfig) -> TrainConfig:
         changed["learning_rate"] = dataclasses.replace(
             config.learning_rate, total_steps=begun.rate_schedule.total_steps
         )
-    if done > 0 and config.order == begun.order == "megatron" and not config.order_samples:
+    if (
+        done > 0
+        and config.data.order == begun.data.order == "megatron"
+        and not config.data.order_samples
+    ):
         changed["order_samples"] = begun.ordered_samples
-    return dataclasses.replace(config, **changed)
+    return configure(config, **changed)
 
 
 def tokenizer_path(config: TrainConfig) -> Path | None:
@@ -163,15 +176,16 @@ def tokenizer_path(config: TrainConfig) -> Path | None:
     Raises:
         ValueError: the configuration of the run cannot be read.
     """
-    if config.tokenizer == BYTES:
+    if config.data.tokenizer == BYTES:
         return None
     kept = Path(config.out) / HUB if config.out else None
     if kept is None or not tokenizers_in(kept):
-        return Path(config.tokenizer) if config.tokenizer else None
+        return Path(config.data.tokenizer) if config.data.tokenizer else None
     run = Path(config.out)
     # a run that begins may have another than the model that it begins from came with
-    same = is_run(run) and load(run / CONFIG).tokenizer == config.tokenizer
-    return kept if same or not config.tokenizer else Path(config.tokenizer)
+    begun = load(run / CONFIG, kind=type(config)) if is_run(run) else None
+    same = begun is not None and begun.data.tokenizer == config.data.tokenizer
+    return kept if same or not config.data.tokenizer else Path(config.data.tokenizer)
 
 
 def keep_tokenizer(path: Path, config: TrainConfig) -> None:
@@ -179,7 +193,7 @@ def keep_tokenizer(path: Path, config: TrainConfig) -> None:
 
     Must precede `write_config`, after which the copy is what other processes read.
     """
-    source = tokenizer_path(dataclasses.replace(config, out=str(path)))
+    source = tokenizer_path(configure(config, out=str(path)))
     kept = path / HUB
     if source is None or source == kept:
         return

@@ -164,8 +164,8 @@ class RunSetup:
         Raises:
             ValueError: the model cannot run on the mesh.
         """
-        axes = ("dp", "fsdp") if self.config.zero == 3 else ("fsdp",)
-        settings = {"experts": self.config.experts}
+        axes = ("dp", "fsdp") if self.config.parallelism.zero == 3 else ("fsdp",)
+        settings = {"experts": self.config.parallelism.experts}
         chosen = {name: settings[name] for name in settings if name in self.family.rules_settings}
         return self.family.rules(self.model, self.mesh, fsdp=axes, **chosen)
 
@@ -177,35 +177,38 @@ class RunSetup:
     @property
     def stream(self) -> P:
         """The spec of the residual stream."""
-        return gpt.SEQUENCE_PARALLEL_STREAM if self.config.sequence_parallel else gpt.STREAM
+        divided = self.config.parallelism.sequence_parallel
+        return gpt.SEQUENCE_PARALLEL_STREAM if divided else gpt.STREAM
 
     @cached_property
     def options(self) -> ModelOptions:
         """How the model is run: the options of its family's functions."""
         config = self.config
         gather = gpt.WHOLE  # the step has gathered them
-        if config.gather != "step":
+        if config.parallelism.gather != "step":
             gather = Gather(
                 self.whole_specs,
-                regather=config.gather == "use",
-                compute_dtype=torch.bfloat16 if config.gather_as == "bfloat16" else None,
+                regather=config.parallelism.gather == "use",
+                compute_dtype=torch.bfloat16 if config.precision.gather_as == "bfloat16" else None,
                 reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
             )
         settings = {
-            "context": gpt.Context(config.context, "zigzag" if config.zigzag else "contiguous"),
-            "experts": config.experts,
-            "kernels": use(config.kernels),
-            "loss_chunk_tokens": config.loss_chunk_tokens,
+            "context": gpt.Context(
+                config.parallelism.context, "zigzag" if config.parallelism.zigzag else "contiguous"
+            ),
+            "experts": config.parallelism.experts,
+            "kernels": use(config.compute.kernels),
+            "loss_chunk_tokens": config.compute.loss_chunk_tokens,
             "products": nn.PRODUCTS,
         }
-        recipe = config.recipe
+        recipe = config.precision.recipe
         if recipe is not None:
-            made = quantised(recipe, kernels=use(config.kernels))
+            made = quantised(recipe, kernels=use(config.compute.kernels))
             ends = recipe.high(config.gpt.num_layers)
             kind = (recipe.draws, recipe.scaling == "delayed", *ends, recipe.logits == "low")
             settings["products"] = nn.Products(*made, *kind)
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
-        return ModelOptions(self.stream, config.remat, gather, **own)
+        return ModelOptions(self.stream, config.compute.remat, gather, **own)
 
     @cached_property
     def encode(self) -> Callable | None:
@@ -216,26 +219,30 @@ class RunSetup:
         """
         config = self.config
         title, fix = "parameters cannot be gathered like this", "leave it out"
-        if config.gather_as == "quantised":
-            if config.recipe is None:
+        if config.precision.gather_as == "quantised":
+            if config.precision.recipe is None:
                 fix = "add --precision fp8-tensor, or leave it out"
                 refuse(title, "gather_as", "quantised", "it with a recipe of products", fix)
-            wrong = problems_of(config.recipe, self.whole_defs, self.whole_specs, self.mesh)
+            wrong = problems_of(
+                config.precision.recipe, self.whole_defs, self.whole_specs, self.mesh
+            )
             found = [replace(one, path=f"gather_as=quantised, {one.path}") for one in wrong]
-            if config.gather == "step" and any(config.recipe.high(config.gpt.num_layers)):
+            if config.parallelism.gather == "step" and any(
+                config.precision.recipe.high(config.gpt.num_layers)
+            ):
                 got = "step, with gather_as=quantised and layers that stay high"
                 wanted = "weights of these gathered where they are read"
                 found.append(Problem("gather", got, wanted, "take --gather use or keep"))
             raise_problems(title, found)
-            return encoder(config.recipe, self.defs, kernels=use(config.kernels))
-        if config.gather_as == "bfloat16":
+            return encoder(config.precision.recipe, self.defs, kernels=use(config.compute.kernels))
+        if config.precision.gather_as == "bfloat16":
             raise_problems(title, _bfloat16_problems(config))
         return None
 
     @property
     def batch_specs(self) -> dict[str, P]:
         """How the entries of a batch are split."""
-        return gpt.batch_specs(packed=self.config.packed)
+        return gpt.batch_specs(packed=self.config.data.packed)
 
     # --- the pipeline
 
@@ -258,10 +265,10 @@ class RunSetup:
         Raises:
             ValueError: there is no such schedule, or it does not admit these counts.
         """
-        config = self.config
-        found = make(config.schedule, self.mesh["pp"], config.microbatches, config.chunks or None)
+        own = self.config.parallelism
+        found = make(own.schedule, self.mesh["pp"], own.microbatches, own.chunks or None)
         if not found.has_backward:
-            title, got = "cannot train with this schedule", f"{config.schedule}, forwards only"
+            title, got = "cannot train with this schedule", f"{own.schedule}, forwards only"
             refuse(title, "schedule", got, "one that trains")
         return found
 
@@ -277,20 +284,24 @@ class RunSetup:
         spread = {
             name: entry.axes.index("vocab")
             for name, entry in defs.items()
-            if config.vocab_over_pp and isinstance(entry, ParamDef) and "vocab" in entry.axes
+            if config.parallelism.vocab_over_pp
+            and isinstance(entry, ParamDef)
+            and "vocab" in entry.axes
         }
         layout = self._layout(self.schedule.num_stages)
         found = Partition(layout, self.schedule.pipes, gpt.uses(config.gpt), spread)
         stored = found.storage_specs(self.whole_specs)
         validate(abstract_params(defs), stored, self.mesh, what="params")
-        if config.lora is not None and (config.nproc or isinstance(self.mesh, BoundMesh)):
+        if config.lora.adapters is not None and (
+            config.parallelism.nproc or isinstance(self.mesh, BoundMesh)
+        ):
             _check_trained(found, defs)
         return found
 
     def _layout(self, num_stages: int) -> Layout:
-        if self.config.layout != "cost":
+        if self.config.parallelism.layout != "cost":
             return parse_layout(
-                self.config.layout or "even", self.config.gpt.num_layers, num_stages
+                self.config.parallelism.layout or "even", self.config.gpt.num_layers, num_stages
             )
         ends = (Part(range(0), embed=True), Part(range(0), loss=True))
         embed, loss = map(self.stage_flops, ends)
@@ -313,9 +324,9 @@ class RunSetup:
         alone = Partition((part,), (((0, 0),),), gpt.uses(model))
         names = alone.names(0)
         weights = abstract_params({name: self.whole_defs[name] for name in names})
-        rows = config.global_batch // config.microbatches
-        tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
-        shape = (rows, config.seq, model.embed_dim)
+        rows = config.data.global_batch // config.parallelism.microbatches
+        tokens = torch.empty(rows, config.data.seq, dtype=torch.int64, device="meta")
+        shape = (rows, config.data.seq, model.embed_dim)
         used = setup.used({name: setup.specs[name] for name in names})
         return stage_flops(
             lambda weights, x, batch, key: setup.stage(part, weights, x, batch, key, 1),
@@ -368,7 +379,7 @@ class RunSetup:
 
     def used(self, specs: tree.Tree) -> tree.Tree:
         """The specs with which a step's microbatches get parameters of these: perhaps gathered."""
-        return whole_over(specs, FSDP_AXES) if self.config.gather == "step" else specs
+        return whole_over(specs, FSDP_AXES) if self.config.parallelism.gather == "step" else specs
 
     @cached_property
     def stored_specs(self) -> dict:
@@ -377,7 +388,7 @@ class RunSetup:
 
     def trained(self, defs: tree.Tree) -> tree.Tree:
         """Which of these parameters train: True, or a tree of bools."""
-        return True if self.config.lora is None else trainable(defs)
+        return True if self.config.lora.adapters is None else trainable(defs)
 
     # --- the optimizer and its state
 
@@ -392,7 +403,7 @@ class RunSetup:
         return self._zero_specs(self.defs, self.stored_specs)
 
     def _zero_specs(self, defs: dict, stored: dict) -> tree.Tree:
-        if self.config.zero not in (1, 2):
+        if self.config.parallelism.zero not in (1, 2):
             return None
         return whole_over(optim.shard_specs(defs, stored, self.mesh), ("pp",))
 
@@ -406,7 +417,7 @@ class RunSetup:
         self, defs: dict, specs: dict, zero_specs: tree.Tree, copies: tree.Tree = 1
     ) -> optim.GradientTransformation:
         config, weights = self.config, weight_mask(defs)
-        mask = trainable(defs) if config.lora is not None else weights
+        mask = trainable(defs) if config.lora.adapters is not None else weights
         chosen, _ = tree.partition(defs, mask)
         made = optim.make_optimizer(
             config.optimizer,
@@ -420,9 +431,9 @@ class RunSetup:
             mesh=self.mesh,
             total_steps=config.rate_schedule.total_steps,
             counted=config.counted,
-            kernels=use(config.kernels),
+            kernels=use(config.compute.kernels),
         )
-        if config.lora is not None:
+        if config.lora.adapters is not None:
             return self._limited(optim.only(made, mask), weights)
         kept, moe = tree.map(lambda flag: not flag, history_mask(defs)), config.gpt.moe
         if moe is not None and moe.balance_bias:
@@ -519,12 +530,12 @@ class RunSetup:
         counts the targets in host memory, before the step, which would have to wait for a GPU.
         """
         bound = isinstance(self.mesh, BoundMesh) and self.mesh.device_type == "cpu"
-        return bound and not self.config.compile
+        return bound and not self.config.compute.compile
 
     @cached_property
     def watch(self) -> Watch | None:
         """The twin of `step` that also measures layers, if it is asked for."""
-        every = self.config.log_layers_every
+        every = self.config.logging.layers_every
         return self._watching(every) if every else None
 
     @cached_property
@@ -564,7 +575,7 @@ class RunSetup:
 
     def _step(self, layers: optim.Layers | None, *, idle: bool = False) -> Callable:
         watch = layers is not None
-        compiled = self.config.compile and not idle
+        compiled = self.config.compute.compile and not idle
         of = self._stages(watch, compiled=compiled) if self.is_pipelined else self._loss(watch)
         gradients = self._wrapped(of)
         if idle:
@@ -572,7 +583,7 @@ class RunSetup:
         elif not self.reads_targets:
             gradients = with_targets(gradients)
         counted = weight_mask(self.defs)
-        metrics = [grad_norm_of(counted, use(self.config.kernels))]
+        metrics = [grad_norm_of(counted, use(self.config.compute.kernels))]
         return make_step(
             gradients,
             self.optimizer,
@@ -585,9 +596,9 @@ class RunSetup:
     def _wrapped(self, g: GradientFunction) -> GradientFunction:
         """The gradients of all parameters in the wrappers that the configuration asks for."""
         trained = self.trained(self.defs)
-        g = scattered(g) if self.config.zero == 2 else g
+        g = scattered(g) if self.config.parallelism.zero == 2 else g
         g = g if trained is True else frozen(g, trained)
-        g = gathered_once(g) if self.config.gather == "step" else g
+        g = gathered_once(g) if self.config.parallelism.gather == "step" else g
         return g if self.encode is None else encoded(g, self.encode)
 
     def _loss(self, watch: bool) -> GradientFunction:
@@ -608,7 +619,9 @@ class RunSetup:
             reduce_dtype=torch_dtype(own.reduce_dtype),
             checks_sum=False,  # the losses of families are sums
         )
-        return accumulated(g, self.config.microbatches, dtype=torch_dtype(own.grad_dtype))
+        return accumulated(
+            g, self.config.parallelism.microbatches, dtype=torch_dtype(own.grad_dtype)
+        )
 
     def _stages(self, watch: bool, *, compiled: bool) -> GradientFunction:
         own = self.config.optimizer
@@ -643,11 +656,11 @@ class RunSetup:
             ValueError: the model cannot run on the mesh, or the batch does not divide.
         """
         config = self.config
-        rows = torch.empty(config.global_batch, dtype=torch.int64, device="meta")
-        tokens = rows.new_empty(config.global_batch, config.seq)
-        targets = rows.new_empty(config.global_batch, target_length(config))
+        rows = torch.empty(config.data.global_batch, dtype=torch.int64, device="meta")
+        tokens = rows.new_empty(config.data.global_batch, config.data.seq)
+        targets = rows.new_empty(config.data.global_batch, target_length(config))
         batch = {"tokens": tokens, "targets": targets, "rows": rows}
-        if config.packed:
+        if config.data.packed:
             batch |= {"positions": tokens, "segments": tokens}
         state = self.init(random.key(config.seed).to("meta"))
         return trace(self.step, donate=0)(state, batch)
@@ -663,13 +676,13 @@ def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.gpt.dtype != "float32":
         fix = "leave it out: they are sent, and computed with, as they are"
         yield Problem(path, f"{got} of {config.gpt.dtype}", "parameters in float32", fix)
-    if config.gather == "step":
+    if config.parallelism.gather == "step":
         fix = "take --gather use or keep"
         yield Problem(path, f"{got} with gather=step", "parameters gathered where used", fix)
-    if config.recipe is not None and config.recipe.scaling == "delayed":
+    if config.precision.recipe is not None and config.precision.recipe.scaling == "delayed":
         wanted = "histories in float32"
-        yield Problem(path, f"{got} with {config.products}", wanted, "choose fp8-tensor")
-    if config.lora_rank:
+        yield Problem(path, f"{got} with {config.precision.products}", wanted, "choose fp8-tensor")
+    if config.lora.rank:
         yield Problem(path, f"{got} with lora_rank", "all parameters to train", "leave it out")
     if moe is not None and moe.balance_bias:
         wanted = "nothing that counts tokens, as gpt.moe.balance_bias does: it stops at 256"
@@ -694,9 +707,9 @@ def with_additions(config: TrainConfig, defs: dict) -> dict:
     Raises:
         ValueError: LoRA's targets are none of its layers.
     """
-    if config.lora is not None:
-        return lora_defs(defs, config.lora)
-    recipe = config.recipe
+    if config.lora.adapters is not None:
+        return lora_defs(defs, config.lora.adapters)
+    recipe = config.precision.recipe
     delayed = recipe is not None and recipe.scaling == "delayed"
     return with_histories(config.gpt, defs) if delayed else defs
 

@@ -357,7 +357,8 @@ def _two_programs(
     split = functools.partial(shard_map, mesh=mesh, stages=g.stages, check=False)
     made = split(compute, in_specs=(layout, batch_specs), out_specs=P())
     ends: dict[str, Any] = {"in_specs": (layout, g.specs), "out_specs": (layout, P())}
-    taken = jit(split(lambda s, grads: update(s, {}, grads, None), **ends), donate=0, **g.compile)
+    settings: dict[str, Any] = dict(g.compile or {})
+    taken = jit(split(lambda s, grads: update(s, {}, grads, None), **ends), donate=0, **settings)
     left = split(lambda s, grads: update(s, {}, grads, 0), **ends, donate=0)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:

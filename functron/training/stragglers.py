@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from functron.core import chart
+from functron.core.settings import setting
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE, DeviceClock, FlightRecorder
 from functron.training.loop import At, LoopHook
@@ -49,6 +50,18 @@ _NETWORK = 0.2  # of a step: what is sent is noisier
 _TINY = 1e-9  # seconds
 _AGAIN = 10  # windows after which a rank is named once more
 _REDRAW_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class StragglersConfig:
+    """How ranks that the others wait for are found.
+
+    Attributes:
+        every: compare after every so many steps how long ranks were at work, and name one that the
+            others wait for, which takes three such windows; 0: never.
+    """
+
+    every: int = setting(5, short="stragglers_every", least=0)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from functron.spmd.flight import Agreement, DeviceClock
 from functron.spmd.mesh import LostRanksError
 from functron.training import data, records, restarts, run_folder, watchdog
 from functron.training.anomalies import Anomaly, Guard, OverflowHook, check_finite
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.data import prefetched
 from functron.training.evaluation import EvaluationHook
 from functron.training.hardware import peak_flops
@@ -133,12 +133,12 @@ def train(
     peak = job.across(peak_flops(device, config.architecture.torch_dtype), dist.ReduceOp.SUM)
     with ExitStack() as stack:
         stack.enter_context(_note_checkpoints(out))
-        if config.deterministic:
+        if config.compute.deterministic:
             stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
-        if config.exit_after:
-            stop.ends = began + restarts.seconds_of(config.exit_after)
-        if config.elastic and job.main:
+        if config.restarts.exit_after:
+            stop.ends = began + restarts.seconds_of(config.restarts.exit_after)
+        if config.restarts.elastic and job.main:
             stop.grown = lambda: restarts.can_grow(config)
         write = _write_nothing
         if job.main and out is not None:
@@ -320,10 +320,10 @@ class CheckpointHook(LoopHook):
         self._run, self._settings = run, run_folder.settings(config)
 
         def timeout() -> float:  # a rank's death may be why this one is to end: not waited for
-            limit = config.timeout_seconds
+            limit = config.watchdog.timeout_seconds
             return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
 
-        keep = checkpoint.Keep(config.keep_last or None, config.keep_every)
+        keep = checkpoint.Keep(config.checkpoint.keep_last or None, config.checkpoint.keep_every)
         given: dict[str, Any] = {"keep": keep, "timeout": timeout, "device": run.device}
         folder = out / run_folder.CHECKPOINTS
         self._make = lambda: checkpoint.Saver(folder, placement, **given, at=run.at)
@@ -348,8 +348,8 @@ class CheckpointHook(LoopHook):
         run, step = self._run, at.step
         run.at("save", step)
         samples = run.batches.first_sample(step)
-        about = {"step": step, "samples": samples, "tokens": samples * run.config.seq}
-        about |= {"mesh": run.config.mesh, "config": self._settings}
+        about = {"step": step, "samples": samples, "tokens": samples * run.config.data.seq}
+        about |= {"mesh": run.config.parallelism.mesh, "config": self._settings}
         if isinstance(run.text, Blend):
             about["sources"] = run.text.positions(run.gaps.number(samples))
         self._saver.save(step, at.state, about)
@@ -363,7 +363,7 @@ class CheckpointHook(LoopHook):
 
 
 def _saves(config: TrainConfig, step: int) -> bool:
-    return config.save_every > 0 and step % config.save_every == 0
+    return config.checkpoint.save_every > 0 and step % config.checkpoint.save_every == 0
 
 
 class Batches:
@@ -420,7 +420,7 @@ def _open_batches(session: Session) -> Iterator[Batches]:
         batch = run.host_batch(index)
         return batch, own_hash(run.mesh, batch), run.num_targets(batch)
 
-    with prefetched(make, run.start, run.config.steps, run.config.prefetch) as made:
+    with prefetched(make, run.start, run.config.steps, run.config.data.prefetch) as made:
         yield Batches(session, made)
 
 
@@ -429,7 +429,7 @@ def _make_meter(session: Session, batches: Batches) -> Meter:
     detailed = config.family.has_details(config.architecture)
     return Meter(
         learning_rate=run.setup.learning_rate,
-        tokens_seen=lambda steps: run.batches.first_sample(steps) * config.seq,
+        tokens_seen=lambda steps: run.batches.first_sample(steps) * config.data.seq,
         flops_per_token=data.flops_per_token(config),
         peak_flops=session.peak_flops,
         device=run.device,
@@ -443,7 +443,11 @@ def _make_evaluation_hook(run: Run) -> EvaluationHook | None:
         run.at("evaluate", at.step)
         return run.evaluate(at.state)
 
-    return EvaluationHook(evaluate, run.config.eval_every) if run.config.eval_every else None
+    return (
+        EvaluationHook(evaluate, run.config.evaluation.every)
+        if run.config.evaluation.every
+        else None
+    )
 
 
 @contextmanager
@@ -494,14 +498,14 @@ def _make_guard(
 
 def _make_replica_hook(session: Session) -> ReplicaHook | None:
     config = session.run.config
-    replicas = replicas_of(session.run, session.job) if config.check_replicas_every else None
+    replicas = replicas_of(session.run, session.job) if config.replicas.every else None
     if replicas is None:
         return None
     return ReplicaHook(
         replicas,
         session.write,
-        config.check_replicas_every,
-        repairs=config.on_corruption == "repair",
+        config.replicas.every,
+        repairs=config.replicas.on_corruption == "repair",
         saves=lambda step: _saves(config, step),
     )
 
@@ -534,11 +538,11 @@ def _make_reporters(session: Session) -> list[records.Reporter]:
         before = run_folder.rewind(out, run.start)
         found.append(records.jsonl(out / run_folder.METRICS))
         found.append(records.loss_picture(out / "loss.svg", before, out / records.EVENTS))
-        samples_after = config.batches.first_sample
-        named = records.megatron_names(samples_after) if config.log_names else records.by_path
-        if config.tensorboard:
+        samples_after = config.data.batches.first_sample
+        named = records.megatron_names(samples_after) if config.logging.names else records.by_path
+        if config.logging.tensorboard:
             found.append(records.tensorboard(out / "tensorboard", named, run.start, before))
-        if config.wandb:
+        if config.logging.wandb:
             found.append(records.wandb(out, dataclasses.asdict(config), named))
     return [*found, records.report_missing_targets(), *([] if also is None else [also()])]
 
@@ -549,9 +553,9 @@ def _listen_for_recorder(run: Run) -> list[Callable[[str, int], None]]:
     if not isinstance(mesh, BoundMesh) or mesh.recorder is None:
         return []
     recorder = mesh.recorder
-    if config.check_programs:
-        store = own_store(compat.default_store(), config.timeout_seconds)
-        seconds, one_order = config.timeout_seconds, mesh["pp"] == 1
+    if config.watchdog.check_programs:
+        store = own_store(compat.default_store(), config.watchdog.timeout_seconds)
+        seconds, one_order = config.watchdog.timeout_seconds, mesh["pp"] == 1
         recorder.agreement = Agreement(store, mesh.rank, seconds, one_order)
 
     def begin(name: str, step: int) -> None:
@@ -565,7 +569,7 @@ def _make_comparison(
     run: Run, out: Path | None, job: Job, write: Callable[..., None]
 ) -> Comparison | None:
     """The search for ranks that are slow; None: there is one, or nobody asks. Collective."""
-    every, mesh = run.config.stragglers_every, run.mesh
+    every, mesh = run.config.stragglers.every, run.mesh
     if not (every and isinstance(mesh, BoundMesh) and mesh.size > 1 and mesh.recorder is not None):
         return None
 
@@ -590,7 +594,7 @@ def _start_watchdog(
 ) -> Iterator[list[Callable[[str, int], None]]]:
     """Listeners to the phases of the loop that end the process where the job hangs. Collective."""
     config, mesh, batches = run.config, run.mesh, run.batches
-    watched = config.hang_after > 0 and out is not None
+    watched = config.watchdog.hang_after > 0 and out is not None
     if not (watched and isinstance(mesh, BoundMesh) and mesh.recorder is not None):
         yield []
         return
@@ -604,8 +608,8 @@ def _start_watchdog(
         mesh,
         out,
         job.across(time.time(), dist.ReduceOp.MAX),
-        hang_after=config.hang_after,
-        timeout=config.timeout_seconds,
+        hang_after=config.watchdog.hang_after,
+        timeout=config.watchdog.timeout_seconds,
         fresh=compiles,
         end=hung,
         group=job.group,
@@ -668,7 +672,7 @@ def _answer_anomaly(
     if found.action != "lower-rate":
         return on
     anomalies = run.config.anomalies.lowered(taken)
-    config = dataclasses.replace(run.config, anomalies=anomalies)
+    config = configure(run.config, anomalies=anomalies)
     made = make_setup(config, run.mesh)
     step, watch = programs(made, run.around)
     session.write("lower-rate", taken, factor=anomalies.rate_factor, since=found.step)
@@ -689,7 +693,7 @@ def _roll_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
     config, skips = run.config, skips and policy.skip_data
     if skips:
         numbers = (batches.first_sample(step) for step in (first, found.step))
-        config = dataclasses.replace(config, anomalies=policy.without(*numbers))
+        config = configure(config, anomalies=policy.without(*numbers))
     folder = None if out is None else out / run_folder.CHECKPOINTS
 
     def begin() -> int | None:
@@ -711,7 +715,7 @@ def _roll_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
     # the programs are the same, of which samples are no part; but rates may count them
     made, step, watch = dataclasses.replace(run.setup, config=config), run.step, run.watch
     if start < sum(steps for steps, _ in batches.earlier):
-        config = dataclasses.replace(config, earlier_batches=earlier_text(batches.until(start)))
+        config = configure(config, earlier_batches=earlier_text(batches.until(start)))
         job.told(lambda: None if out is None else run_folder.write_config(out, config))
         made = make_setup(config, run.mesh)
         step, watch = programs(made, run.around)

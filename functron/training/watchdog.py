@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from functron.compiler import driver
 from functron.core import compat
+from functron.core.settings import setting
 from functron.spmd import BoundMesh
 from functron.spmd.flight import FlightRecorder, Kind, describe, listed
 from functron.training.records import EVENTS, event_log
@@ -56,6 +57,28 @@ _NEIGHBOURS = 8  # ranks that one listens to
 
 PATIENT = frozenset({"start", "first step", "evaluate", "save", "body", "restore", "end"})
 """Phases that may take as long as a collective waits; the others: `hang_after`."""
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """When a step counts as hanging, and what is done to find out why.
+
+    Attributes:
+        timeout_seconds: after which processes give up on one that has stopped: in collectives, and
+            in saves where it shows no sign of life. A fifth of it where nobody else comes at all,
+            as far as a process can tell.
+        hang_after: seconds in which nothing of a step moves after which the processes find out
+            which rank never came to which collective, and end: see hangs/ in the run folder. At
+            most half of timeout_seconds; steps may take three times as long as the longest one did,
+            and the first one, saves and evaluations almost timeout_seconds. 0: never.
+        check_programs: compare before every collective what its ranks are about to enter, by the
+            job's store, and end with what differs, before they wait for one another. Slow: for a
+            step that hangs.
+    """
+
+    timeout_seconds: float = setting(300.0, least=1)
+    hang_after: float = setting(150.0, least=0)
+    check_programs: bool = False
 
 
 @dataclass(frozen=True)

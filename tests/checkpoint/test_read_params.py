@@ -20,14 +20,14 @@ from functron.optim import OptimizerConfig
 from functron.spmd.params import weight_mask
 from functron.training import run_folder
 from functron.training.checks import validate
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.convert import convert, upcycle, upcycle_run
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from functron.training.train import train
 
 DECAY, STEPS = 0.7, 4
-RUN = TrainConfig(
+RUN = configure(
     gpt=gpt.GPTConfig(
         vocab_size=256, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
         max_seq=12, init_stddev=0.2, dtype="float64", vocab_multiple=8,
@@ -38,7 +38,7 @@ RUN = TrainConfig(
 
 
 def run_of(config: TrainConfig, out: Path):
-    return train(prepare(config, Mesh.parse(config.mesh)), out)
+    return train(prepare(config, Mesh.parse(config.parallelism.mesh)), out)
 
 
 def last(run: Path) -> Checkpoint:
@@ -132,7 +132,7 @@ def held_out(alone, tmp_path_factory):
 def test_every_mesh_keeps_and_evaluates_the_same(changes, alone, held_out, tmp_path):
     file, loss = held_out
     asked = {"eval_every": STEPS, "eval_data": f"held={file}", "eval_averaged": True}
-    found = run_of(replace(RUN, **changes, **asked, save_every=0), tmp_path / "run")
+    found = run_of(configure(RUN, **changes, **asked, save_every=0), tmp_path / "run")
     got = read_params(last(tmp_path / "run"), gpt.defs(RUN.gpt), averaged=True)
     close(got, alone[2], 1e-10)
     said = found.history[-1]["eval"]["held"]["loss"]
@@ -147,7 +147,7 @@ def test_parts_of_averages_are_not_taken_for_averages(alone):
 
 
 def test_adapters_are_averaged_and_merged(tmp_path):
-    config = replace(RUN, lora_rank=3, lora_alpha=7.0, mesh="dp=2", zero=1)
+    config = configure(RUN, lora_rank=3, lora_alpha=7.0, mesh="dp=2", zero=1)
     run_of(config, tmp_path / "run")
     found = read_params(
         last(tmp_path / "run"), make_setup(config, Mesh()).whole_defs, averaged=True
@@ -169,7 +169,7 @@ def test_adapters_are_averaged_and_merged(tmp_path):
 def test_masters_are_averaged_and_what_balances_routers_is_not(tmp_path):
     experts = MoEConfig(num_experts=2, top_k=1, expert_dim=8, score="sigmoid", balance_bias=True)
     tiny = replace(RUN.gpt, moe=experts, dtype="bfloat16")
-    config = replace(RUN, gpt=tiny, optimizer=replace(RUN.optimizer, fp32_masters=True))
+    config = configure(RUN, gpt=tiny, optimizer=replace(RUN.optimizer, fp32_masters=True))
     state = run_of(config, tmp_path / "run").state
     found = read_params(last(tmp_path / "run"), gpt.defs(tiny), averaged=True)
     close(found, optim.averaged(state.opt_state, state.params), 0)
@@ -181,7 +181,7 @@ def test_masters_are_averaged_and_what_balances_routers_is_not(tmp_path):
 
 def test_runs_without_averages_are_told_how_to_keep_them(alone, tmp_path, capsys):
     kept = replace(RUN.optimizer, ema_decay=0.0)
-    run_of(replace(RUN, optimizer=kept, steps=1), tmp_path / "run")
+    run_of(configure(RUN, optimizer=kept, steps=1), tmp_path / "run")
     for line in (
         ["sample", tmp_path / "run", "--prompt", "a"],
         ["convert", f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}"],
@@ -197,4 +197,4 @@ def test_runs_without_averages_are_told_how_to_keep_them(alone, tmp_path, capsys
         ({}, "eval_averaged: got True; wanted nothing without eval_every"),
     ):
         with pytest.raises(ValueError, match=line):
-            validate(replace(RUN, optimizer=kept, eval_averaged=True, **fields))
+            validate(configure(RUN, optimizer=kept, eval_averaged=True, **fields))

@@ -9,7 +9,7 @@ import re
 import time
 import tomllib
 import xml.etree.ElementTree as ET
-from dataclasses import fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,13 @@ from functron import checkpoint, tree
 from functron.cli import options as parsing
 from functron.cli.main import COMMANDS, main
 from functron.cli.train import parse_train
+from functron.core.settings import setting
 from functron.data import IndexedWriter
 from functron.models import gpt
-from functron.models.family import TRAINED
 from functron.models.lora import trainable
 from functron.spmd import Mesh
 from functron.spmd.params import abstract_params, num_params
-from functron.training.config import BOXES, COMMON, RECORDED, TrainConfig, load, with_model
+from functron.training.config import TrainConfig, configure, load, with_model
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 
@@ -167,7 +167,12 @@ def test_precedence(tmp_path):
     assert parse_train([]) == TrainConfig()
     assert parse_train(["--model", "gpt2"]).gpt == gpt.PRESETS["gpt2"]
     config = parse_train(["--config", str(path), "--seq", "11", "--optimizer.b2", "0.7"])
-    assert (config.model, config.steps, config.seq, config.gpt.num_layers) == ("gpt2", 7, 11, 3)
+    assert (config.model, config.steps, config.data.seq, config.gpt.num_layers) == (
+        "gpt2",
+        7,
+        11,
+        3,
+    )
     assert (config.gpt.embed_dim, config.optimizer.b1, config.optimizer.b2) == (768, 0.5, 0.7)
     config = parse_train([f"--config={path}", "--model=llama3-8b", "--gpt.num-heads", "64"])
     assert (config.gpt.num_layers, config.gpt.num_heads, config.steps) == (32, 64, 7)
@@ -397,7 +402,7 @@ def test_a_run_is_shown_before_any_step(packed, tmp_path, capsys):
     mesh = ["--mesh", "dp=2,tp=2", "--microbatches", 2, "--seq", 16]
     there = said("trace", run_folder_, *mesh)
     assert "one of 4 ranks (dp=2,tp=2), 4 samples of 16 tokens per step" in there
-    divided = replace(config, mesh="dp=2,tp=2", microbatches=2, seq=16)
+    divided = configure(config, mesh="dp=2,tp=2", microbatches=2, seq=16)
     assert bytes_table(make_setup(divided, Mesh(dp=2, tp=2)).program().memory()) in there
     stages = said("trace", run_folder_, "--mesh", "pp=2", "--microbatches", 2)
     assert "1f1b: 2 microbatches, bubble" in stages
@@ -433,19 +438,17 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"functron {declared['project']['version']}\n"
 
 
-def test_every_option_of_training_is_in_one_box_of_the_help(capsys):
+BOXES = (
+    "data", "model", "parallelism", "precision", "optimizer", "checkpoint", "evaluation",
+    "resilience", "logging",
+)  # fmt: skip
+
+
+def test_every_option_of_training_is_in_one_box_of_the_help():
     for model in ("tiny", "mamba2-130m", "bert-base", "t5-small"):
         config = with_model(TrainConfig(), model)
         options = list(parsing.options_of(config))
-        boxes = [parsing.box_of(option.field, BOXES) for option in options]
-        assert None not in boxes
-        assert {*boxes} == {*BOXES}
-    listed = [name for names in BOXES.values() for name in names]
-    assert len({*listed}) == len(listed)
-    top = {name for name in listed if "." not in name}
-    assert top == {field.name for field in fields(TrainConfig)}
-    known = {option.field for option in parsing.options_of(TrainConfig())}
-    assert {name for name in COMMON if name.split(".")[0] not in TRAINED} <= known
+        assert {option.box for option in options} == {*BOXES}
 
 
 def test_help_is_short_unless_all_of_it_is_asked_for(capsys):
@@ -457,7 +460,7 @@ def test_help_is_short_unless_all_of_it_is_asked_for(capsys):
     brief, few = shown("--help")
     whole, every = shown("--help-all", "--model", "tiny")
     names = {option.name for option in parsing.options_of(TrainConfig())}
-    assert every == names - RECORDED.keys() | {"help-all", "config", "dry-run", "hardware"}
+    assert every == names - {"source"} | {"help-all", "config", "dry-run", "hardware"}
     assert few < every
     assert 25 <= len(few) <= 35
     titles = re.findall(r"^╭─ (.*?) ─", whole, re.MULTILINE)
@@ -470,3 +473,87 @@ def test_help_is_short_unless_all_of_it_is_asked_for(capsys):
     assert "a prefix of .bin and .idx" not in brief
     assert "how data is read (default: auto)" in brief
     assert "--mamba.pattern" in shown("--help-all", "--model", "mamba2-130m")[0]
+
+
+def test_options_have_the_names_of_their_settings_and_their_paths(tmp_path):
+    """A short one is the same option as the path of its setting, on and off, with = and without."""
+    known = {option.name for option in parsing.options_of(TrainConfig())}
+    assert len(known) == 208  # as many as before there were sections
+    assert {"save-every", "eval-every", "lora-rank", "data", "mesh", "optimizer.b1"} <= known
+    short = [
+        *("--save-every", "3", "--eval-every=4", "--data", "x", "--precision", "bf16"),
+        *("--compile", "--no-zigzag", "--device", "cpu", "--lora-rank", "2", "--steps", "5"),
+    ]
+    paths = [
+        *("--checkpoint.save-every", "3", "--evaluation.every=4", "--data.path", "x"),
+        *("--precision.name", "bf16", "--compute.compile", "--parallelism.no-zigzag"),
+        *("--compute.device", "cpu", "--lora.rank", "2", "--steps", "5"),
+    ]
+    made = parse_train(short)
+    assert made == parse_train(paths) == parse_train([x.replace("-every", "_every") for x in paths])
+    assert (made.checkpoint.save_every, made.evaluation.every, made.data.path) == (3, 4, "x")
+    assert (made.compute.compile, made.parallelism.zigzag, made.lora.rank) == (True, False, 2)
+    assert made.gpt.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--checkpoint.save-evry", "3"], r"--checkpoint.save-evry: got an unknown option.*--save-every"),
+        (["--checkpoint.save-every", "x"], r"--save-every"),
+        (["--checkpoint.save-every", "-2"], r"save_every: got -2; wanted at least 0"),
+        (["--checkpoint.keep-every", "2"], r"keep_every: got 2, which has no effect.*--keep-every out"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_options_as_written_or_by_their_short_names(words, said, capsys):
+    assert run("train", "--dry-run", *words) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A section that no module of functron knows.
+
+    Attributes:
+        every: measure after every so many steps; 0: never.
+        names: of the figures; empty: all.
+    """
+
+    every: int = setting(0, "common", least=0)
+    names: str = setting("", short="profile_names")
+
+
+def test_a_section_of_a_program_is_one_of_ours(tmp_path, capsys):
+    def program(*arguments: object) -> int:
+        return main([str(argument) for argument in arguments], sections={"profile": Profile})
+
+    small = ["--model", "gpt2-tiny", "--seq", 8, "--global-batch", 1, "--device", "cpu"]
+    brief, whole = (
+        program("train", word) or capsys.readouterr().out for word in ("--help", "--help-all")
+    )
+    assert "╭─ profile ─" in brief
+    assert "--profile.every INT" in brief
+    assert "--profile-names STR" in whole
+    assert "measure after every so many steps; 0: never" in " ".join(
+        whole.replace("│", " ").split()
+    )
+    assert "profile" not in (run("train", "--help-all") or capsys.readouterr().out)
+    assert program("train", *small, "--profile.every", -1) == 2
+    assert "profile.every: got -1; wanted at least 0" in capsys.readouterr().err
+    assert program("train", *small, "--profile.evry", 1) == 2
+    assert "did you mean --profile.every" in capsys.readouterr().err
+    assert run("train", *small, "--profile.every", 1) == 2
+
+    out = tmp_path / "run"
+    given = ("--profile.every", 2, "--profile.names", "loss")
+    assert program("train", *small, "--steps", 1, "--out", out, *given) == 0
+    assert tomllib.loads((out / "config.toml").read_text())["profile"] == {
+        "every": 2,
+        "names": "loss",
+    }
+    # it goes on as it began, and its model is one that others read
+    assert program("train", "--out", out, "--resume", "--steps", 2, "--device", "cpu") == 0
+    assert tomllib.loads((out / "config.toml").read_text())["profile"]["every"] == 2
+    assert run("sample", out, "--prompt", "x", "--tokens", 1, "--device", "cpu") == 0
+    assert run("train", "--out", out, "--resume", "--steps", 3) == 2
+    assert "profile: got an unknown key" in capsys.readouterr().err

@@ -18,13 +18,9 @@ from functron.cli import main as commands
 from functron.cli import options as parsing
 from functron.cli.main import main
 from functron.cli.process import Process
-from functron.core.errors import fields_under
-from functron.models import gpt
-from functron.models.bert import BertConfig
-from functron.models.mamba import MambaConfig
-from functron.models.t5 import T5Config
+from functron.core.settings import fields_under, settings_of, tagged
 from functron.training import run_folder
-from functron.training.config import RECORDED, TrainConfig
+from functron.training.config import TrainConfig
 from functron.training.faults import flip_file
 
 SMALL = [
@@ -154,6 +150,9 @@ def asked_of(command, monkeypatch):
     return {option.field for option in parsing.options_of(kind)}, needs
 
 
+RECORDED = {each.name for each in settings_of(TrainConfig) if each.mark.instead}
+
+
 def under(path, names):
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
@@ -163,19 +162,32 @@ def test_every_option_of_every_command_is_in_its_table(command, monkeypatch):
     fields, needs = asked_of(command, monkeypatch)
     if command == "train":  # whose others tests/training/test_unused.py looks for
         fields -= {path for path in fields_under(TrainConfig()) if path in fields}
-    missing = [path for path in fields - RECORDED.keys() if not under(path, needs)]
+    missing = [path for path in fields - RECORDED if not under(path, needs)]
     assert not missing, f"say in the table of {command} what these need, or that it is always"
     if command not in ("params", "trace"):  # whose settings may be of another model
         unknown = [n for n in needs if not any(under(path, [n]) for path in fields)]
         assert all(name.startswith(("gpt.moe", "gpt.rope_scaling")) for name in unknown)
 
 
-def test_every_setting_of_a_run_is_one_of_steps_or_not():
-    whole = dataclasses.replace(
-        TrainConfig(), gpt=gpt.GPTConfig(), mamba=MambaConfig(), bert=BertConfig(), t5=T5Config()
-    )
-    for path in set(fields_under(whole)) - RECORDED.keys():
-        assert under(path, plan._OF_STEPS) != under(path, plan._OF_RUNS), path
+OF_SHAPES = {
+    "model", "gpt", "mamba", "bert", "t5", "mesh", "expert_axes", "zero", "lora_rank",
+    "lora_targets", "precision", "products",
+}  # fmt: skip
+OF_STEPS = {
+    *OF_SHAPES, "sequence_parallel", "context", "zigzag", "steps", "seq", "global_batch",
+    "microbatches", "schedule", "chunks", "layout", "vocab_over_pp", "gather", "gather_as",
+    "lora_alpha", "remat", "kernels", "loss_chunk_tokens", "anomalies.on_spike",
+    "anomalies.rate_factors", "optimizer", "learning_rate", "rate_unit", "ramp_up",
+    "earlier_batches", "nproc", "mask_documents", "pack", "mask_rate", "mean_span",
+}  # fmt: skip
+
+
+def test_which_settings_are_of_steps():
+    """Those of which functron trace and params show something, and no others."""
+    for tag, wanted in (("shapes", OF_SHAPES), ("step", OF_STEPS)):
+        names = [each.name for each in settings_of(TrainConfig)]
+        assert {*tagged(TrainConfig, tag)} == {name for name in names if under(name, wanted)}
+        assert all(any(under(name, [one]) for name in names) for one in wanted)
     assert {field.name for field in dataclasses.fields(build.BuildOptions)} == {*build.BUILD_NEEDS}
 
 

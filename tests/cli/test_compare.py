@@ -15,7 +15,7 @@ import pytest
 import functron as ft
 from functron.cli.main import main
 from functron.training import records, run_folder
-from functron.training.config import TrainConfig, load
+from functron.training.config import TrainConfig, configure, load
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -39,7 +39,7 @@ def record(step, loss, seconds, tokens, speed, memory, **more):
 @pytest.fixture
 def runs(tmp_path):
     """Two runs of 4 and 3 steps, of which the second has twice the batch and held-out sets."""
-    base = TrainConfig(seed=3)
+    base = configure(seed=3)
     first = make_run(
         tmp_path / "dense", base,
         [
@@ -48,7 +48,7 @@ def runs(tmp_path):
         ],
     )  # fmt: skip
     rate = replace(base.learning_rate, peak=0.01)
-    wide = replace(base, global_batch=16, mesh="dp=2", learning_rate=rate)
+    wide = configure(base, global_batch=16, mesh="dp=2", learning_rate=rate)
     held_out = [{"wiki": {"loss": loss, "perplexity": 2.0}} for loss in (3.5, 3.25, 3.75)]
     second = make_run(
         tmp_path / "wide", wide,
@@ -65,7 +65,7 @@ def test_settings_that_differ_and_numbers(runs):
     found = ft.training.compare(runs)
     assert found.runs == ("dense", "wide")
     assert found.settings == {
-        "mesh": ("", "dp=2"), "global_batch": (8, 16), "learning_rate.peak": (0.002, 0.01),
+        "parallelism.mesh": ("", "dp=2"), "data.global_batch": (8, 16), "learning_rate.peak": (0.002, 0.01),
     }  # fmt: skip
     assert found.results == {
         "steps": (4, 3), "tokens": (4096, 6144), "first loss": (5.5, 5.25), "last loss": (4.25, 3.0),
@@ -78,7 +78,7 @@ def test_settings_that_differ_and_numbers(runs):
     # steps of other sizes: over tokens, without the loss that is not finite
     assert found.x_label == "tokens"
     assert found.curves["dense"] == [(1024, 5.5), (2048, 4.0), (4096, 4.25)]
-    same = ft.training.compare([runs[0], make_run(runs[0].parent / "b", TrainConfig(seed=4), [])])
+    same = ft.training.compare([runs[0], make_run(runs[0].parent / "b", configure(seed=4), [])])
     assert same.settings == {"seed": (3, 4)}
     assert same.x_label == "step"
     assert same.results["last loss"] == (4.25, None)
@@ -95,7 +95,7 @@ def test_a_step_without_targets_has_no_loss(tmp_path, loss):
     full = [record(2, 5.0, 1.0, 2, 1.0, None), record(3, 4.5, 1.0, 3, 1.0, None)]
     rows = [empty[0], *full, empty[1]]
     run = make_run(tmp_path / "a", TrainConfig(), rows)
-    other = make_run(tmp_path / "b", TrainConfig(seed=1), full)
+    other = make_run(tmp_path / "b", configure(seed=1), full)
     found = ft.training.compare([run, other])
     for name in ("first loss", "last loss", "best loss", "best step"):
         assert found.results[name][0] == found.results[name][1], name
@@ -125,8 +125,8 @@ def test_the_command_prints_a_table_and_draws_all_curves(runs, tmp_path, capsys)
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
     assert rows[0] == ["dense", "wide"]
     for row in (
-        ["mesh", "''", "dp=2"],
-        ["global_batch", "8", "16"],
+        ["parallelism.mesh", "''", "dp=2"],
+        ["data.global_batch", "8", "16"],
         ["last loss", "4.2500", "3.0000"],
         ["wiki best loss", "-", "3.2500"],
         ["tokens/s", "700", "1,024"],
@@ -143,11 +143,11 @@ def test_the_command_prints_a_table_and_draws_all_curves(runs, tmp_path, capsys)
     assert main(["compare", *map(str, runs), "--svg", str(picture), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["results"]["best step"] == [2, 3]
-    assert found["settings"]["mesh"] == ["", "dp=2"]
+    assert found["settings"]["parallelism.mesh"] == ["", "dp=2"]
 
 
 def test_folders_of_one_name_go_by_their_paths(runs, tmp_path):
-    other = make_run(tmp_path / "more" / "dense", TrainConfig(seed=3), [])
+    other = make_run(tmp_path / "more" / "dense", configure(seed=3), [])
     found = ft.training.compare([runs[0], other])
     assert found.runs == (str(runs[0]), str(other))
     assert not found.settings
@@ -182,7 +182,7 @@ def test_it_needs_no_torch_and_reads_real_runs(tmp_path):
     data = ["--data", str(tmp_path / "a.txt"), "--eval-data", f"a={tmp_path / 'a.txt'}"]
     out = ["--eval-every", "2", "--out", str(tmp_path / "0")]
     assert main(["train", *small, *data, *out]) == 0
-    config = replace(load(tmp_path / "0" / "config.toml"), seed=1)
+    config = configure(load(tmp_path / "0" / "config.toml"), seed=1)
     make_run(tmp_path / "1", config, run_folder.records(tmp_path / "0"))
     command = ["-m", "functron", "compare", str(tmp_path / "0"), str(tmp_path / "1")]
     command += ["--svg", str(tmp_path / "a.svg"), "--json"]

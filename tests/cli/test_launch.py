@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -29,7 +28,7 @@ from functron.cli.train import parse_train
 from functron.data import IndexedWriter
 from functron.spmd import Mesh
 from functron.training import records
-from functron.training.config import TrainConfig, with_model
+from functron.training.config import configure, with_model
 from functron.training.run import Run, prepare
 
 pytestmark = pytest.mark.distributed
@@ -150,7 +149,7 @@ def test_a_rank_killed_during_a_save_ends_the_job_soon(tmp_path):
     assert seconds < 20  # 31 where nothing but the launcher's SIGKILL ends it
 
 
-SUPERVISED = TrainConfig(
+SUPERVISED = configure(
     mesh="dp=4", nproc=4, global_batch=12, max_restarts=2, restart_pause_seconds=0, device="cpu"
 )
 DIED = launch.Ending(137, "functron: rank 1 failed first", 1, final=False)
@@ -219,7 +218,7 @@ def test_what_another_start_would_not_mend_ends_the_job(supervised, tmp_path):
 def test_a_job_shrinks_and_grows_with_its_slots(supervised, tmp_path):
     slots = tmp_path / "slots"
     slots.write_text("4")
-    config = dataclasses.replace(
+    config = configure(
         SUPERVISED, elastic="dp=2:6", slots=str(slots), exit_after="1h", max_restarts=3
     )
 
@@ -264,7 +263,7 @@ def test_a_signal_between_two_starts_ends_the_job(supervised, monkeypatch):
 def test_too_few_slots_are_waited_for(supervised, tmp_path):
     slots = tmp_path / "slots"
     slots.write_text("1")
-    config = dataclasses.replace(SUPERVISED, elastic="dp=2:4", slots=str(slots))
+    config = configure(SUPERVISED, elastic="dp=2:4", slots=str(slots))
     code, commands, events, said = supervised(config)
     assert (code, commands, len(events)) == (1, [], 2)
     assert "too few processes can be had" in said
@@ -448,12 +447,12 @@ JOIN = """
 import sys
 from functron import gather, tree
 from functron.cli import launch, process
-from functron.training.config import TrainConfig, with_model
+from functron.training.config import configure, with_model
 from functron.spmd import Mesh
 from functron.training import records
 from functron.training.run import prepare
-config = with_model(TrainConfig(mesh="dp=2,tp=2", seq=16, seed=5), "llama3-tiny")
-mesh, device = launch.join(Mesh.parse(config.mesh), process.current(), "cpu")
+config = with_model(configure(mesh="dp=2,tp=2", seq=16, seed=5), "llama3-tiny")
+mesh, device = launch.join(Mesh.parse(config.parallelism.mesh), process.current(), "cpu")
 run = prepare(config, mesh, device)
 whole = gather(run.state, run.setup.state_specs, mesh)
 import torch
@@ -466,7 +465,7 @@ def test_processes_start_from_the_same_bits_and_share_the_batch(torchrun, tmp_pa
     import torch
 
     torchrun(JOIN, 4, tmp_path)
-    config = with_model(TrainConfig(seq=16, seed=5), "llama3-tiny")
+    config = with_model(configure(seq=16, seed=5), "llama3-tiny")
     dense = prepare(config, Mesh())
     simulated = prepare(config, Mesh(dp=2, tp=4))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]

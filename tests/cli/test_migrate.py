@@ -41,7 +41,7 @@ def test_a_migrated_line_trains(script, tmp_path, capsys):
     assert "gpt.embed_dim = 32" in told
     assert f"functron train --config {file} --dry-run" in told
     assert "1 argument has no counterpart" in told  # attention-dropout
-    assert load(file).mesh == "dp=2"
+    assert load(file).parallelism.mesh == "dp=2"
     assert main(["train", "--config", str(file), "--device", "cpu"]) == 0
     rows = records(run)
     # a batch of 8 on two ranks; a warm-up of one step, then half of the way to 1e-3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 import typing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from functron.core.errors import local_path, remote_problem
 from functron.data.preprocess import Settings, preprocess
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
-from functron.training.config import TrainConfig, load
+from functron.training.config import TrainConfig, configure, load
 from functron.training.convert import convert
 from functron.training.run import prepare
 from functron.training.train import train
@@ -132,9 +131,9 @@ PLACES = ("data", "tokenizer", "eval_data", "order_cache", "schedule", "out", "s
 @pytest.mark.parametrize("name", [*PLACES, "memory_folder"])
 def test_no_configuration_has_such_a_place(name, tmp_path):
     with pytest.raises(ValueError, match=f"{name}: got 's3://b/x'; wanted a path of this machine"):
-        TrainConfig(**{name: "s3://b/x"})
+        configure(**{name: "s3://b/x"})
     with pytest.raises(ValueError, match=name):
-        replace(TrainConfig(), **{name: "gs://b/x"})
+        configure(TrainConfig(), **{name: "gs://b/x"})
     file = tmp_path / "run.toml"
     file.write_text(f'{name} = "s3://b/x"\n')
     with pytest.raises(ValueError, match=name):
@@ -142,7 +141,7 @@ def test_no_configuration_has_such_a_place(name, tmp_path):
 
 
 def _train(path):
-    return train(prepare(TrainConfig(steps=1, seq=8, global_batch=1), Mesh()), path)
+    return train(prepare(configure(steps=1, seq=8, global_batch=1), Mesh()), path)
 
 
 STATE = {"w": torch.ones(2)}
@@ -174,4 +173,4 @@ def test_no_function_takes_such_a_place(name, empty):
 def test_paths_of_this_machine_are_taken(fine):
     assert remote_problem("out", fine) is None
     assert local_path(fine) == Path(fine)
-    assert pickle.loads(pickle.dumps(TrainConfig(out=fine))).out == fine
+    assert pickle.loads(pickle.dumps(configure(out=fine))).out == fine

@@ -16,11 +16,12 @@ import torch
 
 from functron.cli.main import main
 from functron.cli.train import own_machine
+from functron.core.settings import value_at
 from functron.plan.estimate import step_estimate
 from functron.plan.hardware import hardware
 from functron.plan.search import AXES, Candidate
 from functron.spmd import DATA_AXES, Mesh
-from functron.training.config import TrainConfig, load, with_model
+from functron.training.config import TrainConfig, configure, load, with_model
 from functron.training.planning import (
     RECIPES,
     Choices,
@@ -85,8 +86,8 @@ def test_what_is_written_is_a_run(planned, output, capsys):
     made = load(folder / "best.toml")
     text = (folder / "best.toml").read_text()
     assert text.startswith("# functron plan --model llama3-tiny")
-    assert Mesh.parse(made.mesh).size == 8
-    assert made.compile
+    assert Mesh.parse(made.parallelism.mesh).size == 8
+    assert made.compute.compile
     assert main(["train", "--config", str(folder / "best.toml"), "--dry-run", "--hardware", "h100",
                  "--format", "mock"]) == 0  # fmt: skip
     said = capsys.readouterr().out
@@ -186,8 +187,8 @@ def test_a_gpu_that_is_known_needs_no_name(monkeypatch):
 
 
 def test_expected_and_measured_part_where_ranks_wait():
-    config = with_model(TrainConfig(mesh="dp=2", seq=64), "llama3-tiny")
-    made = make_setup(replace(config, gpt=replace(config.gpt, num_layers=1)), Mesh(dp=2))
+    config = with_model(configure(mesh="dp=2", seq=64), "llama3-tiny")
+    made = make_setup(configure(config, gpt=replace(config.gpt, num_layers=1)), Mesh(dp=2))
     foreseen = expected(made, hardware("h100"))
     seconds = 2 * foreseen.step_seconds
     ranks = {"0": {"compute": foreseen.step_seconds / 2, "wait/dp": 1.5 * foreseen.step_seconds}}
@@ -224,10 +225,14 @@ def test_recipes_are_listed_and_shown(capsys):
 def test_recipes_are_runs_that_fit(name):
     """On their mesh, by what its ranks hold of the state; all they hold is for --full."""
     config = recipe_config(name)
-    mesh = Mesh.parse(config.mesh)
+    mesh = Mesh.parse(config.parallelism.mesh)
     made = make_setup(config, mesh)
     assert name.endswith(f"-{mesh.size}")
-    assert config.global_batch % (config.microbatches * math.prod(mesh[a] for a in DATA_AXES)) == 0
+    assert (
+        config.data.global_batch
+        % (config.parallelism.microbatches * math.prod(mesh[a] for a in DATA_AXES))
+        == 0
+    )
     if made.is_pipelined:
         assert made.partition.layout
     choices = Choices(config, hardware(machine_of(name)))
@@ -243,11 +248,15 @@ def machine_of(name: str) -> str:
 
 
 def candidate_of(config):
-    mesh = Mesh.parse(config.mesh)
-    rows = config.global_batch // config.microbatches // math.prod(mesh[a] for a in DATA_AXES)
+    mesh = Mesh.parse(config.parallelism.mesh)
+    rows = (
+        config.data.global_batch
+        // config.parallelism.microbatches
+        // math.prod(mesh[a] for a in DATA_AXES)
+    )
     names = ("schedule", "chunks", "microbatches", "remat", "sequence_parallel", "zero", "gather",
              "precision")  # fmt: skip
-    own = {name: getattr(config, name) for name in names}
+    own = {name: value_at(config, name) for name in names}
     offload = config.optimizer.offload
     return Candidate(**{a: mesh[a] for a in AXES}, rows=rows, offload=offload, **own)
 
@@ -259,7 +268,7 @@ def test_recipes_fit_by_their_traces(name):
     choices = Choices(config, hardware(machine_of(name)))
     found = step_estimate(choices._step(candidate_of(config)), choices.machine)
     assert found.fits
-    assert found.num_gpus == Mesh.parse(config.mesh).size
+    assert found.num_gpus == Mesh.parse(config.parallelism.mesh).size
 
 
 @pytest.mark.parametrize(
@@ -268,7 +277,7 @@ def test_recipes_fit_by_their_traces(name):
 )
 def test_recipes_train_as_without_a_mesh_when_they_are_small(name):
     config = shrunk(recipe_config(name))
-    alone = replace(
+    alone = configure(
         config, mesh="", schedule="1f1b", chunks=0, zero=0, sequence_parallel=False, gather="use",
     )  # fmt: skip
     for want, got in zip(records(alone), records(config), strict=True):
@@ -280,7 +289,7 @@ def test_scripts_fit_their_recipes(name):
     text = job_script(name)
     nodes = int(re.search(r"--nodes=(\d+)", text)[1])
     ranks = int(re.search(r"--nproc-per-node (\d+)", text)[1])
-    assert nodes * ranks == Mesh.parse(recipe_config(name).mesh).size
+    assert nodes * ranks == Mesh.parse(recipe_config(name).parallelism.mesh).size
     assert f"{name}.toml" in text
     assert not re.search(r"@[A-Z]+@", text)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0

@@ -13,7 +13,7 @@ from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.nn import context
 from functron.spmd import ragged
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.setup import make_setup
 from tests.compiler.late_collectives import collectives, lone
 from tests.compiler.test_prefetch import CONFIG, batch, loops, training
@@ -82,8 +82,8 @@ OF_TRAINING = {
 
 @pytest.mark.parametrize("case", OF_TRAINING)
 def test_steps_of_training_give_the_same_numbers(case, monkeypatch):
-    config = TrainConfig(gpt=CONFIG, global_batch=8, seq=8, **OF_TRAINING[case])
-    with lone(Mesh.parse(config.mesh), monkeypatch) as bound:
+    config = configure(gpt=CONFIG, global_batch=8, seq=8, **OF_TRAINING[case])
+    with lone(Mesh.parse(config.parallelism.mesh), monkeypatch) as bound:
         made = make_setup(config, bound)
         state, data = made.init(random.key(1)), ft.shard(batch(), gpt.batch_specs(), bound)
         program = ft.trace(made.step, donate=0)(state, data)

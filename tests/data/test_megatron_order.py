@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from functron.data.shards import verify
 from functron.models.family import PRESETS
 from functron.training import data
 from functron.training.checks import validate
+from functron.training.config import configure
 from functron.training.data import open_texts
 from functron.training.evaluation import open_sets
 from functron.training.run import prepare
@@ -188,13 +188,13 @@ def test_a_run_reads_the_batches_of_its_sampler(arrays, tmp_path):
     run, micro, ranks = prepare(config, Mesh.parse("dp=2")), 2, 2
     streams = [sampled(0, len(tokens), micro, ranks, rank) for rank in range(ranks)]
     for step in range(config.steps):
-        size = config.batches.batch_size(step)
+        size = config.data.batches.batch_size(step)
         numbers = [n for _ in range(size // (micro * ranks)) for x in streams for n in next(x)]
         np.testing.assert_array_equal(run.batch(step)["tokens"], tokens[numbers])
-    consumed = config.batches.first_sample(5)  # as after resuming
+    consumed = config.data.batches.first_sample(5)  # as after resuming
     streams = [sampled(consumed, len(tokens), micro, ranks, rank) for rank in range(ranks)]
     numbers = [
-        n for _ in range(config.batches.batch_size(5) // 4) for x in streams for n in next(x)
+        n for _ in range(config.data.batches.batch_size(5) // 4) for x in streams for n in next(x)
     ]
     np.testing.assert_array_equal(run.batch(5)["tokens"], tokens[numbers])
 
@@ -259,7 +259,7 @@ def test_what_cannot_be_ordered_so(tmp_path):
         ({"data": str(shards)}, "shards with order=megatron; wanted its .bin and .idx; fix: write them again"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match="cannot") as caught:
-            validate(replace(config, **changes))
+            validate(configure(config, **changes))
         assert said in str(caught.value), changes
     validate(config)
 
@@ -306,7 +306,7 @@ def test_rates_of_growing_batches_are_those_of_its_scheduler(index, arrays):
         decay={"minus_sqrt": "sqrt", None: "linear"}.get(decay, decay),
     )  # fmt: skip
     config = parse_train([*TINY, "--steps", "30", "--global-batch", str(final)])
-    config = replace(
+    config = configure(
         config, ramp_up=f"{start} {increment} {samples}", learning_rate=rates, rate_unit="samples"
     )
     made = make_setup(config, Mesh())

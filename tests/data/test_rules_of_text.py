@@ -25,7 +25,7 @@ from functron.data.shards import provenance
 from functron.data.tokenizer import Rendered, open_tokenizer
 from functron.data.windows import Documents
 from functron.training import run_folder
-from functron.training.config import TrainConfig, load
+from functron.training.config import TrainConfig, configure, load
 from functron.training.data import (
     describe_rules,
     open_samples,
@@ -112,9 +112,9 @@ def test_where_texts_begin_and_end(tmp_path, around, kind):
     names = [made.id_to_token(i) for i in begin]
     assert said[1].split() == [*names, "text", "</s>"]
     assert said[2].split() == [*names, "text"]
-    config = TrainConfig(data=str(tmp_path / "d"))
-    on_disk, in_memory = with_tokenizer(config), replace(config, data=str(files))
-    in_memory = replace(in_memory, tokenizer=str(tmp_path / "tok"))
+    config = configure(data=str(tmp_path / "d"))
+    on_disk, in_memory = with_tokenizer(config), configure(config, data=str(files))
+    in_memory = configure(in_memory, tokenizer=str(tmp_path / "tok"))
     for one in (on_disk, in_memory):
         assert said[0] in describe_rules(one, reader_of(one))
     # and a template writes all of a conversation
@@ -298,7 +298,7 @@ def test_parts_of_files_are_rearranged_as_the_whole(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", lines)
     preprocess(Settings((str(file),), str(folder), str(tmp_path / "d"), workers=1))
     ends, begins = (made_of("both").token_to_id(name) for name in ("</s>", "<s>"))
-    config = TrainConfig(
+    config = configure(
         data=str(tmp_path / "d"), seq=24, mask_documents=True, fim_rate=1.0, split="3,1",
         fim_tokens=f"500,501,502,{ends}", gpt=replace(TrainConfig().gpt, vocab_size=512),
     )  # fmt: skip
@@ -346,8 +346,8 @@ def test_a_run_keeps_its_rules(tmp_path, capsys):
         == 0
     )
     as_of_before(old / "config.toml")
-    assert load(old / "config.toml").text_rules == 1
-    found = tokenizer_of(replace(load(old / "config.toml"), out=str(old)))
+    assert load(old / "config.toml").data.text_rules == 1
+    found = tokenizer_of(configure(load(old / "config.toml"), out=str(old)))
     assert found is not None
     assert 2 in found.encode("a</s>")  # which a tokenizer.json parsed
     assert train("--resume", "--out", old, "--steps", 4) == 0
@@ -356,13 +356,13 @@ def test_a_run_keeps_its_rules(tmp_path, capsys):
     assert "text-rules 1, by which this run began" in said
     assert "40 names of special tokens in the text, which a tokenizer.json parses" in said
     assert losses(old) == losses(whole)
-    assert load(old / "config.toml").text_rules == 1
+    assert load(old / "config.toml").data.text_rules == 1
     for option, value in [("--text-rules", 2), ("--special-tokens", "parse")]:
         assert train("--resume", "--out", old, "--steps", 5, option, value) == 2
         assert "as in the run" in capsys.readouterr().err
     # a file of settings that is of no run has the rules of now
     (tmp_path / "config.toml").write_text('tokenizer = "x"\n')
-    assert load(tmp_path / "config.toml").rules == RULES
+    assert load(tmp_path / "config.toml").data.rules == RULES
 
 
 def test_old_targets_of_conversations_are_kept(tmp_path):
@@ -389,13 +389,13 @@ def test_tokens_on_disk_say_their_rules(tmp_path, capsys):
     other = ["--special-tokens", "parse", "--no-prepend-bos"]
     assert main.main([*made, str(tmp_path / "p"), *other]) == 0
     capsys.readouterr()
-    config = with_tokenizer(TrainConfig(data=str(tmp_path / "p")))
-    assert config.rules == TextRules("parse", False)
+    config = with_tokenizer(configure(data=str(tmp_path / "p")))
+    assert config.data.rules == TextRules("parse", False)
     found = tokenizer_of(config)
     assert found is not None
     assert encode_prompt(found, "a</s>") == [*found.encode("a", special=False), 2]
     with pytest.raises(ValueError, match="special_tokens: got 'parse'; wanted 'text', by which"):
-        with_tokenizer(TrainConfig(data=str(tmp_path / "d"), special_tokens="parse"))
+        with_tokenizer(configure(data=str(tmp_path / "d"), special_tokens="parse"))
     assert main.main([*made, str(tmp_path / "d"), *other]) == 2  # there is something else
     assert "made with another begin_of_text, prepend_bos, special_tokens" in capsys.readouterr().err
 
@@ -441,14 +441,14 @@ def test_rules_that_are_named_are_those_of_the_tokens(made_by, tmp_path, capsys)
         assert said in capsys.readouterr().err
     same = ("--special-tokens", "parse", "--no-prepend-bos")
     assert train("--data", data, "--out", run, "--steps", 1, *same) == 0
-    assert load(run / "config.toml").rules == TextRules("parse", False)
+    assert load(run / "config.toml").data.rules == TextRules("parse", False)
     for options, said in refused.items():
         assert train("--resume", "--out", run, "--steps", 2, *options) == 2
         assert said in capsys.readouterr().err
     assert train("--resume", "--out", run, "--steps", 2) == 0
     usual = made_by("d")
     named = ("special_tokens", "prepend_bos")
-    assert with_tokenizer(TrainConfig(data=usual), named).rules == RULES
+    assert with_tokenizer(configure(data=usual), named).data.rules == RULES
 
 
 def test_tokens_of_different_rules_do_not_blend(made_by):
@@ -456,20 +456,20 @@ def test_tokens_of_different_rules_do_not_blend(made_by):
     parsed, bare = made_by("p", special_tokens="parse"), made_by("b", prepend_bos=False)
     for one, others in [(usual, (parsed, again, bare)), (parsed, (usual,))]:
         with pytest.raises(ValueError, match="tokens made by different rules") as caught:
-            with_tokenizer(TrainConfig(data=" ".join(f"1 {path}" for path in (one, *others))))
+            with_tokenizer(configure(data=" ".join(f"1 {path}" for path in (one, *others))))
         for path in others:
             said = f"data {path}: got special_tokens="
             assert (said in str(caught.value)) == (path != again)
         assert str(caught.value).count(f", as in {one}; fix: ") == len({*others} - {again})
     for data in (f"1 {usual} 1 {again}", f"all {parsed}"):
         parses = "text" if usual in data else "parse"
-        assert with_tokenizer(TrainConfig(data=data)).special_tokens == parses
+        assert with_tokenizer(configure(data=data)).data.special_tokens == parses
     # what was made before rules were recorded goes with any
     record = json.loads(Path(f"{again}.json").read_text())
     kept = {"tokenizer", "tokenizer_sha256", "pattern", "end_of_text"}
     Path(f"{again}.json").write_text(json.dumps({k: record[k] for k in kept}))
     for data in (f"1 {again} 1 {parsed}", f"1 {parsed} 1 {again}"):
-        assert with_tokenizer(TrainConfig(data=data)).special_tokens == "parse"
+        assert with_tokenizer(configure(data=data)).data.special_tokens == "parse"
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -483,12 +483,12 @@ def test_rules_that_are_recorded_in_part_are_refused(made_by, field, value):
     file = Path(f"{data}.json")
     record = {k: v for k, v in json.loads(file.read_text()).items() if k not in ("files", "crc32")}
     file.write_text(json.dumps(record))
-    assert with_tokenizer(TrainConfig(data=data)).rules == RULES
+    assert with_tokenizer(configure(data=data)).data.rules == RULES
     for changed in (record | {field: value}, {k: v for k, v in record.items() if k != field}):
         file.write_text(json.dumps(changed))
         if changed.keys() == record.keys() or field != "end_of_text":  # which may be none
             with pytest.raises(ValueError, match=rf"{re.escape(str(file))}: {field}: got .*; fix"):
-                with_tokenizer(TrainConfig(data=data))
+                with_tokenizer(configure(data=data))
 
 
 @pytest.mark.parametrize(("tokenizer", "before"), [

@@ -19,6 +19,7 @@ from functron.optim import make_optimizer, make_schedule
 from functron.spmd import Mesh
 from functron.spmd.params import abstract_params, decay_mask
 from functron.training import config
+from functron.training.config import configure
 from functron.training.convert import convert, fine_tuning
 from functron.training.setup import make_setup
 from tests.data.chats import WORDS, make_tokenizer
@@ -156,7 +157,7 @@ def test_is_set_to_fine_tune(model, tmp_path, capsys):
     assert not (tmp_path / "n").exists()
     assert made.optimizer.fp32_masters  # updates of 2e-5 would round to nothing
     # 40 steps: two of warm-up, then half a cosine to 0
-    rate = make_schedule(replace(made, steps=40).rate_schedule)
+    rate = make_schedule(configure(made, steps=40).rate_schedule)
     assert [float(rate(t)) for t in (0, 1, 2, 21, 40)] == pytest.approx([0, 1e-5, 2e-5, 1e-5, 0])
     # without gradients decay alone acts: p -> p - rate * 0.01 * p on matrices, nothing elsewhere
     defs = gpt.defs(replace(made.gpt, dtype="float64", bias=True))
@@ -177,15 +178,19 @@ def test_steps_of_fine_tuning_fit_into_memory():
         mlp_dim=16, vocab_size=4096,
     )  # fmt: skip
     generous, whole, _ = fine_tuning(model, 1 << 40)
-    assert (generous.seq, generous.global_batch, generous.microbatches) == (2048, 8, 1)
+    assert (generous.data.seq, generous.data.global_batch, generous.parallelism.microbatches) == (
+        2048,
+        8,
+        1,
+    )
     assert whole == make_setup(generous, Mesh()).program().memory().peak_bytes
     # four fifths of the memory are used: it does not fit, and half as much does
     run, needed, _ = fine_tuning(model, whole)
-    assert (run.seq, run.microbatches) == (2048, 2)
+    assert (run.data.seq, run.parallelism.microbatches) == (2048, 2)
     assert needed <= 0.8 * whole
     least, needed, _ = fine_tuning(model, 1 << 20)
     assert needed > 1 << 20
-    assert (least.seq, least.microbatches, least.remat) == (128, 8, "full")
+    assert (least.data.seq, least.parallelism.microbatches, least.compute.remat) == (128, 8, "full")
 
 
 def test_is_called_what_it_is(tmp_path, capsys):
@@ -211,7 +216,7 @@ def test_is_called_what_it_is(tmp_path, capsys):
     assert config.load(run / "config.toml", model="llama3-tiny").title == "llama3-tiny"
     assert config.TrainConfig().title == "tiny"
     changed = replace(gpt.PRESETS["tiny"], num_layers=1)
-    assert config.TrainConfig(gpt=changed).title == "tiny with changes"
+    assert config.configure(gpt=changed).title == "tiny with changes"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
@@ -246,7 +251,7 @@ def test_a_run_that_began_here(tmp_path):
     params = ft.init_params(ft.random.key(0), gpt.defs(model))
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.toml").write_text(config.dump(config.TrainConfig(gpt=model)))
+    (run / "config.toml").write_text(config.dump(config.configure(gpt=model)))
     checkpoint.save(run / "checkpoints" / "3", {"params": params})
     done = convert(f"run:{run}", f"hf:{tmp_path / 'out'}")
     assert done.files == ()
@@ -263,11 +268,11 @@ def test_a_checkpoint_of_another_model(tmp_path):
     params["norm"]["scale"] = torch.ones(3)
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.toml").write_text(config.dump(config.TrainConfig(gpt=model)))
+    (run / "config.toml").write_text(config.dump(config.configure(gpt=model)))
     checkpoint.save(run / "checkpoints" / "3", {"params": params})
     with pytest.raises(ValueError, match="params/unembed: got no such leaf; wanted a parameter"):
         convert(f"run:{run}", f"hf:{tmp_path / 'out'}")
-    (run / "config.toml").write_text(config.dump(config.TrainConfig(gpt=replace(model, tied=True))))
+    (run / "config.toml").write_text(config.dump(config.configure(gpt=replace(model, tied=True))))
     with pytest.raises(
         ValueError, match=r"norm/scale: got \[3\]; wanted \[64\], as the config says"
     ):

@@ -26,6 +26,7 @@ import functron as ft
 from functron import checkpoint, gpt
 from functron.cli.main import main
 from functron.core import random
+from functron.core.settings import value_at
 from functron.data import IndexedFile, IndexedWriter
 from functron.hub import megatron
 from functron.hub.megatron_files import (
@@ -502,7 +503,12 @@ def test_goes_on_with_the_next_sample(unpacked, tmp_path, capsys):
     assert main(["convert", f"megatron:{folder}", f"run:{out}"]) == 0
     assert "sample 20 of the 40 in Megatron-LM's order" in capsys.readouterr().out
     run = config.load(out / "config.toml")
-    assert (run.order, run.order_samples, run.split, run.seed) == ("megatron", 40, "4,1,1", 1234)
+    assert (run.data.order, run.data.order_samples, run.data.split, run.seed) == (
+        "megatron",
+        40,
+        "4,1,1",
+        1234,
+    )
     with np.load(ORDERED / "samples.npz") as arrays:
         tokens, _ = arrays["case39/train"]
     drawn = open_samples(run).draw(np.arange(20, 24))["tokens"]
@@ -520,7 +526,7 @@ def test_goes_on_with_the_next_sample(unpacked, tmp_path, capsys):
     names = ("data", "split", "order", "ordered_samples", "order_cache", "extra_token", "seq")
     for name in names:
         again = config.load(tmp_path / "again" / "config.toml")
-        assert getattr(again, name) == getattr(config.load(out / "config.toml"), name), name
+        assert value_at(again, name) == value_at(config.load(out / "config.toml"), name), name
     other = ["train", "--resume", "--out", str(out), "--steps", "7", "--split", "5,1"]
     assert main(other) == 2  # of which there are steps now
     assert "split: got '5,1'; wanted '4,1,1', as in the run" in capsys.readouterr().err
@@ -539,7 +545,7 @@ def test_data_may_be_named_when_it_goes_on(unpacked, tmp_path, capsys):
     assert main([*given, "--global-batch", "8"]) == 2
     assert "global_batch: got 8; wanted 4, as in the run" in capsys.readouterr().err
     assert main(given) == 0
-    assert config.load(out / "config.toml").order == "megatron"
+    assert config.load(out / "config.toml").data.order == "megatron"
 
 
 def test_schedules_that_count_samples(unpacked, tmp_path):
@@ -597,7 +603,7 @@ def test_architectures_there_and_back(name):
 def test_capacity_of_a_microbatch_there_and_back():
     """Megatron's is that of a rank's samples: of all of a microbatch, on one data-parallel rank."""
     moe = MoEConfig(8, 2, 64, normalise="after", capacity_factor=1.5, capacity_over="batch")
-    run = config.TrainConfig(gpt=GPTConfig(moe=moe), global_batch=8, microbatches=2)
+    run = config.configure(gpt=GPTConfig(moe=moe), global_batch=8, microbatches=2)
     args = vars(arguments_of(run, 3))
     assert (args["micro_batch_size"], args["moe_expert_capacity_factor"]) == (4, 1.5)
     assert config_of(args).moe == moe

@@ -35,7 +35,7 @@ def test_a_run_is_exported_as_a_model_that_computes_the_same(name, tmp_path):
     model, run = MODELS[name], tmp_path / "run"
     weights = trained(model)
     run.mkdir()
-    (run / "config.toml").write_text(config.dump(config.TrainConfig(gpt=model)))
+    (run / "config.toml").write_text(config.dump(config.configure(gpt=model)))
     checkpoint.save(run / "checkpoints" / "3", {"params": weights})
     convert(f"run:{run}", f"hf:{tmp_path / 'out'}")
     made, tokens = tiny.read_back(tmp_path / "out"), tiny.tokens()

@@ -70,7 +70,7 @@ def draw(seed: int) -> Case:
 def make(case: Case, out: Path) -> config.TrainConfig:
     """A run folder whose every number is random, those of padding too."""
     masters = case.model.dtype == "bfloat16"
-    run = config.TrainConfig(
+    run = config.configure(
         gpt=case.model, seq=8, global_batch=2, steps=9,
         optimizer=OptimizerConfig(fp32_masters=masters),
     )  # fmt: skip
@@ -294,7 +294,7 @@ def test_the_next_loss_is_that_of_the_run(tmp_path, capsys):
 def test_what_megatron_has_trained_since_counts_all_rows():
     """Its own arguments lack ours; and one that fits no padded vocabulary is refused."""
     model = GPTConfig(vocab_size=29, vocab_multiple=8)
-    args = vars(arguments_of(config.TrainConfig(gpt=model), 0))
+    args = vars(arguments_of(config.configure(gpt=model), 0))
     assert config_of(args) == model
     own = {name: value for name, value in args.items() if name != MASKED_VOCABULARY}
     assert (config_of(own).vocab_size, config_of(own).padded_vocab) == (32, 32)

@@ -20,7 +20,7 @@ from functron.optim import compact
 from functron.pipeline import Partition, even_layout, make
 from functron.program.equations import Scan
 from functron.spmd.params import Normal, ParamDef, init_params
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.convert import upcycle
 from functron.training.run import prepare
 from tests.spmd.test_params import bound
@@ -209,7 +209,7 @@ def test_what_cannot_be_is_refused():
 def test_checkpoints_of_the_other_layout_are_refused(stored, tmp_path):
     config = replace(APART, vocab_size=256, fused_projections=stored)
     checkpoint.save(tmp_path / "0", {"params": init_params(random.key(0), gpt.defs(config))})
-    run = TrainConfig(gpt=replace(config, fused_projections=not stored), seq=16, global_batch=4)
+    run = configure(gpt=replace(config, fused_projections=not stored), seq=16, global_batch=4)
     words = rf"gpt.fused_projections: got {not stored}; wanted {stored}.*functron convert"
     with pytest.raises(ValueError, match=words):
         prepare(run, Mesh(), begin_from=tmp_path / "0")

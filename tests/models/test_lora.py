@@ -16,7 +16,7 @@ from functron.cli.main import main
 from functron.models.lora import LoRA
 from functron.optim import OptimizerConfig
 from functron.spmd.params import abstract_params
-from functron.training.config import TrainConfig, dump, load
+from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.convert import convert
 from functron.training.records import read
 from functron.training.run import prepare
@@ -28,7 +28,7 @@ CONFIG = gpt.GPTConfig(
     max_seq=12, init_stddev=0.2, dtype="float64", vocab_multiple=8,
 )  # fmt: skip
 RANK, ALPHA = 3, 7.0
-RUN = TrainConfig(
+RUN = configure(
     gpt=CONFIG, seq=12, global_batch=4, lora_rank=RANK, lora_alpha=ALPHA,
     optimizer=OptimizerConfig(clip_norm=0.5, weight_decay=0.1),
 )  # fmt: skip
@@ -120,7 +120,7 @@ def test_merged_parameters_give_the_same_logits():
 
 def test_low_precision_is_merged_in_float32():
     params = begun(
-        make_setup(replace(RUN, gpt=replace(CONFIG, dtype="bfloat16")), Mesh()).whole_defs
+        make_setup(configure(RUN, gpt=replace(CONFIG, dtype="bfloat16")), Mesh()).whole_defs
     )
     layer = params["blocks"]["mlp"]["up"]
     assert layer["lora"].scale.dtype == torch.float32
@@ -133,7 +133,7 @@ STEPS = 2
 
 
 def taken(config: TrainConfig):
-    mesh = Mesh.parse(config.mesh)
+    mesh = Mesh.parse(config.parallelism.mesh)
     made = make_setup(config, mesh)
     state = made.init(random.key(1), begun())
     history = []
@@ -198,7 +198,7 @@ def test_steps_are_those_of_torch_optim(alone):
     ids=lambda changes: "-".join(str(value) for value in changes.values()),
 )
 def test_every_mesh_trains_the_same_adapters(changes, alone):
-    state, history = taken(replace(RUN, **changes))
+    state, history = taken(configure(RUN, **changes))
     close(history, alone[1])
     rows = zip(
         tree.leaves(state.params),
@@ -214,7 +214,7 @@ def test_every_mesh_trains_the_same_adapters(changes, alone):
 
 @pytest.mark.parametrize("name", ["muon", "sgd"])
 def test_other_optimizers(name):
-    config = replace(RUN, optimizer=OptimizerConfig(name=name))
+    config = configure(RUN, optimizer=OptimizerConfig(name=name))
     state, _ = taken(config)
     rows = zip(tree.leaves(state.params), tree.leaves(begun()), strict=True)
     moved = [not torch.equal(got, before) for got, before in rows]
@@ -230,19 +230,19 @@ def test_frozen_parameters_cost_no_gradients():
     """Read in the traced programs: reductions, FLOPs and the optimizer's state."""
     chosen = tree.partition(DEFS, lora.trainable(DEFS))[0]
     trained = ft.num_params(chosen)
-    frozen = make_setup(replace(RUN, mesh="dp=2"), Mesh(dp=2)).program()
+    frozen = make_setup(configure(RUN, mesh="dp=2"), Mesh(dp=2)).program()
     # the adapters' gradients once, and two numbers: the loss's cotangent and a count
     assert trained * 8 <= traffic(frozen, "psum") <= trained * 8 + 16
 
     split = sum(math.prod(d.shape) for d in tree.leaves(chosen) if "embed" in d.axes)
-    program = make_setup(replace(RUN, mesh="fsdp=2", microbatches=2), Mesh(fsdp=2)).program()
+    program = make_setup(configure(RUN, mesh="fsdp=2", microbatches=2), Mesh(fsdp=2)).program()
     assert traffic(program, "psum_scatter") == 2 * 8 * split
     everything = sum(math.prod(d.shape) for d in tree.leaves(lora.plain(DEFS)) if "embed" in d.axes)
     assert everything > 3 * split > 0  # what the gradients of all would be
 
     # of 6 FLOPs per frozen weight and token, the 2 of its gradient are not computed
-    full = make_setup(replace(RUN, lora_rank=0), Mesh()).program().cost().hardware_flops
-    tokens = RUN.global_batch * RUN.seq
+    full = make_setup(configure(RUN, lora_rank=0), Mesh()).program().cost().hardware_flops
+    tokens = RUN.data.global_batch * RUN.data.seq
     matrices = sum(math.prod(d.shape) for d in tree.leaves(lora.plain(DEFS)) if len(d.shape) > 1)
     saved = 2 * tokens * (matrices - 256 * 16 - 2 * 2 * 16)  # no product: look-up, scales of norms
     added = 6 * tokens * trained
@@ -257,7 +257,7 @@ def test_frozen_parameters_cost_no_gradients():
 def finished(tmp_path):
     """A run of adapters that began with a plain checkpoint; its folder and the plain one's."""
     model = replace(CONFIG, dtype="float32")
-    config = replace(RUN, gpt=model, steps=1, data=__file__)
+    config = configure(RUN, gpt=model, steps=1, data=__file__)
     base = ft.init_params(random.key(3), gpt.defs(model))
     checkpoint.save(tmp_path / "base" / "0", {"params": base}, {"step": 0})
     run = prepare(config, Mesh(), begin_from=tmp_path / "base" / "0")
@@ -282,7 +282,7 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
         assert torch.equal(got, want)
     assert params["blocks"]["mlp"]["up"]["lora"].b.abs().max() > 0
 
-    again = prepare(replace(config, mesh="fsdp=2"), Mesh(fsdp=2), begin_from=path)
+    again = prepare(configure(config, mesh="fsdp=2"), Mesh(fsdp=2), begin_from=path)
     assert again.start == 1
     assert all(map(torch.equal, tree.leaves(again.state.params), tree.leaves(params)))
 
@@ -295,7 +295,7 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
     told = {}
-    for name, settings in {"run": config, "merged": replace(config, lora_rank=0)}.items():
+    for name, settings in {"run": config, "merged": configure(config, lora_rank=0)}.items():
         if name == "merged":
             there = tmp_path / name
             checkpoint.save(there / "checkpoints" / "0", {"params": lora.merge(params)}, {})
@@ -308,7 +308,7 @@ def test_a_run_from_a_plain_checkpoint_and_its_export(finished, tmp_path, capsys
 
 def test_placement_knows_adapters():
     """Ranks of a pipeline hold rows of their own layers, optimizer state included."""
-    config = replace(RUN, mesh="pp=2", microbatches=2)
+    config = configure(RUN, mesh="pp=2", microbatches=2)
     where = make_setup(config, Mesh(pp=2)).pipeline_placement
     shapes = {leaf.path: where.local_shape(leaf, 1) for leaf in where.leaves}
     assert shapes["params/blocks/mlp/up/lora/a"] == (1, 16, RANK)
@@ -409,7 +409,7 @@ def test_a_run_whose_targets_named_experts_goes_on(tmp_path, capsys):
     losses = [[r["loss"] for r in read(f / "metrics.jsonl")] for f in (out, tmp_path / "old")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
-    assert load(file).lora_targets == now
+    assert load(file).lora.targets == now
     line += ["--lora-targets", old, "--out", str(tmp_path / "new")]
     assert main(line) == 2
     assert "write blocks/moe/shared/* for the other layers" in capsys.readouterr().err
@@ -417,12 +417,12 @@ def test_a_run_whose_targets_named_experts_goes_on(tmp_path, capsys):
 
 def test_a_checkpoint_of_adapters_without_their_rank_is_refused(finished):
     config, _, folder = finished
-    (folder / "config.toml").write_text(dump(replace(config, lora_rank=0)))
+    (folder / "config.toml").write_text(dump(configure(config, lora_rank=0)))
     with pytest.raises(ValueError, match="lora_rank"):
         convert(f"run:{folder}", f"hf:{folder}-hf")
 
 
 def test_frozen_parameters_cannot_be_spread_over_a_pipeline():
-    config = replace(RUN, mesh="pp=2", microbatches=2, vocab_over_pp=True)
+    config = configure(RUN, mesh="pp=2", microbatches=2, vocab_over_pp=True)
     with pytest.raises(ValueError, match="spread over the pipeline"):
         _ = make_setup(config, Mesh(pp=2)).step

@@ -12,7 +12,7 @@ from functron.models.lora import LoRA, lora_defs
 from functron.nn.moe import MoEConfig
 from functron.spmd.spec import is_spec, unpad
 from functron.training.checks import validate
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.setup import make_setup
 
 SEQ, VOCAB, STEPS, DECAY = 8, 32, 4, 0.3
@@ -30,7 +30,7 @@ CONSTANT = optim.ScheduleConfig("constant", RATE)
 
 
 def config_of(model, mesh="", optimizer=ADAMW, **more):
-    return TrainConfig(
+    return configure(
         gpt=model, mesh=mesh, seq=SEQ, global_batch=4, microbatches=2, steps=STEPS,
         optimizer=optimizer, learning_rate=CONSTANT, **more,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def batch(step):
 
 
 def trained(config, steps=STEPS):
-    mesh = Mesh.parse(config.mesh)
+    mesh = Mesh.parse(config.parallelism.mesh)
     made = make_setup(config, mesh)
     state, losses = made.init(random.key(1)), []
     for step in range(steps):
@@ -127,14 +127,14 @@ def test_at_the_base_width_nothing_differs(name):
 def test_refusals(tmp_path):
     def run(model, name, lora_rank=0):
         config = config_of(model, optimizer=optim.OptimizerConfig(name))
-        return replace(config, lora_rank=lora_rank, format="mock", out=str(tmp_path / "run"))
+        return configure(config, lora_rank=lora_rank, format="mock", out=str(tmp_path / "run"))
 
     for name in ("sgd", "adafactor", "soap"):
         wanted = f"optimizer.name: got '{name}'; wanted one with a rule for widths"
         config = run(BASE, name)
         with pytest.raises(ValueError, match=wanted):
             validate(config)
-        validate(replace(config, gpt=replace(BASE, mup_base_dim=0)))
+        validate(configure(config, gpt=replace(BASE, mup_base_dim=0)))
         with pytest.raises(ValueError, match=wanted):
             optim.make_optimizer(config.optimizer, RATE, defs=gpt.defs(WIDE))
     for name in ("adamw", "adam", "lion", "adam_mini", "muon"):

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import functron as ft
 from functron import Mesh, P, gpt, random
-from functron.ops.ids import check_ids
+from functron.ops.cross_entropy import check_ids
 from functron.pipeline import Partition, even_layout, make, pipelined
 
 CONFIG = gpt.GPTConfig(

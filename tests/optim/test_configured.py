@@ -11,7 +11,7 @@ from functron import Mesh, optim, random, tree
 from functron.models import gpt
 from functron.spmd.params import decay_mask
 from functron.spmd.spec import is_spec, unpad
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.setup import make_setup
 
 STEPS, VOCAB, SEQ = 2, 20, 6
@@ -39,7 +39,7 @@ def batch(step):
 
 
 def config_of(name, mesh, zero):
-    return TrainConfig(
+    return configure(
         gpt=MODEL, mesh=mesh, zero=zero, microbatches=2, global_batch=24, seq=SEQ,
         optimizer=dataclasses.replace(OPTIMIZERS[name], muon=optim.MuonConfig(dtype="")),
         learning_rate=optim.ScheduleConfig("constant", 1e-2), steps=STEPS,
@@ -114,7 +114,7 @@ def own(tmp_path, monkeypatch):
 def test_an_optimizer_of_ones_own_by_its_name(own, mesh):
     """Its options are those that it names: descent with momentum and decay, as by hand."""
     chosen = optim.OptimizerConfig(own, momentum=0.5, weight_decay=0.1, clip_norm=0.0)
-    config = TrainConfig(
+    config = configure(
         gpt=MODEL, mesh=mesh, microbatches=2, global_batch=24, seq=SEQ, optimizer=chosen,
         learning_rate=optim.ScheduleConfig("constant", 1e-2), steps=STEPS,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_an_optimizer_of_ones_own_by_its_name(own, mesh):
     state = made.init(random.key(1))
     for index in range(STEPS):
         state, _ = made.step(state, batch(index))
-    params = make_setup(dataclasses.replace(config, mesh=""), Mesh()).init(random.key(1)).params
+    params = make_setup(configure(config, mesh=""), Mesh()).init(random.key(1)).params
     params = tree.map(lambda x: x.clone().requires_grad_(), params)
     sums = tree.map(torch.zeros_like, params)
     mask, rate = tree.leaves(decay_mask(gpt.defs(MODEL))), float(config.rate(0))  # of float32

@@ -20,14 +20,9 @@ import functron as ft
 from functron import Mesh, gpt, random, tree
 from functron.pipeline import make, traffic
 from functron.spmd import host
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.setup import make_setup
-from tests.pipeline.gloo_pipeline import (
-    EVALUATED,
-    check_inductor,
-    check_training,
-    mlp_value,
-)
+from tests.pipeline.gloo_pipeline import EVALUATED, check_inductor, check_training, mlp_value
 from tests.pipeline.late_transfers import Transfers, transfers
 from tests.pipeline.test_composition import CONFIG, batch
 from tests.ranks import on_the_first
@@ -64,8 +59,8 @@ def losses(config: TrainConfig, mesh: Any) -> list[list[float]]:
 def check_vocabulary() -> None:
     """Embeddings that are gathered before a step, and their gradients dealt out after it."""
     model = replace(CONFIG, num_layers=2, vocab_multiple=2)
-    config = TrainConfig(gpt=model, global_batch=8, seq=8)
-    divided = replace(config, mesh="pp=2", schedule="zb-h1", microbatches=4, vocab_over_pp=True)
+    config = configure(gpt=model, global_batch=8, seq=8)
+    divided = configure(config, mesh="pp=2", schedule="zb-h1", microbatches=4, vocab_over_pp=True)
     got = losses(divided, PP2.bind())
     want = on_the_first(lambda: losses(config, Mesh()))
     torch.testing.assert_close(got, want, rtol=1e-9, atol=0)

@@ -203,8 +203,12 @@ def test_training_by_processes(tmp_path, capsys, in_processes):
     torch.testing.assert_close(losses(tmp_path / "processes"), want, rtol=1e-9, atol=0)
 
     config = load(tmp_path / "processes" / "config.toml")
-    assert (config.schedule, config.layout, config.microbatches) == ("zb-h1", "last=1", 4)
-    like = prepare(config, Mesh.parse(config.mesh)).state
+    assert (
+        config.parallelism.schedule,
+        config.parallelism.layout,
+        config.parallelism.microbatches,
+    ) == ("zb-h1", "last=1", 4)
+    like = prepare(config, Mesh.parse(config.parallelism.mesh)).state
     states = [
         checkpoint.restore(tmp_path / name / "checkpoints" / "3", like)
         for name in ("dense", "simulated", "processes")

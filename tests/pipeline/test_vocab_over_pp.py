@@ -7,7 +7,7 @@ import pytest
 from functron import P
 from functron.pipeline import Partition, even_layout, make
 from functron.training.checks import validate
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist
@@ -95,8 +95,8 @@ def test_teaches():
     uses = {"embed": "E", "blocks": "t"}
     with pytest.raises(ValueError, match="spread/blocks: got an entry that uses='t'; wanted E, L"):
         Partition(even_layout(2, 2), schedule.pipes, uses, {"blocks": 0})
-    config = TrainConfig(mesh="pp=5", vocab_over_pp=True, microbatches=2, layout="Et|t|t|t|L")
+    config = configure(mesh="pp=5", vocab_over_pp=True, microbatches=2, layout="Et|t|t|t|L")
     with pytest.raises(ValueError, match="pad dim 0 to"):
         validate(config)
     with pytest.raises(ValueError, match="vocab_over_pp: got True; wanted nothing without pp"):
-        validate(TrainConfig(vocab_over_pp=True))
+        validate(configure(vocab_over_pp=True))

@@ -30,7 +30,7 @@ from functron.plan import (
     step_memory,
 )
 from functron.plan.rates import program_times
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.setup import make_setup
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -280,8 +280,8 @@ def test_reductions_of_gradients(plain):
 )
 def test_memory_is_that_of_a_traced_step(mesh, zero, microbatches, remat):
     """A whole step, traced and its memory followed, within 3%."""
-    config = TrainConfig(global_batch=8, seq=256, microbatches=microbatches, mesh=mesh, zero=zero)
-    config = replace(config, gpt=replace(config.gpt, num_layers=6, vocab_size=1000), remat=remat)
+    config = configure(global_batch=8, seq=256, microbatches=microbatches, mesh=mesh, zero=zero)
+    config = configure(config, gpt=replace(config.gpt, num_layers=6, vocab_size=1000), remat=remat)
     made = make_setup(config, Mesh.parse(mesh))
     measured = made.program().memory().peak_bytes
     rows = 8 // microbatches // made.plain_mesh["dp"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,7 @@ from functron.plan.search import (
     why,
 )
 from functron.spmd import Mesh
-from functron.training.config import TrainConfig, with_precision
+from functron.training.config import configure, with_precision
 from functron.training.planning import Choices, expected, state_bytes
 from functron.training.setup import make_setup
 
@@ -247,7 +247,7 @@ SMALL = GPTConfig(
     vocab_size=512, num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=192,
     max_seq=256, vocab_multiple=64,
 )  # fmt: skip
-RUN = TrainConfig(gpt=SMALL, seq=256, global_batch=16)
+RUN = configure(gpt=SMALL, seq=256, global_batch=16)
 
 
 def test_state_is_as_its_dtypes():
@@ -284,7 +284,7 @@ def test_state_is_that_of_the_parameters(choices):
 )  # fmt: skip
 def test_memory_is_that_of_the_whole_step(mesh, given):
     """Layers traced one by one against the peak of the one program that has all of them."""
-    config = replace(with_precision(RUN, "bf16"), mesh=mesh, **given)
+    config = configure(with_precision(RUN, "bf16"), mesh=mesh, **given)
     made = make_setup(config, Mesh.parse(mesh))
     whole = made.program().memory()
     found = expected(made, hardware("h100"))

@@ -15,7 +15,7 @@ from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.pipeline.partition import Part
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, with_model, with_precision
+from functron.training.config import TrainConfig, configure, with_model, with_precision
 from functron.training.evaluation import loss_program
 from functron.training.setup import make_setup
 from tests.program.measured_memory import norms_as_traced
@@ -43,7 +43,7 @@ MODELS = {
         vocab_multiple=VOCAB, num_kv_heads=0, dtype="float64",
     ),
 }  # fmt: skip
-CONFIG = TrainConfig(
+CONFIG = configure(
     seq=SEQ,
     global_batch=BATCH,
     optimizer=OptimizerConfig(name="sgd", momentum=0.0, clip_norm=0.0),
@@ -61,7 +61,7 @@ def batch() -> dict:
 
 def taken(model: str, recipe: str, mesh: str, **fields) -> tuple[list[float], list[torch.Tensor]]:
     """The losses and gradient norms of two steps, and the parameters after them."""
-    config = replace(CONFIG, gpt=MODELS[model], mesh=mesh, products=recipe, **fields)
+    config = configure(CONFIG, gpt=MODELS[model], mesh=mesh, products=recipe, **fields)
     made = make_setup(config, Mesh.parse(mesh))
     state, found = made.init(random.key(0)), []
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_every_mesh_trains_to_the_same_numbers(alone, model, recipe, mesh, field
 
 
 def test_held_out_losses_draw_nothing():
-    made = make_setup(replace(CONFIG, gpt=DENSE, products="nvfp4"), Mesh())
+    made = make_setup(configure(CONFIG, gpt=DENSE, products="nvfp4"), Mesh())
     state = made.init(random.key(0))
     total, count = loss_program(made)(state.params, batch())
     _, metrics = made.step(state, batch())
@@ -151,10 +151,12 @@ def test_joined_matrices_have_scales_of_their_own(alone):
 
 def test_every_product_of_a_layer_is_quantised_in_the_program():
     """Seven linear layers, three products each; the loss's products are not."""
-    config = replace(CONFIG, gpt=replace(DENSE, dtype="float32"), mesh="tp=2", products="fp8-block")
+    config = configure(
+        CONFIG, gpt=replace(DENSE, dtype="float32"), mesh="tp=2", products="fp8-block"
+    )
     text = str(make_setup(config, Mesh.parse("tp=2")).program())
     assert text.count(" scaled_matmul(") == 21
-    plain = str(make_setup(replace(config, products=""), Mesh.parse("tp=2")).program())
+    plain = str(make_setup(configure(config, products=""), Mesh.parse("tp=2")).program())
     assert "scaled_matmul(" not in plain
 
 
@@ -179,7 +181,7 @@ TINY = {
 
 def tiny(model: str, recipe: str, mesh: str, **fields) -> TrainConfig:
     sizes = {"global_batch": 4, "seq": TINY[model].max_seq, "gpt": TINY[model]}
-    return replace(CONFIG, **{**sizes, "mesh": mesh, "products": recipe, **fields})
+    return configure(CONFIG, **{**sizes, "mesh": mesh, "products": recipe, **fields})
 
 
 def data(seq: int) -> dict:
@@ -188,10 +190,10 @@ def data(seq: int) -> dict:
 
 
 def after_two_steps(config: TrainConfig) -> list[torch.Tensor]:
-    made = make_setup(config, Mesh.parse(config.mesh))
+    made = make_setup(config, Mesh.parse(config.parallelism.mesh))
     state, found = made.init(random.key(0)), []
     for _ in range(2):
-        state, metrics = made.step(state, data(config.seq))
+        state, metrics = made.step(state, data(config.data.seq))
         found += [metrics["loss"], metrics["grad_norm"]]
     return found + tree.leaves(state.params)
 
@@ -227,7 +229,7 @@ def test_weights_in_codes_are_the_same_numbers(model, recipe, mesh, fields):
     """Bit for bit those of weights that are gathered as they are, and quantised by products."""
     config = tiny(model, recipe, mesh, **fields)
     want = after_two_steps(config)
-    got = after_two_steps(replace(config, gather_as="quantised"))
+    got = after_two_steps(configure(config, gather_as="quantised"))
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
@@ -245,7 +247,7 @@ def test_codes_are_what_is_sent_and_made_once(recipe, gather_as, each):
     """Only x and dy are quantised in every microbatch; of two codes each is sent where it is read."""
     model = replace(TINY["deep"], dtype="bfloat16")
     config, layers = tiny("deep", recipe, "fsdp=2", gpt=model, microbatches=2), model.num_layers
-    made = make_setup(replace(config, gather_as=gather_as), Mesh.parse("fsdp=2"))
+    made = make_setup(configure(config, gather_as=gather_as), Mesh.parse("fsdp=2"))
     weights = [(d.matrix, math.prod(d.shape)) for d in tree.leaves(made.defs["blocks"])]
     matrices = sum(size for matrix, size in weights if matrix)
     norms = sum(size for matrix, size in weights if not matrix)
@@ -276,7 +278,7 @@ def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
     for new, old, grad in zip(*map(tree.leaves, (state.params, params)), grads, strict=True):
         assert new.dtype == torch.float32
         torch.testing.assert_close(new, old - 0.1 * grad.float(), rtol=1e-6, atol=1e-8)
-    split = make_setup(replace(config, mesh="fsdp=2"), Mesh.parse("fsdp=2"))
+    split = make_setup(configure(config, mesh="fsdp=2"), Mesh.parse("fsdp=2"))
     rows = split.program().cost().collectives
     sent = {row.phase: row.payload_bytes for row in rows if row.op == "all_gather"}
     sizes = {name: sum(leaf.numel() for leaf in tree.leaves(params[name])) for name in params}
@@ -285,7 +287,7 @@ def test_parameters_in_float32_are_gathered_and_computed_with_in_bfloat16():
 
 def test_histories_are_what_each_step_saw():
     """Of weights to a quarter above their largest; two layers of one stack apart; norms without."""
-    made = make_setup(replace(CONFIG, gpt=SMALL, products="fp8-delayed"), Mesh())
+    made = make_setup(configure(CONFIG, gpt=SMALL, products="fp8-delayed"), Mesh())
     state, seen = made.init(random.key(0)), []
     for _ in range(2):
         seen.append(state.params["blocks"]["mlp"]["down"]["w"].abs().amax((1, 2)))
@@ -302,8 +304,8 @@ def test_histories_are_what_each_step_saw():
 
 def test_layers_that_stay_high_have_torchs_products():
     """The last of two layers, against both computed one by one with options of their own."""
-    low, made = (replace(CONFIG, gpt=DENSE, products=t) for t in ("fp8-row", "fp8-row last=1"))
-    options = [make_setup(one, Mesh()).options for one in (made, low, replace(low, products=""))]
+    low, made = (configure(CONFIG, gpt=DENSE, products=t) for t in ("fp8-row", "fp8-row last=1"))
+    options = [make_setup(one, Mesh()).options for one in (made, low, configure(low, products=""))]
     tokens, weights = batch()["tokens"], make_setup(made, Mesh()).init(random.key(0)).params
     got = gpt.forward(DENSE, weights, tokens, options[0])
     x = None
@@ -322,7 +324,7 @@ def test_a_float32_residual_adds_up_what_sublayers_say():
     """Written out, to the bit; and stages of a pipeline send it as it is."""
     model = MODELS["wide stream"]
     weights, tokens = (
-        make_setup(replace(CONFIG, gpt=model), Mesh()).init(random.key(0)).params,
+        make_setup(configure(CONFIG, gpt=model), Mesh()).init(random.key(0)).params,
         batch()["tokens"],
     )
     positions = torch.arange(SEQ)
@@ -356,55 +358,60 @@ def test_a_float32_residual_adds_up_what_sublayers_say():
 
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
     small = with_model(TrainConfig(), "llama3-tiny")
-    latent = replace(small, gpt=MODELS["latent"], seq=SEQ)
+    latent = configure(small, gpt=MODELS["latent"], seq=SEQ)
     bert = with_precision(with_model(TrainConfig(), "bert-tiny"), "bf16")
     for config, message in (
-        (replace(CONFIG, gpt=replace(DENSE, mlp_dim=200), products="fp8-block"), "mlp/up"),
+        (configure(CONFIG, gpt=replace(DENSE, mlp_dim=200), products="fp8-block"), "mlp/up"),
         (
-            replace(CONFIG, products="fp8-block", mesh="cp=2"),
+            configure(CONFIG, products="fp8-block", mesh="cp=2"),
             r"tokens \(wgrad\).*multiple of 256.*zigzag",
         ),
-        (replace(bert, products="mxfp8"), "only GPTs have a place for it"),
-        (replace(latent, products="nvfp4"), "wanted a recipe that draws none"),
-        (replace(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
+        (configure(bert, products="mxfp8"), "only GPTs have a place for it"),
+        (configure(latent, products="nvfp4"), "wanted a recipe that draws none"),
+        (configure(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
         (
-            replace(
+            configure(
                 small,
                 eval_every=1,
                 products="fprop=hadamard(e2m1@1x16*e2m1@1x16) dgrad=high wgrad=high",
             ),
             "an fprop that draws no numbers",
         ),
-        (replace(small, products="fp8-delayed logits=low"), "logits=high: they have no history"),
+        (configure(small, products="fp8-delayed logits=low"), "logits=high: they have no history"),
         (
-            replace(small, products="fp8-row first=1 last=0.5"),
+            configure(small, products="fp8-row first=1 last=0.5"),
             "1 first and 1 last layers of 2 high",
         ),
         (
-            replace(small, products="fp8-row logits=low", loss_chunk_tokens=8),
+            configure(small, products="fp8-row logits=low", loss_chunk_tokens=8),
             "wanted all logits at once: chunks make them again",
         ),
-        (replace(small, products="nvfp4 logits=low"), "wanted logits=high, or a recipe that draws"),
         (
-            replace(CONFIG, gpt=DENSE, products="fp8-block logits=low"),
+            configure(small, products="nvfp4 logits=low"),
+            "wanted logits=high, or a recipe that draws",
+        ),
+        (
+            configure(CONFIG, gpt=DENSE, products="fp8-block logits=low"),
             r"unembed, outputs \(fprop\): got 32",
         ),
-        (replace(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
-        (replace(small, gather_as="quantised"), "wanted it with a recipe of products"),
+        (configure(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
+        (configure(small, gather_as="quantised"), "wanted it with a recipe of products"),
         (
-            replace(small, gather_as="quantised", products=HALF),
+            configure(small, gather_as="quantised", products=HALF),
             "gather_as=quantised, dgrad: got high",
         ),
         (
-            replace(CONFIG, gpt=MODELS["fused"], gather_as="quantised", products="fp8-row"),
+            configure(CONFIG, gpt=MODELS["fused"], gather_as="quantised", products="fp8-row"),
             "gate_up/w: got several matrices in one",
         ),
         (
-            replace(CONFIG, gpt=DENSE, gather_as="quantised", products="fp8-block", mesh="fsdp=2"),
+            configure(
+                CONFIG, gpt=DENSE, gather_as="quantised", products="fp8-block", mesh="fsdp=2"
+            ),
             r"q/w, inputs: got 64; wanted a multiple of 128.*make it 128 .*split fsdp=2 over fewer",
         ),
         (
-            replace(
+            configure(
                 small,
                 gather_as="quantised",
                 products="fp8-row last=1",
@@ -414,12 +421,12 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
             "layers that stay high; wanted weights of these gathered where they are read",
         ),
         (
-            replace(small, gather_as="quantised", products="fp8-delayed"),
+            configure(small, gather_as="quantised", products="fp8-delayed"),
             "gather_as=quantised, scaling: got delayed",
         ),
-        (replace(CONFIG, gpt=DENSE, gather_as="bfloat16"), "wanted parameters in float32"),
+        (configure(CONFIG, gpt=DENSE, gather_as="bfloat16"), "wanted parameters in float32"),
         (
-            replace(small, gather_as="bfloat16", gather="step", mesh="fsdp=2"),
+            configure(small, gather_as="bfloat16", gather="step", mesh="fsdp=2"),
             "wanted parameters gathered where used",
         ),
     ):

@@ -1,7 +1,6 @@
 """Costs: FLOPs against torch's counter on eager runs, bytes and collectives by hand."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
 from functron.program.cost import FLOP_FORMULAS, cost
 from functron.program.trace import trace
-from functron.training.config import TrainConfig, with_model
+from functron.training.config import TrainConfig, configure, with_model
 from functron.training.setup import make_setup
 
 BATCH, SEQ = 4, 32
@@ -115,7 +114,7 @@ def test_cpu_attention_counts_as_torchs_flash_attention(backward):
 def test_flops_of_a_preset_are_those_of_the_formula(remat):
     """Llama 3 8B at its 8192 tokens: traced, and 6 N + 6 (or 12) L H Q T by hand, without norms."""
     config = with_model(TrainConfig(), "llama3-8b")
-    config = replace(config, seq=8192, global_batch=1, format="mock", remat=remat)
+    config = configure(config, seq=8192, global_batch=1, format="mock", remat=remat)
     found = make_setup(config, Mesh()).program().cost()
     embed, heads, layers, vocab = 4096, 32, 32, 128256
     block = 2 * embed * 4096 + 2 * embed * 1024 + 3 * embed * 14336

@@ -13,7 +13,7 @@ from functron.program.equations import Scan
 from functron.program.order import divided, issued, sunk
 from functron.program.text import axis_of
 from functron.program.timeline import Rates
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.setup import make_setup
 from tests.compiler.test_prefetch import CONFIG, batch
 
@@ -22,7 +22,7 @@ RATES = Rates(flops=1e9, memory=1e10, links=2e8, latency=1e-6)
 
 def trained(mesh: str, **options):
     """The plan of a training step of a small decoder."""
-    config = TrainConfig(gpt=CONFIG, mesh=mesh, seq=8, **{"global_batch": 8, **options})
+    config = configure(gpt=CONFIG, mesh=mesh, seq=8, **{"global_batch": 8, **options})
     return make_setup(config, Mesh.parse(mesh))
 
 

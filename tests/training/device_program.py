@@ -6,7 +6,6 @@ operations either; shapes, dtypes and devices of all that a step computes are kn
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +15,7 @@ import functron as ft
 from functron import tree
 from functron.optim.config import OptimizerConfig
 from functron.program.equations import Equation, Scan
-from functron.training.config import TrainConfig, with_model
+from functron.training.config import configure, with_model
 from functron.training.run import prepare
 
 backend_registration._setup_privateuseone_for_python_backend("elsewhere")
@@ -72,9 +71,9 @@ CASES = {
 
 def check(model: str, settings: dict) -> list[str]:
     """The strays of a run's steps."""
-    config = TrainConfig(format="mock", end_token=0, seq=32, global_batch=4, microbatches=2)
-    config = with_model(replace(config, **settings), model)
-    run = prepare(config, ft.Mesh.parse(config.mesh))
+    config = configure(format="mock", end_token=0, seq=32, global_batch=4, microbatches=2)
+    config = with_model(configure(config, **settings), model)
+    run = prepare(config, ft.Mesh.parse(config.parallelism.mesh))
     mode = FakeTensorMode()
     state, batch = tree.map(lambda leaf: elsewhere(mode, leaf), (run.state, run.batch(0)))
     found: list[str] = []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from functron import tree
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.faults import Corrupt, injected
 from functron.training.records import EVENTS, read
 from functron.training.replicas import CorruptionError
@@ -23,14 +23,14 @@ FOLDER, DATA = Path(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo")
 RANK = dist.get_rank()
 GPT = GPTConfig(vocab_size=256, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=16)
-BASE = TrainConfig(
+BASE = configure(
     gpt=GPT, data=DATA, seq=16, global_batch=8, steps=4, check_replicas_every=2, save_every=0
 )
 
 
 def taken(name: str, mesh: str, fault: Corrupt | None = None, **changes):
     """The events of a run with a fault, its history and what it raised."""
-    config = replace(BASE, mesh=mesh, **changes)
+    config = configure(BASE, mesh=mesh, **changes)
     run = prepare(config, BOUND[mesh])
     if fault is not None:
         run = replace(run, step=injected(run.step, [fault], RANK))
@@ -108,11 +108,11 @@ assert [(e["kind"], e["step"], e["rank"]) for e in events] == [
 assert len(history) == 4
 
 # the sum of the ranks' checksums is that of the batch, however it is divided
-config = replace(BASE, steps=1)
+config = configure(BASE, steps=1)
 whole = own_hash(Mesh(), prepare(config, Mesh()).host_batch(0))
 for mesh in (*BOUND, "fsdp=2,cp=2"):
     bound = BOUND.get(mesh) or Mesh.parse(mesh).bind()
-    run = prepare(replace(config, mesh=mesh), bound)
+    run = prepare(configure(config, mesh=mesh), bound)
     assert Job.of(run).summed(own_hash(bound, run.host_batch(0)))() == [whole], mesh
 
 dist.destroy_process_group()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training.anomalies import AnomalyConfig
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.faults import Corrupt, injected
 from functron.training.loop import every, loop
 from functron.training.records import EVENTS, read
@@ -29,7 +29,7 @@ FOLDER = Path(sys.argv[1])
 dist.init_process_group("gloo")
 RANK = dist.get_rank()
 GPT = GPTConfig(vocab_size=256, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=16)
-CONFIG = TrainConfig(
+CONFIG = configure(
     gpt=GPT, data=argparse.__file__, mesh="dp=3", seq=16, global_batch=6, steps=6, save_every=2,
     anomalies=AnomalyConfig(attribute=True),
 )  # fmt: skip

@@ -19,7 +19,7 @@ from functron.data.order import shuffled
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig, Detector, Guard, with_factors
-from functron.training.config import TrainConfig, load
+from functron.training.config import configure, load
 from functron.training.faults import Corrupt, injected
 from functron.training.run import prepare
 from functron.training.train import train
@@ -300,9 +300,9 @@ def test_a_skipping_run_begins_where_another_went_on(text, tmp_path):
 
 def test_a_loss_that_is_not_finite_goes_back_too(text, tmp_path):
     small = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 8}
-    base = TrainConfig(data=str(text), seq=16, global_batch=4, steps=8, save_every=2)
-    base = replace(base, gpt=replace(base.gpt, **small))
-    faulty = replace(base, anomalies=AnomalyConfig(on_nonfinite="rollback", skip_data=False))
+    base = configure(data=str(text), seq=16, global_batch=4, steps=8, save_every=2)
+    base = configure(base, gpt=replace(base.gpt, **small))
+    faulty = configure(base, anomalies=AnomalyConfig(on_nonfinite="rollback", skip_data=False))
     made = prepare(faulty, Mesh())
     step = injected(made.step, [Corrupt(step=4, leaf="params/embed", element=None)])
     history = train(replace(made, step=step), tmp_path / "run").history

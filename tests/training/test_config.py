@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import tomllib
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import tomli_w
 import yaml
 
 from functron import Mesh
+from functron.core.errors import Problem
+from functron.core.settings import path_of, setting, settings_of, value_at, with_sections
 from functron.models import gpt
 from functron.models.gpt import GPTConfig
 from functron.nn import RopeScaling
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.training import RunSetup, make_setup
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, dump, load, with_model
+from functron.training.config import TrainConfig, configure, dump, load, with_model
 from functron.training.run import prepare
 from functron.training.train import train
 
@@ -29,14 +34,14 @@ def problems(config, **kwargs) -> str:
 
 @pytest.mark.parametrize("model", list(gpt.PRESETS))
 def test_toml_there_and_back(tmp_path, model):
-    config = with_model(TrainConfig(data="x", mesh="dp=2", nproc=2, seed=7, out="o"), model)
+    config = with_model(configure(data="x", mesh="dp=2", nproc=2, seed=7, out="o"), model)
     path = tmp_path / "config.toml"
     path.write_text(dump(config))
     assert load(path) == config
 
 
 def test_a_dump_is_complete(tmp_path):
-    changed = TrainConfig(
+    changed = configure(
         gpt=dataclasses.replace(gpt.PRESETS["llama3-405b"], rope_scaling=None, num_layers=3),
         model="llama3-405b",
         optimizer=OptimizerConfig(name="sgd", b1=0.5),
@@ -59,7 +64,7 @@ def test_a_file_overrides_its_preset_and_that_the_defaults(tmp_path):
     config = load(path)
     gpt2 = dataclasses.replace(gpt.PRESETS["gpt2"], num_layers=2, norm_eps=1.0)
     rate = dataclasses.replace(TrainConfig().learning_rate, peak=1e-2)
-    assert config == TrainConfig(model="gpt2", gpt=gpt2, steps=7, learning_rate=rate)
+    assert config == configure(model="gpt2", gpt=gpt2, steps=7, learning_rate=rate)
     assert isinstance(config.gpt.norm_eps, float)
     assert load(path, model="llama3-8b").gpt == gpt.PRESETS["llama3-8b"]
     assert load(path, model="llama3-8b").steps == 7
@@ -67,9 +72,9 @@ def test_a_file_overrides_its_preset_and_that_the_defaults(tmp_path):
 
 @pytest.mark.parametrize("model", ["tiny", "llama3-8b", "mixtral-tiny", "t5-small"])
 def test_yaml_there_and_back(tmp_path, model):
-    config = with_model(TrainConfig(data="x: 1", mesh="dp=2", seed=7, split="969,30,1"), model)
+    config = with_model(configure(data="x: 1", mesh="dp=2", seed=7, split="969,30,1"), model)
     rate = ScheduleConfig(peak=1e-05, end_fraction=0.0)
-    config = dataclasses.replace(config, learning_rate=rate, resume="auto", schedule="off")
+    config = configure(config, learning_rate=rate, resume="auto", schedule="off")
     path = tmp_path / "run.yml"
     path.write_text(yaml.safe_dump(tomllib.loads(dump(config)), sort_keys=False))
     assert load(path) == config
@@ -85,7 +90,7 @@ def test_yaml_reads_as_people_mean_it(tmp_path):
     config = load(path)
     gpt8 = dataclasses.replace(gpt.PRESETS["llama3-8b"], rope_scaling=None, norm_eps=1.0)
     rate = dataclasses.replace(TrainConfig().learning_rate, peak=1e-3, end=0.5)
-    assert config == TrainConfig(
+    assert config == configure(
         model="llama3-8b", gpt=gpt8, steps=1000, schedule="off", out="12:30", data="2026-11-23",
         compile=True, learning_rate=rate,
     )  # fmt: skip
@@ -182,15 +187,15 @@ def test_what_a_run_records_of_its_origin_loads_no_model(tmp_path, source):
     path = tmp_path / "run.toml"
     path.write_text(f'model = "qwen3"\nsource = "{source}"\n')
     config = load(path)
-    for begins in (config, dataclasses.replace(config, out=str(tmp_path / "new"))):
+    for begins in (config, configure(config, out=str(tmp_path / "new"))):
         text = problems(begins)
         assert f"source: got {source!r}; wanted nothing of a run that begins" in text
         assert "functron convert hf:PATH run:RUN" in text
     with pytest.raises(ValueError, match="functron convert hf:PATH run:RUN"):
-        train(prepare(dataclasses.replace(config, steps=1, seq=16), Mesh()), None)
+        train(prepare(configure(config, steps=1, seq=16), Mesh()), None)
     lines = ("launch:pretrain.sh", "launch:llama-3.1", "megatron:pretrain.sh", "megatron:a.yaml")
     for line in lines:  # the architecture alone
-        validate(dataclasses.replace(config, source=line))
+        validate(configure(config, source=line))
 
 
 def test_unreadable_files_are_taught(tmp_path):
@@ -203,13 +208,13 @@ def test_unreadable_files_are_taught(tmp_path):
 
 def test_the_defaults_and_meshes_are_valid(tmp_path):
     validate(TrainConfig())
-    validate(TrainConfig(mesh="dp=2,tp=4", sequence_parallel=True, microbatches=2))
-    validate(TrainConfig(mesh="dp=2,tp=2", nproc=4, out=str(tmp_path / "new" / "run")))
-    validate(TrainConfig(mesh="dp=2"), processes=2)
+    validate(configure(mesh="dp=2,tp=4", sequence_parallel=True, microbatches=2))
+    validate(configure(mesh="dp=2,tp=2", nproc=4, out=str(tmp_path / "new" / "run")))
+    validate(configure(mesh="dp=2"), processes=2)
 
 
 def test_every_problem_is_reported_at_once(tmp_path):
-    config = TrainConfig(
+    config = configure(
         gpt=GPTConfig(
             num_heads=8, num_kv_heads=8, mlp_dim=100, vocab_size=128, max_seq=64, logit_cap=30.0
         ),
@@ -247,18 +252,18 @@ def test_every_problem_is_reported_at_once(tmp_path):
 
 
 def test_experts_and_long_contexts_that_cannot_be():
-    text = problems(TrainConfig(mesh="ep=2"))
+    text = problems(configure(mesh="ep=2"))
     assert "mesh: got ep=2; wanted ep=1: this decoder has no experts" in text
     assert "put those ranks on dp, fsdp or tp" in text
-    text = problems(TrainConfig(mesh="cp=4,ulysses=3", seq=100, context="gather"))
+    text = problems(configure(mesh="cp=4,ulysses=3", seq=100, context="gather"))
     assert "seq: got 100; wanted a multiple of 24: cp=4 x ulysses=3 x 2 for zigzag" in text
     assert "num_heads: got 8; wanted a multiple of tp=1 x ulysses=3" in text
-    assert "context: got 'gather'" in problems(TrainConfig(context="gather"))
+    assert "context: got 'gather'" in problems(configure(context="gather"))
     mixtral = with_model(TrainConfig(), "mixtral-tiny")
-    text = problems(dataclasses.replace(mixtral, mesh="ep=3,tp=2", expert_axes="ep,tp"))
+    text = problems(configure(mixtral, mesh="ep=3,tp=2", expert_axes="ep,tp"))
     assert "moe.num_experts: got 8; wanted a multiple of ep=3 x tp=2" in text
     assert "expert_axes: got 'ep,tp'; wanted tokens that tp splits" in text
-    text = problems(dataclasses.replace(mixtral, mesh="dp=2", expert_axes="dp"))
+    text = problems(configure(mixtral, mesh="dp=2", expert_axes="dp"))
     assert "experts: got ('dp',); wanted some of ('ep', 'cp', 'ulysses', 'tp'), each once" in text
 
 
@@ -273,44 +278,42 @@ def test_experts_and_long_contexts_that_cannot_be():
     ],
 )
 def test_divisions_among_data_parallel_ranks_that_cannot_be(fields, line):
-    assert line in problems(TrainConfig(**fields))
+    assert line in problems(configure(**fields))
 
 
 def test_unknown_axes_and_wrong_process_counts():
-    assert "did you mean 'tp'?" in problems(TrainConfig(mesh="tpp=2"))
-    assert "mesh: got 3 processes for a mesh of 2" in problems(
-        TrainConfig(mesh="dp=2"), processes=3
-    )
+    assert "did you mean 'tp'?" in problems(configure(mesh="tpp=2"))
+    assert "mesh: got 3 processes for a mesh of 2" in problems(configure(mesh="dp=2"), processes=3)
 
 
 @pytest.mark.parametrize("name", ["steps", "seq", "global_batch", "microbatches"])
 def test_counts_are_positive(name):
-    text = problems(dataclasses.replace(TrainConfig(), **{name: 0}))
+    text = problems(configure(TrainConfig(), **{name: 0}))
     assert f"{name}: got 0; wanted at least 1" in text
 
 
 def test_run_folders_are_not_overwritten(tmp_path):
     (tmp_path / "run").mkdir()
-    validate(TrainConfig(out=str(tmp_path / "run")))
+    validate(configure(out=str(tmp_path / "run")))
     (tmp_path / "run" / "metrics.jsonl").touch()
-    text = problems(TrainConfig(out=str(tmp_path / "run")))
+    text = problems(configure(out=str(tmp_path / "run")))
     assert "a folder with files; wanted a new or empty folder; fix: choose another folder" in text
-    assert "a file" in problems(TrainConfig(out=str(tmp_path / "run" / "metrics.jsonl")))
+    assert "a file" in problems(configure(out=str(tmp_path / "run" / "metrics.jsonl")))
     below = str(tmp_path / "run" / "metrics.jsonl" / "deeper")
-    assert "a place to write" in problems(TrainConfig(out=below))
+    assert "a place to write" in problems(configure(out=below))
 
 
 def test_extras_that_are_missing_are_taught(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    text = problems(TrainConfig(tensorboard=True, wandb=True))
+    text = problems(configure(tensorboard=True, wandb=True))
     assert "pip install 'functron[tensorboard]'" in text
     assert "pip install 'functron[wandb]'" in text
 
 
 def test_the_schedule_ends_with_the_run_unless_told_otherwise():
-    assert TrainConfig(steps=77).rate_schedule.total_steps == 77
+    assert configure(steps=77).rate_schedule.total_steps == 77
     rate = ScheduleConfig(total_steps=500)
-    assert TrainConfig(steps=77, learning_rate=rate).rate_schedule.total_steps == 500
+    assert configure(steps=77, learning_rate=rate).rate_schedule.total_steps == 500
 
 
 # --- pipelines
@@ -318,7 +321,7 @@ def test_the_schedule_ends_with_the_run_unless_told_otherwise():
 
 def pipeline(**fields) -> TrainConfig:
     """A run of the preset with 4 layers on two ranks."""
-    return dataclasses.replace(TrainConfig(mesh="pp=2", microbatches=2), **fields)
+    return configure(configure(mesh="pp=2", microbatches=2), **fields)
 
 
 def test_pipelines_are_valid(tmp_path):
@@ -394,7 +397,127 @@ def test_problems_of_pipelines_come_with_the_others():
 
 
 def test_a_plan_is_made_of_a_configuration_and_a_mesh():
-    config = TrainConfig(mesh="dp=2")
-    made = make_setup(config, Mesh.parse(config.mesh))
+    config = configure(mesh="dp=2")
+    made = make_setup(config, Mesh.parse(config.parallelism.mesh))
     assert isinstance(made, RunSetup)
     assert made.config is config
+
+
+# --- the names of functron 0.1
+
+OF_SECTIONS = {
+    "data": (
+        "data=path tokenizer tokenizer_pattern special_tokens prepend_bos text_rules format "
+        "overlong split order order_samples order_cache blend_surplus blend_order extra_token "
+        "mask_documents fim_rate fim_spm_rate fim_tokens pack mask_rate mask_token mean_span "
+        "end_token prefetch seq global_batch ramp_up earlier_batches"
+    ),
+    "lora": "lora_rank=rank lora_alpha=alpha lora_targets=targets",
+    "parallelism": (
+        "mesh nproc sequence_parallel context zigzag expert_axes microbatches schedule chunks "
+        "layout vocab_over_pp zero gather"
+    ),
+    "watchdog": "timeout_seconds hang_after check_programs",
+    "stragglers": "stragglers_every=every",
+    "precision": "precision=name products gather_as",
+    "compute": "remat kernels loss_chunk_tokens compile cuda_graph deterministic device",
+    "checkpoint": "save_every keep_last keep_every",
+    "evaluation": "eval_every=every eval_batches=batches eval_data=data eval_averaged=averaged",
+    "restarts": "max_restarts restart_pause_seconds=pause_seconds elastic slots exit_after",
+    "memory": "memory_save_every=save_every memory_folder=folder",
+    "replicas": "check_replicas_every=every on_corruption",
+    "logging": "log_layers_every=layers_every tensorboard wandb log_names=names",
+}
+"""By section, the names that its settings had in 0.1, which are short names now."""
+PLACES = {
+    name: f"{section}.{field or name}"
+    for section, words in OF_SECTIONS.items()
+    for name, _, field in (word.partition("=") for word in words.split())
+}
+AT_TOP = {
+    "model", "source", "gpt", "mamba", "bert", "t5", "steps", "seed", "out", "resume",
+    "change_batch", "anomalies", "optimizer", "learning_rate", "rate_unit",
+}  # fmt: skip
+FLAT = sorted((Path(__file__).parent / "flat").glob("*.toml"))
+"""Files of configurations that functron 0.1 wrote: one of all defaults, one of none."""
+
+
+def test_every_name_of_0_1_is_accepted():
+    assert {name: path_of(TrainConfig, name) for name in PLACES} == PLACES
+    short = {each.name for each in settings_of(TrainConfig) if each.name != each.path}
+    assert short == {*PLACES}
+    assert {field.name for field in dataclasses.fields(TrainConfig)} == AT_TOP | OF_SECTIONS.keys()
+    for name, path in PLACES.items():
+        value = value_at(TrainConfig(), name)
+        other = not value if isinstance(value, bool) else 3 if isinstance(value, int) else "x"
+        made = configure(**{name: other})
+        assert made == configure(**{path.replace(".", "__"): other}) != TrainConfig()
+        assert value_at(made, name) == other
+
+
+@pytest.mark.parametrize("file", FLAT, ids=lambda file: file.stem)
+def test_files_of_0_1_are_read(file, tmp_path):
+    """They say the same as the same file with every setting in the table of its section."""
+    old = tomllib.loads(file.read_text())
+    assert {*old} - {"mamba", "bert", "t5"} == {*PLACES, *AT_TOP} - {"mamba", "bert", "t5"}
+    made = load(file)
+    nested = {name: value for name, value in old.items() if name in AT_TOP}
+    for name, path in PLACES.items():
+        assert value_at(made, name) == old[name], name
+        section, field = path.split(".")
+        nested.setdefault(section, {})[field] = old[name]
+    rewritten = tmp_path / "nested.toml"
+    rewritten.write_text(tomli_w.dumps(nested))
+    assert load(rewritten) == made
+    # new files are nested, and complete
+    assert tomllib.loads(dump(made)) == nested
+    changed = load(file).parallelism.nproc > 0
+    assert (made == TrainConfig()) == (not changed) == (file.stem == "tiny")
+
+
+def test_a_setting_in_two_places_of_a_file_is_refused(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("save_every = 1\n[checkpoint]\nsave_every = 2\n")
+    with pytest.raises(ValueError, match=r"save_every: got twice; wanted once: at the top"):
+        load(file)
+
+
+def test_mistakes_in_configure_are_named():
+    with pytest.raises(TypeError, match=r"save_evry: got an unknown name.*'save_every'"):
+        configure(save_evry=1)
+    with pytest.raises(TypeError, match=r"gpt.dropot: got an unknown name.*'gpt.dropout'"):
+        configure(gpt__dropot=0.1)
+
+
+# --- sections of others
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Attributes:
+    every: measure after every so many steps; 0: never.
+    """
+
+    every: int = setting(0, least=0)
+
+    def problems(self):
+        if self.every == 13:
+            yield Problem("profile.every", "13", "another number", "choose one")
+
+
+def test_a_section_of_others_is_one_of_ours(tmp_path):
+    kind = with_sections(TrainConfig, {"profile": Profile})
+    made = configure(kind(), profile__every=3, steps=2)
+    file = tmp_path / "x.toml"
+    file.write_text(dump(made))
+    assert tomllib.loads(dump(made))["profile"] == {"every": 3}
+    assert load(file, kind=kind) == made
+    with pytest.raises(ValueError, match=r"profile: got an unknown key"):
+        load(file)
+    assert load(file, known_only=True) == configure(steps=2)
+    validate(made)
+    with pytest.raises(ValueError, match=r"profile.every: got 13; wanted another number"):
+        validate(configure(made, profile__every=13))
+    with pytest.raises(ValueError, match=r"profile.every: got -1; wanted at least 0"):
+        validate(configure(made, profile__every=-1))
+    assert with_model(made, "gpt2-tiny").profile == Profile(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from functron import checkpoint
 from functron.cli import main
 from functron.data import IndexedWriter, TokenWindows, open_tokens, split
 from functron.data.blend import parse_blend
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.data import check, is_on_disk, open_samples, problems_of
 
 SEQ = 16
@@ -32,7 +31,7 @@ def prefixes(tmp_path_factory):
 def test_blends_as_they_are_written(prefixes):
     a, b = prefixes
     assert parse_blend(f"0.3 {a} 0.7 '{b}'") == [("0.3", a), ("0.7", b)]
-    assert not is_on_disk(TrainConfig(data="x" * 5000))
+    assert not is_on_disk(configure(data="x" * 5000))
     for path in ("data", "my data", "it's", a, "", "7"):
         assert parse_blend(path) is None
     with pytest.raises(ValueError, match="data: got 'y' at its end; wanted weights and paths"):
@@ -43,7 +42,7 @@ def test_blends_as_they_are_written(prefixes):
 
 def test_a_blend_of_files(prefixes):
     a, b = prefixes
-    config = TrainConfig(data=f"3 {a} 1 '{b}'", seq=SEQ, seed=5)
+    config = configure(data=f"3 {a} 1 '{b}'", seq=SEQ, seed=5)
     assert is_on_disk(config)
     check(config)
     samples = open_samples(config)
@@ -51,11 +50,11 @@ def test_a_blend_of_files(prefixes):
     assert (first < 100).tolist() == [True, True, False, True] * 20
     for data in (f"0.3 {a} 0.3 '{b}'", f"nan {a}", f"1 {a} 1 {b}", f"1 {a} 1 missing"):
         with pytest.raises(ValueError, match="wanted"):
-            check(replace(config, data=data))
+            check(configure(config, data=data))
 
 
 def test_parts_of_files(prefixes):
-    config = TrainConfig(data=f"1 {prefixes[0]}", seq=SEQ, split="90,10")
+    config = configure(data=f"1 {prefixes[0]}", seq=SEQ, split="90,10")
     parts = split(open_tokens(prefixes[0]), "90,10")
     for name, file in parts.items():
         wanted = TokenWindows(file, SEQ).batch(3, 4)
@@ -64,25 +63,25 @@ def test_parts_of_files(prefixes):
     with pytest.raises(ValueError, match="split: got 90,10: nothing for test"):
         open_samples(config, "test")
     with pytest.raises(ValueError, match=r"a sum of 0\.9"):
-        check(replace(config, split="0.8,0.1"))
+        check(configure(config, split="0.8,0.1"))
 
 
 def test_options_for_tokens_alone():
-    config = TrainConfig(split="9,1", mask_documents=True, fim_rate=0.5)
+    config = configure(split="9,1", mask_documents=True, fim_rate=0.5)
     found = [problem.path for problem in problems_of(config)]
     assert found == ["split", "mask_documents", "fim_rate"]
-    assert list(problems_of(replace(config, format="mock"))) == []
-    assert [x.path for x in problems_of(TrainConfig(format="mock", data="x"))] == ["data"]
+    assert list(problems_of(configure(config, format="mock"))) == []
+    assert [x.path for x in problems_of(configure(format="mock", data="x"))] == ["data"]
 
 
 def test_filled_middles(prefixes):
-    config = TrainConfig(data=prefixes[0], seq=SEQ, fim_rate=1.0, fim_tokens="250,251,252")
+    config = configure(data=prefixes[0], seq=SEQ, fim_rate=1.0, fim_tokens="250,251,252")
     assert (open_samples(config).batch(0, 4)["tokens"][:, 0] == 250).all()
     for ids in ("", "1,2", "1,x,3"):
         with pytest.raises(ValueError, match=r"fim_tokens: got .*; wanted three or four ids; fix"):
-            check(replace(config, fim_tokens=ids))
+            check(configure(config, fim_tokens=ids))
     with pytest.raises(ValueError, match="middle: got id 256; wanted ids from 0 to 255"):
-        check(replace(config, fim_tokens="250,251,256"))
+        check(configure(config, fim_tokens="250,251,256"))
 
 
 def losses(out, *options) -> list[float]:

@@ -13,11 +13,11 @@ from functron.models import gpt
 from functron.pipeline.partition import Part
 from functron.spmd import Mesh
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, with_model
+from functron.training.config import TrainConfig, configure, with_model
 from functron.training.costs import bubble_note, pipeline_cost
 from functron.training.setup import make_setup
 
-CONFIG = TrainConfig(
+CONFIG = configure(
     gpt=replace(gpt.PRESETS["tiny"], num_layers=8), global_batch=16, microbatches=8, seq=64
 )
 
@@ -26,7 +26,7 @@ CONFIG = TrainConfig(
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_stages_compute_what_the_step_without_a_pipeline_does(schedule, remat):
-    config = replace(CONFIG, schedule=schedule, remat=remat)
+    config = configure(CONFIG, schedule=schedule, remat=remat)
     found = pipeline_cost(make_setup(config, Mesh(pp=4, dp=2)))
     total = 8 * sum(sum(stage.flops) for stage in found.stages)
     assert total == _hardware_flops(remat)
@@ -35,7 +35,7 @@ def test_stages_compute_what_the_step_without_a_pipeline_does(schedule, remat):
 @functools.cache
 def _hardware_flops(remat: str) -> float:
     """Of the step without a pipeline, on which no schedule has a say."""
-    return make_setup(replace(CONFIG, remat=remat), Mesh(dp=2)).program().cost().hardware_flops
+    return make_setup(configure(CONFIG, remat=remat), Mesh(dp=2)).program().cost().hardware_flops
 
 
 def test_ranks_hold_the_whole_state_between_them():
@@ -55,7 +55,7 @@ def _leaves(params):
 
 
 def test_activations_are_held_as_the_table_says():
-    found = pipeline_cost(make_setup(replace(CONFIG, schedule="1f1b"), Mesh(pp=4)))
+    found = pipeline_cost(make_setup(configure(CONFIG, schedule="1f1b"), Mesh(pp=4)))
     for number, rank in enumerate(found.ranks):
         live = min(8, 4 - number)
         assert rank.activation_bytes == live * found.stages[number].held_bytes[0]
@@ -82,10 +82,10 @@ def test_trace_shows_pipelines(capsys):
 )
 def test_layouts_by_cost_count_all_that_stages_compute(model, gather):
     """Also where they hand on what routers said, and where parameters are gathered for the step."""
-    config = replace(with_model(TrainConfig(), model), layout="cost", seq=32, microbatches=2)
+    config = configure(with_model(TrainConfig(), model), layout="cost", seq=32, microbatches=2)
     assert config.gpt is not None
     mesh, two = Mesh(pp=2, fsdp=2), replace(config.gpt, num_layers=2)
-    config = replace(config, gpt=two, mesh=str(mesh), gather=gather, format="mock")
+    config = configure(config, gpt=two, mesh=str(mesh), gather=gather, format="mock")
     validate(config)
     ends = (Part(range(0), embed=True), Part(range(0), loss=True))
     layers = [Part(range(i, i + 1)) for i in range(config.gpt.num_layers)]
@@ -111,11 +111,11 @@ def test_a_run_says_how_long_its_pipeline_waits(tmp_path, capsys):
 
 
 def test_what_makes_a_bubble_smaller():
-    few = replace(CONFIG, mesh="pp=4,dp=2", microbatches=2)
-    note = bubble_note(make_setup(few, Mesh.parse(few.mesh)))
+    few = configure(CONFIG, mesh="pp=4,dp=2", microbatches=2)
+    note = bubble_note(make_setup(few, Mesh.parse(few.parallelism.mesh)))
     assert note is not None
     assert "idle 60%" in note  # 3 / 5
     assert "--microbatches 8: 27%" in note  # 3 / 11: a data rank has no more samples
     assert "dualpipe" not in note  # which holds parameters twice
-    for good in (replace(few, global_batch=64, microbatches=16), replace(few, mesh="dp=2")):
-        assert bubble_note(make_setup(good, Mesh.parse(good.mesh))) is None
+    for good in (configure(few, global_batch=64, microbatches=16), configure(few, mesh="dp=2")):
+        assert bubble_note(make_setup(good, Mesh.parse(good.parallelism.mesh))) is None

@@ -27,7 +27,7 @@ from functron.spmd import Mesh
 from functron.training import data as corpus
 from functron.training import run_folder
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, dump, load, with_model
+from functron.training.config import TrainConfig, configure, dump, load, with_model
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from tests.data.chats import corpus as chats
@@ -79,20 +79,20 @@ def problems(config: TrainConfig) -> str:
 
 @pytest.mark.parametrize("model", ["mamba2-tiny", "nemotron-h-8b", "bert-base", "t5-small"])
 def test_toml_there_and_back(tmp_path, model):
-    config = with_model(TrainConfig(steps=3), model)
+    config = with_model(configure(steps=3), model)
     assert config.architecture is PRESETS[model]
     file = tmp_path / "config.toml"
     file.write_text(dump(config))
     assert load(file) == config
     assert "[gpt]" not in file.read_text()
     again = load(file, model="gpt2")  # another preset, and the rest of the file
-    assert again == with_model(TrainConfig(steps=3), "gpt2")
+    assert again == with_model(configure(steps=3), "gpt2")
     assert again.mamba is None
 
 
 def test_a_config_without_a_preset_comes_back(tmp_path):
     file = tmp_path / "config.toml"
-    for config in (TrainConfig(mamba=MAMBA), with_model(TrainConfig(mamba=MAMBA), "gpt2")):
+    for config in (configure(mamba=MAMBA), with_model(configure(mamba=MAMBA), "gpt2")):
         file.write_text(dump(config))
         assert load(file) == config
     file.write_text('model = "mamba2-tiny"\n[mamba]\npattern = "M"\n')
@@ -112,8 +112,8 @@ def test_names_of_presets_are_unique():
 
 
 def test_what_a_mamba_cannot_be_trained_with(tmp_path):
-    config = with_model(TrainConfig(mesh="pp=2", lora_rank=2, loss_chunk_tokens=8), "mamba2-tiny")
-    said = problems(dataclasses.replace(config, gpt=PRESETS["gpt2"], mask_documents=True))
+    config = with_model(configure(mesh="pp=2", lora_rank=2, loss_chunk_tokens=8), "mamba2-tiny")
+    said = problems(configure(config, gpt=PRESETS["gpt2"], mask_documents=True))
     for line in (
         "mesh: got pp=2; wanted pp=1 for this model; fix: put those ranks on dp, fsdp or tp",
         "gpt: got settings of a GPT; wanted nothing beside [mamba]",
@@ -123,15 +123,13 @@ def test_what_a_mamba_cannot_be_trained_with(tmp_path):
     ):
         assert line in said
     for mesh in ("cp=2", "ulysses=2", "ep=2"):
-        assert f"got {mesh}; wanted {mesh[:-1]}1 for" in problems(
-            dataclasses.replace(config, mesh=mesh)
-        )
-    small = dataclasses.replace(TrainConfig(), mamba=MAMBA)
+        assert f"got {mesh}; wanted {mesh[:-1]}1 for" in problems(configure(config, mesh=mesh))
+    small = configure(TrainConfig(), mamba=MAMBA)
     assert "mamba.vocab_size: got 11 token ids; wanted at least 256" in problems(small)
 
 
 def test_upcycling_needs_a_gpt(tmp_path, capsys):
-    (tmp_path / "config.toml").write_text(dump(TrainConfig(mamba=MAMBA)))
+    (tmp_path / "config.toml").write_text(dump(configure(mamba=MAMBA)))
     assert main(["upcycle", str(tmp_path), str(tmp_path / "new")]) == 2
     assert "got a Mamba-2 model; wanted a run of a dense GPT" in capsys.readouterr().err
 
@@ -173,7 +171,7 @@ def test_meshes_train_what_one_rank_does(options, hybrid, tmp_path):
 
 
 def test_the_first_loss_is_that_of_the_forward_pass():
-    config = TrainConfig(mamba=MAMBA, format="mock", seq=6, global_batch=3)
+    config = configure(mamba=MAMBA, format="mock", seq=6, global_batch=3)
     run = prepare(config, Mesh())
     batch, weights = run.batch(0), tree.map(torch.clone, run.state.params)
     logits = mamba.forward(MAMBA, weights, batch["tokens"])[..., :11]
@@ -201,7 +199,7 @@ def test_learns_from_conversations(tmp_path):
     folder = make_tokenizer(tmp_path / "tokenizer")
     data = write_lines(tmp_path / "chats.jsonl", chats(6))
     size = Tokenizer(folder).vocab_size
-    config = TrainConfig(
+    config = configure(
         mamba=dataclasses.replace(MAMBA, vocab_size=size), data=str(data), tokenizer=str(folder),
         seq=96, global_batch=2, steps=1,
     )  # fmt: skip
@@ -212,8 +210,11 @@ def test_learns_from_conversations(tmp_path):
 
 
 def test_programs_of_presets_need_no_memory():
-    config = with_model(TrainConfig(seq=2048, mesh="dp=2,tp=2"), "mamba2-2.7b")
-    assert make_setup(config, Mesh.parse(config.mesh)).program().cost().hardware_flops > 1e12
+    config = with_model(configure(seq=2048, mesh="dp=2,tp=2"), "mamba2-2.7b")
+    assert (
+        make_setup(config, Mesh.parse(config.parallelism.mesh)).program().cost().hardware_flops
+        > 1e12
+    )
 
 
 # masks
@@ -244,8 +245,8 @@ def test_a_bert_trains_on_a_mesh_and_goes_on(masked, tmp_path, capsys):
 
 
 def test_masked_samples_are_the_text(tmp_path):
-    config = dataclasses.replace(with_model(TrainConfig(data=TEXT, seq=64), "bert-tiny"), seed=3)
-    plain = corpus.open_samples(TrainConfig(data=TEXT, seq=64, seed=3))
+    config = configure(with_model(configure(data=TEXT, seq=64), "bert-tiny"), seed=3)
+    plain = corpus.open_samples(configure(data=TEXT, seq=64, seed=3))
     samples = corpus.open_samples(config)
     assert isinstance(samples, Transformed)
     whole, text = samples.batch(5, 64), plain.batch(5, 64)
@@ -267,8 +268,8 @@ def test_masked_samples_are_the_text(tmp_path):
 
 def test_masks_of_tokens_on_disk_and_tokenizers(tmp_path):
     blend = {name: _tokens(tmp_path / name, low) for name, low in (("a", 0), ("b", 40))}
-    config = with_model(TrainConfig(seq=8, global_batch=16, mask_token=90), "bert-tiny")
-    config = dataclasses.replace(config, data=f"0.5 {blend['a']} 0.5 {blend['b']}")
+    config = with_model(configure(seq=8, global_batch=16, mask_token=90), "bert-tiny")
+    config = configure(config, data=f"0.5 {blend['a']} 0.5 {blend['b']}")
     samples = corpus.open_samples(config)
     assert isinstance(samples, Blend)
     batch = samples.batch(0, 16)
@@ -277,7 +278,7 @@ def test_masks_of_tokens_on_disk_and_tokenizers(tmp_path):
     validate(config)
     # nothing says which id is free: the last one is, and text that has it is refused
     model = dataclasses.replace(PRESETS["bert-tiny"], vocab_size=80)
-    config = dataclasses.replace(config, mask_token=-1, bert=model)
+    config = configure(config, mask_token=-1, bert=model)
     samples = corpus.open_samples(config)
     with pytest.raises(ValueError, match="id 79 at token"):
         samples.batch(0, 48)  # an epoch
@@ -285,8 +286,8 @@ def test_masks_of_tokens_on_disk_and_tokenizers(tmp_path):
     ids = Tokenizer(tokenizer).special_tokens
     file = tokenizer / "tokenizer.json"
     file.write_text(file.read_text().replace("<|im_start|>", "[MASK]"))
-    config = TrainConfig(tokenizer=str(tokenizer), bert=BertConfig(vocab_size=310), data=TEXT)
-    config = dataclasses.replace(config, seq=32)
+    config = configure(tokenizer=str(tokenizer), bert=BertConfig(vocab_size=310), data=TEXT)
+    config = configure(config, seq=32)
     batch = corpus.open_samples(config).batch(0, 8)
     assert (batch["tokens"] == ids["<|im_start|>"]).any()
 
@@ -300,9 +301,9 @@ def _tokens(place, low: int):
 
 
 def test_what_a_bert_cannot_be_trained_with():
-    config = with_model(TrainConfig(mask_rate=1.5, seq=1000, pack="best-fit"), "bert-tiny")
+    config = with_model(configure(mask_rate=1.5, seq=1000, pack="best-fit"), "bert-tiny")
     small = dataclasses.replace(PRESETS["bert-tiny"], vocab_size=257)
-    said = problems(dataclasses.replace(config, bert=small, data="chats.jsonl"))
+    said = problems(configure(config, bert=small, data="chats.jsonl"))
     for line in (
         "mask_rate: got 1.5; wanted above 0 and below 1",
         "seq: got 1000; wanted at most bert.max_seq=512",
@@ -311,9 +312,9 @@ def test_what_a_bert_cannot_be_trained_with():
         "bert.vocab_size: got 257 token ids; wanted at least 258: 257 of text, and 1 that hide",
     ):
         assert line in said
-    said = problems(TrainConfig(mask_token=3))
+    said = problems(configure(mask_token=3))
     assert "mask_token: got 3; wanted nothing with a GPT" in said
-    said = problems(with_model(TrainConfig(mask_token=300), "bert-tiny"))
+    said = problems(with_model(configure(mask_token=300), "bert-tiny"))
     assert "mask_token: got 300; wanted an id below bert.vocab_size=258" in said
 
 
@@ -348,9 +349,9 @@ def test_a_t5_trains_on_a_mesh_and_goes_on_in_processes(restoring, tmp_path, cap
 
 
 def test_samples_with_spans_are_the_text():
-    config = with_model(TrainConfig(data=TEXT, seq=64, seed=3), "t5-tiny")
+    config = with_model(configure(data=TEXT, seq=64, seed=3), "t5-tiny")
     spans = spans_of(64)
-    plain = corpus.open_samples(TrainConfig(data=TEXT, seq=spans.length, seed=3))
+    plain = corpus.open_samples(configure(data=TEXT, seq=spans.length, seed=3))
     text = plain.batch(2, 8)["tokens"].tolist()
     batch = corpus.open_samples(config).batch(2, 8)
     for row, read, said in zip(
@@ -367,7 +368,7 @@ def test_samples_with_spans_are_the_text():
 
 
 def test_what_a_t5_cannot_be_trained_with(tmp_path):
-    config = with_model(TrainConfig(mean_span=0.5, format="chat", fim_rate=0.5), "t5-tiny")
+    config = with_model(configure(mean_span=0.5, format="chat", fim_rate=0.5), "t5-tiny")
     said = problems(config)
     for line in (
         "seq: got 128; wanted mean: got 0.5; wanted at least 1",
@@ -378,22 +379,22 @@ def test_what_a_t5_cannot_be_trained_with(tmp_path):
     config = with_model(TrainConfig(), "t5-tiny")
     small = dataclasses.replace(PRESETS["t5-tiny"], vocab_size=260)
     assert "t5.vocab_size: got 260 token ids; wanted at least 264: 257 of text, and 7" in problems(
-        dataclasses.replace(config, t5=small)
+        configure(config, t5=small)
     )
     assert "mask_token: got 3; wanted an id below t5.vocab_size=384, and above 5: sentinels" in (
-        problems(dataclasses.replace(config, mask_token=3))
+        problems(configure(config, mask_token=3))
     )
-    split = dataclasses.replace(config, mesh="tp=2", sequence_parallel=True, seq=36)
+    split = configure(config, mesh="tp=2", sequence_parallel=True, seq=36)
     said = problems(split)
     assert "seq: got 36, to which the decoder says 9 tokens; wanted a multiple of tp=2 said" in said
     found = re.search(r"set it to (\d+), or leave sequence_parallel out", said)
     assert found is not None
-    validate(dataclasses.replace(split, seq=int(found[1])))
-    disk = dataclasses.replace(config, data=str(_tokens(tmp_path / "a", 0)), seq=8)
+    validate(configure(split, seq=int(found[1])))
+    disk = configure(config, data=str(_tokens(tmp_path / "a", 0)), seq=8)
     assert "end_token: got -1 for a tokenizer without one" in problems(disk)
-    samples = corpus.open_samples(dataclasses.replace(disk, end_token=300))
+    samples = corpus.open_samples(configure(disk, end_token=300))
     assert (samples.batch(0, 3)["tokens"][:, -1] == 300).all()
-    said = problems(with_model(TrainConfig(mean_span=2.0, end_token=3), "bert-tiny"))
+    said = problems(with_model(configure(mean_span=2.0, end_token=3), "bert-tiny"))
     assert "mean_span: got 2.0; wanted nothing with a BERT" in said
     assert "end_token: got 3; wanted nothing with a BERT" in said
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,7 @@ from functron import checkpoint
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training import faults, run_folder
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.faults import Corrupt, FullDisk, Kill, flip_, flip_file, injected, moments
 from functron.training.restarts import stop_requests
 from functron.training.run import prepare
@@ -98,7 +97,7 @@ def test_an_unknown_leaf_is_named_with_the_nearest():
         injected(taken, [Corrupt(step=0, leaf="params/v")])(held(0), None)
 
 
-TINY = TrainConfig(
+TINY = configure(
     steps=4, global_batch=2, seq=16, save_every=2, eval_every=3, eval_batches=1, prefetch=0,
     data=argparse.__file__, eval_data=f"t={argparse.__file__}", keep_last=1,
 )  # fmt: skip
@@ -117,7 +116,7 @@ def test_the_moments_of_a_run(tmp_path):
         saved = [moment for moment, at in seen if at == step and moment in named]
         assert saved == list(named)
     seen.clear()
-    run = prepare(replace(TINY, steps=5), Mesh(), begin_from=tmp_path / "checkpoints" / "4",
+    run = prepare(configure(TINY, steps=5), Mesh(), begin_from=tmp_path / "checkpoints" / "4",
                   at=lambda moment, step: seen.append((moment, step)))  # fmt: skip
     assert seen == [("open", 0), ("restored", 4)]
 
@@ -246,7 +245,7 @@ def test_a_clock_that_jumps():
 def test_a_run_does_not_mind_the_time_of_day(tmp_path):
     """It goes on from the newest step, though an older one was saved later by the clock."""
     train(prepare(TINY, Mesh()), tmp_path / "r")
-    more = replace(TINY, steps=6, resume=True, out=str(tmp_path / "r"))
+    more = configure(TINY, steps=6, resume=True, out=str(tmp_path / "r"))
     with faults.clock_jump(-86400):
         run = prepare(more, Mesh(), begin_from=run_folder.newest(tmp_path / "r"))
         assert run.start == 4

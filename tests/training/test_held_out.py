@@ -27,7 +27,7 @@ from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.anomalies import FiniteHook
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, dump, load
+from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.data import open_samples
 from functron.training.evaluation import EvaluationHook, loss_memory_bytes, open_sets
 from functron.training.loop import loop
@@ -63,7 +63,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(texts):
-    return TrainConfig(
+    return configure(
         gpt=MODEL,
         data=argparse.__file__,
         seq=16,
@@ -99,7 +99,7 @@ def close(got: dict, want: dict, tolerance: float = 1e-10) -> None:
 
 
 def evaluated(config: TrainConfig, mesh: str, **fields) -> dict:
-    config = replace(config, mesh=mesh, **fields)
+    config = configure(config, mesh=mesh, **fields)
     validate(config)
     run = prepare(config, Mesh.parse(mesh))
     before = tree.map(torch.clone, run.state)
@@ -231,7 +231,7 @@ def test_processes_of_a_pipeline_evaluate_the_same(whole, texts, in_processes, t
 
 
 def test_a_number_of_batches_has_the_same_samples_whatever_the_seed(config):
-    some = replace(config, eval_batches=1)
+    some = configure(config, eval_batches=1)
     one, two = open_sets(some)
     assert (one.num_batches, two.num_batches) == (1, 1)
     first = one.batch(0)
@@ -240,7 +240,7 @@ def test_a_number_of_batches_has_the_same_samples_whatever_the_seed(config):
     for name, leaf in first.items():
         assert torch.equal(torch.cat([half[name] for half in halves]), leaf)
     # all of it, whatever more is asked for; every window once
-    one, two = open_sets(replace(config, eval_batches=9))
+    one, two = open_sets(configure(config, eval_batches=9))
     assert (one.num_batches, two.num_batches) == (2, 1)
     seen = [one.batch(index) for index in range(2)]
     rows = torch.cat([batch["tokens"][batch["targets"][:, 0] >= 0] for batch in seen])
@@ -253,11 +253,11 @@ def test_conversations_count_what_the_assistant_says(config, tmp_path):
     folder = make_tokenizer(tmp_path / "tokenizer")
     files = [write_lines(tmp_path / f"{n}.jsonl", corpus(n)) for n in (9, 5)]
     model = replace(MODEL, vocab_size=300, max_seq=96, num_layers=1)
-    chat = replace(config, gpt=model, data=str(files[0]), tokenizer=str(folder), seq=96)
-    chat = replace(chat, eval_data=f"said={files[1]}")
+    chat = configure(config, gpt=model, data=str(files[0]), tokenizer=str(folder), seq=96)
+    chat = configure(chat, eval_data=f"said={files[1]}")
     found = evaluated(chat, "dp=2,tp=2")
     params = prepare(chat, Mesh()).state.params
-    samples = open_samples(replace(chat, data=str(files[1])))
+    samples = open_samples(configure(chat, data=str(files[1])))
     assert isinstance(samples, Chat)
     rows = [
         torch.stack(x)
@@ -279,12 +279,12 @@ def test_parts_for_validation_of_each_source(config, tmp_path):
             for document in documents:
                 writer.add(document)
         kept[f"validation/{name}"] = documents[8:]
-    disk = replace(config, data=f"0.3 {tmp_path}/a 0.7 {tmp_path}/b", split="8,2", seq=8)
-    disk = replace(disk, eval_data="", mask_documents=True, gpt=model)
+    disk = configure(config, data=f"0.3 {tmp_path}/a 0.7 {tmp_path}/b", split="8,2", seq=8)
+    disk = configure(disk, eval_data="", mask_documents=True, gpt=model)
     params = prepare(replace(config, gpt=model), Mesh()).state.params
     want = {name: apart(model, params, documents, 8) for name, documents in kept.items()}
     close(evaluated(disk, "pp=2,dp=2"), want)
-    single = evaluated(replace(disk, data=f"{tmp_path}/a"), "")
+    single = evaluated(configure(disk, data=f"{tmp_path}/a"), "")
     close(single, {"validation": want["validation/a"]})
 
 
@@ -305,29 +305,29 @@ def apart(
 
 
 def test_what_does_not_fit_is_said_before_the_run(config, tmp_path):
-    mock = replace(config, data="", format="mock", eval_data="", split="9,1")
-    tokens = replace(mock, format="tokens", data=str(tmp_path / "none"))
+    mock = configure(config, data="", format="mock", eval_data="", split="9,1")
+    tokens = configure(mock, format="tokens", data=str(tmp_path / "none"))
     short = tmp_path / "short"
     short.write_text("too short")
     for wrong, message in [
-        (replace(config, eval_every=0), r"eval_data: got .*; wanted nothing without eval_every"),
-        (replace(config, eval_every=-1), r"eval_every: got -1; wanted at least 0"),
-        (replace(config, eval_batches=-1), r"eval_batches: got -1; wanted at least 0"),
-        (replace(config, eval_data=""), r"eval_every: got 1 without a set.*NAME=PATH\"$"),
-        (replace(mock, split=""), r"eval_every: got 1 without a set.*or --split 99,1"),
+        (configure(config, eval_every=0), r"eval_data: got .*; wanted nothing without eval_every"),
+        (configure(config, eval_every=-1), r"eval_every: got -1; wanted at least 0"),
+        (configure(config, eval_batches=-1), r"eval_batches: got -1; wanted at least 0"),
+        (configure(config, eval_data=""), r"eval_every: got 1 without a set.*NAME=PATH\"$"),
+        (configure(mock, split=""), r"eval_every: got 1 without a set.*or --split 99,1"),
         (mock, r"eval_batches: got 0, for all of 10\^15 random tokens; wanted at least 1"),
-        (replace(mock, eval_data="a=b"), r"eval_data: got 'a=b'; wanted nothing with random"),
-        (replace(mock, split="9,0,1", eval_batches=1), r"held-out set 'validation': [^:]*\n.*nothing for validation"),
-        (replace(tokens, split="", eval_data="mix='1 a 2 b'"), r"eval_data: got a blend as 'mix'"),
-        (replace(config, eval_data="a"), r"eval_data: got 'a'; wanted a name"),
-        (replace(config, eval_data="a=x a=y"), r"eval_data: got two sets 'a'"),
-        (replace(config, eval_data="'a=x"), r"eval_data: got \"'a=x\"; wanted No closing quotation"),
-        (replace(config, eval_data=f"a={tmp_path}/none"), r"held-out set 'a': .*\n.*got nothing there"),
-        (replace(config, eval_data=f"a={short}"), r"held-out set 'a': .*\n.*got 9 bytes; wanted at least seq"),
+        (configure(mock, eval_data="a=b"), r"eval_data: got 'a=b'; wanted nothing with random"),
+        (configure(mock, split="9,0,1", eval_batches=1), r"held-out set 'validation': [^:]*\n.*nothing for validation"),
+        (configure(tokens, split="", eval_data="mix='1 a 2 b'"), r"eval_data: got a blend as 'mix'"),
+        (configure(config, eval_data="a"), r"eval_data: got 'a'; wanted a name"),
+        (configure(config, eval_data="a=x a=y"), r"eval_data: got two sets 'a'"),
+        (configure(config, eval_data="'a=x"), r"eval_data: got \"'a=x\"; wanted No closing quotation"),
+        (configure(config, eval_data=f"a={tmp_path}/none"), r"held-out set 'a': .*\n.*got nothing there"),
+        (configure(config, eval_data=f"a={short}"), r"held-out set 'a': .*\n.*got 9 bytes; wanted at least seq"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             validate(wrong)
-    validate(replace(mock, eval_batches=2))
+    validate(configure(mock, eval_batches=2))
 
 
 def test_the_time_of_evaluation_is_not_that_of_a_step():
@@ -484,7 +484,7 @@ def test_tokens_on_disk_are_one_text_or_many(fields, tmp_path, capsys):
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         for document in documents:
             writer.add(document)
-    disk = replace(TrainConfig(), gpt=model, seq=16, data=f"{tmp_path}/a", **fields)
+    disk = configure(TrainConfig(), gpt=model, seq=16, data=f"{tmp_path}/a", **fields)
     params = prepare(disk, Mesh()).state.params
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(dump(disk))
@@ -504,6 +504,6 @@ def test_sets_of_another_tokenizer_are_refused(config, tmp_path):
             writer.add(np.arange(40))
         record = {"tokenizer": made, "pattern": "", "tokenizer_sha256": made}
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    disk = replace(config, data=f"{tmp_path}/a", eval_data=f"x={tmp_path}/b")
+    disk = configure(config, data=f"{tmp_path}/a", eval_data=f"x={tmp_path}/b")
     with pytest.raises(ValueError, match="tokens of different tokenizers"):
         validate(disk)

@@ -18,12 +18,13 @@ import torch
 
 from functron import checkpoint, random, tree
 from functron.core import chart as plot
+from functron.core.settings import with_sections
 from functron.spmd import Mesh, P, shard_map
 from functron.spmd.donation import Donated
 from functron.spmd.mesh import LostRanksError
 from functron.training import records
 from functron.training.anomalies import FiniteHook
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.evaluation import EvaluationHook
 from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
 from functron.training.restarts import (
@@ -313,12 +314,12 @@ def test_a_run_grows_where_it_saves_and_evaluates_before():
 
 
 def test_why_a_run_left_is_an_event(tmp_path):
-    config = TrainConfig(steps=3, global_batch=2, seq=16, format="mock", exit_after="1h")
+    config = configure(steps=3, global_batch=2, seq=16, format="mock", exit_after="1h")
     run = prepare(config, Mesh())
     outcome = train(run, tmp_path / "r", began=time.monotonic() - 3600)
     assert outcome.stopped_by == EXIT_AFTER
     assert checkpoint.steps(tmp_path / "r" / "checkpoints") == [1]
-    run = prepare(replace(config, exit_after=""), Mesh())
+    run = prepare(configure(config, exit_after=""), Mesh())
 
     def step(state, batch):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -346,7 +347,7 @@ def test_steps_of_a_deterministic_run_are_deterministic_and_nothing_after():
     """A CPU makes the same bits either way."""
     seen, losses = [], []
     for chosen in (False, True):
-        config = TrainConfig(steps=2, global_batch=2, seq=16, deterministic=chosen)
+        config = configure(steps=2, global_batch=2, seq=16, deterministic=chosen)
         run = prepare(config, Mesh())
 
         def step(state, batch, run=run):
@@ -796,7 +797,7 @@ def test_the_sums_of_a_batch_begin_while_the_step_before_is_taken():
 
 
 def test_leaving_the_loop_of_a_run_saves_it(tmp_path):
-    run = prepare(TrainConfig(steps=5, global_batch=2, seq=16, format="mock"), Mesh())
+    run = prepare(configure(steps=5, global_batch=2, seq=16, format="mock"), Mesh())
     hooks = [CheckpointHook(run, tmp_path, Request())]
     for _, record in loop(run.step, run.state, run.batch, steps=5, hooks=hooks):
         if record["step"] == 2:
@@ -809,7 +810,13 @@ def test_a_section_of_the_configuration_adds_its_hook(tmp_path):
 
     @dataclass(frozen=True)
     class Weights:
-        every: int = 0
+        """Weights.
+
+        Attributes:
+            every: count them after so many steps; 0: never.
+        """
+
+        every: int = 2
 
         def hook(self, session):
             def measure(at):
@@ -818,11 +825,8 @@ def test_a_section_of_the_configuration_adds_its_hook(tmp_path):
 
             return every(self.every, measure) if self.every else None
 
-    @dataclass(frozen=True)
-    class Config(TrainConfig):
-        weights: Weights = Weights(every=2)
-
-    run = prepare(Config(steps=3, global_batch=2, seq=16, format="mock"), Mesh())
+    kind = with_sections(TrainConfig, {"weights": Weights})
+    run = prepare(configure(kind(), steps=3, global_batch=2, seq=16, format="mock"), Mesh())
     history = train(run, tmp_path).history
     total = sum(x.numel() for x in tree.leaves(run.setup.init(random.key(0)).params))
     assert [record.get("weight") for record in history] == [None, total, total]

@@ -13,7 +13,7 @@ import pytest
 
 from functron.data.order import RampUp
 from functron.training import records, run_folder
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.records import compare, megatron_names, read_log
 
 RECORD = {
@@ -96,7 +96,7 @@ def test_logs_are_read(tmp_path):
     file.write_text(LOG)
     settings, rows = read_log(file)
     assert settings == {
-        "optimizer.b2": 0.95, "global_batch": 4, "learning_rate.peak": 0.001, "seed": 7, "seq": 16,
+        "optimizer.b2": 0.95, "data.global_batch": 4, "learning_rate.peak": 0.001, "seed": 7, "data.seq": 16,
         "steps": 40,
     }  # fmt: skip
     assert [row["step"] for row in rows] == [10, 20, 30]
@@ -111,7 +111,7 @@ def test_logs_are_read(tmp_path):
 def test_a_log_is_compared_with_a_run(tmp_path):
     run = tmp_path / "ours"
     run.mkdir()
-    run_folder.write_config(run, TrainConfig(seed=8, seq=16, global_batch=4, steps=40))
+    run_folder.write_config(run, configure(seed=8, seq=16, global_batch=4, steps=40))
     lines = [
         {"step": s, "loss": loss, "tokens": 64 * s, "tokens_per_second": 64.0, "step_seconds": 1.0}
         for s, loss in ((10, 5.25), (20, 4.0))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
+from functron.core.settings import value_at
 from functron.data import preprocess
 from functron.models.config import PRESETS
 from functron.optim.config import make_schedule
@@ -87,7 +88,7 @@ def test_public_lines_migrate_whole(made, name, tmp_path):
     config = one.config
     total = num_params(config.family.defs(config.architecture))
     assert digits(total, count) == digits(published, count)
-    assert config.mesh == mesh
+    assert config.parallelism.mesh == mesh
     given = spelled_in(LAUNCHES / name, variables, tmp_path)
     assert len(given) > 20
     given -= {"random_seed"}  # a second name of seed, which has the row
@@ -148,33 +149,53 @@ def test_architectures_are_those_of_the_presets(made):
 def test_what_lines_say_is_there(made):
     """Settings of several lines, worked out by hand."""
     gpt3, llama = made["gpt3_175b.sh"].config, made["llama3_8b.sh"].config
-    assert (gpt3.ramp_up, gpt3.microbatches, gpt3.steps) == ("16 16 5859375", 16, 500000)
+    assert (gpt3.data.ramp_up, gpt3.parallelism.microbatches, gpt3.steps) == (
+        "16 16 5859375",
+        16,
+        500000,
+    )
     assert gpt3.learning_rate.warmup_steps == 430
-    assert (gpt3.precision, gpt3.optimizer.loss_scale.initial) == ("fp16", 2.0**32)
+    assert (gpt3.precision.name, gpt3.optimizer.loss_scale.initial) == ("fp16", 2.0**32)
     assert gpt3.gpt.activation == "gelu_tanh"
     assert (gpt3.gpt.vocab_size, gpt3.gpt.padded_vocab) == (50257, 51200)  # 128 x tp
-    assert (gpt3.resume, gpt3.out, gpt3.log_names) == ("auto", "/ck", "megatron")
+    assert (gpt3.resume, gpt3.out, gpt3.logging.names) == ("auto", "/ck", "megatron")
     assert (gpt3.seed, gpt3.optimizer.eps, gpt3.gpt.dropout) == (1234, 1e-8, 0.1)
     assert llama.steps == 1953125000 // 128
     # not of whole steps of 128
     assert (llama.rate_unit, llama.learning_rate.total_steps) == ("samples", 1949218748)
-    assert (llama.precision, llama.zero, llama.exit_after) == ("fp8-delayed", 1, "235m")
+    assert (llama.precision.name, llama.parallelism.zero, llama.restarts.exit_after) == (
+        "fp8-delayed",
+        1,
+        "235m",
+    )
     assert llama.optimizer.grad_dtype == llama.optimizer.reduce_dtype == "bfloat16"
     assert llama.optimizer.groups == "embed lr=3.33333; unembed lr=3.33333"
-    assert (llama.format, llama.split, llama.timeout_seconds) == ("mock", "99,1,0", 3600.0)
+    assert (llama.data.format, llama.data.split, llama.watchdog.timeout_seconds) == (
+        "mock",
+        "99,1,0",
+        3600.0,
+    )
     big = made["llama3_70b.yaml"].config
-    assert (big.schedule, big.chunks, big.sequence_parallel) == ("interleaved", 5, True)
-    assert big.microbatches == 512 // 2
-    assert made["mixtral_8x22b.yaml"].config.expert_axes == "ep,tp"  # experts are whole
-    assert made["deepseek_v3.yaml"].config.layout == "first=6,last=7"
+    assert (
+        big.parallelism.schedule,
+        big.parallelism.chunks,
+        big.parallelism.sequence_parallel,
+    ) == ("interleaved", 5, True)
+    assert big.parallelism.microbatches == 512 // 2
+    assert made["mixtral_8x22b.yaml"].config.parallelism.expert_axes == "ep,tp"  # experts are whole
+    assert made["deepseek_v3.yaml"].config.parallelism.layout == "first=6,last=7"
     nemotron = made["nemotron4_15b.yaml"].config
-    assert (nemotron.ramp_up, nemotron.keep_every, nemotron.keep_last) == (
+    assert (
+        nemotron.data.ramp_up,
+        nemotron.checkpoint.keep_every,
+        nemotron.checkpoint.keep_last,
+    ) == (
         "384 384 97656250",
         5000,
         1,
     )
     assert (nemotron.gpt.activation, nemotron.gpt.mlp_dim) == ("relu2", 4 * 6144)
-    assert made["t5_220m.sh"].config.end_token == 28997  # after 28996 words and [BOS]
+    assert made["t5_220m.sh"].config.data.end_token == 28997  # after 28996 words and [BOS]
 
 
 def test_what_is_not_supported_is_said(made):
@@ -256,11 +277,11 @@ def test_recipes_of_eight_bits(line, monkeypatch):
         ("mxfp8", "mxfp8"),
     ):
         config = config_of(line, f"--bf16 --fp8-format hybrid --fp8-recipe {recipe}")
-        assert config.precision == config.products == named
+        assert config.precision.name == config.precision.products == named
     arguments = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16"
-    assert config_of(line, arguments).products == "fp8-block first=1 last=1"
+    assert config_of(line, arguments).precision.products == "fp8-block first=1 last=1"
     four = config_of(line, "--bf16 --fp4-format e2m1 --no-fp8-wgrad")
-    assert (four.precision, four.products) == ("nvfp4", "nvfp4 wgrad=high last=0")
+    assert (four.precision.name, four.precision.products) == ("nvfp4", "nvfp4 wgrad=high last=0")
 
 
 def config_of(line, arguments, **more) -> TrainConfig:
@@ -301,10 +322,7 @@ def config_of(line, arguments, **more) -> TrainConfig:
 def test_values_mean_the_same(line, arguments, settings):
     config = config_of(line, arguments)
     for path, wanted in settings.items():
-        value = config
-        for name in path.split("."):
-            value = getattr(value, name)
-        assert value == wanted, path
+        assert value_at(config, path) == wanted, path
 
 
 @pytest.mark.parametrize(
@@ -339,9 +357,9 @@ def test_values_mean_the_same(line, arguments, settings):
 )  # fmt: skip
 def test_meshes(line, arguments, processes, mesh, settings):
     config = config_of(line, arguments, processes=processes)
-    assert config.mesh == mesh
+    assert config.parallelism.mesh == mesh
     for name, wanted in settings.items():
-        assert getattr(config, name) == wanted, name
+        assert value_at(config, name) == wanted, name
 
 
 @pytest.mark.parametrize(
@@ -402,7 +420,11 @@ def test_tokens_that_are_here_are_looked_into(line, tmp_path, monkeypatch):
     )
     Path("args.txt").write_text(text)
     made = migrate("args.txt")
-    assert (made.config.data, made.config.eval_data, made.absent) == ("0.3 a 0.7 b", "b=b", ())
+    assert (made.config.data.path, made.config.evaluation.data, made.absent) == (
+        "0.3 a 0.7 b",
+        "b=b",
+        (),
+    )
     with pytest.raises(ValueError, match="cannot train with this configuration"):
         migrate("args.txt", extra="seq-length=4096 max-position-embeddings=4096")
 
@@ -438,7 +460,7 @@ def test_samples_of_a_ramp_are_counted(line, tmp_path):
     rate = config.learning_rate
     assert (config.steps, config.rate_unit) == (6, "samples")
     assert (rate.warmup_steps, rate.total_steps) == (10, 40)  # of the whole run, by default
-    assert config.microbatches == 2  # divides 4, 6 and 8
+    assert config.parallelism.microbatches == 2  # divides 4, 6 and 8
     # the first samples of the steps, of a warm-up over 10
     found = [float(make_setup(config, Mesh()).learning_rate(step)) for step in range(3)]
     assert found == pytest.approx([0.0, 4e-4, 8e-4])
@@ -479,8 +501,8 @@ def test_samples_are_those_of_megatron(case, arguments, settings, tmp_path, monk
     file.write_text(f"{text} --eval-iters 0 --vocab-size 65000 {arguments.format_map(paths)}")
     made = migrate(file)
     config = made.config
-    assert {name: getattr(config, name) for name in settings} == settings
-    assert (config.order, made.absent) == ("megatron", ())
+    assert {name: value_at(config, name) for name in settings} == settings
+    assert (config.data.order, made.absent) == ("megatron", ())
     with np.load(ORDERED / "samples.npz") as arrays:
         tokens, targets = arrays[f"{case}/train"]
     drawn = open_samples(config).draw(np.arange(config.steps * 8))
@@ -493,7 +515,7 @@ def test_samples_in_another_order_are_said(line):
         file_data = line(f"{arguments} --data-path x", without=["mock-data"])
         assert file_data.absent == ("x",)
         found = {row.name: (row.kind, row.why) for row in file_data.rows}
-        return found | {"order": (file_data.config.order, "")}
+        return found | {"order": (file_data.config.data.order, "")}
 
     found = rows("--dataloader-type cyclic")
     assert (found["order"][0], found["--dataloader-type"][0]) == ("arithmetic", "not supported")
@@ -503,7 +525,7 @@ def test_samples_in_another_order_are_said(line):
     assert found["--reset-position-ids"][1].endswith("as with --eod-mask-loss")
     assert "order = megatron, of 80 samples" in found["--data-path"][1]
     bert = line("--data-path x", program="pretrain_bert.py", closest=True, without=["mock-data"])
-    assert (bert.config.order, bert.config.split) == ("arithmetic", "969,30,1")
+    assert (bert.config.data.order, bert.config.data.split) == ("arithmetic", "969,30,1")
 
 
 # --- scripts
@@ -606,9 +628,17 @@ def test_yaml_of_megatron_and_nemo(tmp_path):
         "lr: 2.5e-4\ntrain_iters: 10\nmock_data: true\nsplit: '99,1,0'\nsave_interval: 5\n"
     )  # fmt: skip
     config = migrate(own, processes=4).config
-    assert (config.mesh, config.gpt.num_kv_heads, config.gpt.norm_eps) == ("dp=2,tp=2", 2, 1e-6)
+    assert (config.parallelism.mesh, config.gpt.num_kv_heads, config.gpt.norm_eps) == (
+        "dp=2,tp=2",
+        2,
+        1e-6,
+    )
     assert (config.gpt.zero_centered_norm, config.gpt.bias, config.gpt.tied) == (True, False, False)
-    assert (config.gpt.activation, config.gpt.gated, config.microbatches) == ("silu", True, 2)
+    assert (config.gpt.activation, config.gpt.gated, config.parallelism.microbatches) == (
+        "silu",
+        True,
+        2,
+    )
     plain = (
         own.read_text()
         .replace("swiglu", "gelu")
@@ -631,13 +661,22 @@ def test_yaml_of_megatron_and_nemo(tmp_path):
     config = migrate(nemo, extra="mock-data").config
     with pytest.raises(ValueError, match="--data-path: got none; wanted files of tokens"):
         migrate(nemo)
-    assert (config.mesh, config.steps, config.eval_every, config.eval_batches) == (
+    assert (
+        config.parallelism.mesh,
+        config.steps,
+        config.evaluation.every,
+        config.evaluation.batches,
+    ) == (
         "dp=8",
         30,
         10,
         3,
     )
-    assert (config.gpt.norm, config.gpt.rope_fraction, config.precision) == ("rms", 0.5, "bf16")
+    assert (config.gpt.norm, config.gpt.rope_fraction, config.precision.name) == (
+        "rms",
+        0.5,
+        "bf16",
+    )
     rate = config.learning_rate
     assert (rate.name, rate.warmup_steps, rate.end) == ("cosine", 3, 1e-4)
     assert (config.optimizer.b2, config.optimizer.clip_norm) == (0.98, 0.5)
@@ -647,7 +686,7 @@ def test_yaml_of_megatron_and_nemo(tmp_path):
         "optimizer: {lr: 1e-3}\ndataset: {seq_length: 64, blend: [[a, b], [0.25, 0.75]], split: '9,1'}\n"
     )  # fmt: skip
     made = migrate(own)
-    assert (made.config.data, made.absent, made.told) == ("0.25 a 0.75 b", ("a", "b"), False)
+    assert (made.config.data.path, made.absent, made.told) == ("0.25 a 0.75 b", ("a", "b"), False)
     own.write_text(
         "peft: {dim: 8}\ninprocess_restart: {enabled: true}\nlogger: {log_interval: 3}\n"
     )

@@ -14,7 +14,7 @@ from functron import Mesh, gpt, random, tree
 from functron.cli import main
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.setup import make_setup
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
 
@@ -23,7 +23,7 @@ DEEP = replace(DEEPSEEK, num_layers=4)
 COUPLED = replace(MIXTRAL, num_layers=4)  # samples of a microbatch, by their balance loss
 assert COUPLED.moe is not None
 assert COUPLED.moe.aux == "batch"
-CONFIG = TrainConfig(
+CONFIG = configure(
     seq=SEQ,
     global_batch=BATCH,
     microbatches=2,
@@ -35,7 +35,7 @@ CONFIG = TrainConfig(
 
 def trained(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[list[dict], dict]:
     """The metrics of some steps, and the parameters after them."""
-    config = replace(CONFIG, gpt=model, mesh=mesh, **fields)
+    config = configure(CONFIG, gpt=model, mesh=mesh, **fields)
     made = make_setup(config, Mesh.parse(mesh))
     state, history = made.init(random.key(0)), []
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +121,9 @@ def test_the_balance_rests_where_loads_are_equal():
     rows += [(0, mesh, 3, 18) for mesh in ("ep=2,tp=2", "dp=3", "pp=2")]
     for seed, mesh, parts, size in rows:
         model = replace(TIED, num_layers=2) if "pp" in mesh else TIED
-        config = replace(CONFIG, gpt=model, mesh=mesh, seq=3, global_batch=size, microbatches=parts)
+        config = configure(
+            CONFIG, gpt=model, mesh=mesh, seq=3, global_batch=size, microbatches=parts
+        )
         made = make_setup(config, Mesh.parse(mesh))
         state = made.init(random.key(seed))
         tokens = torch.randint(0, VOCAB, (size, 4), generator=torch.Generator().manual_seed(seed))

@@ -16,7 +16,7 @@ from functron.optim import LossScale, OptimizerConfig
 from functron.precision import POLICIES
 from functron.training import run_folder
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, dump, load, with_model, with_precision
+from functron.training.config import TrainConfig, configure, dump, load, with_model, with_precision
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from functron.training.train import train as train_run
@@ -36,7 +36,7 @@ ROWS = [
 
 def taken(config: TrainConfig, steps: int, change=lambda state: state) -> tuple[list, dict]:
     """The metrics of some steps on the same batch, and the state after them."""
-    made = make_setup(config, Mesh.parse(config.mesh))
+    made = make_setup(config, Mesh.parse(config.parallelism.mesh))
     state, found = made.init(random.key(0)), []
     for _ in range(steps):
         state, metrics = made.step(change(state), batch_of())
@@ -48,10 +48,10 @@ def taken(config: TrainConfig, steps: int, change=lambda state: state) -> tuple[
 def test_a_scaled_loss_has_the_same_numbers(name, mesh, fields):
     """Factors of two round nothing: to the bit, in float64, where nothing overflows."""
     own = OptimizerConfig(clip_norm=0.5)
-    config = replace(CONFIG, gpt=MODELS[name], mesh=mesh, log_layers_every=0, **fields)
-    want, before = taken(replace(config, optimizer=own), 2)
+    config = configure(CONFIG, gpt=MODELS[name], mesh=mesh, log_layers_every=0, **fields)
+    want, before = taken(configure(config, optimizer=own), 2)
     scaled = replace(own, loss_scale=LossScale(2.0**12))
-    got, after = taken(replace(config, optimizer=scaled), 2)
+    got, after = taken(configure(config, optimizer=scaled), 2)
     assert [x.pop("loss_scale") for x in got] == [4096.0] * 2
     assert [x.pop("stuck") for x in got] == [0] * 2
     assert got == want
@@ -62,9 +62,9 @@ def test_a_scaled_loss_has_the_same_numbers(name, mesh, fields):
 
 STEPS, START = 7, 21
 HALF = with_precision(
-    replace(CONFIG, gpt=replace(MODELS["dense"], init_stddev=0.05), log_layers_every=0), "fp16"
+    configure(CONFIG, gpt=replace(MODELS["dense"], init_stddev=0.05), log_layers_every=0), "fp16"
 )
-HALF = replace(
+HALF = configure(
     HALF, optimizer=replace(HALF.optimizer, loss_scale=LossScale(2.0**START, hysteresis=1))
 )
 
@@ -82,7 +82,7 @@ def wide():
 )
 def test_float16_leaves_out_what_overflows_and_trains(wide, mesh, fields):
     """As in float32, but for the first steps; a state that ranks disagree on is refused."""
-    metrics, state = taken(replace(HALF, mesh=mesh, **fields), STEPS)
+    metrics, state = taken(configure(HALF, mesh=mesh, **fields), STEPS)
     went = [math.isfinite(x["grad_norm"]) for x in metrics]
     assert not went[0]
     assert sum(went) >= 3
@@ -163,7 +163,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path, capsys):
     capsys.readouterr()
     # in another precision where that is said, and not otherwise
     other = tmp_path / "other.toml"
-    other.write_text(dump(with_precision(replace(load(cut / "config.toml"), steps=6), "fp8-row")))
+    other.write_text(dump(with_precision(configure(load(cut / "config.toml"), steps=6), "fp8-row")))
     assert train("--out", cut, "--resume", "--config", other) == 2
     said = capsys.readouterr().err
     for line in (
@@ -178,7 +178,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path, capsys):
         "masters; without the loss scale"
     ) in capsys.readouterr().out
     assert losses(cut)[4] == pytest.approx(losses(cut)[3], rel=0.02)
-    assert load(cut / "config.toml").precision == "fp8-row"
+    assert load(cut / "config.toml").precision.name == "fp8-row"
 
 
 def test_histories_go_on_with_a_run(tmp_path, capsys):
@@ -206,8 +206,8 @@ def test_histories_go_on_with_a_run(tmp_path, capsys):
 def test_a_run_that_overflows_without_end_stops(tmp_path):
     rules = LossScale(2.0**60, minimum=2.0**60, hysteresis=1, patience=2)
     model = replace(HALF.gpt, vocab_size=256, embed_dim=8, num_layers=1, mlp_dim=8)
-    config = replace(HALF, gpt=model, steps=5, seq=8, global_batch=2, microbatches=1)
-    config = replace(config, optimizer=replace(config.optimizer, loss_scale=rules))
+    config = configure(HALF, gpt=model, steps=5, seq=8, global_batch=2, microbatches=1)
+    config = configure(config, optimizer=replace(config.optimizer, loss_scale=rules))
     run = prepare(config, Mesh(), "cpu")
     with pytest.raises(
         FloatingPointError, match=r"not finite in 2 steps in a row, in embed, .*fix"
@@ -222,8 +222,8 @@ def test_a_run_that_overflows_without_end_stops(tmp_path):
 def test_a_policy_fills_the_options(name, model, tmp_path):
     config = with_precision(with_model(TrainConfig(), model), name)
     assert config.policy == POLICIES[name]
-    assert config.precision == name
-    sgd = replace(TrainConfig(), optimizer=OptimizerConfig("sgd", weight_decay=0.0))
+    assert config.precision.name == name
+    sgd = configure(TrainConfig(), optimizer=OptimizerConfig("sgd", weight_decay=0.0))
     assert not optim.optimizer_problems(with_precision(sgd, name).optimizer)
     file = tmp_path / "run.toml"
     file.write_text(f'model = "{model}"\nprecision = "{name}"')
@@ -252,24 +252,24 @@ def test_on_a_gpu_it_is_bf16_unless_something_is_asked_for(tmp_path, monkeypatch
 
 
 def test_what_contradicts_itself_is_refused():
-    half = replace(TrainConfig(), gpt=replace(gpt.PRESETS["tiny"], dtype="float16"))
+    half = configure(TrainConfig(), gpt=replace(gpt.PRESETS["tiny"], dtype="float16"))
     for config, message in (
         (
-            replace(TrainConfig(), precision="bf16"),
+            configure(TrainConfig(), precision="bf16"),
             "precision: got 'bf16'; wanted the dtypes that go with it; fix: with_precision",
         ),
         (half, "optimizer.fp32_masters: got none with float16; wanted true"),
         (
-            replace(half, optimizer=OptimizerConfig(fp32_masters=True, master_bits=16)),
+            configure(half, optimizer=OptimizerConfig(fp32_masters=True, master_bits=16)),
             "master_bits: got 16 with float16; wanted 32: bfloat16 alone",
         ),
         (
-            replace(TrainConfig(), optimizer=OptimizerConfig(master_bits=16)),
+            configure(TrainConfig(), optimizer=OptimizerConfig(master_bits=16)),
             "master_bits: got 16 without fp32_masters",
         ),
         (half, "optimizer.loss_scale.initial: got none with float16; wanted 65536"),
         (
-            replace(
+            configure(
                 with_precision(TrainConfig(), "fp8-tensor"),
                 gpt=replace(gpt.PRESETS["tiny"], dtype="float64"),
             ),
@@ -290,11 +290,11 @@ def test_what_contradicts_itself_is_refused():
 def test_compiled_steps_are_those_of_every_policy(name):
     """The compiler keeps between operations what torch rounds, so losses are close, not equal."""
     model = replace(with_model(TrainConfig(), "tiny").gpt, num_layers=2, embed_dim=128, mlp_dim=128)
-    config = replace(TrainConfig(), gpt=replace(model, num_heads=2, num_kv_heads=2, head_dim=64))
-    config = with_precision(replace(config, seq=128, global_batch=1), name)
+    config = configure(TrainConfig(), gpt=replace(model, num_heads=2, num_kv_heads=2, head_dim=64))
+    config = with_precision(configure(config, seq=128, global_batch=1), name)
     found = []
     for compiled in (False, True):
-        run = prepare(replace(config, compile=compiled), Mesh(), "cpu")
+        run = prepare(configure(config, compile=compiled), Mesh(), "cpu")
         state, metrics = run.state, {}
         batch = {"tokens": torch.arange(128)[None], "targets": torch.arange(1, 129)[None]}
         for _ in range(2):

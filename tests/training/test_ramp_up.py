@@ -29,13 +29,13 @@ from functron.optim import OptimizerConfig
 from functron.training import run_folder, with_changed_batch
 from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
-from functron.training.config import TrainConfig, load
+from functron.training.config import TrainConfig, configure, load
 from functron.training.faults import Corrupt, injected
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from functron.training.train import train
 
-RUN = TrainConfig(
+RUN = configure(
     gpt=gpt.GPTConfig(
         vocab_size=256, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
         max_seq=12, init_stddev=0.2, dtype="float64", vocab_multiple=8, dropout=0.0,
@@ -52,7 +52,7 @@ def close(got, want, tolerance=1e-10):
 
 
 def taken(config: TrainConfig) -> list[dict]:
-    return train(prepare(config, Mesh.parse(config.mesh)), None).history
+    return train(prepare(config, Mesh.parse(config.parallelism.mesh)), None).history
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def by_hand(sizes: list[int], rates=None) -> list[tuple[float, float]]:
     ]
     adamw = torch.optim.AdamW(groups, betas=(settings.b1, settings.b2), eps=settings.eps)
     rate = optim.make_schedule(RUN.rate_schedule)
-    text, wanted, first = ByteText(RUN.data, RUN.seq, seed=RUN.seed), [], 0
+    text, wanted, first = ByteText(RUN.data.path, RUN.data.seq, seed=RUN.seed), [], 0
     for index, size in enumerate(sizes):
         data = {**text.draw(np.arange(first, first + size)), "rows": torch.arange(size)}
-        value = gpt.loss(RUN.gpt, tree.unflatten(structure, leaves), data) / (size * RUN.seq)
+        value = gpt.loss(RUN.gpt, tree.unflatten(structure, leaves), data) / (size * RUN.data.seq)
         adamw.zero_grad()
         value.backward()
         norm = torch.nn.utils.clip_grad_norm_(leaves, settings.clip_norm)
@@ -116,7 +116,7 @@ def test_records_count_what_there_was(alone):
     ids=lambda changes: "-".join(str(value) for value in changes.values()),
 )
 def test_every_mesh_sees_the_same_samples(changes, alone):
-    found = taken(replace(RUN, **changes))
+    found = taken(configure(RUN, **changes))
     for name in ("loss", "grad_norm", "tokens"):
         close([record[name] for record in found], [record[name] for record in alone])
 
@@ -129,8 +129,8 @@ def test_a_program_per_size(alone, monkeypatch):
         return ft.jit(*args, **settings, backend="eager")
 
     monkeypatch.setattr(sys.modules["functron.training.run"], "jit", jit)
-    config = replace(RUN, ramp_up="4 8 4", steps=2)
-    found = taken(replace(config, compile=True))
+    config = configure(RUN, ramp_up="4 8 4", steps=2)
+    found = taken(configure(config, compile=True))
     assert found[1]["tokens"] == (4 + 12) * 12
     close([record["loss"] for record in found], [record["loss"] for record in taken(config)])
     assert seen == [{"donate": 0, "num_signatures": 2, "graph": False}]
@@ -148,14 +148,14 @@ def test_rates_may_count_samples(changes, monkeypatch):
         end_weight_decay=0.9,
     )  # fmt: skip
     rates = optim.ScheduleConfig("linear", 1e-2, warmup_steps=10, total_steps=40, end=0.0)
-    config = replace(RUN, optimizer=decays, learning_rate=rates, rate_unit="samples")
+    config = configure(RUN, optimizer=decays, learning_rate=rates, rate_unit="samples")
     found = taken(config)
     wanted = [1e-2 * share for share in (0, 4 / 10, 8 / 10, 24 / 30, 12 / 30)]
     assert [record["lr"] for record in found] == pytest.approx(wanted, rel=1e-6)
-    again = taken(replace(config, **changes, steps=4))
+    again = taken(configure(config, **changes, steps=4))
     close([x["loss"] for x in again], [x["loss"] for x in found[:4]])
-    assert replace(config, rate_unit="steps").rate_schedule.total_steps == 40
-    assert replace(RUN, rate_unit="samples").rate_schedule.total_steps == FIRST[5]
+    assert configure(config, rate_unit="steps").rate_schedule.total_steps == 40
+    assert configure(RUN, rate_unit="samples").rate_schedule.total_steps == FIRST[5]
     with pytest.raises(ValueError, match=r"first_steps: got .*; wanted 0, and increasing"):
         optim.by_samples(optim.constant(1.0), [1, 1], [2, 4])
 
@@ -165,15 +165,15 @@ def test_rates_may_count_samples(changes, monkeypatch):
 
 def changed(out: Path, **changes) -> TrainConfig:
     """The run in `out`, to go on with these changes."""
-    begun = replace(load(out / run_folder.CONFIG), out=str(out), resume=True, change_batch=True)
-    config = with_changed_batch(replace(begun, **changes))
+    begun = configure(load(out / run_folder.CONFIG), out=str(out), resume=True, change_batch=True)
+    config = with_changed_batch(configure(begun, **changes))
     validate(config)
     return config
 
 
 def go_on(config: TrainConfig) -> list[dict]:
     out = Path(config.out)
-    train(prepare(config, Mesh.parse(config.mesh), "cpu", run_folder.newest(out)), out)
+    train(prepare(config, Mesh.parse(config.parallelism.mesh), "cpu", run_folder.newest(out)), out)
     return run_folder.records(out)
 
 
@@ -187,18 +187,18 @@ def go_on(config: TrainConfig) -> list[dict]:
 def test_a_run_of_4_samples_a_step_goes_on_with_8(mesh, tmp_path):
     out = tmp_path / "run"
     rates = optim.ScheduleConfig("linear", 1e-2, warmup_steps=8, total_steps=80, end=0.0)
-    base = replace(RUN, ramp_up="", global_batch=4, rate_unit="samples", learning_rate=rates)
-    train(prepare(replace(base, steps=6), Mesh()), out)
+    base = configure(RUN, ramp_up="", global_batch=4, rate_unit="samples", learning_rate=rates)
+    train(prepare(configure(base, steps=6), Mesh()), out)
     config = changed(out, global_batch=8, steps=8, **mesh)
-    assert (config.earlier_batches, config.batches.sizes) == ("6x4", (4, 8))
+    assert (config.data.earlier_batches, config.data.batches.sizes) == ("6x4", (4, 8))
     whole = prepare(config, Mesh())
     numbers = [whole.samples_of(step)["samples"] for step in range(8)]
     assert numbers == [*([n, n + 4] for n in range(0, 24, 4)), [24, 32], [32, 40]]
     go_on(config)
     # once more, with another size, and then as it is
     found = go_on(changed(out, global_batch=4, steps=9, **mesh))
-    assert load(out / run_folder.CONFIG).earlier_batches == "6x4 2x8"
-    again = replace(load(out / run_folder.CONFIG), out=str(out), resume=True, steps=10)
+    assert load(out / run_folder.CONFIG).data.earlier_batches == "6x4 2x8"
+    again = configure(load(out / run_folder.CONFIG), out=str(out), resume=True, steps=10)
     validate(again)
     found = go_on(again)
     sizes = [4] * 6 + [8] * 2 + [4] * 2
@@ -217,35 +217,39 @@ def test_a_run_of_4_samples_a_step_goes_on_with_8(mesh, tmp_path):
 
 def test_what_counts_samples_stays_as_it_was_planned(tmp_path):
     out = tmp_path / "run"
-    base = replace(RUN, ramp_up="4 4 16", rate_unit="samples", steps=5)  # 40 samples
-    train(prepare(replace(base, steps=3, learning_rate=replace(
+    base = configure(RUN, ramp_up="4 4 16", rate_unit="samples", steps=5)  # 40 samples
+    train(prepare(configure(base, steps=3, learning_rate=replace(
         base.learning_rate, total_steps=40)), Mesh()), out)  # fmt: skip
-    stopped = replace(base, out=str(out), order="megatron")
+    stopped = configure(base, out=str(out), order="megatron")
     run_folder.write_config(out, stopped)
-    going_on = replace(stopped, resume=True, change_batch=True)
+    going_on = configure(stopped, resume=True, change_batch=True)
     # after 16 samples the batches have grown: what is left of the ramp is nothing
-    config = with_changed_batch(replace(going_on, global_batch=10))
-    assert (config.earlier_batches, config.ramp_up, config.global_batch) == ("2x4 1x8", "", 10)
+    config = with_changed_batch(configure(going_on, global_batch=10))
+    assert (config.data.earlier_batches, config.data.ramp_up, config.data.global_batch) == (
+        "2x4 1x8",
+        "",
+        10,
+    )
     assert config.rate_schedule.total_steps == config.ordered_samples == 40
     # or it may grow again, by the samples of the whole run: 16 of 48 are a third of the increments
-    config = with_changed_batch(replace(going_on, global_batch=16, ramp_up="4 4 48"))
-    batches = config.batches
+    config = with_changed_batch(configure(going_on, global_batch=16, ramp_up="4 4 48"))
+    batches = config.data.batches
     assert [batches.batch_size(step) for step in range(8)] == [4, 4, 8, 8, 8, 12, 12, 16]
     assert batches.first_sample(3) == 16
     # where nothing is changed, nothing is noted
-    assert with_changed_batch(going_on).earlier_batches == ""
+    assert with_changed_batch(going_on).data.earlier_batches == ""
 
 
 def test_a_run_that_took_no_step_is_planned_anew(tmp_path):
     """100 steps of 8 samples are 800; the 10 of 4 that its folder names were never taken."""
     out = tmp_path / "run"
     out.mkdir()
-    base = replace(RUN, ramp_up="", global_batch=4, steps=10, rate_unit="samples")
+    base = configure(RUN, ramp_up="", global_batch=4, steps=10, rate_unit="samples")
     for order in ("arithmetic", "megatron"):
-        run_folder.write_config(out, replace(base, order=order))
-        going_on = replace(base, order=order, out=str(out), resume=True, change_batch=True)
-        config = with_changed_batch(replace(going_on, global_batch=8, steps=100))
-        assert config.earlier_batches == ""
+        run_folder.write_config(out, configure(base, order=order))
+        going_on = configure(base, order=order, out=str(out), resume=True, change_batch=True)
+        config = with_changed_batch(configure(going_on, global_batch=8, steps=100))
+        assert config.data.earlier_batches == ""
         assert config.rate_schedule.total_steps == config.ordered_samples == 800
         last = 2e-3 * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * 0.99)))
         assert float(config.rate(99)) == pytest.approx(last, rel=1e-5)
@@ -254,24 +258,24 @@ def test_a_run_that_took_no_step_is_planned_anew(tmp_path):
 def test_a_constant_rate_is_given_no_total(tmp_path):
     out = tmp_path / "run"
     rate = optim.ScheduleConfig("constant", 1e-3, total_steps=0)
-    base = replace(RUN, ramp_up="", global_batch=4, rate_unit="samples", learning_rate=rate)
-    train(prepare(replace(base, steps=2), Mesh()), out)
+    base = configure(RUN, ramp_up="", global_batch=4, rate_unit="samples", learning_rate=rate)
+    train(prepare(configure(base, steps=2), Mesh()), out)
     assert changed(out, global_batch=8, steps=4).learning_rate.total_steps == 0
     own = replace(RUN.optimizer, weight_decay_incr_style="linear", end_weight_decay=0.1)
-    run_folder.write_config(out, replace(base, steps=2, optimizer=own))
+    run_folder.write_config(out, configure(base, steps=2, optimizer=own))
     assert changed(out, global_batch=8, steps=4).learning_rate.total_steps == 8
 
 
 def test_a_rollback_beyond_the_change_takes_its_steps_with_the_batches_of_now(tmp_path):
     out = tmp_path / "run"
-    base = replace(RUN, ramp_up="", global_batch=4, save_every=2)
-    train(prepare(replace(base, steps=4), Mesh()), out)
+    base = configure(RUN, ramp_up="", global_batch=4, save_every=2)
+    train(prepare(configure(base, steps=4), Mesh()), out)
     policy = AnomalyConfig(on_nonfinite="rollback", rollback_steps=2, skip_data=False)
     config = changed(out, global_batch=8, steps=8, anomalies=policy)
     made = prepare(config, Mesh(), "cpu", run_folder.newest(out))
     fault = Corrupt(step=5, leaf="params/embed", element=None)
     train(replace(made, step=injected(made.step, [fault])), out)
-    assert load(out / run_folder.CONFIG).earlier_batches == "2x4"
+    assert load(out / run_folder.CONFIG).data.earlier_batches == "2x4"
     samples = [record["samples"] for record in run_folder.records(out)]
     assert samples == [4, 8, 16, 24, 32, 40, 48, 56]
 
@@ -358,7 +362,7 @@ def test_goes_on_on_processes(whole, tmp_path, in_processes):
 def changing(whole, tmp_path_factory):
     """A run of 6 steps of 4 samples on a blend, and one that goes on with 8 for 3 more."""
     folder = tmp_path_factory.mktemp("changing")
-    data = load(whole / run_folder.CONFIG).data
+    data = load(whole / run_folder.CONFIG).data.path
     sizes = ["--global-batch", 4, "--ramp-up", "", "--steps", 6, "--save-every", 3]
     assert command(*SMALL, *sizes, "--data", data, "--out", folder / "before") == 0
     shutil.copytree(folder / "before", folder / "after")
@@ -378,7 +382,7 @@ def test_a_command_changes_the_batch(changing, tmp_path, capsys):
     samples = [4, 8, 12, 16, 20, 24, 32, 40, 48]
     assert [record["samples"] for record in records] == samples
     assert [sum(x["samples"] for x in r["sources"].values()) for r in records] == samples
-    config = replace(load(after / run_folder.CONFIG), out=str(after))
+    config = configure(load(after / run_folder.CONFIG), out=str(after))
     run = prepare(config, Mesh(), "cpu", after / "checkpoints" / "9")
     for step, (first, end) in enumerate(itertools.pairwise([0, *samples])):
         drawn = run.text.draw(np.arange(first, end))  # every sample once, one after another
@@ -394,7 +398,7 @@ def test_a_command_changes_the_batch(changing, tmp_path, capsys):
     asked = ["--steps", 9, "--global-batch", 8, "--change-batch"]
     assert command("--out", again, "--resume", "auto", *asked) == 0
     assert losses(again) == losses(after)
-    assert load(again / run_folder.CONFIG).earlier_batches == "6x4"
+    assert load(again / run_folder.CONFIG).data.earlier_batches == "6x4"
     back = cut_after(after, 3, tmp_path / "back", 9)
     assert command("--out", back, "--resume", "--steps", 8) == 0
     assert losses(back) == losses(after)[:8]
@@ -460,7 +464,7 @@ def test_what_cannot_be(whole, tmp_path, capsys):
     cut = cut_after(whole, 2, tmp_path / "cut")
     assert command("--out", cut, "--resume", "--ramp-up", "4 8 16") == 2
     assert "ramp_up: got '4 8 16'; wanted '4 4 16', as in the run" in capsys.readouterr().err
-    check = functools.partial(replace, TrainConfig())
+    check = configure
     for config, line in (
         (check(ramp_up="4"), 'wanted three whole numbers: START INCREMENT SAMPLES; fix: write --ramp-up "2 2 1000"'),
         (check(ramp_up="4 -4 16"), "ramp_up: got '4 -4 16'; wanted three whole numbers"),

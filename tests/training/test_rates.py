@@ -14,7 +14,7 @@ from functron.cli.main import main
 from functron.optim import AdafactorConfig, OptimizerConfig, ScheduleConfig
 from functron.training import records
 from functron.training.checks import validate
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.restored import rate_notes
 
 SMALL = [
@@ -90,8 +90,8 @@ def test_the_rate_can_climb_to_the_new_schedule(longer):
 
 def test_whatever_changes_the_rate_is_said_and_can_be_kept():
     def notes(start=50, **changes):
-        before = TrainConfig(steps=100, **changes.pop("before", {}))
-        return rate_notes(before, replace(before, **changes), start)
+        before = configure(steps=100, **changes.pop("before", {}))
+        return rate_notes(before, configure(before, **changes), start)
 
     assert notes() == []
     assert notes(start=0, steps=200) == []
@@ -115,13 +115,13 @@ def by_options(config: TrainConfig, line: str) -> TrainConfig:
     kinds = {f.name: type(getattr(config.learning_rate, f.name)) for f in fields(ScheduleConfig)}
     named = {name.replace("-", "_"): value for name, value in found}
     values = {name: kinds[name](value) for name, value in named.items()}
-    return replace(config, learning_rate=replace(config.learning_rate, **values))
+    return configure(config, learning_rate=replace(config.learning_rate, **values))
 
 
 def test_a_lower_peak_is_come_down_to():
     """As recommended: 10 steps along a straight line, by hand."""
-    before = TrainConfig(steps=100, learning_rate=ScheduleConfig("constant", 1e-2, total_steps=0))
-    now = replace(before, steps=150, learning_rate=replace(before.learning_rate, peak=1e-3))
+    before = configure(steps=100, learning_rate=ScheduleConfig("constant", 1e-2, total_steps=0))
+    now = configure(before, steps=150, learning_rate=replace(before.learning_rate, peak=1e-3))
     notes = rate_notes(before, now, 50)
     assert "to go over to the new one, " in notes[2]
     going = by_options(now, notes[2])
@@ -133,28 +133,28 @@ def test_a_lower_peak_is_come_down_to():
 def test_of_an_optimizer_with_a_rate_of_its_own_only_the_decay_is_told():
     """Adafactor's relative steps read no schedule; a weight decay that changes reads its total."""
     own = OptimizerConfig("adafactor", adafactor=AdafactorConfig(relative_step=True))
-    before = TrainConfig(steps=100, optimizer=own)
-    assert rate_notes(before, replace(before, steps=200), 50) == []
+    before = configure(steps=100, optimizer=own)
+    assert rate_notes(before, configure(before, steps=200), 50) == []
     own = replace(own, weight_decay_incr_style="linear", end_weight_decay=0.1)
-    before = TrainConfig(steps=100, optimizer=own)
-    notes = rate_notes(before, replace(before, steps=200), 50)
+    before = configure(steps=100, optimizer=own)
+    notes = rate_notes(before, configure(before, steps=200), 50)
     assert notes == ["step 51 decays weights by 0.025, not 0.05"]
     rate = replace(before.learning_rate, total_steps=100)
-    longer = replace(before, steps=200, learning_rate=rate)
+    longer = configure(before, steps=200, learning_rate=rate)
     assert float(longer.weight_decay(50)) == pytest.approx(0.05)
     validate(longer, given=["learning_rate.total_steps"])
     with pytest.raises(ValueError, match=r"learning_rate.peak: got 0.5, which has no effect") as e:
-        validate(replace(longer, learning_rate=replace(rate, peak=0.5)))
+        validate(configure(longer, learning_rate=replace(rate, peak=0.5)))
     assert "total_steps" not in str(e.value)
     constant = replace(own, weight_decay_incr_style="constant", end_weight_decay=0.0)
     with pytest.raises(
         ValueError, match=r"learning_rate.total_steps: got 100, which has no effect"
     ):
-        validate(replace(longer, optimizer=constant))
+        validate(configure(longer, optimizer=constant))
 
 
 def test_a_climb_counts_samples_where_the_rate_does():
     rate = replace(TrainConfig().learning_rate, rewarm_at=40, rewarm_steps=8, name="constant")
-    config = TrainConfig(rate_unit="samples", global_batch=4, steps=20, learning_rate=rate)
+    config = configure(rate_unit="samples", global_batch=4, steps=20, learning_rate=rate)
     rates = [float(config.rate(step)) for step in range(9, 13)]
     assert rates == pytest.approx([PEAK, 0.0, PEAK / 2, PEAK])

@@ -120,7 +120,7 @@ def test_a_run_keeps_the_order_of_its_blend(before, prefixes, tmp_path, capsys):
         shutil.copytree(before, run)
         shutil.rmtree(run / "checkpoints" / "6")
         assert train("--out", run, "--resume", "auto", "--save-every", 3, "--steps", 6, *way) == 0
-        assert load(run / run_folder.CONFIG).blend_order == 1
+        assert load(run / run_folder.CONFIG).data.blend_order == 1
         assert "blend_order = 1" in (run / run_folder.CONFIG).read_text()
         got, want = map(run_folder.records, (run, before))
         for name in ("sources", "samples", "batch"):
@@ -137,9 +137,11 @@ def test_a_run_keeps_the_order_of_its_blend(before, prefixes, tmp_path, capsys):
 def test_a_run_that_begins_records_the_newest_order(whole, before, tmp_path, capsys):
     assert "blend_order = 2" in (whole / run_folder.CONFIG).read_text()
     own, run = tmp_path / "config.toml", tmp_path / "runs"
-    own.write_text(f'data = "{load(before / run_folder.CONFIG).data}"\n')  # a user's, of no run
+    own.write_text(
+        f'data = "{load(before / run_folder.CONFIG).data.path}"\n'
+    )  # a user's, of no run
     assert train("--config", own, *SMALL, "--steps", 6, "--out", run) == 0
-    assert load(run / run_folder.CONFIG).blend_order == 2
+    assert load(run / run_folder.CONFIG).data.blend_order == 2
     hashes = [[x["batch"] for x in run_folder.records(folder)] for folder in (run, before)]
     assert hashes[0] != hashes[1]
     capsys.readouterr()

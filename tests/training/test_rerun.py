@@ -16,14 +16,14 @@ from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.faults import Corrupt, injected
 from functron.training.rerun import Verdict, unlike
 from functron.training.run import prepare
 from functron.training.train import train
 
 GPT = GPTConfig(vocab_size=256, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=16)
-BASE = TrainConfig(
+BASE = configure(
     gpt=GPT, data=argparse.__file__, seq=16, global_batch=4, steps=8, save_every=3,
     anomalies=AnomalyConfig(on_nonfinite="rollback", attribute=True),
 )  # fmt: skip
@@ -34,7 +34,7 @@ NAN = Corrupt(step=4, leaf="params/blocks/mlp/up/w", element=None)
 def whole(tmp_path_factory):
     """A run that nothing happened to, on a simulated mesh."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    train(prepare(replace(BASE, mesh="dp=2"), Mesh(dp=2)), out)
+    train(prepare(configure(BASE, mesh="dp=2"), Mesh(dp=2)), out)
     return out
 
 
@@ -64,7 +64,7 @@ def test_a_fault_that_does_not_come_again_is_transient_and_costs_no_samples(tmp_
 
 def test_what_comes_again_is_of_the_data_or_the_model_with_its_layer_and_samples(tmp_path):
     around = partial(injected, faults=[replace(NAN, times=None)])
-    config = replace(BASE, anomalies=replace(BASE.anomalies, on_nonfinite="stop"))
+    config = configure(BASE, anomalies=replace(BASE.anomalies, on_nonfinite="stop"))
     with pytest.raises(FloatingPointError, match="step 5: got loss nan"):
         train(prepare(config, Mesh(), around=around), tmp_path)
     verdict = events(tmp_path)[1]

@@ -14,7 +14,7 @@ from functron.optim.finite import LossScaleState
 from functron.optim.low_precision import MastersState, StochasticState
 from functron.spmd.spec import shard
 from functron.training import run_folder
-from functron.training.config import with_precision
+from functron.training.config import configure, with_precision
 from functron.training.restored import restored
 from functron.training.setup import make_setup
 from functron.training.step import State
@@ -22,7 +22,7 @@ from tests.training.test_watch import CONFIG, MODELS, batch_of
 
 POLICIES = ("float32", "bf16", "bf16 of 16", "bf16-pure", "fp16", "fp8-delayed")
 SMALL = replace(MODELS["dense"], num_layers=2, init_stddev=0.05)
-PLAIN = replace(CONFIG, gpt=SMALL, log_layers_every=0, microbatches=1,
+PLAIN = configure(CONFIG, gpt=SMALL, log_layers_every=0, microbatches=1,
                 optimizer=OptimizerConfig(ema_decay=0.9))  # fmt: skip
 CPU = torch.device("cpu")
 STEPPED = [{"float32", "bf16"}, {"bf16", "bf16-pure"}, {"float32", "fp16"}]
@@ -31,11 +31,11 @@ STEPPED = [{"float32", "bf16"}, {"bf16", "bf16-pure"}, {"float32", "fp16"}]
 
 def config_of(precision: str, **fields):
     name, _, bits = precision.partition(" of ")
-    config = with_precision(replace(PLAIN, **fields), name)
-    config = replace(config, optimizer=replace(config.optimizer, master_bits=int(bits or 32)))
+    config = with_precision(configure(PLAIN, **fields), name)
+    config = configure(config, optimizer=replace(config.optimizer, master_bits=int(bits or 32)))
     scale = config.optimizer.loss_scale
     if scale.initial:
-        config = replace(config, optimizer=replace(config.optimizer, loss_scale=LossScale(256.0)))
+        config = configure(config, optimizer=replace(config.optimizer, loss_scale=LossScale(256.0)))
     return config
 
 
@@ -208,7 +208,7 @@ def test_each_rank_reads_its_part(fields, runs):
             path, make_setup(config_of(after), Mesh()), random.key(0), CPU, recast=True
         )
         config = config_of(after, **fields)
-        mesh = Mesh.parse(config.mesh)
+        mesh = Mesh.parse(config.parallelism.mesh)
         rank = mesh.size - 1
         groups = dict.fromkeys(mesh.axis_names)
         last = make_setup(config, BoundMesh(mesh, rank, mesh.coordinate(rank), groups, "cpu"))
@@ -229,9 +229,9 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
     module = sys.modules["functron.checkpoint.restore"]
     monkeypatch.setattr(module, "_ELEMENTS", 5000)  # so that parts are computed
     eight = config_of("bf16")
-    eight = replace(eight, gpt=replace(eight.gpt, vocab_size=128, embed_dim=128), optimizer=replace(
+    eight = configure(eight, gpt=replace(eight.gpt, vocab_size=128, embed_dim=128), optimizer=replace(
         eight.optimizer, mu_dtype=coding, nu_dtype=coding))  # fmt: skip
-    plain = replace(eight, optimizer=replace(eight.optimizer, mu_dtype="", nu_dtype=""))
+    plain = configure(eight, optimizer=replace(eight.optimizer, mu_dtype="", nu_dtype=""))
     low, wide = make_setup(eight, Mesh()), make_setup(plain, Mesh())
     draw = torch.Generator().manual_seed(0)
 
@@ -260,7 +260,7 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
     mesh = Mesh(fsdp=2)
     last = BoundMesh(mesh, 1, mesh.coordinate(1), {"fsdp": None}, "cpu")
     for path, made in ((tmp_path / "32", low), (tmp_path / "8", wide)):
-        part = make_setup(replace(made.config, mesh="fsdp=2"), last)
+        part = make_setup(configure(made.config, mesh="fsdp=2"), last)
         mine, _ = restored(path, part, random.key(0), CPU, recast=True)
         whole = after if made is low else known
         specs = {leaf.path: leaf.spec for leaf in part.placement.leaves}
@@ -273,11 +273,11 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
 @pytest.mark.parametrize(("before", "after"), [("int8", "fp8"), ("fp8", "int8")])
 def test_moments_from_8_bits_to_other_8_bits(tmp_path, before, after):
     small = config_of("float32")
-    small = replace(small, gpt=replace(small.gpt, vocab_size=128, embed_dim=128))
+    small = configure(small, gpt=replace(small.gpt, vocab_size=128, embed_dim=128))
 
     def run(coding):
         own = replace(small.optimizer, mu_dtype=coding, nu_dtype=coding)
-        return make_setup(replace(small, optimizer=own), Mesh())
+        return make_setup(configure(small, optimizer=own), Mesh())
 
     draw = torch.Generator().manual_seed(0)
     state = run(before).init(random.key(0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,7 @@ from functron.cli import main
 from functron.data.shards import provenance
 from functron.data.tokenizer import ByteTokenizer, RankFile, SentencePiece
 from functron.training import run_folder
-from functron.training.config import TrainConfig, load
+from functron.training.config import configure, load
 from functron.training.data import tokenizer_of, with_tokenizer
 from tests.data.chats import WORDS, make_tokenizer
 from tests.data.test_text_tokenizer import model, write_ranks  # noqa: F401  (a fixture)
@@ -55,16 +54,16 @@ def test_tokens_on_disk_say_what_made_them(text, tmp_path, capsys):
     pytest.importorskip("tiktoken")
     file, run = write_ranks(tmp_path / "mine.tiktoken"), tmp_path / "run"
     data = preprocess(text, file, tmp_path / "tokens", "--pattern", PATTERN)
-    config = TrainConfig(data=data)
+    config = configure(data=data)
     found = with_tokenizer(config)
-    assert (found.tokenizer, found.tokenizer_pattern) == (str(file), PATTERN)
-    assert with_tokenizer(replace(config, data=f"1 {data}")).tokenizer == str(file)
-    assert with_tokenizer(replace(config, tokenizer="bytes")).tokenizer == "bytes"
+    assert (found.data.tokenizer, found.data.tokenizer_pattern) == (str(file), PATTERN)
+    assert with_tokenizer(configure(config, data=f"1 {data}")).data.tokenizer == str(file)
+    assert with_tokenizer(configure(config, tokenizer="bytes")).data.tokenizer == "bytes"
 
     assert main.main([*TRAIN, "--data", data, "--out", str(run)]) == 0
     assert f"tokens {file}" in capsys.readouterr().out
     file.unlink()
-    kept = replace(load(run / run_folder.CONFIG), out=str(run))
+    kept = configure(load(run / run_folder.CONFIG), out=str(run))
     reader = tokenizer_of(kept)
     assert isinstance(reader, RankFile)
     assert reader.decode(reader.encode("the quick 12")) == "the quick 12"
@@ -85,7 +84,7 @@ def test_bytes_made_them(text, tmp_path, capsys):
     assert provenance([f"{data}.npy", f"{data}.documents.npy"]) == provenance([data])
     assert main.main([*TRAIN, "--data", f"{data}.npy", "--out", str(run)]) == 0
     found = load(run / run_folder.CONFIG)
-    assert found.tokenizer == "bytes"
+    assert found.data.tokenizer == "bytes"
     assert isinstance(tokenizer_of(found), ByteTokenizer)
     assert sampled(run, capsys).startswith("the quick")
 
@@ -95,24 +94,24 @@ def test_tokens_of_two_tokenizers_do_not_blend(text, tmp_path, capsys):
     two = preprocess(text, make_tokenizer(tmp_path / "bpe", None), tmp_path / "two")
     blend = f"1 {one} 1 {two}"
     with pytest.raises(ValueError, match=r"two: got tokens of .*bpe.*; wanted bytes, as in .*one"):
-        with_tokenizer(TrainConfig(data=blend))
+        with_tokenizer(configure(data=blend))
     assert main.main([*TRAIN, "--data", blend, "--out", str(tmp_path / "run")]) == 2
     # where one does not say it, nothing is known of both
     (tmp_path / "two.json").write_text(json.dumps({"tokenizer": 3}))
-    assert with_tokenizer(TrainConfig(data=blend)).tokenizer == ""
+    assert with_tokenizer(configure(data=blend)).data.tokenizer == ""
 
 
 def test_another_kind_takes_the_place_of_a_kept_one(model, tmp_path):  # noqa: F811
     run, before = tmp_path / "run", make_tokenizer(tmp_path / "before", None)
     run.mkdir()
-    run_folder.keep_tokenizer(run, TrainConfig(tokenizer=str(before)))
-    run_folder.keep_tokenizer(run, TrainConfig(tokenizer=str(model)))
+    run_folder.keep_tokenizer(run, configure(tokenizer=str(before)))
+    run_folder.keep_tokenizer(run, configure(tokenizer=str(model)))
     assert [file.name for file in (run / "hub").iterdir()] == ["tokenizer.model"]
-    config = TrainConfig(tokenizer=str(model), out=str(run))
+    config = configure(tokenizer=str(model), out=str(run))
     run_folder.write_config(run, config)
     assert run_folder.tokenizer_path(config) == run / "hub"
     assert isinstance(tokenizer_of(config), SentencePiece)
-    run_folder.keep_tokenizer(run, TrainConfig(tokenizer=str(before)))
+    run_folder.keep_tokenizer(run, configure(tokenizer=str(before)))
     assert not list((run / "hub").glob("*.model"))
 
 

@@ -14,7 +14,7 @@ from functron.models import gpt
 from functron.optim import OptimizerConfig
 from functron.optim import config as optim_config
 from functron.spmd import Mesh
-from functron.training.config import TrainConfig, with_model
+from functron.training.config import TrainConfig, configure, with_model
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from tests.data.chats import make_tokenizer
@@ -53,7 +53,7 @@ def test_preparing_a_run_derives_nothing_twice(mesh, settings, tmp_path):
     make_tokenizer(tmp_path / "tokenizer")
     text = tmp_path / "text.txt"
     text.write_text("one two three four five " * 60)
-    config = TrainConfig(
+    config = configure(
         gpt=replace(gpt.PRESETS["llama3-tiny"], vocab_size=512), data=str(text),
         tokenizer=str(tmp_path / "tokenizer"), mesh=mesh, seq=8, global_batch=4, microbatches=2,
         eval_every=1, eval_data=f"again={text}", **settings,
@@ -72,8 +72,8 @@ def test_preparing_a_run_derives_nothing_twice(mesh, settings, tmp_path):
 def test_the_layout_of_a_state_is_that_of_the_state(mesh, name):
     """The placement has the shapes of the state on one rank, without ZeRO's padding."""
     zero = 0 if "fsdp" in mesh else 1
-    base = replace(with_model(TrainConfig(), "llama3-tiny"), optimizer=OptimizerConfig(name))
-    config = replace(base, mesh=mesh, zero=zero, global_batch=12, microbatches=2)
+    base = configure(with_model(TrainConfig(), "llama3-tiny"), optimizer=OptimizerConfig(name))
+    config = configure(base, mesh=mesh, zero=zero, global_batch=12, microbatches=2)
     made = make_setup(config, Mesh.parse(mesh))
     alone = make_setup(base, Mesh()).init(random.key(0).to("meta"))
     rows = zip(tree.paths(alone), tree.leaves(alone), strict=True)
@@ -82,7 +82,7 @@ def test_the_layout_of_a_state_is_that_of_the_state(mesh, name):
 
 
 def test_a_plan_of_another_mesh_has_the_same_definitions():
-    config = replace(with_model(TrainConfig(), "llama3-tiny"), mesh="pp=2", microbatches=2)
+    config = configure(with_model(TrainConfig(), "llama3-tiny"), mesh="pp=2", microbatches=2)
     made = make_setup(config, Mesh(pp=2))
     assert made.without_pipeline.whole_defs is made.whole_defs
     assert not made.without_pipeline.is_pipelined

@@ -19,7 +19,7 @@ from functron.nn import IGNORE_INDEX
 from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.checks import validate
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.data import open_samples
 from functron.training.run import prepare
 from tests.data.chats import WORDS, corpus, make_tokenizer, messages, write_lines
@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(folder, tmp_path_factory):
     file = write_lines(tmp_path_factory.mktemp("data") / "chat.jsonl", corpus(9))
-    return TrainConfig(
+    return configure(
         gpt=MODEL, data=str(file), tokenizer=str(folder), seq=96, global_batch=8, steps=2
     )
 
@@ -71,7 +71,7 @@ MESHES = [("", 1), ("dp=2", 1), ("dp=2,tp=2", 1), ("", 2), ("dp=2", 2), ("pp=2,d
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 @pytest.mark.parametrize("bare", [False, True], ids=["uneven", "a rank without targets"])
 def test_the_loss_is_the_mean_over_what_the_assistant_says(config, mesh, microbatches, bare):
-    run = prepare(replace(config, mesh=mesh, microbatches=microbatches), Mesh.parse(mesh))
+    run = prepare(configure(config, mesh=mesh, microbatches=microbatches), Mesh.parse(mesh))
     batch = run.batch(0)
     counts = (batch["targets"] != IGNORE_INDEX).sum(1)
     assert counts.min() > 0
@@ -88,33 +88,36 @@ def test_samples_follow_from_the_configuration(config, folder, tmp_path):
     assert isinstance(open_samples(config), Chat)
     text = tmp_path / "text.txt"
     text.write_text(WORDS * 20)
-    plain = open_samples(replace(config, data=str(text), seq=32))
+    plain = open_samples(configure(config, data=str(text), seq=32))
     assert isinstance(plain, TokenText)
-    as_text = open_samples(replace(config, format="text"))
+    as_text = open_samples(configure(config, format="text"))
     assert isinstance(as_text, TokenText)
     renamed = tmp_path / "chat.txt"
-    shutil.copyfile(config.data, renamed)
-    chat = open_samples(replace(config, data=str(renamed), format="chat"))
+    shutil.copyfile(config.data.path, renamed)
+    chat = open_samples(configure(config, data=str(renamed), format="chat"))
     assert torch.equal(chat.batch(0, 4)["targets"], open_samples(config).batch(0, 4)["targets"])
     validate(config)
 
 
 def test_what_does_not_fit_is_said_before_the_run(config, tmp_path):
-    small = replace(config, gpt=replace(MODEL, vocab_size=280), overlong="drop")
+    small = configure(config, gpt=replace(MODEL, vocab_size=280), overlong="drop")
     for wrong, message in [
-        (replace(config, tokenizer=""), r"tokenizer: got none for conversations; wanted a folder"),
-        (replace(config, tokenizer="bytes"), r"tokenizer: got bytes for conversations"),
         (
-            replace(config, tokenizer=str(tmp_path / "x")),
+            configure(config, tokenizer=""),
+            r"tokenizer: got none for conversations; wanted a folder",
+        ),
+        (configure(config, tokenizer="bytes"), r"tokenizer: got bytes for conversations"),
+        (
+            configure(config, tokenizer=str(tmp_path / "x")),
             r"/x: got No such file.*wanted a tokenizer",
         ),
-        (replace(config, data="", format="chat"), r"data: got nothing; wanted a JSONL file"),
-        (replace(config, data=str(tmp_path / "y.jsonl")), r"y\.jsonl: got nothing there"),
+        (configure(config, data="", format="chat"), r"data: got nothing; wanted a JSONL file"),
+        (configure(config, data=str(tmp_path / "y.jsonl")), r"y\.jsonl: got nothing there"),
         (small, r"got token ids up to 299; wanted ids below gpt.vocab_size=280"),
     ]:
         with pytest.raises(ValueError, match=message):
             validate(wrong)
-    bare = replace(config, tokenizer=str(make_tokenizer(tmp_path / "bare", None)))
+    bare = configure(config, tokenizer=str(make_tokenizer(tmp_path / "bare", None)))
     with pytest.raises(ValueError, match="got no chat_template"):
         validate(bare)
 
@@ -227,12 +230,12 @@ def test_bytes_have_no_conversations(config, tmp_path, capsys):
     assert main(["sample", str(tmp_path), "--chat", "--prompt", "a"]) == 2
     assert "chat: got a run on bytes; wanted one with a tokenizer" in capsys.readouterr().err
     with pytest.raises(ValueError, match="got none for conversations"):
-        open_samples(replace(config, tokenizer=""))
+        open_samples(configure(config, tokenizer=""))
 
 
 def test_which_tokenizer_a_run_has(config, folder, tmp_path):
     def path(**changes):
-        return run_folder.tokenizer_path(replace(config, **changes))
+        return run_folder.tokenizer_path(configure(config, **changes))
 
     run, other = tmp_path / "run", make_tokenizer(tmp_path / "other", None)
     assert path() == folder
@@ -246,7 +249,7 @@ def test_which_tokenizer_a_run_has(config, folder, tmp_path):
     assert path(out=str(run)) == path(out=str(run), tokenizer="") == kept
     assert path(out=str(run), tokenizer="bytes") is None
     # a run that begins from a converted model may bring another one, which takes its place
-    changed = replace(config, tokenizer=str(other / "tokenizer.json"), out=str(run))
+    changed = configure(config, tokenizer=str(other / "tokenizer.json"), out=str(run))
     assert run_folder.tokenizer_path(changed) == other / "tokenizer.json"
     (kept / "merges.txt").touch()
     (kept / "config.json").touch()

@@ -21,7 +21,7 @@ from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.spmd import Mesh
 from functron.spmd.params import init_params
 from functron.training import run_folder
-from functron.training.config import TrainConfig
+from functron.training.config import TrainConfig, configure
 from functron.training.data import open_samples
 from functron.training.run import prepare
 from tests.data.chats import corpus, make_tokenizer, messages, write_lines
@@ -45,7 +45,7 @@ def config(tmp_path_factory):
     file = write_lines(tmp_path_factory.mktemp("data") / "chat.jsonl", corpus(24))
     # so that what a step subtracts from the parameters is their gradient
     plain = OptimizerConfig(name="sgd", momentum=0.0, weight_decay=0.0, clip_norm=0.0)
-    return TrainConfig(
+    return configure(
         gpt=MODEL,
         data=str(file),
         tokenizer=str(folder),
@@ -62,7 +62,7 @@ def config(tmp_path_factory):
 @functools.cache
 def one_by_one(config: TrainConfig):
     """The mean loss over the targets of the first step, each conversation in a sample of its own."""
-    chat = open_samples(replace(config, pack=""))
+    chat = open_samples(configure(config, pack=""))
     packed = PackedChat(chat)
     samples = shuffled(np.arange(BATCH), packed.num_samples, packed.seed).tolist()
     members = np.concatenate([packed.conversations(index) for index in samples])
@@ -85,7 +85,7 @@ def one_by_one(config: TrainConfig):
 
 def check_step(config: TrainConfig, mesh: str, **options) -> None:
     """One step of `functron train` on packed conversations against `one_by_one`."""
-    run = prepare(replace(config, mesh=mesh, **options), Mesh.parse(mesh))
+    run = prepare(configure(config, mesh=mesh, **options), Mesh.parse(mesh))
     before = tree.map(torch.clone, run.state.params)
     weights, value, grads = one_by_one(config)
     assert all(map(torch.equal, tree.leaves(before), tree.leaves(weights)))
@@ -114,7 +114,7 @@ def test_so_has_every_mesh(config, mesh, options):
 
 
 def test_conversations_stay_whole_and_each_comes_once(config):
-    chat, packed = open_samples(replace(config, pack="")), open_samples(config)
+    chat, packed = open_samples(configure(config, pack="")), open_samples(config)
     assert isinstance(packed, PackedChat)
     members = [packed.conversations(i).tolist() for i in range(packed.num_samples)]
     assert Counter(itertools.chain(*members)) == Counter(range(chat.num_samples))
@@ -159,10 +159,10 @@ def test_batches_follow_from_the_step_alone(config):
 def test_what_is_too_long_is_cut_or_dropped_before(config, tmp_path):
     long = {"messages": messages("who", "I am here to help " * 20)}
     file = write_lines(tmp_path / "a.jsonl", [*corpus(6), long])
-    config = replace(config, data=str(file))
+    config = configure(config, data=str(file))
     with pytest.raises(ValueError, match="--overlong cut or drop"):
         open_samples(config)
-    dropped, cut = (open_samples(replace(config, overlong=how)) for how in ("drop", "cut"))
+    dropped, cut = (open_samples(configure(config, overlong=how)) for how in ("drop", "cut"))
     assert (dropped.num_conversations, cut.num_conversations) == (6, 7)
     assert cut.conversations(0).tolist() == [6]  # it fills a sample by itself
 
@@ -175,7 +175,7 @@ def test_a_run_learns_and_answers(config, tmp_path, capsys):
     data = write_lines(tmp_path / "chat.jsonl", lines)
     run = tmp_path / "run"
     options = [
-        "--data", data, "--tokenizer", config.tokenizer, "--pack", "best-fit",
+        "--data", data, "--tokenizer", config.data.tokenizer, "--pack", "best-fit",
         "--seq", 80, "--global-batch", 2, "--steps", 40, "--eval-every", 40,
         "--eval-data", f"seen={data}", "--gpt.vocab-size", 300,
         "--gpt.num-layers", 1, "--gpt.embed-dim", 64, "--gpt.num-heads", 2, "--gpt.num-kv-heads", 2,
@@ -191,7 +191,7 @@ def test_a_run_learns_and_answers(config, tmp_path, capsys):
     seen = records[-1]["eval"]["seen"]
     assert seen["loss"] < 0.1
     # every target of every conversation, once
-    chat = Chat(data, Tokenizer(config.tokenizer), 80)
+    chat = Chat(data, Tokenizer(config.data.tokenizer), 80)
     assert seen["tokens"] == chat.num_targets
     ask = ["--chat", "--prompt", "fox", "--temperature", "0", "--tokens", "30"]
     assert main(["sample", str(run), *ask]) == 0

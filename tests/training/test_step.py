@@ -11,7 +11,7 @@ from functron import Mesh, P, checkpoint, gpt, lax, optim, random, tree
 from functron.spmd.donation import Donated
 from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import unpad
-from functron.training.config import TrainConfig, with_model
+from functron.training.config import configure, with_model
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from functron.training.step import grad_norm_of
@@ -124,9 +124,9 @@ def test_the_state_is_updated_in_place(mesh):
 )
 def test_the_host_reads_no_number_of_a_step(model, given):
     """It would wait for a GPU. What exchanges of experts read is in tests/spmd."""
-    config = TrainConfig(format="mock", end_token=0, seq=16, global_batch=4, microbatches=2)
-    config = with_model(dataclasses.replace(config, **given), model)
-    run, reads = prepare(config, Mesh.parse(config.mesh)), []
+    config = configure(format="mock", end_token=0, seq=16, global_batch=4, microbatches=2)
+    config = with_model(configure(config, **given), model)
+    run, reads = prepare(config, Mesh.parse(config.parallelism.mesh)), []
     _, metrics = counted(reads)(run.step)(run.state, run.batch(0))
     counted(reads)(float)(metrics["loss"])
     assert reads == [0, 1]
@@ -444,7 +444,7 @@ LOW = gpt.GPTConfig(
 
 def low_recipe(mesh, zero=0, **settings):
     chosen = optim.OptimizerConfig("sgd", momentum=0.9, clip_norm=0, fp32_masters=True, **settings)
-    config = TrainConfig(gpt=LOW, mesh=mesh, zero=zero, seq=8, global_batch=4, optimizer=chosen)
+    config = configure(gpt=LOW, mesh=mesh, zero=zero, seq=8, global_batch=4, optimizer=chosen)
     return config, make_setup(config, Mesh.parse(mesh))
 
 
@@ -498,9 +498,7 @@ def test_masters_of_a_pretrained_model_in_float32(tmp_path):
     params = ft.init_params(random.key(5), wide)
     checkpoint.save(tmp_path / "0", {"params": params}, {"step": 0})
     mesh = Mesh(dp=2)
-    state = prepare(
-        dataclasses.replace(config, format="mock"), mesh, begin_from=tmp_path / "0"
-    ).state
+    state = prepare(configure(config, format="mock"), mesh, begin_from=tmp_path / "0").state
     specs = made.state_specs
     for p, master, x in zip(
         tree.leaves(state.params), masters_of(state, specs, mesh), tree.leaves(params), strict=True

@@ -13,7 +13,7 @@ import torch
 from functron import optim, random, tree
 from functron.cli.main import main
 from functron.cli.train import _parsed
-from functron.core.errors import fields_under, value_at
+from functron.core.settings import fields_under, follow, path_of, settings_of, value_at
 from functron.models import gpt
 from functron.models.bert import BertConfig
 from functron.models.family import family_of
@@ -24,14 +24,8 @@ from functron.nn.moe import MoEConfig
 from functron.optim.config import OPTIMIZER_NEEDS, OPTIMIZERS, SCHEDULE_NEEDS, SCHEDULES
 from functron.spmd import Mesh
 from functron.spmd.params import Normal, ParamDef, init_params
-from functron.training.checks import (
-    PRECISION_NEEDS,
-    TOLD_NEEDS,
-    TRAIN_NEEDS,
-    unused,
-    validate,
-)
-from functron.training.config import RECORDED, TrainConfig, load, with_model
+from functron.training.checks import PRECISION_NEEDS, TOLD_NEEDS, TRAIN_NEEDS, unused, validate
+from functron.training.config import TrainConfig, configure, load, with_model
 from functron.training.setup import make_setup
 
 ALWAYS = [
@@ -214,7 +208,7 @@ ELSEWHERE = [
 ]
 """What the checks of a section refuse where it has no effect."""
 
-WHOLE = TrainConfig(
+WHOLE = configure(
     gpt=gpt.GPTConfig(moe=MoEConfig(), rope_scaling=RopeScaling()), mamba=MambaConfig(),
     bert=BertConfig(), t5=T5Config(),
 )  # fmt: skip
@@ -225,7 +219,7 @@ def under(path, names):
 
 
 def test_every_option_is_in_a_table_or_always_has_an_effect():
-    fields = set(fields_under(WHOLE)) - RECORDED.keys()
+    fields = {*fields_under(WHOLE)} - {x.name for x in settings_of(TrainConfig) if x.mark.instead}
     for name in (*ALWAYS, *ELSEWHERE, *TRAIN_NEEDS, *TOLD_NEEDS, *PRECISION_NEEDS):
         assert any(under(path, [name]) for path in fields), f"{name} is no option"
     shared = {"learning_rate.name", "learning_rate.peak", "learning_rate.warmup_steps"}
@@ -244,8 +238,8 @@ def test_every_option_is_in_a_table_or_always_has_an_effect():
 
 
 def kind_of(config, path):
-    section = type(value_at(config, path.rpartition(".")[0]))
-    return typing.get_type_hints(section)[path.rpartition(".")[2]]
+    above, _, last = path_of(type(config), path).rpartition(".")
+    return typing.get_type_hints(type(follow(config, above)))[last]
 
 
 def others(config, path):
@@ -263,21 +257,19 @@ def others(config, path):
 
 
 def changed(config, path, value):
-    name, dot, rest = path.partition(".")
-    inner = changed(getattr(config, name), rest, value) if dot else value
-    return replace(config, **{name: inner})
+    return configure(config, **{path: value})
 
 
-PLAIN = TrainConfig(
+PLAIN = configure(
     gpt=gpt.GPTConfig(num_layers=2, moe=MoEConfig(), positions="learned"),
     learning_rate=optim.ScheduleConfig("constant", total_steps=0),
 )
 DENSE = TrainConfig()
-ROPE = replace(DENSE, gpt=gpt.GPTConfig(rope_scaling=RopeScaling(kind="linear")))
+ROPE = configure(DENSE, gpt=gpt.GPTConfig(rope_scaling=RopeScaling(kind="linear")))
 LATENT = with_model(TrainConfig(), "deepseek-v3-tiny")
-SSM = replace(TrainConfig(), gpt=DENSE.gpt, mamba=MambaConfig(pattern="*-"))
-ATTENTIVE = replace(SSM, mamba=MambaConfig(pattern="MM"))
-RELATIVE = replace(
+SSM = configure(TrainConfig(), gpt=DENSE.gpt, mamba=MambaConfig(pattern="*-"))
+ATTENTIVE = configure(SSM, mamba=MambaConfig(pattern="MM"))
+RELATIVE = configure(
     DENSE,
     optimizer=optim.OptimizerConfig("adafactor", adafactor=optim.AdafactorConfig(relative_step=True)),
 )  # fmt: skip
@@ -291,7 +283,7 @@ def test_each_is_refused_where_it_has_no_effect_and_taken_where_it_has(name):
     if name.startswith("gpt.rope_scaling"):
         bases = [ROPE] if name != "gpt.rope_scaling" and not need.holds(ROPE) else []
     if name.startswith("optimizer.") and not bases:  # of the default optimizer
-        bases = [replace(DENSE, optimizer=replace(DENSE.optimizer, name="sgd"))]
+        bases = [configure(DENSE, optimizer=replace(DENSE.optimizer, name="sgd"))]
     if name == "gpt.rope_scaling.original_max_seq":
         assert bases
     tried = 0
@@ -530,7 +522,7 @@ def test_precision_changes_numbers_or_states_where_the_table_says_so(path, dtype
         vocab_size=16, num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, vocab_multiple=16,
         init_stddev=0.5, dtype=dtype,
     )  # fmt: skip
-    base = TrainConfig(gpt=model, seq=8, global_batch=4, microbatches=2)
+    base = configure(gpt=model, seq=8, global_batch=4, microbatches=2)
     other = changed(base, path, True if isinstance(value_at(base, path), bool) else "float32")
     tokens = torch.arange(32).reshape(4, 8) % 11
     batch = {"tokens": tokens, "targets": tokens.flip(0), "rows": torch.arange(4)}

@@ -71,7 +71,7 @@ def test_a_run_is_made_of_a_run_and_trains(tmp_path, capsys):
     assert main.main(["upcycle", dense, made]) == 2  # it is there already
     # its recipe is that of the dense run
     first, then = (load(f"{run}/config.toml") for run in (dense, made))
-    assert (then.seq, then.global_batch) == (32, 4)
+    assert (then.data.seq, then.data.global_batch) == (32, 4)
     assert (then.optimizer, then.learning_rate) == (first.optimizer, first.learning_rate)
     assert then.title == f"llama3-tiny-experts of run:{dense}"
     more = ["--steps", "2", "--mesh", "ep=2"]

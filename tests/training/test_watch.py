@@ -14,7 +14,7 @@ from functron.pipeline.partition import Part
 from functron.program.trace import trace
 from functron.spmd.params import init_params
 from functron.training.checks import validate
-from functron.training.config import TrainConfig
+from functron.training.config import configure
 from functron.training.setup import Watch, make_setup
 from tests.models.test_moe_composition import DEEPSEEK
 
@@ -28,7 +28,7 @@ MODELS = {
     "tied": replace(DENSE, tied=True, positions="learned", norm="layer", bias=True),
     "deepseek": replace(DEEPSEEK, num_layers=4),
 }
-CONFIG = TrainConfig(
+CONFIG = configure(
     seq=SEQ,
     global_batch=BATCH,
     microbatches=2,
@@ -45,7 +45,7 @@ def batch_of() -> dict:
 
 def watched(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[dict, dict, tuple]:
     """The sizes of all layers in the first step; its metrics; and state and usual step."""
-    config = replace(CONFIG, gpt=model, mesh=mesh, **fields)
+    config = configure(CONFIG, gpt=model, mesh=mesh, **fields)
     made = make_setup(config, Mesh.parse(mesh))
     state = made.init(random.key(0))
     assert made.watch is not None
@@ -55,7 +55,7 @@ def watched(model: gpt.GPTConfig, mesh: str, **fields) -> tuple[dict, dict, tupl
 
 def by_hand(model: gpt.GPTConfig, **fields) -> dict:
     """The same with autograd, a layer after another."""
-    config = replace(CONFIG, gpt=model, **fields)
+    config = configure(CONFIG, gpt=model, **fields)
     weights = init_params(random.split(random.key(0))[0], make_setup(config, Mesh()).whole_defs)
     flat = [leaf.requires_grad_() for leaf in tree.leaves(weights)]
     batch = batch_of()
@@ -64,7 +64,7 @@ def by_hand(model: gpt.GPTConfig, **fields) -> dict:
     found: dict[str, dict] = {}
     sums: dict[tuple[str, str], float] = {}
     for path, leaf, grad in zip(tree.paths(weights), flat, grads, strict=True):
-        frozen = config.lora is not None and not path.endswith(("lora/a", "lora/b"))
+        frozen = config.lora.adapters is not None and not path.endswith(("lora/a", "lora/b"))
         if path.endswith("router/balance") or frozen:
             continue
         entry = path.split("/")[0]
@@ -167,10 +167,10 @@ def test_of_adapters_only_what_trains_counts(mesh):
 
 
 def test_a_process_of_a_pipeline_must_have_something_that_trains():
-    config = TrainConfig(mesh="pp=2", microbatches=2, lora_rank=2, layout="E|ttttL")
+    config = configure(mesh="pp=2", microbatches=2, lora_rank=2, layout="E|ttttL")
     validate(config)
     with pytest.raises(ValueError, match="no parameters that train on rank 0; wanted some in"):
-        validate(replace(config, nproc=2))
+        validate(configure(config, nproc=2))
 
 
 MAMBA = mamba.MambaConfig(
@@ -180,7 +180,7 @@ MAMBA = mamba.MambaConfig(
 
 
 def test_other_families_have_norms():
-    config = replace(CONFIG, model="mamba2-tiny", mamba=MAMBA, mesh="dp=2,tp=2")
+    config = configure(CONFIG, model="mamba2-tiny", mamba=MAMBA, mesh="dp=2,tp=2")
     made = make_setup(config, Mesh(dp=2, tp=2))
     assert made.watch is not None
     _, metrics = made.watch.step(made.init(random.key(0)), batch_of())
@@ -211,8 +211,8 @@ def test_the_step_is_a_twin(mesh):
 
 def test_other_steps_cost_nothing_and_these_an_all_reduce_per_axis():
     mesh = Mesh(dp=2, tp=2)
-    config = replace(CONFIG, gpt=DENSE, mesh="dp=2,tp=2", zero=1, microbatches=1)
-    made, plain = (make_setup(replace(config, log_layers_every=n), mesh) for n in (1, 0))
+    config = configure(CONFIG, gpt=DENSE, mesh="dp=2,tp=2", zero=1, microbatches=1)
+    made, plain = (make_setup(configure(config, log_layers_every=n), mesh) for n in (1, 0))
     assert made.watch is not None
     assert plain.watch is None
     state = made.init(random.key(0).to("meta"))
@@ -229,7 +229,7 @@ def test_other_steps_cost_nothing_and_these_an_all_reduce_per_axis():
 
 
 def test_compiled_steps_say_the_same(hand):
-    config = replace(CONFIG, gpt=DENSE, microbatches=1)
+    config = configure(CONFIG, gpt=DENSE, microbatches=1)
     made = make_setup(config, Mesh(dp=2))
     state = made.init(random.key(0))
     assert made.watch is not None
@@ -255,4 +255,4 @@ def test_when_it_is_due():
 
 def test_a_negative_interval_is_refused():
     with pytest.raises(ValueError, match="log_layers_every: got -1; wanted at least 0"):
-        validate(TrainConfig(log_layers_every=-1))
+        validate(configure(log_layers_every=-1))

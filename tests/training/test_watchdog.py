@@ -132,7 +132,7 @@ from functron.cli.train import hung
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training import faults, watchdog
-from functron.training.config import TrainConfig, load
+from functron.training.config import configure
 from functron.training.run import prepare
 from functron.training.train import train
 
@@ -142,9 +142,9 @@ watchdog.REPORT_SECONDS, watchdog.PROBE_SECONDS = 5.0, 2.0
 def run():
     out, checks = Path(sys.argv[1]), sys.argv[2] == "True"
     fault = faults.Detour(1, 3, 2) if checks else faults.Stop(2, 3)
-    config = dataclasses.replace(TrainConfig(), mesh="dp=2,tp=2", format="mock", seq=16, steps=9,
+    config = configure(mesh="dp=2,tp=2", format="mock", seq=16, steps=9,
         global_batch=4, hang_after=3.0, timeout_seconds=60.0, out=str(out), check_programs=checks)
-    mesh, device = join(Mesh.parse(config.mesh), current(), "cpu", 60.0, FlightRecorder())
+    mesh, device = join(Mesh.parse(config.parallelism.mesh), current(), "cpu", 60.0, FlightRecorder())
     made = prepare(config, mesh, device)
     made = dataclasses.replace(made, step=faults.hanging(made.step, [fault], mesh))
     train(made, out, hung=hung)

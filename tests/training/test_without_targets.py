@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 
@@ -17,7 +16,7 @@ from functron.optim import LossScale, OptimizerConfig, ScheduleConfig
 from functron.optim.schedules import read_schedule_count
 from functron.spmd import Mesh
 from functron.training.anomalies import AnomalyConfig, Detector
-from functron.training.config import TrainConfig, with_model
+from functron.training.config import TrainConfig, configure, with_model
 from functron.training.rerun import TITLES
 from functron.training.run import prepare
 from functron.training.train import train
@@ -74,8 +73,8 @@ def test_the_state_stays(tokens, how):
     """Also of float32 masters and moments under a loss scale; on pipelines and compiled."""
     config = with_model(TrainConfig(), "gpt2-tiny")
     own = {"data": str(tokens / "ones"), "mask_documents": True, "seq": 8, "global_batch": 4}
-    config = dataclasses.replace(config, **own, **how)
-    run = prepare(config, Mesh.parse(config.mesh))
+    config = configure(config, **own, **how)
+    run = prepare(config, Mesh.parse(config.parallelism.mesh))
     before = tree.map(torch.clone, run.state)
     batch = run.host_batch(0)
     assert run.num_targets(batch) == 0
@@ -112,7 +111,7 @@ def test_the_recorded_rate_is_the_rate_taken(tokens, case):
     scale = LossScale(initial=2.0**126 if overflows else 0.0, hysteresis=1)
     own = OptimizerConfig("sgd", clip_norm=0.0, momentum=0.0, loss_scale=scale)
     own_data = {"data": str(tokens / "mixed"), "mask_documents": True, "seq": 8, "prefetch": 0}
-    config = dataclasses.replace(
+    config = configure(
         config, **own_data, global_batch=2 if case == "samples" else 1, steps=16, optimizer=own,
         learning_rate=rate, **CASES[case],
     )  # fmt: skip

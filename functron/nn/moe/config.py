@@ -10,7 +10,8 @@ from typing import Literal, get_args
 
 import torch
 
-from functron.core.errors import Need, Needs, Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.settings import Need, Needs
 
 Score = Literal["softmax", "sigmoid"]
 Normalise = Literal["before", "after"]
