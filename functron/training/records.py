@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from functron.core import chart
 from functron.core.chart import line_chart, table
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Problem, load_function, raise_problems, refuse
 from functron.core.settings import Need, setting
 
 CONFIG = "config.toml"
@@ -69,12 +69,33 @@ class LoggingConfig:
         names: what TensorBoard and Weights & Biases call the numbers of a record: empty: as
             metrics.jsonl does; megatron: as Megatron-LM does ("lm loss", "learning-rate"), so that
             pictures of its runs show these as well.
+        metrics: functions of your own that measure every step, package.module:function, several of
+            them separated by commas: of what a step sees before its update, to numbers by name
+            (functron.training.step.Metric), which are recorded.
     """
 
     layers_every: int = setting(0, short="log_layers_every", least=0)
     tensorboard: bool = setting(False, "common", short="tensorboard")
     wandb: bool = setting(False, "common", short="wandb")
     names: Literal["", "megatron"] = setting("", short="log_names", need=_WRITER)
+    metrics: str = setting("", "step", short="metrics")
+
+    @property
+    def own_metrics(self) -> list[Callable]:
+        """The functions that `metrics` names.
+
+        Raises:
+            ValueError: there is no such function.
+        """
+        names = (name.strip() for name in self.metrics.split(","))
+        return [load_function(name, "metrics") for name in names if name]
+
+    def problems(self) -> Iterator[Problem]:
+        """Everything wrong with these settings."""
+        for name in filter(None, (name.strip() for name in self.metrics.split(","))):
+            if ":" not in name:
+                fix = "name the module of the function, too"
+                yield Problem("metrics", repr(name), "package.module:function", fix)
 
 
 @contextmanager

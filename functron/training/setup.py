@@ -583,7 +583,8 @@ class RunSetup:
         elif not self.reads_targets:
             gradients = with_targets(gradients)
         counted = weight_mask(self.defs)
-        metrics = [grad_norm_of(counted, use(self.config.compute.kernels))]
+        kernels = use(self.config.compute.kernels)
+        metrics = [grad_norm_of(counted, kernels), *self.config.logging.own_metrics]
         return make_step(
             gradients,
             self.optimizer,

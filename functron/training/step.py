@@ -17,7 +17,7 @@ import torch
 from functron import optim
 from functron.compiler.jit import jit
 from functron.core import compat, random, tree
-from functron.core.errors import public, refuse
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
 from functron.ops import AUTO, Kernels
 from functron.optim.transformation import refuse_parts
@@ -216,9 +216,26 @@ class Measured(NamedTuple):
     extra: dict[str, Any]
 
 
+_TAKEN = frozenset({"loss", "aux", "targets", "loss_scale", "stuck"})
+"""Names that a step itself has in its metrics."""
+
+
 def measure(metrics: Sequence[Metric], seen: Seen) -> Measured:
-    """The numbers of all metrics; a later one replaces an earlier one of the same name."""
-    found = {name: value for metric in metrics for name, value in metric(seen).items()}
+    """The numbers of all metrics.
+
+    Raises:
+        ValueError: two of them, or one and the step itself, have numbers of the same name.
+    """
+    found: dict[str, Any] = {}
+    problems = []
+    for metric in metrics:
+        given = metric(seen)
+        wanted, fix = "a name that no other has", "rename it"
+        of = getattr(metric, "__name__", type(metric).__name__)
+        taken = [name for name in given if name in found or name in _TAKEN]
+        problems += [Problem(f"metric {of}", repr(name), wanted, fix) for name in taken]
+        found |= given
+    raise_problems("metrics have numbers of the same name", problems)
     norms = [value for value in found.values() if isinstance(value, optim.Norm)]
     record = {n: v.value if isinstance(v, optim.Norm) else v for n, v in found.items()}
     return Measured(record, {"norm": norms[0]} if norms else {})

@@ -106,8 +106,8 @@ def train(
     Args:
         run: made by `prepare`.
         out: the run folder.
-        began: when the process did, by ``time.monotonic()``: `TrainConfig.exit_after` counts from
-            then; None: now.
+        began: when the process did, by ``time.monotonic()``: ``exit_after`` counts from then; None:
+            now.
         hung: ends the process where the job hangs; see `functron.training.watchdog.Watchdog`.
         also: makes one more reporter of records, for rank 0.
 

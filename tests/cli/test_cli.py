@@ -478,7 +478,7 @@ def test_help_is_short_unless_all_of_it_is_asked_for(capsys):
 def test_options_have_the_names_of_their_settings_and_their_paths(tmp_path):
     """A short one is the same option as the path of its setting, on and off, with = and without."""
     known = {option.name for option in parsing.options_of(TrainConfig())}
-    assert len(known) == 208  # as many as before there were sections
+    assert len(known) == 209  # as many as before there were sections, and --metrics
     assert {"save-every", "eval-every", "lora-rank", "data", "mesh", "optimizer.b1"} <= known
     short = [
         *("--save-every", "3", "--eval-every=4", "--data", "x", "--precision", "bf16"),

@@ -179,6 +179,7 @@ OF_STEPS = {
     "lora_alpha", "remat", "kernels", "loss_chunk_tokens", "anomalies.on_spike",
     "anomalies.rate_factors", "optimizer", "learning_rate", "rate_unit", "ramp_up",
     "earlier_batches", "nproc", "mask_documents", "pack", "mask_rate", "mean_span",
+    "metrics",
 }  # fmt: skip
 
 

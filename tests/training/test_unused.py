@@ -33,6 +33,7 @@ ALWAYS = [
     "data",
     "tokenizer",
     "format",
+    "metrics",
     "eval_every",
     "prefetch",
     "mesh",
