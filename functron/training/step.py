@@ -29,7 +29,8 @@ from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.transforms import sync_gradients
 from functron.transforms.gradient_functions import BoundGradients, GradientFunction
 
-_SAMPLES = P(DATA_AXES)
+SAMPLES = P(DATA_AXES)
+"""The spec of a batch that is split by its samples alone."""
 
 
 class State(NamedTuple):
@@ -248,7 +249,7 @@ def make_step(
     mesh: Mesh | BoundMesh,
     specs: tree.Tree,
     *,
-    batch_specs: tree.Tree = _SAMPLES,
+    batch_specs: tree.Tree = SAMPLES,
     metrics: Sequence[Metric] = (grad_norm,),
     replicated_over: AxisNames = (),
 ) -> Callable:
@@ -322,7 +323,7 @@ def map_step(
     mesh: Mesh | BoundMesh,
     specs: tree.Tree,
     layout: State,
-    batch_specs: tree.Tree = _SAMPLES,
+    batch_specs: tree.Tree = SAMPLES,
     replicated_over: AxisNames = (),
 ) -> Callable:
     """The step of all ranks: ``update(state, *compute(state, batch))``, mapped over `mesh`.
