@@ -242,8 +242,19 @@ def scaling_metrics(state: tree.Tree) -> dict[str, torch.Tensor]:
 
 
 def _find_scale(state: tree.Tree) -> LossScaleState | None:
-    is_scale = lambda x: isinstance(x, LossScaleState)  # noqa: E731
-    return next(filter(is_scale, tree.leaves(state, is_scale)), None)
+    """That in a state, where there is one: in tuples, and in dicts of these by name.
+
+    Dicts of dicts are trees like the parameters, which no step looks through thrice.
+    """
+    parts: list = [state]
+    for part in parts:
+        if isinstance(part, LossScaleState):
+            return part
+        nested = isinstance(part, dict)
+        for inner in part.values() if nested else part:
+            if isinstance(inner, tuple | list) or (isinstance(inner, dict) and not nested):
+                parts.append(inner)
+    return None
 
 
 def unscale(grads: tree.Tree, scale: torch.Tensor | None) -> tree.Tree:
