@@ -250,6 +250,12 @@ def _extended(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
             Problem(name, "a name that is taken", "another name")
             for index, name in enumerate(added)
             if name in taken or name in added[:index]
+        ]
+        + [
+            Problem(f"{name}.{each.path}", f"values of {hint}", _KINDS, "write it as text")
+            for name, inner in sections
+            for each in settings_of(inner)
+            if not _is_kind(hint := _hint_at(inner, each.path))
         ],
     )
     fields = [(name, inner, section(inner)) for name, inner in sections]
@@ -271,22 +277,37 @@ def replace_settings(base: T, given: Mapping[str, Any]) -> T:
 
     Raises:
         TypeError: names that it does not have, each with the nearest that it has.
+        ValueError: values of another kind.
     """
     problems: list[Problem] = []
-    tree = _tree(base, given, "", problems)
+    values: list[Problem] = []
+    tree = _tree(base, given, "", problems, values)
     raise_problems("cannot replace these settings", problems, TypeError)
+    raise_problems("settings cannot have these values", values)
     return _rebuild(base, tree)
 
 
 _WHOLE = ""  # the key of a section as a whole among what changes in it
 
 
-def _tree(base: Any, given: Mapping[str, Any], prefix: str, problems: list[Problem]) -> dict:
-    """The changes of a dataclass, as nested dicts."""
+def _tree(
+    base: Any,
+    given: Mapping[str, Any],
+    prefix: str,
+    problems: list[Problem],
+    values: list[Problem],
+) -> dict:
+    """The changes of a dataclass, as nested dicts; wrong names are added to `problems`."""
     tree: dict[str, Any] = {}
     for word, value in given.items():
         name = word.replace("__", ".")
         path, inner = _place(type(base), name, value)
+        section_, _ = _section_at(type(base), name)
+        if path is None and section_ is not None:
+            got, wanted = repr(value), f"a {section_.__name__}, or a mapping of its settings"
+            fix = f"{word}={{{next(iter(hints_of(section_)))!r}: ...}}"
+            problems.append(Problem(f"{prefix}{name}", got, wanted, fix))
+            continue
         if path is None:
             known = {*paths_of(type(base)), *(field.name for field in dataclasses.fields(base))}
             fix = nearest(name, known)
@@ -294,9 +315,13 @@ def _tree(base: Any, given: Mapping[str, Any], prefix: str, problems: list[Probl
             continue
         if inner is not None and isinstance(value, Mapping):
             own = follow(base, path)
-            value = _tree(inner() if own is None else own, value, f"{prefix}{path}.", problems)
+            value = _tree(
+                inner() if own is None else own, value, f"{prefix}{path}.", problems, values
+            )
         elif inner is not None and value is not None:
             value = {_WHOLE: value}
+        elif inner is None and (wanted := _kind(_hint_at(type(base), path), value)) is not None:
+            values.append(Problem(f"{prefix}{name}", repr(value), wanted))
         for twice in _put(tree, path.split("."), value):
             fix = "leave one of them out"
             problems.append(Problem(f"{prefix}{twice}", "twice", "once", fix))
@@ -345,6 +370,13 @@ def _section_at(kind: type, path: str) -> tuple[Any, bool]:
             return None, False
         kind = inner
     return kind, optional
+
+
+def _hint_at(kind: type, path: str) -> Any:
+    """The annotation of the setting at a path."""
+    *sections, last = path.split(".")
+    inner = _section_at(kind, ".".join(sections))[0] if sections else kind
+    return hints_of(inner)[last]
 
 
 def _rebuild(base: Any, tree: Mapping[str, Any]) -> Any:
@@ -438,6 +470,18 @@ def _converted(hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         return tuple(value)
     return float(value) if hint is float else value
+
+
+_KINDS = "text, numbers, true or false, one of several words, or whole numbers in a row"
+
+
+def _is_kind(hint: Any) -> bool:
+    """Whether options and files can have values of the annotated kind."""
+    if typing.get_origin(hint) in _UNIONS:
+        return all(each is types.NoneType or _is_kind(each) for each in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint) == (int, ...)
+    return hint in (int, float, str, bool) or typing.get_origin(hint) is Literal
 
 
 def _kind(hint: Any, value: Any) -> str | None:

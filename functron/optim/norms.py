@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,18 +31,6 @@ from functron.optim.transformation import (
 from functron.optim.zero import STACKED, leaf_specs, num_stacked, total
 from functron.spmd.collectives import axis_size, psum, psum_stages
 from functron.spmd.spec import dim_axes, is_spec, spec_axes
-
-
-class KnownNorm(NamedTuple):
-    """A norm that was measured already.
-
-    Attributes:
-        value: 0-dim.
-        of: the updates that it is of; None elsewhere.
-    """
-
-    value: Any
-    of: tree.Tree
 
 
 @public

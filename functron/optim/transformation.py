@@ -41,15 +41,31 @@ class Norm(NamedTuple):
     Attributes:
         value: the 2-norm, 0-dim.
         of: the updates that it is the norm of, these very tensors; None in the places of others.
+        versions: how often each had been edited in place when the norm was taken; None: not known.
     """
 
     value: torch.Tensor
     of: tree.Tree
+    versions: list[int] | None = None
+
+    @classmethod
+    def taken(cls, value: torch.Tensor, of: tree.Tree) -> Norm:
+        """The norm of updates as they are now: not of them once they are edited."""
+        return cls(value, of, _versions(tree.leaves(of)))
 
     def known_of(self, updates: Updates) -> torch.Tensor | None:
-        """The norm, if it is that of just these tensors; else None."""
-        same = list(map(id, tree.leaves(self.of))) == list(map(id, tree.leaves(updates)))
-        return self.value if same else None
+        """The norm, if it is that of just these tensors, as they are now; else None."""
+        leaves = tree.leaves(updates)
+        same = list(map(id, tree.leaves(self.of))) == list(map(id, leaves))
+        edited = same and self.versions is not None and self.versions != _versions(leaves)
+        return self.value if same and not edited else None
+
+
+def _versions(leaves: Sequence[torch.Tensor]) -> list[int] | None:
+    try:
+        return [compat.plain(leaf)._version for leaf in leaves]
+    except RuntimeError:  # of inference tensors, which count no edits
+        return None
 
 
 def name_norm(extra: dict[str, Any], updates: Updates) -> dict[str, Any]:
@@ -440,13 +456,31 @@ def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransfo
 
 
 def keep_dtypes(new: State, state: State) -> State:
-    """`new` in the dtypes of `state`, whose leaves `new` may have for its own."""
+    """`new` in the dtypes of `state`, whose leaves `new` may have for its own.
+
+    Raises:
+        ValueError: a whole number has become a fraction, which its dtype would cut; or there are
+            other leaves.
+    """
     before, after = tree.leaves(state), tree.leaves(new)
+    if len(before) != len(after):
+        got, wanted = f"{len(after)} leaves", f"the {len(before)} that init made"
+        refuse("an optimizer's state changed", "state", got, wanted, "return the same structure")
     kept = [
-        a.to(b.dtype) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a
+        _keep_dtype(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a
         for a, b in zip(after, before, strict=True)
     ]
     return tree.unflatten(tree.structure(new), kept)
+
+
+def _keep_dtype(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    if new.dtype == old.dtype:
+        return new
+    if new.is_floating_point() and not old.is_floating_point():
+        got, wanted = f"{new.dtype} in place of {old.dtype}", "the dtype that init gave it"
+        fix = "make it a floating-point tensor in init"
+        refuse("an optimizer's state changed", "state", got, wanted, fix)
+    return new.to(old.dtype)
 
 
 @public

@@ -422,12 +422,20 @@ def configure(base: Any = None, /, **settings: Any) -> Any:
         base: a `TrainConfig`; None: the usual one.
         settings: by the names that options have, ``save_every``; by their paths, with ``__``
             between the parts, ``checkpoint__save_every``; or sections, whole or as mappings of
-            what changes.
+            what changes. A `model` without an architecture beside it, or a `source`, is a
+            preset, and fills its table as `with_model` does.
 
     Raises:
-        TypeError: there are no such settings; the nearest are named.
+        TypeError: there are no such settings, of which the nearest are named.
+        ValueError: values of another kind, or no such preset.
     """
-    return replace_settings(TrainConfig() if base is None else base, settings)
+    base = TrainConfig() if base is None else base
+    if "model" in settings and not {*TRAINED, "source"} & settings.keys():
+        name = settings["model"]
+        if name not in PRESETS:
+            refuse("no such model", "model", repr(name), "a preset", nearest(str(name), PRESETS))
+        base = with_model(base, name)
+    return replace_settings(base, settings)
 
 
 def with_model(config: C, name: str) -> C:

@@ -8,8 +8,9 @@ wrappers), and what is measured are plain functions, a `Metric` each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from functron.core import compat, random, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
 from functron.ops import AUTO, Kernels
-from functron.optim.transformation import refuse_parts
+from functron.optim.transformation import purely, refuse_parts
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames, section
 from functron.spmd.mesh import Call
@@ -28,6 +29,7 @@ from functron.spmd.params import ParamDef, init_params
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.transforms import sync_gradients
 from functron.transforms.gradient_functions import BoundGradients, GradientFunction
+from functron.transforms.remat import storage_key
 
 SAMPLES = P(DATA_AXES)
 """The spec of a batch that is split by its samples alone."""
@@ -146,6 +148,8 @@ class Seen(NamedTuple):
         specs: of the parameters.
         grad_specs: of the gradients.
         copies: how many ranks of a pipeline hold each parameter.
+        found: the mean ``loss``, and what was found beside it; empty where a pipeline's stages are
+            compiled on processes, whose update is a program of its own.
     """
 
     state: State
@@ -153,13 +157,14 @@ class Seen(NamedTuple):
     specs: tree.Tree
     grad_specs: tree.Tree
     copies: tree.Tree = 1
+    found: Mapping[str, Any] = MappingProxyType({})
 
 
 Metric = Callable[[Seen], Mapping[str, Any]]
 """``metric(seen) -> {name: value}``: numbers of a step, the same on all ranks: a per-rank program.
 
-A value may be a tree of tensors. One that is an `optim.Norm` is given to the optimizer as well,
-which need not compute it again.
+A value may be a tree of tensors; a part of a parameter or gradient is copied. One that is an
+`optim.Norm` is given to the optimizer as well, which need not compute it again.
 """
 
 
@@ -180,7 +185,7 @@ def grad_norm_of(mask: tree.Tree = True, kernels: Kernels = AUTO) -> Metric:
     def metric(seen: Seen) -> Mapping[str, Any]:
         counted = seen.grads if mask is True else tree.partition(seen.grads, mask)[0]
         norm = optim.global_norm(counted, seen.grad_specs, seen.copies, kernels=kernels)
-        return {"grad_norm": optim.Norm(norm, counted)}
+        return {"grad_norm": optim.Norm.taken(norm, counted)}
 
     return metric
 
@@ -205,20 +210,48 @@ def layer_norms(layers: optim.Layers, mask: tree.Tree = True) -> Metric:
     return metric
 
 
+def _check_tensors(of: str, given: Any) -> None:
+    """Raise TypeError unless these are tensors by name, which ranks are seen to agree on."""
+    named = given if isinstance(given, Mapping) else {}
+    fix = "return a dict of tensors: torch.tensor(number)"
+    wanted = "a tensor, which is seen to be the same on all ranks"
+    problems = [
+        Problem(f"metric {of}", f"{name!r}: {type(leaf).__name__}", wanted, fix)
+        for name, value in named.items()
+        for leaf in (() if isinstance(value, optim.Norm) else tree.leaves(value))
+        if not isinstance(leaf, torch.Tensor)
+    ]
+    if named is not given:
+        problems = [Problem(f"metric {of}", type(given).__name__, "numbers by name", fix)]
+    raise_problems("metrics cannot be recorded", problems, TypeError)
+
+
+def _copy_part(value: Any, kept: Collection[Any]) -> Any:
+    """A copy of what shares memory with a state or gradients, which the update overwrites."""
+    if isinstance(value, torch.Tensor) and storage_key(compat.plain(value)) in kept:
+        return value.clone()
+    return value
+
+
 class Measured(NamedTuple):
     """The numbers that metrics give of a step.
 
     Attributes:
         record: their numbers, for the step's metrics.
-        extra: arguments for the optimizer: ``norm`` where one of them is an `optim.Norm`.
+        extra: arguments for the optimizer: ``norm`` where one of them is an `optim.Norm`, and
+            ``value``, the loss, where it is known.
     """
 
     record: dict[str, Any]
     extra: dict[str, Any]
 
 
-_TAKEN = frozenset({"loss", "aux", "targets", "loss_scale", "stuck"})
-"""Names that a step itself has in its metrics."""
+_TAKEN = frozenset({
+    "loss", "aux", "targets", "loss_scale", "stuck", "updates", "step", "lr", "tokens",
+    "tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes", "samples", "sources", "batch",
+    "eval",
+})  # fmt: skip
+"""Names that a step itself has in its metrics, or a run in its records."""
 
 
 def measure(metrics: Sequence[Metric], seen: Seen) -> Measured:
@@ -226,6 +259,7 @@ def measure(metrics: Sequence[Metric], seen: Seen) -> Measured:
 
     Raises:
         ValueError: two of them, or one and the step itself, have numbers of the same name.
+        TypeError: a metric returns something else than tensors by name.
     """
     found: dict[str, Any] = {}
     problems = []
@@ -233,13 +267,20 @@ def measure(metrics: Sequence[Metric], seen: Seen) -> Measured:
         given = metric(seen)
         wanted, fix = "a name that no other has", "rename it"
         of = getattr(metric, "__name__", type(metric).__name__)
+        _check_tensors(of, given)
         taken = [name for name in given if name in found or name in _TAKEN]
         problems += [Problem(f"metric {of}", repr(name), wanted, fix) for name in taken]
         found |= given
     raise_problems("metrics have numbers of the same name", problems)
     norms = [value for value in found.values() if isinstance(value, optim.Norm)]
     record = {n: v.value if isinstance(v, optim.Norm) else v for n, v in found.items()}
-    return Measured(record, {"norm": norms[0]} if norms else {})
+    if len(norms) < len(found) and not purely():
+        parts = tree.leaves((seen.state, seen.grads))
+        kept = {storage_key(compat.plain(x)) for x in parts if isinstance(x, torch.Tensor)}
+        record = tree.map(lambda x: _copy_part(x, kept), record)
+    extra = {"norm": norms[0]} if norms else {}
+    extra |= {"value": seen.found["loss"]} if "loss" in seen.found else {}
+    return Measured(record, extra)
 
 
 @public
@@ -306,7 +347,7 @@ def make_step(
             grads = sync_gradients(grads, g.specs, wanted, dtype=g.reduce_dtype)
         with section("update"):
             grads = optim.unscale(grads, optim.loss_scale(state.opt_state))
-            seen = measure(metrics, Seen(state, grads, specs, wanted, g.copies))
+            seen = measure(metrics, Seen(state, grads, specs, wanted, g.copies, found))
             step_ = optim.step_unless(g.lacks_targets(num_targets), optimizer)
             params, opt_state = step_(grads, state.opt_state, state.params, **seen.extra)
         found = {**found, **seen.record, **optim.scaling_metrics(opt_state)}
@@ -444,6 +485,12 @@ def check_sum(
         return [f(x) for x in each for f in (total, g.num_targets)]
 
     mapped = shard_map(numbers, mesh, (specs, batch_specs, P()), P(), check=False, stages=g.stages)
+    simulated = not isinstance(mesh, BoundMesh)
+    counts_of = [
+        shard_map(g.num_targets, ranks, (split,), P(), check=False, stages=g.stages)
+        for ranks, split in ((mesh, batch_specs), (Mesh(**dict.fromkeys(mesh.axis_names, 1)), P()))
+        if simulated
+    ]
     done = False
 
     def look(state: State, batch: tree.Tree) -> None:
@@ -462,6 +509,13 @@ def check_sum(
             )
             raise
         done = count != 0  # the first samples may have no targets
+        if simulated:
+            ours, alone = (float(count_of(batch)) for count_of in counts_of)
+            if ours != alone:
+                got = f"{ours:g} on Mesh({mesh}), and {alone:g} of the whole batch on one rank"
+                wanted = "the number of terms in the loss, over all ranks"
+                fix = "return lax.psum(the number of this rank's, ft.DATA_AXES)"
+                refuse("cannot train on this loss", "num_targets", got, wanted, fix)
         added_up = num_microbatches > 1 or counts > count
         if not once or not added_up or not again / once < 1.5:
             return

@@ -440,10 +440,12 @@ def encoded(g: GradientFunction, encode: Encode) -> GradientFunction:
 def with_view(g: GradientFunction, view: View) -> GradientFunction:
     """`g` of parameters that are seen in a way of your own, around all that `g` is wrapped in.
 
+    `scattered` and `encoded` stand inside of it.
+
     Raises:
         ValueError: the view has the name of one that `g` has.
     """
-    if view.name in (*_ORDER, *g.names):
+    if view.name in (*_ORDER, *_WHOLE, *g.names):
         got, fix = f"{view.name!r}, which another wrapper has", "give the view a name of its own"
         raise_problems(f"cannot wrap {g}", [Problem("view.name", got, "a new name", fix)])
     return _with_view(g, view)
@@ -453,7 +455,8 @@ def with_view(g: GradientFunction, view: View) -> GradientFunction:
 def wrap_gradients(g: GradientFunction, wrap: Callable[[Callable], Callable]) -> GradientFunction:
     """`g`, with ``wrap(of)`` in place of the function that it binds to (`BoundGradients.of`).
 
-    For what is done to a rank's shares of the gradients before ranks sum them, such as noise.
+    For what is done to a rank's shares of the gradients before ranks sum them, such as noise of its
+    own. It is around all views of `g`, wherever it is written.
 
     Args:
         g: any gradient function.
@@ -545,11 +548,27 @@ def _refusal(outer: str, inner: str) -> str:
         return "the schedule of a pipeline deals the batch into microbatches: give it their number"
     if outer == "accumulated" and inner in _WHOLE:
         return f"{inner} is about a whole batch: put it around accumulated"
+    if {outer, inner} == {"wrap_gradients", "scattered"}:
+        return (
+            "scattered gradients are sums over ranks already, of which no rank has shares: leave "
+            "scattered out, or change gradients by the optimizer"
+        )
     if {outer, inner} == {"with_targets", "without_targets"}:
         return "batches have targets or none: make a step for each"
     if outer not in _ORDER or inner not in _ORDER or _ORDER.index(outer) < _ORDER.index(inner):
         return ""
     return f"{_PLACED[inner]}: put {inner} around {outer}"
+
+
+def _refuse_view(outer: str, inner: str, g: GradientFunction) -> str:
+    """Why `outer` may not stand around a view of the user's; "" where it may."""
+    own = inner in {view.name for view in g.views} and inner not in _ORDER
+    if own and outer in ("scattered", "encoded"):
+        return (
+            f"the loss is given what {outer} has put aside, which this view has not seen: put the "
+            f"view around {outer}"
+        )
+    return ""
 
 
 NESTINGS: Mapping[tuple[str, str], str] = MappingProxyType({
@@ -590,7 +609,7 @@ def check_nesting(name: str, g: GradientFunction) -> None:
         [
             Problem(inner, f"it inside of {name}", f"another order, as {why}", fix)
             for inner in g.names
-            if (reason := NESTINGS.get((name, inner), ""))
+            if (reason := NESTINGS.get((name, inner), "") or _refuse_view(name, inner, g))
             for why, _, fix in [reason.rpartition(": ")]
         ],
     )

@@ -200,3 +200,24 @@ def test_sections_are_added_to_a_class_of_its_own():
         with_sections(Whole, {"taken": Taken})
     with pytest.raises(ValueError, match=r"saving: got a name that is taken"):
         with_sections(Whole, {"saving": Profile})
+
+
+def test_values_of_another_kind_are_refused():
+    for name, value, wanted in (
+        ("steps", "x", "a whole number"),
+        ("steps", True, "a whole number"),
+        ("data", 3, "text"),
+        ("saving", 3, "a Saving, or a mapping of its settings"),
+    ):
+        error = TypeError if name == "saving" else ValueError
+        with pytest.raises(error, match=f"{name}: got {value!r}; wanted {wanted}"):
+            replace_settings(Whole(), {name: value})
+
+
+def test_a_section_whose_values_no_file_can_hold_is_refused():
+    @dataclass(frozen=True)
+    class Names:
+        names: tuple[str, ...] = ()
+
+    with pytest.raises(ValueError, match=r"named\.names: got values of .*; wanted text, numbers"):
+        with_sections(Whole, {"named": Names})

@@ -168,3 +168,41 @@ def test_an_optimizer_of_one_s_own():
     for mesh, spec in ((Mesh(), P()), (Mesh(dp=2, tp=2), P(None, "tp"))):
         torch.testing.assert_close(trained(mesh, {"w": spec}), w, rtol=1e-12, atol=1e-12)
     assert "norm" not in inspect.signature(scale_by_unit().update).parameters
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
+def test_a_norm_is_not_that_of_gradients_that_were_edited(mesh):
+    """Whether a step measures the norm does not change its update."""
+
+    def shrink(inner):
+        def update(updates, state, params=None, **extra):
+            in_place = extra.get("donated")
+            small = tree.map(lambda u: u.mul_(0.01) if in_place else u * 0.01, updates)
+            return inner.update(small, state, params, **extra)
+
+        bind = lambda specs, copies: shrink(inner.bind(specs, copies))
+        return optim.transformation(inner.init, update, inner.specs, bind=bind)
+
+    optimizer = optim.chain(shrink(optim.clip_by_global_norm(1.0)), optim.sgd(1.0))
+    defs = {"w": ft.ParamDef((3,), (None,), ft.spmd.params.ones, torch.float64)}
+    loss = lambda p, batch, key: lax.psum((batch @ p["w"]).square().sum(), "dp")
+    g = ft.mean_gradients(loss, lambda batch: lax.psum(len(batch), "dp"))
+    data, found = torch.arange(12.0, dtype=torch.float64).view(4, 3), []
+    for metrics in ((), (ft.grad_norm,)):
+        step = ft.make_step(g, optimizer, mesh, {"w": P()}, metrics=metrics)
+        state = ft.init_state(random.key(0), defs, {"w": P()}, optimizer, mesh)
+        found.append(step(state, data)[0].params["w"])
+    torch.testing.assert_close(*found)
+    small = 0.02 * data.T @ (data @ torch.ones(3, dtype=torch.float64)) / 4
+    torch.testing.assert_close(found[0], 1 - small / small.norm().clamp(min=1))
+
+
+def test_a_state_keeps_its_kinds_and_structure():
+    params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    zero = lambda p: {"n": torch.zeros((), dtype=torch.int64)}
+    half = lambda u, s, p=None: (u, {"n": s["n"] + 0.5})
+    more = lambda u, s, p=None: (u, {**s, "m": s["n"]})
+    for update, text in ((half, "torch.float32 in place of torch.int64"), (more, "got 2 leaves")):
+        made = optim.transformation(zero, update, lambda specs: {"n": P()}, elementwise=True)
+        with pytest.raises(ValueError, match=text):
+            made.update(grads, made.init(params), params)

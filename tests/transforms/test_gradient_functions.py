@@ -214,6 +214,11 @@ def test_a_view_of_ones_own_is_differentiated_through_the_others(mesh):
     torch.testing.assert_close(state.params["w"], wanted)
     with pytest.raises(ValueError, match="give the view a name of its own"):
         with_view(g, view)
+    inside = with_view(ft.mean_gradients(squares, rows), view)
+    with pytest.raises(ValueError, match="put the view around scattered"):
+        ft.scattered(inside)
+    with pytest.raises(ValueError, match="put the view around encoded"):
+        ft.encoded(inside, lambda params, specs: None)
 
 
 def test_shares_can_be_changed_before_ranks_sum_them():
@@ -230,9 +235,52 @@ def test_shares_can_be_changed_before_ranks_sum_them():
     torch.testing.assert_close(twice, 2 * once)
 
 
+def test_what_is_scattered_has_no_shares_to_change():
+    for wrapped in (
+        lambda g: ft.scattered(wrap_gradients(g, lambda of: of)),
+        lambda g: wrap_gradients(ft.scattered(g), lambda of: of),
+    ):
+        with pytest.raises(ValueError, match="of which no rank has shares"):
+            wrapped(ft.mean_gradients(squares, rows))
+
+
+def test_metrics_are_tensors_by_names_of_their_own():
+    g = ft.mean_gradients(squares, rows)
+    for metric, error, text in (
+        (lambda seen: {"n": 3}, TypeError, "'n': int"),
+        (lambda seen: None, TypeError, "got NoneType; wanted numbers by name"),
+        (lambda seen: {"lr": seen.grads["w"][0]}, ValueError, "'lr'"),
+    ):
+        with pytest.raises(error, match=text):
+            one_parameter(g, (metric,))
+
+
+def test_a_count_of_a_ranks_own_samples_is_refused():
+    """It would make loss and gradients grow with the number of ranks."""
+    g = ft.mean_gradients(squares, len)
+    one_parameter(g)
+    with pytest.raises(ValueError, match=r"num_targets: got 2 on Mesh\(dp=2\), and 4 of the whole"):
+        one_parameter(g, mesh=Mesh(dp=2))
+
+
+def test_the_loss_reaches_an_optimizer_that_names_it():
+    def by_loss(updates, state, params=None, *, value):
+        return tree.map(lambda u: u * value, updates), state
+
+    by_value = optim.transformation(lambda p: (), by_loss, lambda s: (), elementwise=True)
+    optimizer = optim.chain(by_value, optim.sgd(1.0))
+    defs = {"w": ft.ParamDef((3,), (None,), ft.params.ones, torch.float64)}
+    step = ft.make_step(ft.mean_gradients(squares, rows), optimizer, Mesh(), {"w": P()})
+    state = ft.init_state(random.key(0), defs, {"w": P()}, optimizer, Mesh())
+    data, w = torch.arange(12.0, dtype=torch.float64).view(4, 3), torch.ones(3, dtype=torch.float64)
+    state, _ = step(state, data)
+    loss, grad = (data @ w).square().sum() / 4, 2 * data.T @ (data @ w) / 4
+    torch.testing.assert_close(state.params["w"], w - loss * grad)
+
+
 def test_a_metric_is_a_function_of_what_a_step_sees_before_the_update():
     def largest(seen):
-        return {"largest": seen.grads["w"].abs().max(), "first": seen.state.params["w"][0].clone()}
+        return {"largest": seen.grads["w"].abs().max(), "first": seen.state.params["w"][0]}
 
     state, metrics = one_parameter(ft.mean_gradients(squares, rows), (ft.grad_norm, largest))
     data, w = torch.arange(12.0, dtype=torch.float64).view(4, 3), torch.ones(3, dtype=torch.float64)
