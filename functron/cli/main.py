@@ -94,7 +94,9 @@ def main(
 
         @dataclass(frozen=True)
         class ProfileConfig:
-            '''Attributes:
+            '''A profile.
+
+            Attributes:
                 every: measure after every so many steps; 0: never.
             '''
 

@@ -210,7 +210,8 @@ def loop(
     after a record, it must decide by what all ranks know alike; so must a body that leaves.
 
     **Ending.** After its last step, and when it is asked to stop, the loop ends by itself. Where
-    the body leaves it (``break``, an exception, ``close()``, or nobody refers to it any more), the
+    the body leaves it (``break``, an exception, ``close()``, or nobody refers to it any more: one
+    that has a name, as in ``steps = loop(...)``, is left by ``steps.close()``), the
     steps ahead are finished, recorded and not yielded, and then hooks end: ``at.left`` is true, and
     the state is whole, to be saved. Where a step, a batch or a hook raises, the exception has a
     note of which hook it was, ``at.error`` is that exception, and the state may be half of another:
