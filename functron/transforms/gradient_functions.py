@@ -255,6 +255,8 @@ class _MeanLoss:
         self, views: Views, mesh: Mesh | BoundMesh, specs: tree.Tree, wanted: tree.Tree
     ) -> BoundGradients:
         levels, has_aux = views.levels(specs, lambda _: wanted), self.has_aux
+        # the stand-ins of what is scattered have the dtype of the sums
+        dtype = None if any(view.name == "scattered" for view in views.views) else self.dtype
         both = functools.partial(value_and_grad, has_aux=has_aux)
 
         def of(params, batch, key, divisor):
@@ -265,7 +267,7 @@ class _MeanLoss:
                     out = self.loss(given, microbatch, key)
                     return (out[0] / divisor, out[1]) if has_aux else out / divisor
 
-            shares = accumulate(both(mean_loss), self.num_microbatches, dtype=self.dtype)
+            shares = accumulate(both(mean_loss), self.num_microbatches, dtype=dtype)
             value, grads = shares(chosen, batch)
             return (value[0], {"aux": value[1]}) if has_aux else (value, {}), grads
 
@@ -405,10 +407,7 @@ def scattered(g: GradientFunction) -> GradientFunction:
         whole = aside["scattered"]
         return scatter_gradients(params, whole, specs, into, dtype=g.reduce_dtype)
 
-    found = _with_view(g, View("scattered", lambda specs, into: into, split, join_parts))
-    if isinstance(g.base, _MeanLoss):  # the stand-ins have the dtype of the sums
-        found = replace(found, base=replace(g.base, dtype=None))
-    return found
+    return _with_view(g, View("scattered", lambda specs, into: into, split, join_parts))
 
 
 Encode = Callable[[tree.Tree, tree.Tree], tree.Tree]
