@@ -85,7 +85,7 @@ def serve() -> None:
 
 
 def forked(compute: Callable[..., Any], job: dict[str, Any], ranks: int, log: str) -> list[Any]:
-    """What forks give, one per rank (or one without a job); None of those that died."""
+    """The results of forks, one per rank (or one without a job); None of those that died."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"WORLD_SIZE": ranks, "MASTER_PORT": probe.getsockname()[1]}
@@ -195,7 +195,7 @@ class Checkout:
         self.server.stdin.flush()
 
     def answer(self) -> list[Any]:
-        """What the job gave, by rank."""
+        """The results of the job, by rank."""
         assert self.server.stdout is not None
         line = self.server.stdout.readline()
         return json.loads(line) if line else [None]
@@ -213,7 +213,7 @@ Verdict = tuple[bool, str]
 
 
 def both(pair: Pair, kind: str, log: str, jobs: Sequence[dict[str, Any]], ranks: int = 0) -> list:
-    """What both give: at the same time, or one after the other where ranks are processes."""
+    """The results of both: at the same time, or one after the other where ranks are processes."""
     found = []
     for checkout, job in zip(pair, jobs, strict=True):
         checkout.ask(kind, log, ranks, **job)

@@ -302,16 +302,8 @@ def _tree(
     for word, value in given.items():
         name = word.replace("__", ".")
         path, inner = _place(type(base), name, value)
-        section_, _ = _section_at(type(base), name)
-        if path is None and section_ is not None:
-            got, wanted = repr(value), f"a {section_.__name__}, or a mapping of its settings"
-            fix = f"{word}={{{next(iter(hints_of(section_)))!r}: ...}}"
-            problems.append(Problem(f"{prefix}{name}", got, wanted, fix))
-            continue
         if path is None:
-            known = {*paths_of(type(base)), *(field.name for field in dataclasses.fields(base))}
-            fix = nearest(name, known)
-            problems.append(Problem(f"{prefix}{name}", "an unknown name", "a known one", fix))
+            problems.append(_explain_name(type(base), name, word, value, prefix))
             continue
         if inner is not None and isinstance(value, Mapping):
             own = follow(base, path)
@@ -326,6 +318,17 @@ def _tree(
             fix = "leave one of them out"
             problems.append(Problem(f"{prefix}{twice}", "twice", "once", fix))
     return tree
+
+
+def _explain_name(kind: type, name: str, word: str, value: Any, prefix: str) -> Problem:
+    """Why nothing can be replaced by this name: it is a section's, or none."""
+    inner, _ = _section_at(kind, name)
+    if inner is not None:
+        wanted = f"a {inner.__name__}, or a mapping of its settings"
+        fix = f"{word}={{{next(iter(hints_of(inner)))!r}: ...}}"
+        return Problem(f"{prefix}{name}", repr(value), wanted, fix)
+    known = {*paths_of(kind), *(field.name for field in dataclasses.fields(kind))}
+    return Problem(f"{prefix}{name}", "an unknown name", "a known one", nearest(name, known))
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> Iterator[str]:

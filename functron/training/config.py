@@ -469,6 +469,7 @@ def with_precision(config: C, name: str) -> C:
         **{name: value for name, value in moments.items() if name in has},
     )
     model = dataclasses.replace(config.architecture, dtype=policy.params)
+    # the type checker does not know that the keys of POLICIES are the words of this setting
     precision = PrecisionConfig(name, policy.products, policy.gather_as)  # type: ignore[arg-type]
     own: dict[str, Any] = {config.family.name: model}
     return dataclasses.replace(config, precision=precision, optimizer=optimizer, **own)

@@ -81,18 +81,21 @@ class LoggingConfig:
     metrics: str = setting("", "step", short="metrics")
 
     @property
+    def _metric_names(self) -> list[str]:
+        return [name.strip() for name in self.metrics.split(",") if name.strip()]
+
+    @property
     def own_metrics(self) -> list[Callable]:
         """The functions that `metrics` names.
 
         Raises:
             ValueError: there is no such function.
         """
-        names = (name.strip() for name in self.metrics.split(","))
-        return [load_function(name, "metrics") for name in names if name]
+        return [load_function(name, "metrics") for name in self._metric_names]
 
     def problems(self) -> Iterator[Problem]:
         """Everything wrong with these settings."""
-        for name in filter(None, (name.strip() for name in self.metrics.split(","))):
+        for name in self._metric_names:
             if ":" not in name:
                 fix = "name the module of the function, too"
                 yield Problem("metrics", repr(name), "package.module:function", fix)

@@ -24,6 +24,7 @@ from functron import checkpoint
 from functron.checkpoint.saver import own_store
 from functron.core import compat, tree
 from functron.core.errors import local_path, raise_problems
+from functron.core.settings import sections_of
 from functron.data import Blend
 from functron.data.order import earlier_text
 from functron.models import gpt
@@ -256,9 +257,8 @@ def section_hooks(session: Session) -> Iterator[LoopHook]:
     options is one file: a section with its hook. These come after the record is made, and before
     it is written and judged.
     """
-    config = session.run.config
-    for field in dataclasses.fields(config):
-        make = getattr(getattr(config, field.name), "hook", None)
+    for section in sections_of(session.run.config):
+        make = getattr(section, "hook", None)
         hook = None if make is None else make(session)
         if hook is not None:
             yield hook
