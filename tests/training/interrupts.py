@@ -160,7 +160,7 @@ def check_ranks(way: str, count: int, seed: int) -> None:
         step(fresh(), data)
         if not lines:
             lines = num_lines(step, fresh, data)
-        each = [draw.randrange(lines), draw.randrange(lines)]
+        each = [int(draw.random() * lines) for _ in range(2)]  # lines differ where ranks wait
         hit = [bool(turn % 2), True]
         state, error, began = fresh(), None, time.monotonic()
         try:
@@ -173,10 +173,11 @@ def check_ranks(way: str, count: int, seed: int) -> None:
         assert not isinstance(error, LostRanksError) or "lost the" in words or "closed" in words
         what = "done" if error is None else look_at(state, fresh())
         assert time.monotonic() - began < 30, f"waited for {time.monotonic() - began} s"
-        # whoever has a state goes on: all ranks from the same step, or none after the next one
+        # whoever has a state goes on, to the same step: a rank that had sent nothing takes that in
+        # which it was interrupted once more, beside one that waited for it there and is ahead by it
         taken, words = int(what == "done"), ""
         try:
-            for _ in range(2):
+            while taken < 3:
                 state, _ = step(after if what == "done" and taken == 1 else state, data)
                 taken += 1
         except (ValueError, LostRanksError) as refusal:
