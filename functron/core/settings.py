@@ -188,6 +188,18 @@ def value_at(config: Any, name: str) -> Any:
     return follow(config, path_of(type(config), name))
 
 
+def explain_field(kind: type, name: str) -> str:
+    """Why a dataclass has no field of this name, and where its setting is, for messages."""
+    path = paths_of(kind).get(name)
+    fields = {field.name for field in dataclasses.fields(kind)}
+    if path is None or path == name:
+        return f"{kind.__name__} has no field {name!r}; fix: {nearest(name, fields)}"
+    return (
+        f"{kind.__name__} has no field {name!r}, which is a setting of a section; fix: "
+        f"config.{path}, or configure(config, {name}=...) for another value"
+    )
+
+
 def follow(config: Any, path: str) -> Any:
     """The value at a path; None where a section above it is None."""
     for part in path.split(".") if path else ():

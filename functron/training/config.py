@@ -14,13 +14,14 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 from functron.checkpoint.memory import MemoryConfig
 from functron.checkpoint.saver import CheckpointConfig
 from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse, remote_problem
 from functron.core.settings import (
     Need,
+    explain_field,
     nest_table,
     plain_table,
     read_table,
@@ -296,6 +297,17 @@ class TrainConfig:
     anomalies: AnomalyConfig = section(AnomalyConfig, box="resilience")
     replicas: ReplicasConfig = section(ReplicasConfig, box="resilience")
     logging: LoggingConfig = section(LoggingConfig)
+
+    def __new__(cls, *sections: Any, **named: Any):
+        wrong = named.keys() - {field.name for field in dataclasses.fields(cls)}
+        if wrong:
+            raise TypeError("; ".join(explain_field(cls, name) for name in sorted(wrong)))
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # for which any name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(explain_field(type(self), name), name=name, obj=self)
 
     def __post_init__(self):
         found = (remote_problem(name, value_at(self, name)) for name in tagged(type(self), "path"))

@@ -7,6 +7,7 @@ hooks, each beside what it is about. Here are the general ones: `every`, `progre
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -54,6 +55,7 @@ class At:
     left: bool = False
     _course: _Course = field(kw_only=True, repr=False)
     _began: float = field(default=0.0, kw_only=True, repr=False)
+    _versions: Sequence[tuple[torch.Tensor, int]] = field(default=(), kw_only=True, repr=False)
     _arrived: torch.cuda.Event | None = field(default=None, kw_only=True, repr=False)
 
     @property
@@ -107,6 +109,22 @@ class At:
             self._arrived.record()
         elif ahead:  # the next step may overwrite them: they may be a part of the state
             self.metrics = _map_tensors(torch.clone, self.metrics)
+        if ahead:
+            self._versions = [
+                (x, x._version)
+                for x in tree.leaves(self.state)
+                if type(x) is torch.Tensor and not x.is_inference()
+            ]
+
+    def _check_whole(self) -> None:
+        """Refuse a state into which a step ahead has written, though nobody gave it up."""
+        written = sum(type(x) is torch.Tensor and x._version != seen for x, seen in self._versions)
+        if written:
+            raise ValueError(
+                f"step {self.step}: got {written} tensors of its state with what a step ahead "
+                "wrote into them; wanted a step that leaves the state which it is given as it is, "
+                "or donates it; fix: ahead=0, or ft.shard_map(step, ..., donate=0)"
+            )
 
     def _read(self, settled: float) -> None:
         """Make the record; the step's time began when the one before was `settled`, or later."""
@@ -230,9 +248,15 @@ def loop(
         ahead: how many steps are started before the numbers of one are read.
 
     Raises:
-        TypeError: a hook is neither a `LoopHook` nor a function, or returns what is no mapping.
-        ValueError: a hook replaced a state that a step ahead had taken already.
+        TypeError: a hook is neither a `LoopHook` nor a function of a step, or returns what is no
+            mapping; or `batches` is no function.
+        ValueError: a hook replaced a state that a step ahead had taken already; or a step ahead
+            wrote into the state that is to be yielded.
     """
+    if not callable(batches):
+        got = type(batches).__name__
+        raise TypeError(f"batches: got a {got}; wanted a function of a step's number, from 0; fix: "
+                        "lambda index: batches[index]")  # fmt: skip
     course = _Course([_as_hook(hook) for hook in hooks], agree)
     course.newest = course.at = At(start - 1, steps, state, step, _course=course)
     started: deque[At] = deque()
@@ -312,6 +336,8 @@ class _Course:
         at = self.at = started.popleft()
         at.phase("record")
         at._read(self._settled)
+        if started:
+            at._check_whole()
         given = at.state
         self.tell("after", at)
         if at.state is not given and started:
@@ -345,6 +371,15 @@ def _as_hook(given: Any) -> LoopHook:
             f"hooks: got {given!r}; wanted a LoopHook or a function of a step; fix: "
             + ("make one of it: call it" if callable(given) else "leave it out")
         )
+    try:
+        inspect.signature(given).bind(None)
+    except TypeError:
+        name = _name_of(given)
+        raise TypeError(f"hooks: got {name}, which takes other arguments than a step; wanted a "
+                        f"function of a step; fix: if {name}(...) makes the hook, call it"
+                        ) from None  # fmt: skip
+    except ValueError:  # such as a function of C, which does not say
+        pass
     return _Function(given)
 
 

@@ -251,6 +251,16 @@ class _MeanLoss:
     num_microbatches: int = 1
     dtype: torch.dtype | None = None
 
+    def _losses(self, params: tree.Tree, batch: tree.Tree, key: Any) -> tuple[Any, tree.Tree]:
+        """The sum of the losses, and what else the loss returns, None where it has no aux."""
+        out = self.loss(params, batch, key)
+        if isinstance(out, tuple) != self.has_aux or (self.has_aux and len(out) != 2):
+            got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+            wanted = "a pair (sum, aux), for has_aux=True" if self.has_aux else "the sum alone"
+            fix = "leave has_aux out" if self.has_aux else "mean_gradients(..., has_aux=True)"
+            raise TypeError(f"the loss returns {got}; wanted {wanted}; fix: {fix}")
+        return out if self.has_aux else (out, None)
+
     def bind(
         self, views: Views, mesh: Mesh | BoundMesh, specs: tree.Tree, wanted: tree.Tree
     ) -> BoundGradients:
@@ -264,8 +274,8 @@ class _MeanLoss:
 
             def mean_loss(chosen, microbatch):
                 with views.joined(chosen, aside, levels) as given:
-                    out = self.loss(given, microbatch, key)
-                    return (out[0] / divisor, out[1]) if has_aux else out / divisor
+                    value, found = self._losses(given, microbatch, key)
+                    return (value / divisor, found) if has_aux else value / divisor
 
             shares = accumulate(both(mean_loss), self.num_microbatches, dtype=dtype)
             value, grads = shares(chosen, batch)
@@ -273,8 +283,7 @@ class _MeanLoss:
 
         def total(params, batch, key):
             with views.joined(*views.split(params, levels), levels) as given:
-                out = self.loss(given, batch, key)
-            return out[0] if has_aux else out
+                return self._losses(given, batch, key)[0]
 
         return BoundGradients(
             of,

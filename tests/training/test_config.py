@@ -33,6 +33,19 @@ def problems(config, **kwargs) -> str:
     return str(caught.value)
 
 
+def test_a_setting_of_a_section_is_named_with_its_place():
+    """As a field, an argument, or in dataclasses.replace, where they all were in functron 0.1."""
+    message = r"no field 'save_every', .* fix: config.checkpoint.save_every, or configure\(config, "
+    with pytest.raises(TypeError, match=message):
+        TrainConfig(save_every=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=message):
+        dataclasses.replace(TrainConfig(), save_every=3)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match=message):
+        getattr(TrainConfig(), "save_" + "every")
+    with pytest.raises(AttributeError, match=r"no field 'step'; fix: did you mean 'steps'"):
+        getattr(TrainConfig(), "st" + "ep")
+
+
 @pytest.mark.parametrize("model", list(gpt.PRESETS))
 def test_toml_there_and_back(tmp_path, model):
     config = with_model(configure(data="x", mesh="dp=2", nproc=2, seed=7, out="o"), model)

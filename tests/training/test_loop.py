@@ -517,6 +517,32 @@ def test_a_state_that_a_step_ahead_consumed_raises_and_one_that_is_due_is_whole(
     assert due == [(3, 3.0), (5, 5.0)]
 
 
+def test_a_step_ahead_that_writes_into_a_state_that_nobody_gave_up_is_refused():
+    def add(state, batch):
+        return state.add_(1), {"loss": torch.tensor(0.0)}
+
+    with pytest.raises(ValueError, match=r"step 1: got 1 tensors .* fix: ahead=0, or ft.shard_map"):
+        next(loop(add, torch.zeros(3), batch, steps=3, ahead=1))
+    *_, (state, _) = loop(add, torch.zeros(3), batch, steps=3)
+    assert state.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batches": [batch(0)]}, r"batches: got a list; .* fix: lambda index: batches\[index\]"),
+        (
+            {"hooks": [progress]},
+            r"got progress, .* fix: if progress\(\.\.\.\) makes the hook, call",
+        ),
+        ({"hooks": [every]}, r"got every, which takes other arguments than a step"),
+    ],
+)
+def test_what_is_no_function_of_a_step_is_refused_with_the_call(given, message):
+    with pytest.raises(TypeError, match=message):
+        next(loop(halve, torch.tensor(8.0), **{"batches": batch, "steps": 1, **given}))
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_metric_may_be_a_part_of_the_state(ahead):
     """As the scale of the loss is, in the state of an optimizer."""

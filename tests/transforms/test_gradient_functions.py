@@ -263,6 +263,25 @@ def test_a_count_of_a_ranks_own_samples_is_refused():
         one_parameter(g, mesh=Mesh(dp=2))
 
 
+@pytest.mark.parametrize(
+    ("has_aux", "message"),
+    [
+        (
+            False,
+            r"returns a tuple of 2; wanted the sum alone; fix: mean_gradients\(..., has_aux=True",
+        ),
+        (True, r"returns Tensor; wanted a pair \(sum, aux\), for has_aux=True; fix: leave has_aux"),
+    ],
+)
+def test_a_loss_that_returns_something_else_than_was_said_is_refused(has_aux, message):
+    def loss(params, batch, key):
+        value = squares(params, batch, key)
+        return value if has_aux else (value, {"sum": value})
+
+    with pytest.raises(TypeError, match=message):
+        one_parameter(ft.mean_gradients(loss, lambda batch: 4, has_aux=has_aux))
+
+
 def test_the_loss_reaches_an_optimizer_that_names_it():
     def by_loss(updates, state, params=None, *, value):
         return tree.map(lambda u: u * value, updates), state
