@@ -246,9 +246,13 @@ def with_sections(kind: type[T], sections: Mapping[str, type]) -> type[T]:
         sections: by their names, frozen dataclasses all of whose fields have defaults.
 
     Raises:
-        ValueError: a section, or a short name of its settings, is there already.
+        ValueError: a section, or a short name of its settings, is there already; or it is not
+            frozen.
     """
     return _extended(kind, tuple(sections.items())) if sections else kind
+
+
+_FROZEN = "write @dataclass(frozen=True) above it"
 
 
 @functools.cache
@@ -262,6 +266,11 @@ def _extended(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
             Problem(name, "a name that is taken", "another name")
             for index, name in enumerate(added)
             if name in taken or name in added[:index]
+        ]
+        + [
+            Problem(name, f"{inner.__name__}, which can be changed", "a frozen dataclass", _FROZEN)
+            for name, inner in sections
+            if not vars(inner)["__dataclass_params__"].frozen
         ]
         + [
             Problem(f"{name}.{each.path}", f"values of {hint}", _KINDS, "write it as text")

@@ -201,6 +201,13 @@ def test_sections_are_added_to_a_class_of_its_own():
     with pytest.raises(ValueError, match=r"saving: got a name that is taken"):
         with_sections(Whole, {"saving": Profile})
 
+    @dataclass
+    class Loose:
+        more: int = 0
+
+    with pytest.raises(ValueError, match=r"loose: got Loose, which can be changed; .*frozen=True"):
+        with_sections(Whole, {"loose": Loose})
+
 
 def test_values_of_another_kind_are_refused():
     for name, value, wanted in (
