@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -652,14 +652,15 @@ def begins_with(config: TrainConfig) -> Path | None:
     return run_folder.newest(Path(config.out)) if config.resume and config.out else None
 
 
-def _out_problems(out: str) -> Sequence[Problem]:
+def _out_problems(out: str, known: Container[str] = ()) -> Sequence[Problem]:
+    """Why no run can begin in a folder: there are files, beside those of `known` names."""
     if not out:
         return []
     path = Path(out)
     fix = "choose another folder, or remove it"
     if path.is_file():
         return [Problem("out", f"{out}, a file", "a new or empty folder", fix)]
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(each.name not in known for each in path.iterdir()):
         fix += "; to go on with the run in it, --resume" if run_folder.is_run(path) else ""
         return [Problem("out", f"{out}, a folder with files", "a new or empty folder", fix)]
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -685,8 +686,8 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         return [Problem("resume", "no run folder", "the one to go on with", "name it: --out RUN")]
     path = Path(config.out)
     if not run_folder.is_run(path):
-        if config.resume == "auto":
-            return _out_problems(config.out)
+        if config.resume == "auto":  # whose launcher may have noted events before the first start
+            return _out_problems(config.out, known=(records.EVENTS,))
         near = records.nearest(path)
         fix = "" if near is None else f"--out {near}, which is one; "
         fix += "to begin one where there is none, --resume auto"

@@ -553,3 +553,13 @@ def test_a_model_that_is_named_fills_its_table():
     assert configure(model="gpt2").gpt == gpt.PRESETS["gpt2"]
     with pytest.raises(ValueError, match="no such model"):
         configure(model="zzz")
+
+
+def test_a_run_begins_beside_the_events_of_its_launcher(tmp_path):
+    """A mesh that is smaller than asked for is an event before the first start."""
+    config = configure(data="text:here", out=str(tmp_path), resume="auto")
+    (tmp_path / "events.jsonl").write_text("")
+    assert "a folder with files" not in problems(configure(config, steps=0))
+    assert "a folder with files" in problems(configure(config, resume=False))
+    (tmp_path / "notes").write_text("")
+    assert "a folder with files" in problems(config)
