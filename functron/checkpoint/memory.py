@@ -176,11 +176,11 @@ class Memory:
         self._group: Any = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._digests = self._gathered(self._digest)
-        machines = self._gathered((socket.gethostname(), str(folder)))
+        self._digests = self._gather(self._digest)
+        machines = self._gather((socket.gethostname(), str(folder)))
         self._to = neighbours(mesh.mesh, machines)
         self._from = self._to.index(mesh.rank)
-        problems = self._gathered(self._problem(machines.count(machines[mesh.rank])))
+        problems = self._gather(self._problem(machines.count(machines[mesh.rank])))
         raise_problems(_TITLE, [Problem(*found) for found in problems if found])
 
     @property
@@ -238,9 +238,9 @@ class Memory:
         Args:
             at_least: older ones are not wanted.
         """
-        mine = self._stored()
+        mine = self._list_files()
         while True:
-            held = self._gathered(sorted(mine))
+            held = self._gather(sorted(mine))
             step = _newest(held, self._mesh.size, at_least)
             if step is None:
                 return None
@@ -250,8 +250,8 @@ class Memory:
                 else min(rank for rank, there in enumerate(held) if (step, owner) in there)
                 for owner in range(self._mesh.size)
             }
-            state = self._received(step, givers, mine)
-            whole = self._gathered(state is not None)
+            state = self._receive_state(step, givers, mine)
+            whole = self._gather(state is not None)
             if state is not None and all(whole):
                 return step, state
             for owner, giver in givers.items():
@@ -287,8 +287,8 @@ class Memory:
             checksums = tuple(zlib.crc32(block.data) for block in blocks)
             header = Header(step, self._mesh.rank, self._digest, sizes, checksums)
             _write(self._mine, header, blocks)
-            theirs = Header.decode(self._swapped(np.frombuffer(header.encode(), np.uint8)))
-            _write(self._mine, theirs, self._exchanged(blocks, theirs))
+            theirs = Header.decode(self._exchange_bytes(np.frombuffer(header.encode(), np.uint8)))
+            _write(self._mine, theirs, self._exchange_blocks(blocks, theirs))
             dist.barrier(group=self._group)  # now every state is whole, and older ones may go
             for path in self._mine.glob("*"):
                 if _step_of(path) != step:
@@ -302,7 +302,7 @@ class Memory:
                 values = np.ascontiguousarray(self._snapshot.source(index, piece))
                 yield values.reshape(-1).view(np.uint8)
 
-    def _swapped(self, data: np.ndarray) -> bytes:
+    def _exchange_bytes(self, data: np.ndarray) -> bytes:
         """The bytes of the neighbour before this one, whose size is sent first."""
         size = torch.empty(1, dtype=torch.int64)
         self._swap(torch.tensor([data.size]), size)
@@ -310,7 +310,9 @@ class Memory:
         self._swap(torch.from_numpy(data.copy()), found)
         return found.numpy().tobytes()
 
-    def _exchanged(self, blocks: Sequence[np.ndarray], theirs: Header) -> Iterator[np.ndarray]:
+    def _exchange_blocks(
+        self, blocks: Sequence[np.ndarray], theirs: Header
+    ) -> Iterator[np.ndarray]:
         """The blocks of the neighbour before this one, while this one's are sent on."""
         for index in range(max(len(blocks), len(theirs.sizes))):
             out = torch.from_numpy(blocks[index]) if index < len(blocks) else None
@@ -332,13 +334,13 @@ class Memory:
 
     # --- of what is there
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         """Every rank's value. Collective."""
         found: list[Any] = [None] * self._mesh.size
         dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def _stored(self) -> dict[tuple[int, int], list[Path]]:
+    def _list_files(self) -> dict[tuple[int, int], list[Path]]:
         """The files of this machine by step and owner, those of this process's own folder first."""
         found: dict[tuple[int, int], list[Path]] = {}
         folders = sorted(self._folder.glob("rank-*"), key=lambda path: path != self._mine)
@@ -348,7 +350,7 @@ class Memory:
                 found.setdefault((int(step), int(owner)), []).append(path)
         return found
 
-    def _received(
+    def _receive_state(
         self, step: int, givers: Mapping[int, int], mine: dict[tuple[int, int], list[Path]]
     ) -> tree.Tree | None:
         """This process's state after `step`; None where what was given is damaged."""
@@ -358,11 +360,11 @@ class Memory:
                 continue
             data = None
             if rank == giver:
-                data = _read(mine[step, owner][0], step, owner, self._digests[owner])
+                data = _read_file(mine[step, owner][0], step, owner, self._digests[owner])
             if owner != giver:
                 data = self._handed_over(data, owner, giver)
             if rank == owner and data is not None:
-                state = self._decoded(*data)
+                state = self._decode(*data)
         return state
 
     def _handed_over(
@@ -390,7 +392,7 @@ class Memory:
             dist.recv(into, giver, group=self._group)
         return into.numpy()
 
-    def _decoded(self, header: Header, blocks: Sequence[np.ndarray]) -> tree.Tree | None:
+    def _decode(self, header: Header, blocks: Sequence[np.ndarray]) -> tree.Tree | None:
         """The state in blocks; None where they are no state of this process, or damaged."""
         pieces = [(index, p) for index, each in enumerate(self._division.pieces) for p in each]
         sizes = tuple(
@@ -444,7 +446,9 @@ def _write(folder: Path, header: Header, blocks: Iterator[np.ndarray] | list[np.
     partial.replace(path)
 
 
-def _read(path: Path, step: int, owner: int, digest: str) -> tuple[Header, list[np.ndarray]] | None:
+def _read_file(
+    path: Path, step: int, owner: int, digest: str
+) -> tuple[Header, list[np.ndarray]] | None:
     """The state in a file; None where it is damaged, or is another one."""
     try:
         with path.open("rb") as file:

@@ -443,10 +443,10 @@ def chunk_shape(
     if copies > 1 and flat:
         largest = max(math.prod(box.size) for box in flat) * leaf.dtype.itemsize
         limit = min(limit, max(_SMALL_CHUNK, largest // copies))
-    return _cut(shape, free, max(1, limit // leaf.dtype.itemsize))
+    return _cut_shape(shape, free, max(1, limit // leaf.dtype.itemsize))
 
 
-def _cut(shape: list[int], free: list[bool], limit: int) -> tuple[int, ...]:
+def _cut_shape(shape: list[int], free: list[bool], limit: int) -> tuple[int, ...]:
     """A shape of at most `limit` elements: slow dims cut first, those not free into equal parts."""
     for patience in (8, math.inf):  # first without many more parts than needed
         for dim, size in enumerate(shape):

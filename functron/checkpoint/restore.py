@@ -59,9 +59,9 @@ def restore(
     stored = Checkpoint(path)
     if like is None:
         stored.open()
-        like = _nested(stored)
-    target = _placement(stored, like, placement)
-    fitting = _matched(stored, like, target, cast, sources)
+        like = _nest_leaves(stored)
+    target = _check_placement(stored, like, placement)
+    fitting = _match_leaves(stored, like, target, cast, sources)
     empty = partial(torch.empty, device=device)
     made = tree.map(lambda leaf: empty(leaf.shape, dtype=leaf.dtype), like)
     _fill(fitting, dict(zip(tree.paths(made), tree.leaves(made), strict=True)), target)
@@ -92,8 +92,8 @@ def restore_(
         ValueError: as in `restore`, or some tensors are meta ones; all offenders are listed.
     """
     stored = Checkpoint(path)
-    target = _placement(stored, state, placement)
-    fitting = _matched(stored, state, target, cast)
+    target = _check_placement(stored, state, placement)
+    fitting = _match_leaves(stored, state, target, cast)
     tensors = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
     abstract = [name for name, tensor in tensors.items() if tensor.is_meta]
     found = [Problem(name, "a meta tensor", "a tensor to read into") for name in abstract]
@@ -111,7 +111,7 @@ def metadata(path: str | Path) -> dict[str, Any]:
     return Checkpoint(path).metadata
 
 
-def _placement(stored: Checkpoint, like: tree.Tree, placement: Placement | None) -> Placement:
+def _check_placement(stored: Checkpoint, like: tree.Tree, placement: Placement | None) -> Placement:
     """The placement that was given, checked; or that of a process which wants all of `like`."""
     if placement is None:
         return Placement.of(like)
@@ -120,7 +120,7 @@ def _placement(stored: Checkpoint, like: tree.Tree, placement: Placement | None)
     return placement
 
 
-def _matched(
+def _match_leaves(
     stored: Checkpoint,
     like: tree.Tree,
     placement: Placement,
@@ -212,7 +212,7 @@ def _fill(
             window.abandon()
 
 
-def _nested(stored: Checkpoint) -> dict[str, Any]:
+def _nest_leaves(stored: Checkpoint) -> dict[str, Any]:
     """Meta tensors for all leaves of a checkpoint, in dicts by the parts of their paths."""
     out: dict[str, Any] = {}
     found = []
@@ -296,14 +296,17 @@ def read_params(
     if rules is not None and isinstance(mesh, BoundMesh):
         specs = param_specs(defs, rules)
         return tree.map(
-            lambda leaf, spec, d: leaf[_own(leaf.shape, spec, mesh)].to(d.dtype), found, specs, defs
+            lambda leaf, spec, d: leaf[_own_part(leaf.shape, spec, mesh)].to(d.dtype),
+            found,
+            specs,
+            defs,
         )
     if averaged:
         return tree.map(lambda leaf, d: leaf[...].to(d.dtype), found, defs)
     return restore(stored.path, {"params": abstract_params(defs)}, cast=True)["params"]
 
 
-def _own(shape: tuple[int, ...], spec: P, mesh: BoundMesh) -> tuple[slice, ...]:
+def _own_part(shape: tuple[int, ...], spec: P, mesh: BoundMesh) -> tuple[slice, ...]:
     """Where this rank's shard of a leaf is."""
     starts = offsets(shape, spec, mesh, mesh.coordinate)
     sizes = local_shape(shape, spec, mesh)

@@ -107,7 +107,7 @@ class Snapshot:
         for index, pieces in enumerate(division.pieces):
             itemsize = division.placement.leaves[index].dtype.itemsize
             for piece in pieces:
-                size = _aligned(database.nbytes_of(piece.size, itemsize))
+                size = _align(database.nbytes_of(piece.size, itemsize))
                 if not self._sizes or self._sizes[-1] + size > _LOCKED_BYTES:
                     self._parts.append([])
                     self._sizes.append(0)
@@ -126,7 +126,7 @@ class Snapshot:
     def reserve(self, *, locked: bool) -> None:
         """Begin to allocate the memory, in a thread; page-locked, for copies from a GPU."""
         if not self._memory:
-            make = self._streams.pinned if locked else _unlocked
+            make = self._streams.pinned if locked else _allocate_pageable
             thread = ThreadPoolExecutor(1, "memory of snapshots")
             self._memory = [thread.submit(make, size) for size in self._sizes]
             thread.shutdown(wait=False)
@@ -175,7 +175,7 @@ class Snapshot:
         return self._views[index, piece.cell][1]
 
 
-def _unlocked(nbytes: int) -> torch.Tensor:
+def _allocate_pageable(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
@@ -185,7 +185,7 @@ def _values(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) ->
     return tensor.detach()[piece.slices()]
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // 64) * 64
 
 
@@ -244,11 +244,11 @@ def write_pieces(
         try:
             for index, future in opening.items():
                 leaf = placement.leaves[index]
-                array = _named(leaf, folder, future.result)()
+                array = _name_errors(leaf, folder, future.result)()
                 for piece in division.pieces[index]:
                     begin = _begin(array, piece, source(index, piece))
                     size = database.nbytes_of(piece.size, leaf.dtype.itemsize)
-                    window.add(size, lambda b=begin, at=leaf: _named(at, folder, b().result))
+                    window.add(size, lambda b=begin, at=leaf: _name_errors(at, folder, b().result))
             window.drain()
         finally:
             window.abandon()
@@ -274,7 +274,7 @@ def _begin(array: Any, piece: Piece, values: np.ndarray) -> Callable[[], Any]:
     return lambda: array[piece.region()].write(values, can_reference_source_data_indefinitely=True)
 
 
-def _named(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[[], Any]:
+def _name_errors(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[[], Any]:
     """`wait`, whose errors say which leaf it was."""
 
     def waiting() -> Any:
@@ -711,7 +711,7 @@ def save(
         OSError: it cannot be written: no room, no permission; every rank raises.
         TimeoutError: another rank is dead.
     """
-    placement = _whole(value) if placement is None else placement
+    placement = _place_whole(value) if placement is None else placement
     ranks = _ranks(placement, store, timeout)
     ranks.begin()
     try:
@@ -868,7 +868,7 @@ def _join(thread: threading.Thread) -> None:
         thread.join(_LOOK_UP)
 
 
-def _whole(value: tree.Tree) -> Placement:
+def _place_whole(value: tree.Tree) -> Placement:
     """The placement of a tree that this process has all of; checked so that all faults are named.
 
     Raises:

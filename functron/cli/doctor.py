@@ -139,12 +139,12 @@ def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | N
         with outside():
             found.save(options.out)
             options.out.with_suffix(".svg").write_text(found.picture(), encoding="utf-8")
-            options.out.with_suffix(".toml").write_text(_planned(found), encoding="utf-8")
+            options.out.with_suffix(".toml").write_text(_describe_machine(found), encoding="utf-8")
         print(options.out.read_text(encoding="utf-8") if options.json else found, flush=True)
     return 0 if here.launched_here else int(bool(found.slow()))
 
 
-def _planned(found: hardware.Measurement) -> str:
+def _describe_machine(found: hardware.Measurement) -> str:
     """The file of the machine, or why there is none, as a comment."""
     try:
         return found.machine().to_toml()

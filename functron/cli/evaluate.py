@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     here = current()
     with mistakes():
         mesh = Mesh.parse(options.mesh)
-        config = _configured(options, mesh)
+        config = _configure(options, mesh)
         _check(config, options, mesh, here)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
         kind = device_type(options.device, options.nproc)
@@ -119,7 +119,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _configured(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
+def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
     """The run, on this mesh and with these sets; seq and global_batch are the run's on a rank.
 
     It is divided among ranks as is usual, not as the run was: another mesh need not be.
@@ -164,7 +164,7 @@ def _sets(
         return config, open_sets(config), [note]
     texts = open_texts(config)
     longest = max(int(one.lengths.max(initial=0)) for one in texts.values())
-    chosen = [_chosen(config, options, mesh, device, longest) if _is_first(mesh) else None]
+    chosen = [_choose_sizes(config, options, mesh, device, longest) if _is_first(mesh) else None]
     if isinstance(mesh, BoundMesh):
         dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
@@ -176,7 +176,7 @@ def _sets(
     return configure(config, mask_documents=False, pack=""), sets, notes
 
 
-def _chosen(
+def _choose_sizes(
     config: TrainConfig,
     options: EvaluateOptions,
     mesh: Mesh | BoundMesh,
@@ -420,7 +420,7 @@ def sample(arguments: Sequence[str]) -> int:
         kind = device_type(options.device, options.nproc)
         tokenizer = _tokenizer(options, config)
         restores = isinstance(config.architecture, t5.T5Config)
-        complete = _restored if restores else _continued
+        complete = _restore_spans if restores else _continue_prompt
         program = complete(options, config, tokenizer)
     if here is None and options.nproc:
         return launch(options.nproc, ["-m", "functron", "sample", *arguments])
@@ -470,9 +470,11 @@ def _params(
     return tree.map(lambda leaf: leaf.to(device), lora.merge(found))
 
 
-def _continued(options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer) -> Program:
+def _continue_prompt(
+    options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer
+) -> Program:
     """The prompt continued by a model, or its answer alone."""
-    ids, model = _encoded(options, tokenizer), config.architecture
+    ids, model = _encode_prompt(options, tokenizer), config.architecture
     assert isinstance(model, gpt.GPTConfig | mamba.MambaConfig)
 
     def program(params: dict, mesh: Mesh | BoundMesh, device: torch.device) -> str:
@@ -488,16 +490,18 @@ def _continued(options: SampleOptions, config: TrainConfig, tokenizer: TextToken
             stop=tokenizer.stops,
             mesh=mesh if mesh.size > 1 else None,
         )
-        new = _ended(tokens[0, len(ids) :].tolist(), tokenizer.stops)
+        new = _cut_at_stop(tokens[0, len(ids) :].tolist(), tokenizer.stops)
         if not isinstance(tokenizer, Tokenizer) or not options.chat:
             return tokenizer.decode(ids + new)
-        prompt = tokenizer.render(_asked(options), add_generation_prompt=True)
+        prompt = tokenizer.render(_begin_conversation(options), add_generation_prompt=True)
         return tokenizer.decode(new).removeprefix(" " * prompt.endswith(" "))
 
     return program
 
 
-def _restored(options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer) -> Program:
+def _restore_spans(
+    options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer
+) -> Program:
     """The spans that a T5 restores in a prompt which has sentinels in their places."""
     model = config.architecture
     assert isinstance(model, t5.T5Config)
@@ -518,7 +522,7 @@ def _restored(options: SampleOptions, config: TrainConfig, tokenizer: TextTokeni
             stop={end},
             mesh=mesh,
         )
-        return spans.written(_ended(tokens[0].tolist(), {end}), tokenizer)
+        return spans.written(_cut_at_stop(tokens[0].tolist(), {end}), tokenizer)
 
     return program
 
@@ -530,7 +534,7 @@ def _rows(ids: list[int], mesh: Mesh | BoundMesh, device: torch.device) -> torch
     return torch.tensor([ids] * copies, dtype=torch.int64, device=device)
 
 
-def _ended(tokens: list[int], stops: Collection[int]) -> list[int]:
+def _cut_at_stop(tokens: list[int], stops: Collection[int]) -> list[int]:
     """Tokens up to the first stop: a row that has ended repeats it while others go on."""
     ends = (index for index, token in enumerate(tokens) if token in stops)
     return tokens[: next(ends, len(tokens)) + 1]
@@ -548,7 +552,7 @@ def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
     return found or ByteTokenizer()
 
 
-def _encoded(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
+def _encode_prompt(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
     """The prompt's tokens."""
     if options.chat:
         if not isinstance(tokenizer, Tokenizer):
@@ -556,10 +560,10 @@ def _encoded(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
             fix = "leave it out, or train with --tokenizer"
             wanted = "one with a tokenizer's template"
             refuse("cannot write a conversation", "chat", got, wanted, fix)
-        return tokenizer.encode_prompt(_asked(options))
+        return tokenizer.encode_prompt(_begin_conversation(options))
     return encode_prompt(tokenizer, options.prompt)
 
 
-def _asked(options: SampleOptions) -> list[dict[str, str]]:
+def _begin_conversation(options: SampleOptions) -> list[dict[str, str]]:
     """The conversation that the prompt begins."""
     return [{"role": "user", "content": options.prompt}]

@@ -390,7 +390,7 @@ def _passed_on(number: int) -> Iterator[None]:
         return
 
     def handle(number: int, frame: object) -> None:
-        for pid in _started():
+        for pid in _find_processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -401,7 +401,7 @@ def _passed_on(number: int) -> Iterator[None]:
         signal.signal(number, previous)
 
 
-def _started() -> list[int]:
+def _find_processes() -> list[int]:
     """The processes that torch's launcher started here: each leads a session of its own."""
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
     rows = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
@@ -484,14 +484,14 @@ def supervise(
         The exit code: 0, or that of the last start.
     """
     try:
-        return _supervised(config, arguments, out, lambda n, x: start(n, [*program, *x]))
+        return _supervise(config, arguments, out, lambda n, x: start(n, [*program, *x]))
     except SignalException as error:  # between two starts: torch's launcher leaves its handlers
         return 128 + int(error.sigval)
     finally:  # what the last start left, or ranks that were lost
         shutil.rmtree(folder_of(config.memory.folder, out), ignore_errors=True)
 
 
-def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start: Start) -> int:
+def _supervise(config: TrainConfig, arguments: Sequence[str], out: Path, start: Start) -> int:
     ends = time.monotonic() + (
         seconds_of(config.restarts.exit_after) if config.restarts.exit_after else math.inf
     )
@@ -520,7 +520,7 @@ def _supervised(config: TrainConfig, arguments: Sequence[str], out: Path, start:
             pause = pause_seconds(config.restarts.pause_seconds, failures - 1)
             about = {"rank": ending.rank, "code": ending.code, "why": ending.text.splitlines()[-1]}
             write("restart", done[0], **about, failures=failures, pause_seconds=pause)
-            print(_announced(failures, config, done[0], pause), file=sys.stderr, flush=True)
+            print(_announce(failures, config, done[0], pause), file=sys.stderr, flush=True)
             time.sleep(max(min(pause, ends - time.monotonic()), 0))
     return REQUEUE_CODE
 
@@ -561,7 +561,7 @@ def _log_reshape(
     )
 
 
-def _announced(failures: int, config: TrainConfig, step: int, pause: float) -> str:
+def _announce(failures: int, config: TrainConfig, step: int, pause: float) -> str:
     where = f"from step {step}" if step else "from the beginning: nothing is saved yet"
     return (
         f"functron: starts again in {pause:g} s, {where} "

@@ -160,7 +160,7 @@ def _run(command: str, arguments: Sequence[str], sections: Mapping[str, type]) -
     _check_places(arguments)
     name, _, function = COMMANDS[command][0].partition(".")
     try:
-        module = _imported(f"functron.cli.{name}")
+        module = _import(f"functron.cli.{name}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("functron"):
             raise
@@ -172,7 +172,7 @@ def _run(command: str, arguments: Sequence[str], sections: Mapping[str, type]) -
     return getattr(module, function)(arguments, **more)
 
 
-def _imported(name: str) -> ModuleType:
+def _import(name: str) -> ModuleType:
     """A module of a command: imported without looking for garbage, as what is imported stays.
 
     That is a sixth of the time of a short command. Where the process has nothing else, garbage is

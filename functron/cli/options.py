@@ -218,11 +218,11 @@ def named_fields(arguments: Sequence[str], options: Iterable[Option]) -> frozens
     return frozenset(
         option.field
         for option in options
-        if not words.isdisjoint((f"--{option.name}", f"--{_negated(option.name)}"))
+        if not words.isdisjoint((f"--{option.name}", f"--{_negate(option.name)}"))
     )
 
 
-def _negated(name: str) -> str:
+def _negate(name: str) -> str:
     group, dot, last = name.rpartition(".")
     return f"{group}{dot}no-{last}"
 
@@ -233,7 +233,7 @@ def with_names(arguments: Sequence[str], options: Iterable[Option]) -> list[str]
     for option in options:
         path = option.path.replace("_", "-")
         if path != option.name:
-            names |= {path: option.name, _negated(path): _negated(option.name)}
+            names |= {path: option.name, _negate(path): _negate(option.name)}
 
     def spelled(word: str) -> str:
         path, given, value = word.removeprefix("--").partition("=")
@@ -355,7 +355,7 @@ class Option:
             return self.metavar
         if self.metavar:
             return f"--{self.name} {self.metavar}"
-        return f"--{self.name}, --{_negated(self.name)}"
+        return f"--{self.name}, --{_negate(self.name)}"
 
 
 def options_of(value: Any, prefix: str = "", box: str = "", flat: bool = False) -> Iterator[Option]:
@@ -496,13 +496,13 @@ def _help(kind: type, prog: str, options: Sequence[Option], *, everything: bool)
     for option in options:
         brief = bool(option.box) and not everything
         if option.common or not brief:
-            row = (str(option), _described(option, brief=brief))
+            row = (str(option), _describe(option, brief=brief))
             rows.setdefault(option.box or "options", []).append(row)
     parts += [_box(title, lines, columns) for title, lines in rows.items() if lines]
     return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
 
 
-def _described(option: Option, *, brief: bool = False) -> str:
+def _describe(option: Option, *, brief: bool = False) -> str:
     text = option.text.replace("``", "").replace("`", "")
     if brief:
         text = _FIRST_STATEMENT.split(text, maxsplit=1)[0].rstrip(".")

@@ -74,7 +74,7 @@ def current() -> Process | None:
         return None
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     counts = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", *([_ATTEMPT] * by_agent))
-    numbers = {name: _whole(env[name]) for name in counts if name in env}
+    numbers = {name: _read_number(env[name]) for name in counts if name in env}
     with mistakes():
         raise_problems(
             "the environment describes no process of a job", _place_problems(env, numbers)
@@ -91,7 +91,7 @@ def current() -> Process | None:
     )
 
 
-def _whole(text: str) -> int:
+def _read_number(text: str) -> int:
     """The number that a variable has; -1 where that is none."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 

@@ -95,7 +95,7 @@ def run(
     program = (sys.argv[0],) if sections else PROGRAM
     arguments = with_names(arguments, options_of(kind))
     with mistakes():
-        options, given = _parsed(arguments, kind)
+        options, given = _parse(arguments, kind)
         named = named_fields(arguments, options_of(options.options))
         config, recast = with_tokenizer(options.options, named), _names_precision(arguments)
         validate(
@@ -355,7 +355,7 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
         functron.cli.process.InputError: options that do not exist, with those that were meant.
         SystemExit: options that do not parse (code 2), or --help (code 0).
     """
-    return _parsed(with_names(arguments, options_of(TrainConfig)))[0].options
+    return _parse(with_names(arguments, options_of(TrainConfig)))[0].options
 
 
 @functools.cache
@@ -368,7 +368,7 @@ def _options_kind(kind: type[TrainConfig]) -> type[TrainOptions]:
     return make_dataclass("TrainOptions", rows, bases=bases, frozen=True, namespace=doc)
 
 
-def _parsed(
+def _parse(
     arguments: Sequence[str], kind: type[TrainConfig] = TrainConfig
 ) -> tuple[TrainOptions, frozenset[str]]:
     """The options, and the fields that they set, rather than set back to what is usual."""

@@ -259,7 +259,7 @@ class Detector:
             if value is not None and not math.isfinite(value):
                 return Anomaly("nonfinite", step, metric, value, None, own.on_nonfinite)
         for metric in METRICS:
-            value, known = record.get(metric), self._known(metric)
+            value, known = record.get(metric), self._list_known(metric)
             if value is None or len(known) < own.minimum:
                 continue
             at = measured(metric, value)
@@ -270,7 +270,7 @@ class Detector:
                 return Anomaly("spike", step, metric, value, score, own.on_spike)
         return None
 
-    def _known(self, metric: str, late: int = 0) -> list[float]:
+    def _list_known(self, metric: str, late: int = 0) -> list[float]:
         past = list(self._past[metric])
         past = past[: len(past) - late][-self.config.window :]
         return [value for value in past if not math.isnan(value)]
@@ -281,7 +281,7 @@ class Detector:
         Of the records but the last, which may not have been read when the step begins; infinite
         where they are too few.
         """
-        known = self._known("grad_norm", late=1)
+        known = self._list_known("grad_norm", late=1)
         if len(known) < self.config.minimum:
             return math.inf
         middle, distance = usual("grad_norm", known)
@@ -407,7 +407,7 @@ class Guard(LoopHook):
         self._left_out(record)
         if record.get("targets") == 0:
             self.write("no_targets", record["step"], **self._samples(record["step"] - 1))
-        found = self._detector.find(self._seen(record))
+        found = self._detector.find(self._drop_infinite(record))
         if found is None:
             return None
         about = self._samples(found.step - 1)
@@ -427,7 +427,7 @@ class Guard(LoopHook):
         self.found = self.found or found
         return self.found
 
-    def _seen(self, record: Record) -> Record:
+    def _drop_infinite(self, record: Record) -> Record:
         """The record without what may be infinite."""
         if math.isfinite(record.get("grad_norm") or 0.0):
             return record

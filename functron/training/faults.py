@@ -351,13 +351,13 @@ def cut_connections(spared: Sequence[int] = ()) -> list[socket.socket]:
         The connections; closing them, as the end of the process does, tells the other ends.
     """
     numbers = [int(name) for name in os.listdir("/proc/self/fd")]
-    polls = [n for n in numbers if _opened(n) == "anon_inode:[eventpoll]"]
+    polls = [n for n in numbers if _read_link(n) == "anon_inode:[eventpoll]"]
     kept = []
     for number in numbers:
-        if not _opened(number).startswith("socket:"):
+        if not _read_link(number).startswith("socket:"):
             continue
         with socket.socket(fileno=os.dup(number)) as connection:
-            if not _connected(connection, spared):
+            if not _is_connection(connection, spared):
                 continue
             kept.append(connection.dup())
         dead, other = socket.socketpair()
@@ -373,14 +373,14 @@ def cut_connections(spared: Sequence[int] = ()) -> list[socket.socket]:
     return kept
 
 
-def _opened(number: int) -> str:
+def _read_link(number: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
         return ""
 
 
-def _connected(connection: socket.socket, spared: Sequence[int]) -> bool:
+def _is_connection(connection: socket.socket, spared: Sequence[int]) -> bool:
     """Whether this is a TCP connection to another process, and to none of these ports."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return False

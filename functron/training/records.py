@@ -561,7 +561,7 @@ def compare(folders: Iterable[str | Path], *, nest: Nest | None = None) -> Compa
     runs = tuple(
         path.resolve().name if names[path.resolve().name] == 1 else str(path) for path in paths
     )
-    opened = [_opened(path, nest) for path in paths]
+    opened = [_open_run(path, nest) for path in paths]
     configs, records = [settings for settings, _ in opened], [rows for _, rows in opened]
     told = [config for path, config in zip(paths, configs, strict=True) if path.is_file()]
     settings = {}
@@ -609,7 +609,7 @@ def _check(paths: Sequence[Path]) -> None:
     raise_problems(title, problems)
 
 
-def _opened(path: Path, nest: Nest | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _open_run(path: Path, nest: Nest | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings of a run, and its records: of a run folder, or of a log."""
     if path.is_dir():
         return _settings(path / CONFIG, nest), _records(path / METRICS)
@@ -660,7 +660,7 @@ def read_log(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         refuse("cannot compare", str(file), error.strerror or str(error), "a readable log")
     for line in text.splitlines():
         if match := _ITERATION.search(line):
-            rows[int(match[1])] = _logged(int(match[1]), _fields(match[2]))
+            rows[int(match[1])] = _make_record(int(match[1]), _fields(match[2]))
         elif match := _HELD_OUT.search(line):
             numbers = _fields(match[2])
             loss, ppl = numbers.get("lm loss value"), numbers.get("lm loss PPL")
@@ -704,7 +704,7 @@ def _value(text: str) -> int | float | None:
     return int(text) if whole else number
 
 
-def _logged(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:
+def _make_record(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:
     """The record of a line of an iteration."""
     milliseconds = numbers.get("elapsed time per iteration (ms)")
     samples, batch = numbers.get("consumed samples"), numbers.get("global batch size")

@@ -59,10 +59,10 @@ class CorruptionError(OSError):
 def _odd(count: int, key: int, device: torch.device, first: int = 0) -> torch.Tensor:
     """Odd factors by position, int64 ``[count]``, the same on every device: SplitMix64."""
     x = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    return _mixed(x + key * 0x9E3779B97F4A7C15 % 2**63) | 1
+    return _mix(x + key * 0x9E3779B97F4A7C15 % 2**63) | 1
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: torch.Tensor) -> torch.Tensor:
     """A bijection of int64 in which all bits depend on all; products wrap around."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ _right(x, shift)) * factor
@@ -96,15 +96,15 @@ def _hash_bytes(raw: torch.Tensor) -> torch.Tensor:
     table = head.view(torch.int32).view(full, COLUMNS)
     for first in range(0, full, ROWS):
         part = table[first : first + ROWS]
-        sums = _mixed((part * columns).sum(1))
+        sums = _mix((part * columns).sum(1))
         total = total + (sums * _odd(len(part), 2, device, first)).sum()
     rest = raw[full * width :]
     if rest.numel():
         padded = torch.zeros(width, dtype=torch.uint8, device=device)
         padded[: rest.numel()] = rest
-        last = _mixed((padded.view(torch.int32) * columns).sum())
+        last = _mix((padded.view(torch.int32) * columns).sum())
         total = total + last * _odd(1, 2, device, full)[0]
-    return _mixed(total)
+    return _mix(total)
 
 
 def leaf_hash(leaf: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ def take_again(
     index, same = step - 1, _same if exact else _close
     state, begun = replay.begin(index)
     past = [recorded[number] for number in sorted(recorded) if number <= begun]
-    guard = Guard(replay.config, _silent, lambda at: {}, past)
+    guard = Guard(replay.config, _ignore_event, lambda at: {}, past)
     since = None
     for at in range(begun, index):
         guard.set_limit(state, at)
@@ -249,7 +249,7 @@ def _copy(state: Any) -> Any:
     return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
 
 
-def _silent(kind: str, step: int, **about: Any) -> None:
+def _ignore_event(kind: str, step: int, **about: Any) -> None:
     """Write no event."""
 
 

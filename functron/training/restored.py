@@ -121,7 +121,7 @@ def _of_params(
     where, params = setup.placement, abstract_state(setup, key).params
     if setup.config.optimizer.fp32_masters:  # which begin with what is stored in float32
         params = _as_stored(params, path)
-        dtypes = {f"params/{name}": leaf.dtype for name, leaf in _named(params)}
+        dtypes = {f"params/{name}": leaf.dtype for name, leaf in _name_leaves(params)}
         leaves = [
             dataclasses.replace(leaf, dtype=dtypes.get(leaf.path, leaf.dtype))
             for leaf in where.leaves
@@ -134,7 +134,7 @@ def _of_params(
     if histories:
         mask = history_mask(setup.defs)
         empty, chosen["params"] = tree.partition(chosen["params"], mask)
-    own = {f"params/{name}": leaf for name, leaf in _named(chosen["params"])}
+    own = {f"params/{name}": leaf for name, leaf in _name_leaves(chosen["params"])}
     done = _words(own, stored)
     _check_said(done, stored, recast)
     read = checkpoint.restore(path, chosen, placement=where, cast=recast, device=device)
@@ -185,7 +185,7 @@ def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
         refuse(title, "gpt.fused_projections", got, f"{stored}, as in the checkpoint", fix)
 
 
-def _named(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
+def _name_leaves(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
     return zip(tree.paths(params), tree.leaves(params), strict=True)
 
 
@@ -204,7 +204,7 @@ def _as_stored(params: tree.Tree, path: Path) -> tree.Tree:
 def _check_range(params: tree.Tree) -> None:
     found = [
         Problem(f"params/{name}", "values that float16 has not", "at most 65504", "choose bf16")
-        for name, leaf in _named(params)
+        for name, leaf in _name_leaves(params)
         if leaf.dtype == torch.float16 and not bool(leaf.isfinite().all())
     ]
     raise_problems("the checkpoint cannot go on in float16", found)
@@ -310,16 +310,18 @@ def _sources(
             return (param if is_param else master) if half else _half(wide, upper=is_param)
         if is_param and stored[param].dtype == wanted[name].dtype:
             return param
-        return _joined(stored[param], stored[master]) if half and master else master or param
+        return _join_halves(stored[param], stored[master]) if half and master else master or param
 
     found: dict[str, _Source] = {}
     for name, role in after.items():
         if role.field == _MASTERS or name.startswith("params/"):
             found[name] = own(role.path.removeprefix("params/"), name)
-        elif role in held and before.get(_moment(role)) == now.get(_moment(role)):
+        elif role in held and before.get(_find_moment(role)) == now.get(_find_moment(role)):
             found[name] = held[role]
         else:
-            kept = None if role.wrapper else _in_bytes(role, now.get(_moment(role)), held, stored)
+            kept = (
+                None if role.wrapper else _in_bytes(role, now.get(_find_moment(role)), held, stored)
+            )
             found[name] = None if role.wrapper else kept or _NOWHERE
     return found
 
@@ -332,7 +334,7 @@ def _masters(stored: checkpoint.Checkpoint, held: Mapping[_Role, str]) -> dict[s
     return {role.path: name for role, name in held.items() if role.field == _MASTERS}
 
 
-def _joined(high: Any, low: Any) -> Computed:
+def _join_halves(high: Any, low: Any) -> Computed:
     """Masters in float32, of parameters and of what these lack of them."""
     return Computed(high.shape, torch.float32, lambda where: joined(high[where], low[where]))
 
@@ -346,7 +348,7 @@ def _half(wide: Any, *, upper: bool) -> Computed:
 _CODES, _SCALES = Quantised._fields
 
 
-def _moment(role: _Role) -> str:
+def _find_moment(role: _Role) -> str:
     """The path of the moment that a leaf is, or in 8 bits is a part of."""
     whole, _, last = role.path.rpartition("/")
     return whole if last in Quantised._fields else role.path
@@ -355,7 +357,7 @@ def _moment(role: _Role) -> str:
 def _codings(names: Mapping[_Role, str], leaves: Mapping[str, Any]) -> dict[str, torch.dtype]:
     """The dtype of the codes of each moment in 8 bits, by its path."""
     rows = ((role, name) for role, name in names.items() if role.path.endswith(f"/{_CODES}"))
-    return {_moment(role): leaves[name].dtype for role, name in rows}
+    return {_find_moment(role): leaves[name].dtype for role, name in rows}
 
 
 def _in_bytes(
@@ -375,7 +377,7 @@ def _in_bytes(
     Returns:
         What computes it; None where the checkpoint lacks it.
     """
-    whole = _moment(role)
+    whole = _find_moment(role)
     signed = "/nu/" not in whole  # squares are not
 
     def blocks(where: tuple[slice, ...], size: int) -> tuple[tuple, tuple, slice]:
@@ -428,7 +430,7 @@ def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) ->
         if source is not None:
             was = _kind(stored[source].dtype)
         elif (dense := held.get(_Role(role.path.rpartition("/")[0]))) is not None:
-            was, now = _kind(stored[dense].dtype), _kind(coded[_moment(role)])
+            was, now = _kind(stored[dense].dtype), _kind(coded[_find_moment(role)])
         elif (codes := held.get(_Role(f"{role.path}/{_CODES}"))) is not None:
             was = _kind(stored[codes].dtype)
         if role.field == _MASTERS and source is None:
@@ -548,14 +550,14 @@ def _describe_rates(before: TrainConfig, now: TrainConfig, start: int) -> list[s
         f"{before.steps}, {shown(float(old(now.steps - 1)))}"
     ]
     if abs(comes - last) > _JUMP * peak:
-        lines.append(f"it jumps: to keep the old schedule, add {' '.join(_kept(before, now))}")
+        lines.append(f"it jumps: to keep the old schedule, add {' '.join(_keep_schedule(before, now))}")
         options = " ".join(_transition_options(now, start, last))
         lines.append(f"or to go over to the new one, {options}")
         lines.append("or leave it so, and the new one decides from here")
     return lines
 
 
-def _kept(before: TrainConfig, now: TrainConfig) -> Iterator[str]:
+def _keep_schedule(before: TrainConfig, now: TrainConfig) -> Iterator[str]:
     """The options with which a run goes on under the schedule that it had."""
     if before.rate_unit != now.rate_unit:
         yield f"--rate-unit {before.rate_unit}"

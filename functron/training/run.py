@@ -210,7 +210,7 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     at("open", 0)
-    kept = _remembered(made, memory, begin_from, where)
+    kept = _find_in_memory(made, memory, begin_from, where)
     if kept is None:
         state, notes = begin_state(made, begin_from, where, recast=recast)
     else:
@@ -330,11 +330,13 @@ class Job:
         if not self.bound:
             return number
         value = torch.tensor(number, dtype=torch.float64)
-        with self._entered("psum", value):
+        with self._record_collective("psum", value):
             dist.all_reduce(value, operation, group=self.group)
         return float(value)
 
-    def _entered(self, op: str, value: torch.Tensor | None = None) -> AbstractContextManager[None]:
+    def _record_collective(
+        self, op: str, value: torch.Tensor | None = None
+    ) -> AbstractContextManager[None]:
         recorded = self.entered
         return nullcontext() if recorded is None else recorded(op, EVERYWHERE, value)
 
@@ -350,7 +352,7 @@ class Job:
         def wait() -> list[int]:
             nonlocal work
             if work is not None:
-                with self._entered("psum", value):
+                with self._record_collective("psum", value):
                     work.wait()
                 work = None
             return [total % 2**64 for total in value.tolist()]
@@ -362,7 +364,7 @@ class Job:
         if not self.bound:
             return [value]
         found: list[Any] = [None] * dist.get_world_size()
-        with self._entered("all_gather"):
+        with self._record_collective("all_gather"):
             dist.all_gather_object(found, value, group=self.group)
         return found
 
@@ -371,7 +373,7 @@ class Job:
         if not self.bound:
             return find()
         found = [find() if self.main else None]
-        with self._entered("pbroadcast"):
+        with self._record_collective("pbroadcast"):
             dist.broadcast_object_list(found, group=self.group)
         return found[0]
 
@@ -387,7 +389,7 @@ def _memory_of(made: RunSetup, memory: Path | None) -> Memory | None:
     return Memory(memory, made.mesh, like, seen)
 
 
-def _remembered(
+def _find_in_memory(
     made: RunSetup, memory: Path | None, begin_from: Path | None, device: torch.device
 ) -> State | None:
     """The state in memory, unless a checkpoint on disk is newer. Collective."""

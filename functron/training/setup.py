@@ -434,15 +434,15 @@ class RunSetup:
             kernels=use(config.compute.kernels),
         )
         if config.lora.adapters is not None:
-            return self._limited(optim.only(made, mask), weights)
+            return self._limit_updates(optim.only(made, mask), weights)
         kept, moe = tree.map(lambda flag: not flag, history_mask(defs)), config.gpt.moe
         if moe is not None and moe.balance_bias:
             some = tree.partition(weights, kept)[0]
             made = optim.where(some, made, optim.sign_sgd(moe.balance_rate))
         made = made if all(tree.leaves(kept)) else optim.only(made, kept, remember)
-        return self._limited(made, weights)
+        return self._limit_updates(made, weights)
 
-    def _limited(
+    def _limit_updates(
         self, made: optim.GradientTransformation, weights: dict
     ) -> optim.GradientTransformation:
         """`made`, whose updates are left out where that is asked for and gradients are spikes."""
@@ -577,7 +577,7 @@ class RunSetup:
         watch = layers is not None
         compiled = self.config.compute.compile and not idle
         of = self._stages(watch, compiled=compiled) if self.is_pipelined else self._loss(watch)
-        gradients = self._wrapped(of)
+        gradients = self._wrap_gradients(of)
         if idle:
             gradients = without_targets(gradients)
         elif not self.reads_targets:
@@ -594,7 +594,7 @@ class RunSetup:
             metrics=metrics if layers is None else [*metrics, layer_norms(layers, counted)],
         )
 
-    def _wrapped(self, g: GradientFunction) -> GradientFunction:
+    def _wrap_gradients(self, g: GradientFunction) -> GradientFunction:
         """The gradients of all parameters in the wrappers that the configuration asks for."""
         trained = self.trained(self.defs)
         g = scattered(g) if self.config.parallelism.zero == 2 else g

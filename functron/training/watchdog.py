@@ -122,28 +122,28 @@ def verdict(reports: Mapping[int, Report], size: int) -> Verdict:
     if silent:
         at = _earliest(reports, silent)
         what = "told nothing: the process is stopped, its machine lost, or its network dead"
-        return _made("silent", silent, step, at, reports, what)
+        return _make_verdict("silent", silent, step, at, reports, what)
     idle = tuple(rank for rank, report in reports.items() if report["waiting"] is None)
     if idle:
         behind = min(reports[rank]["step"] for rank in idle)
         late = tuple(rank for rank in idle if reports[rank]["step"] == behind)
         here = reports[late[0]]
         what = f"is in no collective, but in {here['phase']!r} at {here['at']}"
-        return _made("elsewhere", late, step, _earliest(reports, late), reports, what)
+        return _make_verdict("elsewhere", late, step, _earliest(reports, late), reports, what)
     odd = _odd(reports)
     if odd is not None:
         ranks, theirs, usual, place = odd
         what = f"entered {theirs} as collective {place} of the step, where others have {usual}"
         waiting = [report["waiting"] for rank, report in reports.items() if rank not in ranks]
         at = next((w for w in waiting if w["ordinal"] == place), None) or _earliest(reports, ranks)
-        return _made("mismatch", ranks, step, at, reports, what)
+        return _make_verdict("mismatch", ranks, step, at, reports, what)
     deaf = _unheard(reports)
     what = "cannot be heard, though it has come: what it sends does not arrive"
     at = _earliest(reports, deaf or tuple(reports))
     if deaf:
-        return _made("connection", deaf, step, at, reports, what)
+        return _make_verdict("connection", deaf, step, at, reports, what)
     what = "is to blame: all have come, and hear one another; the backend does not end it"
-    return _made("unknown", (), step, at, reports, what)
+    return _make_verdict("unknown", (), step, at, reports, what)
 
 
 def _earliest(reports: Mapping[int, Report], late: Sequence[int]) -> Mapping[str, Any] | None:
@@ -225,7 +225,7 @@ def _unheard(reports: Mapping[int, Report]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _made(
+def _make_verdict(
     reason: str,
     ranks: tuple[int, ...],
     step: int,
@@ -404,14 +404,14 @@ class Watchdog:
             if not hangs and (silent < self.hang_after / 2 or not self._reports()):
                 continue
             if (self.folder / VERDICT).exists():  # this process was stopped meanwhile
-                self.end(self._told(), False)
+                self.end(self._read_first_report(), False)
                 return
-            found = self._found()
+            found = self._find_verdict()
             if found is not None:
                 self._end(found)
                 return
 
-    def _found(self) -> Verdict | None:
+    def _find_verdict(self) -> Verdict | None:
         """The verdict, once reports are here; None where the loop goes on after all."""
         last, until = self._last, time.monotonic() + REPORT_SECONDS
         size = len(self.places)
@@ -545,7 +545,7 @@ class Watchdog:
                     write("hang", found.step + 1, rank=one, **more)
                 (self.folder / VERDICT).write_text(json.dumps({"text": text, **more}))
         else:
-            text = self._told() or text
+            text = self._read_first_report() or text
         for rank in found.ranks if found.reason == "silent" else ():
             self._wake(self.places[rank])
         self.end(text, first)
@@ -560,7 +560,7 @@ class Watchdog:
             return True
         return True
 
-    def _told(self) -> str:
+    def _read_first_report(self) -> str:
         """The text of the process that came first, once it is there; the others end after it.
 
         The end of any process is an error in those that wait for it, which then say that instead.

@@ -39,10 +39,10 @@ def test_a_file_that_is_no_state(tmp_path):
         (2).to_bytes(8, "little") + b"{}",
     ):
         file.write_bytes(data)
-        assert memory._read(file, 3, 1, "d") is None
+        assert memory._read_file(file, 3, 1, "d") is None
     encoded = Header(3, 1, "d", (10**15,), (0,)).encode()  # says that it is larger than it is
     file.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
-    assert memory._read(file, 3, 1, "d") is None
+    assert memory._read_file(file, 3, 1, "d") is None
 
 
 def test_the_folder_of_a_run():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from functron.cli import main
-from functron.cli.evaluate import SampleOptions, _encoded
+from functron.cli.evaluate import SampleOptions, _encode_prompt
 from functron.data import Tokenizer, TokenText, open_tokens
 from functron.data.chat import IGNORED, Chat
 from functron.data.denoising import FillInTheMiddle
@@ -97,7 +97,7 @@ def test_where_texts_begin_and_end(tmp_path, around, kind):
     assert text.read(0, text.num_tokens).tolist() == joined(documents)
     for ids, prompt in zip(plain, TEXTS, strict=True):
         assert encode_prompt(ours, prompt) == [*begin, *ids]
-        assert _encoded(SampleOptions(run=tmp_path, prompt=prompt), ours) == [*begin, *ids]
+        assert _encode_prompt(SampleOptions(run=tmp_path, prompt=prompt), ours) == [*begin, *ids]
     held_out = Documents(files, ours, ours.vocab_size)
     assert held_out.lengths.tolist() == [len(begin) + len(ids) - 1 for ids in plain]
     for index, ids in enumerate(plain):

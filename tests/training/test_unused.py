@@ -12,7 +12,7 @@ import torch
 
 from functron import optim, random, tree
 from functron.cli.main import main
-from functron.cli.train import _parsed
+from functron.cli.train import _parse
 from functron.core.settings import fields_under, follow, path_of, settings_of, value_at
 from functron.models import gpt
 from functron.models.bert import BertConfig
@@ -366,7 +366,7 @@ def test_saying_that_there_is_nothing_is_no_mistake(capsys):
     ],
 )
 def test_precision_that_changes_something_is_taken(options):
-    config, given = _parsed([*options.split(), "--device", "cpu"])
+    config, given = _parse([*options.split(), "--device", "cpu"])
     assert not [*unused(config.options, given=given)]
 
 
@@ -378,7 +378,7 @@ def test_a_file_may_have_precision_that_changes_nothing(tmp_path):
         'grad_dtype = "float32"\nmu_dtype = "float32"\n'
     )
     validate(load(path))
-    config, given = _parsed(["--config", str(path), "--device", "cpu", "--gpt.fp32-residual"])
+    config, given = _parse(["--config", str(path), "--device", "cpu", "--gpt.fp32-residual"])
     assert [p.path for p in unused(config.options, given=given)] == ["gpt.fp32_residual"]
     run = ["train", "--device", "cpu", "--out", str(tmp_path / "run")]
     assert main([*run, *SMALL, "--steps", "1", "--config", str(path)]) == 0
