@@ -509,7 +509,7 @@ def flips(folder: Path, options: argparse.Namespace) -> Found:
 
     def program(rank: int) -> list[int]:
         run, healed = prepare(config, mesh.bind()), []
-        plain = faults.injected(run.step, chosen, rank)
+        plain = faults.inject(run.step, chosen, rank)
 
         def step(state: Any, batch: Any) -> tuple[Any, Any]:
             index = int(state.step)
@@ -644,7 +644,7 @@ def numbers(folder: Path, options: argparse.Namespace) -> Found:
         for number, (kind, fault) in enumerate(chosen):
             most = 1 if kind == "transient" else 0
             own = configure(config, anomalies=replace(config.anomalies, most=most))
-            around = partial(faults.injected, faults=[fault], rank=rank)
+            around = partial(faults.inject, faults=[fault], rank=rank)
             try:
                 outcome = train(prepare(own, bound, around=around), folder / str(number))
             except (OSError, FloatingPointError) as error:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import tyro
 
-from functron.cli.process import guarded, mistakes
+from functron.cli.process import mistakes, run_guarded
 from functron.core.chart import table
 from functron.core.errors import local_path
 from functron.core.settings import Needs, always
@@ -144,4 +144,4 @@ def run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    sys.exit(run_guarded(lambda: run(sys.argv[1:])))

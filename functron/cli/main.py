@@ -122,7 +122,7 @@ def main(
     if command not in COMMANDS:
         print(f"functron: {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
         return 2
-    return process.guarded(lambda: _run(command, rest, sections))
+    return process.run_guarded(lambda: _run(command, rest, sections))
 
 
 _TEXTS = (

@@ -150,7 +150,7 @@ def mistakes() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-def guarded(program: Callable[[], int]) -> int:
+def run_guarded(program: Callable[[], int]) -> int:
     """The exit code of `program()`: what a process of a job, or a lone one, should end with.
 
     An `InputError` is printed as its message and gives 2; an `OutsideError` (a full disk) and a

@@ -42,9 +42,9 @@ from functron.training.config import TrainConfig, configure, load, starting_conf
 from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
 from functron.training.planning import compared, expectation_text, expected, this_machine
-from functron.training.rerun import attributed
+from functron.training.rerun import attribute_fault
 from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, exit_code
-from functron.training.restored import begun_with, rate_notes
+from functron.training.resume import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.setup import RunSetup, make_setup
 from functron.training.train import Outcome, replicas_of, train
@@ -457,7 +457,7 @@ def rerun(arguments: Sequence[str]) -> int:
             bound, device = join(mesh, here, kind, config.watchdog.timeout_seconds)
             made = prepare(config, bound, device)
     with deterministic() if config.compute.deterministic else nullcontext():
-        verdict = attributed(made, options.run, Job.of(made), options.step, (), exact=exact)
+        verdict = attribute_fault(made, options.run, Job.of(made), options.step, (), exact=exact)
     leave()
     if here is None or here.rank == 0:
         print(verdict, flush=True)

@@ -120,7 +120,7 @@ class AnomalyConfig:
             refuse("cannot change the rate", "rate_factors", repr(self.rate_factors), wanted)
         return tuple(sorted((int(m[1]), float(m[2])) for m in found if m))
 
-    def lowered(self, step: int) -> AnomalyConfig:
+    def lower_rate(self, step: int) -> AnomalyConfig:
         """With the learning rate lower from `step` on, from 0."""
         pairs = [*self.factors, (step, self.rate_factor)]
         return replace(self, rate_factors=" ".join(f"{s}:{f:g}" for s, f in sorted(pairs)))

@@ -55,7 +55,7 @@ from functron.training.config import (
     with_model,
     with_precision,
 )
-from functron.training.restored import recipe_text
+from functron.training.resume import recipe_text
 from functron.training.setup import RunSetup, with_additions
 
 _OFF = "leave it out, or train a GPT"

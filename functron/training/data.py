@@ -758,7 +758,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def prefetched(
+def prefetch(
     batch: Callable[[int], T], start: int, stop: int, depth: int = 2
 ) -> Iterator[Callable[[int], T]]:
     """`batch`, whose values for steps `start` to ``stop - 1`` one thread makes before they are due.

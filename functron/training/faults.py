@@ -1,6 +1,6 @@
 """Faults: values that say what goes wrong where, and functions that put them into a run.
 
-A fault is put in by wrapping what a run is given (`injected` around its step), or by changing a
+A fault is put in by wrapping what a run is given (`inject` around its step), or by changing a
 file; nothing is patched but the clock, and a process without the wrapper is untouched. For tests of
 runs that are meant to survive, ours and our users'.
 """
@@ -100,7 +100,7 @@ class Corrupt:
     layer: int | None = None
 
 
-def injected(
+def inject(
     step: Callable[[Any, Any], tuple[Any, Any]], faults: Sequence[Corrupt], rank: int = 0
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
     """`step` of a run on the process `rank`, into which these faults are put.

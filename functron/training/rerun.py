@@ -135,7 +135,7 @@ class Replay:
             it computes by itself; None where there are no ranks or no memory for it. Collective.
         watch: a step that says more of layers.
         samples: ``(index)`` to what is known of the samples.
-        told: ``(find) -> value``, what rank 0 finds. Collective.
+        broadcast: ``(find) -> value``, what rank 0 finds. Collective.
     """
 
     config: AnomalyConfig
@@ -146,7 +146,7 @@ class Replay:
     alone: Callable[[Any, int], Sequence[Numbers] | None]
     watch: Callable[[], Watch]
     samples: Callable[[int], Mapping[str, Any]]
-    told: Callable[[Callable[[], Any]], Any]
+    broadcast: Callable[[Callable[[], Any]], Any]
 
 
 def take_again(
@@ -191,11 +191,11 @@ def take_again(
     def verdict(kind: Any, **more: Any) -> Verdict:
         return Verdict(step, kind, begun, known, again, **facts, **more)
 
-    if replay.told(lambda: differs):
+    if replay.broadcast(lambda: differs):
         return verdict("other batch")
-    if replay.told(lambda: not _same(again, twice)):
+    if replay.broadcast(lambda: not _same(again, twice)):
         return verdict("unsteady")
-    if replay.told(lambda: since is not None):
+    if replay.broadcast(lambda: since is not None):
         return verdict("transient")
     by_rank = replay.alone(state, index)
     if by_rank is None:
@@ -300,19 +300,19 @@ def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
             saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
             return max((step for step in saved if step <= index), default=None)
 
-        begun = job.told(newest)
+        begun = job.broadcast(newest)
         where = run.begun_from if begun is None or folder is None else folder / str(begun)
         state, _ = begin_state(run.setup, where, run.device)
         return state, int(state.step)
 
     def step(index: int) -> Callable:
-        (targets,) = job.summed(run.num_targets(run.host_batch(index)))()
+        (targets,) = job.start_sum(run.num_targets(run.host_batch(index)))()
         if run.watch is not None and run.watch.due(index):
             return run.taking(run.watch.step, targets, watched=True)
         return run.taking(run.step, targets)
 
     def checksum(index: int) -> str:
-        (total,) = job.summed(own_hash(run.mesh, run.host_batch(index)))()
+        (total,) = job.start_sum(own_hash(run.mesh, run.host_batch(index)))()
         return f"{total:016x}"
 
     def watch() -> Watch:
@@ -330,11 +330,11 @@ def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
         lambda state, index: _alone(run, out, job, state, index),
         watch,
         run.samples_of,
-        job.told,
+        job.broadcast,
     )
 
 
-def attributed(
+def attribute_fault(
     run: Run,
     out: Path | None,
     job: Job,
@@ -359,7 +359,7 @@ def attributed(
         rows = [] if out is None else run_folder.records(out)
         return [{name: row.get(name) for name in names} for row in rows if row["step"] <= step]
 
-    found = {record["step"]: record for record in job.told(stored)}
+    found = {record["step"]: record for record in job.broadcast(stored)}
     found |= {record["step"]: record for record in known if "batch" in record}
     return take_again(replay_of(run, out, job), step, found, exact=exact)
 
@@ -389,6 +389,6 @@ def _alone(run: Run, out: Path | None, job: Job, state: State, index: int) -> li
     simulated = dataclasses.replace(run, setup=made, state=whole)
     step, _ = programs(made, run.around)
     numbers = numbers_of(step(whole, simulated.batch(index))[1])
-    found = job.gathered(numbers)
-    job.told(lambda: shutil.rmtree(path, ignore_errors=True))
+    found = job.gather(numbers)
+    job.broadcast(lambda: shutil.rmtree(path, ignore_errors=True))
     return found

@@ -91,7 +91,7 @@ class Elastic:
 ELASTIC_AXES = ("dp", "fsdp")
 
 
-def resized(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
+def resize(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
     """`config` on a mesh whose `axis` has another size, with the same batches of the same samples.
 
     Its microbatches are as few as there can be of no more samples than now: so ranks that are left
@@ -131,7 +131,7 @@ def resized(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
 def usable_sizes(config: TrainConfig) -> tuple[int, ...]:
     """Those of the sizes in ``config.elastic`` among which batches can be divided equally."""
     elastic = Elastic.parse(config.restarts.elastic)
-    found = (size for size in elastic.sizes if resized(config, elastic.axis, size) is not None)
+    found = (size for size in elastic.sizes if resize(config, elastic.axis, size) is not None)
     return tuple(found)
 
 
@@ -156,7 +156,7 @@ def fitting(config: TrainConfig, slots: int | None) -> TrainConfig | None:
     others = mesh.size // mesh[elastic.axis]
     for size in sorted(elastic.sizes, reverse=True):
         if size * others <= slots:
-            found = resized(config, elastic.axis, size)
+            found = resize(config, elastic.axis, size)
             if found is not None:
                 return found
     return None

@@ -34,7 +34,7 @@ from functron.training.loop import At, LoopHook, close_with
 from functron.training.records import Reporter
 from functron.training.replicas import batch_hash
 from functron.training.restarts import Request
-from functron.training.restored import abstract_state, restored
+from functron.training.resume import abstract_state, restore_state
 from functron.training.setup import RunSetup, Watch, make_setup
 from functron.training.step import State
 from functron.training.stragglers import Comparison
@@ -190,7 +190,7 @@ def prepare(
         device: where it runs.
         begin_from: a checkpoint of this run, made on any mesh, or of parameters alone, with which
             it begins; None: begin with random ones.
-        recast: whether that may be of another precision; see `functron.training.restored`.
+        recast: whether that may be of another precision; see `functron.training.resume`.
         around: what every program of a step is wrapped in, of its kind; for faults on purpose.
         at: called with "open" before its state is read, with "restored" after it, and later as
             `Run.at`.
@@ -259,7 +259,7 @@ def begin_state(
     key = random.key(made.config.seed)
     if begin_from is None:
         return made.init(key.to(device)), ()
-    return restored(begin_from, made, key, device, recast=recast)
+    return restore_state(begin_from, made, key, device, recast=recast)
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def deterministic() -> Iterator[None]:
         filled.fill_uninitialized_memory = before[2]
 
 
-def seen(run: Run, steps: int) -> dict[str, Any]:
+def count_samples(run: Run, steps: int) -> dict[str, Any]:
     """The samples of the first `steps` steps: ``samples``, and ``sources`` of a blend.
 
     By the name of a source how many of its samples these are, and how often it has come round:
@@ -340,7 +340,7 @@ class Job:
         recorded = self.entered
         return nullcontext() if recorded is None else recorded(op, EVERYWHERE, value)
 
-    def summed(self, *numbers: int) -> Callable[[], list[int]]:
+    def start_sum(self, *numbers: int) -> Callable[[], list[int]]:
         """A function that waits for the sums of all ranks' numbers modulo 2^64. Collective.
 
         One all-reduce for all of them; it begins at once, and is waited for in that function.
@@ -359,7 +359,7 @@ class Job:
 
         return wait
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank, on every rank. Collective."""
         if not self.bound:
             return [value]
@@ -368,7 +368,7 @@ class Job:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def told(self, find: Callable[[], Any]) -> Any:
+    def broadcast(self, find: Callable[[], Any]) -> Any:
         """The value that rank 0 finds, on every rank. Collective."""
         if not self.bound:
             return find()

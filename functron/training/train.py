@@ -35,7 +35,7 @@ from functron.spmd.mesh import LostRanksError
 from functron.training import data, records, restarts, run_folder, watchdog
 from functron.training.anomalies import Anomaly, Guard, OverflowHook, check_finite
 from functron.training.config import TrainConfig, configure
-from functron.training.data import prefetched
+from functron.training.data import prefetch
 from functron.training.evaluation import EvaluationHook
 from functron.training.hardware import peak_flops
 from functron.training.loop import (
@@ -48,7 +48,7 @@ from functron.training.loop import (
     record_to,
 )
 from functron.training.replicas import ReplicaHook, Replicas
-from functron.training.rerun import Verdict, attributed, check_hardware
+from functron.training.rerun import Verdict, attribute_fault, check_hardware
 from functron.training.restarts import (
     EXIT_AFTER,
     RESHAPE,
@@ -62,11 +62,11 @@ from functron.training.run import (
     Run,
     Session,
     begin_state,
+    count_samples,
     deterministic,
     memory_hook,
     own_hash,
     programs,
-    seen,
 )
 from functron.training.setup import Watch, make_setup
 from functron.training.step import State
@@ -145,7 +145,7 @@ def train(
         if job.main and out is not None:
             write = stack.enter_context(records.event_log(out / records.EVENTS))
         watched = stack.enter_context(_start_watchdog(run, out, job, hung))
-        past = job.told(lambda: _read_past(run, out))
+        past = job.broadcast(lambda: _read_past(run, out))
         phases = [PhaseHook(phase) for phase in (*_listen_for_recorder(run), *watched)]
         compared = _make_comparison(run, out, job, write)
         return _train_on(Session(run, out, job, write, stop, peak, phases, compared, also), past)
@@ -169,7 +169,7 @@ def _train_on(session: Session, past: list[dict[str, Any]]) -> Outcome:
             return outcome._replace(history=history)
         verdict = None
         if run.config.anomalies.attribute:
-            verdict = attributed(run, session.out, session.job, found.step, past + history)
+            verdict = attribute_fault(run, session.out, session.job, found.step, past + history)
             session.write("rerun", found.step, **verdict.event())
             check_hardware(verdict)
         answers += found.action in ("rollback", "lower-rate")
@@ -400,8 +400,8 @@ class Batches:
         try:
             host, share, targets = self._make(index)
         except Exception as error:  # raised in its turn: till then the ranks go on together
-            return error, self._job.summed(0, 0)
-        return host, self._job.summed(share, targets)
+            return error, self._job.start_sum(0, 0)
+        return host, self._job.start_sum(share, targets)
 
     def num_targets(self, index: int) -> int:
         """The targets of all ranks in the batch of a step that was taken."""
@@ -420,7 +420,7 @@ def _open_batches(session: Session) -> Iterator[Batches]:
         batch = run.host_batch(index)
         return batch, own_hash(run.mesh, batch), run.num_targets(batch)
 
-    with prefetched(make, run.start, run.config.steps, run.config.data.prefetch) as made:
+    with prefetch(make, run.start, run.config.steps, run.config.data.prefetch) as made:
         yield Batches(session, made)
 
 
@@ -434,7 +434,7 @@ def _make_meter(session: Session, batches: Batches) -> Meter:
         peak_flops=session.peak_flops,
         device=run.device,
         details=gpt.summary if detailed else None,
-        position=lambda steps: {**seen(run, steps), "batch": batches.checksum(steps - 1)},
+        position=lambda steps: {**count_samples(run, steps), "batch": batches.checksum(steps - 1)},
     )
 
 
@@ -583,7 +583,7 @@ def _make_comparison(
 
     clock = DeviceClock() if run.device.type == "cuda" else None
     watch = Stopwatch(mesh.recorder, axes_of(mesh), clock)
-    hosts = job.gathered(socket.gethostname())
+    hosts = job.gather(socket.gethostname())
     picture = out / PICTURE if out is not None and job.main else None
     return Comparison(mesh, hosts, every, watch, gather, write, say if job.main else None, picture)
 
@@ -627,7 +627,7 @@ def replicas_of(run: Run, job: Job) -> Replicas | None:
         return int(job.across(number, dist.ReduceOp.MAX))
 
     stages = "pp" if run.setup.is_pipelined else None
-    return Replicas(run.mesh, run.setup.state_specs, stages, largest, job.gathered)
+    return Replicas(run.mesh, run.setup.state_specs, stages, largest, job.gather)
 
 
 def _log_end(write: Callable[..., None], outcome: Outcome) -> None:
@@ -671,7 +671,7 @@ def _answer_anomaly(
     on = dataclasses.replace(run, state=outcome.state, start=taken)
     if found.action != "lower-rate":
         return on
-    anomalies = run.config.anomalies.lowered(taken)
+    anomalies = run.config.anomalies.lower_rate(taken)
     config = configure(run.config, anomalies=anomalies)
     made = make_setup(config, run.mesh)
     step, watch = programs(made, run.around)
@@ -706,7 +706,7 @@ def _roll_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
             run_folder.write_config(out, config)
         return begun
 
-    begun = job.told(begin)
+    begun = job.broadcast(begin)
     where = run.begun_from if begun is None or folder is None else folder / str(begun)
     state, _ = begin_state(run.setup, where, run.device)
     start = int(state.step)
@@ -716,7 +716,7 @@ def _roll_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
     made, step, watch = dataclasses.replace(run.setup, config=config), run.step, run.watch
     if start < sum(steps for steps, _ in batches.earlier):
         config = configure(config, earlier_batches=earlier_text(batches.until(start)))
-        job.told(lambda: None if out is None else run_folder.write_config(out, config))
+        job.broadcast(lambda: None if out is None else run_folder.write_config(out, config))
         made = make_setup(config, run.mesh)
         step, watch = programs(made, run.around)
     return Run(

@@ -285,7 +285,7 @@ def at(moment, step):
         Path(slots).write_text("1" if step == 9 else "2")
     kill(moment, step)
 
-sys.exit(process.guarded(lambda: train.run(arguments, at)))
+sys.exit(process.run_guarded(lambda: train.run(arguments, at)))
 """
 
 

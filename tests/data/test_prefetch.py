@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from functron.training.data import prefetched
+from functron.training.data import prefetch
 
 
 def alive() -> list[str]:
@@ -22,7 +22,7 @@ def test_batches_come_in_order_whatever_the_depth(depth):
         made.append(step)
         return [step]
 
-    with prefetched(batch, 3, 40, depth) as take:
+    with prefetch(batch, 3, 40, depth) as take:
         assert [take(step) for step in range(3, 40)] == [[step] for step in range(3, 40)]
         assert made == list(range(3, 40))  # each once
         assert take(7) == [7]  # of any other step too
@@ -37,7 +37,7 @@ def test_no_more_than_depth_wait():
         ready.release()
         return step
 
-    with prefetched(batch, 0, 100, 3) as take:
+    with prefetch(batch, 0, 100, 3) as take:
         for _ in range(4):  # three wait, and one more is at hand when there is room for it
             assert ready.acquire(timeout=10)
         assert not ready.acquire(timeout=0.05)
@@ -56,7 +56,7 @@ def test_a_batch_is_made_while_a_step_runs():
             begun.set()
         return step
 
-    with prefetched(batch, 0, 2, 1) as take:
+    with prefetch(batch, 0, 2, 1) as take:
         take(0)
         assert begun.wait(10)  # nobody has asked for step 1
 
@@ -67,7 +67,7 @@ def test_an_error_comes_with_its_step():
             raise ValueError("the file has lost its end")
         return step
 
-    with prefetched(batch, 0, 9, 4) as take:
+    with prefetch(batch, 0, 9, 4) as take:
         assert [take(step) for step in range(2)] == [0, 1]  # those before it are not lost
         with pytest.raises(ValueError, match="lost its end"):
             take(2)
@@ -84,7 +84,7 @@ def test_leaving_early_waits_for_no_batch_but_the_one_being_made():
         return step
 
     def interrupted():
-        with prefetched(batch, 0, 10**6, 2) as take:
+        with prefetch(batch, 0, 10**6, 2) as take:
             take(0)
             raise KeyboardInterrupt
 
@@ -95,6 +95,6 @@ def test_leaving_early_waits_for_no_batch_but_the_one_being_made():
 
 
 def test_nothing_to_do_starts_no_thread():
-    with prefetched(str, 5, 5, 2) as take:
+    with prefetch(str, 5, 5, 2) as take:
         assert alive() == []
         assert take(5) == "5"

@@ -43,7 +43,7 @@ from functron.training import config, run_folder
 from functron.training.convert import arguments_of, convert
 from functron.training.data import open_samples
 from functron.training.migrate import architecture_arguments, config_of
-from functron.training.restored import restored
+from functron.training.resume import restore_state
 from functron.training.setup import make_setup
 
 FIXTURES = Path(__file__).parent / "megatron"
@@ -117,7 +117,7 @@ def test_goes_on_as_megatron_would_have(name, layout, mesh, unpacked, tmp_path):
     run = config.load(tmp_path / "run" / "config.toml")
     made = make_setup(run, ft.Mesh.parse(mesh) if mesh else ft.Mesh())
     stored = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    state, _ = restored(stored, made, random.key(run.seed), torch.device("cpu"))
+    state, _ = restore_state(stored, made, random.key(run.seed), torch.device("cpu"))
     assert int(state.step) == 5
     logits = gpt.forward(run.gpt, state.params, batch_of(1000)["tokens"]).float()
     wanted = torch.from_numpy(np.load(folder / "golden.npz")["logits"])

@@ -13,7 +13,7 @@ from functron import tree
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training.config import configure
-from functron.training.faults import Corrupt, injected
+from functron.training.faults import Corrupt, inject
 from functron.training.records import EVENTS, read
 from functron.training.replicas import CorruptionError
 from functron.training.run import Job, own_hash, prepare
@@ -33,7 +33,7 @@ def taken(name: str, mesh: str, fault: Corrupt | None = None, **changes):
     config = configure(BASE, mesh=mesh, **changes)
     run = prepare(config, BOUND[mesh])
     if fault is not None:
-        run = replace(run, step=injected(run.step, [fault], RANK))
+        run = replace(run, step=inject(run.step, [fault], RANK))
     out, error, history = FOLDER / name, "", []
     try:
         outcome = train(run, out)
@@ -113,6 +113,6 @@ whole = own_hash(Mesh(), prepare(config, Mesh()).host_batch(0))
 for mesh in (*BOUND, "fsdp=2,cp=2"):
     bound = BOUND.get(mesh) or Mesh.parse(mesh).bind()
     run = prepare(configure(config, mesh=mesh), bound)
-    assert Job.of(run).summed(own_hash(bound, run.host_batch(0)))() == [whole], mesh
+    assert Job.of(run).start_sum(own_hash(bound, run.host_batch(0)))() == [whole], mesh
 
 dist.destroy_process_group()

@@ -18,7 +18,7 @@ from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import configure
-from functron.training.faults import Corrupt, injected
+from functron.training.faults import Corrupt, inject
 from functron.training.loop import every, loop
 from functron.training.records import EVENTS, read
 from functron.training.restarts import Request, StopHook
@@ -39,7 +39,7 @@ FAULT = Corrupt(step=4, leaf="params/blocks/mlp/up/w", element=None, rank=1, tim
 
 def ended(name: str, fault: Corrupt) -> tuple[str, dict]:
     """The end of a run with a fault, and what was found when its step was taken again."""
-    around = partial(injected, faults=[fault], rank=RANK)
+    around = partial(inject, faults=[fault], rank=RANK)
     try:
         train(prepare(CONFIG, BOUND, around=around), FOLDER / name)
     except (OSError, FloatingPointError) as error:

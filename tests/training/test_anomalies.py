@@ -20,7 +20,7 @@ from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig, Detector, Guard, with_factors
 from functron.training.config import configure, load
-from functron.training.faults import Corrupt, injected
+from functron.training.faults import Corrupt, inject
 from functron.training.run import prepare
 from functron.training.train import train
 
@@ -304,7 +304,7 @@ def test_a_loss_that_is_not_finite_goes_back_too(text, tmp_path):
     base = configure(base, gpt=replace(base.gpt, **small))
     faulty = configure(base, anomalies=AnomalyConfig(on_nonfinite="rollback", skip_data=False))
     made = prepare(faulty, Mesh())
-    step = injected(made.step, [Corrupt(step=4, leaf="params/embed", element=None)])
+    step = inject(made.step, [Corrupt(step=4, leaf="params/embed", element=None)])
     history = train(replace(made, step=step), tmp_path / "run").history
     plain = train(prepare(base, Mesh()), None).history
     assert [r["loss"] for r in history] == [r["loss"] for r in plain]

@@ -19,7 +19,7 @@ from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training import faults, run_folder
 from functron.training.config import configure
-from functron.training.faults import Corrupt, FullDisk, Kill, flip_, flip_file, injected, moments
+from functron.training.faults import Corrupt, FullDisk, Kill, flip_, flip_file, inject, moments
 from functron.training.restarts import stop_requests
 from functron.training.run import prepare
 from functron.training.step import State
@@ -70,31 +70,31 @@ def test_what_is_not_there_is_not_flipped(tmp_path):
 
 def test_a_fault_happens_at_its_step_and_rank_as_often_as_it_says():
     fault = Corrupt(step=1, leaf="params/w", rank=2)
-    step = injected(taken, [fault], rank=2)
+    step = inject(taken, [fault], rank=2)
     assert step(held(0), None)[1]["loss"] == 6
     assert math.isnan(step(held(1), None)[1]["loss"])
     assert step(held(1), None)[1]["loss"] == 6
-    assert injected(taken, [fault], rank=1)(held(1), None)[1]["loss"] == 6
+    assert inject(taken, [fault], rank=1)(held(1), None)[1]["loss"] == 6
 
 
 def test_a_persistent_fault_stays_and_may_scale_a_whole_leaf():
     fault = Corrupt(step=0, leaf="params/w", element=None, value=10.0, scale=True, times=None)
-    step = injected(taken, [fault], rank=7)
+    step = inject(taken, [fault], rank=7)
     assert [float(step(held(0), None)[1]["loss"]) for _ in range(2)] == [60, 60]
 
 
 def test_one_layer_goes_wrong():
     whole = Held(torch.tensor(0), {"w": torch.ones(3, 2)})
-    step = injected(lambda state, batch: (state, {}), [Corrupt(0, "params/w", layer=2, element=1)])
+    step = inject(lambda state, batch: (state, {}), [Corrupt(0, "params/w", layer=2, element=1)])
     wrong = torch.isnan(step(whole, None)[0].params["w"])
     assert wrong.tolist() == [[False, False], [False, False], [False, True]]
     with pytest.raises(ValueError, match="layer 3; wanted one of 3"):
-        injected(lambda s, b: (s, {}), [Corrupt(0, "params/w", layer=3)])(whole, None)
+        inject(lambda s, b: (s, {}), [Corrupt(0, "params/w", layer=3)])(whole, None)
 
 
 def test_an_unknown_leaf_is_named_with_the_nearest():
     with pytest.raises(ValueError, match="params/w"):
-        injected(taken, [Corrupt(step=0, leaf="params/v")])(held(0), None)
+        inject(taken, [Corrupt(step=0, leaf="params/v")])(held(0), None)
 
 
 TINY = configure(

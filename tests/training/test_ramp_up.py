@@ -30,7 +30,7 @@ from functron.training import run_folder, with_changed_batch
 from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, load
-from functron.training.faults import Corrupt, injected
+from functron.training.faults import Corrupt, inject
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from functron.training.train import train
@@ -274,7 +274,7 @@ def test_a_rollback_beyond_the_change_takes_its_steps_with_the_batches_of_now(tm
     config = changed(out, global_batch=8, steps=8, anomalies=policy)
     made = prepare(config, Mesh(), "cpu", run_folder.newest(out))
     fault = Corrupt(step=5, leaf="params/embed", element=None)
-    train(replace(made, step=injected(made.step, [fault])), out)
+    train(replace(made, step=inject(made.step, [fault])), out)
     assert load(out / run_folder.CONFIG).data.earlier_batches == "2x4"
     samples = [record["samples"] for record in run_folder.records(out)]
     assert samples == [4, 8, 16, 24, 32, 40, 48, 56]

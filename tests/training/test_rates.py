@@ -15,7 +15,7 @@ from functron.optim import AdafactorConfig, OptimizerConfig, ScheduleConfig
 from functron.training import records
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure
-from functron.training.restored import rate_notes
+from functron.training.resume import rate_notes
 
 SMALL = [
     "--data", argparse.__file__, "--seq", "8", "--global-batch", "4", "--gpt.num-layers", "1",

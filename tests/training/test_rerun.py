@@ -17,7 +17,7 @@ from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import configure
-from functron.training.faults import Corrupt, injected
+from functron.training.faults import Corrupt, inject
 from functron.training.rerun import Verdict, unlike
 from functron.training.run import prepare
 from functron.training.train import train
@@ -50,7 +50,7 @@ def rerun(capsys, *arguments) -> dict[str, str]:
 
 
 def test_a_fault_that_does_not_come_again_is_transient_and_costs_no_samples(tmp_path):
-    around = partial(injected, faults=[NAN])
+    around = partial(inject, faults=[NAN])
     history = train(prepare(BASE, Mesh(), around=around), tmp_path).history
     plain = train(prepare(BASE, Mesh()), None).history
     assert [r["loss"] for r in history] == [r["loss"] for r in plain]
@@ -63,7 +63,7 @@ def test_a_fault_that_does_not_come_again_is_transient_and_costs_no_samples(tmp_
 
 
 def test_what_comes_again_is_of_the_data_or_the_model_with_its_layer_and_samples(tmp_path):
-    around = partial(injected, faults=[replace(NAN, times=None)])
+    around = partial(inject, faults=[replace(NAN, times=None)])
     config = configure(BASE, anomalies=replace(BASE.anomalies, on_nonfinite="stop"))
     with pytest.raises(FloatingPointError, match="step 5: got loss nan"):
         train(prepare(config, Mesh(), around=around), tmp_path)

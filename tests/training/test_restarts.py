@@ -7,7 +7,7 @@ import pytest
 from functron.training import restarts
 from functron.training.checks import validate
 from functron.training.config import configure
-from functron.training.restarts import Elastic, fitting, resized, seconds_of, usable_sizes
+from functron.training.restarts import Elastic, fitting, resize, seconds_of, usable_sizes
 
 DP = configure(
     mesh="dp=4", nproc=4, global_batch=12, device="cpu", max_restarts=3, elastic="dp=2:6"
@@ -52,7 +52,7 @@ def test_sizes_of_an_axis():
 
 def test_a_smaller_mesh_takes_more_microbatches_and_the_same_batch():
     def shape(config, size):
-        found = resized(config, "dp", size)
+        found = resize(config, "dp", size)
         return found and (
             found.parallelism.mesh,
             found.parallelism.nproc,

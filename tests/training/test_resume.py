@@ -189,11 +189,11 @@ def test_records_are_not_guessed(cut):
 
 KILLED = """
 import os, sys
-from functron.cli.process import guarded
+from functron.cli.process import run_guarded
 from functron.cli.train import run
 from functron.training.faults import Kill, moments
 at = moments([Kill("step", rank=1, step=5)], int(os.environ["RANK"]))
-sys.exit(guarded(lambda: run(sys.argv[1:], at)))
+sys.exit(run_guarded(lambda: run(sys.argv[1:], at)))
 """
 
 

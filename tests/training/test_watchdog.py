@@ -127,7 +127,7 @@ import dataclasses, sys
 from pathlib import Path
 import torch.distributed as dist
 from functron.cli.launch import join
-from functron.cli.process import current, guarded
+from functron.cli.process import current, run_guarded
 from functron.cli.train import hung
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
@@ -149,7 +149,7 @@ def run():
     made = dataclasses.replace(made, step=faults.hanging(made.step, [fault], mesh))
     train(made, out, hung=hung)
 
-sys.exit(guarded(run))
+sys.exit(run_guarded(run))
 """
 
 

@@ -51,7 +51,7 @@ from functron.training.step import State
 _SAYING = "--precision NAME (or --products) beside --resume says so; in Python recast=True"
 
 
-def restored(
+def restore_state(
     path: Path, setup: RunSetup, key: torch.Tensor, device: torch.device, *, recast: bool = False
 ) -> tuple[State, tuple[str, ...]]:
     """The state in a checkpoint, for the next step of `setup`, and what was converted, in words.
@@ -550,7 +550,9 @@ def _describe_rates(before: TrainConfig, now: TrainConfig, start: int) -> list[s
         f"{before.steps}, {shown(float(old(now.steps - 1)))}"
     ]
     if abs(comes - last) > _JUMP * peak:
-        lines.append(f"it jumps: to keep the old schedule, add {' '.join(_keep_schedule(before, now))}")
+        lines.append(
+            f"it jumps: to keep the old schedule, add {' '.join(_keep_schedule(before, now))}"
+        )
         options = " ".join(_transition_options(now, start, last))
         lines.append(f"or to go over to the new one, {options}")
         lines.append("or leave it so, and the new one decides from here")

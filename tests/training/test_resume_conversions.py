@@ -15,7 +15,7 @@ from functron.optim.low_precision import MastersState, StochasticState
 from functron.spmd.spec import shard
 from functron.training import run_folder
 from functron.training.config import configure, with_precision
-from functron.training.restored import restored
+from functron.training.resume import restore_state
 from functron.training.setup import make_setup
 from functron.training.step import State
 from tests.training.test_watch import CONFIG, MODELS, batch_of
@@ -137,7 +137,7 @@ def test_every_policy_goes_on_as_every_other(after, runs):
     made = make_setup(config_of(after), Mesh())
     fresh = made.init(random.key(0))
     for before, (path, state, loss) in runs.items():
-        got, words = restored(path, made, random.key(0), CPU, recast=True)
+        got, words = restore_state(path, made, random.key(0), CPU, recast=True)
         if before == after:
             assert not words
             assert_same(got, state)
@@ -158,7 +158,7 @@ def test_every_policy_goes_on_as_every_other(after, runs):
             _, metrics = made.step(got, batch_of())
             assert float(metrics["loss"]) == pytest.approx(loss, rel=2e-3)
     with pytest.raises(ValueError, match=r"NAME .or --products. beside --resume says so"):
-        restored(path if after != "fp8-delayed" else runs["bf16"][0], made, random.key(0), CPU)
+        restore_state(path if after != "fp8-delayed" else runs["bf16"][0], made, random.key(0), CPU)
 
 
 def test_float32_comes_back_as_it_was(runs, tmp_path):
@@ -172,19 +172,21 @@ def test_float32_comes_back_as_it_was(runs, tmp_path):
     checkpoint.save(tmp_path / "0", {"params": state.params}, {"step": 0})
     for name in ("bf16-pure", "fp16"):  # of parameters alone
         made = make_setup(config_of(name), Mesh())
-        begun, _ = restored(tmp_path / "0", made, random.key(0), CPU, recast=True)
+        begun, _ = restore_state(tmp_path / "0", made, random.key(0), CPU, recast=True)
         low = tree.map(lambda p, d: p.to(d.dtype), state.params, made.defs)
         wanted = made.init(random.key(0), state.params if name == "fp16" else low)
         assert_same(begun, wanted)
         with pytest.raises(ValueError, match="is of another precision"):
-            restored(tmp_path / "0", make_setup(config_of("bf16-pure"), Mesh()), random.key(0), CPU)
+            restore_state(
+                tmp_path / "0", make_setup(config_of("bf16-pure"), Mesh()), random.key(0), CPU
+            )
     for name in ("bf16", "fp16"):
-        between, _ = restored(
+        between, _ = restore_state(
             path, make_setup(config_of(name), Mesh()), random.key(0), CPU, recast=True
         )
         path = tmp_path / name
         checkpoint.save(path, between, {"step": 2})
-    back, words = restored(
+    back, words = restore_state(
         path, make_setup(config_of("float32"), Mesh()), random.key(0), CPU, recast=True
     )
     assert_same(back, state)
@@ -204,7 +206,7 @@ def test_each_rank_reads_its_part(fields, runs):
     """Without communication: masters of parameters, and parameters of masters."""
     for before, after in (("bf16-pure", "fp16"), ("fp8-delayed", "float32")):
         path, *_ = runs[before]
-        whole, _ = restored(
+        whole, _ = restore_state(
             path, make_setup(config_of(after), Mesh()), random.key(0), CPU, recast=True
         )
         config = config_of(after, **fields)
@@ -212,7 +214,7 @@ def test_each_rank_reads_its_part(fields, runs):
         rank = mesh.size - 1
         groups = dict.fromkeys(mesh.axis_names)
         last = make_setup(config, BoundMesh(mesh, rank, mesh.coordinate(rank), groups, "cpu"))
-        got, _ = restored(path, last, random.key(0), CPU, recast=True)
+        got, _ = restore_state(path, last, random.key(0), CPU, recast=True)
         known = dict(zip(tree.paths(whole), tree.leaves(whole), strict=True))
         specs = {leaf.path: leaf.spec for leaf in last.placement.leaves}
         for name, leaf in zip(tree.paths(got), tree.leaves(got), strict=True):
@@ -241,7 +243,7 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
 
     state = tree.map_with_path(drawn, wide.init(random.key(0)))
     checkpoint.save(tmp_path / "32", state, {"step": 1})
-    got, words = restored(tmp_path / "32", low, random.key(0), CPU, recast=True)
+    got, words = restore_state(tmp_path / "32", low, random.key(0), CPU, recast=True)
     assert words == (f"the optimizer's state from float32 to {title}",)
     before, after = (dict(zip(tree.paths(x), tree.leaves(x), strict=True)) for x in (state, got))
     coded = [name.removesuffix("/codes") for name in after if name.endswith("/codes")]
@@ -251,7 +253,7 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
         assert torch.equal(made.codes, after[f"{name}/codes"])
         assert torch.equal(made.scales, after[f"{name}/scales"])
     checkpoint.save(tmp_path / "8", got, {"step": 1})
-    back, words = restored(tmp_path / "8", wide, random.key(0), CPU, recast=True)
+    back, words = restore_state(tmp_path / "8", wide, random.key(0), CPU, recast=True)
     assert words == (f"the optimizer's state from {title} to float32",)
     known = dict(zip(tree.paths(back), tree.leaves(back), strict=True))
     for name in coded:
@@ -261,7 +263,7 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
     last = BoundMesh(mesh, 1, mesh.coordinate(1), {"fsdp": None}, "cpu")
     for path, made in ((tmp_path / "32", low), (tmp_path / "8", wide)):
         part = make_setup(configure(made.config, mesh="fsdp=2"), last)
-        mine, _ = restored(path, part, random.key(0), CPU, recast=True)
+        mine, _ = restore_state(path, part, random.key(0), CPU, recast=True)
         whole = after if made is low else known
         specs = {leaf.path: leaf.spec for leaf in part.placement.leaves}
         for name, leaf in zip(tree.paths(mine), tree.leaves(mine), strict=True):
@@ -292,7 +294,7 @@ def test_moments_from_8_bits_to_other_8_bits(tmp_path, before, after):
         named[f"{name}/codes"].copy_(made.codes)
         named[f"{name}/scales"].copy_(made.scales)
     checkpoint.save(tmp_path / "one", state, {"step": 1})
-    got, words = restored(tmp_path / "one", run(after), random.key(0), CPU, recast=True)
+    got, words = restore_state(tmp_path / "one", run(after), random.key(0), CPU, recast=True)
     titles = {"int8": "8 bits", "fp8": "fp8"}
     assert words == (f"the optimizer's state from {titles[before]} to {titles[after]}",)
     found = dict(zip(tree.paths(got.opt_state), tree.leaves(got.opt_state), strict=True))
@@ -311,4 +313,4 @@ def test_weights_that_do_not_fit(runs, tmp_path):
     checkpoint.save(tmp_path / "wide", wide, {"step": 1})
     half = make_setup(config_of("fp16"), Mesh())
     with pytest.raises(ValueError, match="params/embed: got values that float16 has not"):
-        restored(tmp_path / "wide", half, random.key(0), CPU, recast=True)
+        restore_state(tmp_path / "wide", half, random.key(0), CPU, recast=True)
