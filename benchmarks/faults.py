@@ -160,7 +160,7 @@ class Forks:
         code = 1
         try:
             at = self.at(number, rank)
-            code = process.guarded(lambda: command.run(arguments, at))
+            code = process.run_guarded(lambda: command.run(arguments, at))
         except BaseException:
             traceback.print_exc()
         finally:
