@@ -24,7 +24,9 @@ TYPES = {
     "functron.nn.NormKind",
     "functron.nn.Predictions",
     "functron.ops.Gradient",
-    "functron.t5.Cache",
+    "functron.optim.RateSchedule",
+    "functron.precision.PrecisionPolicy",
+    "functron.t5.T5Cache",
 }
 ROOMS = ("data", "models", "ops", "spmd", "transforms")
 

@@ -22,7 +22,7 @@ from functron.core.chart import table
 from functron.core.errors import local_path
 from functron.core.settings import Needs, always
 from functron.ops import nvrtc
-from functron.ops.nvrtc import Compiled, CompileError, Defines, Resources, Source
+from functron.ops.nvrtc import CompiledKernel, CompileError, Defines, KernelSource, Resources
 
 _HEADS = ("source", "variant", "arch", "kernel", "registers", "stack", "spills", "shared")
 
@@ -60,10 +60,10 @@ class Built:
         failure: the message of the compiler then.
     """
 
-    source: Source
+    source: KernelSource
     defines: Defines
     arch: str
-    compiled: Compiled | None
+    compiled: CompiledKernel | None
     failure: str = ""
 
     @property
@@ -74,7 +74,7 @@ class Built:
 
 
 def build(
-    chosen: Iterable[Source],
+    chosen: Iterable[KernelSource],
     archs: Sequence[str] = nvrtc.ARCHS,
     folder: Path | None = None,
     jobs: int = 0,
@@ -95,7 +95,7 @@ def build(
     for arch in archs:
         nvrtc.check_arch(arch)
 
-    def one(job: tuple[Source, Defines, str]) -> Built:
+    def one(job: tuple[KernelSource, Defines, str]) -> Built:
         try:
             return Built(*job, nvrtc.cubin(*job, folder))
         except CompileError as error:

@@ -32,7 +32,7 @@ import torch
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.hub.files import Source
 from functron.hub.format import Layout, tensors
-from functron.ops.quantise import E2M1, E4M3, E8M0, Format, magnitude, quantise, unpacked
+from functron.ops.quantise import E2M1, E4M3, E8M0, QuantisedFormat, magnitude, quantise, unpacked
 
 ENTRY = "quantization_config"
 
@@ -386,9 +386,9 @@ def _pairs_of(
 # --- writing
 
 
-METHODS: Mapping[str, Format] = MappingProxyType({
-    "fp8-block": Format.parse("e4m3@128x128"),
-    "fp8-row": Format.parse("e4m3@row"),
+METHODS: Mapping[str, QuantisedFormat] = MappingProxyType({
+    "fp8-block": QuantisedFormat.parse("e4m3@128x128"),
+    "fp8-row": QuantisedFormat.parse("e4m3@row"),
 })  # fmt: skip
 """By name: how matrices of outputs by inputs are written."""
 

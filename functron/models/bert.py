@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from functron import nn
 from functron.core.errors import public, raise_problems
 from functron.core.scopes import named_scope
-from functron.core.settings import setting
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.config import Dtype, Named, TextConfig
 from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
@@ -31,16 +30,14 @@ from functron.models.stack import (
     rate_problems,
     size_problems,
     summed_loss,
-    tensor_rules,
+    text_rules,
     whole_heads,
 )
 from functron.nn.layers import linear_defs, sequence_axes
 from functron.nn.masked import masked_attention
 from functron.spmd import collectives as lax
 from functron.spmd import params
-from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import Normal, ParamDef, zeros
-from functron.spmd.spec import Rules
 
 __all__ = [
     "PRESETS",
@@ -55,12 +52,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BertConfig(TextConfig):
     """Architecture of a BERT.
 
     Attributes:
-        vocab_size: token ids are 0 to ``vocab_size - 1``.
         num_layers: blocks.
         embed_dim: width of the stream.
         num_heads: heads of attention.
@@ -69,14 +65,9 @@ class BertConfig(TextConfig):
         num_types: kinds of segments of a sample.
         activation: of feed-forward layers and before the logits.
         norm_eps: epsilon of the norms.
-        dropout: rate on the embedding and on what each sublayer adds; attention probabilities are
-            not dropped.
         init_stddev: of all matrices.
-        vocab_multiple: the vocabulary is padded to a multiple of it.
-        dtype: of parameters and activations.
     """
 
-    vocab_size: int = 256
     num_layers: int = 4
     embed_dim: int = 256
     num_heads: int = 8
@@ -85,10 +76,7 @@ class BertConfig(TextConfig):
     num_types: int = 2
     activation: nn.Activation = "gelu"
     norm_eps: float = 1e-12
-    dropout: float = 0.0
     init_stddev: float = 0.02
-    vocab_multiple: int = 384
-    dtype: Dtype = setting("float32", box="precision")
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")
@@ -96,14 +84,12 @@ class BertConfig(TextConfig):
         found += [] if found else head_problems("num_heads", self.embed_dim, self.num_heads)
         found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
         found += rate_problems(self)
-        raise_problems("BertConfig describes no model", found)
+        raise_problems("invalid BertConfig", found)
 
     @property
     def attention(self) -> nn.AttentionConfig:
         """The shapes of the attention layers."""
-        heads = self.num_heads
-        size = self.embed_dim // heads
-        return nn.AttentionConfig(self.embed_dim, heads, heads, size, bias=True, out_bias=True)
+        return nn.AttentionConfig(embed_dim=self.embed_dim, num_heads=self.num_heads, bias=True)
 
 
 _WORDS: dict[str, Any] = {"vocab_size": 30522, "dropout": 0.1}
@@ -169,14 +155,7 @@ def defs(config: BertConfig) -> dict:
     }
 
 
-@public
-def rules(
-    config: BertConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
-) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism on data axes and tp, as `gpt.rules`."""
-    c = config
-    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
-    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+rules = public(text_rules)
 
 
 @public

@@ -16,11 +16,12 @@ import torch
 from functron import nn
 from functron.core.errors import Problem, nearest, on_hub, raise_problems
 from functron.core.settings import Need, Needs, needs_under, setting
+from functron.nn.attention import RopePairs
+from functron.nn.mla import MLAConfig, latent_problems
 from functron.nn.moe import MOE_NEEDS, ExpertActivation, MoEConfig
 
 Config = TypeVar("Config")
 Positions = Literal["rope", "learned", "none"]
-RopePairs = Literal["halves", "neighbours"]
 Norms = Literal["before", "after", "both"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 _CHOICES = MappingProxyType(
@@ -113,13 +114,23 @@ class Named(Mapping[str, Config]):
         return len(self.configs)
 
 
+@dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """Properties that the configs of text models derive from their fields."""
+    """The options that all text models have.
 
-    vocab_size: int
-    vocab_multiple: int
-    dropout: float
-    dtype: Dtype
+    Attributes:
+        vocab_size: token ids are 0 to ``vocab_size - 1``.
+        vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
+            that divides it fits, and the padding takes no part in the loss.
+        dropout: rate on the embedding and on what each sublayer adds. Attention probabilities are
+            not dropped.
+        dtype: of parameters and activations: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
+    """
+
+    vocab_size: int = 256
+    vocab_multiple: int = 384
+    dropout: float = 0.0
+    dtype: Dtype = setting("float32", box="precision")
 
     @property
     def padded_vocab(self) -> int:
@@ -132,86 +143,57 @@ class TextConfig:
         return getattr(torch, self.dtype)
 
 
-@dataclass(frozen=True)
-class GPTConfig(TextConfig):
-    """Architecture of a decoder.
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(MLAConfig, TextConfig):
+    """Architecture of a decoder: the options of its attention, and those of all else.
+
+    `functron.nn.self_attention` and `functron.nn.mla` read it as it is.
 
     Attributes:
-        vocab_size: token ids are 0 to ``vocab_size - 1``.
         num_layers: transformer blocks.
-        embed_dim: width of the residual stream.
-        num_heads: query heads.
-        num_kv_heads: key/value heads; 0 means as many as query heads.
-        head_dim: width of a head; 0 means ``embed_dim // num_heads``.
         mlp_dim: width of the feed-forward hidden layer.
         max_seq: longest sequence, in tokens.
         norm: ``"rms"``, ``"layer"`` or ``"bare_layer"``, which has no parameters (OLMo 1); of
             sublayers and at the end.
         sublayer_norms: ``"before"`` each sublayer, of what it reads; ``"after"`` it, of what it
             adds to the stream (OLMo 2); ``"both"`` (Gemma 2 and 3).
-        norm_eps: epsilon of the norms.
         activation: of feed-forward layers and experts; "clamped_swiglu" (GPT-OSS) of experts alone.
         gated: multiply the activation by a second projection (SwiGLU with silu).
-        bias: biases on all linear layers.
-        qkv_bias: biases on queries, keys and values, also without `bias` (Qwen2).
-        qkv_clip: queries, keys and values are brought into [-qkv_clip, qkv_clip] as they are made
-            (OLMo 1); 0: they are not.
-        qk_norm: RMSNorm on queries and keys.
-        qk_norm_across: that norm is over all heads together (OLMo 2), not of each.
-        zero_centered_norm: norms multiply by 1 + scale, and scales start at 0 (Gemma).
         positions: ``"rope"``, ``"learned"`` or ``"none"``.
         rope_theta: base of the rotary frequencies.
-        local_rope_theta: that of layers with a window, which nothing stretches (Gemma 3); 0: the
-            same.
-        rope_fraction: of the dims of a head, the first ones, are rotated (Nemotron-4).
-        rope_pairs: pairs of rotated dims are dims i and i + half of them, ``"halves"`` (Llama), or
-            2i and 2i + 1, ``"neighbours"`` (GPT-J, GLM); `rope_interleaved` says it of latent
-            attention.
-        rope_sections: so many pairs of rotated dims, one after the other, turn by each of a token's
-            positions: (16, 24, 24) by time, height and width in Qwen2-VL. A batch's ``positions``
-            are then ``[batch, seq, sections]``, or ``[batch, seq]`` where all are equal, as they
-            are of text. (): tokens have one position.
-        nope_every: every so-manieth layer, counted from 1, has no rotary positions (SmolLM3); 0:
-            none.
-        rope_scaling: stretching of the rotary frequencies for longer sequences, or None.
-        window: each query sees so many keys at most, its own among them (Beltagy et al. 2020); 0:
-            all before it.
-        global_every: where there is a window, every so-manieth layer, counted from 1, has none (2
-            in GPT-OSS); 0: every layer has it.
-        sinks: each head has a learned logit that takes part in the softmax of attention and has no
-            value (GPT-OSS).
-        attention_scale: multiplies attention scores; 0: 1 / sqrt(head_dim).
-        attention_gate: what heads say is multiplied by the sigmoid of another projection of what
-            attention reads (Qwen3-Next).
-        score_cap: attention scores s are cap tanh(s / cap) (Gemma 2); 0: as they are. On CPUs no
-            kernel computes that: it is the formula, in chunks.
-        logit_cap: and logits likewise.
-        kv_rank: keys and values are made of so many numbers per token, which is all that
-            generation keeps of it beside a rotary key: multi-head latent attention (DeepSeek-V2,
-            section 2.1); 0: they are projections of the stream. Then `head_dim` counts the dims
-            of a query and key that are not rotated.
-        q_rank: queries are made of so many; 0: of the stream.
-        rope_head_dim: rotated dims of a query and key, under latent attention.
-        v_head_dim: dims of a value, under latent attention.
-        rope_interleaved: rotated dims lie in pairs next to each other, under latent attention.
-        moe: layers of experts in place of feed-forward layers; None: there are none.
-        dense_layers: how many of the first layers have a feed-forward layer nonetheless.
-        mtp_depth: modules that each predict one token further ahead (DeepSeek-V3, section 2.2);
-            where layers differ, their blocks are like those with rope and without a window.
-        mtp_weight: of their losses' mean beside the loss.
+        local_rope_theta: base of the rotary frequencies in layers with a window, which
+            `rope_scaling` leaves as they are (Gemma 3); 0: `rope_theta`, with its scaling.
+        rope_fraction: fraction of the dims of a head, the first ones, that are rotated
+            (Nemotron-4).
+        rope_sections: how many pairs of rotated dims each of a token's position ids turns: (16, 24,
+            24) for time, height and width in Qwen2-VL. A batch's ``positions`` are then ``[batch,
+            seq, sections]``, or ``[batch, seq]`` where all are equal, as they are of text. (): a
+            token has one position.
+        nope_every: every n-th layer, counted from 1, has no rotary positions (SmolLM3); 0: none.
+        window: sliding window: a query attends to this many keys at most, its own among them
+            (Beltagy et al. 2020); 0: to all before it.
+        global_every: of layers with a window, every n-th one, counted from 1, attends to all keys
+            (2 in GPT-OSS); 0: none.
+        score_cap: soft cap of attention scores: s becomes cap tanh(s / cap) (Gemma 2); 0: none. On
+            CPUs it is computed by the formula, in chunks.
+        logit_cap: soft cap of the logits, by the same formula; 0: none.
+        moe: options of mixture-of-experts layers, in place of feed-forward layers; None: no
+            experts.
+        dense_layers: number of leading layers with a feed-forward layer, where the others have
+            experts.
+        mtp_depth: modules of multi-token prediction, each of which predicts one token further ahead
+            (DeepSeek-V3, section 2.2); where layers differ, their blocks have rope and no window.
+        mtp_weight: weight of the mean of their losses.
         fused_projections: queries, keys and values are one product of one matrix, and gate and up
             another, of experts too: fewer launches, and x is read once. The layout of parameters
             alone: values begin, and are computed, as without, and hub folders have neither.
             Optimizers that look at whole leaves (Adafactor, SOAP) see one for two or three.
             Latent attention stays as it is, and quantised products are of each matrix by itself.
         tied: one matrix for embedding and unembedding.
-        embed_scale: multiplies the embedding of a token, not the unembedding; sqrt(embed_dim) in
-            Gemma.
-        dropout: rate on the embedding and on what each sublayer adds. Attention probabilities are
-            not dropped.
-        z_loss: weight of the squared log-normaliser in the loss.
-        init_stddev: of all matrices; those that write to the stream are divided by
-            sqrt(2 num_layers) (Radford et al. 2019).
+        embed_scale: multiplies token embeddings, not the unembedding; sqrt(embed_dim) in Gemma.
+        z_loss: weight of the squared log-partition function of the logits in the loss.
+        init_stddev: standard deviation of initial matrices; of those that write to the residual
+            stream, divided by sqrt(2 num_layers) (Radford et al. 2019).
         mup_base_dim: the `embed_dim` at which learning rates were tuned, which then hold at this
             one (maximal update parametrization; see `functron.models.mup`); 0: the standard
             parametrization.
@@ -221,65 +203,39 @@ class GPTConfig(TextConfig):
             sublayers add is added up without being rounded, and norms read it so; sublayers compute
             in the parameters' dtype (Megatron's --fp32-residual-connection). Stages of a pipeline
             send twice the bytes, and sums are not computed in one pass with the norms after them.
-        vocab_multiple: the vocabulary is padded to a multiple of it; every tensor-parallel size
-            that divides it fits, and the padding takes no part in the loss.
-        dtype: of parameters and activations: ``float32``, ``float64``, ``bfloat16`` or ``float16``.
     """
 
-    vocab_size: int = 256
     num_layers: int = 4
     embed_dim: int = 256
     num_heads: int = 8
-    num_kv_heads: int = 0
-    head_dim: int = 0
     mlp_dim: int = 1024
     max_seq: int = 1024
     norm: nn.NormKind = "rms"
-    sublayer_norms: Norms = "before"
     norm_eps: float = 1e-5
+    sublayer_norms: Norms = "before"
     activation: ExpertActivation = "silu"
     gated: bool = True
-    bias: bool = False
-    qkv_bias: bool = False
-    qkv_clip: float = 0.0
-    qk_norm: bool = False
-    qk_norm_across: bool = False
-    zero_centered_norm: bool = False
     positions: Positions = "rope"
     rope_theta: float = 10000.0
     local_rope_theta: float = 0.0
     rope_fraction: float = 1.0
-    rope_pairs: RopePairs = "halves"
     rope_sections: tuple[int, ...] = ()
     nope_every: int = 0
-    rope_scaling: nn.RopeScaling | None = None
     window: int = 0
     global_every: int = 0
-    sinks: bool = False
-    attention_scale: float = 0.0
-    attention_gate: bool = False
     score_cap: float = 0.0
     logit_cap: float = 0.0
-    kv_rank: int = 0
-    q_rank: int = 0
-    rope_head_dim: int = 0
-    v_head_dim: int = 0
-    rope_interleaved: bool = True
     moe: MoEConfig | None = None
     dense_layers: int = 0
     mtp_depth: int = 0
     mtp_weight: float = 0.3
-    fused_projections: bool = False
     tied: bool = False
     embed_scale: float = 1.0
-    dropout: float = 0.0
     z_loss: float = 0.0
     init_stddev: float = 0.02
     mup_base_dim: int = 0
     mup_base_head_dim: int = 0
     fp32_residual: bool = False
-    vocab_multiple: int = 384
-    dtype: Dtype = setting("float32", box="precision")
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -288,7 +244,7 @@ class GPTConfig(TextConfig):
         return torch.promote_types(own, torch.float32) if self.fp32_residual else own
 
     def __post_init__(self):
-        raise_problems("GPTConfig describes no model", self._problems())
+        raise_problems("invalid GPTConfig", self._problems())
 
     def _problems(self) -> list[Problem]:
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")
@@ -434,67 +390,18 @@ class GPTConfig(TextConfig):
 
     def _latent_misfits(self) -> list[Problem]:
         """Options that do not fit latent attention, or are nothing without it."""
-        sizes = {name: getattr(self, name) for name in ("q_rank", "rope_head_dim", "v_head_dim")}
-        if not self.kv_rank:
-            return [
-                Problem(name, str(size), "0 without kv_rank", "set kv_rank, or leave it out")
-                for name, size in sizes.items()
-                if size
-            ]
-        wrong = {
-            "positions": self.positions != "rope",
-            "qk_norm": self.qk_norm,
-            "qkv_clip": bool(self.qkv_clip),
-            "sinks": self.sinks,
-            "attention_scale": bool(self.attention_scale),
-            "attention_gate": self.attention_gate,
-            "window": bool(self.window),
-            "num_kv_heads": self.kv_heads != self.num_heads,
-        }
+        wrong = {"positions": self.positions != "rope", "window": bool(self.window)}
         found = [
             Problem(name, repr(getattr(self, name)), "its default with kv_rank", "leave it out")
             for name, bad in wrong.items()
-            if bad
+            if bad and self.kv_rank
         ]
-        if min(sizes["rope_head_dim"], sizes["v_head_dim"]) < 1:
-            got = f"rope_head_dim={self.rope_head_dim}, v_head_dim={self.v_head_dim}"
-            found.append(Problem("kv_rank", got, "dims of rotated keys and of values", "set both"))
-        return found
-
-    @property
-    def latent(self) -> nn.MLAConfig | None:
-        """The shapes of latent attention, where the layers have that."""
-        if not self.kv_rank:
-            return None
-        scaling = self.rope_scaling
-        return nn.MLAConfig(
-            self.embed_dim,
-            self.num_heads,
-            self.q_rank,
-            self.kv_rank,
-            self.head_size,
-            self.rope_head_dim,
-            self.v_head_dim,
-            bias=self.bias,
-            norm_eps=self.norm_eps,
-            softmax_factor=1.0 if scaling is None else scaling.softmax_factor,
-            interleaved=self.rope_interleaved,
-        )
+        return found + latent_problems(self)
 
     @property
     def has_details(self) -> bool:
         """Whether the loss is more than that of the next token."""
         return self.moe is not None or self.mtp_depth > 0
-
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads."""
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def random(self) -> bool:
@@ -543,26 +450,9 @@ class GPTConfig(TextConfig):
         return math.sqrt(base) / size if base not in (0, size) else 0.0
 
     @property
-    def attention(self) -> nn.AttentionConfig:
-        """The shapes and options of the attention layers."""
-        return nn.AttentionConfig(
-            self.embed_dim,
-            self.num_heads,
-            self.kv_heads,
-            self.head_size,
-            bias=self.bias or self.qkv_bias,
-            out_bias=self.bias,
-            qk_norm=self.qk_norm,
-            zero_centered_norm=self.zero_centered_norm,
-            norm_eps=self.norm_eps,
-            sinks=self.sinks,
-            qk_norm_across=self.qk_norm_across,
-            scale=self.attention_scale or self.mup_score_scale,
-            gate=self.attention_gate,
-            clip=self.qkv_clip,
-            interleaved=self.rope_pairs == "neighbours",
-            fused=self.fused_projections,
-        )
+    def score_scale(self) -> float:
+        """The factor of attention scores: `attention_scale`, or muP's; 0: 1 / sqrt(head_size)."""
+        return self.attention_scale or self.mup_score_scale
 
 
 _SIZES = ("num_layers", "embed_dim", "num_heads", "mlp_dim")

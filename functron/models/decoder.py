@@ -35,6 +35,7 @@ from functron.models.options import (
     own_block,
     refuse_mixing,
 )
+from functron.models.stack import embed_tokens, gather_unembedding, run_gathered
 from functron.nn import context
 from functron.nn.layers import JOINED, sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
@@ -43,7 +44,7 @@ from functron.precision import history_def
 from functron.spmd import CONTEXT_AXES, P, params
 from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
-from functron.transforms import Gather, policies
+from functron.transforms import Gather
 from functron.transforms import remat as rematerialise
 from functron.transforms.fsdp import plain
 from functron.transforms.scan import scan_in_turn
@@ -97,11 +98,7 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
     stddevs = {"stddev": c.init_stddev, "out_stddev": out_stddev, "dtype": dtype}
     norm = norm_defs(config, options)
     block: dict = {name: norm for name in norm_names(config) if norm}
-    block["attention"] = (
-        nn.attention_defs(c.attention, **stddevs)
-        if c.latent is None
-        else nn.mla_defs(c.latent, **stddevs)
-    )
+    block["attention"] = nn.mla_defs(c, **stddevs) if c.kv_rank else nn.attention_defs(c, **stddevs)
     if own := _own_defs(config, options, "attention"):
         block["attention"]["core"] = own
     if experts:
@@ -192,7 +189,7 @@ def _compute_dtype(config: GPTConfig, options: ModelOptions) -> torch.dtype:
     return options.gather.compute_dtype or config.torch_dtype
 
 
-def _as_stream(config: GPTConfig, x: Tensor) -> Tensor:
+def _cast_to_stream(config: GPTConfig, x: Tensor) -> Tensor:
     """x in the dtype of the residual stream."""
     return x.to(torch.promote_types(x.dtype, torch.float32)) if config.fp32_residual else x
 
@@ -263,14 +260,14 @@ class Layer:
         config, options, products = self.config, self.options, self.products(weights)
         weights = weights["attention"]
         check_gathered("embed_dim", weights["out"]["w"].shape[-1], config.embed_dim)
-        core = self._core(weights)
+        core = self._make_core(weights)
         core = rematerialise(core) if options.remat == "selective" else core
         given = {"stream": options.stream, "core": core, "kernels": options.kernels}
         given["products"] = products
-        if config.latent is None:
-            return nn.self_attention(weights, x, config.attention, rope=self.rope, **given)
+        if not config.kv_rank:
+            return nn.self_attention(weights, x, config, rope=self.rope, **given)
         assert self.rope is not None
-        return nn.mla(weights, x, config.latent, rope=self.rope, **given)
+        return nn.mla(weights, x, config, rope=self.rope, **given)
 
     def products(self, weights: dict) -> nn.Products:
         """The functions that compute this layer's products."""
@@ -287,7 +284,7 @@ class Layer:
             return made._replace(**dict(zip(("linear", "grouped"), both, strict=True)))
         return made
 
-    def _core(self, weights: dict) -> Callable:
+    def _make_core(self, weights: dict) -> Callable:
         hook, sequence, options = self.options.hook("attention"), self.sequence, self.options
         window, cap = self.window, self.config.score_cap
         params = () if hook is None or hook.defs is None else (weights["core"],)
@@ -357,7 +354,7 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
         gather: of one block's parameters.
     """
     window = 0 if config.global_every else config.window  # else each row has its own
-    ropes = _ropes(config, sequence, gather.compute_dtype or config.torch_dtype)
+    ropes = _make_ropes(config, sequence, gather.compute_dtype or config.torch_dtype)
     hook = options.hook("block")
     body = transformer_block if hook is None else own_block(hook, options)
 
@@ -366,13 +363,10 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
         if key is not None:
             drawn = random.fold_in(key, 3) if options.products.draws else None
             keys = (*random.split(key, 3).unbind(0), drawn)
-        reach, rope = own.get("window", window), _own_rope(ropes, own)
+        reach, rope = own.get("window", window), _select_rope(ropes, own)
         return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
 
-    policy = {"full": policies.nothing, "dots": policies.dots}
-    # what is recomputed is inside what is gathered: so gathering depends on parameters alone
-    remade = rematerialise(once, policy=policy.get(options.remat, policies.everything))
-    gathered = gather.around(remade)
+    gathered = run_gathered(once, options, gather)
 
     def step(x: Tensor, row: tuple) -> tuple[Tensor, Auxiliary | None]:
         # torch's products read no codes
@@ -429,7 +423,7 @@ def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
     return found
 
 
-def _ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[Rope, ...]:
+def _make_ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[Rope, ...]:
     """The tables of layers, and those of layers with a window if they are others."""
     if config.positions != "rope":
         return ()
@@ -443,7 +437,7 @@ def _ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[R
     return (*tables, local) if config.global_every else (local,)
 
 
-def _own_rope(ropes: tuple[Rope, ...], own: dict) -> Rope | None:
+def _select_rope(ropes: tuple[Rope, ...], own: dict) -> Rope | None:
     """The tables of a layer, by its row of `patterns`."""
     if not ropes:
         return None
@@ -513,7 +507,7 @@ def stream(
         with named_scope("embed"):
             x = embedded(config, weights, sequence, options, None if keys is None else keys[-1])
         if options.watch:
-            squares = _placed(None, _squares(x).reshape(1), 0, 1 + config.num_layers)
+            squares = _add_rows(None, _squares(x).reshape(1), 0, 1 + config.num_layers)
     assert x is not None
     differing = patterns(config, x.device)
     for name, layers in config.stacks.items():
@@ -526,13 +520,13 @@ def stream(
             range(start, stop), lambda at: options.products.of_layer(at, config.num_layers)
         ):
             layer = block(config, sequence, replace(options, products=products), gather)
-            turns.append((len(list(run)), _measured(layer) if options.watch else layer))
+            turns.append((len(list(run)), _with_stream_size(layer) if options.watch else layer))
         own = {what: rows[start:stop] for what, rows in differing.items()}
         xs = (weights[name], None if keys is None else keys[start:stop], own)
         x, new = scan_in_turn(turns, x, xs)
         if options.watch:
             new, rows = new
-            squares = _placed(squares, rows, 1 + start, 1 + config.num_layers)
+            squares = _add_rows(squares, rows, 1 + start, 1 + config.num_layers)
         if new is not None:
             new = Auxiliary(new.loss.sum(), new.sums)
             auxiliary = add_auxiliary(auxiliary, new, start - layers.start, config.num_routers)
@@ -555,10 +549,7 @@ def embedded_tokens(
     config: GPTConfig, weights: dict, tokens: Tensor, options: ModelOptions
 ) -> Tensor:
     """The embeddings of tokens alone, with spec ``options.stream``."""
-    table = options.gather.at("embed")(weights["embed"])
-    check_gathered("embed_dim", table.shape[1], config.embed_dim)
-    given = {"scale": config.embed_scale, "vocab_size": config.vocab_size}
-    return nn.embed_tokens(table, tokens, stream=options.stream, **given)
+    return embed_tokens(config, weights, tokens, options, config.embed_scale)
 
 
 def positioned(
@@ -573,19 +564,21 @@ def positioned(
     if config.positions == "learned":
         table = options.gather.at("positions")(weights["positions"])
         x = nn.add_positions(x, table, stream=options.stream, positions=sequence.positions)
-    return dropout(config, sequence, options, _as_stream(config, x), key)
+    return dropout(config, sequence, options, _cast_to_stream(config, x), key)
 
 
 def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
     """The logits of the stream after all layers, in the order that the batch came in."""
     with named_scope("norm"):
-        x = _last_norm(config, weights, x, options)
+        x = _norm_last(config, weights, x, options)
     with named_scope("unembed"):
-        x = nn.gather_sequence(_scaled(config, x), options.stream)
+        x = nn.gather_sequence(_scale_stream(config, x), options.stream)
         if options.context.order == "zigzag":
             x = context.to_contiguous(x, 1)
         own: Any = {"name": "unembed", "products": options.products.of_logits}
-        return _capped(config, nn.column_parallel(x, _unembedding(config, weights, options), **own))
+        return _cap_logits(
+            config, nn.column_parallel(x, _unembedding(config, weights, options), **own)
+        )
 
 
 def loss(
@@ -621,19 +614,19 @@ def loss(
         fix = "leave it out, or logits=low"
         refuse("the loss of quantised logits", "loss_chunk_tokens", got, wanted, fix)
     with named_scope("norm"):
-        normed = _last_norm(config, weights, x, options)
+        normed = _norm_last(config, weights, x, options)
     with named_scope("unembed"):
         matrix = _unembedding(config, weights, options)
 
     def losses(x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
         given = {"vocab_size": config.vocab_size, "z_loss": z_loss, "kernels": options.kernels}
         with named_scope("unembed"):
-            x = nn.gather_sequence(_scaled(config, x), options.stream)
+            x = nn.gather_sequence(_scale_stream(config, x), options.stream)
             if chunk := options.loss_chunk_tokens:
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **given)
             products = _in_runs(options.products.of_logits, options)
             out = nn.column_parallel(x, matrix, name="unembed", products=products)
-            out = _capped(config, out)
+            out = _cap_logits(config, out)
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, **given)
 
@@ -659,30 +652,29 @@ def loss(
     total = lax.psum(share, options.axes)
     details = lax.psum(lax.stop_gradient(details), options.axes)
     if squares is not None:
-        details["stream"] = _summed(squares, x, options)
+        details["stream"] = _sum_squares(squares, x, options)
     return total, details
 
 
-def _last_norm(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
+def _norm_last(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
     own = own_norm(config, options, weights, "norm")
     return norm(config, options, options.gather.at("norm")(own) if own else own, x)
 
 
-def _scaled(config: GPTConfig, x: Tensor) -> Tensor:
+def _scale_stream(config: GPTConfig, x: Tensor) -> Tensor:
     """The stream, times muP's factor of logits if there is one."""
     factor = 1.0 / config.mup_width
     return x if factor == 1 else x * factor
 
 
-def _capped(config: GPTConfig, logits: Tensor) -> Tensor:
+def _cap_logits(config: GPTConfig, logits: Tensor) -> Tensor:
     """cap tanh(logits / cap), if there is a cap."""
     cap = config.logit_cap
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def _unembedding(config: GPTConfig, weights: dict, options: ModelOptions) -> Tensor:
-    name = "embed" if config.tied else "unembed"
-    matrix = options.gather.at(name)(weights[name])
+    matrix = gather_unembedding(weights, options.gather, tied=config.tied)
     return matrix.mT if config.tied else matrix
 
 
@@ -731,7 +723,7 @@ def _predict_ahead(
         here = sequence._replace(tokens=tokens, targets=targets)
         own = None if key is None else random.fold_in(key, config.num_layers + 1 + depth)
         made = block(config, here, inner, gather.at("block"))
-        y, auxiliary = made(_as_stream(config, x), (rows[depth]["block"], own, {}))
+        y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, {}))
         return y.to(x.dtype), auxiliary
 
     losses, found = nn.multi_token(
@@ -767,7 +759,7 @@ def _squares(x: Float[Tensor, "batch seq embed"]) -> Float[Tensor, ""]:
     return wide.square().mean(-1).sum()
 
 
-def _measured(layer: Callable) -> Callable:
+def _with_stream_size(layer: Callable) -> Callable:
     """`layer`, for `scan`, that returns the size of its stream too."""
 
     def measured(x: Tensor, row: tuple) -> tuple[Tensor, tuple[Any, Tensor]]:
@@ -777,14 +769,14 @@ def _measured(layer: Callable) -> Callable:
     return measured
 
 
-def _placed(before: Tensor | None, rows: Tensor, start: int, total: int) -> Tensor:
+def _add_rows(before: Tensor | None, rows: Tensor, start: int, total: int) -> Tensor:
     """`before` (None: zeros) with `rows`, which are those from `start` on of `total`, added."""
     after = rows.new_zeros(total - start - rows.shape[0])
     mine = torch.cat([rows.new_zeros(start), rows, after])
     return mine if before is None else before + mine
 
 
-def _summed(
+def _sum_squares(
     squares: Tensor, x: Float[Tensor, "batch seq embed"], options: ModelOptions
 ) -> dict[str, Tensor]:
     """The sums over all ranks' tokens, and how many tokens these are: one all-reduce."""

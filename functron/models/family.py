@@ -28,7 +28,7 @@ TrainedConfig = GPTConfig | MambaConfig | BertConfig | T5Config
 Config = TrainedConfig | ViTConfig | LlavaConfig
 """Any architecture."""
 
-Setting = Literal["context", "experts", "kernels", "loss_chunk_tokens", "products"]
+OptionName = Literal["context", "experts", "kernels", "loss_chunk_tokens", "products"]
 """Fields of `ModelOptions` that the losses of some families read, beside those of all."""
 
 
@@ -77,7 +77,7 @@ class Family:
     loss: Callable
     num_targets: Callable
     flops_per_token: Callable[..., int] = _not_counted
-    settings: frozenset[Setting] = field(default_factory=frozenset)
+    settings: frozenset[OptionName] = field(default_factory=frozenset)
     rules_settings: frozenset[str] = field(default_factory=frozenset)
     adapters: bool = False
     objective: Literal["next", "masked", "spans"] | None = None
@@ -166,14 +166,14 @@ def _mamba_unread(config: MambaConfig) -> tuple[str, ...]:
 def _mamba_canonical(config: MambaConfig) -> MambaConfig:
     derived = {
         "attention_kv_heads": config.kv_heads,
-        "attention_head_dim": config.attention.head_dim,
+        "attention_head_dim": config.attention.head_size,
     }
     plain = {name: getattr(MambaConfig, name) for name in _mamba_unread(config)}
     return replace(config, **{**derived, **plain})
 
 
 def _t5_canonical(config: T5Config) -> T5Config:
-    layers, head_dim = config.layers["decoder"], config.attention.head_dim
+    layers, head_dim = config.layers["decoder"], config.attention.head_size
     return replace(config, decoder_layers=layers, head_dim=head_dim)
 
 

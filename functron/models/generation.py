@@ -41,7 +41,7 @@ from functron.transforms import Gather
 _IN_ORDER = Context("ring", "contiguous")
 
 
-class Cache(NamedTuple):
+class KeyCache(NamedTuple):
     """Keys and values of the tokens read, by stack of layers.
 
     Attributes:
@@ -51,14 +51,14 @@ class Cache(NamedTuple):
     layers: dict[str, KVCache]
 
 
-def cache_specs(config: GPTConfig) -> Cache:
+def cache_specs(config: GPTConfig) -> KeyCache:
     """How a cache is split: samples over data axes, heads over tp.
 
     With fewer key heads than tp ranks each rank keeps the one that it uses: the dim of heads is
     then as long as there are ranks.
     """
     row: Any = P(None, DATA_AXES, None, "tp")
-    return Cache({name: KVCache(row, row) for name in config.stacks})
+    return KeyCache({name: KVCache(row, row) for name in config.stacks})
 
 
 def check(
@@ -80,14 +80,14 @@ def check(
     if moe is not None and moe.routing == "sinkhorn":
         got = "routing of whole sequences"
         problems.append(Problem("gpt.moe.routing", got, "routing of each token by itself", fix))
-    if _uncached(options):
+    if _lacks_cache(options):
         fix = "pass ft.Hook(apply, cached=...), or prompts of one length"
         got = "a function of whole sequences"
         problems.append(Problem("options.attention", got, "one for kept keys too", fix))
     raise_problems("cannot generate with a cache", [*problems, *_axis_problems(mesh)])
 
 
-def _uncached(options: ModelOptions | None) -> bool:
+def _lacks_cache(options: ModelOptions | None) -> bool:
     """Whether an attention of the user's has no form for kept keys."""
     hook = None if options is None else options.hook("attention")
     return hook is not None and hook.cached is None
@@ -111,7 +111,7 @@ def prefill(
     *,
     room: int,
     positions: Int[Tensor, "batch seq *several"] | None = None,
-) -> tuple[Float[Tensor, "batch vocab"], Cache]:
+) -> tuple[Float[Tensor, "batch vocab"], KeyCache]:
     """The logits of the token after each prompt, and a cache of the prompts.
 
     Args:
@@ -135,13 +135,13 @@ def prefill(
 def extend(
     config: GPTConfig,
     weights: dict,
-    cache: Cache,
+    cache: KeyCache,
     tokens: Int[Tensor, " batch"],
     places: Int[Tensor, " batch"],
     options: ModelOptions = DEFAULTS,
     *,
     positions: Int[Tensor, "batch *several"] | None = None,
-) -> tuple[Float[Tensor, "batch vocab"], Cache]:
+) -> tuple[Float[Tensor, "batch vocab"], KeyCache]:
     """The logits of the token after these ones, and the cache with these ones in it.
 
     Args:
@@ -163,13 +163,13 @@ def extend(
 def _advance(
     config: GPTConfig,
     weights: dict,
-    cache: Cache | None,
+    cache: KeyCache | None,
     whole: Sequence,
     places: Tensor,
     last: Tensor,
     room: int,
     options: ModelOptions,
-) -> tuple[Tensor, Cache]:
+) -> tuple[Tensor, KeyCache]:
     options = replace(options, stream=STREAM, remat="none", context=_IN_ORDER)
     check_positions(whole, config.rope_sections, options.context)
     x = decoder.embedded(config, weights, whole, options)
@@ -196,7 +196,7 @@ def _advance(
     at = last[:, None, None].expand(-1, 1, x.shape[-1])
     logits = decoder.logits(config, weights, x.gather(1, at), options).squeeze(1)
     logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[:, : config.vocab_size]
-    return logits if logits.dtype == torch.float64 else logits.float(), Cache(kept)
+    return logits if logits.dtype == torch.float64 else logits.float(), KeyCache(kept)
 
 
 def _sequence(tokens: Tensor, places: Tensor, positions: Tensor | None) -> Sequence:
@@ -392,7 +392,7 @@ def generate(
     total = tokens.shape[1] + num_tokens
     with_cache = logits is None and total <= config.max_seq
     on_mesh = mesh is not None or options is not None
-    if lengths is None and logits is None and _uncached(options):
+    if lengths is None and logits is None and _lacks_cache(options):
         raise_problems("cannot generate", _axis_problems(mesh))
         with_cache = False
     elif on_mesh or lengths is not None:
@@ -401,7 +401,7 @@ def generate(
     elif with_cache:
         with_cache = _cacheable(config)
     if with_cache:
-        steps = _cached(params, config, tokens, lengths, num_tokens, mesh, options)
+        steps = _iterate_with_cache(params, config, tokens, lengths, num_tokens, mesh, options)
     else:
         read = logits or (_reader(config, mesh, options) if on_mesh else partial(_dense, config))
         steps = _reread(params, config, tokens, num_tokens, read)
@@ -532,7 +532,9 @@ def _reread(params, config, tokens: Tensor, num_tokens: int, read: Logits) -> St
         tokens = torch.cat([tokens, last.unsqueeze(1)], dim=1)
 
 
-def _cached(params, config, tokens: Tensor, lengths, num_tokens: int, mesh, options) -> Steps:
+def _iterate_with_cache(
+    params, config, tokens: Tensor, lengths, num_tokens: int, mesh, options
+) -> Steps:
     start, step = cached(config, mesh, tokens.shape[1] + num_tokens, options)
     places = torch.full_like(tokens[:, 0], tokens.shape[1]) if lengths is None else lengths
     found, cache = start(params, tokens, places)

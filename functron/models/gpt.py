@@ -39,12 +39,13 @@ from functron.models.options import (
     num_targets,
     require,
 )
+from functron.models.stack import embed_rules, fsdp_problems, tp_problems
 from functron.nn import moe
 from functron.pipeline.partition import Part, whole
 from functron.program.cost import attended
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P, params
 from functron.spmd import collectives as lax
-from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
+from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import Rules, as_entry
 
@@ -121,11 +122,7 @@ def rules(
     if moe is not None:
         wanted["moe.shared_dim"] = moe.shared_dim
         wanted |= {} if "tp" in experts else {"moe.expert_dim": moe.expert_dim}
-    found = [
-        Problem(name, str(size), f"a multiple of tp={tp}", "choose a tp that divides it")
-        for name, size in wanted.items()
-        if size % tp
-    ]
+    found = tp_problems(wanted, tp)
     if config.num_heads % (tp * mesh["ulysses"]) and not config.num_heads % tp:
         fix = "use fewer, and cp for the others"
         each = f"a multiple of tp={tp} x ulysses={mesh['ulysses']}"
@@ -145,10 +142,11 @@ def rules(
         wanted = "False: ranks that share a key head cannot have its matrix with their queries'"
         found.append(Problem("fused_projections", got, wanted, fix))
     found += _expert_problems(config, mesh, experts)
-    found += _fsdp_problems(config, mesh, fsdp)
+    embed = {"embed_dim": config.embed_dim}
+    if moe is not None and moe.latent_dim:
+        embed["moe.latent_dim"] = moe.latent_dim
+    found += fsdp_problems(embed, mesh, fsdp)
     raise_problems("this model cannot run on this mesh", found)
-    split = tuple(axis for axis in fsdp if mesh[axis] > 1)
-    embed = {"embed": split[0] if len(split) == 1 else split} if split else {}
     return Rules(
         {
             "vocab": "tp",
@@ -157,7 +155,7 @@ def rules(
             "mlp": "tp",
             "expert": as_entry([axis for axis in experts if mesh[axis] > 1]),
             "expert_mlp": None if "tp" in experts else "tp",
-            **embed,
+            **embed_rules(mesh, fsdp),
         }
     )
 
@@ -180,27 +178,6 @@ def _expert_problems(
     if "ep" not in experts and mesh["ep"] > 1:
         wanted, fix = "ep among the axes of experts, or ep=1", "use dp for those ranks"
         found.append(Problem("experts", f"{experts} on ep={mesh['ep']}", wanted, fix))
-    return found
-
-
-def _fsdp_problems(
-    config: GPTConfig, mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]
-) -> list[Problem]:
-    unknown = [axis for axis in fsdp if axis not in FSDP_AXES]
-    found = [
-        Problem("fsdp", repr(axis), "data axes: 'dp', 'fsdp' or both", "leave it out")
-        for axis in unknown
-    ]
-    ranks = math.prod(mesh[axis] for axis in fsdp)
-    sizes = {"embed_dim": config.embed_dim}
-    if config.moe is not None and config.moe.latent_dim:
-        sizes["moe.latent_dim"] = config.moe.latent_dim
-    for name, size in sizes.items():
-        if not unknown and size % ranks:
-            named = " * ".join(f"{axis}={mesh[axis]}" for axis in fsdp if mesh[axis] > 1)
-            below, above = math.gcd(size, ranks), -(-size // ranks) * ranks
-            fix = f"split over {below} ranks, or set {name}={above}"
-            found.append(Problem(name, str(size), f"a multiple of {named}", fix))
     return found
 
 

@@ -70,7 +70,7 @@ class LlavaConfig:
         if self.vision.dtype != self.text.dtype:
             got = f"{self.vision.dtype} and {self.text.dtype}"
             found.append(Problem("vision.dtype and text.dtype", got, "the same", "change one"))
-        raise_problems("LlavaConfig describes no model", found)
+        raise_problems("invalid LlavaConfig", found)
 
 
 _CLIP = ViTConfig(

@@ -134,7 +134,7 @@ def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
             is none; all offenders are listed, with the nearest layer.
     """
     raise_problems("cannot adapt this model", lora.problems(defs))
-    return _adapted(defs, lora)
+    return _add_adapters(defs, lora)
 
 
 def drop_routed(targets: Iterable[str], defs: tree.Tree) -> list[str]:
@@ -158,7 +158,7 @@ def unadapted(defs: tree.Tree, lora: LoRA) -> list[str]:
     return [x for x in names if any(fnmatch.fnmatchcase(x, target) for target in lora.targets)]
 
 
-def _adapted(defs: tree.Tree, lora: LoRA) -> tree.Tree:
+def _add_adapters(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     chosen = {
         place
         for place, _ in _linear_layers(defs)
@@ -302,7 +302,7 @@ def defs_in(defs: tree.Tree, lora: LoRA | None, paths: Iterable[str]) -> tree.Tr
             "0, for a checkpoint with adapters",
         )
         refuse(title, "lora_rank", got, "their rank", fix)
-    return _adapted(defs, lora)  # as it was made, whatever its targets name besides
+    return _add_adapters(defs, lora)  # as it was made, whatever its targets name besides
 
 
 def plain(value: tree.Tree) -> tree.Tree:

@@ -22,7 +22,7 @@ from functron import nn
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
-from functron.core.settings import Need, Needs, setting
+from functron.core.settings import Need, Needs
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models.config import Dtype, Named, TextConfig
 from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
@@ -82,14 +82,13 @@ MAMBA_NEEDS: Needs = MappingProxyType(
 """The needs of the fields of a `MambaConfig`, to have an effect."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MambaConfig(TextConfig):
     """Architecture of a Mamba-2 model, or a hybrid.
 
     Attributes:
         pattern: a letter per layer: ``M`` a state space, ``*`` attention, ``-`` a feed-forward
             layer.
-        vocab_size: token ids are 0 to ``vocab_size - 1``.
         embed_dim: width of the residual stream.
         num_heads: heads of the state space, of `head_dim` each; twice `embed_dim` together in
             Mamba-2.
@@ -109,15 +108,12 @@ class MambaConfig(TextConfig):
         bias: biases on all linear layers.
         norm_eps: epsilon of all norms.
         tied: one matrix for embedding and unembedding.
-        dropout: rate on the embedding and on what each layer adds.
         init_stddev: of all matrices; those that write to the stream are divided by
             sqrt(2 layers).
-        vocab_multiple: the vocabulary is padded to a multiple of it.
         dtype: of parameters and activations; decays and steps are float32 at least.
     """
 
     pattern: str = "MMMM"
-    vocab_size: int = 256
     embed_dim: int = 256
     num_heads: int = 8
     head_dim: int = 64
@@ -136,13 +132,10 @@ class MambaConfig(TextConfig):
     bias: bool = False
     norm_eps: float = 1e-5
     tied: bool = True
-    dropout: float = 0.0
     init_stddev: float = 0.02
-    vocab_multiple: int = 384
-    dtype: Dtype = setting("float32", box="precision")
 
     def __post_init__(self):
-        raise_problems("MambaConfig describes no model", self._problems())
+        raise_problems("invalid MambaConfig", self._problems())
 
     def _problems(self) -> list[Problem]:
         sizes = ("vocab_size", "embed_dim", "num_heads", "head_dim", "num_groups", "state_dim")
@@ -196,12 +189,11 @@ class MambaConfig(TextConfig):
     def attention(self) -> nn.AttentionConfig:
         """The shapes of the attention layers."""
         return nn.AttentionConfig(
-            self.embed_dim,
-            self.attention_heads,
-            self.kv_heads,
-            self.attention_head_dim or self.embed_dim // self.attention_heads,
+            embed_dim=self.embed_dim,
+            num_heads=self.attention_heads,
+            num_kv_heads=self.attention_kv_heads,
+            head_dim=self.attention_head_dim,
             bias=self.bias,
-            out_bias=self.bias,
         )
 
 
@@ -246,7 +238,7 @@ PRESETS: Mapping[str, MambaConfig] = Named(
 """Named architectures: the tiny ones train on a laptop; the others have their papers' sizes."""
 
 
-Cache = tuple[Any, ...]
+MambaCaches = tuple[Any, ...]
 """Per layer: a `MambaCache`; keys and values so far; or () of a feed-forward layer."""
 
 
@@ -349,7 +341,7 @@ def forward(
         own = None if keys is None else keys[done : done + count]
         x = stack.at(name).over(_layer(config, name, stack), x, layers, own)
         first[kind], done = stop, done + count
-    return _logits(config, weights, x, options)
+    return _logits(config, weights, x, stack)
 
 
 def _layer(config: MambaConfig, name: str, stack: Stack):
@@ -374,16 +366,8 @@ def _layer(config: MambaConfig, name: str, stack: Stack):
     return layer
 
 
-def _logits(config: MambaConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
-    gather = options.gather
-    with named_scope("norm"):
-        scale = gather.at("norm")(weights["norm"])["scale"]
-        x = nn.rms_norm(x, scale, eps=config.norm_eps)
-    with named_scope("unembed"):
-        name = "embed" if config.tied else "unembed"
-        matrix = gather.at(name)(weights[name])
-        matrix = matrix.mT if config.tied else matrix
-        return nn.column_parallel(nn.gather_sequence(x, options.stream), matrix)
+def _logits(config: MambaConfig, weights: dict, x: Tensor, stack: Stack) -> Tensor:
+    return stack.logits(weights, stack.norm_last(weights, x, config.norm_eps), tied=config.tied)
 
 
 @public
@@ -427,7 +411,7 @@ def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> in
     total = params.num_params(defs(c))
     total -= 0 if c.tied else c.padded_vocab * c.embed_dim
     states = counts.get("mamba", 0) * c.num_heads * c.head_dim * c.state_dim
-    heads = c.attention.num_heads * c.attention.head_dim if "attention" in counts else 0
+    heads = c.attention_heads * c.attention.head_size if "attention" in counts else 0
     pairs = counts.get("attention", 0) * attended(seq, whole=whole)
     return round(6 * total + 15 * states + 12 * heads * pairs)
 
@@ -435,7 +419,7 @@ def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> in
 # --- generation
 
 
-def empty_cache(config: MambaConfig, weights: dict, batch: int) -> Cache:
+def empty_cache(config: MambaConfig, weights: dict, batch: int) -> MambaCaches:
     """The cache of `step` before the first token.
 
     Args:
@@ -453,8 +437,8 @@ def empty_cache(config: MambaConfig, weights: dict, batch: int) -> Cache:
 
 @public
 def step(
-    config: MambaConfig, weights: dict, tokens: Int[Tensor, " batch"], cache: Cache
-) -> tuple[Float[Tensor, "batch columns"], Cache]:
+    config: MambaConfig, weights: dict, tokens: Int[Tensor, " batch"], cache: MambaCaches
+) -> tuple[Float[Tensor, "batch columns"], MambaCaches]:
     """The logits of the token after this one, and the cache with it: `forward` as a recurrence.
 
     State-space layers take the same time and memory for every token; attention keeps its keys.
@@ -483,7 +467,8 @@ def step(
             y = nn.mlp(mixer, y, activation=config.activation, stream=P())
         x = x + y
         out.append(kept)
-    return _logits(config, weights, x, ModelOptions(stream=P()))[:, 0], tuple(out)
+    stack = Stack("mamba", ModelOptions(stream=P()))
+    return _logits(config, weights, x, stack)[:, 0], tuple(out)
 
 
 def _attention_step(config: MambaConfig, mixer: dict, x: Tensor, kept: tuple) -> tuple:

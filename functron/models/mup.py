@@ -87,12 +87,10 @@ def parametrized(defs: tree.Tree, of_wider: tree.Tree, m: float) -> tree.Tree:
         of_wider: of the model that is `wider`.
         m: see `GPTConfig.mup_width`.
     """
-    return tree.map_with_path(
-        lambda path, d, other: _parametrized(path, d, other, m), defs, of_wider
-    )
+    return tree.map_with_path(lambda path, d, other: _scale_def(path, d, other, m), defs, of_wider)
 
 
-def _parametrized(path: str, d: ParamDef, other: ParamDef, m: float) -> ParamDef:
+def _scale_def(path: str, d: ParamDef, other: ParamDef, m: float) -> ParamDef:
     own = slice(num_stacked(d), None)
     names = d.axes[own]
     if not d.decay or len(names) < 2 or path == "unembed":

@@ -29,6 +29,7 @@ from functron.core.typing import Int, Tensor
 from functron.models.config import GPTConfig
 from functron.nn.context import context_attention, own_part, own_positions, to_balanced
 from functron.nn.layers import SEQ_DIM, sequence_axes
+from functron.nn.multi_token import SequenceOrder
 from functron.ops import AUTO, Kernels
 from functron.program.recorder import aside
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
@@ -46,8 +47,7 @@ several positions (`functron.gpt.GPTConfig.rope_sections`) ``positions`` [B, T, 
 SAMPLE_AXES = (*DATA_AXES, *CONTEXT_AXES)
 """The axes over which losses are summed: those that split the batch, by samples and by tokens."""
 
-Kind = Literal["ring", "gather"]
-Order = Literal["zigzag", "contiguous", "balanced"]
+HookKind = Literal["ring", "gather"]
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,17 @@ class Context:
         ValueError: a value is none of these.
     """
 
-    kind: Kind = "ring"
-    order: Order = "zigzag"
+    kind: HookKind = "ring"
+    order: SequenceOrder = "zigzag"
     ring_size: int = 0
 
     def __post_init__(self):
         found = [
             Problem(name, repr(value), "a known one", nearest(str(value), get_args(kinds)))
-            for name, value, kinds in (("kind", self.kind, Kind), ("order", self.order, Order))
+            for name, value, kinds in (
+                ("kind", self.kind, HookKind),
+                ("order", self.order, SequenceOrder),
+            )
             if value not in get_args(kinds)
         ]
         if self.ring_size < 0 or (self.ring_size and self.order != "balanced"):
@@ -437,7 +440,9 @@ class ModelOptions:
             value = getattr(self, field.name)
             if field.name not in names and value != field.default:
                 fix = f"leave {field.name} out: {family} has no place for it"
-                found.append(Problem(f"options.{field.name}", _shown(value), "the default", fix))
+                found.append(
+                    Problem(f"options.{field.name}", _name_value(value), "the default", fix)
+                )
         raise_problems(f"{family} cannot be run with these options", found)
 
 
@@ -445,7 +450,7 @@ DEFAULTS = ModelOptions()
 """Every option at its default."""
 
 
-def _shown(value: Any) -> str:
+def _name_value(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 
@@ -640,7 +645,7 @@ def refuse_mixing(
         ValueError: a token's result depends on others, on its place among those of its rank, or on
             other samples.
     """
-    splits = _Splits.of(options.stream, gathers)
+    splits = _OptionSplits.of(options.stream, gathers)
     if not any(splits) or (name, x.shape, splits) in options.seen_hooks:
         return
     seq = x.shape[SEQ_DIM]
@@ -683,14 +688,14 @@ def refuse_mixing(
     options.seen_hooks.add((name, x.shape, splits))
 
 
-class _Splits(NamedTuple):
+class _OptionSplits(NamedTuple):
     """The axes of several ranks that split sequences, and those that split samples."""
 
     sequences: tuple[str, ...]
     samples: tuple[str, ...]
 
     @classmethod
-    def of(cls, stream: P, gathers: bool) -> _Splits:
+    def of(cls, stream: P, gathers: bool) -> _OptionSplits:
         """Those by which a stream is split here; of one that is gathered over tp the others."""
         both = sequence_axes(stream), entry_axes(stream[0]) if len(stream) else ()
         both = [a for a in both[0] if not (gathers and a == "tp")], both[1]

@@ -23,7 +23,7 @@ from functron.spmd import DATA_AXES, Mesh, P, shard_map
 from functron.spmd import collectives as lax
 
 
-class Score(NamedTuple):
+class TextScore(NamedTuple):
     """How a model finds a continuation.
 
     Attributes:
@@ -35,7 +35,7 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
-Pair = tuple[Sequence[int], Sequence[int]]
+ContextPair = tuple[Sequence[int], Sequence[int]]
 """Tokens of a context, at least one, and of a continuation."""
 
 
@@ -43,12 +43,12 @@ Pair = tuple[Sequence[int], Sequence[int]]
 def log_likelihoods(
     params: tree.Tree,
     config: gpt.GPTConfig,
-    requests: Sequence[Pair],
+    requests: Sequence[ContextPair],
     *,
     batch_size: int = 8,
     mesh: Mesh | None = None,
     options: ModelOptions | None = None,
-) -> list[Score]:
+) -> list[TextScore]:
     """log p(continuation | context) of each request, and whether it is what greedy decoding says.
 
     Of a request longer than ``max_seq + 1`` tokens the first ones are left out, as harnesses do.
@@ -64,7 +64,7 @@ def log_likelihoods(
         options: gather, experts, kernels and hooks; as in `generate`.
 
     Returns:
-        A `Score` for each request, in order.
+        A `TextScore` for each request, in order.
 
     Raises:
         ValueError: an empty context, a token outside the vocabulary, or a continuation that is
@@ -75,14 +75,14 @@ def log_likelihoods(
     device = tree.leaves(params)[0].device
     score = _scorer(config, mesh, options)
     order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
-    found: dict[int, Score] = {}
+    found: dict[int, TextScore] = {}
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         rows = [_row(requests[i], config.max_seq) for i in chosen]
-        tokens, targets = (x.to(device) for x in _padded(rows, batch_size))
+        tokens, targets = (x.to(device) for x in _pad_rows(rows, batch_size))
         logs, greedy = score(params, tokens, targets)
         for index, log, best in zip(chosen, logs.tolist(), greedy.tolist(), strict=False):
-            found[index] = Score(log, bool(best))
+            found[index] = TextScore(log, bool(best))
     return [found[i] for i in range(len(requests))]
 
 
@@ -106,7 +106,7 @@ def rolling_log_likelihoods(
         start: the token that stands before a text, such as its end-of-text token.
         options: of `log_likelihoods`.
     """
-    requests: list[Pair] = []
+    requests: list[ContextPair] = []
     owners: list[int] = []
     for index, text in enumerate(texts):
         for at in range(0, len(text), config.max_seq):
@@ -138,7 +138,7 @@ def _scorer(config: gpt.GPTConfig, mesh: Mesh, options: ModelOptions | None) -> 
     return shard_map(score, mesh, (specs, rows, rows), (rows, rows))
 
 
-def _row(request: Pair, max_seq: int) -> tuple[list[int], list[int]]:
+def _row(request: ContextPair, max_seq: int) -> tuple[list[int], list[int]]:
     context, continuation = request
     whole = [*context, *continuation][-(max_seq + 1) :]
     tokens, targets = whole[:-1], whole[1:]
@@ -146,7 +146,7 @@ def _row(request: Pair, max_seq: int) -> tuple[list[int], list[int]]:
     return tokens, [-1] * ignored + targets[ignored:]
 
 
-def _padded(rows: list[tuple[list[int], list[int]]], batch_size: int) -> tuple[Tensor, Tensor]:
+def _pad_rows(rows: list[tuple[list[int], list[int]]], batch_size: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets ``[batch_size, seq]``, padded by tokens 0 with targets -1."""
     seq = max(1, *(len(tokens) for tokens, _ in rows))
     tokens = torch.zeros(batch_size, seq, dtype=torch.int64)
@@ -157,7 +157,7 @@ def _padded(rows: list[tuple[list[int], list[int]]], batch_size: int) -> tuple[T
     return tokens, targets
 
 
-def _problems(config: gpt.GPTConfig, requests: Sequence[Pair]) -> Iterable[Problem]:
+def _problems(config: gpt.GPTConfig, requests: Sequence[ContextPair]) -> Iterable[Problem]:
     for index, (context, continuation) in enumerate(requests):
         where = f"requests/{index}"
         if not context:
@@ -172,7 +172,7 @@ def _problems(config: gpt.GPTConfig, requests: Sequence[Pair]) -> Iterable[Probl
 
 
 @runtime_checkable
-class Text(Protocol):
+class ScoredText(Protocol):
     """The part of a tokenizer that `LanguageModel` needs; `functron.data.Tokenizer` is one."""
 
     @property
@@ -210,7 +210,7 @@ class LanguageModel:
 
     params: tree.Tree
     config: gpt.GPTConfig
-    tokenizer: Text
+    tokenizer: ScoredText
     batch_size: int = 8
     max_new_tokens: int = 256
 
@@ -274,9 +274,9 @@ class LanguageModel:
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """The greedy continuation of each ``(context, settings)``, up to one of its "until"."""
-        return [self._generated(*_args(request)) for request in requests]
+        return [self._generate_text(*_args(request)) for request in requests]
 
-    def _generated(self, context: str, settings: Mapping[str, Any]) -> str:
+    def _generate_text(self, context: str, settings: Mapping[str, Any]) -> str:
         until = settings.get("until", ())
         until = [until] if isinstance(until, str) else [text for text in until if text]
         count = min(settings.get("max_gen_toks", self.max_new_tokens), self.config.max_seq - 1)
@@ -307,7 +307,7 @@ class LanguageModel:
     def _context(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, special=False) or [self._start()]
 
-    def _pair(self, context: str, continuation: str) -> Pair:
+    def _pair(self, context: str, continuation: str) -> ContextPair:
         # blanks at its end belong to the first token of what follows, in every known tokenizer
         kept = context.rstrip()
         continuation = context[len(kept) :] + continuation

@@ -1,7 +1,7 @@
-"""Parts that models other than the decoder share: how layers are run, and which ranks split them.
+"""Shared by the families of models: how layers are run, and which ranks split parameters.
 
-Each such model is a module with ``defs(config)``, ``rules(config, mesh)``, ``forward`` and
-``loss``, and runs its layers as a `Stack`.
+Each is a module with ``defs(config)``, ``rules(config, mesh)``, ``forward`` and ``loss``; those
+beside the decoder run their layers as a `Stack`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.params import ParamDef
-from functron.spmd.spec import Rules
+from functron.spmd.spec import Entry, Rules, as_entry
 from functron.transforms import Gather, policies, scan
 from functron.transforms import remat as rematerialise
 
@@ -74,9 +74,20 @@ class Stack:
 
     def embed(self, weights: Tree, tokens: Tensor, config: Any) -> Tensor:
         """The stream of embedded tokens, by the table "embed" of the parameters."""
-        table = self.gather.at("embed")(weights["embed"])
-        check_gathered("embed_dim", table.shape[1], config.embed_dim)
-        return nn.embed_tokens(table, tokens, stream=self.stream, vocab_size=config.vocab_size)
+        return embed_tokens(config, weights, tokens, self.options)
+
+    def norm_last(self, weights: Tree, x: Tensor, eps: float) -> Tensor:
+        """RMSNorm of the stream after the layers, by "norm" of the parameters."""
+        with named_scope("norm"):
+            return nn.rms_norm(x, self.gather.at("norm")(weights["norm"])["scale"], eps=eps)
+
+    def logits(self, weights: Tree, x: Tensor, *, tied: bool, divisor: float = 1.0) -> Tensor:
+        """``[batch, seq, padded_vocab / tp]`` of the normed stream, divided by `divisor`."""
+        with named_scope("unembed"):
+            matrix = gather_unembedding(weights, self.gather, tied=tied)
+            x = x if divisor == 1 else x / divisor
+            matrix = matrix.mT if tied else matrix
+            return nn.column_parallel(nn.gather_sequence(x, self.stream), matrix)
 
     def drop(self, x: Tensor, key: Tensor | None) -> Tensor:
         """Dropout on the stream or on what is added to it."""
@@ -100,15 +111,43 @@ class Stack:
             weights: this rank's part of the layers' parameters, stacked on a leading dim.
             keys: one per layer, as `keys` makes them.
         """
-        policy = {"full": policies.nothing, "dots": policies.dots}
-        # what is recomputed is inside what is gathered: so gathering depends on parameters alone
-        once = rematerialise(layer, policy=policy.get(self.options.remat, policies.everything))
-        gathered = self.gather.rows().around(once)
+        gathered = run_gathered(layer, self.options, self.gather.rows())
 
         def body(x: Tensor, row: tuple) -> tuple[Tensor, None]:
             return gathered(row[0], x, row[1]), None
 
         return scan(body, x, (weights, keys))[0]
+
+
+def run_gathered(layer: Callable, options: ModelOptions, gather: Gather) -> Callable:
+    """A layer as it is run: parameters gathered around it, activations perhaps computed again.
+
+    Args:
+        layer: ``(parameters, *rest)``, of one layer.
+        options: of the model, whose remat says what backward computes again.
+        gather: of one layer's parameters.
+    """
+    policy = {"full": policies.nothing, "dots": policies.dots}
+    # what is recomputed is inside what is gathered: so gathering depends on parameters alone
+    return gather.around(
+        rematerialise(layer, policy=policy.get(options.remat, policies.everything))
+    )
+
+
+def embed_tokens(
+    config: Any, weights: Tree, tokens: Tensor, options: ModelOptions, scale: float = 1.0
+) -> Tensor:
+    """`nn.embed_tokens` by the table "embed" of the parameters, with spec ``options.stream``."""
+    table = options.gather.at("embed")(weights["embed"])
+    check_gathered("embed_dim", table.shape[1], config.embed_dim)
+    given = {"scale": scale, "vocab_size": config.vocab_size}
+    return nn.embed_tokens(table, tokens, stream=options.stream, **given)
+
+
+def gather_unembedding(weights: Tree, gather: Gather, *, tied: bool) -> Tensor:
+    """The matrix of logits: "unembed", or where they are tied "embed", which is its transpose."""
+    name = "embed" if tied else "unembed"
+    return gather.at(name)(weights[name])
 
 
 def summed_loss(logits: Tensor, targets: Tensor, vocab_size: int, options: ModelOptions) -> Scalar:
@@ -164,6 +203,50 @@ def head_problems(heads: str, width: int, count: int) -> list[Problem]:
     return [Problem(heads, str(count), f"a divisor of embed_dim={width}", "or set head_dim")]
 
 
+def tp_problems(sizes: Mapping[str, int], tp: int) -> list[Problem]:
+    """A problem for each of these sizes, by its name, that tp does not divide."""
+    return [
+        Problem(name, str(size), f"a multiple of tp={tp}", "choose a tp that divides it")
+        for name, size in sizes.items()
+        if size % tp
+    ]
+
+
+def fsdp_problems(
+    sizes: Mapping[str, int], mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]
+) -> list[Problem]:
+    """Axes that are no data axes; else sizes, by their names, that these do not divide."""
+    wanted = "data axes: 'dp', 'fsdp' or both"
+    found = [
+        Problem("fsdp", repr(axis), wanted, "leave it out")
+        for axis in fsdp
+        if axis not in FSDP_AXES
+    ]
+    if found:
+        return found
+    ranks = math.prod(mesh[axis] for axis in fsdp)
+    named = " * ".join(f"{axis}={mesh[axis]}" for axis in fsdp if mesh[axis] > 1)
+    for name, size in sizes.items():
+        if size % ranks:
+            below, above = math.gcd(size, ranks), -(-size // ranks) * ranks
+            fix = f"split over {below} ranks, or set {name}={above}"
+            found.append(Problem(name, str(size), f"a multiple of {named}", fix))
+    return found
+
+
+def embed_rules(mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]) -> dict[str, Entry]:
+    """The rule of dims called "embed", if ranks of `fsdp` split them."""
+    axes = [axis for axis in fsdp if mesh[axis] > 1]
+    return {"embed": as_entry(axes)} if axes else {}
+
+
+def text_rules(config: Any, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
+    """Tensor parallelism and fully sharded data parallelism on data axes and tp, as `gpt.rules`."""
+    c = config
+    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
+    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+
+
 def tensor_rules(
     mesh: Mesh | BoundMesh,
     *,
@@ -188,32 +271,17 @@ def tensor_rules(
         ValueError: tp or fsdp does not divide what it splits, or the mesh has ranks on an axis
             that nothing splits; all offenders are listed.
     """
-    tp = mesh["tp"]
-    found = [
-        Problem(name, str(size), f"a multiple of tp={tp}", "choose a tp that divides it")
-        for name, size in split.items()
-        if size % tp
-    ]
+    found = tp_problems(split, mesh["tp"])
     for axis in ("pp", *CONTEXT_AXES, "ep"):
         if mesh[axis] > 1:
             fix = "put those ranks on dp, fsdp or tp"
             found.append(Problem("mesh", f"{axis}={mesh[axis]}", f"{axis}=1 for this model", fix))
-    unknown = [axis for axis in fsdp if axis not in FSDP_AXES]
-    for axis in unknown:
-        wanted = "data axes: 'dp', 'fsdp' or both"
-        found.append(Problem("fsdp", repr(axis), wanted, "leave it out"))
-    ranks = 1 if unknown else math.prod(mesh[axis] for axis in fsdp)
-    for name, size in embed.items():
-        if size % ranks:
-            wanted = f"a multiple of the {ranks} ranks of {', '.join(fsdp)}"
-            fix = f"split over {math.gcd(size, ranks)} ranks, or change it"
-            found.append(Problem(name, str(size), wanted, fix))
+    found += fsdp_problems(embed, mesh, fsdp)
     raise_problems("this model cannot run on this mesh", found)
-    axes = tuple(axis for axis in fsdp if mesh[axis] > 1)
     rules = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "groups"), "tp")
     whole = {name for name, stays in (replicated or {}).items() if stays}
     entries = {name: None if name in whole else axis for name, axis in rules.items()}
-    return Rules(entries | ({"embed": axes[0] if len(axes) == 1 else axes} if axes else {}))
+    return Rules(entries | embed_rules(mesh, fsdp))
 
 
 def padded(size: int, multiple: int) -> int:

@@ -21,7 +21,6 @@ from functron import nn
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
-from functron.core.settings import setting
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.data.tokenizer import TextTokenizer
 from functron.models.config import Dtype, Named, TextConfig
@@ -35,7 +34,7 @@ from functron.models.stack import (
     rate_problems,
     size_problems,
     summed_loss,
-    tensor_rules,
+    text_rules,
     whole_heads,
 )
 from functron.nn.layers import sequence_axes
@@ -54,12 +53,11 @@ from functron.spmd import DATA_AXES, P, params, shard_map
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import Normal, ParamDef, param_specs
-from functron.spmd.spec import Rules
 from functron.transforms import Gather, scan
 
 __all__ = [
     "PRESETS",
-    "Cache",
+    "T5Cache",
     "T5Config",
     "cache_specs",
     "decode",
@@ -76,12 +74,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class T5Config(TextConfig):
     """Architecture of a T5 (Raffel et al. 2020), version 1.0 or 1.1.
 
     Attributes:
-        vocab_size: token ids are 0 to ``vocab_size - 1``.
         num_layers: blocks of the encoder.
         decoder_layers: of the decoder; 0: as many.
         embed_dim: width of the streams.
@@ -100,11 +97,8 @@ class T5Config(TextConfig):
             attention probabilities and hidden features are not dropped.
         init_factor: multiplies the deviations of initial matrices, which are those of the paper's
             code.
-        vocab_multiple: the vocabulary is padded to a multiple of it.
-        dtype: of parameters and activations.
     """
 
-    vocab_size: int = 256
     num_layers: int = 2
     decoder_layers: int = 0
     embed_dim: int = 256
@@ -118,10 +112,7 @@ class T5Config(TextConfig):
     tied: bool = False
     start_id: int = 0
     norm_eps: float = 1e-6
-    dropout: float = 0.0
     init_factor: float = 1.0
-    vocab_multiple: int = 384
-    dtype: Dtype = setting("float32", box="precision")
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim")
@@ -138,7 +129,7 @@ class T5Config(TextConfig):
             found.append(Problem("start_id", str(self.start_id), "a token of the vocabulary"))
         found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
         found += rate_problems(self)
-        raise_problems("T5Config describes no model", found)
+        raise_problems("invalid T5Config", found)
 
     @property
     def layers(self) -> dict[str, int]:
@@ -148,9 +139,8 @@ class T5Config(TextConfig):
     @property
     def attention(self) -> nn.AttentionConfig:
         """The shapes of all attention layers."""
-        heads = self.num_heads
         return nn.AttentionConfig(
-            self.embed_dim, heads, heads, self.head_dim or self.embed_dim // heads
+            embed_dim=self.embed_dim, num_heads=self.num_heads, head_dim=self.head_dim
         )
 
 
@@ -213,13 +203,13 @@ def defs(config: T5Config) -> dict:
 def _block_defs(config: T5Config, *, cross: bool) -> dict:
     c, dtype, factor = config, config.torch_dtype, config.init_factor
     wide, heads = math.sqrt(c.embed_dim), c.attention
-    inner = math.sqrt(heads.num_heads * heads.head_dim)
+    inner = math.sqrt(heads.num_heads * heads.head_size)
 
     def attention() -> dict:
         stddevs = {"stddev": factor / wide, "out_stddev": factor / inner}
         layer = whole_heads(nn.attention_defs(heads, **stddevs, dtype=dtype))
         # scores are not divided by sqrt(head_dim) later
-        start = Normal(factor / wide / math.sqrt(heads.head_dim))
+        start = Normal(factor / wide / math.sqrt(heads.head_size))
         return layer | {"q": {"w": replace(layer["q"]["w"], init=start)}}
 
     norm = nn.norm_defs(c.embed_dim, "rms", axis="embed", dtype=dtype)
@@ -237,12 +227,7 @@ def _block_defs(config: T5Config, *, cross: bool) -> dict:
     return block | {"mlp_norm": norm, "mlp": mlp}
 
 
-@public
-def rules(config: T5Config, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism on data axes and tp, as `gpt.rules`."""
-    c = config
-    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
-    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+rules = public(text_rules)
 
 
 @public
@@ -276,7 +261,7 @@ def encode(
     """
     stack = Stack("t5", options, key, config.dropout, rows)
     seen = None if mask is None else mask != 0
-    return _stack(config, "encoder", weights, tokens, stack, None, seen)
+    return _run_stack(config, "encoder", weights, tokens, stack, None, seen)
 
 
 @public
@@ -307,11 +292,11 @@ def decode(
     stack = Stack("t5", options, key, config.dropout, rows)
     seen = None if mask is None else mask != 0
     whole = nn.gather_sequence(memory, options.stream)
-    x = _stack(config, "decoder", weights, tokens, stack, whole, seen)
-    return _unembedded(config, weights, x, stack)
+    x = _run_stack(config, "decoder", weights, tokens, stack, whole, seen)
+    return _compute_logits(config, weights, x, stack)
 
 
-def _stack(
+def _run_stack(
     config: T5Config,
     name: str,
     weights: dict,
@@ -322,26 +307,28 @@ def _stack(
 ) -> Tensor:
     """The normed result of the encoder, or of the decoder if there is a memory."""
     seq, count = tokens.shape[1], config.layers[name]
-    x = _embedded(config, weights, tokens, stack)
+    x = _embed_tokens(config, weights, tokens, stack)
     stack, weights = stack.at(name), weights[name]
     keys = stack.keys(count + 2)
     x = stack.drop(x, None if keys is None else keys[-1])
-    bias = _bias(config, weights, stack, seq, seq, bidirectional=memory is None)
+    bias = _make_bias(config, weights, stack, seq, seq, bidirectional=memory is None)
     # the encoder's own tokens may be padding; what the decoder sees of itself is what came before
     reads = {"seen": seen} if memory is None else {"causal": True}
     core = stack.core(partial(masked_attention, bias=bias, scale=1.0, **reads))
     block = _block(config, stack, core, memory, seen)
     x = stack.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
-    return stack.drop(_normed(config, weights, x, stack), None if keys is None else keys[-2])
+    return stack.drop(
+        stack.norm_last(weights, x, config.norm_eps), None if keys is None else keys[-2]
+    )
 
 
-def _embedded(config: T5Config, weights: dict, tokens: Tensor, stack: Stack) -> Tensor:
+def _embed_tokens(config: T5Config, weights: dict, tokens: Tensor, stack: Stack) -> Tensor:
     check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(stack.stream)))
     with named_scope("embed"):
         return stack.embed(weights, tokens, config)
 
 
-def _bias(
+def _make_bias(
     config: T5Config,
     weights: dict,
     stack: Stack,
@@ -366,20 +353,10 @@ def _bias(
         return relative_bias(table, buckets)
 
 
-def _normed(config: T5Config, weights: dict, x: Tensor, stack: Stack) -> Tensor:
-    with named_scope("norm"):
-        scale = stack.gather.at("norm")(weights["norm"])["scale"]
-        return nn.rms_norm(x, scale, eps=config.norm_eps)
-
-
-def _unembedded(config: T5Config, weights: dict, x: Tensor, stack: Stack) -> Tensor:
+def _compute_logits(config: T5Config, weights: dict, x: Tensor, stack: Stack) -> Tensor:
     """``[batch, seq, padded_vocab / tp]`` logits of the decoder's normed result."""
-    with named_scope("unembed"):
-        name = "embed" if config.tied else "unembed"
-        matrix = stack.gather.at(name)(weights[name])
-        if config.tied:
-            x, matrix = x / math.sqrt(config.embed_dim), matrix.mT
-        return nn.column_parallel(nn.gather_sequence(x, stack.stream), matrix)
+    divisor = math.sqrt(config.embed_dim) if config.tied else 1.0
+    return stack.logits(weights, x, tied=config.tied, divisor=divisor)
 
 
 def _block(
@@ -427,7 +404,7 @@ def _block(
 # --- generation
 
 
-class Cache(NamedTuple):
+class T5Cache(NamedTuple):
     """Keys and values of each block of the decoder: of the text that is read, and of the answer.
 
     Attributes:
@@ -440,10 +417,10 @@ class Cache(NamedTuple):
     memory: KVCache
 
 
-def cache_specs(config: T5Config) -> Cache:
+def cache_specs(config: T5Config) -> T5Cache:
     """How a cache is split: samples over data axes, heads over tp."""
     row: Any = P(None, DATA_AXES, None, "tp")
-    return Cache(KVCache(row, row), KVCache(row, row))
+    return T5Cache(KVCache(row, row), KVCache(row, row))
 
 
 def prefill(
@@ -454,7 +431,7 @@ def prefill(
     *,
     room: int,
     mask: Tensor | None = None,
-) -> Cache:
+) -> T5Cache:
     """The cache of a text that the encoder has read, before the decoder's first token.
 
     Args:
@@ -467,9 +444,9 @@ def prefill(
     memory = encode(config, weights, tokens, options, mask=mask)
     once = options.gather.at("decoder").at("blocks").at("cross").rows().around(cross_keys)
 
-    def layer(memory: Tensor, params: dict) -> tuple[Tensor, Cache]:
+    def layer(memory: Tensor, params: dict) -> tuple[Tensor, T5Cache]:
         kept = once(params, memory)
-        return memory, Cache(empty_cache(kept.k, kept.v, room), kept)
+        return memory, T5Cache(empty_cache(kept.k, kept.v, room), kept)
 
     return scan(layer, memory, weights["decoder"]["blocks"]["cross"])[1]
 
@@ -477,13 +454,13 @@ def prefill(
 def extend(
     config: T5Config,
     weights: dict,
-    cache: Cache,
+    cache: T5Cache,
     tokens: Int[Tensor, " batch"],
     place: Int[Tensor, ""],
     options: ModelOptions = DEFAULTS,
     *,
     mask: Tensor | None = None,
-) -> tuple[Float[Tensor, "batch vocab"], Cache]:
+) -> tuple[Float[Tensor, "batch vocab"], T5Cache]:
     """The logits of the decoder's token after these ones, and the cache with these ones in it.
 
     The result of `decode` for all tokens so far, at the last one; each token is read once.
@@ -501,15 +478,15 @@ def extend(
         Collectives: those of `decode` but for the memory, and one all-gather of the logits over tp.
     """
     whole = Stack("t5", options)
-    x = _embedded(config, weights, tokens[:, None], whole)
+    x = _embed_tokens(config, weights, tokens[:, None], whole)
     stack, params = whole.at("decoder"), weights["decoder"]
     room = cache.own.k.shape[2]
-    bias = _bias(config, params, stack, 1, room, first=place)
+    bias = _make_bias(config, params, stack, 1, room, first=place)
     before = (torch.arange(room, device=tokens.device) <= place)[None]
     places = place.expand(len(tokens), 1)
     seen = None if mask is None else mask != 0
 
-    def layer(weights: dict, x: Tensor, kept: Cache) -> tuple[Tensor, KVCache]:
+    def layer(weights: dict, x: Tensor, kept: T5Cache) -> tuple[Tensor, KVCache]:
         after = []
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -521,7 +498,8 @@ def extend(
 
     once = stack.gather.at("blocks").rows().around(layer)
     x, own = scan(lambda x, row: once(row[0], x, row[1]), x, (params["blocks"], cache))
-    logits = _unembedded(config, weights, _normed(config, params, x, stack), whole).squeeze(1)
+    x = stack.norm_last(params, x, config.norm_eps)
+    logits = _compute_logits(config, weights, x, whole).squeeze(1)
     logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[:, : config.vocab_size]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits, cache._replace(own=own)
@@ -595,7 +573,7 @@ def flops_per_token(config: T5Config, seq: int, said: int, *, whole: bool = Fals
         whole: count the decoder's attention to itself as whole.
     """
     c = config
-    model, heads = defs(c), c.attention.num_heads * c.attention.head_dim
+    model, heads = defs(c), c.num_heads * c.attention.head_size
     read, answer = (params.num_params(model[name]) for name in c.layers)
     tables = c.num_buckets * c.num_heads  # look-ups
     decoder = c.layers["decoder"]
@@ -648,7 +626,7 @@ def respond(
             which the model cannot run.
     """
     check_prompt(config, tokens, num_tokens, draw, key)
-    first, later = _cached(config, mesh, num_tokens, mask)
+    first, later = _map_generation(config, mesh, num_tokens, mask)
     start = torch.full_like(tokens[:, :1], config.start_id)
 
     def steps() -> Steps:
@@ -661,7 +639,7 @@ def respond(
     return drawn(steps(), draw, start, num_tokens, key, stop, mesh=mesh)[:, 1:]
 
 
-def _cached(
+def _map_generation(
     config: T5Config, mesh: Mesh | BoundMesh | None, room: int, mask: Tensor | None
 ) -> tuple[Callable, Callable]:
     """`t5.prefill` and `t5.extend` over a mesh."""

@@ -43,7 +43,7 @@ from functron.transforms import Gather
 
 __all__ = ["PRESETS", "ViTConfig", "defs", "features", "forward", "loss", "num_targets", "rules"]
 
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
+VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ViTConfig:
     embed_dim: int = 256
     num_heads: int = 8
     mlp_dim: int = 1024
-    activation: Activation = "gelu"
+    activation: VisionActivation = "gelu"
     patch_bias: bool = True
     pre_norm: bool = False
     final_norm: bool = True
@@ -97,8 +97,8 @@ class ViTConfig:
                 found.append(Problem("image_size", str(self.image_size), wanted, "crop images"))
         if self.num_classes < 0:
             found.append(Problem("num_classes", str(self.num_classes), "at least 0"))
-        found += choice_problems(self, {"activation": Activation, "dtype": Dtype})
-        raise_problems("ViTConfig describes no model", found)
+        found += choice_problems(self, {"activation": VisionActivation, "dtype": Dtype})
+        raise_problems("invalid ViTConfig", found)
 
     @property
     def num_patches(self) -> int:
@@ -113,8 +113,7 @@ class ViTConfig:
     @property
     def attention(self) -> nn.AttentionConfig:
         """The shapes of the attention layers."""
-        heads, size = self.num_heads, self.embed_dim // self.num_heads
-        return nn.AttentionConfig(self.embed_dim, heads, heads, size, bias=True, out_bias=True)
+        return nn.AttentionConfig(embed_dim=self.embed_dim, num_heads=self.num_heads, bias=True)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -230,7 +229,7 @@ def features(
     total = padded(count, ranks)
     with named_scope("embed"):
         place = lax.global_index(total // ranks, axes, device=images.device)
-        x = _embedded(config, weights, _patches(config, images), place, total, gather)
+        x = _embed_patches(config, weights, _patches(config, images), place, total, gather)
     seen = None if total == count else (torch.arange(total, device=x.device) < count)[None]
     if config.pre_norm:
         x = nn.norm(gather.at("pre_norm")(weights["pre_norm"]), x, eps=config.norm_eps)
@@ -254,7 +253,7 @@ def _patches(config: ViTConfig, images: Tensor) -> Tensor:
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def _embedded(
+def _embed_patches(
     config: ViTConfig, weights: dict, patches: Tensor, place: Tensor, total: int, gather: Gather
 ) -> Tensor:
     """The stream at these of `total` places: the class token's, the patches', and filling."""

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from functron.core import compat
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.layers import (
     PRODUCTS,
@@ -30,11 +29,14 @@ from functron.nn.layers import (
     weights,
 )
 from functron.ops.attention import attention
-from functron.ops.define import AUTO, Kernels
-from functron.ops.qk_norm_rope import QK_NORM_ROPE, qkv_norm_rope
+from functron.ops.operations import AUTO, Kernels
+from functron.ops.qk_norm_rope import QK_NORM_ROPE, qkv_norm_rope, rotate_pairs
 from functron.spmd import collectives as lax
 from functron.spmd.params import Normal, ParamDef, ones, zeros
 from functron.spmd.spec import P
+
+RopePairs = Literal["halves", "neighbours"]
+"""Which dims of a head are rotated together; see `AttentionConfig`."""
 
 _SEVERAL = 3  # dims of positions, where a token has several
 
@@ -82,15 +84,15 @@ class RopeScaling:
         if self.attention_factor:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._sharper(self.mscale) / self._sharper(self.mscale_all_dim)
-        return self._sharper(1.0)
+            return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
+        return self._sharpness(1.0)
 
     @property
     def softmax_factor(self) -> float:
         """DeepSeek's factor of the scores of all dims: m(mscale_all_dim)^2; see `mscale`."""
-        return self._sharper(self.mscale_all_dim) ** 2 if self.kind == "yarn" else 1.0
+        return self._sharpness(self.mscale_all_dim) ** 2 if self.kind == "yarn" else 1.0
 
-    def _sharper(self, mscale: float) -> float:
+    def _sharpness(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
@@ -105,7 +107,7 @@ def rope_frequencies(
     if scaling.kind == "linear":
         return freqs / scaling.factor
     if scaling.kind == "yarn":
-        kept = _yarn_kept(head_dim, theta, scaling, device)
+        kept = _yarn_share(head_dim, theta, scaling, device)
         return freqs / scaling.factor * (1 - kept) + freqs * kept
     wavelength = 2 * math.pi / freqs
     low = scaling.original_max_seq / scaling.low_freq_factor
@@ -118,7 +120,7 @@ def rope_frequencies(
     return torch.where(wavelength < high, freqs, stretched)
 
 
-def _yarn_kept(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
+def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
     """How much of each pair's frequency yarn keeps, from 1 to 0: a ramp over pairs (section 3.2).
 
     Pair i turns t times in the sequences of pretraining where theta^(2i / d) is original_max_seq /
@@ -176,27 +178,6 @@ def rope_table(
     return cos.to(dtype), sin.to(dtype)
 
 
-class _Turned(torch.autograd.Function):
-    """The halves of x turned by angles with these cosines and sines, for torch's tape alone.
-
-    In four passes over memory where the formula takes seven; backward turns back.
-    """
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        (first, second), (left, right) = x.chunk(2, -1), out.chunk(2, -1)
-        torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=right).addcmul_(first, sin)
-        return out
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        cos, sin = ctx.saved_tensors
-        return _Turned.apply(cotangents[0], cos, -sin), None, None
-
-
 def apply_rope(
     x: Float[Tensor, "batch seq heads head_dim"],
     table: tuple[Float[Tensor, "*rows seq half"], Float[Tensor, "*rows seq half"]],
@@ -216,60 +197,74 @@ def apply_rope(
     if kernels.takes("qk_norm_rope", x, *table):
         # keys of no heads
         return QK_NORM_ROPE(x, x[..., :0, :], None, None, *table, 0.0, False, interleaved)[0]
-    cos, sin = (part.unsqueeze(-2) for part in table)
-    plain = x.dtype == cos.dtype in (torch.float32, torch.float64) and not interleaved
-    fixed = not (cos.requires_grad or sin.requires_grad)
-    if plain and fixed and compat.taped_alone(x):
-        turned: Any = _Turned.apply(x, cos, sin)
-        return turned
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return rotate_pairs(x, *table, interleaved=interleaved)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Shapes and options of self-attention.
 
+    Configs of models with all of these options inherit them: `functron.models.config.GPTConfig`.
+
     Attributes:
-        embed_dim: width of the stream.
+        embed_dim: width of the residual stream.
         num_heads: query heads.
-        num_kv_heads: key/value heads; equal to `num_heads` for multi-head, 1 for multi-query
-            attention, between for grouped queries (Ainslie et al. 2023).
-        head_dim: width of a head.
-        bias: biases on the query, key and value projections.
-        out_bias: bias on the output projection.
-        qk_norm: RMSNorm queries and keys per head (Dehghani et al. 2023; Qwen3).
-        norm_eps: epsilon of that norm.
-        zero_centered_norm: it multiplies by 1 + scale.
-        sinks: a learned logit per head that takes part in the softmax and has no value (GPT-OSS).
-        qk_norm_across: the norms of queries and keys are over all heads together (OLMo 2).
-        scale: multiplies the scores; 0: 1 / sqrt(head_dim).
-        gate: what heads say is multiplied by sigmoid(x W_gate), number by number (Qiu et al. 2025,
-            "Gated Attention for Large Language Models"; Qwen3-Next).
-        clip: queries, keys and values are brought into [-clip, clip] before all else (MPT; OLMo);
-            0: they are not.
-        interleaved: rotated dims lie in pairs next to each other; see `apply_rope`.
-        fused: queries, keys and values are one product, of one matrix ``[embed, kv_heads, group +
-            2, head_dim]``: a key head's queries, its key, its value (Megatron's linear_qkv).
+        num_kv_heads: key/value heads; 0 means as many as query heads, 1 is multi-query attention,
+            numbers between are grouped queries (Ainslie et al. 2023).
+        head_dim: width of a head; 0 means ``embed_dim // num_heads``.
+        bias: biases on all linear layers.
+        qkv_bias: biases on queries, keys and values, also without `bias` (Qwen2).
+        qkv_clip: queries, keys and values are clamped to [-qkv_clip, qkv_clip] before norms and
+            rotary positions (MPT; OLMo 1); 0: not clamped.
+        qk_norm: RMSNorm on the queries and keys of each head (Dehghani et al. 2023; Qwen3).
+        qk_norm_across: that norm is over all heads together (OLMo 2), not of each.
+        zero_centered_norm: norms multiply by 1 + scale, and scales start at 0 (Gemma).
+        norm_eps: epsilon of the norms.
+        rope_pairs: pairs of rotated dims are dims i and i + half of them, ``"halves"`` (Llama), or
+            2i and 2i + 1, ``"neighbours"`` (GPT-J, GLM); `rope_interleaved` says it of latent
+            attention.
+        sinks: each head has a learned logit that takes part in the softmax of attention and has no
+            value (GPT-OSS).
+        attention_scale: multiplies attention scores; 0: 1 / sqrt(head_dim).
+        attention_gate: head outputs are multiplied elementwise by sigmoid(x W_gate), x being the
+            input of attention (Qiu et al. 2025, "Gated Attention for Large Language Models";
+            Qwen3-Next).
+        fused_projections: queries, keys and values are one product of one matrix, ``[embed,
+            kv_heads, group + 2, head_dim]``: a key head's queries, its key, its value (Megatron's
+            linear_qkv).
     """
 
     embed_dim: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
     bias: bool = False
-    out_bias: bool = False
+    qkv_bias: bool = False
+    qkv_clip: float = 0.0
     qk_norm: bool = False
-    norm_eps: float = 1e-6
-    zero_centered_norm: bool = False
-    sinks: bool = False
     qk_norm_across: bool = False
-    scale: float = 0.0
-    gate: bool = False
-    clip: float = 0.0
-    interleaved: bool = False
-    fused: bool = False
+    zero_centered_norm: bool = False
+    norm_eps: float = 1e-6
+    rope_pairs: RopePairs = "halves"
+    sinks: bool = False
+    attention_scale: float = 0.0
+    attention_gate: bool = False
+    fused_projections: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention scores; 0: 1 / sqrt(head_size)."""
+        return self.attention_scale
 
 
 def attention_defs(
@@ -277,47 +272,47 @@ def attention_defs(
 ) -> dict:
     """Defs ``{"q", "k", "v", "out", "q_norm"?, "k_norm"?, "sinks"?, "gate"?}``.
 
-    With `AttentionConfig.fused`, ``"qkv"`` in place of the first three.
+    With `AttentionConfig.fused_projections`, ``"qkv"`` in place of the first three.
     """
 
     def projection(num_heads: int, axis: str, pieces: tuple[tuple[str, int], ...] = ()) -> dict:
         slots = (sum(size for _, size in pieces),) if pieces else ()
-        shape = (num_heads, *slots, config.head_dim)
+        shape = (num_heads, *slots, config.head_size)
         axes = (axis, *(None for _ in slots), None)
         return linear_defs(
             (config.embed_dim, *shape),
             ("embed", *axes),
             stddev=stddev,
-            bias=shape if config.bias else None,
+            bias=shape if config.bias or config.qkv_bias else None,
             bias_axes=axes,
             dtype=dtype,
             pieces=pieces,
             matrix=(1, len(shape)),
         )
 
-    group = config.num_heads // config.num_kv_heads
+    group = config.num_heads // config.kv_heads
     pieces = (("q", group), ("k", 1), ("v", 1))
     defs: dict = (
-        {"qkv": projection(config.num_kv_heads, "kv_heads", pieces)}
-        if config.fused
+        {"qkv": projection(config.kv_heads, "kv_heads", pieces)}
+        if config.fused_projections
         else {
             "q": projection(config.num_heads, "heads"),
-            "k": projection(config.num_kv_heads, "kv_heads"),
-            "v": projection(config.num_kv_heads, "kv_heads"),
+            "k": projection(config.kv_heads, "kv_heads"),
+            "v": projection(config.kv_heads, "kv_heads"),
         }
     )
     defs |= {
         "out": linear_defs(
-            (config.num_heads, config.head_dim, config.embed_dim),
+            (config.num_heads, config.head_size, config.embed_dim),
             ("heads", None, "embed"),
             stddev=out_stddev,
-            bias=(config.embed_dim,) if config.out_bias else None,
+            bias=(config.embed_dim,) if config.bias else None,
             bias_axes=("embed",),
             dtype=dtype,
             matrix=(2, 1),
         ),
     }
-    if config.gate:
+    if config.attention_gate:
         defs["gate"] = projection(config.num_heads, "heads")
     if config.qk_norm:
         defs |= _qk_norm_defs(config, dtype)
@@ -331,11 +326,13 @@ def _qk_norm_defs(config: AttentionConfig, dtype: torch.dtype) -> dict:
     names, zero_centered = ("q_norm", "k_norm"), config.zero_centered_norm
     if not config.qk_norm_across:
         each = {"axis": None, "dtype": dtype, "zero_centered": zero_centered}
-        return {name: norm_defs(config.head_dim, "rms", **each) for name in names}
+        return {name: norm_defs(config.head_size, "rms", **each) for name in names}
     start = zeros if zero_centered else ones
-    counts = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    counts = {"heads": config.num_heads, "kv_heads": config.kv_heads}
     return {
-        name: {"scale": ParamDef((count, config.head_dim), (axis, None), start, dtype, decay=False)}
+        name: {
+            "scale": ParamDef((count, config.head_size), (axis, None), start, dtype, decay=False)
+        }
         for name, (axis, count) in zip(names, counts.items(), strict=True)
     }
 
@@ -390,72 +387,74 @@ def self_attention(
         With `qk_norm_across`, two all-reduces of one number per token besides, in either direction.
     """
     x, params = gather_sequence(x, stream, axis), apart(params, products)
-    projected = functools.partial(_projected, params, x, config, axis, products)
-    q, k, v = _placed(params, projected, config, rope, kernels, axis)
-    if config.scale:  # what computes scores divides them by the root of their width
-        q = q * (config.scale * math.sqrt(config.head_dim))
-    k, v = (_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
+    project = functools.partial(_project, params, x, config, axis, products)
+    heads = [project(name) for name in (("qkv",) if "qkv" in params else ("q", "k", "v"))]
+    q, k, v = _norm_and_rotate(params, heads, config, rope, kernels, axis)
+    if config.score_scale:  # what computes scores divides them by the root of their width
+        q = q * (config.score_scale * math.sqrt(config.head_size))
+    k, v = (_select_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
-    if config.gate:
-        y = y * torch.sigmoid(projected("gate"))
+    if config.attention_gate:
+        y = y * torch.sigmoid(project("gate"))
     out: Any = {"name": "attention/out", "products": products}
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis, **out)
 
 
-def _projected(
+def _project(
     params: dict, x: Tensor, config: AttentionConfig, axis: str, products: Products, name: str
 ) -> Tensor:
     """Heads of queries, keys, values, or of the gate; keys may be the same on all ranks."""
     w, bias, lora = weights(params[name])
     several = name in ("k", "v") and lax.axis_size(axis) > 1
-    whole = several and w.shape[1] == config.num_kv_heads
-    where: Any = {"name": f"attention/{name}", "axis": axis, "replicated": whole}
+    replicated = several and w.shape[1] == config.kv_heads
+    where: Any = {"name": f"attention/{name}", "axis": axis, "replicated": replicated}
     return column_parallel(x, w, bias, lora, products=products, **where)
 
 
-def _placed(
+def _norm_and_rotate(
     params: dict,
-    projected: Callable[[str], Tensor],
+    heads: list[Tensor],
     config: AttentionConfig,
     rope: tuple[Tensor, Tensor] | None,
     kernels: Kernels,
     axis: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, the former two normalised and rotated."""
-    eps, zero_centered, clip = config.norm_eps, config.zero_centered_norm, config.clip
-    whole = rope is not None and 2 * rope[0].shape[-1] == config.head_dim
-    names = ("q", "k", "v") if "qkv" not in params else ("qkv",)
-    made = [projected(name) for name in names]
+    """Queries and keys, normalised and rotated, and values; `heads` are these, or all in one."""
+    eps, zero_centered, clip = config.norm_eps, config.zero_centered_norm, config.qkv_clip
+    interleaved = config.rope_pairs == "neighbours"
     if clip:
-        made = [y.clamp(-clip, clip) for y in made]
-    at_once = whole and not config.qk_norm_across
-    if rope is not None and at_once and kernels.takes("qk_norm_rope", *made[:2], *rope):
+        heads = [y.clamp(-clip, clip) for y in heads]
+    all_dims = rope is not None and 2 * rope[0].shape[-1] == config.head_size
+    at_once = all_dims and not config.qk_norm_across
+    if rope is not None and at_once and kernels.takes("qk_norm_rope", *heads[:2], *rope):
         norms = ("q_norm", "k_norm") if config.qk_norm else ()
         q_scale, k_scale = [params[name]["scale"] for name in norms] or (None, None)
-        rest = q_scale, k_scale, *rope, eps, zero_centered, config.interleaved
+        rest = q_scale, k_scale, *rope, eps, zero_centered, interleaved
         if "qkv" in params:
-            return qkv_norm_rope(made[0], *rest)
-        return *QK_NORM_ROPE(*made[:2], *rest), made[2]
-    q, k, v = made if "qkv" not in params else _apart(made[0])
+            return qkv_norm_rope(heads[0], *rest)
+        return *QK_NORM_ROPE(*heads[:2], *rest), heads[2]
+    q, k, v = heads if "qkv" not in params else _split_heads(heads[0])
     if config.qk_norm_across:
         q = _norm_across(params["q_norm"], q, config.num_heads, config, axis)
-        k = _norm_across(params["k_norm"], k, config.num_kv_heads, config, axis)
+        k = _norm_across(params["k_norm"], k, config.kv_heads, config, axis)
     elif config.qk_norm:
         settings = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
         q, k = norm(params["q_norm"], q, **settings), norm(params["k_norm"], k, **settings)
     if rope is not None:
-        q, k = (_rotated(x, rope, config.interleaved, kernels) for x in (q, k))
+        q, k = (_rotate_first(x, rope, interleaved, kernels) for x in (q, k))
     return q, k, v
 
 
-def _apart(qkv: Tensor) -> list[Tensor]:
+def _split_heads(qkv: Tensor) -> list[Tensor]:
     """Queries, keys and values of ``[..., kv_heads, group + 2, head_dim]``."""
     pieces = qkv.split((qkv.shape[-2] - 2, 1, 1), -2)
     # a view of which backward keeps one would keep all
     return [piece.flatten(-3, -2).contiguous() for piece in pieces]
 
 
-def _rotated(x: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool, kernels: Kernels) -> Tensor:
+def _rotate_first(
+    x: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool, kernels: Kernels
+) -> Tensor:
     """Heads whose first dims are rotated, as many as there are angles for."""
     size = 2 * rope[0].shape[-1]
     first = apply_rope(x[..., :size], rope, interleaved=interleaved, kernels=kernels)
@@ -471,13 +470,13 @@ def _norm_across(
     squares = y.square().sum((-2, -1), keepdim=True)
     if x.shape[-2] < num_heads:
         squares = lax.psum(squares, axis)
-    y = y * torch.rsqrt(squares / (num_heads * config.head_dim) + config.norm_eps)
+    y = y * torch.rsqrt(squares / (num_heads * config.head_size) + config.norm_eps)
     return (y * (1 + scale if config.zero_centered_norm else scale)).to(x.dtype)
 
 
-def _own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:
+def _select_own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:
     """The heads of keys or values that this rank's `num_local` query heads use."""
-    group = config.num_heads // config.num_kv_heads
+    group = config.num_heads // config.kv_heads
     if x.shape[-2] * group == num_local:
         return x
     # fewer key heads than ranks: every rank holds all of them and takes the one of its queries,

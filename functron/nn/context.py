@@ -46,7 +46,7 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.ops.attention import attention, block, block_backward
 from functron.ops.chunked_attention import Visible
-from functron.ops.define import AUTO, Kernels
+from functron.ops.operations import AUTO, Kernels
 from functron.ops.softmax import merge, upcast
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
@@ -54,12 +54,12 @@ from functron.spmd.primitives import Ppermute
 from functron.spmd.ragged import arrived
 from functron.transforms.custom_vjp import custom_vjp
 
-Order = Literal["contiguous", "zigzag"]
+RingOrder = Literal["contiguous", "zigzag"]
 
 
 def own_positions(
     local_seq: int,
-    order: Order,
+    order: RingOrder,
     *,
     axis: str = "cp",
     ulysses: str = "ulysses",
@@ -104,7 +104,7 @@ def to_balanced(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses")
     even, odd = _routes(size)
     first, second = lax.ppermute(first, axis, even), lax.ppermute(second, axis, odd)
     # an even rank's early chunk and an odd rank's late chunk have even numbers
-    return own_part(_ordered(first, second, axis, dim), x.shape[dim], dim, ulysses)
+    return own_part(_order_by_parity(first, second, axis, dim), x.shape[dim], dim, ulysses)
 
 
 def to_contiguous(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses") -> Tensor:
@@ -118,7 +118,7 @@ def to_contiguous(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses
     if size == 1:
         return x
     early, late = _whole(x, dim, ulysses).split(chunk, dim)
-    halves = _ordered(early, late, axis, dim).split(chunk, dim)
+    halves = _order_by_parity(early, late, axis, dim).split(chunk, dim)
     parts = [
         lax.ppermute(half, axis, [(target, source) for source, target in route])
         for half, route in zip(halves, _routes(size), strict=True)
@@ -143,7 +143,7 @@ def _routes(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     return [(r, home[2 * r]) for r in range(size)], [(r, home[2 * r + 1]) for r in range(size)]
 
 
-def _ordered(even: Tensor, odd: Tensor, axis: str, dim: int) -> Tensor:
+def _order_by_parity(even: Tensor, odd: Tensor, axis: str, dim: int) -> Tensor:
     """(even, odd) joined on ranks of even number, (odd, even) on the others; its own inverse."""
     is_even = compat.constant(lax.axis_index(axis) % 2 == 0, even.device)
     return torch.cat([torch.where(is_even, even, odd), torch.where(is_even, odd, even)], dim)
@@ -173,7 +173,7 @@ def own_part(x: Tensor, size: int, dim: int, axis: str) -> Tensor:
 
 _SEQ, _HEADS = 1, 2
 
-Kind = Literal["ring", "gather"]
+ContextKind = Literal["ring", "gather"]
 Flag = bool | Tensor
 """Known to the program, or a bool scalar that differs between ranks."""
 
@@ -199,7 +199,7 @@ class Ring:
 
     axis: str
     size: int
-    kind: Kind
+    kind: ContextKind
     balanced: bool
     seq: int
     steps: tuple[int, ...]
@@ -251,7 +251,7 @@ def needed_steps(size: int, seq: int, window: int, balanced: bool) -> tuple[int,
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RingPart:
     """One block of a step.
 
     Attributes:
@@ -283,7 +283,7 @@ class Tests:
     window: int | Tensor = 0
     pairs: Bool[Tensor, "_ seq keys"] | None = None
 
-    def visible(self, ring: Ring, at: int, part: Part) -> Any:
+    def visible(self, ring: Ring, at: int, part: RingPart) -> Any:
         """The test of a part of the step number `at`; None where there is nothing to test."""
         if not self.segments and not self.positions and self.pairs is None:
             return None
@@ -318,12 +318,12 @@ def take(x: Any, half: Flag | None, dim: int) -> Any:
     return torch.where(half, late, early)
 
 
-def parts(ring: Ring, step: int, device: torch.device) -> list[Part]:
+def parts(ring: Ring, step: int, device: torch.device) -> list[RingPart]:
     """The blocks of a step that some rank needs, with flags on the device of the keys."""
     if step == 0:
-        return [Part(apart=0 if ring.window else None)]
+        return [RingPart(apart=0 if ring.window else None)]
     if not ring.causal:
-        return [Part()]
+        return [RingPart()]
     from_before = ring.rank() >= step  # or else the ring has closed, and it is a rank after mine
     if isinstance(from_before, Tensor):
         from_before = compat.constant(from_before, device)
@@ -336,7 +336,7 @@ def parts(ring: Ring, step: int, device: torch.device) -> list[Part]:
         halves = [(None, None, compat.constant(from_before, device))]
     chunk = ring.seq // 2 if ring.balanced else ring.seq
     return [
-        Part(*which, distance * chunk if ring.window else None)
+        RingPart(*which, distance * chunk if ring.window else None)
         for which, distance in zip(halves, distances(ring.size, step, ring.balanced), strict=True)
         if in_reach(ring.window, chunk, distance)
     ]
@@ -350,7 +350,7 @@ def _where(flag: Flag, x: Tensor, otherwise: float) -> Tensor:
     return x if isinstance(flag, bool) else torch.where(flag, x, otherwise)
 
 
-class _Rows:
+class _RingRows:
     """A sum of parts, each of some rows of dim 2; kept by halves where balanced."""
 
     def __init__(self, whole: Tensor, balanced: bool):
@@ -373,7 +373,7 @@ class _Rows:
 
 
 def _merge(
-    out: _Rows, lse: _Rows, made: tuple[Tensor, Tensor], part: Part, kernels: Kernels
+    out: _RingRows, lse: _RingRows, made: tuple[Tensor, Tensor], part: RingPart, kernels: Kernels
 ) -> None:
     for i, flag in out.concerned(part.queries, part.valid):
         more = _where(flag, made[1], float("-inf"))
@@ -464,7 +464,7 @@ class _Gathered(_Keys):
         return torch.index_select(dks, 0, steps), torch.index_select(dvs, 0, steps)
 
 
-def _start(ring: Ring, k: Tensor, v: Tensor) -> tuple[_Keys, Part, dict[str, Any]]:
+def _start(ring: Ring, k: Tensor, v: Tensor) -> tuple[_Keys, RingPart, dict[str, Any]]:
     """The keys of all steps, the block of the first, and the options of all blocks."""
     gathered = ring.kind == "gather" and ring.size > 1
     keys = _Gathered(ring, k, v) if gathered else _Keys(ring, k, v)
@@ -476,7 +476,7 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: T
     keys, whole, options = _start(ring, k, v)
     visible = tests.visible(ring, 0, whole)
     first = block(q, *keys.own(), visible, causal=ring.causal, **options)
-    out, lse = (_Rows(upcast(x), ring.balanced) for x in first)
+    out, lse = (_RingRows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         for part in parts(ring, step, q.device):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
@@ -499,9 +499,9 @@ def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
     dq_first, *own = block_backward(
         cotangent, q, *keys.own(), out, lse, visible, causal=ring.causal, **options
     )
-    dq, own = _Rows(upcast(dq_first), ring.balanced), [upcast(x) for x in own]
+    dq, own = _RingRows(upcast(dq_first), ring.balanced), [upcast(x) for x in own]
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
-        given = [_Rows(torch.zeros_like(upcast(x)), ring.balanced) for x in (k_there, v_there)]
+        given = [_RingRows(torch.zeros_like(upcast(x)), ring.balanced) for x in (k_there, v_there)]
         for part in parts(ring, step, q.device):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
             visible = tests.visible(ring, number, part)
@@ -565,7 +565,7 @@ def context_attention(
     window: int | Int[Tensor, ""] = 0,
     sinks: Float[Tensor, " heads"] | None = None,
     pairs: Bool[Tensor, "*batch seq keys"] | None = None,
-    kind: Kind = "ring",
+    kind: ContextKind = "ring",
     causal: bool = True,
     balanced: bool = False,
     scale: float | None = None,

@@ -27,10 +27,16 @@ from torch.nn import functional as F
 from functron.core import compat, random
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.ops.cross_entropy import check_ids
-from functron.ops.define import AUTO, Kernels
 from functron.ops.glu import glu, glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
-from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from functron.ops.norms import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    RMS_NORM,
+    rms_norm_rows_backward,
+)
+from functron.ops.operations import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames
 from functron.spmd.params import Normal, ParamDef, ones, zeros
@@ -61,7 +67,7 @@ def _linear(x: Tensor, w: Tensor, **where: Any) -> Tensor:
     return product(x, w)
 
 
-def _grouped(x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, **where: Any) -> Tensor:
+def _multiply_grouped(x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, **where: Any) -> Tensor:
     return grouped_matmul(x, w, sizes, *zeros)
 
 
@@ -89,7 +95,7 @@ class Products(NamedTuple):
     """
 
     linear: Callable[..., Tensor] = _linear
-    grouped: Callable[..., Tensor] = _grouped
+    grouped: Callable[..., Tensor] = _multiply_grouped
     draws: bool = False
     remembers: bool = False
     first: int = 0
@@ -533,14 +539,8 @@ class _RMSNorm(torch.autograd.Function):
         (dy,), (x, scale, rstd) = cotangents, ctx.saved_tensors
         size = x.shape[-1]
         if torch.is_grad_enabled():  # which differentiates this too
-            rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
-            normed = x * rstd
-            share = (dy * normed * scale).mean(-1, keepdim=True)
-            return (
-                (dy * scale - normed * share) * rstd,
-                (dy * normed).sum_to_size(scale.shape),
-                None,
-            )
+            dx, dscale = rms_norm_rows_backward(dy, x, scale, ctx.eps, False)
+            return dx, dscale.sum_to_size(scale.shape), None
         normed = x * rstd
         product = dy * normed
         dscale = product.sum_to_size(scale.shape)

@@ -10,7 +10,7 @@ from functron.ops.cross_entropy import (
     linear_log_sum_exp_and_target,
     log_sum_exp_and_target,
 )
-from functron.ops.define import AUTO, Kernels
+from functron.ops.operations import AUTO, Kernels
 from functron.spmd import collectives as lax
 
 IGNORE_INDEX = -100

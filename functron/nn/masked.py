@@ -139,7 +139,7 @@ def masked_attention(
     if bias is None:
         y = _block(q, k, v, seen, causal, scale)
     else:
-        y = _biased(q, k, v, seen, bias, causal, scale)
+        y = _attend_with_bias(q, k, v, seen, bias, causal, scale)
     return y.transpose(_SEQ, _HEADS)
 
 
@@ -167,7 +167,7 @@ def _visible(q: Tensor, seen: Tensor | None) -> Visible | None:
     return Visible(query_segments=queries, key_segments=(~seen).to(torch.int32))
 
 
-def _biased(
+def _attend_with_bias(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -231,7 +231,7 @@ def cross_attention(
     Raises:
         ValueError: the config has grouped heads, norms of queries, or sinks.
     """
-    if config.num_kv_heads != config.num_heads or config.qk_norm or config.sinks:
+    if config.kv_heads != config.num_heads or config.qk_norm or config.sinks:
         raise ValueError(
             f"cross_attention: got {config}; wanted a key head per query head, without qk_norm and "
             "sinks; set num_kv_heads=num_heads and leave these out"

@@ -33,7 +33,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Bool, Float, Tensor
-from functron.nn.attention import apply_rope, causal_attention
+from functron.nn.attention import AttentionConfig, RopeScaling, apply_rope, causal_attention
 from functron.nn.layers import (
     PRODUCTS,
     Products,
@@ -46,73 +46,97 @@ from functron.nn.layers import (
     sequence_axes,
     weights,
 )
-from functron.ops.define import AUTO, Kernels
+from functron.ops.operations import AUTO, Kernels
 from functron.spmd.spec import P
 
 Linear = Callable[[str, Tensor], Tensor]
 """A linear layer of the parameters, by name, and its input."""
 
-_SIZES = ("embed_dim", "num_heads", "kv_rank", "nope_head_dim", "rope_head_dim", "v_head_dim")
 
-
-@dataclass(frozen=True)
-class MLAConfig:
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig(AttentionConfig):
     """Shapes and options of multi-head latent attention.
 
-    | model            | heads | q_rank | kv_rank | nope, rope, v dims |
-    |------------------|-------|--------|---------|--------------------|
-    | DeepSeek-V2-Lite | 16    | 0      | 512     | 128, 64, 128       |
-    | DeepSeek-V3      | 128   | 1536   | 512     | 128, 64, 128       |
+    | model            | heads | q_rank | kv_rank | head_dim, rope_head_dim, v_head_dim |
+    |------------------|-------|--------|---------|-------------------------------------|
+    | DeepSeek-V2-Lite | 16    | 0      | 512     | 128, 64, 128                        |
+    | DeepSeek-V3      | 128   | 1536   | 512     | 128, 64, 128                        |
 
     Attributes:
-        embed_dim: width of the stream.
-        num_heads: of queries, keys and values.
-        q_rank: width of the queries' latent; 0: queries are computed from the stream.
-        kv_rank: width of the latent of keys and values.
-        nope_head_dim: dims of a query and key without positions.
-        rope_head_dim: dims of a query, and of the shared key, that are rotated.
-        v_head_dim: dims of a value.
-        bias: biases on the down and output projections.
-        norm_eps: epsilon of the latents' RMSNorms.
-        softmax_factor: multiplies 1 / sqrt(nope_head_dim + rope_head_dim); under yarn
-            `functron.nn.RopeScaling.softmax_factor`.
-        interleaved: the layout of the rotated dims; see `functron.nn.attention`. DeepSeek's weights
-            have the interleaved one.
+        kv_rank: width of the latent that keys and values are projected from, which is all that
+            generation keeps of a token beside a rotary key: multi-head latent attention
+            (DeepSeek-V2, section 2.1); 0: keys and values are projected from the stream. With it
+            `head_dim` counts the dims of a query and key that are not rotated.
+        q_rank: width of the latent that queries are projected from; 0: the stream.
+        rope_head_dim: rotated dims of a query and key, under latent attention.
+        v_head_dim: dims of a value, under latent attention.
+        rope_interleaved: under latent attention, rotated pairs are neighbouring dims, as in
+            DeepSeek's weights; otherwise dim i and i + half of them.
+        rope_scaling: stretching of the rotary frequencies for longer sequences, or None.
 
     Raises:
-        ValueError: a size is not positive, or an odd number of dims would be rotated.
+        ValueError: a size is not positive, an odd number of dims would be rotated, or an option
+            is set that latent attention does not have.
     """
 
-    embed_dim: int
-    num_heads: int
-    q_rank: int
-    kv_rank: int
-    nope_head_dim: int
-    rope_head_dim: int
-    v_head_dim: int
-    bias: bool = False
-    norm_eps: float = 1e-6
-    softmax_factor: float = 1.0
-    interleaved: bool = True
+    kv_rank: int = 0
+    q_rank: int = 0
+    rope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleaved: bool = True
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
-        found = [
-            Problem(name, str(getattr(self, name)), "at least 1")
-            for name in _SIZES
-            if getattr(self, name) < 1
-        ]
-        if self.q_rank < 0:
-            found.append(Problem("q_rank", str(self.q_rank), "at least 0, which compresses none"))
-        if self.rope_head_dim % 2:
-            found.append(Problem("rope_head_dim", str(self.rope_head_dim), "pairs: an even number"))
-        if not 0 < self.softmax_factor < math.inf:
-            found.append(Problem("softmax_factor", str(self.softmax_factor), "a positive number"))
-        raise_problems("this is no latent attention", found)
+        sizes = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "kv_rank")}
+        sizes |= {"head_dim": self.head_size} if self.num_heads > 0 else {}
+        found = [Problem(name, str(size), "at least 1") for name, size in sizes.items() if size < 1]
+        raise_problems("invalid latent attention", found + latent_problems(self))
 
     @property
     def qk_head_dim(self) -> int:
         """Dims of a query and key."""
-        return self.nope_head_dim + self.rope_head_dim
+        return self.head_size + self.rope_head_dim
+
+    @property
+    def softmax_factor(self) -> float:
+        """Multiplies 1 / sqrt(qk_head_dim); see `RopeScaling.softmax_factor`."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.softmax_factor
+
+
+def latent_problems(config: MLAConfig) -> list[Problem]:
+    """Options that do not fit latent attention, or that have no effect without it."""
+    names = ("q_rank", "rope_head_dim", "v_head_dim")
+    sizes: dict[str, int] = {name: getattr(config, name) for name in names}
+    if not config.kv_rank:
+        return [
+            Problem(name, str(size), "0 without kv_rank", "set kv_rank, or leave it out")
+            for name, size in sizes.items()
+            if size
+        ]
+    wrong = {
+        "qk_norm": config.qk_norm,
+        "qkv_clip": bool(config.qkv_clip),
+        "sinks": config.sinks,
+        "attention_scale": bool(config.attention_scale),
+        "attention_gate": config.attention_gate,
+        "num_kv_heads": config.kv_heads != config.num_heads,
+    }
+    found = [
+        Problem(name, repr(getattr(config, name)), "its default with kv_rank", "leave it out")
+        for name, bad in wrong.items()
+        if bad
+    ]
+    if config.q_rank < 0:
+        found.append(Problem("q_rank", str(config.q_rank), "at least 0, which compresses none"))
+    if min(config.rope_head_dim, config.v_head_dim) < 1:
+        got = f"rope_head_dim={config.rope_head_dim}, v_head_dim={config.v_head_dim}"
+        found.append(Problem("kv_rank", got, "dims of rotated keys and of values", "set both"))
+    if config.rope_head_dim % 2:
+        found.append(Problem("rope_head_dim", str(config.rope_head_dim), "pairs: an even number"))
+    if not 0 < config.softmax_factor < math.inf:
+        got = f"a factor of scores of {config.softmax_factor}"
+        found.append(Problem("rope_scaling", got, "a positive one", "change mscale_all_dim"))
+    return found
 
 
 class Latents(NamedTuple):
@@ -152,7 +176,7 @@ def mla_defs(config: MLAConfig, *, stddev: float, out_stddev: float, dtype: torc
     defs = {
         "kv_down": down(c.kv_rank + c.rope_head_dim),
         "kv_norm": norm_defs(c.kv_rank, "rms", axis=None, dtype=dtype),
-        "kv_up": up(c.kv_rank, "latent", c.nope_head_dim + c.v_head_dim),
+        "kv_up": up(c.kv_rank, "latent", c.head_size + c.v_head_dim),
         "out": linear_defs(
             (c.num_heads, c.v_head_dim, c.embed_dim),
             ("heads", None, "embed"),
@@ -207,14 +231,14 @@ def mla(
         one reduce-scatter of the result, and the transposes of both backward.
     """
     c = config
-    linear = functools.partial(_linear, params, stream, axis, products)
-    ahead = _before_queries(params, x, c, linear, kernels)
-    narrow = (ahead, *_latents(params, x, c, linear, kernels))
-    ahead, latent, k_rope = _whole(narrow, stream, axis)
-    q = torch.cat(_queries(ahead, c, rope, linear, kernels), -1)
+    linear = functools.partial(_apply_linear, params, stream, axis, products)
+    ahead = _project_query_latent(params, x, c, linear, kernels)
+    narrow = (ahead, *_project_latents(params, x, c, linear, kernels))
+    ahead, latent, k_rope = _gather_tokens(narrow, stream, axis)
+    q = torch.cat(_project_queries(ahead, c, rope, linear, kernels), -1)
     up = linear("kv_up", latent)
-    k_nope, v = up.split([c.nope_head_dim, c.v_head_dim], -1)
-    settings: Any = {"interleaved": c.interleaved, "kernels": kernels}
+    k_nope, v = up.split([c.head_size, c.v_head_dim], -1)
+    settings: Any = {"interleaved": c.rope_interleaved, "kernels": kernels}
     shared = apply_rope(k_rope.unsqueeze(-2), rope, **settings)
     # one key for all heads: expanding it is what sums its gradient over them
     k = torch.cat([k_nope, shared.expand(*k_nope.shape[:-1], -1)], -1)
@@ -235,9 +259,9 @@ def mla_cache(
 
     Collectives: with a split sequence one all-gather of the result.
     """
-    linear = functools.partial(_linear, params, stream, axis, PRODUCTS)
-    latent, k_rope = _whole(_latents(params, x, config, linear), stream, axis)
-    shared = apply_rope(k_rope.unsqueeze(-2), rope, interleaved=config.interleaved)
+    linear = functools.partial(_apply_linear, params, stream, axis, PRODUCTS)
+    latent, k_rope = _gather_tokens(_project_latents(params, x, config, linear), stream, axis)
+    shared = apply_rope(k_rope.unsqueeze(-2), rope, interleaved=config.rope_interleaved)
     return Latents(latent, shared.squeeze(-2))
 
 
@@ -266,10 +290,10 @@ def mla_absorbed(
         ``[batch, seq, embed]`` with spec `stream`. Collectives: as `mla`.
     """
     c = config
-    linear = functools.partial(_linear, params, stream, axis, PRODUCTS)
-    (ahead,) = _whole((_before_queries(params, x, c, linear),), stream, axis)
-    nope, rotated = _queries(ahead, c, rope, linear)
-    w_uk, w_uv = params["kv_up"]["w"].split([c.nope_head_dim, c.v_head_dim], -1)
+    linear = functools.partial(_apply_linear, params, stream, axis, PRODUCTS)
+    (ahead,) = _gather_tokens((_project_query_latent(params, x, c, linear),), stream, axis)
+    nope, rotated = _project_queries(ahead, c, rope, linear)
+    w_uk, w_uv = params["kv_up"]["w"].split([c.head_size, c.v_head_dim], -1)
     absorbed = torch.einsum("bqhn,rhn->bqhr", nope, w_uk)
     scores = torch.einsum("bqhr,bkr->bhqk", absorbed, cache.c)
     scores = scores + torch.einsum("bqhn,bkn->bhqk", rotated, cache.k_rope)
@@ -285,7 +309,7 @@ def mla_absorbed(
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
 
 
-def _whole(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Tensor, ...]:
+def _gather_tokens(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Tensor, ...]:
     """Tensors of the stream's tokens with these whole over `axis`: one all-gather for all."""
     if axis not in sequence_axes(stream):
         return parts
@@ -293,7 +317,9 @@ def _whole(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Tensor, ...
     return together.split([part.shape[-1] for part in parts], -1)
 
 
-def _linear(params: dict, stream: P, axis: str, products: Products, name: str, x: Tensor) -> Tensor:
+def _apply_linear(
+    params: dict, stream: P, axis: str, products: Products, name: str, x: Tensor
+) -> Tensor:
     """The linear layer `name`: to latents, whose columns every rank has, or to its heads."""
     own = weights(params[name])
     if not name.endswith("down"):
@@ -304,7 +330,7 @@ def _linear(params: dict, stream: P, axis: str, products: Products, name: str, x
     return column_parallel(x, *own, products=products, **where)
 
 
-def _before_queries(
+def _project_query_latent(
     params: dict, x: Tensor, config: MLAConfig, linear: Linear, kernels: Kernels = AUTO
 ) -> Tensor:
     """The input that queries are linear in: their latent, or the stream."""
@@ -314,7 +340,7 @@ def _before_queries(
     return norm(params["q_norm"], down, eps=config.norm_eps, kernels=kernels)
 
 
-def _latents(
+def _project_latents(
     params: dict, x: Tensor, config: MLAConfig, linear: Linear, kernels: Kernels = AUTO
 ) -> tuple[Tensor, Tensor]:
     """The latent of keys and values, normed, and the shared key, not yet rotated."""
@@ -323,7 +349,7 @@ def _latents(
     return norm(params["kv_norm"], latent, eps=config.norm_eps, kernels=kernels), k_rope
 
 
-def _queries(
+def _project_queries(
     ahead: Tensor,
     config: MLAConfig,
     rope: tuple[Tensor, Tensor],
@@ -334,5 +360,5 @@ def _queries(
     c = config
     q = linear("q_up" if c.q_rank else "q", ahead)
     q = q * c.softmax_factor if c.softmax_factor != 1 else q
-    nope, rotated = q.split([c.nope_head_dim, c.rope_head_dim], -1)
-    return nope, apply_rope(rotated, rope, interleaved=c.interleaved, kernels=kernels)
+    nope, rotated = q.split([c.head_size, c.rope_head_dim], -1)
+    return nope, apply_rope(rotated, rope, interleaved=c.rope_interleaved, kernels=kernels)

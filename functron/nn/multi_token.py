@@ -26,10 +26,10 @@ from functron.core.typing import Float, Int, Tensor
 from functron.nn.context import own_positions
 from functron.nn.layers import NormKind, column_parallel, linear_defs, norm, norm_defs, weights
 from functron.nn.loss import IGNORE_INDEX
-from functron.ops.define import AUTO, Kernels
+from functron.ops.operations import AUTO, Kernels
 from functron.spmd import collectives as lax
 
-Order = Literal["contiguous", "zigzag", "balanced"]
+SequenceOrder = Literal["contiguous", "zigzag", "balanced"]
 
 _ORDERS = ("contiguous", "zigzag", "balanced")
 
@@ -82,7 +82,7 @@ def multi_token(
     head: Callable,
     eps: float,
     zero_centered: bool = False,
-    order: Order = "contiguous",
+    order: SequenceOrder = "contiguous",
     segments: Int[Tensor, "batch whole_seq"] | None = None,
     positions: Int[Tensor, "*rows whole_seq"] | None = None,
     kernels: Kernels = AUTO,
@@ -156,7 +156,7 @@ def ahead(
     targets: Int[Tensor, "batch seq"],
     by: int,
     *,
-    order: Order = "contiguous",
+    order: SequenceOrder = "contiguous",
     segments: Int[Tensor, "batch seq"] | None = None,
     positions: Int[Tensor, "*rows seq"] | None = None,
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
@@ -185,7 +185,7 @@ def shifted(
     by: int,
     *,
     fill: int,
-    order: Order = "contiguous",
+    order: SequenceOrder = "contiguous",
     segments: Int[Tensor, "batch seq"] | None = None,
     positions: Int[Tensor, "*rows seq"] | None = None,
     axis: str = "cp",
@@ -228,7 +228,7 @@ def shifted(
         mine = lax.global_index(x.shape[-1], (axis, ulysses), device=x.device)
     else:
         parts = [_in_order(part, order, axis) for part in parts]
-        moved = [_moved(part, by, fill) for part in parts]
+        moved = [_shift_left(part, by, fill) for part in parts]
         mine = own_positions(x.shape[-1], order, axis=axis, ulysses=ulysses, device=x.device)
     out, *documents = (torch.index_select(part, 1, mine) for part in moved)
     out = out.view(x.shape)
@@ -259,7 +259,7 @@ def _in_order(whole: Tensor, order: str, axis: str) -> Tensor:
     return torch.cat([*chunks[0::2], *reversed(chunks[1::2])], 1)
 
 
-def _moved(x: Tensor, by: int, fill: int) -> Tensor:
+def _shift_left(x: Tensor, by: int, fill: int) -> Tensor:
     by = min(by, x.shape[1])
     return F.pad(x[:, by:], (0, by), value=fill)
 
@@ -272,5 +272,5 @@ def _moved_by_place(rows: list[Tensor], place: Tensor, by: int, fill: int) -> li
     for row in rows:
         times = row.shape[0] // place.shape[0]
         there, here = (each.repeat(times, 1) for each in (sort, back))
-        out.append(_moved(row.gather(1, there), by, fill).gather(1, here))
+        out.append(_shift_left(row.gather(1, there), by, fill).gather(1, here))
     return out

@@ -7,6 +7,6 @@ makes the `Kernels` that choose reference or kernel, op by op. Each op has a mod
 ``kernels/`` and `launch` runs them.
 """
 
-from functron.ops.define import AUTO, Gradient, Kernels, Op, define, use
+from functron.ops.operations import AUTO, Gradient, Kernels, Op, define, use
 
 __all__ = ["AUTO", "Gradient", "Kernels", "Op", "define", "use"]

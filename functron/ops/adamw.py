@@ -22,8 +22,8 @@ import torch
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.random import Index, fold_in, sample, threefry
-from functron.ops.define import PACK_BYTES, Launch, define, leading, one_by_one, type_name
 from functron.ops.foreach import laid_out
+from functron.ops.operations import PACK_BYTES, Launch, define, leading, one_by_one, type_name
 
 _SMALLEST_NORMAL = 2.0**-14  # of float16
 _STEP = 2.0**-24  # between its subnormal numbers

@@ -39,7 +39,6 @@ from functron.ops.chunked_attention import (
     chunked_block,
     chunked_block_backward,
 )
-from functron.ops.define import AUTO, Kernels
 from functron.ops.flex_attention import (
     MASKED_ATTENTION,
     MASKED_ATTENTION_BACKWARD,
@@ -49,6 +48,7 @@ from functron.ops.flex_attention import (
     tests_of,
     unfold,
 )
+from functron.ops.operations import AUTO, Kernels
 from functron.ops.softmax import finite, upcast
 from functron.program.recorder import active
 
@@ -153,7 +153,7 @@ def _attend_backward(cotangent, q, k, v, out, lse, hidden, scale) -> Any:
     return _FlashBackward.apply(*operands, hidden, False, scale, "flash")
 
 
-Name = Literal["sdpa", "cudnn", "flash", "flex", "formula"]
+KernelName = Literal["sdpa", "cudnn", "flash", "flex", "formula"]
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Implementation:
         reason: why it is this one, and why no faster one.
     """
 
-    name: Name
+    name: KernelName
     reason: str
 
 
@@ -340,7 +340,7 @@ def _wide(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _pad_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The operands with heads of one width: zeros add nothing to scores, and come out as such."""
     width = max(q.shape[-1], v.shape[-1])
     if q.device.type == "cuda":
@@ -348,7 +348,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _wide(q, width), _wide(k, width), _wide(v, width)
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fold_groups(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The operands with the heads of a group for heads, which read one head of keys, not copied."""
     batch, kv_heads = k.shape[:2]
     group = q.shape[1] // kv_heads
@@ -377,9 +377,15 @@ def _by_bands(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool) -> bool
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float, name: Name
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    causal: bool,
+    scale: float,
+    name: KernelName,
 ) -> tuple[Tensor, Tensor]:
-    operands = _padded(q, k, v)
+    operands = _pad_widths(q, k, v)
     if _by_bands(q, k, hidden, causal):
         out, lse = compat.causal_flash(*operands, scale)
     elif q.device.type == "cpu":
@@ -410,16 +416,16 @@ def _backward(
     hidden: Tensor | None,
     causal: bool,
     scale: float,
-    name: Name,
+    name: KernelName,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = _padded(q, k, v)
+    wide = _pad_widths(q, k, v)
     cotangent, out = (_wide(x, wide[2].shape[-1]) for x in (cotangent, out))
     if _by_bands(q, k, hidden, causal):
         dq, dk, dv = compat.causal_flash_backward(cotangent, *wide, out, lse, scale)
     elif q.device.type == "cpu":
         # it takes shared heads; below float32 it would round each head's part of their sum
         apart = q.dtype not in (torch.float32, torch.float64) and k.shape[1] != q.shape[1]
-        wide = _grouped(*wide) if apart else wide
+        wide = _fold_groups(*wide) if apart else wide
         given, made = (x.reshape(wide[0].shape) for x in (cotangent, out))
         bias = _bias(hidden, q, wide[0].shape[0] // q.shape[0])
         dq, dk, dv = compat.FLASH_BACKWARD(
@@ -616,12 +622,12 @@ def attention(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    operands = _padded(q, k, v)
+    operands = _pad_widths(q, k, v)
     shared = q.shape[1] > k.shape[1]
     # flash and cuDNN's kernels read shared heads; where these are not taken, SDPA copies them
     native = shared and (q.device.type == "cpu" or not _no_flash(q, v, None))
     if shared and not native:
-        operands = _grouped(*operands)
+        operands = _fold_groups(*operands)
     options: dict[str, Any] = {"enable_gqa": True} if native else {}
     out = F.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale, **options)
     return narrow(out, v).reshape(*q.shape[:3], v.shape[-1])

@@ -16,7 +16,7 @@ import torch
 from functron.core import compat
 from functron.core.scopes import in_phase
 from functron.core.typing import Bool, Float, Int, Tensor
-from functron.ops.define import AUTO, Kernels
+from functron.ops.operations import AUTO, Kernels
 from functron.ops.softmax import (
     SOFTMAX,
     SOFTMAX_,
@@ -86,7 +86,7 @@ def slices(size: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Mask:
+class _ChunkMask:
     visible: Visible | None
     causal: bool
     device: torch.device
@@ -110,13 +110,13 @@ class _Mask:
         return None if hidden is None else hidden[:, None]
 
 
-def _folded(x: Tensor, kv_heads: int) -> Tensor:
+def _fold_groups(x: Tensor, kv_heads: int) -> Tensor:
     """``[batch, heads, rows, ...]`` as ``[batch, kv_heads, group * rows, ...]``."""
     return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads)).flatten(2, 3)
 
 
-def _unfolded(x: Tensor, heads: int) -> Tensor:
-    """The inverse of `_folded`."""
+def _unfold_groups(x: Tensor, heads: int) -> Tensor:
+    """The inverse of `_fold_groups`."""
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
 
 
@@ -128,13 +128,15 @@ def _scores(
     And the derivative of capping, 1 - (s / cap)^2; None where nothing is capped.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
-    s, slope = upcast(_folded(q, kv_heads) @ k.mT) * scale, None
+    s, slope = upcast(_fold_groups(q, kv_heads) @ k.mT) * scale, None
     if cap:
         bent = torch.tanh(s / cap)
         s, slope = bent * cap, 1 - bent.square()
     if hidden is None:
         return s, slope
-    return _folded(_unfolded(s, heads).masked_fill(hidden, float("-inf")), kv_heads), slope
+    return _fold_groups(
+        _unfold_groups(s, heads).masked_fill(hidden, float("-inf")), kv_heads
+    ), slope
 
 
 def attend(
@@ -153,13 +155,13 @@ def attend(
     are cap tanh(s / cap), which no kernel computes (Gemma 2).
     """
     if not cap and kernels.takes("softmax", q, k, v):
-        s = _unfolded(_folded(q, k.shape[1]) @ k.mT, q.shape[1])
+        s = _unfold_groups(_fold_groups(q, k.shape[1]) @ k.mT, q.shape[1])
         if compat.unobserved():
             weights, lse = s, SOFTMAX_(s, scale, hidden, False, None)
         else:
             weights, lse = SOFTMAX(s, scale, hidden, False, None)
-        out = upcast(_folded(weights, k.shape[1]) @ v)
-        return _unfolded(out, q.shape[1]), lse
+        out = upcast(_fold_groups(weights, k.shape[1]) @ v)
+        return _unfold_groups(out, q.shape[1]), lse
     scores, _ = _scores(q, k, hidden, scale, cap)
     top = finite(scores.amax(-1, keepdim=True).detach())
     weights = (scores - top).exp()
@@ -167,7 +169,7 @@ def attend(
     positive = torch.where(total == 0, 1, total)
     out = upcast(weights.to(v.dtype) @ v) / positive
     lse = torch.where(total == 0, float("-inf"), top + positive.log())
-    return _unfolded(out, q.shape[1]), _unfolded(lse.squeeze(-1), q.shape[1])
+    return _unfold_groups(out, q.shape[1]), _unfold_groups(lse.squeeze(-1), q.shape[1])
 
 
 def attend_backward(
@@ -195,15 +197,15 @@ def attend_backward(
     delta = (upcast(cotangent) * upcast(out)).sum(-1)
     if not cap and kernels.takes("softmax", q, k, v):
         return _chunk_backward(cotangent, q, k, v, delta, lse, hidden, scale)
-    lse, delta = (_folded(x, k.shape[1]).unsqueeze(-1) for x in (finite(lse), delta))
-    queries, given = (_folded(x, k.shape[1]) for x in (q, cotangent))
+    lse, delta = (_fold_groups(x, k.shape[1]).unsqueeze(-1) for x in (finite(lse), delta))
+    queries, given = (_fold_groups(x, k.shape[1]) for x in (q, cotangent))
     with in_phase("recompute"):
         scores, slope = _scores(q, k, hidden, scale, cap)
     p = (scores - lse).exp()
     ds = p * (upcast(given @ v.mT) - delta) * scale
     ds = (ds if slope is None else ds * slope).to(q.dtype)
     dv = p.to(v.dtype).mT @ given
-    return _unfolded(upcast(ds @ k), q.shape[1]), upcast(ds.mT @ queries), upcast(dv)
+    return _unfold_groups(upcast(ds @ k), q.shape[1]), upcast(ds.mT @ queries), upcast(dv)
 
 
 def _chunk_backward(
@@ -218,17 +220,17 @@ def _chunk_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_backward` by the op, from delta = rowsum(dO O)."""
     heads, kv_heads = q.shape[1], k.shape[1]
-    queries, given = _folded(q, kv_heads), _folded(cotangent.to(v.dtype), kv_heads)
+    queries, given = _fold_groups(q, kv_heads), _fold_groups(cotangent.to(v.dtype), kv_heads)
     with in_phase("recompute"):
-        s = _unfolded(queries @ k.mT, heads)
-    dp = _unfolded(given @ v.mT, heads)
+        s = _unfold_groups(queries @ k.mT, heads)
+    dp = _unfold_groups(given @ v.mT, heads)
     if compat.unobserved():
         SOFTMAX_BLOCK_BACKWARD_(s, dp, lse, delta, scale, hidden, False)
         p, ds = s, dp
     else:
         p, ds = SOFTMAX_BLOCK_BACKWARD(s, dp, lse, delta, scale, hidden, False)
-    p, ds = (_folded(x, kv_heads) for x in (p, ds))
-    return _unfolded(upcast(ds @ k), heads), upcast(ds.mT @ queries), upcast(p.mT @ given)
+    p, ds = (_fold_groups(x, kv_heads) for x in (p, ds))
+    return _unfold_groups(upcast(ds @ k), heads), upcast(ds.mT @ queries), upcast(p.mT @ given)
 
 
 def chunked_block(
@@ -245,7 +247,7 @@ def chunked_block(
 
     Memory grows with CHUNK squared. `kernels` is that of merges; that of `fn` is its own.
     """
-    mask = _Mask(visible, causal, q.device)
+    mask = _ChunkMask(visible, causal, q.device)
     outs, sums = [], []
     for rows in slices(q.shape[2]):
         mine = q[..., rows, :]
@@ -280,7 +282,7 @@ def chunked_block_backward(
     Float[Tensor, "batch kv_heads keys value_dim"],
 ]:
     """`block_backward`, every chunk by `fn`, which is as `attend_backward`."""
-    mask = _Mask(visible, causal, q.device)
+    mask = _ChunkMask(visible, causal, q.device)
     dq: dict[int, Tensor] = {}
     dk: dict[int, Tensor] = {}
     dv: dict[int, Tensor] = {}
@@ -294,10 +296,10 @@ def chunked_block_backward(
             places = (rows.start, columns.start, columns.start)
             for total, at, part in zip((dq, dk, dv), places, moved, strict=True):
                 total[at] = upcast(part) + total[at] if at in total else upcast(part)
-    return _joined(dq, q), _joined(dk, k), _joined(dv, v)
+    return _join_chunks(dq, q), _join_chunks(dk, k), _join_chunks(dv, v)
 
 
-def _joined(parts: dict[int, Tensor], like: Tensor) -> Tensor:
+def _join_chunks(parts: dict[int, Tensor], like: Tensor) -> Tensor:
     """The chunks by their starts, joined; zeros where there is none."""
     chunks = [
         parts[c.start].to(like.dtype) if c.start in parts else torch.zeros_like(like[..., c, :])

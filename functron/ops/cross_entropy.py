@@ -31,7 +31,7 @@ from functron.core.compat import Function
 from functron.core.errors import refuse
 from functron.core.scopes import in_phase, phase
 from functron.core.typing import Bool, Float, Int, Tensor
-from functron.ops.define import (
+from functron.ops.operations import (
     AUTO,
     PACK_BYTES,
     Gradient,
@@ -74,7 +74,7 @@ def log_sum_exp_and_target(
         return CROSS_ENTROPY(logits, ids, _number(valid, logits))
     wide = logits.dtype in (torch.float32, torch.float64)
     if valid is None and wide and compat.taped_alone(logits):
-        both: Any = _Shares.apply(logits, ids)
+        both: Any = _LossShares.apply(logits, ids)
         return both
     mask = valid if is_mask else _mask(_number(valid, logits), logits)
     both: Any = _LogSumExpTarget.apply(logits, ids, mask)
@@ -138,7 +138,7 @@ def _floor(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def _masked(x: Tensor, valid: Tensor | None) -> Tensor:
+def _mask_columns(x: Tensor, valid: Tensor | None) -> Tensor:
     return x if valid is None else torch.where(valid, x, _floor(x.dtype))
 
 
@@ -150,7 +150,7 @@ def _places(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def _statistics(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     inside, at = _places(ids, logits.shape[-1])
     target = torch.gather(_upcast(logits), -1, at).squeeze(-1)
-    lse = torch.logsumexp(_masked(_upcast(logits), valid), -1)
+    lse = torch.logsumexp(_mask_columns(_upcast(logits), valid), -1)
     return lse, torch.where(inside, target, torch.zeros_like(target))
 
 
@@ -172,7 +172,7 @@ def _pullback(
     if compat.transforms_active() and not (torch.is_grad_enabled() or compat.differentiating()):
         made: Any = _Cotangent.apply(d_lse, d_target, logits, ids, lse, valid)
         return made
-    x = _masked(_upcast(logits), valid)
+    x = _mask_columns(_upcast(logits), valid)
     inside, at = _places(ids, logits.shape[-1])
     d_lse, lse = _shares(d_lse, lse)
     d_target = torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
@@ -234,7 +234,7 @@ class _LogSumExpTarget(Function):
     def jvp(ctx, d_logits, *_) -> Any:
         compat.refuse_nested_jvp()
         logits, ids, lse, *rest = ctx.saved_tensors
-        x = _masked(_upcast(logits), rest[0] if rest else None)
+        x = _mask_columns(_upcast(logits), rest[0] if rest else None)
         inside, at = _places(ids, logits.shape[-1])
         moved = torch.gather(_upcast(d_logits), -1, at).squeeze(-1)
         return (
@@ -263,7 +263,7 @@ def _lead_mask(valid: Tensor | None, dim: int | None, size: int, logits: Tensor)
     return valid.reshape(size, *[1] * (logits.dim() - valid.dim()), *valid.shape[1:])
 
 
-class _Shares(torch.autograd.Function):
+class _LossShares(torch.autograd.Function):
     """`_LogSumExpTarget` on torch's tape: softmax(x) in forward, which backward overwrites.
 
     torch's softmax goes over a row while the processor's cache has it, so forward reads and writes

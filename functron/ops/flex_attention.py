@@ -33,7 +33,7 @@ from functron.ops.chunked_attention import (
     chunked_block,
     chunked_block_backward,
 )
-from functron.ops.define import Gradient, define, statistics
+from functron.ops.operations import Gradient, define, statistics
 from functron.program.equations import Var
 
 SIZE = 128
@@ -44,7 +44,7 @@ _LN2 = math.log(2)  # the kernels' logsumexps are of base 2
 
 
 @dataclass(frozen=True)
-class Static:
+class FlexSettings:
     """The settings that a kernel is compiled for, besides its operands.
 
     Attributes:
@@ -62,14 +62,16 @@ class Static:
     positions: bool
 
 
-def _compiled(is_backward: bool, operands: tuple[Tensor, ...], static: Static) -> Sequence[Tensor]:
+def _run_compiled(
+    is_backward: bool, operands: tuple[Tensor, ...], static: FlexSettings
+) -> Sequence[Tensor]:
     """The results of `graph`'s program for these operands."""
     facts = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands)
     return _program(is_backward, facts, static)(list(operands))
 
 
 @functools.cache
-def _program(is_backward: bool, facts: tuple, static: Static) -> Callable[[list], Sequence]:
+def _program(is_backward: bool, facts: tuple, static: FlexSettings) -> Callable[[list], Sequence]:
     """The function that Inductor makes of `graph`."""
     from functron.compiler import inductor  # takes two seconds, and only this needs it
 
@@ -84,7 +86,7 @@ def _program(is_backward: bool, facts: tuple, static: Static) -> Callable[[list]
     return function
 
 
-def graph(is_backward: bool, facts: Sequence[tuple], static: Static) -> fx.GraphModule:
+def graph(is_backward: bool, facts: Sequence[tuple], static: FlexSettings) -> fx.GraphModule:
     """The graph of the op or of its backward, for the shape, stride, dtype and device of operands.
 
     Its operands are, in order, q, k, v; for backward the cotangent, the result, the logsumexp and
@@ -98,13 +100,15 @@ def graph(is_backward: bool, facts: Sequence[tuple], static: Static) -> fx.Graph
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
             for shape, stride, dtype, device in facts
         ]
-        made = make_fx(functools.partial(_computed, is_backward, static))(*operands)
+        made = make_fx(functools.partial(_run_flex, is_backward, static))(*operands)
     made.graph.eliminate_dead_code()
     made.recompile()
     return made
 
 
-def _computed(is_backward: bool, static: Static, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor):
+def _run_flex(
+    is_backward: bool, static: FlexSettings, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor
+):
     from torch._higher_order_ops.flex_attention import (  # as above
         flex_attention,
         flex_attention_backward,
@@ -141,7 +145,7 @@ def _score_backward(cap: float, score: Tensor, batch, head, query, key, cotangen
     return [cotangent, None, None, None, None]
 
 
-def _seen(static: Static, batch, head, query, key, *tests: Tensor) -> Tensor:
+def _sees_key(static: FlexSettings, batch, head, query, key, *tests: Tensor) -> Tensor:
     """Whether one query sees one key."""
     seen = key <= query if static.causal else key >= 0
     if static.segments:
@@ -151,26 +155,33 @@ def _seen(static: Static, batch, head, query, key, *tests: Tensor) -> Tensor:
     return seen
 
 
-def _block_mask(q: Tensor, k: Tensor, tests: Sequence[Tensor], static: Static, both: bool) -> tuple:
+def _block_mask(
+    q: Tensor, k: Tensor, tests: Sequence[Tensor], static: FlexSettings, both: bool
+) -> tuple:
     """The chunks in the form in which torch's operation takes them; `both`: also those of keys."""
     from torch.nn.attention.flex_attention import BlockMask  # as above
 
     needed = chunks(q.shape[0], q.shape[2], k.shape[2], tests, static, q.device).unsqueeze(1)
-    found: list[Any] = [*_listed(needed)]
-    found += [None, None, *(_listed(needed.mT) if both else (None, None)), None, None]
-    seen = functools.partial(_seen, static)
+    found: list[Any] = [*_list_needed(needed)]
+    found += [None, None, *(_list_needed(needed.mT) if both else (None, None)), None, None]
+    seen = functools.partial(_sees_key, static)
     lengths = q.shape[2], k.shape[2]
     return BlockMask(lengths, *found, BLOCK_SIZE=(SIZE, SIZE), mask_mod=seen).as_tuple()
 
 
-def _listed(needed: Tensor) -> tuple[Tensor, Tensor]:
+def _list_needed(needed: Tensor) -> tuple[Tensor, Tensor]:
     """How many chunks of each row are needed, and their numbers, those that are not at the end."""
     order = torch.sort(needed.to(torch.int32), dim=-1, descending=True, stable=True)[1]
     return needed.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def chunks(
-    batch: int, seq: int, keys: int, tests: Sequence[Tensor], static: Static, device: torch.device
+    batch: int,
+    seq: int,
+    keys: int,
+    tests: Sequence[Tensor],
+    static: FlexSettings,
+    device: torch.device,
 ) -> Tensor:
     """The chunks that may have pairs to be seen, bool ``[batch, rows, columns]``; all that have."""
     rows = torch.arange(-(-seq // SIZE), device=device).unsqueeze(1)
@@ -239,7 +250,7 @@ def tests_of(q: Tensor, k: Tensor, visible: Visible | None) -> tuple[Tensor | No
     )
 
 
-def _stated(
+def _collect_tests(
     query_segments: Tensor | None,
     key_segments: Tensor | None,
     first: Tensor | None,
@@ -247,14 +258,14 @@ def _stated(
     causal: bool,
     scale: float,
     cap: float,
-) -> tuple[list[Tensor], Static]:
+) -> tuple[list[Tensor], FlexSettings]:
     """The tests that there are, and the rest."""
     tests = (query_segments, key_segments, first, positions)
     given = [x.contiguous() for x in tests if x is not None]
-    return given, Static(causal, scale, cap, query_segments is not None, first is not None)
+    return given, FlexSettings(causal, scale, cap, query_segments is not None, first is not None)
 
 
-def _masked(q, k, v, *rest) -> tuple[Tensor, Tensor]:
+def _attend_in_chunks(q, k, v, *rest) -> tuple[Tensor, Tensor]:
     """The reference of the op: in chunks, by the formula."""
     *tests, causal, scale, cap = rest
     fn = functools.partial(attend, cap=cap)
@@ -269,8 +280,8 @@ def _seen_by(tests: Sequence[Any]) -> Visible:
 
 
 def _masked_kernel(launch, q, k, v, *rest) -> tuple[Tensor, Tensor]:
-    given, static = _stated(*rest)
-    out, lse = _compiled(False, (*laid_out(q, k, v), *given), static)
+    given, static = _collect_tests(*rest)
+    out, lse = _run_compiled(False, (*laid_out(q, k, v), *given), static)
     return laid_out(out)[0], lse.contiguous()
 
 
@@ -290,10 +301,12 @@ def _masked_backward(cotangent, q, k, v, out, lse, d_lse, *rest) -> tuple[Tensor
 
 
 def _masked_backward_kernel(launch, cotangent, q, k, v, out, lse, d_lse, *rest):
-    given, static = _stated(*rest)
+    given, static = _collect_tests(*rest)
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
     rows = lse.contiguous(), d_lse.contiguous()
-    return laid_out(*_compiled(True, (*laid_out(q, k, v, cotangent, out), *rows, *given), static))
+    return laid_out(
+        *_run_compiled(True, (*laid_out(q, k, v, cotangent, out), *rows, *given), static)
+    )
 
 
 def _empty(like: Tensor, width: int) -> Tensor:
@@ -342,7 +355,7 @@ MASKED_ATTENTION_BACKWARD = define(
 MASKED_ATTENTION = define(
     f"masked_attention(Tensor q, Tensor k, Tensor v, {_TESTS}, bool causal, float scale, "
     "float cap) -> (Tensor, Tensor)",
-    reference=_masked,
+    reference=_attend_in_chunks,
     kernel=_masked_kernel,
     fake=_masked_fake,
     batch=_of_samples,

@@ -21,13 +21,13 @@ import torch
 
 from functron.core import compat
 from functron.core.errors import Problem, raise_problems
-from functron.ops.define import Gradient, Launch, define, packable, type_name
+from functron.ops.operations import Gradient, Launch, define, packable, type_name
 from functron.spmd.axes import SimulatedAxis, scope
 from functron.spmd.simulate import no_share
 
 Columns = Mapping[str, Sequence[torch.Tensor]]
-Column = Sequence[torch.Tensor]
-Row = tuple[torch.Tensor, ...]
+LeafColumn = Sequence[torch.Tensor]
+LeafRow = tuple[torch.Tensor, ...]
 Paths = Callable[[], Sequence[str]] | None
 
 
@@ -90,7 +90,7 @@ def foreach_(
             target.copy_(value)
 
 
-def _refuse_taped(name: str, columns: list[Column]) -> None:
+def _refuse_taped(name: str, columns: list[LeafColumn]) -> None:
     """Raise ValueError where torch's tape has how a tensor was computed, and would miss the update.
 
     A leaf of the tape, such as a torch.nn.Parameter, is updated as torch's optimizers do it.
@@ -105,7 +105,7 @@ def _refuse_taped(name: str, columns: list[Column]) -> None:
         )
 
 
-def _check_shapes(names: list[str], columns: list[Column], paths: Paths) -> None:
+def _check_shapes(names: list[str], columns: list[LeafColumn], paths: Paths) -> None:
     lengths = {name: len(column) for name, column in zip(names, columns, strict=True)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"foreach_: got columns of lengths {lengths}; wanted one length for all")
@@ -129,22 +129,22 @@ def _where(index: int, paths: Paths) -> str:
     return (paths()[index] if paths is not None else f"row {index}") or "(root)"
 
 
-def _columns(rows: Iterable[Row]) -> list[Column]:
+def _columns(rows: Iterable[LeafRow]) -> list[LeafColumn]:
     return list(zip(*rows, strict=True))
 
 
-def _groups(columns: list[Column]) -> list[list[Column]]:
+def _groups(columns: list[LeafColumn]) -> list[list[LeafColumn]]:
     """Rows with equal devices and dtypes together: multi-tensor kernels take no mixtures."""
     kinds = [[(tensor.device, tensor.dtype) for tensor in column] for column in columns]
     if all(kind.count(kind[0]) == len(kind) for kind in kinds):
         return [columns]
-    groups: dict[tuple, list[Row]] = {}
+    groups: dict[tuple, list[LeafRow]] = {}
     for key, row in zip(zip(*kinds, strict=True), zip(*columns, strict=True), strict=True):
         groups.setdefault(key, []).append(row)
     return [_columns(rows) for rows in groups.values()]
 
 
-def _dense_row(row: Row, num_mutated: int, copied: list) -> Row:
+def _dense_row(row: LeafRow, num_mutated: int, copied: list) -> LeafRow:
     """The row with every tensor contiguous, all in one order of dims."""
     # A shard is often a permuted view of dense memory: walk it in the order it is stored in.
     order = sorted(range(row[0].dim()), key=row[0].stride, reverse=True)
@@ -169,8 +169,8 @@ def laid_out(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _physical_columns(
-    columns: list[Column], names: list[str], num_mutated: int, paths: Paths
-) -> list[Column]:
+    columns: list[LeafColumn], names: list[str], num_mutated: int, paths: Paths
+) -> list[LeafColumn]:
     """Every row as plain tensors with equal batch dims in front."""
     if compat.differentiating():
         raise ValueError(

@@ -22,7 +22,8 @@ import torch
 from functron.core import compat
 from functron.core.errors import nearest
 from functron.core.typing import Float, Int, Tensor
-from functron.ops.define import (
+from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
+from functron.ops.operations import (
     PACK_BYTES,
     Gradient,
     Launch,
@@ -34,7 +35,6 @@ from functron.ops.define import (
     type_name,
     upcast,
 )
-from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
 from functron.transforms.custom_vjp import custom_vjp
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")

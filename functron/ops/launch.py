@@ -18,7 +18,7 @@ from functron.ops import nvrtc
 from functron.ops import nvrtc as cubins
 from functron.ops import nvrtc as sources
 
-Argument = torch.Tensor | int | float | None
+KernelArgument = torch.Tensor | int | float | None
 Dims = int | Sequence[int]
 
 _NO_DEFINES: Mapping[str, str] = MappingProxyType({})
@@ -43,7 +43,7 @@ class Launcher:
         kernel: str,
         grid: Dims,
         block: Dims,
-        *args: Argument,
+        *args: KernelArgument,
         defines: Mapping[str, str] = _NO_DEFINES,
         shared_bytes: int = 0,
     ) -> None:
@@ -58,7 +58,7 @@ class Launcher:
             RuntimeError: the driver refused.
         """
         blocks, threads = _three(grid), _three(block)
-        values, types, index = _packed(kernel, args)
+        values, types, index = _pack_arguments(kernel, args)
         if 0 in blocks:
             return
         macros = tuple(defines.items())
@@ -134,7 +134,7 @@ def _three(size: Dims) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _packed(kernel: str, args: Sequence[Argument]) -> tuple[tuple, tuple, int]:
+def _pack_arguments(kernel: str, args: Sequence[KernelArgument]) -> tuple[tuple, tuple, int]:
     """Arguments as cuda.bindings takes them, their C types, and the GPU of all tensors."""
     values: list[Any] = []
     types: list[Any] = []
@@ -164,7 +164,7 @@ def _packed(kernel: str, args: Sequence[Argument]) -> tuple[tuple, tuple, int]:
     return tuple(values), tuple(types), index
 
 
-def _elsewhere(kernel: str, args: Sequence[Argument]) -> ValueError:
+def _elsewhere(kernel: str, args: Sequence[KernelArgument]) -> ValueError:
     devices = dict.fromkeys(arg.device for arg in args if isinstance(arg, torch.Tensor))
     got = ", ".join(map(str, devices)) or "no tensor"
     return ValueError(
@@ -173,7 +173,7 @@ def _elsewhere(kernel: str, args: Sequence[Argument]) -> ValueError:
     )
 
 
-class Function(NamedTuple):
+class KernelFunction(NamedTuple):
     """A kernel that is loaded on a GPU, and its limits there.
 
     Attributes:
@@ -192,7 +192,7 @@ class Function(NamedTuple):
 @functools.cache
 def _load(
     cache: Path | None, source: str, kernel: str, macros: tuple[tuple[str, str], ...], index: int
-) -> Function:
+) -> KernelFunction:
     device = torch.device("cuda", index)
     if reason := usable(device):
         raise ValueError(f"{kernel}: {reason}")
@@ -202,36 +202,38 @@ def _load(
         _make_current(driver, index)
         # loading is allowed while this thread captures a graph only if it says so
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before = _checked(driver.cuThreadExchangeStreamCaptureMode(mode))
+        before = _check_result(driver.cuThreadExchangeStreamCaptureMode(mode))
         try:
-            return _loaded(driver, compiled.cubin, kernel, index)
+            return _load_kernel(driver, compiled.cubin, kernel, index)
         finally:
-            _checked(driver.cuThreadExchangeStreamCaptureMode(before))
+            _check_result(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
-def _loaded(driver: Any, cubin: bytes, kernel: str, index: int) -> Function:
-    library = _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-    found = _checked(driver.cuLibraryGetKernel(library, kernel.encode()))
-    handle = _checked(driver.cuKernelGetFunction(found))  # in the current context: loads it now
+def _load_kernel(driver: Any, cubin: bytes, kernel: str, index: int) -> KernelFunction:
+    library = _check_result(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+    found = _check_result(driver.cuLibraryGetKernel(library, kernel.encode()))
+    handle = _check_result(
+        driver.cuKernelGetFunction(found)
+    )  # in the current context: loads it now
     names = driver.CUfunction_attribute
     threads = driver.cuFuncGetAttribute(names.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, handle)
     static = driver.cuFuncGetAttribute(names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle)
     most = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
-    shared = most - _checked(static)
+    shared = most - _check_result(static)
     # more than 48 KiB must be asked for; asking for all costs nothing
     limit = names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(handle, limit, shared))
-    return Function(driver, handle, _checked(threads), shared)
+    _check_result(driver.cuFuncSetAttribute(handle, limit, shared))
+    return KernelFunction(driver, handle, _check_result(threads), shared)
 
 
 def _make_current(driver: Any, index: int) -> None:
     """Make the context that torch uses on this GPU this thread's."""
-    _checked(driver.cuInit(0))
-    device = _checked(driver.cuDeviceGet(index))
-    _checked(driver.cuCtxSetCurrent(_checked(driver.cuDevicePrimaryCtxRetain(device))))
+    _check_result(driver.cuInit(0))
+    device = _check_result(driver.cuDeviceGet(index))
+    _check_result(driver.cuCtxSetCurrent(_check_result(driver.cuDevicePrimaryCtxRetain(device))))
 
 
-def _exceeds(blocks: Sequence[int], threads: Sequence[int], shared: int, f: Function) -> bool:
+def _exceeds(blocks: Sequence[int], threads: Sequence[int], shared: int, f: KernelFunction) -> bool:
     x, y, z = blocks
     a, b, c = _GRID_LIMITS
     return (
@@ -242,7 +244,7 @@ def _exceeds(blocks: Sequence[int], threads: Sequence[int], shared: int, f: Func
 
 
 def _limits(
-    kernel: str, blocks: Sequence[int], threads: Sequence[int], shared: int, f: Function
+    kernel: str, blocks: Sequence[int], threads: Sequence[int], shared: int, f: KernelFunction
 ) -> ValueError:
     return ValueError(
         f"{kernel}: got a grid of {tuple(blocks)}, blocks of {tuple(threads)} and {shared} bytes "
@@ -251,7 +253,7 @@ def _limits(
     )
 
 
-def _checked(result: tuple) -> Any:
+def _check_result(result: tuple) -> Any:
     status, *values = result
     if int(status):
         raise RuntimeError(f"the CUDA driver says {status.name}")

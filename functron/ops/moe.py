@@ -16,7 +16,15 @@ import torch
 
 from functron.core.errors import nearest
 from functron.core.typing import Tensor
-from functron.ops.define import Gradient, Launch, define, leading, one_by_one, packable, type_name
+from functron.ops.operations import (
+    Gradient,
+    Launch,
+    define,
+    leading,
+    one_by_one,
+    packable,
+    type_name,
+)
 from functron.spmd.ragged import inverse, pick, shifted
 
 _THREADS = 128
@@ -126,7 +134,7 @@ def _permute_grid(rows: int, dim: int) -> int:
     return rows if dim else 0
 
 
-def _folded(assignments: bool) -> Callable:
+def _fold_mapped_rows(assignments: bool) -> Callable:
     """The vmap rule: mapped rows become more rows, and indices move with them.
 
     The last two arguments are indices: of each row, a token or (if `assignments`) an assignment of
@@ -167,7 +175,7 @@ PERMUTE = define(
     kernel=_permute_kernel,
     reference=_permute,
     fake=lambda x, source, slots: x.new_empty(source.shape[0], x.shape[1]),
-    batch=_folded(assignments=False),
+    batch=_fold_mapped_rows(assignments=False),
     gradient=_transpose(lambda: ADD_ROWS),
 )
 """y[r] = x[source[r]], zeros where source[r] < 0. Of x [N, D] and int64 source [R]; slots [N, K]
@@ -178,7 +186,7 @@ ADD_ROWS = define(
     kernel=_add_kernel,
     reference=_add,
     fake=lambda rows, source, slots: rows.new_empty(slots.shape[0], rows.shape[1]),
-    batch=_folded(assignments=False),
+    batch=_fold_mapped_rows(assignments=False),
     gradient=_transpose(lambda: PERMUTE),
 )
 """y[n] = sum over j of rows[slots[n, j]], without those below 0."""
@@ -189,7 +197,7 @@ UNPERMUTE_BACKWARD = define(
     kernel=_unpermute_backward_kernel,
     reference=_unpermute_backward,
     fake=lambda dy, *like: tuple(x.new_empty(x.shape) for x in like[:2]),
-    batch=_folded(assignments=True),
+    batch=_fold_mapped_rows(assignments=True),
     gradient=_unpermute_backward,
 )
 """(d_rows, d_weights): weights[a] dy[n] and dy[n] . rows[r], of the assignment a of each row r."""
@@ -204,7 +212,7 @@ UNPERMUTE = define(
     kernel=_unpermute_kernel,
     reference=_unpermute,
     fake=lambda rows, *rest: rows.new_empty(rest[-1].shape[0], rows.shape[1]),
-    batch=_folded(assignments=True),
+    batch=_fold_mapped_rows(assignments=True),
     gradient=Gradient(backward=_unpermute_gradient),
 )
 """y[n] = sum over j of weights[n, j] rows[slots[n, j]], without slots below 0. assignment [R]: the
@@ -291,14 +299,14 @@ SORT = define(
 """`sorted_assignments`; the kernel counts, and does not compare."""
 
 
-Score = Literal["softmax", "sigmoid", "given"]
+KernelScore = Literal["softmax", "sigmoid", "given"]
 Weighting = Literal["scores", "renormalised", "softmax of chosen"]
 
 RENORMALISE_EPS = 1e-20
 """DeepSeek's: a token whose scores all vanish gets weights of 0."""
 
 # by the numbers of kernels/moe_router.cu
-_SCORES, _WEIGHTINGS = get_args(Score), get_args(Weighting)
+_SCORES, _WEIGHTINGS = get_args(KernelScore), get_args(Weighting)
 _ROUTER_WARPS, _LANES = 4, 32
 _ITEMS = (1, 2, 4, 8, 16)  # experts of a lane
 _MOST_GROUPS = 32
@@ -310,7 +318,7 @@ def moe_router(
     balance: Tensor | None = None,
     *,
     top_k: int,
-    score: Score = "softmax",
+    score: KernelScore = "softmax",
     weighting: Weighting = "scores",
     num_groups: int = 1,
     top_groups: int = 1,
@@ -371,7 +379,7 @@ def choose(
     scores: Tensor,
     logits: Tensor,
     balance: Tensor | None,
-    score: Score,
+    score: KernelScore,
     *,
     top_k: int,
     num_groups: int,
@@ -408,7 +416,7 @@ def choose(
     return best(ranking, top_k, ties)
 
 
-def _order_of_pairs(logits: Tensor, score: Score) -> Tensor:
+def _order_of_pairs(logits: Tensor, score: KernelScore) -> Tensor:
     """A number that rises with the sum S of the scores of two ``logits``, also where it rounds.
 
     For sigmoids log(S) - log(2 - S), of which the one is exact near 0 and the other near 2.

@@ -7,12 +7,14 @@ rounded to the stream's dtype before it is normalised, as it is without kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from functron.core.typing import Tensor
-from functron.ops.define import (
+from functron.ops.operations import (
     BACKWARD_THREADS,
     FORWARD_THREADS,
     SHARED_BYTES,
@@ -35,30 +37,177 @@ from functron.ops.define import (
     vector,
 )
 
+RowMoments = Callable[[Tensor, float], tuple[Tensor, ...]]
+"""``(rows, eps) -> statistics`` of rows: 1 / sqrt(mean square + eps), or the mean and the like."""
 
-def _define_both(
+
+def _rms_moments(x: Tensor, eps: float) -> tuple[Tensor]:
+    """1 / sqrt(mean(x^2) + eps) of rows."""
+    return (torch.rsqrt(x.square().mean(-1) + eps),)
+
+
+def _layer_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The mean and 1 / sqrt(variance + eps) of rows."""
+    mean = x.mean(-1)
+    return mean, torch.rsqrt((x - mean.unsqueeze(-1)).square().mean(-1) + eps)
+
+
+def normalise_rows(x: Tensor, *moments: Tensor) -> Tensor:
+    """``(x - mean) / deviation`` of rows; of one statistic, without the mean: RMSNorm's."""
+    *means, rstd = moments
+    centred = x - means[0].unsqueeze(-1) if means else x
+    return centred * rstd.unsqueeze(-1)
+
+
+def normed_gradient(moved: Tensor, normed: Tensor, *moments: Tensor) -> Tensor:
+    """The cotangent of rows from `moved`, that of what `normalise_rows` made of them."""
+    along = normed * (moved * normed).mean(-1, keepdim=True)
+    *means, rstd = moments
+    if means:
+        along = moved.mean(-1, keepdim=True) + along
+    return rstd.unsqueeze(-1) * (moved - along)
+
+
+def rms_norm_rows(x: Tensor, scale: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """RMSNorm of rows in torch's operations, in x's dtype."""
+    return normalise_rows(x, *_rms_moments(x, eps)) * multiplier(scale, x, zero_centered)
+
+
+def rms_norm_rows_backward(
+    g: Tensor, x: Tensor, scale: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """The cotangents of `rms_norm_rows`: of x, and of the scale by each row."""
+    moments = _rms_moments(x, eps)
+    normed = normalise_rows(x, *moments)
+    moved = g * multiplier(scale, x, zero_centered)
+    return normed_gradient(moved, normed, *moments), g * normed
+
+
+def _reference(
+    moments_of: RowMoments, x: Tensor, residual: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *vectors, eps, center = rest
+    total = x if residual is None else x + residual
+    wide = upcast(total)
+    moments = moments_of(wide, eps)
+    y = normalise_rows(wide, *moments) * multiplier(vectors[0], wide, center)
+    for bias in vectors[1:]:
+        y = y + bias.to(wide.dtype)
+    y = y.to(x.dtype)
+    return dense(y, *moments) if residual is None else dense(y, total, *moments)
+
+
+def _backward(
+    moments_of: RowMoments, again: bool, dy: Tensor, d_sum: Tensor | None, x: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """The cotangents in torch's operations; `again`: statistics are computed, not those given."""
+    *operands, eps, center = rest
+    vectors, moments = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+    wide, g = upcast(x), upcast(dy)
+    moments = moments_of(wide, eps) if again else moments
+    normed = normalise_rows(wide, *moments)
+    dx = normed_gradient(g * multiplier(vectors[0], wide, center), normed, *moments)
+    dx = dx if d_sum is None else dx + upcast(d_sum)
+    sums = [
+        summed_rows(rows).to(vector.dtype)
+        for rows, vector in zip((g * normed, g), vectors, strict=False)
+    ]
+    return dx.to(x.dtype).contiguous(), *sums
+
+
+def _kernel(
     name: str,
-    vectors: Sequence[str],
-    num_statistics: int,
-    kernel: Callable,
-    reference: Callable,
-    backward: Op,
-) -> tuple[Op, Op]:
-    """The op `name` of x, and ``add_name`` of x + residual, which returns the sum as well.
+    moments_of: RowMoments,
+    launch: Launch,
+    x: Tensor,
+    residual: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    *vectors, eps, center = rest
+    if not x.numel():
+        return _reference(moments_of, x, residual, *rest)
+    y, total = x.new_empty(x.shape), None if residual is None else x.new_empty(x.shape)
+    moments = [statistics(x) for _ in vectors]
+    rows, more = as_rows(x, residual)
+    weights, wide = zip(*(vector(x, each) for each in vectors), strict=True)
+    dim = x.shape[-1]
+    shape = layout(dim, x.element_size(), FORWARD_THREADS)
+    packed = packable(dim, rows, more, *weights)
+    launch(
+        name, f"{name}_forward", shape.grid(launch, rows, FORWARD_THREADS), shape.block,
+        rows, more, *weights, total, y, *moments, rows.shape[0], dim,
+        row_stride(rows), row_stride(more), shape.lanes, int(packed), *wide,
+        float(center), eps, defines={"ELEMENT": type_name(x, name)},
+    )  # fmt: skip
+    return (y, *moments) if total is None else (y, total, *moments)
+
+
+def _backward_kernel(
+    name: str, moments_of: RowMoments, launch: Launch, dy: Tensor, d_sum: Tensor | None, x: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *operands, _, center = rest
+    count = len(operands) // 2
+    vectors, moments = operands[:count], operands[count:]
+    dim = x.shape[-1]
+    shape = layout(dim, x.element_size(), BACKWARD_THREADS)
+    shared_bytes = 4 * count * shape.rows * shape.columns
+    if not x.numel() or shared_bytes > SHARED_BYTES:
+        return _backward(moments_of, False, dy, d_sum, x, *rest)
+    dx = x.new_empty(x.shape)
+    weights, wide = vector(x, vectors[0])
+    dy, d_sum, x = as_rows(dy, d_sum, x)
+    packed = packable(dim, dy, d_sum, x, weights)
+    blocks = shape.grid(launch, x, BACKWARD_THREADS)
+    partials = x.new_empty(blocks, count, shape.columns, dtype=torch.float32)
+    defines = {"ELEMENT": type_name(x, f"{name}_backward")}
+    launch(
+        name, f"{name}_backward", blocks, shape.block,
+        dy, d_sum, x, weights, *[each.contiguous() for each in moments], dx, partials,
+        x.shape[0], dim, row_stride(dy), row_stride(d_sum), row_stride(x),
+        shape.lanes, int(packed), wide, float(center),
+        defines=defines, shared_bytes=shared_bytes,
+    )  # fmt: skip
+    sums = [
+        like.new_empty(dim, dtype=x.dtype if like.dtype == x.dtype else torch.float32)
+        for like in vectors
+    ]
+    launch(
+        name, f"{name}_scale_gradient", shape.columns * count // 32, 32 * min(32, blocks),
+        partials, *sums, blocks, shape.columns, dim, shape.lanes,
+        *[int(each.dtype != x.dtype) for each in sums], defines=defines,
+    )  # fmt: skip
+    return dx, *(each.to(like.dtype) for each, like in zip(sums, vectors, strict=True))
+
+
+def _define_norm(
+    name: str, vectors: Sequence[str], statistics_of_rows: Sequence[str], moments_of: RowMoments
+) -> tuple[Op, Op, Op]:
+    """The op `name` of x; ``add_name`` of x + residual, which returns the sum too; the backward.
 
     Args:
         name: of the op.
         vectors: its operands after x, and after residual, that all rows share.
-        num_statistics: how many float32 numbers of each row follow its results.
-        kernel, reference: ``([launch,] x, residual or None, *vectors, eps, center)``.
-        backward: ``(dy, d_sum or None, x, *vectors, *statistics, eps, center)``.
+        statistics_of_rows: the float32 numbers of each row that follow its results, as many.
+        moments_of: these numbers in torch's operations.
     """
-    count = len(vectors)
-    operands = ", ".join([*(f"Tensor {each}" for each in vectors), "float eps, bool zero_centered"])
-    results = ", ".join(["Tensor"] * (1 + num_statistics))
+    count, settings = len(vectors), "float eps, bool zero_centered"
+    operands = ", ".join([*(f"Tensor {each}" for each in vectors), settings])
+    results = ", ".join(["Tensor"] * (1 + count))
+    saved = ", ".join(f"Tensor {each}" for each in (*vectors, *statistics_of_rows))
+    kernel = functools.partial(_kernel, name, moments_of)
+    reference = functools.partial(_reference, moments_of)
+    backward = define(
+        f"{name}_backward(Tensor dy, Tensor? d_sum, Tensor x, {saved}, {settings}) -> ({results})",
+        kernel=functools.partial(_backward_kernel, name, moments_of),
+        reference=functools.partial(_backward, moments_of, False),
+        fake=lambda dy, d_sum, *like: tuple(v.new_empty(v.shape) for v in like[: 1 + count]),
+        batch=one_by_one,
+        gradient=functools.partial(_backward, moments_of, True),
+    )
 
     def fakes(x: Tensor) -> list[Tensor]:
-        return [statistics(x) for _ in range(num_statistics)]
+        return [statistics(x) for _ in vectors]
 
     def gradient_of_sum(saved: Sequence, cotangents: tuple) -> tuple:
         dx, *rest = backward(cotangents[0], cotangents[1], *saved)
@@ -73,7 +222,7 @@ def _define_both(
         gradient=Gradient(
             save=lambda args, outputs: (*args[: 1 + count], *outputs[1:], *args[1 + count :]),
             backward=lambda saved, ct: (*backward(ct[0], None, *saved), None, None),
-            auxiliary=tuple(range(1, 1 + num_statistics)),
+            auxiliary=tuple(range(1, 1 + count)),
         ),
     )
     of_sum = define(
@@ -90,219 +239,26 @@ def _define_both(
                 *args[2 + count :],
             ),
             backward=gradient_of_sum,
-            auxiliary=tuple(range(2, 2 + num_statistics)),
+            auxiliary=tuple(range(2, 2 + count)),
         ),
     )
-    return alone, of_sum
+    return alone, of_sum, backward
 
 
-def _rms_kernel(
-    launch: Launch, x: Tensor, residual: Tensor | None, scale: Tensor, eps: float, center: bool
-) -> tuple[Tensor, ...]:
-    if not x.numel():
-        return _rms_reference(x, residual, scale, eps, center)
-    y, total = x.new_empty(x.shape), None if residual is None else x.new_empty(x.shape)
-    rstd = statistics(x)
-    rows, more = as_rows(x, residual)
-    weights, wide = vector(x, scale)
-    dim = x.shape[-1]
-    shape = layout(dim, x.element_size(), FORWARD_THREADS)
-    packed = packable(dim, rows, more, weights)
-    launch(
-        "rms_norm", "rms_norm_forward", shape.grid(launch, rows, FORWARD_THREADS), shape.block,
-        rows, more, weights, total, y, rstd, rows.shape[0], dim, row_stride(rows), row_stride(more),
-        shape.lanes, int(packed), wide, float(center), eps,
-        defines={"ELEMENT": type_name(x, "rms_norm")},
-    )  # fmt: skip
-    return (y, rstd) if total is None else (y, total, rstd)
-
-
-def _rms_reference(
-    x: Tensor, residual: Tensor | None, scale: Tensor, eps: float, center: bool
-) -> tuple[Tensor, ...]:
-    total = x if residual is None else x + residual
-    wide = upcast(total)
-    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    y = wide * rstd.unsqueeze(-1) * multiplier(scale, wide, center)
-    y = y.to(x.dtype)
-    return dense(y, rstd) if residual is None else dense(y, total, rstd)
-
-
-def _rms_backward_kernel(
-    launch: Launch, dy: Tensor, d_sum: Tensor | None, x: Tensor, scale: Tensor, rstd: Tensor,
-    eps: float, center: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dim = x.shape[-1]
-    shape = layout(dim, x.element_size(), BACKWARD_THREADS)
-    shared_bytes = 4 * shape.rows * shape.columns
-    if not x.numel() or shared_bytes > SHARED_BYTES:
-        return _rms_backward(dy, d_sum, x, scale, rstd, eps, center)
-    dx = x.new_empty(x.shape)
-    weights, wide = vector(x, scale)
-    dy, d_sum, x = as_rows(dy, d_sum, x)
-    packed = packable(dim, dy, d_sum, x, weights)
-    blocks = shape.grid(launch, x, BACKWARD_THREADS)
-    partials = x.new_empty(blocks, shape.columns, dtype=torch.float32)
-    defines = {"ELEMENT": type_name(x, "rms_norm_backward")}
-    launch(
-        "rms_norm", "rms_norm_backward", blocks, shape.block,
-        dy, d_sum, x, weights, rstd.contiguous(), dx, partials, x.shape[0], dim,
-        row_stride(dy), row_stride(d_sum), row_stride(x),
-        shape.lanes, int(packed), wide, float(center),
-        defines=defines, shared_bytes=shared_bytes,
-    )  # fmt: skip
-    summed = scale.new_empty(dim, dtype=x.dtype if scale.dtype == x.dtype else torch.float32)
-    launch(
-        "rms_norm", "rms_norm_scale_gradient", shape.columns // 32, 32 * min(32, blocks),
-        partials, summed, blocks, shape.columns, dim, shape.lanes, int(summed.dtype != x.dtype),
-        defines=defines,
-    )  # fmt: skip
-    return dx, summed.to(scale.dtype)
-
-
-def _rms_backward(
-    dy: Tensor, d_sum: Tensor | None, x: Tensor, scale: Tensor, rstd: Tensor | None,
-    eps: float, center: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    wide, g = upcast(x), upcast(dy)
-    if rstd is None:
-        rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    normed = wide * rstd.unsqueeze(-1)
-    moved = g * multiplier(scale, wide, center)
-    dx = rstd.unsqueeze(-1) * (moved - normed * (moved * normed).mean(-1, keepdim=True))
-    dx = dx if d_sum is None else dx + upcast(d_sum)
-    return dx.to(x.dtype).contiguous(), summed_rows(g * normed).to(scale.dtype)
-
-
-RMS_NORM_BACKWARD = define(
-    "rms_norm_backward(Tensor dy, Tensor? d_sum, Tensor x, Tensor scale, Tensor rstd, float eps, "
-    "bool zero_centered) -> (Tensor, Tensor)",
-    kernel=_rms_backward_kernel,
-    reference=_rms_backward,
-    fake=lambda dy, d_sum, *like: tuple(v.new_empty(v.shape) for v in like[:2]),
-    batch=one_by_one,
-    gradient=lambda dy, d_sum, x, scale, rstd, *rest: _rms_backward(
-        dy, d_sum, x, scale, None, *rest
-    ),
-)
-"""(dx, dscale): dx = r (w dy - n mean(w dy n)) + d_sum, dscale = sum over rows of dy n, n = x r."""
-
-
-RMS_NORM, ADD_RMS_NORM = _define_both(
-    "rms_norm", ("scale",), 1, _rms_kernel, _rms_reference, RMS_NORM_BACKWARD
+RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD = _define_norm(
+    "rms_norm", ("scale",), ("rstd",), _rms_moments
 )
 """(y, r): y = x r (scale, or 1 + scale) and r = 1 / sqrt(mean(x^2) + eps), of the last dim; and
 
-(y, x + residual, r): the same of the sum; residual has x's shape and dtype."""
+(y, x + residual, r): the same of the sum; residual has x's shape and dtype; and backward
 
+(dx, dscale): dx = r (w dy - n mean(w dy n)) + d_sum, dscale = sum over rows of dy n, n = x r."""
 
-def _layer_kernel(
-    launch: Launch, x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor,
-    eps: float, center: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    if not x.numel():
-        return _layer_reference(x, residual, scale, bias, eps, center)
-    y, total = x.new_empty(x.shape), None if residual is None else x.new_empty(x.shape)
-    mean, rstd = statistics(x), statistics(x)
-    rows, more = as_rows(x, residual)
-    (weights, wide), (biases, wide_bias) = vector(x, scale), vector(x, bias)
-    dim = x.shape[-1]
-    shape = layout(dim, x.element_size(), FORWARD_THREADS)
-    packed = packable(dim, rows, more, weights, biases)
-    launch(
-        "layer_norm", "layer_norm_forward", shape.grid(launch, rows, FORWARD_THREADS), shape.block,
-        rows, more, weights, biases, total, y, mean, rstd, rows.shape[0], dim,
-        row_stride(rows), row_stride(more), shape.lanes, int(packed), wide, wide_bias,
-        float(center), eps, defines={"ELEMENT": type_name(x, "layer_norm")},
-    )  # fmt: skip
-    return (y, mean, rstd) if total is None else (y, total, mean, rstd)
-
-
-def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The mean and 1 / sqrt(variance + eps) of rows."""
-    mean = x.mean(-1)
-    return mean, torch.rsqrt((x - mean.unsqueeze(-1)).square().mean(-1) + eps)
-
-
-def _layer_reference(
-    x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor, eps: float, center: bool
-) -> tuple[Tensor, ...]:
-    total = x if residual is None else x + residual
-    wide = upcast(total)
-    mean, rstd = _moments(wide, eps)
-    normed = (wide - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    y = (normed * multiplier(scale, wide, center) + bias.to(wide.dtype)).to(x.dtype)
-    return dense(y, mean, rstd) if residual is None else dense(y, total, mean, rstd)
-
-
-def _layer_backward_kernel(
-    launch: Launch, dy: Tensor, d_sum: Tensor | None, x: Tensor, scale: Tensor, bias: Tensor,
-    mean: Tensor, rstd: Tensor, eps: float, center: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dim = x.shape[-1]
-    shape = layout(dim, x.element_size(), BACKWARD_THREADS)
-    shared_bytes = 8 * shape.rows * shape.columns
-    if not x.numel() or shared_bytes > SHARED_BYTES:
-        return _layer_backward(dy, d_sum, x, scale, bias, mean, rstd, eps, center)
-    dx = x.new_empty(x.shape)
-    weights, wide = vector(x, scale)
-    dy, d_sum, x = as_rows(dy, d_sum, x)
-    packed = packable(dim, dy, d_sum, x, weights)
-    blocks = shape.grid(launch, x, BACKWARD_THREADS)
-    partials = x.new_empty(blocks, 2, shape.columns, dtype=torch.float32)
-    defines = {"ELEMENT": type_name(x, "layer_norm_backward")}
-    launch(
-        "layer_norm", "layer_norm_backward", blocks, shape.block,
-        dy, d_sum, x, weights, mean.contiguous(), rstd.contiguous(), dx, partials, x.shape[0], dim,
-        row_stride(dy), row_stride(d_sum), row_stride(x),
-        shape.lanes, int(packed), wide, float(center),
-        defines=defines, shared_bytes=shared_bytes,
-    )  # fmt: skip
-    summed = [
-        like.new_empty(dim, dtype=x.dtype if like.dtype == x.dtype else torch.float32)
-        for like in (scale, bias)
-    ]
-    launch(
-        "layer_norm", "layer_norm_scale_gradient", shape.columns // 16, 32 * min(32, blocks),
-        partials, *summed, blocks, shape.columns, dim, shape.lanes,
-        *[int(one.dtype != x.dtype) for one in summed], defines=defines,
-    )  # fmt: skip
-    return dx, summed[0].to(scale.dtype), summed[1].to(bias.dtype)
-
-
-def _layer_backward(
-    dy: Tensor, d_sum: Tensor | None, x: Tensor, scale: Tensor, bias: Tensor,
-    mean: Tensor | None, rstd: Tensor | None, eps: float, center: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    wide, g = upcast(x), upcast(dy)
-    if mean is None or rstd is None:
-        mean, rstd = _moments(wide, eps)
-    normed = (wide - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    moved = g * multiplier(scale, wide, center)
-    along = moved.mean(-1, keepdim=True) + normed * (moved * normed).mean(-1, keepdim=True)
-    dx = rstd.unsqueeze(-1) * (moved - along)
-    dx = dx if d_sum is None else dx + upcast(d_sum)
-    dscale, dbias = (summed_rows(rows) for rows in (g * normed, g))
-    return dx.to(x.dtype).contiguous(), dscale.to(scale.dtype), dbias.to(bias.dtype)
-
-
-LAYER_NORM_BACKWARD = define(
-    "layer_norm_backward(Tensor dy, Tensor? d_sum, Tensor x, Tensor scale, Tensor bias, "
-    "Tensor mean, Tensor rstd, float eps, bool zero_centered) -> (Tensor, Tensor, Tensor)",
-    kernel=_layer_backward_kernel,
-    reference=_layer_backward,
-    fake=lambda dy, d_sum, *like: tuple(v.new_empty(v.shape) for v in like[:3]),
-    batch=one_by_one,
-    gradient=lambda dy, d_sum, x, scale, bias, mean, rstd, *rest: _layer_backward(
-        dy, d_sum, x, scale, bias, None, None, *rest
-    ),
-)
-"""(dx, dscale, dbias): dx = r (w dy - mean(w dy) - n mean(w dy n)) + d_sum, n = (x - mean) r."""
-
-
-LAYER_NORM, ADD_LAYER_NORM = _define_both(
-    "layer_norm", ("scale", "bias"), 2, _layer_kernel, _layer_reference, LAYER_NORM_BACKWARD
+LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM_BACKWARD = _define_norm(
+    "layer_norm", ("scale", "bias"), ("mean", "rstd"), _layer_moments
 )
 """(y, mean, r): y = (x - mean) r (scale, or 1 + scale) + bias, r = 1 / sqrt(variance + eps); and
 
-(y, x + residual, mean, r): the same of the sum; residual has x's shape and dtype."""
+(y, x + residual, mean, r): the same of the sum; residual has x's shape and dtype; and backward
+
+(dx, dscale, dbias): dx = r (w dy - mean(w dy) - n mean(w dy n)) + d_sum, n = (x - mean) r."""

@@ -1,7 +1,7 @@
 """Compiling kernels with NVRTC, CUDA's compiler as a library: it needs no GPU, driver or nvcc.
 
-``cuda.bindings`` is imported in functions only: an installation for CPUs has none. A `Source` knows
-where a kernel's file is, which variants it has and what it includes.
+``cuda.bindings`` is imported in functions only: an installation for CPUs has none. A `KernelSource`
+knows where a kernel's file is, which variants it has and what it includes.
 
 Compiled kernels are kept on disk, so that each is compiled once. A file is a hash of the rest, a
 line of JSON, then the cubin; its name has a hash of everything that the cubin depends on. Files
@@ -41,7 +41,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)',
 
 
 @dataclass(frozen=True)
-class Source:
+class KernelSource:
     """A file of kernels, with what it includes.
 
     Attributes:
@@ -90,7 +90,7 @@ def names(folder: Path = FOLDER) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.cu")))
 
 
-def read(name: str, folder: Path = FOLDER) -> Source:
+def read(name: str, folder: Path = FOLDER) -> KernelSource:
     """The source of this name.
 
     Raises:
@@ -103,11 +103,11 @@ def read(name: str, folder: Path = FOLDER) -> Source:
         raise ValueError(f"source: got {name!r}, which is not in {folder}; {fix}")
     text = path.read_text(encoding="utf-8")
     headers: dict[str, str] = {}
-    system = dict.fromkeys(_included(path, text, headers))
-    return Source(name, path, text, MappingProxyType(headers), tuple(system))
+    system = dict.fromkeys(_add_headers(path, text, headers))
+    return KernelSource(name, path, text, MappingProxyType(headers), tuple(system))
 
 
-def _included(path: Path, text: str, headers: dict[str, str]) -> Iterable[str]:
+def _add_headers(path: Path, text: str, headers: dict[str, str]) -> Iterable[str]:
     """Adds the headers that a file includes, and gives the names of those of others."""
     for own, system in _INCLUDE.findall(text):
         if system:
@@ -121,7 +121,7 @@ def _included(path: Path, text: str, headers: dict[str, str]) -> Iterable[str]:
                     "wanted a header there; fix: correct the name, or write <...> for CUDA's own"
                 )
             headers[own] = header.read_text(encoding="utf-8")
-            yield from _included(header, headers[own], headers)
+            yield from _add_headers(header, headers[own], headers)
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def digest_of_headers(folder: Path, names: tuple[str, ...]) -> str:
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 
 
-def check_defines(source: Source, defines: Defines) -> None:
+def check_defines(source: KernelSource, defines: Defines) -> None:
     """Refuse macros that the source's ``// build:`` lines do not declare.
 
     Else what is compiled ahead of time, and tested, would not be what runs.
@@ -196,7 +196,7 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """A source compiled for one architecture.
 
     Attributes:
@@ -214,7 +214,7 @@ class CompileError(RuntimeError):
     """A source that does not compile: the message is the compiler's, with files and lines."""
 
 
-def compile_source(source: Source, defines: Defines, arch: str) -> Compiled:
+def compile_source(source: KernelSource, defines: Defines, arch: str) -> CompiledKernel:
     """Compile for `arch`, such as ``"sm_90a"``. Threads may do so at the same time.
 
     Raises:
@@ -230,19 +230,19 @@ def compile_source(source: Source, defines: Defines, arch: str) -> Compiled:
     included = [name.encode() for name in source.headers]
     path = str(source.path).encode()
     create = library.nvrtcCreateProgram
-    program = _checked(create(text, path, len(headers), headers, included))
+    program = _check_result(create(text, path, len(headers), headers, included))
     try:
         flags = [flag.encode() for flag in options(defines, arch)]
         (status,) = library.nvrtcCompileProgram(program, len(flags), flags)
         log = _text(library, program)
         if int(status):
             raise CompileError(f"{source.name} ({label(defines)}) for {arch}:\n{log}")
-        cubin = bytearray(_checked(library.nvrtcGetCUBINSize(program)))
-        _checked(library.nvrtcGetCUBIN(program, cubin))
+        cubin = bytearray(_check_result(library.nvrtcGetCUBINSize(program)))
+        _check_result(library.nvrtcGetCUBIN(program, cubin))
     finally:
         library.nvrtcDestroyProgram(program)
     warned = tuple(line for line in log.splitlines() if ": warning" in line)
-    return Compiled(bytes(cubin), resources(log), warned)
+    return CompiledKernel(bytes(cubin), resources(log), warned)
 
 
 def options(defines: Defines, arch: str) -> list[str]:
@@ -252,8 +252,8 @@ def options(defines: Defines, arch: str) -> list[str]:
 
 
 def _text(library: Any, program: Any) -> str:
-    log = bytearray(_checked(library.nvrtcGetProgramLogSize(program)))
-    _checked(library.nvrtcGetProgramLog(program, log))
+    log = bytearray(_check_result(library.nvrtcGetProgramLogSize(program)))
+    _check_result(library.nvrtcGetProgramLog(program, log))
     return bytes(log).rstrip(b"\0").decode(errors="replace").strip()
 
 
@@ -305,13 +305,13 @@ def check_arch(arch: str) -> None:
 @functools.cache
 def supported() -> tuple[int, ...]:
     """The architectures that this NVRTC compiles for: 80, 90, ..."""
-    return tuple(_checked(_library().nvrtcGetSupportedArchs()))
+    return tuple(_check_result(_library().nvrtcGetSupportedArchs()))
 
 
 @functools.cache
 def version() -> str:
     """NVRTC's version: ``"13.0"``."""
-    return "{}.{}".format(*_checked(_library().nvrtcVersion()))
+    return "{}.{}".format(*_check_result(_library().nvrtcVersion()))
 
 
 @functools.cache
@@ -399,7 +399,7 @@ def _has_headers(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("cuda_bf16.h", "cuda_fp8.h"))
 
 
-def _checked(result: tuple) -> Any:
+def _check_result(result: tuple) -> Any:
     status, *values = result
     if int(status):
         raise RuntimeError(f"NVRTC: {status.name}")
@@ -417,7 +417,9 @@ def default_folder() -> Path | None:
         return None
 
 
-def cubin(source: Source, defines: Defines, arch: str, folder: Path | None = None) -> Compiled:
+def cubin(
+    source: KernelSource, defines: Defines, arch: str, folder: Path | None = None
+) -> CompiledKernel:
     """The source compiled for `arch`: from `folder`, or compiled now and kept there.
 
     A folder that cannot be written to (a full disk, a home that is read-only) costs only the time
@@ -445,7 +447,7 @@ def cubin(source: Source, defines: Defines, arch: str, folder: Path | None = Non
     return found
 
 
-def key(source: Source, defines: Defines, arch: str) -> str:
+def key(source: KernelSource, defines: Defines, arch: str) -> str:
     """A hash over all that decides a cubin: sources, headers, macros, options, NVRTC."""
     headers = digest_of_headers(include_folder(), source.system_headers)
     parts = (
@@ -460,7 +462,7 @@ def key(source: Source, defines: Defines, arch: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _read(path: Path) -> Compiled | None:
+def _read(path: Path) -> CompiledKernel | None:
     """The content that `_write` wrote; None where there is nothing, or something else."""
     try:
         digest, _, content = path.read_bytes().partition(b"\n")
@@ -469,12 +471,12 @@ def _read(path: Path) -> Compiled | None:
         line, _, cubin = content.partition(b"\n")
         about = json.loads(line)
         used = tuple(Resources(**one) for one in about["resources"])
-        return Compiled(cubin, used, tuple(about["warnings"]))
+        return CompiledKernel(cubin, used, tuple(about["warnings"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write(path: Path, compiled: Compiled) -> None:
+def _write(path: Path, compiled: CompiledKernel) -> None:
     about = dataclasses.asdict(compiled)
     cubin = about.pop("cubin")
     content = json.dumps(about).encode() + b"\n" + cubin

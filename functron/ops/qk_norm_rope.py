@@ -14,23 +14,24 @@ gradients, but whether they are ours alone is not known. The tape adds to, keeps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from functron.core import compat
 from functron.core.typing import Float, Tensor
-from functron.ops.define import (
+from functron.ops.norms import rms_norm_rows, rms_norm_rows_backward
+from functron.ops.operations import (
     BACKWARD_THREADS,
     PACK_BYTES,
     Gradient,
     Launch,
     define,
     leading,
-    multiplier,
     one_by_one,
     packable,
+    summed_rows,
     type_name,
     upcast,
     vector,
@@ -67,28 +68,63 @@ def _check(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> None:
 # ---- in torch's operations ----------------------------------------------------------------------
 
 
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+class _RotatedHalves(torch.autograd.Function):
+    """The halves of x turned by angles with these cosines and sines, for torch's tape alone.
+
+    In four passes over memory where the formula takes seven; backward turns back.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cosine, sine):
+        ctx.save_for_backward(cosine, sine)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        (first, second), (left, right) = x.chunk(2, -1), out.chunk(2, -1)
+        torch.mul(first, cosine, out=left).addcmul_(second, sine, value=-1)
+        torch.mul(second, cosine, out=right).addcmul_(first, sine)
+        return out
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        cosine, sine = ctx.saved_tensors
+        return _RotatedHalves.apply(cotangents[0], cosine, -sine), None, None
+
+
+def rotate_pairs(
+    x: Float[Tensor, "*batch seq heads head_dim"],
+    cosine: Float[Tensor, "*rows seq pairs"],
+    sine: Float[Tensor, "*rows seq pairs"],
+    *,
+    interleaved: bool,
+) -> Float[Tensor, "*batch seq heads head_dim"]:
+    """Each pair (a, b) of a head's dims as (a cos - b sin, b cos + a sin), in torch's operations.
+
+    Args:
+        x: ``[..., seq, heads, 2 pairs]``.
+        cosine, sine: ``[seq, pairs]``, or with dims for samples before.
+        interleaved: pairs are dims 2i and 2i + 1; otherwise i and i + half of them.
+    """
+    cosine, sine = cosine.unsqueeze(-2), sine.unsqueeze(-2)
+    plain = x.dtype == cosine.dtype in (torch.float32, torch.float64) and not interleaved
+    fixed = not (cosine.requires_grad or sine.requires_grad)
+    if plain and fixed and compat.taped_alone(x):
+        rotated: Any = _RotatedHalves.apply(x, cosine, sine)
+        return rotated
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
+    rotated = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     size = 2 * cosine.shape[-1]
-    cosine, sine = (part.to(x.dtype).unsqueeze(-2) for part in (cosine, sine))
-    turning, rest = x[..., :size], x[..., size:]
-    if interleaved:
-        a, b = turning[..., ::2], turning[..., 1::2]
-        turned = torch.stack([a * cosine - b * sine, b * cosine + a * sine], -1).flatten(-2)
-    else:
-        a, b = turning[..., : size // 2], turning[..., size // 2 :]
-        turned = torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
-    return torch.cat([turned, rest], -1)
-
-
-def _inverse(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    tables = cosine.to(x.dtype), sine.to(x.dtype)
+    rotated = rotate_pairs(x[..., :size], *tables, interleaved=interleaved) if size else x[..., :0]
+    return torch.cat([rotated, x[..., size:]], -1)
 
 
 def _one(x, scale, cosine, sine, eps, center, interleaved) -> Tensor:
     wide = upcast(x)
-    if scale is not None:
-        wide = wide * _inverse(wide, eps) * multiplier(scale, wide, center)
-    return _turned(wide, cosine, sine, interleaved).to(x.dtype).contiguous()
+    wide = wide if scale is None else rms_norm_rows(wide, scale, eps, center)
+    return _rotate(wide, cosine, sine, interleaved).to(x.dtype).contiguous()
 
 
 def _reference(q, k, q_scale, k_scale, cosine, sine, *rest) -> tuple[Tensor, Tensor]:
@@ -97,16 +133,11 @@ def _reference(q, k, q_scale, k_scale, cosine, sine, *rest) -> tuple[Tensor, Ten
 
 
 def _one_backward(d, x, scale, cosine, sine, eps, center, interleaved) -> tuple[Tensor, Tensor]:
-    g = _turned(upcast(d), cosine, -sine, interleaved)
+    g = _rotate(upcast(d), cosine, -sine, interleaved)
     if scale is None:
         return g.to(d.dtype).contiguous(), d.new_empty(0)
-    wide = upcast(x)
-    r = _inverse(wide, eps)
-    normed = wide * r
-    moved = g * multiplier(scale, wide, center)
-    dx = r * (moved - normed * (moved * normed).mean(-1, keepdim=True))
-    d_scale = (g * normed).sum(list(range(d.dim() - 1)))
-    return dx.to(d.dtype).contiguous(), d_scale.to(scale.dtype)
+    dx, d_scale = rms_norm_rows_backward(g, upcast(x), scale, eps, center)
+    return dx.to(d.dtype).contiguous(), summed_rows(d_scale).to(scale.dtype)
 
 
 def _backward(
@@ -185,17 +216,6 @@ def _block(heads: int, lanes: int) -> int:
     return _BLOCKS[-1]
 
 
-def _whole_packs(q: Tensor, scales: Sequence, tables: Sequence[Tensor], *heads: Tensor) -> bool:
-    head_dim, pairs = q.shape[-1], tables[0].shape[-1]
-    size = PACK_BYTES // q.element_size()
-    weights = [None if scale is None else scale[0] for scale in scales]
-    return (
-        pairs % size == 0
-        and packable(head_dim, *heads, *weights)
-        and packable(pairs, *[table for table in tables if pairs])
-    )
-
-
 def _fits(q: Tensor, cosine: Tensor) -> bool:
     tokens = q.shape[:-2].numel()
     return (
@@ -205,30 +225,64 @@ def _fits(q: Tensor, cosine: Tensor) -> bool:
     )
 
 
+class _Operands(NamedTuple):
+    """The operands of both kernels.
+
+    Attributes:
+        heads: ``[batch, seq, heads, head_dim]`` each.
+        weights: scales, or None.
+        wide: of each scale, whether it is float32 where heads are narrower.
+        tables: cosines and sines.
+        lanes: threads that share a head.
+        rest: the last arguments of either kernel: sizes, strides and settings.
+    """
+
+    heads: list[Tensor]
+    weights: list[Tensor | None]
+    wide: list[int]
+    tables: list[Tensor]
+    lanes: int
+    rest: list[int | float]
+
+
+def _operands(
+    tensors: Sequence, q_scale, k_scale, cosine, sine, eps, center, interleaved
+) -> _Operands:
+    """The operands of a launch; the first tensor stands for those that are not there."""
+    tables = _tables(tensors[0], cosine, sine)
+    like, pairs = _heads(tensors[0], tensors[0]), cosine.shape[-1]
+    heads = [like, *(_heads(x, like) for x in tensors[1:])]
+    lanes = _lanes(like.shape[-1], pairs, like.element_size())
+    scales = [(None, 0) if s is None else vector(like, s) for s in (q_scale, k_scale)]
+    weights, wide = [w for w, _ in scales], [each for _, each in scales]
+    size = PACK_BYTES // like.element_size()
+    packed = (
+        pairs % size == 0
+        and packable(like.shape[-1], *heads, *weights)
+        and packable(pairs, *[table for table in tables if pairs])
+    )
+    rest = [
+        like.shape[3], pairs, *[stride for x in heads for stride in x.stride()[:3]],
+        *tables[0].stride()[:2], *wide, int(tables[0].dtype != like.dtype), int(interleaved), lanes,
+        int(packed), float(center), eps,
+    ]  # fmt: skip
+    return _Operands(heads, weights, wide, tables, lanes, rest)
+
+
 def _into(
-    launch: Launch, q, k, out: Sequence[Tensor | None], q_scale, k_scale, cosine, sine, eps, center,
-    interleaved, group: int = 0,
-) -> None:  # fmt: skip
+    launch: Launch, q, k, out: Sequence[Tensor | None], *settings: Any, group: int = 0
+) -> None:
     """The result, written to `out`: of queries, of keys and, where `group` is not 0, of values.
 
     Then q has the heads of all, `group` queries of each key head after another, and k is not read.
     """
-    tables = _tables(q, cosine, sine)
-    q_out, k_out, v_out = out
-    q, k, q_out, k_out = (_heads(x, q) for x in (q, k, q_out, k_out))
-    values = q if v_out is None else _heads(v_out, q)
-    scales = [None if scale is None else vector(q, scale) for scale in (q_scale, k_scale)]
-    heads, pairs = (q, k, q_out, k_out, values), tables[0].shape[-1]
-    lanes = _lanes(q.shape[-1], pairs, q.element_size())
-    weights, wide = zip(*[scale or (None, 0) for scale in scales], strict=True)
+    given = _operands((q, k, *out), *settings)
+    q, k, q_out, k_out, values = given.heads
     launch(
         "qk_norm_rope", "qk_norm_rope_forward", q.shape[:2].numel(),
-        _block(q.shape[2] + (0 if group else k.shape[2]), lanes),
-        *heads[:4], None if v_out is None else values, *weights, *tables,
-        *q_out.shape[:3], k_out.shape[2], group, q.shape[3], pairs,
-        *[stride for x in heads for stride in x.stride()[:3]], *tables[0].stride()[:2],
-        *wide, int(tables[0].dtype != q.dtype), int(interleaved), lanes,
-        int(_whole_packs(q, scales, tables, *heads)), float(center), eps,
+        _block(q.shape[2] + (0 if group else k.shape[2]), given.lanes),
+        q, k, q_out, k_out, None if out[2] is None else values, *given.weights, *given.tables,
+        *q_out.shape[:3], k_out.shape[2], group, *given.rest,
         defines={"ELEMENT": type_name(q, "qk_norm_rope")},
     )  # fmt: skip
 
@@ -268,23 +322,20 @@ def _joined_kernel(launch: Launch, qkv: Tensor, *rest: Any) -> tuple[Tensor, Ten
 
 
 def _backward_kernel(
-    launch: Launch, d_q, d_k, q, k, q_scale, k_scale, cosine, sine, eps, center, interleaved
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if not (d_q.numel() + d_k.numel() and _fits(d_q, cosine)):
-        return _backward(d_q, d_k, q, k, q_scale, k_scale, cosine, sine, eps, center, interleaved)
+    launch: Launch, d_q, d_k, q, k, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not (d_q.numel() + d_k.numel() and _fits(d_q, settings[2])):
+        return _backward(d_q, d_k, q, k, *settings)
     out = d_q.new_empty(d_q.shape), d_k.new_empty(d_k.shape)
-    settings = q_scale, k_scale, cosine, sine, eps, center, interleaved
     return *out, *_backward_into(launch, (d_q, d_k, None), (q, k), out, *settings)
 
 
 def _joined_backward_kernel(
-    launch: Launch, d_q, d_k, d_v, qkv, q_scale, k_scale, cosine, sine, eps, center, interleaved
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = q_scale, k_scale, cosine, sine, eps, center, interleaved
-    if not (d_q.numel() and _fits(d_q, cosine)):
+    launch: Launch, d_q, d_k, d_v, qkv, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not (d_q.numel() and _fits(d_q, settings[2])):
         return _joined_backward(d_q, d_k, d_v, qkv, *settings)
-    kv_heads = d_k.shape[-2]
-    group = d_q.shape[-2] // kv_heads
+    group = d_q.shape[-2] // d_k.shape[-2]
     out = d_q.new_empty(*d_k.shape[:-1], group + 2, d_q.shape[-1])
     flat, read = out.flatten(-3, -2), None if qkv is None else qkv.flatten(-3, -2)
     given = d_q, d_k, d_v
@@ -293,49 +344,41 @@ def _joined_backward_kernel(
 
 
 def _backward_into(
-    launch: Launch, given: Sequence, read: Sequence, out: Sequence[Tensor], q_scale, k_scale,
-    cosine, sine, eps, center, interleaved, group: int = 0,
+    launch: Launch, given: Sequence, read: Sequence, out: Sequence[Tensor], *settings: Any,
+    group: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of queries and keys, or of all heads (see `_into`), to `out`; of scales."""
-    d_q = given[0]
-    tables = _tables(d_q, cosine, sine)
-    d_q, d_k, d_v = (_heads(x, d_q) for x in given)
-    # without a scale they are not read
-    q, k = (_heads(x, d_q) for x in read)
-    scales = [None if scale is None else vector(d_q, scale) for scale in (q_scale, k_scale)]
-    heads, pairs = (d_q, d_k, d_v, q, k, *(_heads(x, d_q) for x in out)), tables[0].shape[-1]
-    lanes = _lanes(d_q.shape[-1], pairs, d_q.element_size())
-    block = _block(d_q.shape[2] + d_k.shape[2] * (2 if group else 1), lanes)
-    weights, wide = zip(*[scale or (None, 0) for scale in scales], strict=True)
-    blocks = d_q.shape[:2].numel()
-    columns, partials, shared_bytes = 4 * lanes * PACK_BYTES // d_q.element_size(), None, 0
-    if any(scales):
+    # without a scale `read` is not read
+    own = _operands((*given, *read, *out), *settings)
+    d_q, d_k, *_ = own.heads
+    block = _block(d_q.shape[2] + d_k.shape[2] * (2 if group else 1), own.lanes)
+    blocks, scales = d_q.shape[:2].numel(), settings[:2]
+    columns, partials, shared_bytes = 4 * own.lanes * PACK_BYTES // d_q.element_size(), None, 0
+    if any(weights is not None for weights in own.weights):
         blocks = min(blocks, launch.processors(d_q.device) * (BACKWARD_THREADS // block))
         partials = d_q.new_empty(blocks, columns, dtype=torch.float32)
-        shared_bytes = 4 * columns * block // lanes
+        shared_bytes = 4 * columns * block // own.lanes
     defines = {"ELEMENT": type_name(d_q, "qk_norm_rope_backward")}
     launch(
         "qk_norm_rope", "qk_norm_rope_backward", blocks, block,
-        *heads, *weights, *tables, partials, *d_q.shape[:3], d_k.shape[2], group, d_q.shape[3],
-        pairs, *[stride for x in heads for stride in x.stride()[:3]], *tables[0].stride()[:2],
-        *wide, int(tables[0].dtype != d_q.dtype), int(interleaved), lanes,
-        int(_whole_packs(d_q, scales, tables, *heads)), float(center), eps,
-        defines=defines, shared_bytes=shared_bytes,
+        *own.heads, *own.weights, *own.tables, partials, *d_q.shape[:3], d_k.shape[2], group,
+        *own.rest, defines=defines, shared_bytes=shared_bytes,
     )  # fmt: skip
     sums = [
         d_q.new_empty(0) if scale is None
-        else scale.new_empty(scale.shape, dtype=torch.float32 if one_wide else d_q.dtype)
-        for scale, one_wide in zip((q_scale, k_scale), wide, strict=True)
+        else scale.new_empty(scale.shape, dtype=torch.float32 if wide else d_q.dtype)
+        for scale, wide in zip(scales, own.wide, strict=True)
     ]  # fmt: skip
     if partials is not None:
+        pairs, interleaved = settings[2].shape[-1], settings[-1]
         launch(
             "qk_norm_rope", "qk_norm_rope_scale_gradient", -(-columns // 32),
             32 * min(32, blocks), partials, *[one if one.numel() else None for one in sums],
-            blocks, d_q.shape[3], pairs, *wide, int(interleaved), lanes, defines=defines,
+            blocks, d_q.shape[3], pairs, *own.wide, int(interleaved), own.lanes, defines=defines,
         )  # fmt: skip
     dq_scale, dk_scale = (
         one if scale is None else one.to(scale.dtype)
-        for one, scale in zip(sums, (q_scale, k_scale), strict=True)
+        for one, scale in zip(sums, scales, strict=True)
     )
     return dq_scale, dk_scale
 
@@ -352,25 +395,37 @@ def _batched_tables(size: int, dims: Sequence, tables: Sequence[Tensor], like: T
     return [table[(slice(None), *[None] * missing)] for table in ahead]
 
 
-def _batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    if any(dim is not None for dim in in_dims[2:4]):
-        return one_by_one(size, in_dims, args, op)
-    q, k = (leading(x, dim, size) for x, dim in zip(args[:2], in_dims[:2], strict=True))
-    tables = _batched_tables(size, in_dims[4:6], args[4:6], q)
-    return op(q, k, *args[2:4], *tables, *args[6:]), (0, 0)
+def _batch(num_mapped: int, scales: int) -> Callable:
+    """The vmap rule of an op: its first operands are mapped, and its tables may be.
+
+    Args:
+        num_mapped: how many are the first ones.
+        scales: where the two scales are among its operands, and after them the two tables; after
+            more than the first ones in a backward, which reads those only where there are scales.
+    """
+
+    def rule(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
+        # scales of their own, or sums of scales, which are of each alone
+        alone = in_dims if scales == num_mapped else args
+        if any(each is not None for each in alone[scales : scales + 2]):
+            return one_by_one(size, in_dims, args, op)
+        mapped = zip(args[:num_mapped], in_dims[:num_mapped], strict=True)
+        given, at = [leading(x, dim, size) for x, dim in mapped], scales + 2
+        like = given[0][..., 0, :] if scales == 1 else given[0]  # of joined projections
+        tables = _batched_tables(size, in_dims[at : at + 2], args[at : at + 2], like)
+        results = op(*given, *args[num_mapped:at], *tables, *args[at + 2 :])
+        return results, tuple(None if x.dim() == 1 else 0 for x in results)  # empty ones
+
+    return rule
+
+
+def _scale_fakes(like: Tensor, *scales: Tensor | None) -> list[Tensor]:
+    return [like.new_empty(0) if s is None else s.new_empty(s.shape) for s in scales]
 
 
 def _backward_fake(d_q, d_k, q, k, q_scale, k_scale, *rest) -> tuple[Tensor, ...]:
-    scales = [d_q.new_empty(0) if s is None else s.new_empty(s.shape) for s in (q_scale, k_scale)]
+    scales = _scale_fakes(d_q, q_scale, k_scale)
     return d_q.new_empty(d_q.shape), d_k.new_empty(d_k.shape), *scales
-
-
-def _backward_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    if args[4] is not None or args[5] is not None:
-        return one_by_one(size, in_dims, args, op)  # sums of scales are of each alone
-    d_q, d_k = (leading(x, dim, size) for x, dim in zip(args[:2], in_dims[:2], strict=True))
-    tables = _batched_tables(size, in_dims[6:8], args[6:8], d_q)
-    return op(d_q, d_k, *args[2:6], *tables, *args[8:]), (0, 0, None, None)
 
 
 def _joined_fake(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -380,26 +435,15 @@ def _joined_fake(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, qkv.new_empty(k.shape if rest[-1] else (0,))
 
 
-def _joined_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    if any(dim is not None for dim in in_dims[1:3]):
-        return one_by_one(size, in_dims, args, op)
-    qkv = leading(args[0], in_dims[0], size)
-    tables = _batched_tables(size, in_dims[3:5], args[3:5], qkv[..., 0, :])
-    return op(qkv, *args[1:3], *tables, *args[5:]), (0, 0, 0 if args[-1] else None)
-
-
 def _joined_backward_fake(d_q, d_k, d_v, qkv, q_scale, k_scale, *rest) -> tuple[Tensor, ...]:
     slots = d_q.shape[-2] // d_k.shape[-2] + 2
-    scales = [d_q.new_empty(0) if s is None else s.new_empty(s.shape) for s in (q_scale, k_scale)]
+    scales = _scale_fakes(d_q, q_scale, k_scale)
     return d_q.new_empty(*d_k.shape[:-1], slots, d_k.shape[-1]), *scales
 
 
-def _joined_backward_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    if args[4] is not None or args[5] is not None:
-        return one_by_one(size, in_dims, args, op)  # sums of scales are of each alone
-    given = [leading(x, dim, size) for x, dim in zip(args[:3], in_dims[:3], strict=True)]
-    tables = _batched_tables(size, in_dims[6:8], args[6:8], given[0])
-    return op(*given, *args[3:6], *tables, *args[8:]), (0, None, None)
+def _of_scales(scales: Sequence, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+    """The cotangents of scales, None of those that are not there."""
+    return [None if s is None else d for s, d in zip(scales, cotangents, strict=True)]
 
 
 QK_NORM_ROPE_BACKWARD = define(
@@ -408,7 +452,7 @@ QK_NORM_ROPE_BACKWARD = define(
     kernel=_backward_kernel,
     reference=_backward,
     fake=_backward_fake,
-    batch=_backward_batch,
+    batch=_batch(2, scales=4),
     gradient=_backward,
 )
 """The cotangents of q, k and the scales; of a scale that is None, an empty tensor."""
@@ -422,11 +466,8 @@ def _saved(args: tuple, outputs: tuple) -> tuple:
 
 
 def _gradient(saved: Sequence, cotangents: tuple) -> tuple:
-    dq, dk, dq_scale, dk_scale = QK_NORM_ROPE_BACKWARD(*cotangents, *saved)
-    scales = [
-        None if s is None else d for s, d in zip(saved[2:4], (dq_scale, dk_scale), strict=True)
-    ]
-    return dq, dk, *scales, None, None, None, None, None
+    dq, dk, *d_scales = QK_NORM_ROPE_BACKWARD(*cotangents, *saved)
+    return dq, dk, *_of_scales(saved[2:4], d_scales), *[None] * 5
 
 
 QK_NORM_ROPE = define(
@@ -434,7 +475,7 @@ QK_NORM_ROPE = define(
     kernel=_kernel,
     reference=_reference,
     fake=lambda q, k, *rest: (q.new_empty(q.shape), k.new_empty(k.shape)),
-    batch=_batch,
+    batch=_batch(2, scales=2),
     gradient=Gradient(save=_saved, backward=_gradient),
 )
 """(q, k), normed where there is a scale and rotated: ``[batch, seq, heads, head_dim]`` each.
@@ -458,7 +499,7 @@ QKV_NORM_ROPE_BACKWARD = define(
     kernel=_joined_backward_kernel,
     reference=_joined_backward,
     fake=_joined_backward_fake,
-    batch=_joined_backward_batch,
+    batch=_batch(3, scales=4),
     gradient=_joined_backward,
 )
 """The cotangents of qkv and the scales; of a scale that is None, an empty tensor."""
@@ -474,8 +515,7 @@ def _joined_gradient(saved: Sequence, cotangents: tuple) -> tuple:
     d_q, d_k, d_v = cotangents
     d_v = d_v if values else torch.zeros_like(d_k)
     d_qkv, *d_scales = QKV_NORM_ROPE_BACKWARD(d_q, d_k, d_v, *saved)
-    scales = [None if s is None else d for s, d in zip(saved[1:3], d_scales, strict=True)]
-    return d_qkv, *scales, *[None] * 6
+    return d_qkv, *_of_scales(saved[1:3], d_scales), *[None] * 6
 
 
 QKV_NORM_ROPE = define(
@@ -483,7 +523,7 @@ QKV_NORM_ROPE = define(
     kernel=_joined_kernel,
     reference=_joined_reference,
     fake=_joined_fake,
-    batch=_joined_batch,
+    batch=_batch(1, scales=1),
     gradient=Gradient(save=_joined_saved, backward=_joined_gradient),
 )
 """`QK_NORM_ROPE` of ``[batch, seq, kv_heads, group + 2, head_dim]``: of each key head its queries,
@@ -523,7 +563,6 @@ def qkv_norm_rope(
 
     def backward(residuals, cotangents):
         d_qkv, *d_scales = QKV_NORM_ROPE_BACKWARD(*cotangents, *residuals, *settings)
-        found = [None if s is None else d for s, d in zip(residuals[1:3], d_scales, strict=True)]
-        return d_qkv, *found, None, None
+        return d_qkv, *_of_scales(residuals[1:3], d_scales), None, None
 
     return custom_vjp(split, forward, backward)(*args)

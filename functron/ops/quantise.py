@@ -5,7 +5,7 @@ Numbers beyond the largest one of the format become that one; by blocks there ar
 largest magnitude of a block becomes it. What is not finite becomes NaN, with all of its block,
 whose scale is NaN too: nothing that overflowed is hidden. Blocks of zeros have scale 1.
 
-`Format` names what an operand of a product can be, and `quantise` makes it:
+`QuantisedFormat` names what an operand of a product can be, and `quantise` makes it:
 
 | format       | scales                                    | where it is from                   |
 |--------------|-------------------------------------------|------------------------------------|
@@ -51,7 +51,7 @@ from torch.nn import functional as F
 from functron.core import compat
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.random import fold_in, threefry
-from functron.ops.define import PACK_BYTES, Launch, define, leading, type_name
+from functron.ops.operations import PACK_BYTES, Launch, define, leading, type_name
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1 = torch.float4_e2m1fn_x2
@@ -79,11 +79,11 @@ _ROWS_OF_A_GRID = 1 << 20
 
 
 @dataclass(frozen=True)
-class Format:
-    """The storage of an operand's numbers: ``Format("e4m3", "1x128")``.
+class QuantisedFormat:
+    """The storage of an operand's numbers: ``QuantisedFormat("e4m3", "1x128")``.
 
-    As text ``e4m3@1x128``, with ``+stochastic`` and ``+pow2`` where these hold; `Format.parse`
-    reads it back.
+    As text ``e4m3@1x128``, with ``+stochastic`` and ``+pow2`` where these hold, which
+    `QuantisedFormat.parse` reads back.
 
     Attributes:
         element: "e4m3" (three bits of mantissa, to 448), "e5m2" (two, to 57344) or "e2m1" (one, to
@@ -159,7 +159,7 @@ class Format:
 
     @classmethod
     @functools.cache
-    def parse(cls, text: str) -> Format:
+    def parse(cls, text: str) -> QuantisedFormat:
         """The format of its text.
 
         Raises:
@@ -184,7 +184,7 @@ class Quantised(NamedTuple):
         scales: what the values of each block are to be multiplied by: float32; E8M0 of "1x32";
             E4M3 of "1x16" and "16x16". A matrix with one number for each block, their
             counts rounded up; of "tensor" [..., 1, 1], of "row" [..., rows, 1].
-        blocks: what shares a scale, as `Format` says.
+        blocks: what shares a scale, as `QuantisedFormat` says.
         whole: of "1x16" and "16x16" what all scales are to be multiplied by, float32 [..., 1, 1].
     """
 
@@ -195,7 +195,7 @@ class Quantised(NamedTuple):
 
     @property
     def block(self) -> tuple[int, int]:
-        """As of `Format`."""
+        """As of `QuantisedFormat`."""
         return _SQUARES.get(self.blocks, (1, 1))
 
     def mm_scales(self) -> torch.Tensor:
@@ -546,7 +546,7 @@ DEQUANTISE_FP8 = define(
 # --- any format
 
 
-class Draw(NamedTuple):
+class RoundingDraw(NamedTuple):
     """The bits for stochastic rounding, which belong to an element's place in the whole tensor.
 
     Element (i, j) has those of the counter ``outer[i] + inner[j]``: ``random.bits(fold_in(key,
@@ -565,7 +565,7 @@ class Draw(NamedTuple):
     salt: int = 0
 
 
-def magnitude(x: torch.Tensor, format: Format) -> torch.Tensor | None:  # noqa: A002
+def magnitude(x: torch.Tensor, format: QuantisedFormat) -> torch.Tensor | None:  # noqa: A002
     """The largest magnitude that `quantise` wants of x: of each matrix, of each row, or None.
 
     float32 [...] or [..., rows]; infinite where an element is not finite. Of a part of a tensor
@@ -582,9 +582,9 @@ def magnitude(x: torch.Tensor, format: Format) -> torch.Tensor | None:  # noqa: 
 
 def quantise(
     x: torch.Tensor,
-    format: Format,  # noqa: A002
+    format: QuantisedFormat,  # noqa: A002
     amax: torch.Tensor | None = None,
-    draw: Draw | None = None,
+    draw: RoundingDraw | None = None,
     *,
     emulate: bool = False,
 ) -> Quantised:
@@ -658,7 +658,7 @@ def copied(
     return COPIED(x.detach(), dtype or x.dtype, turn)
 
 
-def _copied(x, dtype, turn) -> torch.Tensor:
+def _copy_codes(x, dtype, turn) -> torch.Tensor:
     raw = x.view(torch.int32 if x.itemsize == 4 else torch.uint8)
     if turn and E2M1 in (x.dtype, dtype):
         codes = torch.stack([raw & 0xF, raw >> 4], -1).flatten(-2).mT
@@ -679,8 +679,8 @@ def _copied_fake(x, dtype, turn) -> torch.Tensor:
 
 COPIED = define(
     "copied(Tensor x, ScalarType dtype, bool turn) -> Tensor",
-    kernel=lambda launch, *args: _copied(*args),
-    reference=_copied,
+    kernel=lambda launch, *args: _copy_codes(*args),
+    reference=_copy_codes,
     fake=_copied_fake,
     batch=lambda size, in_dims, args, op: (op(leading(args[0], in_dims[0], size), *args[1:]), 0),
 )
@@ -698,7 +698,7 @@ def unpacked(values: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, codes).reshape(*values.shape[:-1], -1)
 
 
-def _packed(x: torch.Tensor) -> torch.Tensor:
+def _pack_e2m1(x: torch.Tensor) -> torch.Tensor:
     """float32 [..., 2 n] as pairs of E2M1 [..., n], rounded to nearest, ties to even; NaN is 6."""
     size = x.abs()
     binade = (size.view(torch.int32) >> 23).clamp_(127, 129) - 127  # of [0, 2), [2, 4), [4, 8)
@@ -777,9 +777,9 @@ def as_batch(tensors: int, size: int, in_dims: tuple, args: tuple, op) -> tuple:
 
 def _check_format(
     x: torch.Tensor,
-    format: Format,  # noqa: A002
+    format: QuantisedFormat,  # noqa: A002
     amax: torch.Tensor | None,
-    draw: Draw | None,
+    draw: RoundingDraw | None,
 ) -> None:
     found = []
     if x.dim() < 2 or not x.is_floating_point():
@@ -818,7 +818,7 @@ _MANTISSA: Mapping[torch.dtype, tuple[int, int]] = MappingProxyType(
 
 
 def _format_reference(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
-    f = Format.parse(text)
+    f = QuantisedFormat.parse(text)
     rows = f.block[0]
     many = _AT_ONCE // max(len(x) * x.shape[2] * rows, 1) if x.device.type == "cpu" else x.shape[1]
     step = max(many, 1) * rows
@@ -841,7 +841,7 @@ _AT_ONCE = 1 << 16
 """Elements that the reference has at a time on a CPU: what comes between stays in its cache."""
 
 
-def _format_rows(f: Format, x, amax, key, outer, inner, salt) -> tuple:
+def _format_rows(f: QuantisedFormat, x, amax, key, outer, inner, salt) -> tuple:
     x = x.float()
     bits = None
     if key is not None:
@@ -863,7 +863,7 @@ def _format_rows(f: Format, x, amax, key, outer, inner, salt) -> tuple:
     scaled = scaled.reshape(x.shape).add_(x, alpha=0)
     if f.blocks == "1x32":
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
-    values = _rounded(scaled, f.dtype, bits)
+    values = _round_to_dtype(scaled, f.dtype, bits)
     return tuple(part if part.is_contiguous() else _copy(part) for part in (values, scales, whole))
 
 
@@ -898,7 +898,7 @@ def _words(key: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return hi ^ lo
 
 
-def _rounded(x: torch.Tensor, dtype: torch.dtype, bits: torch.Tensor | None) -> torch.Tensor:
+def _round_to_dtype(x: torch.Tensor, dtype: torch.dtype, bits: torch.Tensor | None) -> torch.Tensor:
     """x, which it may overwrite, in a dtype of 8 or 4 bits, saturating."""
     most = MOST[dtype]
     y = x.clamp_(-most, most)
@@ -910,14 +910,14 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype, bits: torch.Tensor | None) -> 
         number = torch.bitwise_right_shift(steps, 16) * step
         y = torch.where(y.isnan(), y, number.clamp_(max=most).copysign_(y))
     if dtype == E2M1:
-        return _packed(y)
+        return _pack_e2m1(y)
     code = y.to(dtype).view(torch.uint8)
     # without the sign of NaN
     return (code & ~(((code & _NAN) == _NAN).to(torch.uint8) << 7)).view(dtype)
 
 
 def _format_kernel(launch: Launch, x, amax, key, outer, inner, salt, text, emulate) -> tuple:
-    f = Format.parse(text)
+    f = QuantisedFormat.parse(text)
     known = f.blocks in _BLOCKS or f.blocks in ("tensor", "row")
     if (
         emulate
@@ -952,7 +952,7 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _format_fake(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
-    f = Format.parse(text)
+    f = QuantisedFormat.parse(text)
     batch, height, width = x.shape
     rows, cols = f.block
     sizes = {"tensor": (1, 1), "row": (height, 1)}.get(f.blocks, (height // rows, width // cols))

@@ -34,9 +34,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from functron.core.errors import refuse
-from functron.ops.define import Launch, define, one_by_one
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
-from functron.ops.quantise import E2M1, Format, Quantised, as_batch, dequantise
+from functron.ops.operations import Launch, define, one_by_one
+from functron.ops.quantise import E2M1, Quantised, QuantisedFormat, as_batch, dequantise
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BY_128 = (("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128"))
@@ -75,7 +75,12 @@ def _flat(x: Quantised) -> list[Any]:
 
 
 def why_not(
-    a: Format, b: Format, dtype: torch.dtype, capability: tuple[int, int], *, grouped: bool = False
+    a: QuantisedFormat,
+    b: QuantisedFormat,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    grouped: bool = False,
 ) -> str | None:
     """Why a GPU of this compute capability has no product of such operands; None where it has.
 
@@ -97,7 +102,7 @@ def why_not(
         if not fits or dtype != torch.bfloat16 or capability[0] != 9:
             return (
                 "grouped products on GPUs are of e4m3 by tensors or rows with results in bfloat16, "
-                f"on compute capability 9.x; not of {name} in {dtype} on {_dotted(capability)}"
+                f"on compute capability 9.x; not of {name} in {dtype} on {_join_dots(capability)}"
             )
         return None
     if blocks in (("tensor", "tensor"), ("row", "row")):
@@ -108,7 +113,7 @@ def why_not(
         if capability[0] != 9:
             return (
                 f"{name} is for compute capability 9.x (NVIDIA H100, H200), not "
-                f"{_dotted(capability)}; on later ones take 1x32 (mxfp8)"
+                f"{_join_dots(capability)}; on later ones take 1x32 (mxfp8)"
             )
         return None
     if blocks == ("1x32", "1x32"):
@@ -126,12 +131,12 @@ def _least(
     if capability >= wanted:
         return None
     return (
-        f"{name} wants compute capability {_dotted(wanted)} ({which}), and this GPU has "
-        f"{_dotted(capability)}"
+        f"{name} wants compute capability {_join_dots(wanted)} ({which}), and this GPU has "
+        f"{_join_dots(capability)}"
     )
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _join_dots(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
@@ -188,7 +193,7 @@ def on_cuda(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
     deeper = -cols % _ALIGNED if a.block == (1, 1) else 0
     # rows of the result may be any; its columns are the right operand's rows
     more = 0 if b.blocks == "128x128" else -columns % _ALIGNED
-    a, b = _padded(a, 0, deeper), _padded(b, more, deeper)
+    a, b = _pad_with_zeros(a, 0, deeper), _pad_with_zeros(b, more, deeper)
     left, right = operands(a), operands(b, wide=a)
     y = F.scaled_mm(
         a.values.contiguous(), b.values.contiguous().mT, *left[:2], *right[:2],
@@ -197,7 +202,7 @@ def on_cuda(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
     return y.narrow(1, 0, columns) if more else y
 
 
-def _padded(x: Quantised, rows: int, cols: int) -> Quantised:
+def _pad_with_zeros(x: Quantised, rows: int, cols: int) -> Quantised:
     """With so many rows and columns of zeros more."""
     if not rows and not cols:
         return x
@@ -234,7 +239,7 @@ def _kernel(
         return _reference(
             a, a_scales, a_whole, b, b_scales, b_whole, a_blocks, b_blocks, dtype, emulate
         )
-    formats = [Format(_element(x), blocks) for x, blocks in ((a, a_blocks), (b, b_blocks))]
+    formats = [QuantisedFormat(_element(x), blocks) for x, blocks in ((a, a_blocks), (b, b_blocks))]
     _refuse(why_not(formats[0], formats[1], dtype, torch.cuda.get_device_capability(a.device)))
     left = _matrices((a, a_scales, a_whole), a_blocks)
     right = _matrices((b, b_scales, b_whole), b_blocks)
@@ -357,7 +362,7 @@ def _grouped_kernel(
             a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype, zeros,
             emulate,
         )  # fmt: skip
-    formats = [Format(_element(x), blocks) for x, blocks in ((a, a_blocks), (b, b_blocks))]
+    formats = [QuantisedFormat(_element(x), blocks) for x, blocks in ((a, a_blocks), (b, b_blocks))]
     capability = torch.cuda.get_device_capability(a.device)
     _refuse(why_not(formats[0], formats[1], dtype, capability, grouped=True))
     return grouped_on_cuda(a, a_scales, b, b_scales, sizes, dtype, zeros)

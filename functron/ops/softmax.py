@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from functron.core.typing import Float, Tensor
-from functron.ops.define import (
+from functron.ops.operations import (
     AUTO,
     PACK_BYTES,
     Gradient,
@@ -114,7 +114,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def _packed(*rows: Tensor) -> bool:
+def _is_packable(*rows: Tensor) -> bool:
     """Whether every access to `_QUAD` elements is aligned."""
     for x in rows:
         if x.shape[-1] % _QUAD or x.data_ptr() % (_QUAD * x.element_size()):
@@ -140,7 +140,7 @@ def _launch(
     strides = [stride for x in operands for stride in x.stride()[:3]]
     launch(
         "lse_merge", kernel, -(-count // _ROWS), _THREADS, *given, *operands, *made, count,
-        out1.shape[-1], *out1.shape[1:3], *strides, int(_packed(out1, out2, *aligned)),
+        out1.shape[-1], *out1.shape[1:3], *strides, int(_is_packable(out1, out2, *aligned)),
         defines={"ELEMENT": type_name(out2, "lse_merge")},
     )  # fmt: skip
 
@@ -221,7 +221,7 @@ _WARP, _MOST_THREADS, _MOST_COLUMNS = 32, 512, 2**31 - 1
 _PACKS = 4  # of a thread: few, so that the second pass over a row finds it in a cache
 
 
-def _masked(scores: Tensor, scale: float, hidden: Tensor | None, causal: bool) -> Tensor:
+def _mask_scores(scores: Tensor, scale: float, hidden: Tensor | None, causal: bool) -> Tensor:
     s = upcast(scores) * scale
     if causal:
         rows, columns = (torch.arange(n, device=s.device) for n in s.shape[-2:])
@@ -232,7 +232,7 @@ def _masked(scores: Tensor, scale: float, hidden: Tensor | None, causal: bool) -
 def _reference(
     scores: Tensor, scale: float, hidden: Tensor | None, causal: bool, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    s = _masked(scores, scale, hidden, causal)
+    s = _mask_scores(scores, scale, hidden, causal)
     top = s.amax(-1, keepdim=True)
     sink = None if sinks is None else upcast(sinks)[:, None, None]
     top = finite(top if sink is None else torch.maximum(top, sink)).detach()
@@ -268,7 +268,7 @@ def _block_backward(
     hidden: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    p = (_masked(scores, scale, hidden, causal) - finite(lse).unsqueeze(-1)).exp()
+    p = (_mask_scores(scores, scale, hidden, causal) - finite(lse).unsqueeze(-1)).exp()
     d_x = scale * p * (upcast(d_p) - delta.unsqueeze(-1))
     return p.to(scores.dtype).contiguous(), d_x.to(scores.dtype).contiguous()
 
@@ -433,7 +433,7 @@ def _mapped_mask(hidden: Tensor | None, dim: int | None, size: int, heads: int) 
     return hidden.expand(-1, size, heads, -1, -1).flatten(1, 2)
 
 
-def _unmapped(outputs: tuple, size: int) -> tuple:
+def _unfold_mapped(outputs: tuple, size: int) -> tuple:
     return tuple(x.unflatten(1, (size, x.shape[1] // size)) for x in outputs), (1,) * len(outputs)
 
 
@@ -442,7 +442,7 @@ def _batch(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
     scores = _heads(scores, in_dims[0], size)
     hidden = _mapped_mask(hidden, in_dims[2], size, scores.shape[1] // size)
     sinks = None if sinks is None else _heads(sinks, in_dims[4], size, 0)
-    return _unmapped(op(scores, scale, hidden, causal, sinks), size)
+    return _unfold_mapped(op(scores, scale, hidden, causal, sinks), size)
 
 
 def _batch_backward(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
@@ -458,7 +458,7 @@ def _batch_block_backward(size: int, in_dims: tuple, args: tuple, op: Any) -> tu
     *tensors, scale, hidden, causal = args
     tensors = [_heads(x, dim, size) for x, dim in zip(tensors, in_dims, strict=False)]
     hidden = _mapped_mask(hidden, in_dims[5], size, tensors[0].shape[1] // size)
-    return _unmapped(op(*tensors, scale, hidden, causal), size)
+    return _unfold_mapped(op(*tensors, scale, hidden, causal), size)
 
 
 def _pullback(saved: Any, cotangents: tuple) -> tuple:

@@ -3,8 +3,8 @@
 from functron.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from functron.optim.average import AverageState, EmaState, averaged, ema, with_average
 from functron.optim.compact import (
-    Block,
     FactoredState,
+    MomentBlock,
     ScaleByAdamMiniState,
     ScaleByLionState,
     TraceState,
@@ -35,7 +35,7 @@ from functron.optim.config import (
     width_multiples,
     width_problems,
 )
-from functron.optim.finite import (
+from functron.optim.loss_scaling import (
     ApplyIfFiniteState,
     LimitState,
     LossScale,
@@ -54,7 +54,7 @@ from functron.optim.finite import (
 from functron.optim.low_precision import (
     LOW_PRECISION,
     MastersState,
-    Quantised,
+    QuantisedMoment,
     StochasticState,
     check_blocks,
     dequantise,
@@ -63,9 +63,9 @@ from functron.optim.low_precision import (
     with_fp32_masters,
     with_stochastic_rounding,
 )
-from functron.optim.mask import (
-    Group,
+from functron.optim.masking import (
     MultiTransformState,
+    ParameterGroup,
     WhereState,
     add_decayed_weights,
     by_group,
@@ -100,8 +100,8 @@ from functron.optim.norms import (
 from functron.optim.offload import offload
 from functron.optim.schedules import (
     InjectHyperparamsState,
+    RateSchedule,
     ScaleByScheduleState,
-    Schedule,
     by_samples,
     constant,
     cosine_decay,
@@ -136,11 +136,9 @@ __all__ = [
     "AdafactorConfig",
     "ApplyIfFiniteState",
     "AverageState",
-    "Block",
     "EmaState",
     "FactoredState",
     "GradientTransformation",
-    "Group",
     "InjectHyperparamsState",
     "Layers",
     "LimitState",
@@ -148,18 +146,20 @@ __all__ = [
     "LossScaleState",
     "MastersState",
     "Matrix",
+    "MomentBlock",
     "MultiTransformState",
     "MuonConfig",
     "Norm",
     "OptimizerConfig",
-    "Quantised",
+    "ParameterGroup",
+    "QuantisedMoment",
+    "RateSchedule",
     "ScaleByAdamMiniState",
     "ScaleByAdamState",
     "ScaleByLionState",
     "ScaleByMuonState",
     "ScaleByScheduleState",
     "ScaleBySoapState",
-    "Schedule",
     "ScheduleConfig",
     "SoapConfig",
     "StochasticState",

@@ -19,13 +19,13 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.ops.adamw import adamw as adamw_op
 from functron.ops.adamw import adamw_
-from functron.ops.define import AUTO, Kernels
 from functron.ops.foreach import foreach_
+from functron.ops.operations import AUTO, Kernels
 from functron.optim.low_precision import (
     BLOCK,
     Coding,
     MastersState,
-    Quantised,
+    QuantisedMoment,
     StochasticState,
     coding_of,
     dequantise,
@@ -33,7 +33,7 @@ from functron.optim.low_precision import (
     quantisable,
     quantise,
 )
-from functron.optim.mask import Mask, add_decayed_weights, mask_leaves
+from functron.optim.masking import Mask, add_decayed_weights, mask_leaves
 from functron.optim.norms import find_norm, norm_scale
 from functron.optim.schedules import (
     LearningRate,
@@ -68,7 +68,7 @@ class ScaleByAdamState(NamedTuple):
     Attributes:
         count: number of updates so far; int64, 0-dim.
         mu: running mean of the gradients, like the parameters; of those that are quantised a
-            `Quantised` each.
+            `QuantisedMoment` each.
         nu: running mean of their squares, likewise.
     """
 
@@ -190,7 +190,7 @@ def adamw(
         decays = mask_leaves(mask, params) if weight_decay else [False] * len(columns[0])
         steps = adam.count.to(torch.float32)  # what the kernels read; exact up to 2^24 updates
         for decayed in set(decays):
-            fused = _fused(steps, rate, b1, b2, eps, weight_decay if decayed else 0.0)
+            fused = _make_fused_step(steps, rate, b1, b2, eps, weight_decay if decayed else 0.0)
             chosen = [flag is decayed for flag in decays]
             ps, gs, mu, nu = ([*compress(column, chosen)] for column in columns)
             foreach_(
@@ -261,7 +261,9 @@ def in_one_pass(
         if rounds:
             rounding = kernel_roundings(around.key, mine, defs, seen)
         rate, count = rate_and_count(rule.learning_rate, schedule)
-        cannot = _batched(adam.count, rate, factor) or _differentiated(_columns(grads, adam, mine))
+        cannot = _is_batched(adam.count, rate, factor) or _is_differentiated(
+            _columns(grads, adam, mine)
+        )
         if cannot or (rounds and rounding is None):
             return composed.step_(grads, state, params, **extra)
         decays = [rule.weight_decay if flag else 0.0 for flag in mask_leaves(rule.mask, mine)]
@@ -356,13 +358,13 @@ def _zeros(param: torch.Tensor, flag: bool, dtype: MomentDtype, signed: bool) ->
 
 
 def _read(moment: Any, dtype: torch.dtype, *, signed: bool) -> torch.Tensor:
-    if isinstance(moment, Quantised):
+    if isinstance(moment, QuantisedMoment):
         return dequantise(moment, signed=signed, dtype=dtype)
     return moment.to(dtype)
 
 
 def _like(value: torch.Tensor, before: Any, *, signed: bool) -> Any:
-    if isinstance(before, Quantised):
+    if isinstance(before, QuantisedMoment):
         return quantise(value, signed=signed, coding=coding_of(before.codes.dtype))
     return value.to(before.dtype)
 
@@ -376,11 +378,11 @@ def _columns(grads, adam: ScaleByAdamState, params) -> list[list[torch.Tensor]]:
     ]
 
 
-def _batched(*scalars: float | torch.Tensor | None) -> bool:
+def _is_batched(*scalars: float | torch.Tensor | None) -> bool:
     return any(isinstance(x, torch.Tensor) and compat.is_wrapped(x) for x in scalars)
 
 
-def _differentiated(columns: list[list]) -> bool:
+def _is_differentiated(columns: list[list]) -> bool:
     """Whether somebody differentiates through a step that overwrites nothing (`purely`).
 
     The kernel has no rule for that.
@@ -392,14 +394,14 @@ def _differentiated(columns: list[list]) -> bool:
     )
 
 
-def _quantised(columns: list[list]) -> bool:
-    return any(isinstance(leaf, Quantised) for column in columns for leaf in column)
+def _is_quantised(columns: list[list]) -> bool:
+    return any(isinstance(leaf, QuantisedMoment) for column in columns for leaf in column)
 
 
 def _takes(kernels: Kernels, columns: list[list]) -> bool:
     """Whether the kernel is to compute the step of these leaves."""
     leaves = list(itertools.chain(*columns))
-    return bool(leaves) and not _quantised(columns) and kernels.takes("adamw", *leaves)
+    return bool(leaves) and not _is_quantised(columns) and kernels.takes("adamw", *leaves)
 
 
 def _is_masters(state: Any) -> TypeGuard[MastersState]:
@@ -408,13 +410,15 @@ def _is_masters(state: Any) -> TypeGuard[MastersState]:
 
 def _fusable(columns: list[list], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
     """Whether one fused call per dtype computes the step: one count, one rate, equal dtypes."""
-    if _batched(count, rate) or _quantised(columns):
+    if _is_batched(count, rate) or _is_quantised(columns):
         return False
     dtypes = [[leaf.dtype for leaf in column] for column in columns]
     return set(dtypes[0]) <= _FUSABLE and all(column == dtypes[0] for column in dtypes)
 
 
-def _fused(steps: torch.Tensor, rate: float | torch.Tensor, b1, b2, eps, weight_decay) -> Callable:
+def _make_fused_step(
+    steps: torch.Tensor, rate: float | torch.Tensor, b1, b2, eps, weight_decay
+) -> Callable:
     if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
         rate = rate.to(torch.float32)  # what the CUDA kernel reads
 

@@ -45,7 +45,7 @@ def ema(
     """
 
     def init(params):
-        kept = tree.map(lambda p: torch.zeros_like(p, dtype=_stored(p, dtype)), params)
+        kept = tree.map(lambda p: torch.zeros_like(p, dtype=_average_dtype(p, dtype)), params)
         return EmaState(new_count(params), kept)
 
     def update(updates, state, params=None):
@@ -62,7 +62,7 @@ def ema(
     return transformation(init, update, specs, elementwise=True)
 
 
-def _stored(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _average_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
 
 
@@ -116,7 +116,7 @@ def with_average(
         count = new_count(params)
         weight = torch.full_like(count, 0 if debias else 1, dtype=torch.float64)
         start = torch.zeros_like if debias else torch.clone
-        kept = tree.map(lambda p: start(p.detach().to(_stored(p, dtype))), params)
+        kept = tree.map(lambda p: start(p.detach().to(_average_dtype(p, dtype))), params)
         return AverageState(count, weight, kept, inner.init(params))
 
     def now(state) -> float | torch.Tensor:
@@ -130,13 +130,13 @@ def with_average(
                 "update(grads, state, params)"
             )
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
-        average = _mixed(state.average, apply_updates(params, updates), now(state))
+        average = _mix_average(state.average, apply_updates(params, updates), now(state))
         return updates, _next(state, average, inner_state, now(state))
 
     def step_(grads, state, params, **extra):
         share = now(state)
         params, inner_state = inner.step_(grads, state.inner, params, **extra)
-        mix = _mixed if isinstance(share, torch.Tensor) else _mix_
+        mix = _mix_average if isinstance(share, torch.Tensor) else _mix_
         average = mix(state.average, params, share)
         return params, _next(state, average, inner_state, share)
 
@@ -155,7 +155,7 @@ def _next(state: AverageState, average, inner, decay: float | torch.Tensor) -> A
     return AverageState(state.count + 1, weight, average, inner)
 
 
-def _mixed(average: tree.Tree, params: tree.Tree, decay: float | torch.Tensor) -> tree.Tree:
+def _mix_average(average: tree.Tree, params: tree.Tree, decay: float | torch.Tensor) -> tree.Tree:
     def one(m, p):
         share = 1 - (decay.to(m.dtype) if isinstance(decay, torch.Tensor) else decay)
         return m + share * (p.to(m.dtype) - m)
@@ -164,7 +164,7 @@ def _mixed(average: tree.Tree, params: tree.Tree, decay: float | torch.Tensor) -
 
 
 def _mix_(average: tree.Tree, params: tree.Tree, decay: Any) -> tree.Tree:
-    """`_mixed`, in the memory of `average`."""
+    """`_mix_average`, in the memory of `average`."""
     kept = tree.leaves(average)
     rows = tree.same_structure(average, params, names=("the state's average", "params"))
     now = [p.to(m.dtype) for m, p in zip(kept, rows, strict=True)]

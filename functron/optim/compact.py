@@ -31,7 +31,7 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.optim.average import ema
-from functron.optim.mask import Mask, add_decayed_weights
+from functron.optim.masking import Mask, add_decayed_weights
 from functron.optim.schedules import (
     LearningRate,
     increment_,
@@ -50,7 +50,7 @@ from functron.optim.transformation import (
     with_step,
 )
 from functron.optim.zero import (
-    Whole,
+    WholeLeaf,
     flat_specs,
     mean,
     num_stacked,
@@ -78,7 +78,7 @@ class FactoredState(NamedTuple):
     v: tree.Tree
 
 
-def factored_dims(leaf: Whole, min_dim_size: int = 128) -> tuple[int, int] | None:
+def factored_dims(leaf: WholeLeaf, min_dim_size: int = 128) -> tuple[int, int] | None:
     """The second largest dim of a parameter and the largest; None where that is too small.
 
     Stacked dims do not count. Of dims with equal sizes the later one counts as larger.
@@ -124,7 +124,7 @@ def scale_by_factored_rms(
         ValueError: (when called) parameters are not what `defs` and `specs` say.
     """
 
-    def dims_of(leaf: Whole) -> tuple[int, int] | None:
+    def dims_of(leaf: WholeLeaf) -> tuple[int, int] | None:
         return factored_dims(leaf, min_dim_size_to_factor) if factored else None
 
     def init(params):
@@ -141,7 +141,7 @@ def scale_by_factored_rms(
         leaves = wholes(updates, defs, specs)
         parts = (tree.same_structure(updates, part) for part in state[1:])
         rows = [
-            _factored(g, (r, c, v), leaf, dims_of(leaf), decay, epsilon)
+            _update_factored(g, (r, c, v), leaf, dims_of(leaf), decay, epsilon)
             for g, r, c, v, leaf in zip(tree.leaves(updates), *parts, leaves, strict=True)
         ]
         out, *new = _columns(updates, rows, 4)
@@ -149,8 +149,8 @@ def scale_by_factored_rms(
 
     def state_specs(param_specs):
         if defs is None:
-            return FactoredState(P(), *[_replicated(param_specs)] * 3)
-        leaves = [Whole(p, tuple(d.shape), num_stacked(d)) for p, d in _named(defs)]
+            return FactoredState(P(), *[_replicate_state(param_specs)] * 3)
+        leaves = [WholeLeaf(p, tuple(d.shape), num_stacked(d)) for p, d in _named(defs)]
         rows = [
             _specs(spec, dims_of(leaf))
             for spec, leaf in zip(flat_specs(param_specs, defs), leaves, strict=True)
@@ -169,7 +169,7 @@ def _columns(like: tree.Tree, rows: list[tuple], count: int) -> list[tree.Tree]:
     return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(count)]
 
 
-def _replicated(param_specs: tree.Tree) -> tree.Tree:
+def _replicate_state(param_specs: tree.Tree) -> tree.Tree:
     sharded = [s for s in tree.leaves(param_specs, is_spec) if any(s)]
     if sharded:
         wanted = f"the parameters' defs, for specs such as {sharded[0]}"
@@ -183,7 +183,7 @@ def _specs(spec: P | None, dims: tuple[int, int] | None) -> tuple:
     return without(spec, [dims[1]]), without(spec, [dims[0]]), None
 
 
-def _zeros(param: torch.Tensor, leaf: Whole, dims: tuple[int, int] | None) -> tuple:
+def _zeros(param: torch.Tensor, leaf: WholeLeaf, dims: tuple[int, int] | None) -> tuple:
     zeros = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
     if dims is None:
         return None, None, zeros
@@ -191,8 +191,13 @@ def _zeros(param: torch.Tensor, leaf: Whole, dims: tuple[int, int] | None) -> tu
     return mean(zeros, [high], leaf).squeeze(high), mean(zeros, [low], leaf).squeeze(low), None
 
 
-def _factored(
-    g: torch.Tensor, state: tuple, leaf: Whole, dims: tuple[int, int] | None, decay, epsilon: float
+def _update_factored(
+    g: torch.Tensor,
+    state: tuple,
+    leaf: WholeLeaf,
+    dims: tuple[int, int] | None,
+    decay,
+    epsilon: float,
 ) -> tuple:
     """The update of a leaf, and its state afterwards."""
     wide = torch.promote_types(g.dtype, torch.float32)
@@ -228,7 +233,7 @@ def clip_by_block_rms(
         defs, specs: see `scale_by_factored_rms`.
     """
 
-    def one(u: torch.Tensor, leaf: Whole) -> torch.Tensor:
+    def one(u: torch.Tensor, leaf: WholeLeaf) -> torch.Tensor:
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         return (wide / (root_mean_square(wide, leaf) / threshold).clamp(min=1)).to(u.dtype)
 
@@ -252,7 +257,7 @@ def scale_by_param_block_rms(
         ValueError: (when called) no parameters given.
     """
 
-    def one(u: torch.Tensor, p: torch.Tensor, leaf: Whole) -> torch.Tensor:
+    def one(u: torch.Tensor, p: torch.Tensor, leaf: WholeLeaf) -> torch.Tensor:
         wide = p.to(torch.promote_types(p.dtype, torch.float32))
         return (u * root_mean_square(wide, leaf).clamp(min=min_scale)).to(u.dtype)
 
@@ -331,7 +336,7 @@ def adafactor(
 
 
 @dataclass(frozen=True)
-class Block:
+class MomentBlock:
     """Which dims of a parameter are within a block, and which number blocks.
 
     Attributes:
@@ -342,7 +347,7 @@ class Block:
 
 
 def blocks(defs: tree.Tree) -> tree.Tree:
-    """Of every parameter the `Block` that algorithm 3 of the paper gives it, of its logical axes.
+    """The `MomentBlock` of every parameter, by algorithm 3 of the paper, of its logical axes.
 
     Tables outside of layers (embedding, unembedding, positions) have a block per row of the
     vocabulary or position; queries and keys (parts of a path called q or k) one per head; other
@@ -365,7 +370,7 @@ def blocks(defs: tree.Tree) -> tree.Tree:
     return tree.map_with_path(_block, defs)
 
 
-def _block(path: str, d: Any) -> Block:
+def _block(path: str, d: Any) -> MomentBlock:
     first = num_stacked(d)
     own = range(first, len(d.shape))
     names = d.axes[first:]
@@ -381,7 +386,7 @@ def _block(path: str, d: Any) -> Block:
         kept = [own[-1]]
     else:
         kept = list(own[1:])
-    return Block(tuple(dim for dim in own if dim not in kept))
+    return MomentBlock(tuple(dim for dim in own if dim not in kept))
 
 
 def _heads(names: tuple) -> int | None:
@@ -422,7 +427,7 @@ def scale_by_adam_mini(
     Collectives: of every leaf whose blocks ranks divide one all-reduce of nu, over these ranks.
 
     Args:
-        blocks: a `Block` for every leaf that this sees, a prefix tree, as `blocks` gives them.
+        blocks: a `MomentBlock` for every leaf that this sees, a prefix tree; see `blocks`.
         b1: decay of the mean of gradients, per update.
         b2: decay of the mean of squared gradients, per update.
         eps: added to the root.
@@ -435,7 +440,7 @@ def scale_by_adam_mini(
         ValueError: (when called) parameters are not what `defs` and `specs` say.
     """
 
-    def blocks_of(value: tree.Tree) -> list[Block]:
+    def blocks_of(value: tree.Tree) -> list[MomentBlock]:
         return tree.broadcast_prefix(blocks, value, what="blocks", wanted="a Block")
 
     def init(params):
@@ -453,7 +458,7 @@ def scale_by_adam_mini(
         steps = count.to(torch.float64)  # for 1 - b2 loses digits, as in scale_by_adam
         bias1, bias2 = 1 - b1**steps, 1 - b2**steps
 
-        def one(g, mu, nu, block: Block, leaf: Whole):
+        def one(g, mu, nu, block: MomentBlock, leaf: WholeLeaf):
             g32 = g.to(_wide(g))
             m = b1 * mu.to(g32.dtype) + (1 - b1) * g32
             now = mean(g32.square(), block.dims, leaf)

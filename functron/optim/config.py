@@ -43,12 +43,12 @@ from functron.core.errors import (
     refuse,
 )
 from functron.core.settings import Need, Needs, section, setting
-from functron.ops.define import AUTO, Kernels
+from functron.ops.operations import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import AdamwRule, MomentDtype, adam, adamw, in_one_pass
 from functron.optim.average import with_average
 from functron.optim.compact import adafactor, adam_mini, blocks, lion, sgd
-from functron.optim.finite import (
+from functron.optim.loss_scaling import (
     LossScale,
     apply_if_finite,
     loss_scale_problems,
@@ -62,9 +62,9 @@ from functron.optim.low_precision import (
     with_fp32_masters,
     with_stochastic_rounding,
 )
-from functron.optim.mask import (
-    Group,
+from functron.optim.masking import (
     Mask,
+    ParameterGroup,
     by_group,
     group_problems,
     not_norm_or_bias,
@@ -73,7 +73,7 @@ from functron.optim.mask import (
 from functron.optim.muon import SCALES, Scale, matrices, muon
 from functron.optim.norms import clip_by_global_norm
 from functron.optim.offload import offload
-from functron.optim.schedules import LearningRate, Schedule, inject_hyperparams
+from functron.optim.schedules import LearningRate, RateSchedule, inject_hyperparams
 from functron.optim.soap import soap
 from functron.optim.transformation import GradientTransformation, chain
 from functron.optim.zero import zero
@@ -134,8 +134,8 @@ class ScheduleConfig:
         return self.warmup_steps or max(min(share, self.total_steps - 1), 0)
 
 
-Moment = Literal["", "float32", "bfloat16", "int8", "fp8"]
-Dtype = Literal["", "float32", "bfloat16"]
+MomentName = Literal["", "float32", "bfloat16", "int8", "fp8"]
+StateDtype = Literal["", "float32", "bfloat16"]
 Increase = Literal["constant", "linear", "cosine"]
 
 
@@ -157,7 +157,7 @@ class MuonConfig:
     scale: Scale = "adamw"
     steps: int = 5
     distributed: bool = False
-    dtype: Dtype = setting("bfloat16", box="precision")
+    dtype: StateDtype = setting("bfloat16", box="precision")
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,9 @@ class OptimizerConfig:
         reduce_dtype: sum gradients over ranks in float32 or bfloat16; empty: in their own.
         groups: parameters with multiples of the learning rate and weight decay, by patterns of
             their paths, the first that fits: "embed lr=0.1; blocks/*/router/* lr=0.5 decay=0".
-        ema_decay: keep the exponential moving average of the parameters, with this decay per
-            update; 0: do not.
-        skip_nonfinite: leave out updates whose gradients are not finite, up to so many in a row; 0:
+        ema_decay: decay per update of the exponential moving average of the parameters; 0: no
+            average is kept.
+        skip_nonfinite: skip updates with non-finite gradients, at most this many in a row; 0: skip
             none.
         loss_scale: the factor of the loss, which keeps gradients in float16 from vanishing, and how
             it changes where they overflow.
@@ -255,11 +255,11 @@ class OptimizerConfig:
     fp32_masters: bool = setting(False, box="precision")
     master_bits: MasterBits = setting(32, box="precision")
     stochastic_rounding: bool = setting(False, box="precision")
-    mu_dtype: Moment = setting("", box="precision")
-    nu_dtype: Moment = setting("", box="precision")
+    mu_dtype: MomentName = setting("", box="precision")
+    nu_dtype: MomentName = setting("", box="precision")
     offload: bool = False
-    grad_dtype: Dtype = setting("", box="precision")
-    reduce_dtype: Dtype = setting("", box="precision")
+    grad_dtype: StateDtype = setting("", box="precision")
+    reduce_dtype: StateDtype = setting("", box="precision")
     groups: str = ""
     ema_decay: float = 0.0
     skip_nonfinite: int = 0
@@ -437,7 +437,12 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
         wanted = "0 where the loss is scaled: steps that overflow are left out anyway"
         found.append(Problem(f"{path}.skip_nonfinite", str(config.skip_nonfinite), wanted))
     found += _increase_problems(config, path)
-    choices = {"mu_dtype": Moment, "nu_dtype": Moment, "grad_dtype": Dtype, "reduce_dtype": Dtype}
+    choices = {
+        "mu_dtype": MomentName,
+        "nu_dtype": MomentName,
+        "grad_dtype": StateDtype,
+        "reduce_dtype": StateDtype,
+    }
     choices |= {"weight_decay_incr_style": Increase}
     found += _choice_problems(config, choices, path)
     found += _moment_problems(config, path)
@@ -531,7 +536,7 @@ def _choice_problems(config: object, choices: Mapping[str, object], path: str) -
 
 
 _RANGES: Mapping[str, tuple[dict, tuple[str, ...], dict]] = {
-    "muon": ({"scale": Scale, "dtype": Dtype}, ("momentum",), {"steps": 1}),
+    "muon": ({"scale": Scale, "dtype": StateDtype}, ("momentum",), {"steps": 1}),
     "adafactor": ({}, ("momentum",), {"decay_rate": 0, "clip": 0, "min_dim": 1}),
     "soap": ({}, ("decay",), {"frequency": 1, "max_dim": 1}),
 }
@@ -584,7 +589,7 @@ def width_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Pro
     return [Problem(f"{path}.name", repr(config.name), wanted, fix)]
 
 
-_SCHEDULES: Mapping[str, Callable[[ScheduleConfig], Schedule]] = {
+_SCHEDULES: Mapping[str, Callable[[ScheduleConfig], RateSchedule]] = {
     "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.num_warmup_steps, init=c.init),
     "linear": lambda c: schedules.linear(c.peak, c.total_steps, **_ends(c)),
     "cosine": lambda c: schedules.cosine_decay(c.peak, c.total_steps, **_ends(c)),
@@ -606,7 +611,7 @@ def _ends(c: ScheduleConfig) -> dict:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _GivenOptions:
     """The facts about the parameters that optimizers need."""
 
     mask: Mask
@@ -615,7 +620,9 @@ class _Given:
     kernels: Kernels = AUTO
 
 
-_OPTIMIZERS: Mapping[str, Callable[[OptimizerConfig, LearningRate, _Given], GradientTransformation]]
+_OPTIMIZERS: Mapping[
+    str, Callable[[OptimizerConfig, LearningRate, _GivenOptions], GradientTransformation]
+]
 _OPTIMIZERS = {
     "adamw": lambda c, rate, given: _adamw(c, rate, given),
     "adam": lambda c, rate, given: adam(
@@ -646,14 +653,14 @@ _OPTIMIZERS = {
 _BY_DEFS = ("muon", "soap", "adam_mini")
 
 
-def _adamw(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
+def _adamw(c: OptimizerConfig, rate: LearningRate, given: _GivenOptions) -> GradientTransformation:
     return adamw(
         rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=given.mask,
         **_moments(c, given), kernels=given.kernels,
     )  # fmt: skip
 
 
-def _own(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
+def _own(c: OptimizerConfig, rate: LearningRate, given: _GivenOptions) -> GradientTransformation:
     """The optimizer of the user's that `c` names."""
     offered = {name: getattr(given if name in ("mask", "defs", "specs") else c, name)
                for name in own_options(c) if name in _OFFERED}  # fmt: skip
@@ -664,7 +671,9 @@ def _own(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTrans
     return made
 
 
-def _rule_in_one_pass(c: OptimizerConfig, rate: LearningRate, given: _Given) -> AdamwRule | None:
+def _rule_in_one_pass(
+    c: OptimizerConfig, rate: LearningRate, given: _GivenOptions
+) -> AdamwRule | None:
     """The numbers of an AdamW that is alone, between what can be computed in its pass; or None."""
     alone = c.name in ("adamw", "adam") and c.weight_decay_incr_style == "constant"
     if not alone or c.ema_decay or c.master_bits != OptimizerConfig.master_bits:
@@ -673,7 +682,9 @@ def _rule_in_one_pass(c: OptimizerConfig, rate: LearningRate, given: _Given) -> 
     return AdamwRule(rate, c.b1, c.b2, c.eps, decay, mask, given.kernels)
 
 
-def _adafactor(c: OptimizerConfig, rate: LearningRate, given: _Given) -> GradientTransformation:
+def _adafactor(
+    c: OptimizerConfig, rate: LearningRate, given: _GivenOptions
+) -> GradientTransformation:
     own = c.adafactor
     scheduled = c.weight_decay_incr_style != "constant"
     decay = _times(rate, c.weight_decay) if scheduled or c.weight_decay else None
@@ -697,7 +708,7 @@ def _times(rate: LearningRate, factor: float) -> LearningRate:
     return (lambda count: factor * rate(count)) if callable(rate) else factor * rate
 
 
-def _moments(config: OptimizerConfig, given: _Given) -> dict:
+def _moments(config: OptimizerConfig, given: _GivenOptions) -> dict:
     eight = _in_bytes(config)
     return {
         "mu_dtype": _moment_dtype(config.mu_dtype),
@@ -711,12 +722,12 @@ def _in_bytes(config: OptimizerConfig) -> bool:
     return bool(CODES.keys() & {config.mu_dtype, config.nu_dtype})
 
 
-def _moment_dtype(name: Moment) -> MomentDtype:
+def _moment_dtype(name: MomentName) -> MomentDtype:
     return name if name == "int8" or name == "fp8" else torch_dtype(name)
 
 
 @public
-def make_schedule(config: ScheduleConfig) -> Schedule:
+def make_schedule(config: ScheduleConfig) -> RateSchedule:
     """The schedule that `config` describes.
 
     Raises:
@@ -742,7 +753,7 @@ def make_optimizer(
     shards: tree.Tree = None,
     mesh: Mesh | BoundMesh | None = None,
     total_steps: int | None = None,
-    counted: Callable[[Schedule], Schedule] | None = None,
+    counted: Callable[[RateSchedule], RateSchedule] | None = None,
     kernels: Kernels = AUTO,
 ) -> GradientTransformation:
     """The optimizer that `config` describes: clipping, then the optimizer (on masters).
@@ -792,7 +803,7 @@ def make_optimizer(
     seen = specs if shards is None else shards
     if eight and defs is not None and mesh is not None:
         check_blocks(defs, P() if seen is None else seen, mesh)
-    given = _Given(mask, defs, seen, kernels)
+    given = _GivenOptions(mask, defs, seen, kernels)
     inner = _inner(config, learning_rate, given, groups, multiples, total_steps, counted)
     rule = None if groups or multiples else _rule_in_one_pass(config, learning_rate, given)
     if config.ema_decay:
@@ -822,16 +833,16 @@ def make_optimizer(
 def _inner(
     config: OptimizerConfig,
     rate: LearningRate,
-    given: _Given,
-    groups: tuple[Group, ...],
+    given: _GivenOptions,
+    groups: tuple[ParameterGroup, ...],
     multiples: Mapping[str, float],
     total_steps: int | None,
-    counted: Callable[[Schedule], Schedule] | None,
+    counted: Callable[[RateSchedule], RateSchedule] | None,
 ) -> GradientTransformation:
     if config.name == "adafactor" and config.adafactor.relative_step:
         rate = schedules.relative_step()
 
-    def make(group: Group) -> GradientTransformation:
+    def make(group: ParameterGroup) -> GradientTransformation:
         own_rate = _times(rate, group.learning_rate)
 
         def decaying(weight_decay: float) -> GradientTransformation:

@@ -132,7 +132,7 @@ def with_fp32_masters(
         updates, inner_state = inner.update(wide, state.inner, effective, **extra)
 
         new = tree.map(lambda now, u: now + u, effective, updates)
-        rounded, masters = _kept(params, new, bits)
+        rounded, masters = _split_masters(params, new, bits)
         out = tree.map(
             lambda p, u, own: u if own is None else own.to(p.dtype).float() - p.float(),
             params,
@@ -145,7 +145,7 @@ def with_fp32_masters(
         effective = _effective(params, state.masters)
         wide = widen(grads, params)
         effective, inner_state = inner.step_(wide, state.inner, effective, **extra)
-        rounded, masters = _kept(params, effective, bits)
+        rounded, masters = _split_masters(params, effective, bits)
         foreach_(
             torch._foreach_copy_,
             {"params": [param for param in tree.leaves(params) if is_low(param)]},
@@ -177,7 +177,7 @@ def _master(param: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor 
     return remainder(master) if halved else master
 
 
-def _kept(params: tree.Tree, masters: tree.Tree, bits: int) -> tuple[tree.Tree, tree.Tree]:
+def _split_masters(params: tree.Tree, masters: tree.Tree, bits: int) -> tuple[tree.Tree, tree.Tree]:
     """Of parameters of low precision what is rounded to them, and what is kept; else None."""
 
     def one(param: torch.Tensor, master: torch.Tensor) -> tuple:
@@ -397,7 +397,7 @@ CODES: Mapping[Coding, torch.dtype] = MappingProxyType(
 """The dtype of the codes of each `Coding`, which tells them apart."""
 
 
-class Quantised(NamedTuple):
+class QuantisedMoment(NamedTuple):
     """A tensor in 8 bits.
 
     Attributes:
@@ -430,7 +430,7 @@ def values(signed: bool) -> tuple[float, ...]:
 
 def quantise(
     x: torch.Tensor, *, signed: bool, block: int = BLOCK, coding: Coding = "int8"
-) -> Quantised:
+) -> QuantisedMoment:
     """`x` in 8 bits, each element off by at most half the distance of neighbouring values.
 
     Args:
@@ -445,13 +445,15 @@ def quantise(
     # all zeros: the code of 0, whatever the scale
     unit = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
     if coding == "fp8":
-        return Quantised((unit * _MOST).to(CODES["fp8"]).flatten(-2), scales)
+        return QuantisedMoment((unit * _MOST).to(CODES["fp8"]).flatten(-2), scales)
     table = compat.constant(values(signed), x.device)
     codes = torch.bucketize(unit, (table[1:] + table[:-1]) / 2)
-    return Quantised(codes.to(torch.uint8).flatten(-2), scales)
+    return QuantisedMoment(codes.to(torch.uint8).flatten(-2), scales)
 
 
-def dequantise(q: Quantised, *, signed: bool, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantise(
+    q: QuantisedMoment, *, signed: bool, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """The tensor that `quantise` stored, in `dtype`."""
     block = q.codes.shape[-1] // q.scales.shape[-1]
     if coding_of(q.codes.dtype) == "fp8":

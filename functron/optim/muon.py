@@ -20,7 +20,7 @@ from functron.core import tree
 from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.ops.foreach import squares
 from functron.optim.adam import adamw
-from functron.optim.mask import Mask, add_decayed_weights, where
+from functron.optim.masking import Mask, add_decayed_weights, where
 from functron.optim.schedules import LearningRate, scale_by_learning_rate
 from functron.optim.transformation import GradientTransformation, bindable, chain, transformation
 from functron.optim.zero import leaf_specs, num_stacked
@@ -166,7 +166,7 @@ def scale_by_muon(
 
     def orthogonal(x: torch.Tensor, spec: P, matrix: Matrix) -> torch.Tensor:
         wide = dtype is None or x.dtype == torch.float64
-        compute = _exchanged if distributed else _gathered
+        compute = _compute_exchanged if distributed else _compute_gathered
         cuts = matrix_cuts(spec, x.dim(), matrix)
 
         def each(whole: torch.Tensor, num_batch: int) -> torch.Tensor:
@@ -269,12 +269,16 @@ def _each(
     return newton_schulz(flat, steps, coefficients, eps).reshape(x.shape)
 
 
-def _gathered(x: torch.Tensor, cuts: Cuts, compute: Callable, num_batch: int) -> torch.Tensor:
+def _compute_gathered(
+    x: torch.Tensor, cuts: Cuts, compute: Callable, num_batch: int
+) -> torch.Tensor:
     """This rank's part of `compute` of whole matrices, each of which every rank computes."""
     return take(compute(join(x, cuts), num_batch), cuts)
 
 
-def _exchanged(x: torch.Tensor, cuts: Cuts, compute: Callable, num_batch: int) -> torch.Tensor:
+def _compute_exchanged(
+    x: torch.Tensor, cuts: Cuts, compute: Callable, num_batch: int
+) -> torch.Tensor:
     """The same, each matrix computed by one rank."""
     if not cuts:
         return compute(x, num_batch)

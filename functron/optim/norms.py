@@ -16,8 +16,8 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.errors import public
-from functron.ops.define import AUTO, Kernels
 from functron.ops.foreach import foreach_, squares, sum_of_squares
+from functron.ops.operations import AUTO, Kernels
 from functron.optim.transformation import (
     GradientTransformation,
     Norm,

@@ -18,10 +18,10 @@ from functron.spmd.spec import P, is_spec
 _GROUP_BYTES = 64 << 20
 _ALIGNED = 256  # bytes, as of what torch allocates
 
-Box = tuple[slice, ...]
+OffloadBox = tuple[slice, ...]
 """A part of a leaf: ``leaf[box]``; ``()``: all of it."""
 
-Piece = dict[int, Box]
+OffloadPiece = dict[int, OffloadBox]
 """The unit of an update: parts of leaves, by the leaf's number."""
 
 
@@ -89,7 +89,7 @@ def offload(
         """Whether state moves by streams: under transforms, as in simulation, it does in line."""
         return not compat.transforms_active() and any(map(streams.on_device, leaves))
 
-    def pieces_of(leaves: Sequence[torch.Tensor], other: set[int]) -> list[Piece]:
+    def pieces_of(leaves: Sequence[torch.Tensor], other: set[int]) -> list[OffloadPiece]:
         limits = [
             group_bytes
             if inner.elementwise and i not in other and streams.on_device(x) and x.is_contiguous()
@@ -138,7 +138,7 @@ def offload(
         after = list(before)
         pieces = pieces_of(leaves, other)
 
-        def part(position: int, piece: Piece) -> tree.Tree:
+        def part(position: int, piece: OffloadPiece) -> tree.Tree:
             """The rows of a part of the state that belong to a piece; of a counter a copy."""
             i = owners[position]
             if i is None:
@@ -147,7 +147,7 @@ def offload(
                 return None
             return tree.map(lambda x: x[piece[i]] if piece[i] else x, before[position])
 
-        def step(piece: Piece, near: list[tree.Tree]) -> list[tree.Tree]:
+        def step(piece: OffloadPiece, near: list[tree.Tree]) -> list[tree.Tree]:
             _, new = inner.step_(
                 _cut(structure, gradients, piece),
                 tree.unflatten(parts, near),
@@ -182,7 +182,7 @@ def offload(
 
 def _pieces(
     leaves: Sequence[torch.Tensor], limits: Sequence[int | None], group_bytes: int
-) -> list[Piece]:
+) -> list[OffloadPiece]:
     """Consecutive parts of leaves, of so many bytes together, or one that is larger.
 
     Args:
@@ -190,7 +190,7 @@ def _pieces(
         limits: of each the bytes that a part may have; None: it is one part.
         group_bytes: of a piece.
     """
-    pieces: list[Piece] = []
+    pieces: list[OffloadPiece] = []
     size = 0
     for i, (leaf, limit) in enumerate(zip(leaves, limits, strict=True)):
         for box in _boxes(leaf.shape, leaf.element_size(), limit):
@@ -203,7 +203,7 @@ def _pieces(
     return pieces
 
 
-def _boxes(shape: Sequence[int], itemsize: int, limit: int | None) -> Iterator[Box]:
+def _boxes(shape: Sequence[int], itemsize: int, limit: int | None) -> Iterator[OffloadBox]:
     """Boxes, each without gaps in memory, that make up a contiguous tensor, in its order."""
     row = math.prod(shape[1:]) * itemsize
     if limit is None or not shape or row * shape[0] <= limit:
@@ -216,7 +216,9 @@ def _boxes(shape: Sequence[int], itemsize: int, limit: int | None) -> Iterator[B
             yield (rows, *box)
 
 
-def _cut(structure: tree.Structure, leaves: Sequence[torch.Tensor], piece: Piece) -> tree.Tree:
+def _cut(
+    structure: tree.Structure, leaves: Sequence[torch.Tensor], piece: OffloadPiece
+) -> tree.Tree:
     """A tree of the parts of its leaves that a piece has; None in the places of others."""
     parts = [(x[piece[i]] if piece[i] else x) if i in piece else None for i, x in enumerate(leaves)]
     return tree.unflatten(structure, parts)
@@ -227,17 +229,17 @@ def _only(structure: tree.Structure, leaves: Sequence[Any], group: Sequence[int]
     return tree.unflatten(structure, [x if i in chosen else None for i, x in enumerate(leaves)])
 
 
-def _room(streams: Streams, x: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Tensor:
+def _room(streams: Streams, x: torch.Tensor, shape: Sequence[int], box: OffloadBox) -> torch.Tensor:
     """Page-locked memory for state, all of it or a box in a shape, that is now `x` on a GPU."""
     if not streams.on_device(x):
         return x
     if compat.is_wrapped(x):
         return torch.empty_like(x, device="cpu", pin_memory=True)
     like = torch.empty(shape, dtype=x.dtype, device="meta") if box else x
-    return _carved(streams.pinned(like.nbytes), like)
+    return _carve_tensor(streams.pinned(like.nbytes), like)
 
 
-def _carved(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _carve_tensor(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The first bytes of `memory` as a tensor like another one."""
     strides = torch.empty_like(like, device="meta").stride()
     return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, strides)
@@ -248,9 +250,9 @@ def _by_streams(
     leaves: Sequence[torch.Tensor],
     owners: Sequence[int | None],
     group_bytes: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[OffloadPiece],
     far: Sequence[Sequence[tree.Tree]],
-    step: Callable[[Piece, list[tree.Tree]], list[tree.Tree]],
+    step: Callable[[OffloadPiece, list[tree.Tree]], list[tree.Tree]],
 ) -> None:
     """Runs ``step(piece, its state)``, which returns the new state, on each; `far` is overwritten.
 
@@ -285,7 +287,7 @@ def _by_streams(
             for leave in [it for it in leaving[at] if it[0] < end and start < it[1]]:
                 into.wait_event(leave[2])
                 leaving[at].remove(leave)
-            found.append(_carved(buffers[at][start:], x))
+            found.append(_carve_tensor(buffers[at][start:], x))
             streams.copy_(into, found[-1], x)
         return found, into.record_event()
 

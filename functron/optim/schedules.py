@@ -37,14 +37,14 @@ from functron.optim.transformation import (
 from functron.program.recorder import readable
 from functron.spmd.spec import P
 
-Schedule = Callable[[int | torch.Tensor], Any]
+RateSchedule = Callable[[int | torch.Tensor], Any]
 """``schedule(count)``: a 0-dim tensor; of a schedule of one's own, a number will do as well."""
 
-LearningRate = float | Schedule
+LearningRate = float | RateSchedule
 
 
 @public
-def constant(peak: float, *, warmup_steps: int = 0, init: float = 0.0) -> Schedule:
+def constant(peak: float, *, warmup_steps: int = 0, init: float = 0.0) -> RateSchedule:
     """`peak` after the warm-up.
 
     Raises:
@@ -62,7 +62,7 @@ def linear(
     warmup_steps: int = 0,
     end: float = 0.0,
     init: float = 0.0,
-) -> Schedule:
+) -> RateSchedule:
     """From `peak` at the end of the warm-up in a straight line to `end` at `total_steps`.
 
     Raises:
@@ -79,7 +79,7 @@ def cosine_decay(
     warmup_steps: int = 0,
     end: float = 0.0,
     init: float = 0.0,
-) -> Schedule:
+) -> RateSchedule:
     """Half a cosine from `peak` at the end of the warm-up to `end` at `total_steps`.
 
     Raises:
@@ -96,7 +96,7 @@ def exponential(
     warmup_steps: int = 0,
     end: float,
     init: float = 0.0,
-) -> Schedule:
+) -> RateSchedule:
     """From `peak` at the end of the warm-up to `end` at `total_steps`, by one factor per step.
 
     Optax's `exponential` with ``decay_rate=end / peak`` over the steps of the decay.
@@ -117,7 +117,7 @@ def polynomial_decay(
     warmup_steps: int = 0,
     end: float = 0.0,
     init: float = 0.0,
-) -> Schedule:
+) -> RateSchedule:
     """``end + (peak - end) (1 - progress)^power`` from the end of the warm-up to `total_steps`.
 
     Optax's `polynomial_schedule`; `linear` is that with power 1.
@@ -139,7 +139,7 @@ def wsd(
     end: float = 0.0,
     decay: str = "linear",
     init: float = 0.0,
-) -> Schedule:
+) -> RateSchedule:
     """Warm up, stay at `peak`, then decay to `end` over the last `decay_steps` of `total_steps`.
 
     Source: MiniCPM (Hu et al. 2024); the "sqrt" decay, ``1 - sqrt(progress)``: Hägele et al.
@@ -169,7 +169,7 @@ def inverse_square_root(
     warmup_steps: int = 0,
     end: float = 0.0,
     init: float = 0.0,
-) -> Schedule:
+) -> RateSchedule:
     """``peak * sqrt(warmup / count)`` after the warm-up, but never below `end`.
 
     After `total_steps` it is `end`, as in Megatron-LM; None: it goes on. Without warm-up it is
@@ -194,7 +194,7 @@ INCREASES = ("constant", "linear", "cosine")
 @public
 def weight_decay_increase(
     start: float, end: float, total_steps: int, style: str = "linear"
-) -> Schedule:
+) -> RateSchedule:
     """A weight decay that goes from `start` at count 0 to `end` at `total_steps`, and stays there.
 
     Along a straight line, or along half a cosine ("cosine"): Megatron-LM's
@@ -222,7 +222,7 @@ def weight_decay_increase(
 
 
 @public
-def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
+def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> RateSchedule:
     """Adafactor's ``min(limit, 1 / sqrt(t))`` at update t, to be times the parameter's size.
 
     Source: Shazeer and Stern 2018, algorithm 4, whose limit is 0.01.
@@ -245,7 +245,7 @@ def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> Schedule:
 
 
 @public
-def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+def join(schedules: Sequence[RateSchedule], boundaries: Sequence[int]) -> RateSchedule:
     """Schedule i up to, not including, ``boundaries[i]``; each one counts from its own start.
 
     Optax's `join_schedules`: ``join([a, b], [100])`` is ``a(count)`` up to count 99, then
@@ -278,7 +278,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 
 @public
-def rewarm(schedule: Schedule, at: int, steps: int, *, init: float = 0.0) -> Schedule:
+def rewarm(schedule: RateSchedule, at: int, steps: int, *, init: float = 0.0) -> RateSchedule:
     """`schedule`, but from `init` at count `at` in a straight line to it at count ``at + steps``.
 
     ``init + (schedule(count) - init) (count - at) / steps`` in between: for a run that goes on
@@ -307,7 +307,9 @@ def rewarm(schedule: Schedule, at: int, steps: int, *, init: float = 0.0) -> Sch
 
 
 @public
-def by_samples(schedule: Schedule, first_steps: Sequence[int], sizes: Sequence[int]) -> Schedule:
+def by_samples(
+    schedule: RateSchedule, first_steps: Sequence[int], sizes: Sequence[int]
+) -> RateSchedule:
     """``schedule(samples)``, of the samples of all updates so far, whose batches change their size.
 
     Before update c they are ``sum over i of (size_i - size_(i-1)) max(c - first_i, 0)``, with 0
@@ -369,7 +371,7 @@ def _decay(
     decay: str = "linear",
     decay_steps: int | None = None,
     power: float = 1.0,
-) -> Schedule:
+) -> RateSchedule:
     """Warm-up, `peak`, `decay` over the last `decay_steps`, or all after the warm-up, then `end`.
 
     `power` is of a linear decay.
@@ -386,7 +388,7 @@ def _decay(
 
 def _with_warmup(
     after: Callable[[torch.Tensor], torch.Tensor], peak: float, warmup_steps: int, init: float
-) -> Schedule:
+) -> RateSchedule:
     """Warm-up, and then what `after` makes of the count as `_exact` has it."""
 
     def schedule(count: int | torch.Tensor) -> torch.Tensor:
@@ -644,7 +646,7 @@ def inject_hyperparams(
             given = inspect.BoundArguments(signature, bound.arguments | dict(hyperparams))
             return factory(*given.args, **given.kwargs)
 
-        return _injected(build, schedules, numbers)
+        return _inject(build, schedules, numbers)
 
     return make
 
@@ -653,12 +655,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim()
 
 
-def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> GradientTransformation:
+def _inject(build: Callable, schedules: Mapping, numbers: Mapping) -> GradientTransformation:
     def now(count, others: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The hyperparameters of the update with this count."""
         found = {name: others[name] for name in numbers}
         found |= {name: schedule(count) for name, schedule in schedules.items()}
-        return {name: _kept(value) for name, value in found.items()}
+        return {name: _keep_number(value) for name, value in found.items()}
 
     def init(params):
         count = new_count(params)
@@ -675,7 +677,7 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
         return build(_given(now(torch.zeros((), dtype=torch.int64), numbers)))
 
     def bind(param_specs, copies):
-        return _injected(lambda h: build(h).bind(param_specs, copies), schedules, numbers)
+        return _inject(lambda h: build(h).bind(param_specs, copies), schedules, numbers)
 
     def specs(param_specs):
         hyperparams = {name: P() for name in (*numbers, *schedules)}
@@ -694,7 +696,7 @@ def _injected(build: Callable, schedules: Mapping, numbers: Mapping) -> Gradient
     )._replace(bind=bind)
 
 
-def _kept(value: Any) -> torch.Tensor:
+def _keep_number(value: Any) -> torch.Tensor:
     value = torch.as_tensor(value, dtype=torch.float64)
     return value.cpu() if readable(value) else value
 

@@ -18,7 +18,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.optim.adam import adamw
-from functron.optim.mask import Mask, add_decayed_weights, where
+from functron.optim.masking import Mask, add_decayed_weights, where
 from functron.optim.muon import Matrix, matrix_cuts
 from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
 from functron.optim.transformation import (
@@ -58,7 +58,7 @@ class ScaleBySoapState(NamedTuple):
     right_basis: tree.Tree
 
 
-class _Moments(NamedTuple):
+class _SoapMoments(NamedTuple):
     """The state of one parameter."""
 
     mu: Any
@@ -119,11 +119,11 @@ def scale_by_soap(
     def shapes_of(value: tree.Tree) -> list[Matrix]:
         return tree.broadcast_prefix(matrices, value, what="matrices", wanted="a Matrix")
 
-    def layouts_of(value: tree.Tree) -> list[_Layout]:
+    def layouts_of(value: tree.Tree) -> list[_SoapLayout]:
         shapes = shapes_of(value)
         flat = leaf_specs(specs, value, "soap")
         rows = zip(tree.leaves(value), flat, shapes, strict=True)
-        return [_Layout(x, spec, matrix, distributed) for x, spec, matrix in rows]
+        return [_SoapLayout(x, spec, matrix, distributed) for x, spec, matrix in rows]
 
     def init(params):
         rows = [
@@ -133,15 +133,15 @@ def scale_by_soap(
         return _state(new_count(params), tree.structure(params), rows)
 
     def update(updates, state, params=None):
-        first = _known(state.count == 0)
-        due = _known((state.count % frequency == 0) & (state.count > 0))
+        first = _read_flag(state.count == 0)
+        due = _read_flag((state.count % frequency == 0) & (state.count > 0))
         flat, structure = tree.flatten(updates)
         columns = [tree.same_structure(updates, part) for part in state[1:]]
         out, rows = [], []
         for g, layout, *parts in zip(flat, layouts_of(updates), *columns, strict=True):
             whole = layout.gather(g)
             moments, direction = _step(
-                whole.to(parts[0].dtype), _Moments(*parts),
+                whole.to(parts[0].dtype), _SoapMoments(*parts),
                 (b1, b2, decay, eps), state.count, first, due,
             )  # fmt: skip
             out.append(layout.give(direction.to(g.dtype)))
@@ -157,7 +157,7 @@ def scale_by_soap(
                 entry = _stack_spec(spec, matrix, distributed)
             left = entry if matrix and matrix.inputs <= max_dim else None
             right = entry if matrix and matrix.outputs <= max_dim else None
-            rows.append(_Moments(entry, entry, left, right, left, right))
+            rows.append(_SoapMoments(entry, entry, left, right, left, right))
         return _state(P(), structure, rows)
 
     return transformation(init, update, state_specs)
@@ -177,12 +177,12 @@ def _check(b1: float, b2: float, decay: float, frequency: int, max_dim: int) -> 
     raise_problems("scale_by_soap", problems)
 
 
-def _state(count: Any, structure: tree.Structure, rows: list[_Moments]) -> ScaleBySoapState:
-    columns = zip(*rows, strict=True) if rows else ([] for _ in _Moments._fields)
+def _state(count: Any, structure: tree.Structure, rows: list[_SoapMoments]) -> ScaleBySoapState:
+    columns = zip(*rows, strict=True) if rows else ([] for _ in _SoapMoments._fields)
     return ScaleBySoapState(count, *(tree.unflatten(structure, column) for column in columns))
 
 
-def _known(flag: torch.Tensor) -> bool | torch.Tensor:
+def _read_flag(flag: torch.Tensor) -> bool | torch.Tensor:
     """The flag as a bool, where the program that runs may ask for it."""
     return bool(flag) if readable(flag) else flag
 
@@ -196,7 +196,7 @@ def _stack_spec(spec: P, matrix: Matrix, distributed: bool) -> P:
     return P(*map(as_entry, stacked))
 
 
-class _Layout:
+class _SoapLayout:
     """How a rank's part of a parameter becomes whole matrices, and the reverse."""
 
     def __init__(self, x: torch.Tensor, spec: P | None, matrix: Matrix, distributed: bool):
@@ -237,32 +237,32 @@ class _Layout:
         return trim(y, 0, self.names, stack).reshape(self.shape)
 
 
-def _zeros(like: torch.Tensor, max_dim: int) -> _Moments:
+def _zeros(like: torch.Tensor, max_dim: int) -> _SoapMoments:
     """The state of matrices like these before the first update."""
     zeros = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
     gram = lambda x: torch.zeros_like(x @ x.mT) if x.shape[-2] <= max_dim else None  # noqa: E731
     left, right = gram(zeros), gram(zeros.mT)
     copies = [None if x is None else torch.zeros_like(x) for x in (left, right)]
-    return _Moments(zeros, torch.zeros_like(zeros), left, right, copies[0], copies[1])
+    return _SoapMoments(zeros, torch.zeros_like(zeros), left, right, copies[0], copies[1])
 
 
-def _step(g, state: _Moments, decays, count, first, due) -> tuple[_Moments, torch.Tensor]:
+def _step(g, state: _SoapMoments, decays, count, first, due) -> tuple[_SoapMoments, torch.Tensor]:
     """The state after an update, and its direction."""
     b1, b2, decay, eps = decays
     bases = state.left_basis, state.right_basis
     steps = count.to(torch.float64).clamp(min=1)  # the first update is not one of Adam's
     correction = ((1 - b2**steps).sqrt() / (1 - b1**steps)).to(g.dtype)
     mu = b1 * state.mu + (1 - b1) * g
-    nu = b2 * state.nu + (1 - b2) * _rotated(g, *bases).square()
-    direction = _rotated(mu, *bases) / (nu.sqrt() + eps) * correction
-    direction = _rotated(direction, *(None if q is None else q.mT for q in bases))
+    nu = b2 * state.nu + (1 - b2) * _rotate_matrix(g, *bases).square()
+    direction = _rotate_matrix(mu, *bases) / (nu.sqrt() + eps) * correction
+    direction = _rotate_matrix(direction, *(None if q is None else q.mT for q in bases))
     kept = [
         None if before is None else decay * before + (1 - decay) * (x @ x.mT)
         for x, before in ((g, state.left), (g.mT, state.right))
     ]
-    usual = _Moments(mu, nu, kept[0], kept[1], *bases)
+    usual = _SoapMoments(mu, nu, kept[0], kept[1], *bases)
     begun = lambda: (_begun(state, kept), torch.zeros_like(direction))  # noqa: E731
-    turned = lambda: (_turned(usual), direction)  # noqa: E731
+    turned = lambda: (_rotate_bases(usual), direction)  # noqa: E731
     return _choose(first, begun, lambda: _choose(due, turned, lambda: (usual, direction)))
 
 
@@ -272,16 +272,16 @@ def _choose(flag, chosen, other):
     return tree.map(lambda a, b: torch.where(flag, a, b), chosen(), other())
 
 
-def _rotated(x, left, right) -> torch.Tensor:
+def _rotate_matrix(x, left, right) -> torch.Tensor:
     """``left^T x right``; None is the identity."""
     x = x if left is None else left.mT @ x
     return x if right is None else x @ right
 
 
-def _begun(before: _Moments, grams: list) -> _Moments:
+def _begun(before: _SoapMoments, grams: list) -> _SoapMoments:
     """The state after the first update: eigenvectors, those of large eigenvalues first."""
     bases = [None if x is None else _eigenvectors(x) for x in grams]
-    return _Moments(before.mu, before.nu, grams[0], grams[1], bases[0], bases[1])
+    return _SoapMoments(before.mu, before.nu, grams[0], grams[1], bases[0], bases[1])
 
 
 def _eigenvectors(gram: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ def _eigenvectors(gram: torch.Tensor) -> torch.Tensor:
     return vectors.flip(-1).contiguous()
 
 
-def _turned(state: _Moments) -> _Moments:
+def _rotate_bases(state: _SoapMoments) -> _SoapMoments:
     """The state with its bases a step of the power iteration nearer to the eigenvectors."""
     nu, bases = state.nu, []
     sides = ((state.left, state.left_basis, -2), (state.right, state.right_basis, -1))

@@ -16,8 +16,8 @@ nothing here is needed.
 
 Other optimizers look at more of a parameter than one element at a time. What a mean over rows or a
 matrix is made of may lie on several ranks, and a stack of layers is many matrices in one tensor. A
-`Whole` says both of a parameter, so that its numbers are those of one rank that holds every matrix
-by itself.
+`WholeLeaf` says both of a parameter, so that its numbers are those of one rank that holds every
+matrix by itself.
 """
 
 from __future__ import annotations
@@ -247,10 +247,10 @@ def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     like = tree.unflatten(structure, [0] * len(flat))
     now, before = (tree.leaves(_full(part, like), is_spec) for part in (given, specs))
     rows = zip(now, before, flat, strict=True)
-    return tree.unflatten(structure, [_appended(*row) for row in rows])
+    return tree.unflatten(structure, [_append_axes(*row) for row in rows])
 
 
-def _appended(given: P | None, spec: P, shard: P) -> P | None:
+def _append_axes(given: P | None, spec: P, shard: P) -> P | None:
     if given is None:  # another transformation's, as in `where`
         return None
     num_dims = max(len(given), len(spec), len(shard))
@@ -265,7 +265,7 @@ MATRICES = ("layers", "expert")
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeLeaf:
     """A parameter as a whole.
 
     Attributes:
@@ -361,8 +361,8 @@ def total(numbers: Sequence[torch.Tensor], specs: Sequence[P]) -> torch.Tensor:
     return psum_stages(torch.stack(sums).sum())
 
 
-def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) -> list[Whole]:
-    """The `Whole` of every tensor in `value`.
+def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) -> list[WholeLeaf]:
+    """The `WholeLeaf` of every tensor in `value`.
 
     Args:
         value: parameters, gradients or updates, on a mesh this rank's shards.
@@ -380,7 +380,7 @@ def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) ->
         known = tree.broadcast_prefix(defs, value, what="the defs", wanted=wanted)
     flat = leaf_specs(specs, value, "an optimizer that looks at whole parameters")
     rows = zip(paths, known, flat, strict=True)
-    found = [Whole(path, tuple(d.shape), num_stacked(d), spec) for path, d, spec in rows]
+    found = [WholeLeaf(path, tuple(d.shape), num_stacked(d), spec) for path, d, spec in rows]
     rows = [_unlike(one, x) for one, x in zip(found, leaves, strict=True)]
     raise_problems(
         "parameters that are looked at as a whole are not what their defs and specs say",
@@ -389,7 +389,7 @@ def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) ->
     return found
 
 
-def _unlike(whole: Whole, x: torch.Tensor) -> Problem | None:
+def _unlike(whole: WholeLeaf, x: torch.Tensor) -> Problem | None:
     """The problem of taking x for a shard, which may be padded; None: there is none."""
     own = list(whole.own)
     sizes = [_split(whole.shape[dim], whole.axes([dim])) for dim in own]
@@ -409,7 +409,7 @@ def _split(size: int, axes: Sequence[str]) -> int:
     return -(-size // math.prod(axis_size(name) for name in axes))
 
 
-def mean(x: torch.Tensor, dims: Sequence[int], whole: Whole) -> torch.Tensor:
+def mean(x: torch.Tensor, dims: Sequence[int], whole: WholeLeaf) -> torch.Tensor:
     """The mean of x over these dims, which stay with size 1, of all ranks that have parts of them.
 
     One all-reduce of the result where they are sharded. Padding is of zeros, and not counted.
@@ -419,12 +419,12 @@ def mean(x: torch.Tensor, dims: Sequence[int], whole: Whole) -> torch.Tensor:
     return (psum(summed, axes) if axes else summed) / whole.count(dims)
 
 
-def root_mean_square(x: torch.Tensor, whole: Whole) -> torch.Tensor:
+def root_mean_square(x: torch.Tensor, whole: WholeLeaf) -> torch.Tensor:
     """``sqrt(mean(x^2))`` of every one of the stacked parameters, [*stacked, 1, ...]."""
     return mean(x.square(), list(whole.own), whole).sqrt()
 
 
-def unpadded(x: torch.Tensor, dim: int, whole: Whole) -> torch.Tensor:
+def unpadded(x: torch.Tensor, dim: int, whole: WholeLeaf) -> torch.Tensor:
     """x with zeros where this rank's part of a dim is padding.
 
     Args:

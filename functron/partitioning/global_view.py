@@ -110,7 +110,7 @@ _KNOWN = frozenset(
     {
         "functron.ops.attention",
         "functron.ops.cross_entropy",
-        "functron.ops.define",
+        "functron.ops.operations",
         "functron.partitioning.global_view",
         "functron.transforms.policies",
     }

@@ -1,19 +1,19 @@
 """Precision: the dtypes that a run computes, sums and keeps in, and the products it quantises.
 
-A `Policy` has the dtypes of a training step, by name. A `Recipe` says which products of a linear
-layer are quantised and how; `product` makes of it the function ``(x, w) -> y`` that a layer takes
-in place of ``x @ w``, and `grouped_product` that of a layer's experts.
+A `PrecisionPolicy` has the dtypes of a training step, by name. A `Recipe` says which products of a
+linear layer are quantised and how; `product` makes of it the function ``(x, w) -> y`` that a layer
+takes in place of ``x @ w``, and `grouped_product` that of a layer's experts.
 """
 
 from functron.precision.product import grouped_product, history_def, product, quantised
-from functron.precision.recipe import POLICIES, RECIPES, Contraction, Policy, Recipe
+from functron.precision.recipe import POLICIES, RECIPES, Contraction, PrecisionPolicy, Recipe
 from functron.precision.weights import encoder
 
 __all__ = [
     "POLICIES",
     "RECIPES",
     "Contraction",
-    "Policy",
+    "PrecisionPolicy",
     "Recipe",
     "encoder",
     "grouped_product",

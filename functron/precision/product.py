@@ -53,13 +53,13 @@ from functron.core import random
 from functron.core.errors import public, refuse
 from functron.core.random import Index
 from functron.core.typing import Tensor
-from functron.ops.define import AUTO, Kernels
 from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
+from functron.ops.operations import AUTO, Kernels
 from functron.ops.quantise import (
     HISTORY,
-    Draw,
-    Format,
     Quantised,
+    QuantisedFormat,
+    RoundingDraw,
     hadamard,
     histogram,
     magnitude,
@@ -131,9 +131,9 @@ def product(
     """
     if recipe.fprop is not None and recipe.fprop.draws:
         _check_draws(recipe, key, rows, path)
-    split = _Split(_named(inner), _named(outer), rows, _named(partial))
+    split = _MatmulSplit(_named(inner), _named(outer), rows, _named(partial))
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
-    layer = _Layer(recipe, split, runs, path, emulate)
+    layer = _QuantisedLayer(recipe, split, runs, path, emulate)
 
     def value(
         x: Tensor, w: Tensor, codes: Codes | None, history: Tensor | None, places: tuple
@@ -183,7 +183,7 @@ def history_def(layers: int | None = None, *, experts: int | None = None) -> Par
 
 
 _REMEMBERED = ("x", "w", "dy")
-_WHOLE = Format("e4m3", "tensor")
+_WHOLE = QuantisedFormat("e4m3", "tensor")
 
 
 def _check_draws(recipe: Recipe, key: Tensor | None, rows: P | None, path: str) -> None:
@@ -217,7 +217,7 @@ def _named(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-class _Split(NamedTuple):
+class _MatmulSplit(NamedTuple):
     """Which mesh axes split what; as `product` is given them."""
 
     inner: tuple[str, ...]
@@ -258,10 +258,10 @@ class _Operand(NamedTuple):
     number: int
     name: str
     matrix: Tensor
-    format: Format
+    format: QuantisedFormat
     mixed: bool
     summed: tuple[str, ...]
-    draw: Draw | None
+    draw: RoundingDraw | None
     made: Quantised | None = None
 
     @property
@@ -304,11 +304,11 @@ def maxima(
     return {**known, **dict(zip(found, agreed(parts, scaling), strict=True))}
 
 
-class _Layer(NamedTuple):
+class _QuantisedLayer(NamedTuple):
     """The three products of one linear layer."""
 
     recipe: Recipe
-    split: _Split
+    split: _MatmulSplit
     runs: int
     path: str
     emulate: bool
@@ -344,11 +344,11 @@ class _Layer(NamedTuple):
         part = self.recipe.fprop
         if part is None:
             return x @ w, known
-        where = _Places(self.split, x.shape, w.shape, places, x.device)
+        where = _DrawPlaces(self.split, x.shape, w.shape, places, x.device)
         sides = ("x", x.flatten(0, -2)), ("w", w.mT)
         pair = self._pair(0, part, *sides, self.split.inner, where, codes)
         known = maxima(pair, known, self.split.everywhere(), self.recipe.scaling)
-        y = self._multiplied(pair, known, x.dtype)
+        y = self._multiply(pair, known, x.dtype)
         kept = {name: value for name, value in known.items() if name in _REMEMBERED}
         return y.unflatten(0, x.shape[:-1]), kept
 
@@ -366,7 +366,7 @@ class _Layer(NamedTuple):
         if split.partial:
             dy = lax.psum(dy, split.partial)
         flat, d = x.flatten(0, -2), dy.flatten(0, -2)
-        where = _Places(split, x.shape, w.shape, places, x.device)
+        where = _DrawPlaces(split, x.shape, w.shape, places, x.device)
         for_x, for_w = (), ()
         if recipe.dgrad is not None:
             for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, where, codes)
@@ -374,8 +374,8 @@ class _Layer(NamedTuple):
             tokens = split.tokens()
             for_w = self._pair(2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, where)
         known = maxima((*for_x, *for_w), known, split.everywhere(), recipe.scaling)
-        dx = self._multiplied(for_x, known, x.dtype) if for_x else d @ w.mT
-        dw = self._multiplied(for_w, known, w.dtype) if for_w else flat.mT @ d
+        dx = self._multiply(for_x, known, x.dtype) if for_x else d @ w.mT
+        dw = self._multiply(for_w, known, w.dtype) if for_w else flat.mT @ d
         dx = dx.unflatten(0, x.shape[:-1])
         if split.partial:  # each of the ranks that are the same has its share
             size = lax.axis_size(split.partial)
@@ -385,7 +385,7 @@ class _Layer(NamedTuple):
         seen = [magnitude(m.flatten(0, -2), _WHOLE) for m in (x, w, dy)]
         return dx, dw, histogram(torch.stack([most for most in seen if most is not None]))
 
-    def _multiplied(
+    def _multiply(
         self, pair: Sequence[_Operand], known: Mapping[str, Tensor], dtype: torch.dtype
     ) -> Tensor:
         def made(one: _Operand) -> Quantised:
@@ -404,7 +404,7 @@ class _Layer(NamedTuple):
         left: tuple[str, Tensor],
         right: tuple[str, Tensor],
         summed: tuple[str, ...],
-        where: _Places,
+        where: _DrawPlaces,
         codes: Codes | None = None,
     ) -> tuple[_Operand, _Operand]:
         """The operands of a product, mixed where it says so."""
@@ -422,12 +422,12 @@ class _Layer(NamedTuple):
         return made[0], made[1]
 
 
-class _Places:
+class _DrawPlaces:
     """The global positions of a layer's tokens, inputs and outputs, and what is drawn by them."""
 
     def __init__(
         self,
-        split: _Split,
+        split: _MatmulSplit,
         x: Sequence[int],
         w: Sequence[int],
         places: tuple,
@@ -461,7 +461,7 @@ class _Places:
         """The key, positions and salt of product `number`'s signs, along what both operands sum."""
         return self._key, (self._inputs, self._outputs, self._tokens)[number], 8 + number
 
-    def draw(self, number: int, side: int, name: str) -> Draw:
+    def draw(self, number: int, side: int, name: str) -> RoundingDraw:
         """Of an operand, with what product `number` sums over last."""
         salt = 2 * number + side
         if name == "w":
@@ -471,7 +471,7 @@ class _Places:
             by, along = self._tokens * width, self._inputs if name == "x" else self._outputs
         # as tables they have tokens, or inputs of w, first; dgrad alone sums over what is second
         straight = {"x": number == 0, "w": number == 1, "dy": number == 1}[name]
-        return Draw(self._key, *((by, along) if straight else (along, by)), salt)
+        return RoundingDraw(self._key, *((by, along) if straight else (along, by)), salt)
 
 
 def quantised(
@@ -554,7 +554,7 @@ def grouped_product(
     """
     recipe = recipe.grouped()
     emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
-    split = _Split(_named(inner), _named(outer), None, _named(experts))
+    split = _MatmulSplit(_named(inner), _named(outer), None, _named(experts))
     layer = _Experts(recipe, split, emulate)
 
     def multiply(
@@ -602,7 +602,7 @@ class _Experts(NamedTuple):
     """
 
     recipe: Recipe
-    split: _Split
+    split: _MatmulSplit
     emulate: bool
 
     def forward(
@@ -666,10 +666,10 @@ class _Experts(NamedTuple):
             return grouped_matmul_weight(x, dy, sizes, len(w))
         forms = recipe.wgrad.left, recipe.wgrad.right
         sides = tuple(zip(("x", "dy"), (x, dy), forms, strict=True))
-        most = [_padded(known.get(name)) for name, _, _ in sides]
+        most = [_pad_magnitudes(known.get(name)) for name, _, _ in sides]
         if not known:
             rows = [(_of_groups(m, f, groups, len(w), along=True), f) for _, m, f in sides]
-            most = self._shared(rows, self.split.tokens())
+            most = self._share_magnitudes(rows, self.split.tokens())
         flat: list[tuple[Tensor, Tensor]] = []
         for (_, matrix, form), amax in zip(sides, most, strict=True):
             assert amax is not None, form
@@ -693,11 +693,11 @@ class _Experts(NamedTuple):
     ) -> Tensor:
         """Rows times their expert's w, ``[experts, outputs, summed]``, or times what it is made."""
         groups = _groups(rows, sizes)
-        amax, of_w = _padded(known[0]), known[1]
+        amax, of_w = _pad_magnitudes(known[0]), known[1]
         if of_w is None:
             left = _of_groups(rows, part.left, groups, len(w))
             right = magnitude(w, part.right) if made is None else None
-            amax, of_w = self._shared([(left, part.left), (right, part.right)], summed)
+            amax, of_w = self._share_magnitudes([(left, part.left), (right, part.right)], summed)
         if amax is not None and part.left.shared == "tensor":
             amax = amax.index_select(0, groups).reshape(-1)
         elif amax is not None:
@@ -706,8 +706,8 @@ class _Experts(NamedTuple):
         b = made or quantise(w, part.right, of_w, emulate=self.emulate)
         return scaled_grouped_matmul(a, b, sizes, rows.dtype, zeros=zeros, emulate=self.emulate)
 
-    def _shared(
-        self, found: Sequence[tuple[Tensor | None, Format]], summed: tuple[str, ...]
+    def _share_magnitudes(
+        self, found: Sequence[tuple[Tensor | None, QuantisedFormat]], summed: tuple[str, ...]
     ) -> list[Tensor | None]:
         """Magnitudes over the ranks that have parts of the same experts."""
         axes = {"tensor": self.split.everywhere(), "row": summed}
@@ -716,7 +716,7 @@ class _Experts(NamedTuple):
         return [None if most is None else next(whole) for most, _ in found]
 
 
-def _padded(known: Tensor | None) -> Tensor | None:
+def _pad_magnitudes(known: Tensor | None) -> Tensor | None:
     """Magnitudes of experts as `_of_groups` has them: [E + 1, 1] of [E]."""
     if known is None:
         return None
@@ -730,7 +730,7 @@ def _groups(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _of_groups(
-    x: Tensor, form: Format, groups: Tensor, num: int, *, along: bool = False
+    x: Tensor, form: QuantisedFormat, groups: Tensor, num: int, *, along: bool = False
 ) -> Tensor | None:
     """The magnitudes that rows need: [num + 1, 1] of groups, [R] of rows, or None.
 

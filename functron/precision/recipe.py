@@ -15,7 +15,7 @@ A `Recipe` names the formats of all six, and is one line of text:
 `RECIPES` has the published ones by name. Of a model, a recipe also says which layers it leaves
 high, and whether it is for logits too: ``nvfp4 first=1 last=4`` is that of the name, with these.
 
-A `Policy` has the dtypes of parameters, sums, masters and moments; `POLICIES` by name:
+A `PrecisionPolicy` has the dtypes of parameters, sums, masters and moments; `POLICIES` by name:
 
 | name      | parameters, activations | masters             | gradients' sum | moments  | products |
 |-----------|-------------------------|---------------------|----------------|----------|----------|
@@ -43,7 +43,7 @@ import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import setting
-from functron.ops.quantise import WIDTH, Format, undivided
+from functron.ops.quantise import WIDTH, QuantisedFormat, undivided
 from functron.ops.scaled_matmul import why_not
 
 Scaling = Literal["global", "local", "delayed"]
@@ -70,8 +70,8 @@ class Contraction:
             text ``hadamard(...)``.
     """
 
-    left: Format
-    right: Format
+    left: QuantisedFormat
+    right: QuantisedFormat
     hadamard: bool = False
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Contraction:
         left, times, right = inner.partition("*")
         if not times:
             refuse("a recipe", "product", repr(text), "FORMAT*FORMAT, hadamard(...) or high")
-        return cls(Format.parse(left), Format.parse(right), mixed)
+        return cls(QuantisedFormat.parse(left), QuantisedFormat.parse(right), mixed)
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ class Recipe:
         dgrad: of dy and w.
         wgrad: of x and dy.
         scaling: whose magnitudes; see `Scaling`.
-        first: of a model's layers so many stay high, that is in the parameters' dtype: the first
-            ones. Below 1 it is a share of all layers, rounded to the nearest number.
-        last: so many of the last ones likewise; with any, also the modules after them that predict
-            tokens further ahead.
+        first: number of leading layers kept in high precision, the parameters' dtype; below 1 a
+            share of all layers, rounded to the nearest number.
+        last: number of trailing layers kept in high precision likewise; with any, also the modules
+            of multi-token prediction after them.
         logits: "low": the product that makes logits is quantised as layers' are; else "high".
 
     Raises:
@@ -233,10 +233,10 @@ class Recipe:
         know theirs: Hadamard matrices along rows, and stochastic rounding, which is to nearest.
         """
 
-        def along_rows(f: Format) -> Format:
+        def along_rows(f: QuantisedFormat) -> QuantisedFormat:
             if f.block == (1, 1):
                 return replace(f, stochastic=False)
-            return Format("e4m3" if f.element == "e2m1" else f.element, "row")
+            return QuantisedFormat("e4m3" if f.element == "e2m1" else f.element, "row")
 
         def nearest_only(part: Contraction | None) -> Contraction | None:
             if part is None:
@@ -372,7 +372,7 @@ Masters = Literal["", "float32", "remainder", "stochastic"]
 
 
 @dataclass(frozen=True)
-class Policy:
+class PrecisionPolicy:
     """The dtypes of a training step; prints as a line.
 
     Attributes:
@@ -429,13 +429,13 @@ class Policy:
         return "; ".join(parts)
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({
-    "float32": Policy(),
-    "bf16": Policy("bfloat16", "float32", grads="float32", reduce="float32"),
-    "bf16-pure": Policy("bfloat16", "stochastic", mu="bfloat16", nu="bfloat16"),
-    "fp16": Policy("float16", "float32", "float32", "float32", loss_scale=2.0**16),
+POLICIES: Mapping[str, PrecisionPolicy] = MappingProxyType({
+    "float32": PrecisionPolicy(),
+    "bf16": PrecisionPolicy("bfloat16", "float32", grads="float32", reduce="float32"),
+    "bf16-pure": PrecisionPolicy("bfloat16", "stochastic", mu="bfloat16", nu="bfloat16"),
+    "fp16": PrecisionPolicy("float16", "float32", "float32", "float32", loss_scale=2.0**16),
     **{
-        name: Policy("bfloat16", "float32", "float32", "float32", products=name)
+        name: PrecisionPolicy("bfloat16", "float32", "float32", "float32", products=name)
         for name in RECIPES
     },
 })  # fmt: skip

@@ -31,8 +31,16 @@ from functron.core import tree
 from functron.core.errors import Problem
 from functron.core.scopes import named_scope
 from functron.core.typing import Tensor
-from functron.ops.define import AUTO, Kernels
-from functron.ops.quantise import E2M1, Format, Quantised, copied, magnitude, quantise, undivided
+from functron.ops.operations import AUTO, Kernels
+from functron.ops.quantise import (
+    E2M1,
+    Quantised,
+    QuantisedFormat,
+    copied,
+    magnitude,
+    quantise,
+    undivided,
+)
 from functron.precision.recipe import Contraction, Recipe, Scaling
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
@@ -76,17 +84,17 @@ def encoder(
         parts = [(code.magnitude, code.axes) for code in codes if code.magnitude is not None]
         most = iter(agreed(parts, "global"))
 
-        def made(code: _Code) -> Quantised:
+        def made(code: _WeightCode) -> Quantised:
             amax = None if code.magnitude is None else next(most)
             return quantise(code.matrix, code.format, amax, emulate=emulate)
 
-        out = [_encoded(row, [made(code) for code in row]) if row else None for row in found]
+        out = [_encode_codes(row, [made(code) for code in row]) if row else None for row in found]
         return tree.unflatten(structure, out)
 
     return encode
 
 
-class _Code(NamedTuple):
+class _WeightCode(NamedTuple):
     """One code that is to be made of a weight.
 
     Attributes:
@@ -98,13 +106,13 @@ class _Code(NamedTuple):
     """
 
     matrix: Tensor
-    format: Format
+    format: QuantisedFormat
     turned: bool
     magnitude: Tensor | None
     axes: tuple[str, ...]
 
 
-def _codes(recipe: Recipe, leaf: Tensor, d: ParamDef, spec: P) -> Iterator[_Code]:
+def _codes(recipe: Recipe, leaf: Tensor, d: ParamDef, spec: P) -> Iterator[_WeightCode]:
     inputs, outputs = d.matrix
     first = leaf.dim() - inputs - outputs
     matrix = lax.stop_gradient(leaf).flatten(first + inputs).flatten(first, first + inputs - 1)
@@ -119,7 +127,7 @@ def _codes(recipe: Recipe, leaf: Tensor, d: ParamDef, spec: P) -> Iterator[_Code
         axes = (*by_inputs, *by_outputs) if form.shared == "tensor" else summed
         if recipe.scaling == "local":
             axes = tuple(name for name in axes if name in FSDP_AXES)
-        yield _Code(own, form, over, magnitude(own, form), axes)
+        yield _WeightCode(own, form, over, magnitude(own, form), axes)
 
 
 def _axes(d: ParamDef, spec: P) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -154,7 +162,7 @@ def _bits(x: Tensor) -> Tensor:
     return copied(x, torch.int32 if x.dtype == torch.float32 else torch.uint8)
 
 
-def _encoded(codes: Sequence[_Code], made: Sequence[Quantised]) -> Encoded:
+def _encode_codes(codes: Sequence[_WeightCode], made: Sequence[Quantised]) -> Encoded:
     """Codes as matrices like the weight."""
     return Encoded(None, tuple(_code(c.turned, x) for c, x in zip(codes, made, strict=True)))
 

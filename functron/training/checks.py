@@ -565,7 +565,7 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
     if "products" not in config.family.settings:
         got = f"{config.precision.products} with {config.family.title}"
         yield Problem("products", got, "nothing: only GPTs have a place for it", "leave it out")
-    elif recipe.draws and config.gpt.latent is not None:
+    elif recipe.draws and config.gpt.kv_rank:
         got = f"{config.precision.products}, which draws numbers, with latent attention"
         yield Problem("products", got, "a recipe that draws none", fix)
     elif sum(recipe.high(config.gpt.num_layers)) >= config.gpt.num_layers:

@@ -40,17 +40,17 @@ from functron.models.gpt import GPTConfig
 from functron.models.lora import LoRAConfig, drop_routed
 from functron.models.mamba import MambaConfig
 from functron.models.t5 import T5Config
-from functron.ops.define import Choice
+from functron.ops.operations import KernelChoice
 from functron.optim import (
     OptimizerConfig,
-    Schedule,
+    RateSchedule,
     ScheduleConfig,
     by_samples,
     make_schedule,
     weight_decay_increase,
 )
 from functron.optim.config import SCHEDULE_NEEDS, moments_of
-from functron.precision import POLICIES, Policy
+from functron.precision import POLICIES, PrecisionPolicy
 from functron.precision.recipe import PrecisionConfig
 from functron.training.anomalies import AnomalyConfig, with_factors
 from functron.training.records import CONFIG, METRICS, LoggingConfig
@@ -140,7 +140,7 @@ class ComputeConfig:
     """
 
     remat: gpt.Remat = setting("none", "common step")
-    kernels: Choice = setting("auto", "step")
+    kernels: KernelChoice = setting("auto", "step")
     loss_chunk_tokens: int = setting(0, "step", least=0)
     compile: bool = setting(False, "common")
     cuda_graph: bool = False
@@ -343,13 +343,13 @@ class TrainConfig:
         return family_of(self.architecture)
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> PrecisionPolicy:
         """The dtypes in force."""
         own = self.optimizer
         moments = {name: getattr(own, name) for name in moments_of(own.name)}
         halved = own.master_bits < OptimizerConfig.master_bits
         masters = "remainder" if halved else "float32" if own.fp32_masters else ""
-        return Policy(
+        return PrecisionPolicy(
             dtype_of(self.architecture),
             "stochastic" if own.stochastic_rounding else masters,
             own.grad_dtype,
@@ -374,7 +374,7 @@ class TrainConfig:
         return dataclasses.replace(self.learning_rate, total_steps=total)
 
     @property
-    def counted(self) -> Callable[[Schedule], Schedule] | None:
+    def counted(self) -> Callable[[RateSchedule], RateSchedule] | None:
         """Makes a schedule of `rate_unit` one of the steps; None where these are the same."""
         if self.rate_unit == "steps":
             return None

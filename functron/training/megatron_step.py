@@ -13,7 +13,7 @@ from functron.core.errors import Problem
 from functron.data.order import parse_ramp_up
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import MuonConfig
-from functron.optim.finite import LossScale
+from functron.optim.loss_scaling import LossScale
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, configure, with_precision
 from functron.training.megatron import Reading

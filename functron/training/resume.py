@@ -38,7 +38,14 @@ from functron.models import lora
 from functron.models.config import GPTConfig
 from functron.models.family import TrainedConfig
 from functron.ops.adamw import halves, joined
-from functron.optim.low_precision import BLOCK, CODES, Quantised, coding_of, dequantise, quantise
+from functron.optim.low_precision import (
+    BLOCK,
+    CODES,
+    QuantisedMoment,
+    coding_of,
+    dequantise,
+    quantise,
+)
 from functron.precision import Recipe
 from functron.spmd import BoundMesh, P
 from functron.spmd.params import ParamDef, history_mask, init_params
@@ -345,13 +352,13 @@ def _half(wide: Any, *, upper: bool) -> Computed:
     return Computed(wide.shape, dtype, lambda where: halves(wide[where].float())[not upper])
 
 
-_CODES, _SCALES = Quantised._fields
+_CODES, _SCALES = QuantisedMoment._fields
 
 
 def _find_moment(role: _Role) -> str:
     """The path of the moment that a leaf is, or in 8 bits is a part of."""
     whole, _, last = role.path.rpartition("/")
-    return whole if last in Quantised._fields else role.path
+    return whole if last in QuantisedMoment._fields else role.path
 
 
 def _codings(names: Mapping[_Role, str], leaves: Mapping[str, Any]) -> dict[str, torch.dtype]:
@@ -392,7 +399,9 @@ def _in_bytes(
 
         def read(where: tuple[slice, ...]) -> torch.Tensor:
             few, many, inside = blocks(where, values.shape[-1] // scales.shape[-1])
-            return dequantise(Quantised(values[many], scales[few]), signed=signed)[..., inside]
+            return dequantise(QuantisedMoment(values[many], scales[few]), signed=signed)[
+                ..., inside
+            ]
 
         shape = values.shape
         if coding is None:

@@ -305,7 +305,8 @@ def test_what_megatron_has_trained_since_counts_all_rows():
 
 def test_what_was_once_written_without_padding(tmp_path):
     """Its arguments count rows that its tensors have not."""
-    case = Case(GPTConfig(29, 2, EMBED, 2, mlp_dim=12, max_seq=16, vocab_multiple=1), True, 1, 1)
+    sizes = {"vocab_size": 29, "num_layers": 2, "embed_dim": EMBED, "num_heads": 2}
+    case = Case(GPTConfig(**sizes, mlp_dim=12, max_seq=16, vocab_multiple=1), True, 1, 1)
     make(case, tmp_path / "run")
     convert(f"run:{tmp_path / 'run'}", f"megatron:{tmp_path / 'old'}")
     file = tmp_path / "old" / LAST / "common.pt"

@@ -15,7 +15,7 @@ import torch
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from functron.ops.define import Op
+from functron.ops.operations import Op
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
 

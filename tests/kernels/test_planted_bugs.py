@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -55,10 +56,11 @@ RUNS = {
         (draw(220, 3), draw(220, 36), *moe._router_reference(draw(220, 36), *SOFTMAX), 0, 1),
     ),
     "layer norm": Run(
-        norms._layer_kernel, (draw(4, 4099), None, draw(4099), draw(4099, seed=1), 1e-5, False)
+        partial(norms._kernel, "layer_norm", norms._layer_moments),
+        (draw(4, 4099), None, draw(4099), draw(4099, seed=1), 1e-5, False),
     ),
     "rms norm backward": Run(
-        norms._rms_backward_kernel,
+        partial(norms._backward_kernel, "rms_norm", norms._rms_moments),
         (draw(40, 64), None, draw(40, 64, seed=1), draw(64), draw(40).abs(), 1e-5, False),
     ),
     "squares": Run(foreach._kernel, (draw(1, 70_000),)),

@@ -20,8 +20,8 @@ from functron.ops.quantise import (
     MOST,
     QUANTISE,
     QUANTISE_FP8,
-    Format,
     Quantised,
+    QuantisedFormat,
     cast_fp8,
     dequantise_fp8,
     magnitude,
@@ -125,7 +125,7 @@ def test_formats_by_kernel(blocks):
         odd = matrix((3, 5, 132), BF16)
         cases = [*cases, (odd, "e4m3", ""), (odd.mT, "e4m3", "+pow2")]
     for operand, element, flag in cases:
-        form = Format.parse(f"{element}@{blocks}{flag if blocks != '1x32' else ''}")
+        form = QuantisedFormat.parse(f"{element}@{blocks}{flag if blocks != '1x32' else ''}")
         amax = magnitude(operand, form)
         for given in [amax] if amax is None else [amax, amax / 3, some(amax)]:
             args = (operand, given, None, None, None, 0, str(form), False)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functron.ops import norms
-from functron.ops.define import FORWARD_THREADS, layout
 from functron.ops.norms import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD
+from functron.ops.operations import FORWARD_THREADS, layout
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import Emulator, emulated, missing
 from tests.kernels.norms import DTYPES, LAYOUTS, SHAPES, Draw, conform_uncompiled, near, seeds
@@ -42,7 +41,7 @@ def test_against_float64(shape, dtype, summed):
         center = summed  # either way of either
         if summed:
             y, total, rstd = emulated(
-                norms._rms_kernel, x, residual, scale, EPS, center, seeds=orders
+                ADD_RMS_NORM.kernel, x, residual, scale, EPS, center, seeds=orders
             )
             assert torch.equal(total, x + residual)
         else:

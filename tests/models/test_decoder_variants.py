@@ -115,7 +115,7 @@ def test_capped_scores_are_the_formula():
 
 def test_gates_multiply_what_heads_say():
     """One layer of one head: softmax(q k^T / sqrt(d)) v sigmoid(x W_gate) W_out, as written."""
-    config = nn.AttentionConfig(6, 1, 1, 4, gate=True)
+    config = nn.AttentionConfig(embed_dim=6, num_heads=1, head_dim=4, attention_gate=True)
     defs = nn.attention_defs(config, stddev=0.5, out_stddev=0.5, dtype=torch.float64)
     params = ft.init_params(ft.random.key(3), defs)
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

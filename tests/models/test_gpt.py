@@ -55,7 +55,7 @@ def tokens_of(config, batch=4, seq=8):
 
 @pytest.mark.usefixtures("unchecked")
 def test_every_problem_of_a_config_is_listed():
-    with pytest.raises(ValueError, match="GPTConfig describes no model") as caught:
+    with pytest.raises(ValueError, match="invalid GPTConfig") as caught:
         gpt.GPTConfig(
             vocab_size=0, num_layers=-1, vocab_multiple=0, head_dim=-2, norm="rmsnorm",
             activation="swish", positions="rotary", dtype="fp32", dropout=1.0,

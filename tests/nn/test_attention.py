@@ -16,7 +16,9 @@ KV_HEADS = pytest.mark.parametrize("kv_heads", [8, 4], ids=["mha", "gqa"])
 
 
 def config(kv_heads, heads=8, **options):
-    return nn.AttentionConfig(EMBED, heads, kv_heads, HEAD_DIM, **options)
+    return nn.AttentionConfig(
+        embed_dim=EMBED, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM, **options
+    )
 
 
 def rotary():
@@ -89,7 +91,7 @@ def test_plain(check, mesh, stream, kv_heads):
 @KV_HEADS
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_rope_biases_and_qk_norm(check, mesh, stream, kv_heads, fused):
-    c = config(kv_heads, bias=True, out_bias=True, qk_norm=True, norm_eps=1e-3, fused=fused)
+    c = config(kv_heads, bias=True, qk_norm=True, norm_eps=1e-3, fused_projections=fused)
     check(c, mesh, stream, rotary())
 
 
@@ -104,7 +106,7 @@ def factors(mesh, **rest):
 def test_fewer_key_heads_than_ranks(check, mesh, stream, kv_heads):
     if kv_heads == 2 and mesh["tp"] == 2:
         pytest.skip("covered where heads divide")
-    c = config(kv_heads, bias=True)
+    c = config(kv_heads, qkv_bias=True)
     check(c, mesh, stream, rotary(), kv_heads=None)
 
 
@@ -152,7 +154,7 @@ def test_shared_key_heads_are_neither_copied_nor_kept():
 
 
 def test_defs():
-    c = config(2, bias=True, out_bias=True, qk_norm=True)
+    c = config(2, bias=True, qk_norm=True)
     defs = nn.attention_defs(c, stddev=0.1, out_stddev=0.05, dtype=torch.float32)
     shapes = {
         path: leaf.shape
@@ -176,7 +178,7 @@ def test_defs():
 
 def test_gradients_of_shared_key_heads_survive_compilation():
     # Inductor miscompiled the index by which ranks took their key head: the loss was right
-    c = nn.AttentionConfig(4, 4, 2, 2)
+    c = nn.AttentionConfig(embed_dim=4, num_heads=4, num_kv_heads=2, head_dim=2)
     defs = nn.attention_defs(c, stddev=0.3, out_stddev=0.3, dtype=torch.float64)
     params = ft.init_params(ft.random.key(0), defs)
     x = torch.randn(2, 3, 4, dtype=torch.float64)

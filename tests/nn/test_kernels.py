@@ -101,7 +101,10 @@ def test_mlp(agrees, draw, specs, randn, mesh, stream, gated):
 @pytest.mark.parametrize("with_rope", [False, True])
 def test_self_attention(agrees, draw, specs, randn, mesh, stream, qk_norm, with_rope):
     """Against the same layer of torch's operations, which tests of its own compare with formulas."""
-    config = nn.AttentionConfig(EMBED, 8, 4, 4, qk_norm=qk_norm, zero_centered_norm=True)
+    config = nn.AttentionConfig(
+        embed_dim=EMBED, num_heads=8, num_kv_heads=4, head_dim=4,
+        qk_norm=qk_norm, zero_centered_norm=True,
+    )  # fmt: skip
     defs = nn.attention_defs(config, stddev=1.0, out_stddev=1.0, dtype=torch.float64)
     angles = torch.arange(8, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.3])
     rope = (angles.cos(), angles.sin()) if with_rope else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from functron import Mesh, P, nn
 from functron.nn.masked import cross_attention, masked_attention, relative_bias, relative_buckets
 
 BATCH, SEQ, KEYS, EMBED, HEADS, HEAD_DIM = 4, 8, 6, 6, 8, 4
-CONFIG = nn.AttentionConfig(EMBED, HEADS, HEADS, HEAD_DIM, bias=True, out_bias=True)
+CONFIG = nn.AttentionConfig(embed_dim=EMBED, num_heads=HEADS, head_dim=HEAD_DIM, bias=True)
 
 
 def slow(q, k, v, *, seen=None, bias=None, causal=False, scale=None):
@@ -95,6 +96,6 @@ def test_bias_is_looked_up_per_head(randn):
 
 
 def test_grouped_heads_are_refused():
-    config = nn.AttentionConfig(EMBED, HEADS, 2, HEAD_DIM)
+    config = replace(CONFIG, num_kv_heads=2, bias=False)
     with pytest.raises(ValueError, match="num_kv_heads=num_heads"):
         cross_attention({}, torch.ones(1, 1, 1), torch.ones(1, 1, 1), config, stream=P())

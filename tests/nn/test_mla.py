@@ -19,12 +19,16 @@ from functron.nn.context import context_attention
 from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs
 
 BATCH, SEQ, EMBED, HEADS, NOPE, ROPE, V = 4, 8, 6, 8, 3, 4, 5
-CONFIG = MLAConfig(EMBED, HEADS, 7, 9, NOPE, ROPE, V, norm_eps=1e-3)
+CONFIG = MLAConfig(
+    embed_dim=EMBED, num_heads=HEADS, q_rank=7, kv_rank=9, head_dim=NOPE, rope_head_dim=ROPE,
+    v_head_dim=V, norm_eps=1e-3,
+)  # fmt: skip
+SHARPER = nn.RopeScaling(factor=math.exp(10), kind="yarn", mscale_all_dim=math.sqrt(1.7) - 1)
 CONFIGS = {
     "": CONFIG,
-    "biases": replace(CONFIG, bias=True, softmax_factor=1.7),
-    "no query latent": replace(CONFIG, q_rank=0, interleaved=False),
-    "wide values": replace(CONFIG, v_head_dim=10, nope_head_dim=2),
+    "biases": replace(CONFIG, bias=True, rope_scaling=SHARPER),
+    "no query latent": replace(CONFIG, q_rank=0, rope_interleaved=False),
+    "wide values": replace(CONFIG, v_head_dim=10, head_dim=2),
 }
 KINDS = pytest.mark.parametrize("kind", CONFIGS)
 
@@ -48,7 +52,7 @@ def formula(c, rope):
         return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * params["scale"]
 
     def rotate(x):
-        pairs = x.unflatten(-1, (-1, 2)) if c.interleaved else x.unflatten(-1, (2, -1)).mT
+        pairs = x.unflatten(-1, (-1, 2)) if c.rope_interleaved else x.unflatten(-1, (2, -1)).mT
         z = torch.complex(pairs[..., 0], pairs[..., 1]) * torch.complex(cos, sin)
         return torch.cat([z.real, z.imag], -1)
 
@@ -60,11 +64,11 @@ def formula(c, rope):
             ahead = normalise(params["q_norm"], project(params["q_down"], x))
         total = 0
         for head in range(c.num_heads):
-            q_nope, q_rope = (ahead @ w_q[:, head]).split([c.nope_head_dim, c.rope_head_dim], -1)
+            q_nope, q_rope = (ahead @ w_q[:, head]).split([c.head_size, c.rope_head_dim], -1)
             q = torch.cat([q_nope, rotate(q_rope)], -1)
             up = latent @ params["kv_up"]["w"][:, head]
-            k = torch.cat([up[..., : c.nope_head_dim], shared], -1)
-            v = up[..., c.nope_head_dim :]
+            k = torch.cat([up[..., : c.head_size], shared], -1)
+            v = up[..., c.head_size :]
             rows = []
             for t in range(x.shape[1]):
                 scores = (k[:, : t + 1] * q[:, t : t + 1]).sum(-1)
@@ -141,7 +145,7 @@ def test_another_core_is_called_with_whole_heads(draw, randn, kind):
     params, x = drawn(draw, c), randn(BATCH, SEQ, EMBED)
     how = {"rope": rotary(), "stream": P(DATA_AXES)}
     assert torch.equal(mla(params, x, c, core=core, **how), mla(params, x, c, **how))
-    width = (BATCH, SEQ, HEADS, c.nope_head_dim + c.rope_head_dim)
+    width = (BATCH, SEQ, HEADS, c.head_size + c.rope_head_dim)
     assert seen == [(width, width, (BATCH, SEQ, HEADS, c.v_head_dim))]
 
 
@@ -244,12 +248,12 @@ def hugging_face(c: MLAConfig, scaling: nn.RopeScaling | None) -> deepseek.Deeps
         num_key_value_heads=c.num_heads,
         q_lora_rank=c.q_rank or None,
         kv_lora_rank=c.kv_rank,
-        qk_nope_head_dim=c.nope_head_dim,
+        qk_nope_head_dim=c.head_size,
         qk_rope_head_dim=c.rope_head_dim,
         v_head_dim=c.v_head_dim,
         head_dim=c.rope_head_dim,
         attention_bias=c.bias,
-        rope_interleave=c.interleaved,
+        rope_interleave=c.rope_interleaved,
         rope_parameters=rope,
         max_position_embeddings=640,
         attn_implementation="eager",
@@ -284,8 +288,8 @@ def copied(params: dict, module: torch.nn.Module) -> dict:
 def test_transformers(draw, randn, scaling, q_rank, interleaved, bias):
     """Values and gradients; norms, softmax and tables are in float32 there."""
     c = MLAConfig(
-        16, 4, q_rank, 9, 6, 4, 5, bias=bias, interleaved=interleaved,
-        softmax_factor=1.0 if scaling is None else scaling.softmax_factor,
+        embed_dim=16, num_heads=4, q_rank=q_rank, kv_rank=9, head_dim=6, rope_head_dim=4,
+        v_head_dim=5, bias=bias, rope_interleaved=interleaved, rope_scaling=scaling,
     )  # fmt: skip
     settings = hugging_face(c, scaling)
     module = deepseek.DeepseekV3Attention(settings, 0).double()
@@ -352,12 +356,15 @@ def test_padding_of_widths(randn):
 
 
 def test_wrong_shapes_are_taught():
-    with pytest.raises(ValueError, match="no latent attention") as caught:
-        MLAConfig(8, 0, -1, 4, 4, 3, 4, softmax_factor=0.0)
+    with pytest.raises(ValueError, match="invalid latent attention") as caught:
+        MLAConfig(
+            embed_dim=8, num_heads=0, q_rank=-1, kv_rank=4, head_dim=4, rope_head_dim=3,
+            v_head_dim=4, rope_scaling=replace(SHARPER, mscale_all_dim=-1.0),
+        )  # fmt: skip
     for text in (
         "num_heads: got 0; wanted at least 1",
         "q_rank: got -1; wanted at least 0",
         "rope_head_dim: got 3; wanted pairs",
-        "softmax_factor: got 0.0; wanted a positive",
+        "rope_scaling: got a factor of scores of 0.0; wanted a positive",
     ):
         assert text in str(caught.value)

@@ -19,7 +19,7 @@ from functron.spmd.params import Normal, ParamDef
 BATCH, SEQ, EMBED, VOCAB, HEADS, HEAD_DIM, DEPTHS = 4, 16, 6, 12, 4, 3, 2
 CONTEXT = ("cp", "ulysses")
 STREAMS = {"": P(DATA_AXES, CONTEXT), "sp": P(DATA_AXES, (*CONTEXT, "tp"))}
-ATTENTION = nn.AttentionConfig(EMBED, HEADS, HEADS, HEAD_DIM)
+ATTENTION = nn.AttentionConfig(embed_dim=EMBED, num_heads=HEADS, head_dim=HEAD_DIM)
 EPS = 1e-3
 
 

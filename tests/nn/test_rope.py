@@ -244,7 +244,7 @@ def test_rotations_of_the_tape_alone_have_derivatives_of_any_order():
     def turned(x):
         return nn.apply_rope(x, table)
 
-    assert type(turned(x).grad_fn).__name__ == "_TurnedBackward"
+    assert type(turned(x).grad_fn).__name__ == "_RotatedHalvesBackward"
     pairs = torch.complex(*x.chunk(2, -1)) * turns.unsqueeze(-2)
     torch.testing.assert_close(turned(x), torch.cat([pairs.real, pairs.imag], -1))
     assert torch.autograd.gradcheck(turned, (x,))

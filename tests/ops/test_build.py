@@ -195,7 +195,7 @@ def _split_stores(text: str) -> dict[str, int]:
     return {kernel: count for kernel, count in found.items() if count}
 
 
-def _some(source: nvrtc.Source, number: int) -> tuple[nvrtc.Defines, ...]:
+def _some(source: nvrtc.KernelSource, number: int) -> tuple[nvrtc.Defines, ...]:
     """Two variants that have no value of a macro in common: the last and, by turns, another."""
     last = source.variants[-1]
     others = [one for one in source.variants if all(one[macro] != last[macro] for macro in last)]

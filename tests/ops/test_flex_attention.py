@@ -74,7 +74,7 @@ def test_the_op_and_its_backward(monkeypatch, mask, causal, cap, by):
             functools.partial(flex_attention._masked_kernel, None),
             functools.partial(flex_attention._masked_backward_kernel, None),
         ),
-        "reference": (flex_attention._masked, flex_attention._masked_backward),
+        "reference": (flex_attention._attend_in_chunks, flex_attention._masked_backward),
     }[by]
     formula = functools.partial(dense, visible=visible, causal=causal, scale=0.3, cap=cap)
     (out, lse), pullback = vjp(formula, q, k, v)
@@ -96,7 +96,7 @@ def test_no_chunk_is_left_out_that_has_something_to_see(mask):
     q, k, _ = operands(seq=700, keys=700)
     visible = masks(700, 700)[mask]
     tests = flex_attention.tests_of(q, k, visible)
-    static = flex_attention.Static(True, 1.0, 0.0, tests[0] is not None, tests[2] is not None)
+    static = flex_attention.FlexSettings(True, 1.0, 0.0, tests[0] is not None, tests[2] is not None)
     given = [x for x in tests if x is not None]
     needed = flex_attention.chunks(BATCH, 700, 700, given, static, q.device)
     lse = dense(q, k, k, visible, True, 1.0, 0.0)[1]
@@ -206,7 +206,7 @@ def test_kept_kernels_of_different_caps_are_different():
     variables = [Var(f"x{i}", *facts[i], i, 4 * 4096) for i in range(3)]
     keys = set()
     for cap in (30.0, 50.0):
-        static = flex_attention.Static(True, 0.3, cap, False, False)
+        static = flex_attention.FlexSettings(True, 0.3, cap, False, False)
         made = flex_attention.graph(False, facts, static)
         keys.add(inductor._key(made, variables, {}))
     assert len(keys) == 2

@@ -20,9 +20,9 @@ from functron.ops.quantise import (
     HISTORY,
     MOST,
     WIDTH,
-    Draw,
-    Format,
     Quantised,
+    QuantisedFormat,
+    RoundingDraw,
     copied,
     dequantise,
     hadamard,
@@ -53,7 +53,7 @@ def matrix(*shape, seed=0, dtype=torch.float32):
 
 
 def made(x, text, draw=None):
-    f = Format.parse(text)
+    f = QuantisedFormat.parse(text)
     return quantise(x, f, magnitude(x, f), draw)
 
 
@@ -109,7 +109,7 @@ def test_rounding_to_nearest(element):
     x = numbers(element)
     x = np.concatenate([x, np.zeros(-len(x) % 32, np.float32)])
     most = MOST[ELEMENTS[element]]
-    got = codes(ops._rounded(torch.from_numpy(x), ELEMENTS[element], None))
+    got = codes(ops._round_to_dtype(torch.from_numpy(x), ELEMENTS[element], None))
     want = np.clip(x, -most, most).astype(NUMPY[element]).view(np.uint8)
     assert np.array_equal(got, want)
 
@@ -127,7 +127,7 @@ def test_stochastic_rounding(element):
     assert np.array_equal(x.astype(np.float32), x)
     bits = torch.arange(2**16, dtype=torch.int32)
     wide = torch.from_numpy(x).float().unsqueeze(1).expand(-1, 2**16)
-    y = ops._rounded(wide.contiguous(), ELEMENTS[element], bits.expand(24, -1))
+    y = ops._round_to_dtype(wide.contiguous(), ELEMENTS[element], bits.expand(24, -1))
     got = unpacked(y) if element == "e2m1" else y.float()
     assert np.array_equal(got.double().mean(1).numpy(), x)
     for row, i, sign in zip(got, at, np.where(np.arange(24) % 2, -1, 1), strict=True):
@@ -138,18 +138,18 @@ def test_bits_belong_to_global_positions():
     """A shard is rounded as the whole tensor is; the bits are `random.bits`'."""
     x, key = matrix(32, 64), random.key(3)
     at = torch.arange(32) * 64, torch.arange(64)
-    whole = made(x, "e4m3@1x32+stochastic", Draw(key, *at, 5))
-    part = made(x[8:24, 32:], "e4m3@1x32+stochastic", Draw(key, at[0][8:24], at[1][32:], 5))
+    whole = made(x, "e4m3@1x32+stochastic", RoundingDraw(key, *at, 5))
+    part = made(x[8:24, 32:], "e4m3@1x32+stochastic", RoundingDraw(key, at[0][8:24], at[1][32:], 5))
     assert np.array_equal(codes(part.values), codes(whole.values)[8:24, 32:])
     drawn = random.bits(random.fold_in(key, 5), (32, 64), bit_width=16).to(torch.int32)
     assert torch.equal(ops._bits_at(key, *at, 5), drawn)
     assert (codes(whole.values) != codes(made(x, "e4m3@1x32").values)).any()
     keys = random.split(key, 2)
     mapped = torch.func.vmap(
-        lambda k, i, j: made(x[:16, :32], "e2m1@16x16+stochastic", Draw(k, i, j)).values
+        lambda k, i, j: made(x[:16, :32], "e2m1@16x16+stochastic", RoundingDraw(k, i, j)).values
     )(keys, at[0].reshape(2, 16), at[1].reshape(2, 32))
     for i in range(2):
-        draw = Draw(keys[i], at[0][16 * i :][:16], at[1][32 * i :][:32])
+        draw = RoundingDraw(keys[i], at[0][16 * i :][:16], at[1][32 * i :][:32])
         want = made(x[:16, :32], "e2m1@16x16+stochastic", draw).values
         assert np.array_equal(codes(mapped[i]), codes(want))
 
@@ -201,7 +201,7 @@ def test_deepseek_weights_as_transformers_reads_them():
 @pytest.mark.parametrize("text", FORMATS)
 def test_error_and_what_is_not_finite(text):
     """Half a unit of the last bit of what is normal; NaN where, and only where, a scale is shared."""
-    f = Format.parse(text)
+    f = QuantisedFormat.parse(text)
     x = matrix(2, 128, 256, seed=2)
     back = dequantise(made(x, text))
     half = {"e4m3": 1 / 16, "e5m2": 1 / 8, "e2m1": 1 / 4}[f.element]
@@ -290,7 +290,7 @@ def test_swizzled_scales(shape):
 
 def test_text_of_formats():
     for text in (*FORMATS, "e2m1@1x16+stochastic", "e4m3@1x128+stochastic+pow2"):
-        assert str(Format.parse(text)) == text
+        assert str(QuantisedFormat.parse(text)) == text
     assert made(matrix(1, 128), "e4m3@1x128+pow2").scales.log2().frac().item() == 0
     for text, match in {
         "e4m3": "ELEMENT@BLOCKS",
@@ -301,7 +301,7 @@ def test_text_of_formats():
         "e4m3@1x32+pow2": "leave pow2 out",
     }.items():
         with pytest.raises(ValueError, match=match):
-            Format.parse(text)
+            QuantisedFormat.parse(text)
 
 
 def test_bad_operands():
@@ -314,11 +314,11 @@ def test_bad_operands():
     ):
         made(torch.ones(40, 32), "e2m1@16x16")
     with pytest.raises(ValueError, match=r"amax: got shape None; wanted \(4,\), for e4m3@row"):
-        quantise(torch.ones(4, 32), Format.parse("e4m3@row"))
+        quantise(torch.ones(4, 32), QuantisedFormat.parse("e4m3@row"))
     with pytest.raises(ValueError, match=r"draw: got no bits.*Draw"):
         made(torch.ones(4, 32), "e4m3@1x32+stochastic")
     with pytest.raises(ValueError, match=r"x: got torch.int64 of shape \(3,\)"):
-        quantise(torch.arange(3), Format.parse("e4m3@1x32"))
+        quantise(torch.arange(3), QuantisedFormat.parse("e4m3@1x32"))
 
 
 def test_histories():

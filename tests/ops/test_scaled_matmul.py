@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from functron.ops.quantise import Format, Quantised, dequantise, magnitude, quantise
+from functron.ops.quantise import Quantised, QuantisedFormat, dequantise, magnitude, quantise
 from functron.ops.scaled_matmul import (
     grouped_on_cuda,
     on_cuda,
@@ -35,7 +35,7 @@ def matrix(*shape, seed=0):
 
 
 def made(x, text):
-    f = Format.parse(text)
+    f = QuantisedFormat.parse(text)
     return quantise(x, f, magnitude(x, f))
 
 
@@ -99,7 +99,7 @@ def test_tensor_cores(left, right):
     for a, b in zip(ours, want, strict=True):
         assert torch.equal(a.values.view(torch.uint8).cpu(), b.values.view(torch.uint8))
         assert torch.equal(a.scales.view(torch.uint8).cpu(), b.scales.view(torch.uint8))
-    reason = why_not(*map(Format.parse, (left, right)), BF16, capability)
+    reason = why_not(*map(QuantisedFormat.parse, (left, right)), BF16, capability)
     if reason is not None:
         with pytest.raises(ValueError, match="a quantised product"):
             scaled_matmul(*ours, BF16)
@@ -138,7 +138,7 @@ def test_what_tensor_cores_are_given(left, right, dtype, monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", double)
     for rows, columns in ((M, N), (M + 4, N + 8)):
-        if columns % Format.parse(right).block[0]:
+        if columns % QuantisedFormat.parse(right).block[0]:
             continue
         a, b = made(matrix(rows, K), left), made(matrix(columns, K, seed=1), right)
         y = on_cuda(a, b, dtype)
@@ -173,7 +173,7 @@ def test_which_device_has_what(capability):
         texts = [f"e4m3@{blocks}" for blocks in (name.split() * 2)[:2]]
         if name == "nvfp4":
             texts = ["e2m1@1x16", "e2m1@16x16"]
-        reason = why_not(*map(Format.parse, texts), BF16, capability)
+        reason = why_not(*map(QuantisedFormat.parse, texts), BF16, capability)
         assert (reason is None) == (name in known), (name, reason)
         if reason is not None:
             assert "compute capability" in reason
@@ -184,9 +184,11 @@ def test_which_device_has_what(capability):
         ("e2m1@1x32", "e2m1@1x32"): "take 1x16",
     }
     for (left, right), match in pairs.items():
-        assert match in why_not(Format.parse(left), Format.parse(right), BF16, capability)
-    assert "float64" in why_not(*[Format.parse("e4m3@tensor")] * 2, F64, capability)
-    grouped = why_not(*[Format.parse("e4m3@row")] * 2, BF16, capability, grouped=True)
+        assert match in why_not(
+            QuantisedFormat.parse(left), QuantisedFormat.parse(right), BF16, capability
+        )
+    assert "float64" in why_not(*[QuantisedFormat.parse("e4m3@tensor")] * 2, F64, capability)
+    grouped = why_not(*[QuantisedFormat.parse("e4m3@row")] * 2, BF16, capability, grouped=True)
     assert (grouped is None) == (capability == (9, 0))
 
 
@@ -203,7 +205,7 @@ def test_groups_of_rows(monkeypatch):
     """The reference by a loop; what tensor cores are given passes torch's checks; FLOPs."""
     sizes = torch.tensor([3, 0, 9])
     x, w = matrix(16, K), matrix(3, N, K, seed=1)
-    rows = Format.parse("e4m3@row")
+    rows = QuantisedFormat.parse("e4m3@row")
     a, b = quantise(x.unsqueeze(1), rows, magnitude(x.unsqueeze(1), rows)), made(w, "e4m3@tensor")
     with FlopCounterMode(display=False) as counter:
         y = scaled_grouped_matmul(a, b, sizes, F32)

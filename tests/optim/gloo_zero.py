@@ -14,7 +14,7 @@ import torch.distributed as dist
 import functron as ft
 from functron import Mesh, P, gpt, optim, random, tree
 from functron.core import compat
-from functron.ops.define import use
+from functron.ops.operations import use
 from functron.pipeline import Partition, even_layout, make, pipelined
 from functron.spmd.spec import cut_tree, is_spec, take, whole_over
 from functron.training import step as steps

@@ -237,7 +237,10 @@ def test_injected_state_on_a_mesh():
 def test_groups_are_as_many_optimizers():
     groups, problems = optim.parse_groups("embed lr=0.1 decay=0 ; blocks/*norm lr=2;")
     assert not problems
-    assert groups == (optim.Group("embed", 0.1, 0.0), optim.Group("blocks/*norm", 2.0))
+    assert groups == (
+        optim.ParameterGroup("embed", 0.1, 0.0),
+        optim.ParameterGroup("blocks/*norm", 2.0),
+    )
     made = optim.by_group(
         lambda g: optim.adamw(0.1 * g.learning_rate, weight_decay=0.2 * g.weight_decay),
         values(0),
@@ -269,7 +272,11 @@ def test_bad_groups_and_labels():
     assert "optimizer.groups: got lr=x; wanted lr= a finite number of at least 0" in text
     assert "got rate=2; wanted lr=NUMBER or decay=NUMBER" in text
     assert "got 'norm'; wanted a pattern, then lr= or decay=" in text
-    groups = [optim.Group("embet"), optim.Group("*up"), optim.Group("blocks/up")]
+    groups = [
+        optim.ParameterGroup("embet"),
+        optim.ParameterGroup("*up"),
+        optim.ParameterGroup("blocks/up"),
+    ]
     found = optim.group_problems(values(0), groups)
     assert [p.got for p in found] == [
         "pattern 'embet', which is the first to fit no path",

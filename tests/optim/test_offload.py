@@ -79,7 +79,7 @@ WHOLE = {
     "muon": OPTIMIZERS["muon"],
     "soap": optim.soap(RATE, MATRICES, frequency=2),
     "adafactor": optim.adafactor(0.1, 4, momentum=0.9),
-    "adam-mini": optim.adam_mini(RATE, tree.map(lambda m: optim.Block((0,)), MASK)),
+    "adam-mini": optim.adam_mini(RATE, tree.map(lambda m: optim.MomentBlock((0,)), MASK)),
     "stochastic": optim.with_stochastic_rounding(optim.adamw(RATE)),
     "any mask": optim.adamw(RATE, mask=lambda params: tree.map(lambda p: len(p) > 3, params)),
     "state of other shapes": optim.adafactor(0.1, 4)._replace(elementwise=True),

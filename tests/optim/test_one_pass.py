@@ -14,7 +14,7 @@ from functron import Mesh, P, optim, tree
 from functron.compiler.executable import takers
 from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
-from functron.ops.define import use
+from functron.ops.operations import use
 from functron.spmd.spec import is_spec, spec_axes
 
 KERNEL = use("kernel")

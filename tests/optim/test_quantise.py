@@ -74,7 +74,7 @@ def test_which_leaves_are_quantised_depends_on_global_shapes():
     assert optim.quantisable(DEFS) == chosen
     optimizer = optim.scale_by_adam(mu_dtype="int8", nu_dtype="int8", quantised=chosen)
     state = optimizer.init(abstract_params(DEFS))
-    kinds = {name: isinstance(leaf, optim.Quantised) for name, leaf in state.mu.items()}
+    kinds = {name: isinstance(leaf, optim.QuantisedMoment) for name, leaf in state.mu.items()}
     assert kinds == chosen
     assert state.nu["small"].dtype == torch.float32
 

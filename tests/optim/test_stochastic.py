@@ -10,7 +10,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, optim, random, tree
 from functron.ops.adamw import stochastic_round
-from functron.ops.define import use
+from functron.ops.operations import use
 from functron.optim import StochasticState, with_stochastic_rounding
 
 SHAPES = {"blocks": {"norm": (3, 5), "up": (3, 4, 8)}, "embed": (8, 4), "bias": (7,)}

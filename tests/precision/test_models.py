@@ -338,7 +338,7 @@ def test_a_float32_residual_adds_up_what_sublayers_say():
     for row in range(model.num_layers):
         own = tree.map(lambda w, row=row: w[row], weights["blocks"])
         y = norm(own["attention_norm"], x)
-        x = x + nn.self_attention(own["attention"], y, model.attention, rope=rope, stream=P())
+        x = x + nn.self_attention(own["attention"], y, model, rope=rope, stream=P())
         y = norm(own["mlp_norm"], x)
         x = x + nn.mlp(own["mlp"], y, activation=model.activation, stream=P())
     logits = norm(weights["norm"], x) @ weights["unembed"]

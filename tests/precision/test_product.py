@@ -15,8 +15,8 @@ from functron.nn.moe import MoEConfig, moe, moe_defs
 from functron.nn.moe import layer as moe_layer
 from functron.ops.quantise import (
     HISTORY,
-    Draw,
-    Format,
+    QuantisedFormat,
+    RoundingDraw,
     dequantise,
     hadamard,
     magnitude,
@@ -39,7 +39,7 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def decoded(x: Tensor, form: Format, draw: Draw | None = None) -> Tensor:
+def decoded(x: Tensor, form: QuantisedFormat, draw: RoundingDraw | None = None) -> Tensor:
     return dequantise(quantise(x, form, magnitude(x, form), draw)).double()
 
 
@@ -54,8 +54,8 @@ def test_three_products_by_hand(name):
     flat, d = x.flatten(0, 1), dy.flatten(0, 1)
     tokens, outputs = torch.arange(len(flat)), torch.arange(128)
     bits = {  # counters are row-major positions in dy, whose columns are outputs
-        1: lambda: Draw(KEY, tokens * 128, outputs, 2),
-        2: lambda: Draw(KEY, outputs, tokens * 128, 5),
+        1: lambda: RoundingDraw(KEY, tokens * 128, outputs, 2),
+        2: lambda: RoundingDraw(KEY, outputs, tokens * 128, 5),
     }
     want = {}
     pairs = {"fprop": (flat, w.mT), "dgrad": (d, w), "wgrad": (flat.mT, d.mT)}
@@ -367,7 +367,7 @@ def test_scales_are_of_the_steps_before():
     dx, dw, counts = pull(dy)
 
     def known(m, form, most):
-        q = quantise(m, Format.parse(form), torch.tensor(most))
+        q = quantise(m, QuantisedFormat.parse(form), torch.tensor(most))
         return dequantise(q).double()
 
     flat, d = x[0], dy[0]

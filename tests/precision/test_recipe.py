@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functron.ops.quantise import Format
+from functron.ops.quantise import QuantisedFormat
 from functron.precision import RECIPES, Contraction, Recipe
 from functron.precision.recipe import check_gpu, problems_on
 
@@ -26,7 +26,7 @@ def test_text():
     assert Recipe.parse(str(ends)) == ends
     assert [ends.high(n) for n in (2, 4, 62)] == [(1, 0), (1, 1), (1, 9)]
     some = Recipe.parse(f"wgrad=high scaling=local fprop={PLAIN} dgrad=high")
-    row = Format("e4m3", "row")
+    row = QuantisedFormat("e4m3", "row")
     assert some == Recipe(Contraction(row, row), None, None, "local")
     assert [name for name, _ in some.products()] == ["fprop"]
 

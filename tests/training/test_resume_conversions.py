@@ -10,7 +10,7 @@ import torch
 
 from functron import BoundMesh, Mesh, checkpoint, optim, random, tree
 from functron.optim import LossScale, OptimizerConfig
-from functron.optim.finite import LossScaleState
+from functron.optim.loss_scaling import LossScaleState
 from functron.optim.low_precision import MastersState, StochasticState
 from functron.spmd.spec import shard
 from functron.training import run_folder
@@ -257,7 +257,7 @@ def test_moments_in_8_bits_and_out_of_them(tmp_path, monkeypatch, coding, title)
     assert words == (f"the optimizer's state from {title} to float32",)
     known = dict(zip(tree.paths(back), tree.leaves(back), strict=True))
     for name in coded:
-        made = optim.Quantised(after[f"{name}/codes"], after[f"{name}/scales"])
+        made = optim.QuantisedMoment(after[f"{name}/codes"], after[f"{name}/scales"])
         assert torch.equal(known[name], optim.dequantise(made, signed="/mu/" in name))
     mesh = Mesh(fsdp=2)
     last = BoundMesh(mesh, 1, mesh.coordinate(1), {"fsdp": None}, "cpu")
@@ -300,7 +300,7 @@ def test_moments_from_8_bits_to_other_8_bits(tmp_path, before, after):
     found = dict(zip(tree.paths(got.opt_state), tree.leaves(got.opt_state), strict=True))
     for name in means:
         signed = "/mu/" in name or name.startswith("mu/")
-        held = optim.Quantised(named[f"{name}/codes"], named[f"{name}/scales"])
+        held = optim.QuantisedMoment(named[f"{name}/codes"], named[f"{name}/scales"])
         made = optim.quantise(optim.dequantise(held, signed=signed), signed=signed, coding=after)
         assert torch.equal(found[f"{name}/codes"].float(), made.codes.float())
         assert torch.equal(found[f"{name}/scales"], made.scales)

@@ -13,18 +13,18 @@ import torch
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.core.settings import Need, Needs
 
-Score = Literal["softmax", "sigmoid"]
+RouterScore = Literal["softmax", "sigmoid"]
 Normalise = Literal["before", "after"]
 GroupScore = Literal["top2", "max"]
 RoutingKind = Literal["top_k", "expert_choice", "sinkhorn"]
 Drop = Literal["position", "probability"]
 Balance = Literal["sequence", "batch"]
 RouterDtype = Literal["float32", "float64"]
-Dispatch = Literal["alltoall", "gather"]
+ExpertDispatch = Literal["alltoall", "gather"]
 
 _CHOICES = MappingProxyType(
     {
-        "score": Score,
+        "score": RouterScore,
         "normalise": Normalise,
         "group_score": GroupScore,
         "routing": RoutingKind,
@@ -32,7 +32,7 @@ _CHOICES = MappingProxyType(
         "drop": Drop,
         "aux": Balance,
         "router_dtype": RouterDtype,
-        "dispatch": Dispatch,
+        "dispatch": ExpertDispatch,
     }
 )
 _POSITIVE = ("num_experts", "top_k", "expert_dim", "num_groups", "top_groups", "sinkhorn_steps")
@@ -137,7 +137,7 @@ class MoEConfig:
     num_experts: int = 8
     top_k: int = 2
     expert_dim: int = 1024
-    score: Score = "softmax"
+    score: RouterScore = "softmax"
     normalise: Normalise = "before"
     renormalise: bool = False
     scale: float = 1.0
@@ -161,10 +161,10 @@ class MoEConfig:
     latent_dim: int = 0
     expert_bias: bool = False
     router_dtype: RouterDtype = "float32"
-    dispatch: Dispatch = "alltoall"
+    dispatch: ExpertDispatch = "alltoall"
 
     def __post_init__(self):
-        raise_problems("MoEConfig describes no mixture of experts", self._problems())
+        raise_problems("invalid MoEConfig", self._problems())
 
     @property
     def choices(self) -> int:

@@ -55,7 +55,7 @@ from functron.nn.layers import (
     reduce_partial,
     sequence_axes,
 )
-from functron.nn.moe.config import Dispatch, MoEConfig
+from functron.nn.moe.config import ExpertDispatch, MoEConfig
 from functron.nn.moe.router import (
     Router,
     RouterInput,
@@ -70,10 +70,10 @@ from functron.nn.moe.router import (
     router_defs,
     statistics,
 )
-from functron.ops.define import AUTO, Kernels
 from functron.ops.glu import glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
+from functron.ops.operations import AUTO, Kernels
 from functron.program.recorder import keeper
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
@@ -212,7 +212,7 @@ def experts(
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
     elif products is PRODUCTS and kernels.takes("glu", gate, up):
         y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
-        return _biased(y, params["down"], sizes, parts)
+        return _add_bias(y, params["down"], sizes, parts)
     else:
         hidden = GATED[activation](*halves(gate, up))
     where = {"experts": axes, "inner": split, "outer": ()}
@@ -234,10 +234,10 @@ def _linear(
 ) -> Tensor:
     own = {"name": f"experts/{name}", **where}
     y = products.grouped(rows, layer["w"], sizes, zeros, zeros_back, **own)
-    return _biased(y, layer, sizes, parts, zeros)
+    return _add_bias(y, layer, sizes, parts, zeros)
 
 
-def _biased(y: Tensor, layer: dict, sizes: Tensor, parts: int, zeros: bool = True) -> Tensor:
+def _add_bias(y: Tensor, layer: dict, sizes: Tensor, parts: int, zeros: bool = True) -> Tensor:
     if "b" not in layer:
         return y
     # as a product with ones: no row outside of all groups gets one, and its gradient is a sum of
@@ -252,7 +252,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 beyond the sum of sizes belong to none."""
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """The assignments of some tokens, sorted by expert; `sort_by_expert` makes it.
 
     Attributes:
@@ -277,7 +277,7 @@ def sort_by_expert(
     *,
     rows: int,
     kernels: Kernels = AUTO,
-) -> Order:
+) -> RowOrder:
     """Sort assignments by expert, tokens in order within each, and those not kept last.
 
     Args:
@@ -289,11 +289,11 @@ def sort_by_expert(
     """
     sort = SORT if kernels.takes("moe_sort", experts) else sorted_assignments
     found = sort(experts, kept, num_experts, rows)
-    return Order(*found, whole=rows >= experts.numel())
+    return RowOrder(*found, whole=rows >= experts.numel())
 
 
 def permute(
-    x: Float[Tensor, "tokens dim"], order: Order, *, kernels: Kernels = AUTO
+    x: Float[Tensor, "tokens dim"], order: RowOrder, *, kernels: Kernels = AUTO
 ) -> Float[Tensor, "rows dim"]:
     """The token of every row. Transpose: the sum over a token's rows. Gathers both ways.
 
@@ -307,7 +307,7 @@ def permute(
 def unpermute(
     rows: Float[Tensor, "rows dim"],
     weights: Float[Tensor, "tokens choices"],
-    order: Order,
+    order: RowOrder,
     *,
     kernels: Kernels = AUTO,
 ) -> Float[Tensor, "tokens dim"]:
@@ -325,7 +325,7 @@ def unpermute(
     return out
 
 
-def _of_rows(values: Tensor, order: Order) -> Tensor:
+def _of_rows(values: Tensor, order: RowOrder) -> Tensor:
     """``[N, choices]`` by assignment as ``[R]`` by row."""
     places = order.slots.flatten().unsqueeze(1)
     return copy_rows(values.flatten(), order.assignment, places, whole=order.whole)
@@ -371,7 +371,7 @@ def dispatched(
     *,
     num_experts: int,
     axes: tuple[str, ...] = ("ep",),
-    kind: Dispatch = "alltoall",
+    kind: ExpertDispatch = "alltoall",
     per_expert: int | None = None,
     meanwhile: Callable[[], None] = lambda: None,
     kernels: Kernels = AUTO,
@@ -412,7 +412,7 @@ def dispatched(
     most = x.shape[0] if per_expert is None else min(per_expert, x.shape[0])
     if ranks > 1 and kind == "gather":
         meanwhile()
-        return _gathered(
+        return _gather_tokens(
             x, experts, weights, kept, compute, num_experts // ranks, axes, most, kernels
         )
     rows = min(experts.numel(), num_experts * most)
@@ -423,11 +423,11 @@ def dispatched(
         made = compute(permuted, order.sizes)
     else:
         room = min(x.shape[0] * experts.shape[1], num_experts // ranks * most)
-        made = _exchanged(permuted, order.sizes, compute, axes, ranks, room, meanwhile, kernels)
+        made = _exchange_rows(permuted, order.sizes, compute, axes, ranks, room, meanwhile, kernels)
     return unpermute(made, weights, order, kernels=kernels).to(x.dtype)
 
 
-def _exchanged(
+def _exchange_rows(
     rows: Tensor,
     sizes: Tensor,
     compute: Compute,
@@ -453,16 +453,16 @@ def _exchanged(
         rows, outgoing, found, capacity=capacity, room=room, wait=False
     )
     meanwhile()
-    there = _reordered(arrived(there, found), incoming, layout, by_expert, kernels)
+    there = _reorder_rows(arrived(there, found), incoming, layout, by_expert, kernels)
     made = compute(there, incoming.flatten(0, -2).sum(0))
-    made = _reordered(made, incoming, by_expert, by_rank, kernels)
+    made = _reorder_rows(made, incoming, by_expert, by_rank, kernels)
     back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0], room=room)
-    back = _reordered(back, returned, layout, by_rank, kernels)
+    back = _reorder_rows(back, returned, layout, by_rank, kernels)
     missing = rows.shape[0] - back.shape[0]  # processes return only what they were sent
     return torch.cat([back, back.new_zeros(missing, back.shape[1])]) if missing else back
 
 
-def _reordered(
+def _reorder_rows(
     rows: Tensor, sizes: Tensor, now: tuple[int, ...], wanted: tuple[int, ...], kernels: Kernels
 ) -> Tensor:
     """Rows in blocks by the dims `now` of sizes, in blocks by the dims `wanted`."""
@@ -475,7 +475,7 @@ def _reordered(
     return copy_rows(rows, source, slots, whole=True)
 
 
-def _gathered(
+def _gather_tokens(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
@@ -674,9 +674,11 @@ def moe(
 
     def meanwhile() -> None:
         if config.shared_dim:
-            shared.append(_shared(params, x, activation, stream, axis, kernels, products))
+            shared.append(
+                _run_shared_expert(params, x, activation, stream, axis, kernels, products)
+            )
 
-    y = _routed(
+    y = _run_experts(
         params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile,
         kernels, products,
     )  # fmt: skip
@@ -686,7 +688,7 @@ def moe(
     return y, share, statistics(routing, config, counted=counted, stream=stream)
 
 
-def _routed(
+def _run_experts(
     params: dict,
     x: Tensor,
     routing: Routing,
@@ -730,7 +732,7 @@ def _routed(
     return reduce_partial(y, stream, axis) if parts > 1 else y
 
 
-def _shared(
+def _run_shared_expert(
     params: dict,
     x: Tensor,
     activation: ExpertActivation,

@@ -37,8 +37,8 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import SEQ_DIM, linear_defs, sequence_axes
 from functron.nn.moe.config import Drop, MoEConfig
-from functron.ops.define import AUTO, Kernels
-from functron.ops.moe import RENORMALISE_EPS, Score, Weighting, best, choose, fits, moe_router
+from functron.ops.moe import RENORMALISE_EPS, KernelScore, Weighting, best, choose, fits, moe_router
+from functron.ops.operations import AUTO, Kernels
 from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import CONTEXT_AXES
@@ -354,8 +354,8 @@ def route(
     if key is not None and config.jitter:
         x = x * _noise(key, x, config, rows, positions, stream)
     logits = _logits(params, x, config)
-    experts, weights, scores = _chosen(params, logits, config, stream, kernels)
-    kept = _kept(experts, weights, config, rows, positions, stream)
+    experts, weights, scores = _choose_experts(params, logits, config, stream, kernels)
+    kept = _fit_capacity(experts, weights, config, rows, positions, stream)
     # a zero alone would hide what is dropped from the loss but not from the gradient
     weights = torch.where(kept, weights * config.scale, torch.zeros_like(weights))
     return Routing(experts, weights, kept, scores, logits)
@@ -382,7 +382,7 @@ def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing
             f"{title}: got {type(out).__name__} from router=; wanted a RouterOutput; "
             "fix: return nn.moe.RouterOutput(experts, weights)"
         )
-    raise_problems(title, list(_misshapen(out, inputs)))
+    raise_problems(title, list(_find_misshapen(out, inputs)))
     listed = out.experts.sort(-1).values
     bad = (listed[..., :1] < 0) | (listed[..., -1:] >= config.num_experts)
     bad = bad | (listed[..., 1:] == listed[..., :-1]).any(-1, keepdim=True)
@@ -391,7 +391,7 @@ def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing
     kept, scores = out.kept, out.scores
     if kept is None:
         places = (inputs.rows, inputs.positions, inputs.stream)
-        kept = _kept(experts, weights, config, *places)
+        kept = _fit_capacity(experts, weights, config, *places)
     weights = torch.where(kept, weights, torch.zeros_like(weights))
     if scores is None:
         scores = lax.stop_gradient(out.weights).clamp_min(0)
@@ -400,7 +400,7 @@ def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing
     return Routing(experts, weights, kept, scores), share
 
 
-def _misshapen(out: RouterOutput, inputs: RouterInput) -> Iterator[Problem]:
+def _find_misshapen(out: RouterOutput, inputs: RouterInput) -> Iterator[Problem]:
     """Fields whose shapes or dtypes are not those that `RouterOutput` describes."""
     tokens, experts = tuple(inputs.x.shape[:2]), inputs.config.num_experts
     choices = out.experts.shape[-1] if out.experts.dim() else 0
@@ -445,7 +445,7 @@ def top_k_experts(
             logit is chosen. None: scores alone.
         kernels: of ``"moe_router"``.
     """
-    score: Score = "given" if logits is None else config.score
+    score: KernelScore = "given" if logits is None else config.score
     ranked, own = (lax.stop_gradient(x) for x in (scores, scores if logits is None else logits))
     if _takes(kernels, config, own):
         return _by_kernel(own, balance, config, score, "scores")[0]
@@ -456,7 +456,7 @@ def top_k_experts(
     )  # fmt: skip
 
 
-def _chosen(
+def _choose_experts(
     params: dict, logits: Tensor, config: MoEConfig, stream: P, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Experts, their weights before `scale`, in which dropping has no part, and all scores."""
@@ -484,7 +484,7 @@ def _takes(kernels: Kernels, config: MoEConfig, x: Tensor) -> bool:
 
 
 def _by_kernel(
-    x: Tensor, balance: Tensor | None, config: MoEConfig, score: Score, weighting: Weighting
+    x: Tensor, balance: Tensor | None, config: MoEConfig, score: KernelScore, weighting: Weighting
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_router` of logits, or given scores, ``[batch, seq, experts]``."""
     found = moe_router(
@@ -524,7 +524,7 @@ def _weights(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig)
     return chosen
 
 
-def _kept(
+def _fit_capacity(
     experts: Tensor,
     weights: Tensor,
     config: MoEConfig,

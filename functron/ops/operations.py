@@ -30,13 +30,11 @@ from functron.core import compat, tree
 from functron.core.compat import Function
 from functron.core.errors import nearest
 from functron.core.typing import Tensor
-from functron.ops.launch import cuda, usable
+from functron.ops.launch import KernelArgument, cuda, usable
 from functron.program.recorder import keeper
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _NO_DEFINES: Mapping[str, str] = MappingProxyType({})
-
-Argument = torch.Tensor | int | float | None
 
 
 @runtime_checkable  # the tests check annotations
@@ -49,7 +47,7 @@ class Launch(Protocol):
         kernel: str,
         grid: int | Sequence[int],
         block: int,
-        *args: Argument,
+        *args: KernelArgument,
         defines: Mapping[str, str] = _NO_DEFINES,
         shared_bytes: int = 0,
     ) -> None:
@@ -200,7 +198,7 @@ def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callabl
             ctx.num_inputs = len(inputs)
             _without_derivative(ctx, rule, outputs)
             if rule is not None:
-                _keep(ctx, rule.save(inputs, outputs))
+                _save_values(ctx, rule.save(inputs, outputs))
 
         @staticmethod
         def backward(ctx, *cotangents) -> Any:
@@ -209,7 +207,7 @@ def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callabl
                     f"functron::{name} has no derivative; "
                     'fix: pass kernels=functron.ops.use("reference") where higher ones are wanted'
                 )
-            grads = tuple(rule.backward(_kept(ctx), cotangents))
+            grads = tuple(rule.backward(_load_saved(ctx), cotangents))
             assert len(grads) == ctx.num_inputs, name
             return grads
 
@@ -236,14 +234,14 @@ def _without_derivative(ctx: Any, rule: Gradient | None, outputs: tuple) -> None
     )
 
 
-def _keep(ctx: Any, values: Sequence[Any]) -> None:
+def _save_values(ctx: Any, values: Sequence[Any]) -> None:
     tensors = [isinstance(value, torch.Tensor) for value in values]
     ctx.static = [None if is_one else v for v, is_one in zip(values, tensors, strict=True)]
     ctx.are_tensors = tensors
     ctx.save_for_backward(*[v for v, is_one in zip(values, tensors, strict=True) if is_one])
 
 
-def _kept(ctx: Any) -> list:
+def _load_saved(ctx: Any) -> list:
     # the levels of torch.func that made them may have returned since
     saved = iter(map(compat.unwrap_if_dead, ctx.saved_tensors))
     return [
@@ -376,7 +374,7 @@ def packable(dim: int, *tensors: torch.Tensor | None) -> bool:
     return True
 
 
-Choice = Literal["auto", "reference", "kernel"]
+KernelChoice = Literal["auto", "reference", "kernel"]
 """``"auto"``: the kernel for CUDA tensors of a dtype that it has, on a GPU and an installation that
 can run it; otherwise torch's operations. ``"reference"``: torch's operations. ``"kernel"``: the
 registered operation, which on the CPU computes its reference, and on CUDA raises where there is no
@@ -394,8 +392,8 @@ class Kernels:
         by_op: exceptions, by the name of the operation.
     """
 
-    choice: Choice = "auto"
-    by_op: Mapping[str, Choice] = field(default_factory=lambda: MappingProxyType({}))
+    choice: KernelChoice = "auto"
+    by_op: Mapping[str, KernelChoice] = field(default_factory=lambda: MappingProxyType({}))
 
     def takes(self, op: str, *operands: torch.Tensor | None) -> bool:
         """Whether the operation `op` is to be computed by its registered op on these operands.
@@ -420,15 +418,15 @@ AUTO = Kernels()
 """Kernels where there are, torch's operations elsewhere."""
 
 
-def use(choice: Choice = "auto", **by_op: Choice) -> Kernels:
+def use(choice: KernelChoice = "auto", **by_op: KernelChoice) -> Kernels:
     """The choice to pass as ``kernels=``; ``use("auto", rms_norm="reference")`` makes exceptions.
 
     Raises:
         ValueError: an unknown choice or operation.
     """
     for name, value in {"choice": choice, **by_op}.items():
-        if value not in get_args(Choice):
-            raise ValueError(f"use: got {name}={value!r}; {nearest(value, get_args(Choice))}")
+        if value not in get_args(KernelChoice):
+            raise ValueError(f"use: got {name}={value!r}; {nearest(value, get_args(KernelChoice))}")
     unknown = sorted(set(by_op) - OPERATIONS)
     if unknown:
         raise ValueError(f"use: got operation {unknown[0]!r}; {nearest(unknown[0], OPERATIONS)}")
@@ -476,7 +474,7 @@ _MOST_COLUMNS = 2**30
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """How rows are given to threads; see ``kernels/rows.cuh``.
 
     Attributes:
@@ -509,7 +507,7 @@ def check_columns(dim: int, op: str) -> None:
         )
 
 
-def layout(dim: int, element_size: int, most: int) -> Layout:
+def layout(dim: int, element_size: int, most: int) -> RowLayout:
     """The layout of rows of `dim` elements, for blocks of `most` threads or less.
 
     Raises:
@@ -521,7 +519,7 @@ def layout(dim: int, element_size: int, most: int) -> Layout:
     width = lanes * size
     # blocks of backward each end with a row of sums: fewer, larger ones
     block = lanes if lanes > 32 else 256 if most > BACKWARD_THREADS else BACKWARD_THREADS
-    return Layout(lanes, block, -(-dim // width) * width)
+    return RowLayout(lanes, block, -(-dim // width) * width)
 
 
 def vector(x: Tensor, weights: Tensor) -> tuple[Tensor, int]:

@@ -457,7 +457,7 @@ def _only(labels: tree.Tree, leaves: list, label: Hashable) -> tree.Tree:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters whose learning rate or weight decay is a multiple of that of the others.
 
     Attributes:
@@ -475,7 +475,9 @@ class Group:
 _NAMES = {"lr": "learning_rate", "decay": "weight_decay"}
 
 
-def parse_groups(text: str, path: str = "groups") -> tuple[tuple[Group, ...], list[Problem]]:
+def parse_groups(
+    text: str, path: str = "groups"
+) -> tuple[tuple[ParameterGroup, ...], list[Problem]]:
     """The groups that a line describes, and what is wrong with it.
 
     ``"embed lr=0.1; blocks/*/router/* lr=0.5 decay=0"`` is two groups.
@@ -501,7 +503,7 @@ def parse_groups(text: str, path: str = "groups") -> tuple[tuple[Group, ...], li
         if not settings:
             fix = f"write {pattern} lr=0.1"
             problems.append(Problem(path, repr(row), "a pattern, then lr= or decay=", fix))
-        groups.append(Group(pattern, **values))
+        groups.append(ParameterGroup(pattern, **values))
     return tuple(groups), problems
 
 
@@ -514,7 +516,7 @@ def _number(text: str) -> float | None:
 
 
 def group_problems(
-    params: tree.Tree, groups: Sequence[Group], path: str = "groups"
+    params: tree.Tree, groups: Sequence[ParameterGroup], path: str = "groups"
 ) -> list[Problem]:
     """The groups that have no parameter of a whole model, with the nearest path of one.
 
@@ -537,7 +539,7 @@ def group_problems(
     ]
 
 
-def group_labels(params: tree.Tree, groups: Sequence[Group]) -> tree.Tree:
+def group_labels(params: tree.Tree, groups: Sequence[ParameterGroup]) -> tree.Tree:
     """Of every parameter the label of the first group whose pattern fits its path, or "others".
 
     Labels are "group_0" and so on, as patterns are no names for what is saved.
@@ -563,9 +565,9 @@ def _name(index: int) -> str:
 
 
 def by_group(
-    make: Callable[[Group], GradientTransformation],
+    make: Callable[[ParameterGroup], GradientTransformation],
     params: tree.Tree,
-    groups: Sequence[Group],
+    groups: Sequence[ParameterGroup],
     multiples: Mapping[str, float] = MappingProxyType({}),
 ) -> GradientTransformation:
     """`multi_transform` of an optimizer per group, and one for the parameters in none.
@@ -583,11 +585,11 @@ def by_group(
             `width_multiples` says of a whole model; of those that are not named nothing is.
     """
     if not groups and not multiples:
-        return make(Group("*"))
-    named = {_name(i): group for i, group in enumerate(groups)} | {_OTHERS: Group("*")}
+        return make(ParameterGroup("*"))
+    named = {_name(i): group for i, group in enumerate(groups)} | {_OTHERS: ParameterGroup("*")}
     values = [1.0, *sorted(set(multiples.values()) - {1.0})]
 
-    def scaled(group: Group, by: float) -> Group:
+    def scaled(group: ParameterGroup, by: float) -> ParameterGroup:
         rate, decay = group.learning_rate * by, group.weight_decay / by
         return replace(group, learning_rate=rate, weight_decay=decay)
 
