@@ -44,7 +44,7 @@ from peers.torch_steps import hugging_face_step, plain_step
 
 from functron import Mesh, gpt, tree
 from functron.compiler.jit import jit
-from functron.training.hardware import peak_flops
+from functron.program.cost import peak_flops
 
 # in order of importance, in case that time runs out
 PROGRAMS = (

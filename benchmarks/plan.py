@@ -1,4 +1,4 @@
-"""Published runs as `functron.plan` predicts them, each by a fit without its model size.
+"""Published runs as `functron.apps.planner` predicts them, each by a fit without its model size.
 
 python benchmarks/plan.py [--write] [--explain NAME]
 
@@ -23,24 +23,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import functron.plan
+import functron.apps.planner
 from functron import nn
+from functron.apps.planner import (
+    Estimate,
+    Hardware,
+    PlannedStep,
+    Software,
+    StateBytes,
+    TracedPieces,
+    estimate_step,
+    hardware,
+    trace_pieces,
+)
 from functron.core.chart import table
 from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import ModelOptions
 from functron.pipeline import make
-from functron.plan import (
-    Estimate,
-    Hardware,
-    Pieces,
-    Software,
-    StateBytes,
-    Step,
-    hardware,
-    pieces,
-    step_estimate,
-)
 from functron.spmd import Mesh
 from functron.spmd import collectives as lax
 from functron.transforms import remat
@@ -280,7 +280,7 @@ ROWS: tuple[Row, ...] = (*_sc21(), *_korthikanti(), *_readme())
 
 
 @functools.cache
-def traced(row: Row, rows: int) -> Pieces:
+def traced(row: Row, rows: int) -> TracedPieces:
     """The pieces of a row's model, for so many samples of a microbatch."""
     modern = row.software is MEGATRON_2024
     config = GPTConfig(
@@ -295,11 +295,11 @@ def traced(row: Row, rows: int) -> Pieces:
     options = ModelOptions(stream, again, block=layer)
     sums = torch.float16 if row.software is MEGATRON_2021 else torch.float32
     mesh = Mesh(tp=row.mesh["tp"])
-    return pieces(config, mesh, options, rows=rows, seq=row.seq, grad_dtype=sums)
+    return trace_pieces(config, mesh, options, rows=rows, seq=row.seq, grad_dtype=sums)
 
 
 @functools.cache
-def steps(row: Row) -> tuple[Step, ...]:
+def steps(row: Row) -> tuple[PlannedStep, ...]:
     """The steps that a row may have been: of every choice that the source leaves open."""
     found = []
     each = row.batch // row.mesh["dp"]
@@ -309,7 +309,7 @@ def steps(row: Row) -> tuple[Step, ...]:
             if each % rows or (chunks > 1 and each // rows % row.mesh["pp"]):
                 continue
             kind = ("interleaved" if chunks > 1 else "1f1b", chunks)
-            found.append(Step(
+            found.append(PlannedStep(
                 traced(row, rows), row.mesh, each // rows, *kind, zero=row.zero, state=state
             ))  # fmt: skip
     return tuple(found)
@@ -317,7 +317,7 @@ def steps(row: Row) -> tuple[Step, ...]:
 
 def predicted(row: Row, machine: Hardware, exact: bool = False) -> Estimate:
     """The estimate of a row; of the choices that its source leaves open, the fastest that fits."""
-    made = [step_estimate(step, machine, software=row.software, exact=exact) for step in steps(row)]
+    made = [estimate_step(step, machine, software=row.software, exact=exact) for step in steps(row)]
     fits = [each for each in made if each.fits] or made
     return min(fits, key=lambda each: each.step_seconds)
 
@@ -524,12 +524,12 @@ def activation_gib(row: Row) -> float:
     return live(step) * stage * piece.held_bytes[0] / 2**30
 
 
-def row_layers(step: Step) -> list[tuple[Any, tuple[int, ...]]]:
+def row_layers(step: PlannedStep) -> list[tuple[Any, tuple[int, ...]]]:
     """The one kind of layers that these models have."""
     return list(step.pieces.layers.values())
 
 
-def live(step: Step) -> int:
+def live(step: PlannedStep) -> int:
     """The stages' activations that the first rank keeps at a time, by the schedule."""
     few = min(step.num_microbatches, 2 * step.num_ranks)
     chunks = step.chunks if step.chunks > 1 else None
@@ -538,7 +538,7 @@ def live(step: Step) -> int:
 
 def write(made: Fit) -> None:
     """Put the fitted values into the files of the machines, and of those that follow them."""
-    folder = Path(functron.plan.__file__).parent / "machines"
+    folder = Path(functron.apps.planner.__file__).parent / "machine_files"
     known = spreads(made)
     kin = {"a100": ("a100",), "h100": ("h100", "h200", "b200", "gb200")}
     for free, value in zip(FREE, made.values, strict=True):

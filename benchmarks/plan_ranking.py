@@ -1,4 +1,4 @@
-"""Whether `functron.plan` ranks ways to run a model as they turn out on the processes of a CPU.
+"""Whether the planner ranks ways to run a model as they turn out on the processes of a CPU.
 
 python benchmarks/plan_ranking.py [--rounds 7] [--only "WAY; WAY"] [--out FILE]
 
@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 
 from functron import gpt
+from functron.apps.planner import Estimate, Hardware, hardware
+from functron.apps.planner.measurements import estimate_run
 from functron.core.chart import table
-from functron.plan import Estimate, Hardware, hardware
 from functron.spmd import Mesh
 from functron.training import TrainConfig, configure, make_setup, prepare
 from functron.training.config import with_precision
-from functron.training.planning import expected
 
 WAYS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
@@ -180,7 +180,7 @@ def shared(estimate: Estimate, processes: int, processors: int) -> float:
 
 def predicted(name: str, machine: Hardware, processors: int) -> tuple[float, Estimate]:
     """The seconds that the planner expects of a way's step, and its estimate."""
-    found = expected(make_setup(config_of(name), mesh_of(name)), machine)
+    found = estimate_run(make_setup(config_of(name), mesh_of(name)), machine)
     return shared(found, mesh_of(name).size, processors), found
 
 

@@ -10,15 +10,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import functron.training
-from functron.cli.plan import summary
+import functron.apps.planner
+from functron.apps.planner.machines import hardware
+from functron.apps.planner.search import Choices, describe_best, explain_misfit, search
 from functron.optim import ScheduleConfig
-from functron.plan.hardware import hardware
-from functron.plan.search import misfit, search
 from functron.training.config import TrainConfig, configure, dump, with_model
-from functron.training.planning import Choices
 
-FOLDER = Path(functron.training.__file__).parent / "recipes"
+FOLDER = Path(functron.apps.planner.__file__).parent / "recipe_files"
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def made(name: str, cpu_seconds: float = 30.0) -> str:
     space = choices.space(one.gpus, fixed=one.fixed)
     found = search(space, choices, cpu_seconds=cpu_seconds)
     if not found.best:
-        raise SystemExit(f"{name}: {misfit(found)}")
+        raise SystemExit(f"{name}: {explain_misfit(found)}")
     print(f"{name}\n{found}\n", flush=True)
     command = (
         f"functron plan --model {one.model} --gpus {one.gpus} --hardware {one.machine} "
@@ -120,8 +118,9 @@ def made(name: str, cpu_seconds: float = 30.0) -> str:
     )
     if one.fixed:
         command += f" --fix {','.join(f'{name}={value}' for name, value in one.fixed.items())}"
-    about = f"# {command}\n# {summary(choices, found)}\n# batch and learning rate: {one.source}\n"
-    return about + dump(choices.configured(found.best[0].candidate))
+    best = describe_best(found, choices.machine)
+    about = f"# {command}\n# {best}\n# batch and learning rate: {one.source}\n"
+    return about + dump(found.best[0].candidate)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
         ops,
         optim,
         pipeline,
-        plan,
         precision,
         spmd,
         training,
         transforms,
     )
+    from functron.apps import planner as plan
     from functron.compiler.jit import jit
     from functron.core import random, tree
     from functron.core.scopes import named_scope
@@ -161,7 +161,7 @@ __all__ = [
 _MODULES: Mapping[str, str] = MappingProxyType({
     name: f"functron{package}.{name}"
     for package, names in {
-        "": "checkpoint data hub models nn ops optim pipeline plan precision spmd training "
+        "": "checkpoint data hub models nn ops optim pipeline precision spmd training "
         "transforms",
         ".core": "random tree",
         ".models": "bert gpt llava lora mamba t5 vit",
@@ -170,7 +170,7 @@ _MODULES: Mapping[str, str] = MappingProxyType({
         ".transforms": "policies",
     }.items()
     for name in names.split()
-} | {"lax": "functron.spmd.collectives"})  # fmt: skip
+} | {"lax": "functron.spmd.collectives", "plan": "functron.apps.planner"})  # fmt: skip
 """Public names of modules, and the modules."""
 
 _MEMBERS: Mapping[str, str] = MappingProxyType({

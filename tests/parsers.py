@@ -37,6 +37,8 @@ from torch.distributed import checkpoint as dcp
 
 import functron as ft
 from functron import checkpoint, hub, optim
+from functron.apps.planner import hardware
+from functron.apps.planner.measurements import LinkTimes, Measurement, RankRates
 from functron.checkpoint.folder import MANIFEST
 from functron.core.errors import raise_problems
 from functron.data import indexed, shards
@@ -47,11 +49,9 @@ from functron.hub import files, megatron
 from functron.hub.megatron_files import COMMON, METADATA, open_checkpoint, read_pickle
 from functron.pipeline.partition import parse_layout
 from functron.pipeline.schedule import Schedule
-from functron.plan import hardware
 from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
-from functron.training.hardware import Link, Measurement, Rank
 from functron.training.migrate import migrate
 
 SLOW_SECONDS = 10.0
@@ -328,8 +328,8 @@ def _read_run(folder: Path, data: bytes) -> None:
 
 
 def _hardware_seeds(folder: Path) -> list[bytes]:
-    ranks = tuple(Rank(i, "h", "cpu", {"memory": 1e9}) for i in range(2))
-    links = (Link("dp", "psum", ((0, 1),), (1024, 4096), ((1e-5, 1e-4),)),)
+    ranks = tuple(RankRates(i, "h", "cpu", {"memory": 1e9}) for i in range(2))
+    links = (LinkTimes("dp", "psum", ((0, 1),), (1024, 4096), ((1e-5, 1e-4),)),)
     Measurement("dp=2", ranks, links, {"torch": "2.13"}, 1.0).save(folder / "seed.json")
     return [(folder / "seed.json").read_bytes()]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from functron.apps import APPLICATIONS
 
 ROOT = Path(__file__).parent.parent / "functron"
 
@@ -22,8 +26,9 @@ FLOORS = (
     ("models",),
     ("checkpoint",),
     ("hub",),
-    ("partitioning", "plan"),
+    ("partitioning",),
     ("training",),
+    ("apps",),
     ("cli",),
 )
 """From the ground up. A room imports itself and floors below; rooms of a floor do not meet."""
@@ -88,6 +93,40 @@ def upward(imports: Imports) -> list[str]:
     ]
 
 
+def names_of_applications(text: str) -> list[int]:
+    """The lines of a module that import an application, or name one in a text that is code.
+
+    Docstrings may speak of planners and guards; a text that is one of their names, or the path of
+    one, is a key or an import by name.
+    """
+    found, code = [], ast.parse(text)
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if " " not in node.value else []
+        else:
+            continue
+        paths = ("functron.apps", *(f"apps.{name}" for name in APPLICATIONS))
+        if any(name in APPLICATIONS or any(path in name for path in paths) for name in names):
+            found.append(node.lineno)
+    return found
+
+
+def between_applications(imports: Imports) -> list[str]:
+    """Imports of one application by another; the table that names them all is of neither."""
+    return [
+        f"{name}:{line} imports {target}"
+        for name, targets in imports.items()
+        for target, line in targets.items()
+        if name.count(".") > 1 and target.count(".") > 1
+        and name.split(".")[:2] == target.split(".")[:2] == ["functron", "apps"]
+        and name.split(".")[2] != target.split(".")[2]
+    ]  # fmt: skip
+
+
 def cycle(imports: Imports) -> list[str]:
     """The modules of one cycle of imports; none where there is no cycle."""
     try:
@@ -109,6 +148,70 @@ def imports(texts) -> Imports:
 
 def test_imports_go_down(imports):
     assert upward(imports) == []
+
+
+def test_the_library_knows_no_application(texts):
+    below = [name for name in texts if name not in FACES and FLOOR[room(name)] < FLOOR["apps"]]
+    found = {name: names_of_applications(texts[name]) for name in below}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_applications_do_not_meet(imports):
+    assert between_applications(imports) == []
+    planted = {"functron.apps.guard.hooks": {"functron.apps.planner.search": 3}}
+    assert between_applications(planted) == [
+        "functron.apps.guard.hooks:3 imports functron.apps.planner.search"
+    ]
+
+
+def test_the_table_has_every_application():
+    folders = {path.name for path in (ROOT / "apps").iterdir() if (path / "__init__.py").is_file()}
+    assert folders == {*APPLICATIONS}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from functron.apps import planner",
+        "def f():\n    import functron.apps.planner.search",
+        'x = importlib.import_module("functron.apps.planner")',
+        'x = registry["planner"]',
+    ],
+)
+def test_an_application_in_the_library_is_found(text):
+    assert len(names_of_applications(text)) == 1
+
+
+_WITHOUT = """
+import sys
+from functron import apps
+from functron.cli.main import COMMANDS, main
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("functron.apps."):
+            raise ModuleNotFoundError(name, name=name)
+
+assert {command for each in apps.APPLICATIONS.values() for command in each} <= COMMANDS.keys()
+for name in [name for name in sys.modules if name.startswith(("functron.apps", "functron.cli"))]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Blocker())
+from functron import apps
+from functron.cli.main import COMMANDS, main
+assert not {command for each in apps.APPLICATIONS.values() for command in each} & COMMANDS.keys()
+assert main(["params", "--model", "tiny"]) == 0
+assert main(["doctor", "--nproc", "1"]) == 2
+small = ["train", "--model", "llama3-tiny", "--seq", "8", "--global-batch", "2", "--format", "mock"]
+assert main([*small, "--dry-run"]) == 0
+assert main([*small, "--dry-run", "--hardware", "h100"]) == 2
+assert main(["plan", "--gpus", "8"]) == 2
+"""
+
+
+def test_the_command_line_does_without_applications():
+    done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cannot tell how long a step takes" in done.stderr
 
 
 def test_no_cycle(imports):

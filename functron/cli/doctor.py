@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from functron import apps
 from functron.cli.launch import device_type, join, launch, leave, started_problems
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
@@ -28,7 +29,12 @@ from functron.core.settings import Need, Needs, always, never
 from functron.ops import launch as kernels
 from functron.ops import nvrtc
 from functron.spmd import Mesh
-from functron.training import hardware
+
+if TYPE_CHECKING:
+    from functron.apps.planner.measurements import Measurement
+
+planner: Any = apps.find("planner")
+"""Measures meshes; None: all else is looked for."""
 
 State = Literal["ok", "missing", "broken"]
 """``"missing"`` is what not everybody needs; ``"broken"`` what nothing works without, or what is
@@ -120,6 +126,9 @@ def run(arguments: Sequence[str]) -> int:
 def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | None) -> int:
     processes = here.world_size if here else options.nproc
     with mistakes():
+        if planner is None:
+            title, fix = "cannot measure this mesh", "leave --mesh and --nproc out"
+            refuse(title, "mesh", "no application planner", "functron with all of it", fix)
         raise_problems("cannot measure like this", started_problems(options.nproc, here))
         mesh = Mesh.parse(options.mesh) if options.mesh else Mesh(dp=max(processes, 1))
         if not processes or processes != mesh.size:
@@ -129,11 +138,11 @@ def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | N
         kind = device_type(options.device, options.nproc)
     if here is None:
         code = launch(options.nproc, ["-m", "functron", "doctor", *arguments])
-        return code or int(bool(hardware.Measurement.load(options.out).slow()))
+        return code or int(bool(planner.Measurement.load(options.out).slow()))
     with mistakes():
         bound, device = join(mesh, here, kind)
         folder = options.out.resolve().parent
-        found = hardware.measure(bound, device, folder, largest_bytes=options.largest_bytes)
+        found = planner.measure(bound, device, folder, largest_bytes=options.largest_bytes)
     leave()
     if here.rank == 0:
         with outside():
@@ -144,7 +153,7 @@ def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | N
     return 0 if here.launched_here else int(bool(found.slow()))
 
 
-def _describe_machine(found: hardware.Measurement) -> str:
+def _describe_machine(found: Measurement) -> str:
     """The file of the machine, or why there is none, as a comment."""
     try:
         return found.machine().to_toml()

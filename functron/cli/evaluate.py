@@ -28,7 +28,7 @@ from functron.data.windows import Sliding
 from functron.models import bert, generation, gpt, lora, mamba, t5
 from functron.models.generation import Draw, generate
 from functron.models.t5 import Sentinels, respond
-from functron.program.cost import bytes_text
+from functron.program.cost import bytes_text, free_memory_bytes
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
 from functron.spmd.params import history_mask
 from functron.training import data, run_folder
@@ -45,7 +45,6 @@ from functron.training.evaluation import (
     problems_of,
     slide,
 )
-from functron.training.hardware import free_memory_bytes
 from functron.training.run import own_part
 from functron.training.setup import make_setup
 

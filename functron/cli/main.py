@@ -12,10 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 
+from functron import apps
 from functron.cli import process
 from functron.core.errors import nearest, raise_problems, remote_problem
 
-COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+_ALL: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "preprocess": (
             "store.preprocess",
@@ -71,6 +72,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
+_LEFT_OUT = apps.missing_commands()
+COMMANDS = MappingProxyType({name: row for name, row in _ALL.items() if name not in _LEFT_OUT})
 """By name: the function of the arguments that gives the exit code, and a line of help."""
 
 USAGE = f"""usage: functron COMMAND [OPTIONS]

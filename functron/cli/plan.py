@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import shlex
@@ -9,10 +10,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from functron import apps
 from functron.cli.options import options_of, parse, with_names
 from functron.cli.process import mistakes, outside
 from functron.core.errors import Problem, nearest, raise_problems, refuse
@@ -32,8 +34,6 @@ from functron.models.gpt import PRESETS
 from functron.optim import OptimizerConfig
 from functron.optim.config import OPTIMIZER_NEEDS
 from functron.pipeline import Schedule, make
-from functron.plan.hardware import hardware
-from functron.plan.search import Found, misfit, parse_settings, search, why
 from functron.precision import POLICIES
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import records, run_folder
@@ -46,8 +46,13 @@ from functron.training.config import (
     starting_config,
 )
 from functron.training.costs import parameter_table, step_report
-from functron.training.planning import RECIPES, Choices, job_script, recipe, recipe_table
 from functron.training.setup import make_setup
+
+if TYPE_CHECKING:
+    from functron.apps.planner.search import Choices, SearchResult
+
+planner: Any = apps.find("planner")
+"""Of `run` and `recipes`, which are no commands without it; the others do without."""
 
 _SEQ = 2048  # of models that take sequences of any length
 
@@ -111,7 +116,7 @@ class PlanOptions:
 
 def _is_fixed(options: PlanOptions) -> bool:
     """Whether all candidates have a policy that --fix names."""
-    return "precision" in parse_settings(options.fix, "fix")
+    return "precision" in planner.parse_settings(options.fix, "fix")
 
 
 _OF_POLICIES = tuple(
@@ -152,20 +157,22 @@ def run(arguments: Sequence[str]) -> int:
     """Print the best ways; write what was asked for."""
     with mistakes():
         options, config = _parsed(arguments)
-        fixed = parse_settings(options.fix, "fix")
-        least = parse_settings(options.at_least, "at-least", numbers=True)
-        asked = parse_settings(options.why, "why")
-        choices = Choices(config, hardware(options.hardware))
+        fixed = planner.parse_settings(options.fix, "fix")
+        least = planner.parse_settings(options.at_least, "at-least", numbers=True)
+        asked = planner.parse_settings(options.why, "why")
+        choices = planner.Choices(config, planner.hardware(options.hardware))
         more = {"precisions": _precisions(options)} if options.precisions else {}
         space = choices.space(options.gpus, fixed=fixed, least=least, **more)
-        found = search(space, choices, top=options.top, cpu_seconds=options.cpu_seconds)
+        search = functools.partial(
+            planner.search, model=choices, top=options.top, cpu_seconds=options.cpu_seconds
+        )
+        found = search(space)
         if not found.best and "offload" not in fixed:
-            inside = replace(space, fixed={**fixed, "offload": True})
-            moved = search(inside, choices, top=options.top, cpu_seconds=options.cpu_seconds)
+            moved = search(replace(space, fixed={**fixed, "offload": True}))
             found = moved if moved.best else found
         if not found.best:
-            raise ValueError(misfit(found))
-        reasons = why(found, asked, space, choices) if asked else ""
+            raise ValueError(planner.explain_misfit(found))
+        reasons = planner.why(found, asked, space, choices) if asked else ""
     print(_title(options, choices))
     print(f"\n{found}")
     if reasons:
@@ -265,13 +272,16 @@ def _title(options: PlanOptions, choices: Choices) -> str:
     )
 
 
-def _write(options: PlanOptions, arguments: Sequence[str], choices: Choices, found: Found) -> None:
+def _write(
+    options: PlanOptions, arguments: Sequence[str], choices: Choices, found: SearchResult
+) -> None:
     """The files that were asked for."""
     best = found.best[0]
     if options.out is not None:
         options.out.write_text(
             f"# {shlex.join(['functron', 'plan', *arguments])}\n"
-            f"# {summary(choices, found)}\n{dump(choices.configured(best.candidate))}",
+            f"# {planner.describe_best(found, choices.machine)}\n"
+            f"{dump(best.candidate)}",
             encoding="utf-8",
         )
         print(f"\nwrote {options.out}: functron train --config {options.out}")
@@ -283,17 +293,6 @@ def _write(options: PlanOptions, arguments: Sequence[str], choices: Choices, fou
         options.timeline.write_text(best.estimate.svg(), encoding="utf-8")
     elif options.timeline is not None:
         best.estimate.chrome_trace(options.timeline)
-
-
-def summary(choices: Choices, found: Found) -> str:
-    """The best in a line."""
-    estimate = found.best[0].estimate
-    low, high = estimate.interval
-    return (
-        f"{choices.machine.name}: {estimate.step_seconds:.3g} s a step "
-        f"({low:.3g} to {high:.3g}), MFU {estimate.mfu:.1%}, "
-        f"{estimate.memory_bytes / 2**30:.1f} GiB of the fullest rank"
-    )
 
 
 # --- recipes
@@ -327,13 +326,13 @@ def recipes(arguments: Sequence[str]) -> int:
             if options.name or options.sbatch:
                 got = options.name or "--sbatch"
                 refuse("recipe ls lists all", "name", repr(got), "nothing", "functron recipe show")
-            print(recipe_table())
+            print(planner.list_recipes())
             return 0
         if not options.name:
             title = "which recipe is to be shown"
-            refuse(title, "name", "nothing", f"one of {', '.join(RECIPES)}")
-        text = recipe(options.name)
-        print(job_script(options.name) if options.sbatch else text, end="")
+            refuse(title, "name", "nothing", f"one of {', '.join(planner.RECIPES)}")
+        text = planner.read_recipe(options.name)
+        print(planner.make_job_script(options.name) if options.sbatch else text, end="")
     return 0
 
 

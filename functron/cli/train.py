@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -21,18 +21,18 @@ import torch.distributed as dist
 import tyro
 from tqdm import tqdm
 
+from functron import apps
 from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
 from functron.cli.launch import PROGRAM, device_type, join, launch, leave, supervise
 from functron.cli.options import named_fields, options_of, parse, with_names
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Needs, always, value_at, with_sections
 from functron.data import Blend
 from functron.models import lora
 from functron.models.family import PRESETS
-from functron.plan.hardware import Hardware, hardware, is_known
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.spmd.params import history_mask, num_params
@@ -41,7 +41,6 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, load, starting_config, with_model
 from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
-from functron.training.planning import compared, expectation_text, expected, this_machine
 from functron.training.rerun import attribute_fault
 from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, exit_code
 from functron.training.resume import begun_with, rate_notes
@@ -49,6 +48,12 @@ from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.setup import RunSetup, make_setup
 from functron.training.train import Outcome, replicas_of, train
 from functron.training.watchdog import ended
+
+if TYPE_CHECKING:
+    from functron.apps.planner.machines import Hardware
+
+planner: Any = apps.find("planner")
+"""Tells what a step is expected to take; None: runs do without it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def run(
             launched_here=here is not None and here.launched_here,
             given=given,
         )
-        machine = hardware(options.hardware) if options.hardware else None
+        machine = _read_machine(options.hardware)
         kind = device_type(config.compute.device, config.parallelism.nproc)
         if options.dry_run:
             if here is None or here.rank == 0:
@@ -130,11 +135,13 @@ def run(
         if machine is None:
             machine = own_machine(config, kind)
         if machine is not None:
-            foreseen = expected(made.setup, machine)
-            lines.append(f"expect {expectation_text(foreseen)}, on {machine.name}")
+            foreseen = planner.estimate_run(made.setup, machine)
+            lines.append(f"expect {planner.describe_estimate(foreseen)}, on {machine.name}")
         print("\n".join(lines), flush=True)
     simulated = here is None and made.mesh.size > 1  # other ranks' work takes this process's time
-    also = None if foreseen is None or simulated else lambda: compared(foreseen, tqdm.write)
+    also = None
+    if foreseen is not None and not simulated:
+        also = functools.partial(planner.report_comparison, foreseen, tqdm.write)
     with outside():
         outcome = train(made, out, began=began, hung=hung, also=also)
     if main_rank:
@@ -151,15 +158,27 @@ def own_machine(config: TrainConfig, kind: str) -> Hardware | None:
     A CPU would have to be measured first, and what is no plain GPT to be traced whole, for seconds.
     """
     alone = config.family.name == "gpt" and config.lora.adapters is None
-    if kind != "cuda" or not alone or not is_known(torch.cuda.get_device_name()):
+    if planner is None or kind != "cuda" or not alone:
         return None
-    return this_machine(kind)
+    return (
+        planner.find_this_machine(kind) if planner.is_known(torch.cuda.get_device_name()) else None
+    )
+
+
+def _read_machine(name: str) -> Hardware | None:
+    """The machine that ``--hardware`` names; None where it names none."""
+    if name and planner is None:
+        title, fix = "cannot tell how long a step takes", "leave --hardware out"
+        refuse(title, "hardware", "no application planner", "functron with all of it", fix)
+    return planner.hardware(name) if name else None
 
 
 def _dry(made: RunSetup, machine: Hardware | None, kind: str) -> str:
     """The FLOPs, traffic, memory and seconds of a step, as text."""
-    where = this_machine(kind) if machine is None else machine
-    foreseen = expectation_text(expected(made, where))
+    if planner is None:
+        return step_report(made)
+    where = planner.find_this_machine(kind) if machine is None else machine
+    foreseen = planner.describe_estimate(planner.estimate_run(made, where))
     ranks = " with a process for each rank" if made.mesh.size > 1 else ""
     measured = ", measured now" if machine is None and kind == "cpu" else ""
     return f"{step_report(made)}\n\nexpected on {where.name}{measured}{ranks}: {foreseen}"

@@ -163,8 +163,8 @@ def partition(
             operand (of an all_gather, of its result) on one rank, by which candidates are compared.
             None: they cost the bytes that a rank sends. On a machine that the planner knows::
 
-                machine = functron.plan.hardware("h100")
-                ranks = functron.plan.Placement.on(mesh, machine)
+                machine = ft.plan.hardware("h100")
+                ranks = ft.plan.RankPlacement.on(mesh, machine)
 
                 def cost(op, axis, payload_bytes):
                     return machine.collective_seconds(op, payload_bytes, ranks.reach(axis))

@@ -11,11 +11,17 @@ given beside it.
 
 from __future__ import annotations
 
+import functools
+import os
+import resource
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -379,3 +385,165 @@ def html_table(rows: list[list[str]], *, heading: bool = False) -> str:
         tag = "th" if heading and index == 0 else "td"
         parts.append("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row))
     return "<table>" + "".join(f"<tr>{part}</tr>" for part in parts) + "</table>"
+
+
+# --- rates of devices
+
+_PEAKS: Mapping[str, tuple[float, float, float]] = MappingProxyType(
+    {  # by a part of the driver's name: bfloat16, float32, float64
+        "A100": (312e12, 19.5e12, 19.5e12),
+        "H100": (989e12, 67e12, 67e12),
+        "H200": (989e12, 67e12, 67e12),
+        "B200": (2250e12, 75e12, 37e12),
+        "GB200": (2500e12, 80e12, 40e12),
+        "H100 PCIe": (756e12, 51e12, 51e12),
+        "L40S": (362e12, 91.6e12, 1.4e12),
+        "L4": (121e12, 30.3e12, 0.5e12),
+        "A10G": (70e12, 35e12, 0.5e12),
+        "RTX 4090": (165e12, 82.6e12, 1.3e12),
+        "RTX 3090": (71e12, 35.6e12, 0.6e12),
+    }
+)
+"""FLOP/s of GPUs, from the vendor's data sheets.
+
+Dense tensor-core rates without sparsity, and the float32 and float64 rates that torch uses by
+default (no TF32)."""
+_NVLINK = ("A100", "H100", "H200", "B200", "GB200")
+"""Of these the rates of the modules with NVLink; cards for PCIe have a lower power limit."""
+
+
+def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
+    """The FLOP/s that count as 100% of a device for products of `dtype`.
+
+    For well-known GPUs the data sheet's rate. For a CPU, whose rate depends on its clock and on the
+    threads this process has, and for any other GPU, what a large matrix product reaches here
+    (`measure_flops`).
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        found = max((part for part in _PEAKS if part.upper() in name.upper()), key=len, default="")
+        if found and not (found in _NVLINK and "PCIE" in name.upper()):
+            bf16, fp32, fp64 = _PEAKS[found]
+            return {torch.float32: fp32, torch.float64: fp64}.get(dtype, bf16)
+    return measure_flops(device, dtype)
+
+
+_ENOUGH_SECONDS = 0.001
+
+
+def measure_flops(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    size: int = 1024,
+    *,
+    together: Callable[[], None] | None = None,
+) -> float:
+    """The rate of the fastest of five products of square matrices, in FLOP/s.
+
+    The matrices have 128 rows, 256 and so on, up to `size`, until a product takes a millisecond,
+    beside which what the clock misses and the start of threads are small. Takes some 0.03 seconds
+    on a CPU.
+
+    Args:
+        device: that computes them.
+        dtype: of the matrices.
+        size: of the largest matrices.
+        together: waits for all ranks. Then it is the rate of half a second of products of the
+            largest size: what a processor keeps up that ranks share, or that its power limits.
+    """
+    device = torch.device(device)
+    rows = min(size, 128) if together is None else size
+    while True:
+        a = torch.ones(rows, rows, dtype=dtype, device=device)
+        seconds = measure_seconds(functools.partial(torch.mm, a, a), device, together)
+        if seconds > _ENOUGH_SECONDS or rows == size:
+            return 2 * rows**3 / seconds
+        rows = min(2 * rows, size)
+
+
+def measure_bandwidth(
+    device: torch.device | str, *, together: Callable[[], None] | None = None
+) -> float:
+    """The bytes per second that copies on a device read and write together.
+
+    Of the fastest of five, or of half a second, as of `measure_flops`.
+    """
+    device = torch.device(device)
+    a = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    b = torch.ones_like(a)
+    return 2 * len(a) / measure_seconds(lambda: b.copy_(a), device, together)
+
+
+def peak_memory_bytes(device: torch.device | str) -> int:
+    """The most memory used so far: torch's allocations on a GPU, the resident process on a CPU."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # unlike ru_maxrss, VmHWM does not start from what the parent process had used
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) * 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024
+
+
+def free_memory_bytes(device: torch.device | str) -> int:
+    """The memory that a process could still take: of a GPU, or of the machine without swapping."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    about = Path("/proc/meminfo")
+    if about.exists():
+        fields = dict(line.split(":", 1) for line in about.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+REPEATS = 5
+COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+_LASTING_SECONDS = 0.5
+
+
+def measure_seconds(
+    call: Callable[[], object], device: torch.device, together: Callable[[], None] | None
+) -> float:
+    """The seconds of the fastest of five calls, or the mean of half a second of them together."""
+    if together is None:
+        return min(time_calls(call, device, REPEATS))
+    time_calls(call, device, 1)  # what is only there once
+    together()
+    count, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < _LASTING_SECONDS or not count:
+        count += 1
+        call()
+        synchronize(device)
+    return passed / count
+
+
+def time_calls(
+    call: Callable[[], object],
+    device: torch.device,
+    count: int,
+    before: Callable[[], object] | None = None,
+) -> list[float]:
+    """The seconds of each of `count` calls, `before` which something else is waited for."""
+    found = []
+    for _ in range(count):
+        if before is not None:
+            before()
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return found

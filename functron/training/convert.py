@@ -48,13 +48,12 @@ from functron.models.family import Config, TrainedConfig, dtype_of, family_of
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.program.cost import bytes_text
+from functron.program.cost import bytes_text, free_memory_bytes
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
 from functron.training import config, run_folder
 from functron.training.config import configure
 from functron.training.data import is_on_disk
-from functron.training.hardware import free_memory_bytes
 from functron.training.megatron import Reading, read_arguments
 from functron.training.megatron_step import STYLES, WSD, recast, update_settings
 from functron.training.migrate import (

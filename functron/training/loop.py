@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from functron.core import tree
+from functron.program.cost import peak_memory_bytes
 from functron.training import records
-from functron.training.hardware import peak_memory_bytes
 
 Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
 """``(state, batch) -> (state, metrics)``."""

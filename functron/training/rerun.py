@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from functron import checkpoint
 from functron.core import tree
+from functron.program.cost import free_memory_bytes
 from functron.spmd import BoundMesh
 from functron.training import records, run_folder
 from functron.training.anomalies import METRICS, AnomalyConfig, Guard, Record
 from functron.training.config import configure
-from functron.training.hardware import free_memory_bytes
 from functron.training.loop import Step
 from functron.training.run import Job, Run, begin_state, own_hash, programs
 from functron.training.setup import Watch

@@ -29,6 +29,7 @@ from functron.data import Blend
 from functron.data.order import earlier_text
 from functron.models import gpt
 from functron.optim.schedules import read_schedule_count
+from functron.program.cost import peak_flops
 from functron.spmd import BoundMesh
 from functron.spmd.flight import Agreement, DeviceClock
 from functron.spmd.mesh import LostRanksError
@@ -37,7 +38,6 @@ from functron.training.anomalies import Anomaly, Guard, OverflowHook, check_fini
 from functron.training.config import TrainConfig, configure
 from functron.training.data import prefetch
 from functron.training.evaluation import EvaluationHook
-from functron.training.hardware import peak_flops
 from functron.training.loop import (
     At,
     LoopHook,

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import functron
+from functron.apps.planner import hardware
+from functron.apps.planner.measurements import Measurement
 from functron.cli import doctor
 from functron.cli.main import main
 from functron.ops import launch, nvrtc
-from functron.plan import hardware
-from functron.training.hardware import Measurement
 
 
 def looked_for() -> dict[str, doctor.Finding]:

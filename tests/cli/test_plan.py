@@ -14,24 +14,23 @@ from dataclasses import replace
 import pytest
 import torch
 
+from functron.apps import planner
+from functron.apps.planner.estimates import estimate_step
+from functron.apps.planner.machines import hardware
+from functron.apps.planner.measurements import compare_records, estimate_run
+from functron.apps.planner.recipes import (
+    RECIPES,
+    load_recipe,
+    make_job_script,
+    read_recipe,
+    shrink_run,
+)
+from functron.apps.planner.search import AXES, CHOSEN, Choices, count_rows
 from functron.cli.main import main
 from functron.cli.train import own_machine
 from functron.core.settings import value_at
-from functron.plan.estimate import step_estimate
-from functron.plan.hardware import hardware
-from functron.plan.search import AXES, Candidate
 from functron.spmd import DATA_AXES, Mesh
 from functron.training.config import TrainConfig, configure, load, with_model
-from functron.training.planning import (
-    RECIPES,
-    Choices,
-    comparison,
-    expected,
-    job_script,
-    recipe,
-    recipe_config,
-    shrunk,
-)
 from functron.training.setup import make_setup
 from tests.fuzz import TOLERANCES, differences, records
 
@@ -189,7 +188,7 @@ def test_a_gpu_that_is_known_needs_no_name(monkeypatch):
 def test_expected_and_measured_part_where_ranks_wait():
     config = with_model(configure(mesh="dp=2", seq=64), "llama3-tiny")
     made = make_setup(configure(config, gpt=replace(config.gpt, num_layers=1)), Mesh(dp=2))
-    foreseen = expected(made, hardware("h100"))
+    foreseen = estimate_run(made, hardware("h100"))
     seconds = 2 * foreseen.step_seconds
     ranks = {"0": {"compute": foreseen.step_seconds / 2, "wait/dp": 1.5 * foreseen.step_seconds}}
     rows = [
@@ -197,8 +196,16 @@ def test_expected_and_measured_part_where_ranks_wait():
          "peak_memory_bytes": 2**30}
         for n in range(1, 21)
     ]  # fmt: skip
-    text = comparison(foreseen, rows)
+    text = compare_records(foreseen, rows)
     assert "steps 5 to 20: +100%" in text
+    said = []
+    with planner.report_comparison(foreseen, said.append) as write:
+        for row in rows:
+            write(row)
+    assert said == [text]
+    expected = planner.describe_estimate(foreseen)
+    assert expected.startswith(f"{foreseen.step_seconds:.3g} s a step")
+    assert f"MFU {foreseen.mfu:.1%}" in expected
     lines = text.splitlines()
     assert lines[1].split()[0] == "wait/dp"  # where they part most
     assert "measured 1.00 GiB" in lines[-1]
@@ -211,6 +218,7 @@ def test_recipes_are_listed_and_shown(capsys):
     assert main(["recipe", "ls"]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in RECIPES)
+    assert said.rstrip() == planner.list_recipes().rstrip()
     assert main(["recipe", "show", "llama3-405b-16384"]) == 0
     shown = capsys.readouterr().out
     assert 'model = "llama3-405b"' in shown
@@ -224,7 +232,7 @@ def test_recipes_are_listed_and_shown(capsys):
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_runs_that_fit(name):
     """On their mesh, by what its ranks hold of the state; all they hold is for --full."""
-    config = recipe_config(name)
+    config = load_recipe(name)
     mesh = Mesh.parse(config.parallelism.mesh)
     made = make_setup(config, mesh)
     assert name.endswith(f"-{mesh.size}")
@@ -236,37 +244,24 @@ def test_recipes_are_runs_that_fit(name):
     if made.is_pipelined:
         assert made.partition.layout
     choices = Choices(config, hardware(machine_of(name)))
-    candidate = candidate_of(config)
-    assert choices.problems(candidate) == []
-    assert choices.state_bytes(candidate) < choices.capacity_bytes
-    assert choices.configured(candidate) == config
+    assert choices.problems(config) == []
+    assert choices.state_bytes(config) < choices.capacity_bytes
+    chosen = {name: value_at(config, path) for name, path in CHOSEN.items()}
+    chosen |= {axis: mesh[axis] for axis in AXES} | {"rows": count_rows(config)}
+    assert [*choices.space(mesh.size, fixed=chosen).candidates()] == [config]
 
 
 def machine_of(name: str) -> str:
     """That of the command that made it."""
-    return re.search(r"--hardware (\w+)", recipe(name))[1]
-
-
-def candidate_of(config):
-    mesh = Mesh.parse(config.parallelism.mesh)
-    rows = (
-        config.data.global_batch
-        // config.parallelism.microbatches
-        // math.prod(mesh[a] for a in DATA_AXES)
-    )
-    names = ("schedule", "chunks", "microbatches", "remat", "sequence_parallel", "zero", "gather",
-             "precision")  # fmt: skip
-    own = {name: value_at(config, name) for name in names}
-    offload = config.optimizer.offload
-    return Candidate(**{a: mesh[a] for a in AXES}, rows=rows, offload=offload, **own)
+    return re.search(r"--hardware (\w+)", read_recipe(name))[1]
 
 
 @pytest.mark.full  # traces of all layers
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_fit_by_their_traces(name):
-    config = recipe_config(name)
+    config = load_recipe(name)
     choices = Choices(config, hardware(machine_of(name)))
-    found = step_estimate(choices._step(candidate_of(config)), choices.machine)
+    found = estimate_step(choices._make_step(config), choices.machine)
     assert found.fits
     assert found.num_gpus == Mesh.parse(config.parallelism.mesh).size
 
@@ -276,7 +271,7 @@ def test_recipes_fit_by_their_traces(name):
     [n if n == "llama3-8b-8" else pytest.param(n, marks=pytest.mark.full) for n in RECIPES],
 )
 def test_recipes_train_as_without_a_mesh_when_they_are_small(name):
-    config = shrunk(recipe_config(name))
+    config = shrink_run(load_recipe(name))
     alone = configure(
         config, mesh="", schedule="1f1b", chunks=0, zero=0, sequence_parallel=False, gather="use",
     )  # fmt: skip
@@ -286,10 +281,10 @@ def test_recipes_train_as_without_a_mesh_when_they_are_small(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_scripts_fit_their_recipes(name):
-    text = job_script(name)
+    text = make_job_script(name)
     nodes = int(re.search(r"--nodes=(\d+)", text)[1])
     ranks = int(re.search(r"--nproc-per-node (\d+)", text)[1])
-    assert nodes * ranks == Mesh.parse(recipe_config(name).parallelism.mesh).size
+    assert nodes * ranks == Mesh.parse(load_recipe(name).parallelism.mesh).size
     assert f"{name}.toml" in text
     assert not re.search(r"@[A-Z]+@", text)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0

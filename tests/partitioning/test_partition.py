@@ -374,7 +374,7 @@ def test_candidates_are_compared_by_seconds_of_a_machine():
     mesh, x, w = ft.Mesh(dp=2), X[:, :8], X[:6, :8].T.contiguous()
     specs = P("dp"), P(None, "dp")
     machine = ft.plan.hardware("h100")
-    ranks = ft.plan.Placement.on(mesh, machine)
+    ranks = ft.plan.RankPlacement.on(mesh, machine)
 
     def seconds(op, axis, payload_bytes):
         return machine.collective_seconds(op, payload_bytes, ranks.reach(axis))

@@ -8,7 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
-from functron.program.cost import FLOP_FORMULAS, cost
+from functron.program.cost import (
+    FLOP_FORMULAS,
+    cost,
+    measure_flops,
+    peak_flops,
+    peak_memory_bytes,
+)
 from functron.program.trace import trace
 from functron.training.config import TrainConfig, configure, with_model
 from functron.training.setup import make_setup
@@ -271,3 +277,18 @@ def test_collectives_that_differ():
     assert a.diff(a, by="collectives") == ""
     with pytest.raises(ValueError, match=r"other: got the text of one.*compare by='equations'"):
         a.diff(str(b), by="collectives")
+
+
+def test_peak_rates_and_memory(monkeypatch):
+    rate = measure_flops("cpu", torch.float32, size=256)
+    assert 1e7 < rate < 1e14
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    assert peak_flops("cuda", torch.bfloat16) == 756e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    assert peak_flops("cuda", torch.float32) == 19.5e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GB200")
+    assert peak_flops("cuda", torch.bfloat16) == 2500e12  # and not the 2250 of a B200
+    before = peak_memory_bytes("cpu")
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    assert before > 50 << 20
+    assert peak_memory_bytes("cpu") >= max(before, block.numel())

@@ -801,7 +801,7 @@ def test_the_sums_of_a_batch_begin_while_the_step_before_is_taken():
     events = []
 
     class Ranks:
-        def summed(self, share, targets):
+        def start_sum(self, share, targets):
             events.append(f"begin {targets}")
             return lambda: events.append(f"wait {targets}") or [16 * share, 3 * targets]
 

@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from functron.plan import MACHINES, Hardware, Placement, hardware
-from functron.plan.hardware import Domain, Matmul, Memory, Network, Reach
+from functron.apps import planner
+from functron.apps.planner import MACHINES, Hardware, RankPlacement, hardware
+from functron.apps.planner.machines import Domain, GroupReach, Matmul, MemoryRates, Network
 from functron.spmd import Mesh
 
 ROUND = replace(
     hardware("a100"),
     peak_flops={"float32": 1e12, "bfloat16": 2e12},
     matmul=Matmul(1.0, 4, ((128, 128, 1.0),), 1024.0),
-    memory=Memory(10**11, 1e12, 1.0),
+    memory=MemoryRates(10**11, 1e12, 1.0),
     domain=Domain(8, 100e9, 1.0, 1e-6),
     network=Network(10e9, 1.0, 1e-5, 32, 2.0),
 )
@@ -24,19 +25,19 @@ ROUND = replace(
     ("op", "reach", "seconds"),
     [
         # a ring of 8 sends 2 * 7 / 8 of 8 GB at 100 GB/s; a tree has 2 * log2(8) steps
-        ("psum", Reach(8, 8, 8), 14e9 / 100e9 + 6e-6),
-        ("all_gather", Reach(8, 8, 8), 7e9 / 100e9 + 7e-6),
+        ("psum", GroupReach(8, 8, 8), 14e9 / 100e9 + 6e-6),
+        ("all_gather", GroupReach(8, 8, 8), 7e9 / 100e9 + 7e-6),
         # of two domains the ring leaves by 8 adapters of 10 GB/s
-        ("psum", Reach(16, 8, 16), 15e9 / 80e9 + 6e-6 + 2e-5),
+        ("psum", GroupReach(16, 8, 16), 15e9 / 80e9 + 6e-6 + 2e-5),
         # one rank in each of 4 domains: one adapter
-        ("psum_scatter", Reach(4, 1, 25), 6e9 / 10e9 + 3e-5),
+        ("psum_scatter", GroupReach(4, 1, 25), 6e9 / 10e9 + 3e-5),
         # beyond a pod of 32 the network has half
-        ("psum_scatter", Reach(4, 1, 97), 6e9 / 5e9 + 3e-5),
+        ("psum_scatter", GroupReach(4, 1, 97), 6e9 / 5e9 + 3e-5),
         # each rank keeps 1/16, sends 7/16 inside and 8/16 outside, which takes longer
-        ("all_to_all", Reach(16, 8, 16), 4e9 / 10e9 + 1.1e-5),
-        ("ppermute", Reach(2, 2, 2), 8e9 / 100e9 + 1e-6),
-        ("ppermute", Reach(2, 1, 9), 8e9 / 10e9 + 1e-5),
-        ("psum", Reach(1, 1, 1), 0.0),
+        ("all_to_all", GroupReach(16, 8, 16), 4e9 / 10e9 + 1.1e-5),
+        ("ppermute", GroupReach(2, 2, 2), 8e9 / 100e9 + 1e-6),
+        ("ppermute", GroupReach(2, 1, 9), 8e9 / 10e9 + 1e-5),
+        ("psum", GroupReach(1, 1, 1), 0.0),
     ],
 )
 def test_a_collective_of_eight_gigabytes(op, reach, seconds):
@@ -47,7 +48,7 @@ def test_collectives_that_were_measured_by_themselves(tmp_path):
     """By hand: of 8 GB one of two ranks scatters 4 GB at 2 GB/s, gathers them at the link's own."""
     own = {"psum_scatter": {"bytes_per_second": 2e9, "latency_seconds": 0.5}}
     slow = replace(ROUND, domain=replace(ROUND.domain, measured=own))
-    pair = Reach(2, 2, 2)
+    pair = GroupReach(2, 2, 2)
     assert slow.collective_seconds("psum_scatter", 8e9, pair) == pytest.approx(2.0 + 0.5)
     gather = ROUND.collective_seconds("all_gather", 8e9, pair)
     assert slow.collective_seconds("all_gather", 8e9, pair) == gather
@@ -80,11 +81,11 @@ def test_memory_bounds_thin_products():
 
 
 def test_where_ranks_are():
-    placed = Placement(Mesh(pp=4, dp=4, tp=4), 8)
-    assert placed.reach("tp") == Reach(4, 4, 4)
-    assert placed.reach("dp") == Reach(4, 2, 13)
-    assert placed.reach("pp") == Reach(4, 1, 49)
-    assert placed.reach(("dp", "tp")) == Reach(16, 8, 16)
+    placed = RankPlacement(Mesh(pp=4, dp=4, tp=4), 8)
+    assert placed.reach("tp") == GroupReach(4, 4, 4)
+    assert placed.reach("dp") == GroupReach(4, 2, 13)
+    assert placed.reach("pp") == GroupReach(4, 1, 49)
+    assert placed.reach(("dp", "tp")) == GroupReach(16, 8, 16)
     assert [placed.inside(axis) for axis in ("tp", "dp", "pp", "cp")] == [True, False, False, True]
     assert placed.reach("dp").num_domains == 2
 
@@ -107,6 +108,14 @@ def test_data_sheets():
         found = hardware(name)
         assert (found.peak(torch.bfloat16), found.memory.bytes_per_second) == (flops, rate)
     assert hardware("h100").peak(torch.float8_e4m3fn) == 1979e12
+
+
+def test_gpus_are_known_by_the_names_that_drivers_give():
+    assert planner.is_known("NVIDIA H100 80GB HBM3")
+    assert not planner.is_known("NVIDIA H100 PCIe")  # another one, with less power
+    assert not planner.is_known("Tesla T4")
+    found = planner.find_this_machine("cpu")
+    assert all(rate > 0 for rate in found.peak_flops.values())
 
 
 def test_unknown_machines():

@@ -1,23 +1,23 @@
-"""Rates of machines: of products, memory and disks on each rank, and of collectives on each axis.
+"""Machines as they are measured, and runs: what a step is expected to take, and what it does.
 
-`measure` finds them before a run, names what is slower than the rest, and what it returns is kept
-as JSON, and as the file of a machine that `functron.plan` plans for. Data sheets have the rates of
-the products of some GPUs, which are the 100% of MFU.
+`measure` finds the rates of products, memory and disks on each rank and of collectives on each axis
+before a run, names what is slower than the rest, and what it returns is kept as JSON, and as the
+file of a machine that can be planned for. `estimate_run` is the step of one configuration on a
+machine, and `report_comparison` puts what a run takes beside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
-import resource
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,115 +26,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from functron.apps.planner.estimates import Estimate, PlannedStep, estimate, estimate_step
+from functron.apps.planner.machines import (
+    Domain,
+    Hardware,
+    Network,
+    RankPlacement,
+    count_steps,
+    find_hardware,
+    hardware,
+)
+from functron.apps.planner.rates import FUNCTRON, Software, time_program
+from functron.apps.planner.search import count_state_bytes, trace_run
 from functron.core import random, tree
 from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
-from functron.plan.hardware import (
-    Domain,
-    Hardware,
-    Network,
-    Placement,
-    hardware_of,
-    is_known,
-    num_steps,
+from functron.program.cost import (
+    COPY_BYTES,
+    REPEATS,
+    bytes_text,
+    free_memory_bytes,
+    measure_bandwidth,
+    measure_flops,
+    measure_seconds,
+    synchronize,
+    time_calls,
 )
-from functron.plan.rates import FUNCTRON, program_times
 from functron.program.trace import trace
-from functron.spmd import BoundMesh, Mesh, P, shard_map
+from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd import collectives as lax
 from functron.spmd.params import init_params
+from functron.training.config import TrainConfig
+from functron.training.records import Record
+from functron.training.setup import RunSetup
 from functron.transforms import value_and_grad
 
-_PEAKS: Mapping[str, tuple[float, float, float]] = MappingProxyType(
-    {  # by a part of the driver's name: bfloat16, float32, float64
-        "H100 PCIe": (756e12, 51e12, 51e12),
-        "L40S": (362e12, 91.6e12, 1.4e12),
-        "L4": (121e12, 30.3e12, 0.5e12),
-        "A10G": (70e12, 35e12, 0.5e12),
-        "RTX 4090": (165e12, 82.6e12, 1.3e12),
-        "RTX 3090": (71e12, 35.6e12, 0.6e12),
-    }
-)
-"""FLOP/s of GPUs that `functron.plan` has no machine of, from the vendor's data sheets.
 
-Dense tensor-core rates without sparsity, and the float32 and float64 rates that torch uses by
-default (no TF32)."""
-
-
-def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
-    """The FLOP/s that count as 100% of a device for products of `dtype`.
-
-    For GPUs of `functron.plan.MACHINES` and a few others the data sheet's rate. For a CPU, whose
-    rate depends on its clock and on the threads this process has, and for any other GPU, what a
-    large matrix product reaches here (`measured_flops`).
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        found = max((part for part in _PEAKS if part in name), key=len, default="")
-        if found:
-            bf16, fp32, fp64 = _PEAKS[found]
-            return {torch.float32: fp32, torch.float64: fp64}.get(dtype, bf16)
-        if is_known(name):
-            return hardware_of(name).peak(dtype)
-    return measured_flops(device, dtype)
-
-
-_ENOUGH_SECONDS = 0.001
-
-
-def measured_flops(
-    device: torch.device | str,
-    dtype: torch.dtype,
-    size: int = 1024,
-    *,
-    together: Callable[[], None] | None = None,
-) -> float:
-    """The rate of the fastest of five products of square matrices, in FLOP/s.
-
-    The matrices have 128 rows, 256 and so on, up to `size`, until a product takes a millisecond,
-    beside which what the clock misses and the start of threads are small. Takes some 0.03 seconds
-    on a CPU.
-
-    Args:
-        device: that computes them.
-        dtype: of the matrices.
-        size: of the largest matrices.
-        together: waits for all ranks. Then it is the rate of half a second of products of the
-            largest size: what a processor keeps up that ranks share, or that its power limits.
-    """
-    device = torch.device(device)
-    rows = min(size, 128) if together is None else size
-    while True:
-        a = torch.ones(rows, rows, dtype=dtype, device=device)
-        seconds = _taken(functools.partial(torch.mm, a, a), device, together)
-        if seconds > _ENOUGH_SECONDS or rows == size:
-            return 2 * rows**3 / seconds
-        rows = min(2 * rows, size)
-
-
-def measured_bandwidth(
-    device: torch.device | str, *, together: Callable[[], None] | None = None
-) -> float:
-    """The bytes per second that copies on a device read and write together.
-
-    Of the fastest of five, or of half a second, as of `measured_flops`.
-    """
-    device = torch.device(device)
-    a = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    b = torch.ones_like(a)
-    return 2 * len(a) / _taken(lambda: b.copy_(a), device, together)
-
-
-def measured_operations(
+def measure_operations(
     device: torch.device | str, *, together: Callable[[], None] | None = None
 ) -> float:
     """The kernels per second that a step without a compiler launches, one after another.
 
-    Those of the gradients of a tiny model, counted as `functron.plan` counts them; views, and what
+    Those of the gradients of a tiny model, counted as `time_program` counts them; views, and what
     Python does in between, are in their time. Of the fastest of five steps, or of half a second,
-    as of `measured_flops`.
+    as of `measure_flops`.
     """
     device = torch.device(device)
     model = gpt.GPTConfig(
@@ -149,87 +85,18 @@ def measured_operations(
     step = shard_map(grads, Mesh(), (P(), P()), P())
     params = init_params(random.key(0, device=device), gpt.defs(model))
     alone = replace(FUNCTRON, fusion="none", sums_in_products=False, overlap=False)
-    base = hardware_of("cpu")
+    base = find_hardware("cpu")
     program = trace(step)(params, batch)
-    kernels = program_times(program, base, Placement.on(Mesh(), base), alone).kernels
+    kernels = time_program(program, base, RankPlacement.on(Mesh(), base), alone).kernels
     step(params, batch)
-    return kernels / _taken(lambda: step(params, batch), device, together)
-
-
-def peak_memory_bytes(device: torch.device | str) -> int:
-    """The most memory used so far: torch's allocations on a GPU, the resident process on a CPU."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        # unlike ru_maxrss, VmHWM does not start from what the parent process had used
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(fields["VmHWM"].split()[0]) * 1024
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else resident * 1024
-
-
-def free_memory_bytes(device: torch.device | str) -> int:
-    """The memory that a process could still take: of a GPU, or of the machine without swapping."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    about = Path("/proc/meminfo")
-    if about.exists():
-        fields = dict(line.split(":", 1) for line in about.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-_LASTING_SECONDS = 0.5
-
-
-def _taken(
-    call: Callable[[], object], device: torch.device, together: Callable[[], None] | None
-) -> float:
-    """The seconds of the fastest of five calls, or the mean of half a second of them together."""
-    if together is None:
-        return min(_seconds(call, device, _REPEATS))
-    _seconds(call, device, 1)  # what is only there once
-    together()
-    count, start = 0, time.perf_counter()
-    while (passed := time.perf_counter() - start) < _LASTING_SECONDS or not count:
-        count += 1
-        call()
-        _synchronize(device)
-    return passed / count
-
-
-def _seconds(
-    call: Callable[[], object],
-    device: torch.device,
-    count: int,
-    before: Callable[[], object] | None = None,
-) -> list[float]:
-    """The seconds of each of `count` calls, `before` which something else is waited for."""
-    found = []
-    for _ in range(count):
-        if before is not None:
-            before()
-        _synchronize(device)
-        start = time.perf_counter()
-        call()
-        _synchronize(device)
-        found.append(time.perf_counter() - start)
-    return found
+    return kernels / measure_seconds(lambda: step(params, batch), device, together)
 
 
 # --- what is kept
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankRates:
     """The rates of one rank, measured while all ranks were measuring theirs.
 
     Attributes:
@@ -239,7 +106,7 @@ class Rank:
         rates: by name: ``"float32 matmul"`` and so on in FLOP/s; ``"memory"`` (copies on the
             device, read and written), ``"to device"``, ``"from device"`` (a GPU's, pinned),
             ``"disk write"`` (to the medium) and ``"disk read"`` in bytes/s; of a CPU
-            ``"operations"`` per second (`measured_operations`).
+            ``"operations"`` per second (`measure_operations`).
     """
 
     rank: int
@@ -249,7 +116,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkTimes:
     """The times of one collective over one axis.
 
     Attributes:
@@ -307,8 +174,8 @@ class Measurement:
     """
 
     mesh: str
-    ranks: tuple[Rank, ...]
-    links: tuple[Link, ...]
+    ranks: tuple[RankRates, ...]
+    links: tuple[LinkTimes, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     time: float = 0.0
 
@@ -338,11 +205,11 @@ class Measurement:
             refuse(title, str(path), f"format {kind!r:.60}", f"format {FORMAT}", fix)
         try:
             made = Measurement(
-                _text(found["mesh"]),
-                tuple(_rank(row) for row in found["ranks"]),
+                _read_text(found["mesh"]),
+                tuple(_read_rank(row) for row in found["ranks"]),
                 tuple(_link(row) for row in found["links"]),
-                {_text(k): _text(v) for k, v in found["versions"].items()},
-                _number(found["time"]),
+                {_read_text(k): _read_text(v) for k, v in found["versions"].items()},
+                _read_number(found["time"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             got = f"entries that are wrong ({type(error).__name__}: {error!s:.100})"
@@ -364,12 +231,12 @@ class Measurement:
                 rates = {
                     f"rank {one.rank} on {one.host}": one.rates.get(name, 0.0) for one in alike
                 }
-                yield from _below(rates, name)
+                yield from _find_slow(rates, name)
         for name in _DISK:  # ranks of a host share one
             hosts: dict[str, float] = {}
             for one in self.ranks:
                 hosts[one.host] = hosts.get(one.host, 0.0) + one.rates.get(name, 0.0)
-            yield from _below(hosts, name)
+            yield from _find_slow(hosts, name)
 
     def _slow_groups(self) -> Iterator[str]:
         hosts = {one.rank: one.host for one in self.ranks}
@@ -386,7 +253,7 @@ class Measurement:
                     )
 
     def machine(self) -> Hardware:
-        """The measurements as a machine that `functron.plan` plans for: `Hardware.to_toml`.
+        """The measurements as a machine that the planner plans for: `Hardware.to_toml`.
 
         The machine that is known by its device, with the median rates of products, memory and
         host; of collectives in groups within one host for its domain, and across hosts for its
@@ -395,7 +262,7 @@ class Measurement:
         Raises:
             ValueError: no machine is known with this GPU; what could not be measured is its own.
         """
-        base = hardware_of(self.ranks[0].device)
+        base = find_hardware(self.ranks[0].device)
         rates = {
             name: statistics.median(one.rates[name] for one in self.ranks if name in one.rates)
             for name in self.ranks[0].rates
@@ -411,7 +278,7 @@ class Measurement:
     def _connections(self, domain: Domain, network: Network) -> tuple[Domain, Network]:
         """Both with the rates of the links that were measured within them."""
         hosts = [one.host for one in self.ranks]
-        near: dict[int, list[Link]] = {}
+        near: dict[int, list[LinkTimes]] = {}
         for link in self.links:  # by how many ranks of a group share a host; 0: all
             shares = [hosts[rank] for rank in link.groups[0]]
             count = max(map(shares.count, shares))
@@ -427,7 +294,12 @@ class Measurement:
         names = list(dict.fromkeys(name for one in self.ranks for name in one.rates))
         head = ["rank", "host", "device", *names]
         rows = [
-            [str(r.rank), r.host, r.device, *(_rate(name, r.rates.get(name)) for name in names)]
+            [
+                str(r.rank),
+                r.host,
+                r.device,
+                *(_rate_text(name, r.rates.get(name)) for name in names),
+            ]
             for r in self.ranks
         ]
         lines = [table([head, *rows], left=3)]
@@ -469,7 +341,7 @@ class Measurement:
         )
 
 
-def _rates_of(links: Sequence[Link], share: int) -> dict[str, Any]:
+def _rates_of(links: Sequence[LinkTimes], share: int) -> dict[str, Any]:
     """The rates of these links, of which `share` ranks have one each, and their latencies.
 
     The medians of those of reductions, gathers and scatters, and the median of every operation.
@@ -480,9 +352,9 @@ def _rates_of(links: Sequence[Link], share: int) -> dict[str, Any]:
     return {**_median(rings or links, share), "measured": MappingProxyType(measured)}
 
 
-def _median(links: Sequence[Link], share: int) -> dict[str, float]:
+def _median(links: Sequence[LinkTimes], share: int) -> dict[str, float]:
     rate = statistics.median(link.bytes_per_second for link in links) / share
-    steps = [link.latency_seconds / num_steps(link.op, len(link.groups[0])) for link in links]
+    steps = [link.latency_seconds / count_steps(link.op, len(link.groups[0])) for link in links]
     return {"bytes_per_second": rate, "latency_seconds": statistics.median(steps)}
 
 
@@ -490,7 +362,7 @@ def _with_rates(base: Hardware, rates: Mapping[str, float]) -> Hardware:
     """A machine with measured rates of products, memory and host in the place of its own."""
     peaks, matmul, kernel_seconds = dict(base.peak_flops), base.matmul, base.kernel_seconds
     found = {n: rates[f"{n} matmul"] for n in peaks if f"{n} matmul" in rates}
-    if base.name == hardware_of("cpu").name:  # whose peak nobody knows
+    if base.name == find_hardware("cpu").name:  # whose peak nobody knows
         peaks |= {name: rate / matmul.efficiency for name, rate in found.items()}
         if "operations" in rates:
             kernel_seconds = 1 / rates["operations"]
@@ -512,7 +384,7 @@ def _with_rates(base: Hardware, rates: Mapping[str, float]) -> Hardware:
 _DISK = ("disk write", "disk read")
 
 
-def _below(rates: Mapping[str, float], name: str) -> Iterator[str]:
+def _find_slow(rates: Mapping[str, float], name: str) -> Iterator[str]:
     """Those of at least three that are slower than the rest, in words."""
     median = statistics.median(rates.values()) if rates else 0.0
     for who, rate in rates.items():
@@ -520,7 +392,7 @@ def _below(rates: Mapping[str, float], name: str) -> Iterator[str]:
             yield f"{who}: {name} {rate / median:.2f} of the median of {len(rates)}"
 
 
-def _rate(name: str, rate: float | None) -> str:
+def _rate_text(name: str, rate: float | None) -> str:
     if rate is None:
         return ""
     if name == "operations":
@@ -528,37 +400,39 @@ def _rate(name: str, rate: float | None) -> str:
     return f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in name else f"{rate / 1e9:,.2f} GB/s"
 
 
-def _text(value: Any) -> str:
+def _read_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} for a text")
     return value
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise TypeError(f"{value!r:.60} for a number of at least 0")
     return value
 
 
-def _whole(value: Any) -> int:
+def _read_count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TypeError(f"{value!r:.60} for a count")
     return value
 
 
-def _rank(row: Any) -> Rank:
-    rates = {_text(name): float(_number(rate)) for name, rate in row["rates"].items()}
-    return Rank(_whole(row["rank"]), _text(row["host"]), _text(row["device"]), rates)
+def _read_rank(row: Any) -> RankRates:
+    rates = {_read_text(name): float(_read_number(rate)) for name, rate in row["rates"].items()}
+    return RankRates(
+        _read_count(row["rank"]), _read_text(row["host"]), _read_text(row["device"]), rates
+    )
 
 
-def _link(row: Any) -> Link:
-    groups = tuple(tuple(map(_whole, group)) for group in row["groups"])
-    seconds = tuple(tuple(map(_number, times)) for times in row["seconds"])
-    sizes = tuple(map(_whole, row["bytes"]))
+def _link(row: Any) -> LinkTimes:
+    groups = tuple(tuple(map(_read_count, group)) for group in row["groups"])
+    seconds = tuple(tuple(map(_read_number, times)) for times in row["seconds"])
+    sizes = tuple(map(_read_count, row["bytes"]))
     fits = groups and len(groups) == len(seconds) and sizes and all(groups)
     if not fits or any(len(times) != len(sizes) for times in seconds):
         raise ValueError("times that are not those of each group and size")
-    return Link(_text(row["axis"]), _text(row["op"]), groups, sizes, seconds)
+    return LinkTimes(_read_text(row["axis"]), _read_text(row["op"]), groups, sizes, seconds)
 
 
 # --- measuring
@@ -567,7 +441,6 @@ _DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "floa
 _LARGEST_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 _SMALLEST_BYTES = 1 << 10
 _DISK_BYTES = 1 << 26
-_REPEATS = 5
 _MESSAGES = 15  # what a message takes differs more from one to the next than what a product does
 
 
@@ -603,22 +476,22 @@ def measure(
     if not os.access(folder, os.W_OK):
         found.append(Problem("folder", str(folder), "a folder that can be written to"))
     raise_problems("cannot measure this machine", found)
-    wait = _barrier(mesh, device)
+    wait = _make_barrier(mesh, device)
     wait()
-    rates = _rates(device, Path(folder), wait)
-    here = Rank(mesh.rank, socket.gethostname(), _device_name(device), rates)
-    ranks = sorted(_gathered(mesh, here), key=lambda one: one.rank)
+    rates = _measure_rates(device, Path(folder), wait)
+    here = RankRates(mesh.rank, socket.gethostname(), _device_name(device), rates)
+    ranks = sorted(_gather_values(mesh, here), key=lambda one: one.rank)
     links = []
     for axis, size in mesh.mesh.axes:
         if size == 1:
             continue
-        mine = _times(mesh, axis, device, largest, wait)
-        told = {one["rank"]: one for one in _gathered(mesh, {"rank": mesh.rank, **mine})}
-        groups = _groups(mesh, axis)
+        mine = _measure_times(mesh, axis, device, largest, wait)
+        told = {one["rank"]: one for one in _gather_values(mesh, {"rank": mesh.rank, **mine})}
+        groups = _list_groups(mesh, axis)
         for op in _OPS:
             rows = [[max(x) for x in zip(*(told[r][op] for r in g), strict=True)] for g in groups]
-            sizes = tuple(_sizes(largest, size))
-            links.append(Link(axis, op, groups, sizes, tuple(map(tuple, rows))))
+            sizes = tuple(_list_sizes(largest, size))
+            links.append(LinkTimes(axis, op, groups, sizes, tuple(map(tuple, rows))))
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     text = ",".join(f"{name}={size}" for name, size in mesh.mesh.axes)
     return Measurement(text, tuple(ranks), tuple(links), versions, time.time())
@@ -628,19 +501,19 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _barrier(mesh: BoundMesh, device: torch.device) -> Callable[[], None]:
+def _make_barrier(mesh: BoundMesh, device: torch.device) -> Callable[[], None]:
     """Waits for all ranks: for their collectives, which take the GPU's time, too."""
     one = torch.ones((), device=device)
 
     def wait() -> None:
         if mesh.size > 1:
             dist.all_reduce(one)
-        _synchronize(device)
+        synchronize(device)
 
     return wait
 
 
-def _gathered(mesh: BoundMesh, value: Any) -> list[Any]:
+def _gather_values(mesh: BoundMesh, value: Any) -> list[Any]:
     found: list[Any] = [None] * mesh.size
     if mesh.size == 1:
         return [value]
@@ -648,7 +521,7 @@ def _gathered(mesh: BoundMesh, value: Any) -> list[Any]:
     return found
 
 
-def _groups(mesh: BoundMesh, axis: str) -> tuple[tuple[int, ...], ...]:
+def _list_groups(mesh: BoundMesh, axis: str) -> tuple[tuple[int, ...], ...]:
     """The ranks that share all coordinates but that of `axis`."""
     found: dict[tuple, list[int]] = {}
     for rank in range(mesh.size):
@@ -657,33 +530,34 @@ def _groups(mesh: BoundMesh, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-def _rates(device: torch.device, folder: Path, wait: Callable[[], None]) -> dict[str, float]:
+def _measure_rates(
+    device: torch.device, folder: Path, wait: Callable[[], None]
+) -> dict[str, float]:
     """Of this rank; all ranks measure the same at a time, as they share processors and memory."""
     found = {
-        f"{name} matmul": measured_flops(
+        f"{name} matmul": measure_flops(
             device, getattr(torch, name), _ROWS[device.type], together=wait
         )
         for name in _DTYPES[device.type]
     }
-    found["memory"] = measured_bandwidth(device, together=wait)
+    found["memory"] = measure_bandwidth(device, together=wait)
     if device.type == "cpu":  # whose kernels are the operations
-        found["operations"] = measured_operations(device, together=wait)
+        found["operations"] = measure_operations(device, together=wait)
     if device.type == "cuda":
-        host = torch.zeros(_COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
+        host = torch.zeros(COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
         there = torch.zeros(len(host), dtype=torch.uint8, device=device)
-        found["to device"] = len(host) / min(_seconds(lambda: there.copy_(host), device, _REPEATS))
+        found["to device"] = len(host) / min(time_calls(lambda: there.copy_(host), device, REPEATS))
         found["from device"] = len(host) / min(
-            _seconds(lambda: host.copy_(there), device, _REPEATS)
+            time_calls(lambda: host.copy_(there), device, REPEATS)
         )
     wait()
-    return found | _disk(folder)
+    return found | _measure_disk(folder)
 
 
 _ROWS = {"cpu": 1024, "cuda": 8192}
-_COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 
 
-def _disk(folder: Path) -> dict[str, float]:
+def _measure_disk(folder: Path) -> dict[str, float]:
     """Bytes per second to the medium, and from it where the system can forget what it has read."""
     path = folder / f".functron-doctor-{socket.gethostname()}-{os.getpid()}"
     data = os.urandom(1 << 20)
@@ -706,7 +580,7 @@ def _disk(folder: Path) -> dict[str, float]:
         path.unlink(missing_ok=True)
 
 
-def _sizes(largest: int, ranks: int) -> list[int]:
+def _list_sizes(largest: int, ranks: int) -> list[int]:
     """The bytes of messages, of float32 elements that all ranks have equally many of."""
     unit, found, size = 4 * ranks, [], _SMALLEST_BYTES
     while size <= largest:
@@ -726,20 +600,172 @@ _OPS: Mapping[str, Callable[[torch.Tensor, str, int], torch.Tensor]] = MappingPr
 )
 
 
-def _times(
+def _measure_times(
     mesh: BoundMesh, axis: str, device: torch.device, largest: int, wait: Callable[[], None]
 ) -> dict[str, list[float]]:
     """This rank's median seconds of each collective over `axis`, for each size."""
     found: dict[str, list[float]] = {op: [] for op in _OPS}
     for op, call in _OPS.items():
-        for size in _sizes(largest, mesh[axis]):
+        for size in _list_sizes(largest, mesh[axis]):
             x = torch.zeros(size // 4, device=device)
 
             def program(x: torch.Tensor, call: Callable = call, op: str = op) -> torch.Tensor:
                 run = lambda: call(x, axis, mesh[axis])  # noqa: E731
-                _seconds(run, device, 2)  # connections and buffers are made
-                found[op].append(statistics.median(_seconds(run, device, _MESSAGES, wait)))
+                time_calls(run, device, 2)  # connections and buffers are made
+                found[op].append(statistics.median(time_calls(run, device, _MESSAGES, wait)))
                 return x
 
             shard_map(program, mesh, P(), P(), check=False)(x)
     return found
+
+
+# --- expected against measured
+
+
+def find_this_machine(device: torch.device | str) -> Hardware:
+    """The machine that this process is on: a GPU that is known by its name, or the CPU, measured.
+
+    On a CPU the rate of products and of memory is measured, in tenths of a second.
+
+    Raises:
+        ValueError: no machine is known for this GPU.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        base = hardware("cpu")
+        names = [name for name in base.peak_flops if name in ("float32", "bfloat16")]
+        found = {n: measure_flops(device, getattr(torch, n)) for n in names}
+        peaks = {name: rate / base.matmul.efficiency for name, rate in found.items()}
+        memory = replace(
+            base.memory,
+            bytes_per_second=measure_bandwidth(device) / base.memory.efficiency,
+            num_bytes=free_memory_bytes(device),
+        )
+        return replace(base, peak_flops={**base.peak_flops, **peaks}, memory=memory)
+    return find_hardware(torch.cuda.get_device_name(device))
+
+
+def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
+    """The step of a run on a machine, with a process for each rank of its mesh.
+
+    Of a GPT the layers are traced; of another architecture, and with adapters, the whole step,
+    which takes longer and cannot have a pipeline.
+
+    Raises:
+        ValueError: the model cannot run on the mesh, or the batch does not divide.
+    """
+    config, mesh = made.config, made.plain_mesh
+    if config.family.name != "gpt" or config.lora.adapters is not None:
+        if made.is_pipelined:
+            title, got = "cannot tell what this step takes", f"{config.title} with pp"
+            refuse(title, "mesh", got, "a GPT without adapters, or no pp", "leave --hardware out")
+        program = made.without_pipeline.program()
+        tokens = config.data.global_batch * config.data.seq
+        software = _software(config)
+        return estimate(
+            program, machine, RankPlacement.on(mesh, machine), software=software, tokens=tokens
+        )
+    rows = (
+        config.data.global_batch
+        // config.parallelism.microbatches
+        // math.prod(mesh[a] for a in DATA_AXES)
+    )
+    step = PlannedStep(
+        trace_run(made, rows),
+        mesh,
+        config.parallelism.microbatches,
+        config.parallelism.schedule,
+        made.schedule.num_chunks if made.is_pipelined else 1,
+        made.partition.layout if made.is_pipelined else None,
+        config.parallelism.zero,
+        count_state_bytes(config),
+        config.optimizer.offload,
+    )
+    return estimate_step(step, machine, software=_software(config))
+
+
+def _software(config: TrainConfig) -> Software:
+    """How a run's programs are run: fused and overlapping where they are compiled."""
+    if config.compute.compile:
+        return FUNCTRON
+    return replace(
+        FUNCTRON, name="functron without --compile", fusion="none", sums_in_products=False,
+        overlap=False, overlap_grads=False, overlap_params=False,
+    )  # fmt: skip
+
+
+def describe_estimate(estimate: Estimate) -> str:
+    """The expected seconds and memory of a step, in a line."""
+    low, high = estimate.interval
+    return (
+        f"{estimate.step_seconds:.3g} s a step ({low:.3g} to {high:.3g}), "
+        f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {estimate.mfu:.1%}, "
+        f"{bytes_text(estimate.memory_bytes)} of the fullest rank"
+    )
+
+
+COMPARED_STEPS = 20
+"""After so many steps a run says what was expected of it, and what it takes."""
+_WARM_UP = 4
+
+
+@contextmanager
+def report_comparison(
+    estimate: Estimate, say: Callable[[str], None]
+) -> Iterator[Callable[[Record], None]]:
+    """A reporter that says, after `COMPARED_STEPS` steps, expected against measured.
+
+    The median of the steps after the first four is compared, and what ranks measured of their
+    sections (see `functron.training.stragglers`), where they did.
+
+    Args:
+        estimate: of the run's step.
+        say: prints a text.
+    """
+    records: list[Record] = []
+
+    def write(record: Record) -> None:
+        if len(records) < COMPARED_STEPS:
+            records.append(record)
+            if len(records) == COMPARED_STEPS:
+                say(compare_records(estimate, records))
+
+    yield write
+
+
+def compare_records(estimate: Estimate, records: Sequence[Record]) -> str:
+    """Expected against measured, and where they part, as text."""
+    later = records[_WARM_UP:] or records
+    measured = statistics.median(record["step_seconds"] for record in later)
+    low, high = estimate.interval
+    ratio = measured / estimate.step_seconds - 1
+    verdict = "as expected" if low <= measured <= high else f"{ratio:+.0%}"
+    lines = [
+        f"expected {estimate.step_seconds:.3g} s a step ({low:.3g} to {high:.3g}), measured "
+        f"{measured:.3g}, the median of steps {later[0]['step']} to {later[-1]['step']}: {verdict}"
+    ]
+    for name, foreseen, found in _compare_sections(estimate, later):
+        lines.append(f"  {name:20} expected {foreseen:8.3g} s, measured {found:8.3g} s")
+    peak = max(record.get("peak_memory_bytes") or 0 for record in later)
+    if peak:
+        held = bytes_text(estimate.memory_bytes)
+        lines.append(f"  {'memory at its peak':20} expected {held}, measured {bytes_text(peak)}")
+    return "\n".join(lines)
+
+
+def _compare_sections(
+    estimate: Estimate, records: Sequence[Record]
+) -> Iterator[tuple[str, float, float]]:
+    """Name, expected and measured seconds of what ranks measured, where they part most first."""
+    rows = [rank for record in records for rank in record.get("ranks", {}).values()]
+    if not rows:
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    measured = {name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}
+    waits = {f"wait/{axis}": seconds for axis, seconds in estimate.exposed.items()}
+    idle = estimate.bubble_fraction * estimate.step_seconds
+    own = max(estimate.step_seconds - sum(waits.values()) - idle, 0.0)
+    foreseen = {"compute": own, **waits}
+    found = [(name, foreseen.get(name, 0.0), seconds) for name, seconds in measured.items()]
+    found.sort(key=lambda row: -abs(row[2] - row[1]))
+    yield from (row for row in found if max(row[1:]) > 0.005 * estimate.step_seconds)

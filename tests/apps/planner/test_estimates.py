@@ -12,28 +12,28 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax
-from functron.models import gpt
-from functron.models.options import ModelOptions
-from functron.plan import (
+from functron.apps.planner import (
     FUNCTRON,
     HardwareRates,
-    Piece,
-    Pieces,
-    Placement,
+    PlannedStep,
+    RankPlacement,
     Software,
     StateBytes,
-    Step,
+    TracedPiece,
+    TracedPieces,
     estimate,
+    estimate_memory,
+    estimate_step,
     hardware,
-    pieces,
-    step_estimate,
-    step_memory,
+    trace_pieces,
 )
-from functron.plan.rates import program_times
+from functron.apps.planner.rates import time_program
+from functron.models import gpt
+from functron.models.options import ModelOptions
 from functron.training.config import configure
 from functron.training.setup import make_setup
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 A100 = hardware("a100")
 QUIET = replace(A100, jitter=0.0, host=replace(A100.host, step_seconds=0.0, launch_seconds=0.0))
@@ -47,13 +47,13 @@ MODEL = gpt.GPTConfig(
 
 
 @pytest.fixture(scope="module")
-def plain() -> Pieces:
-    return pieces(MODEL, MESH, rows=4, seq=2048)
+def plain() -> TracedPieces:
+    return trace_pieces(MODEL, MESH, rows=4, seq=2048)
 
 
 @pytest.fixture(scope="module")
-def split(plain) -> Pieces:
-    return pieces(MODEL, MESH, rows=4, seq=2048, split=True)
+def split(plain) -> TracedPieces:
+    return trace_pieces(MODEL, MESH, rows=4, seq=2048, split=True)
 
 
 def chain(x):
@@ -134,7 +134,7 @@ def test_rates_of_a_timeline():
 
     mesh = Mesh(tp=8)
     traced = program(f, X, X, mesh=mesh)
-    placed = Placement.on(mesh, A100)
+    placed = RankPlacement.on(mesh, A100)
     found = traced.timeline(HardwareRates(A100, placed, FUNCTRON, traced))
     sent = A100.collective_seconds("psum", X.nbytes, placed.reach("tp"))
     assert found.exposed["tp"] == pytest.approx(sent)
@@ -168,7 +168,7 @@ def shown_parts(text: str) -> tuple[float, float]:
 )
 def test_explanations_add_up_and_lanes_do_not_overlap(plain, split, kind, tmp_path):
     given = split if kind.get("schedule") in ("zb-h1", "dualpipe") else plain
-    found = step_estimate(Step(given, MESH, 8, **kind), A100)
+    found = estimate_step(PlannedStep(given, MESH, 8, **kind), A100)
     parts, step = shown_parts(found.explain())
     assert parts == pytest.approx(step, rel=0.01)
     assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
@@ -191,9 +191,9 @@ def test_explanations_add_up_and_lanes_do_not_overlap(plain, split, kind, tmp_pa
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
 @pytest.mark.parametrize("m", [8, 64])
 def test_formulas_are_what_schedules_say(plain, schedule, chunks, m):
-    step = Step(plain, MESH, m, schedule, chunks)
-    exact = step_estimate(step, A100)
-    quick = step_estimate(step, A100, exact=False)
+    step = PlannedStep(plain, MESH, m, schedule, chunks)
+    exact = estimate_step(step, A100)
+    quick = estimate_step(step, A100, exact=False)
     assert quick.step_seconds == pytest.approx(exact.step_seconds, rel=0.02)
     assert quick.lanes == ()
 
@@ -201,7 +201,8 @@ def test_formulas_are_what_schedules_say(plain, schedule, chunks, m):
 def test_long_pipelines_continue_as_they_began(split):
     """Zero-bubble schedules are simulated at few microbatches; each further one adds as much."""
     first, second, third = (
-        step_estimate(Step(split, MESH, m, "zb-h1"), A100).step_seconds for m in (16, 64, 112)
+        estimate_step(PlannedStep(split, MESH, m, "zb-h1"), A100).step_seconds
+        for m in (16, 64, 112)
     )
     assert third - second == pytest.approx(second - first, rel=0.001)
 
@@ -211,7 +212,7 @@ def test_the_bubble_of_equal_stages(plain):
     quiet = replace(
         QUIET, network=replace(A100.network, latency_seconds=0.0, bytes_per_second=1e15)
     )
-    found = step_estimate(Step(plain, MESH, 16), quiet, exact=False)
+    found = estimate_step(PlannedStep(plain, MESH, 16), quiet, exact=False)
     busy = sum(x for name, x in found.parts.items() if name in ("products", "attention", "memory"))
     busy += found.parts["over tp"]
     # the head makes the last stage longer, and the others wait for less than its time
@@ -219,7 +220,7 @@ def test_the_bubble_of_equal_stages(plain):
 
 
 def test_flops_are_the_models(plain):
-    found = step_estimate(Step(plain, MESH, 8), A100, exact=False)
+    found = estimate_step(PlannedStep(plain, MESH, 8), A100, exact=False)
     assert found.tokens == 4 * 8 * 2 * 2048
     assert found.model_flops == gpt.flops_per_token(MODEL, 2048) * found.tokens
     # attention in torch's formulas is whole, and backward computes one of its products again
@@ -233,32 +234,32 @@ def test_flops_are_the_models(plain):
 
 def test_memory_by_hand(plain):
     """Korthikanti et al. 2022, equation 2, without masks and scores: s b h (8 + 24 / t) a layer."""
-    assert isinstance(plain.embed, Piece)
+    assert isinstance(plain.embed, TracedPiece)
     ((piece, layers),) = plain.layers.values()
     each = 2048 * 4 * 1024 * (8 + 24 / 8)
     assert layers == tuple(range(16))
     assert piece.held_bytes[0] == pytest.approx(each, rel=0.01)
-    found = step_memory(Step(plain, MESH, 8))
+    found = estimate_memory(PlannedStep(plain, MESH, 8))
     assert found["activations"] == pytest.approx(4 * 4 * each, rel=0.01)  # 1F1B keeps 4 of 4 layers
     embedding, positions = 51200 / 8 * 1024, 2048 * 1024
     matrices = 12 * 1024**2 / 8 * 4 + embedding + positions
     assert found["parameters"] == pytest.approx(2 * matrices, rel=0.01)
-    alone = step_memory(Step(plain, Mesh(tp=8), 8))["parameters"]  # tied: one embedding
+    alone = estimate_memory(PlannedStep(plain, Mesh(tp=8), 8))["parameters"]  # tied: one embedding
     assert alone == pytest.approx(2 * (4 * 12 * 1024**2 / 8 * 4 + embedding + positions), rel=0.01)
-    state = Step(plain, MESH, 8, zero=1, state=StateBytes(grad=4, optimizer=12))
-    sharded = step_memory(state)
+    state = PlannedStep(plain, MESH, 8, zero=1, state=StateBytes(grad=4, optimizer=12))
+    sharded = estimate_memory(state)
     assert sharded["optimizer"] == pytest.approx(found["optimizer"] / 2)
     assert sharded["gradients"] == 2 * found["parameters"]
-    again = pieces(MODEL, MESH, ModelOptions(remat="full"), rows=4, seq=2048, ends=plain)
+    again = trace_pieces(MODEL, MESH, ModelOptions(remat="full"), rows=4, seq=2048, ends=plain)
     assert again.head is plain.head
     assert again.layers["blocks"][0].held_bytes[0] == 2048 * 4 * 1024 * 2
 
 
 def test_reductions_of_gradients(plain):
     """By hand: a ring over 2 ranks of half the bytes per rank; ZeRO-2 sends it 8 times as often."""
-    step = Step(plain, MESH, 8)
+    step = PlannedStep(plain, MESH, 8)
     wait = Software(overlap_grads=False, overlap_params=False)
-    reach = Placement.on(MESH, A100).reach("dp")
+    reach = RankPlacement.on(MESH, A100).reach("dp")
     whole, _, num_bytes = step.num_params(3)  # the last stage takes longest, by its head
     reduced = A100.collective_seconds("psum_scatter", 4 * whole, reach)
     gathered = A100.collective_seconds("all_gather", num_bytes, reach)
@@ -268,9 +269,9 @@ def test_reductions_of_gradients(plain):
         (1, reduced + gathered),
         (2, 8 * reduced + gathered),
     ):
-        found = step_estimate(replace(step, zero=zero), A100, software=wait, exact=False)
+        found = estimate_step(replace(step, zero=zero), A100, software=wait, exact=False)
         assert found.exposed["dp"] == pytest.approx(losses + seconds)
-        hidden = step_estimate(replace(step, zero=zero), A100, exact=False)
+        hidden = estimate_step(replace(step, zero=zero), A100, exact=False)
         assert hidden.exposed["dp"] < found.exposed["dp"]
 
 
@@ -285,47 +286,47 @@ def test_memory_is_that_of_a_traced_step(mesh, zero, microbatches, remat):
     made = make_setup(config, Mesh.parse(mesh))
     measured = made.program().memory().peak_bytes
     rows = 8 // microbatches // made.plain_mesh["dp"]
-    found = pieces(config.gpt, made.plain_mesh, made.options, rows=rows, seq=256)
+    found = trace_pieces(config.gpt, made.plain_mesh, made.options, rows=rows, seq=256)
     state = StateBytes(grad=4, optimizer=8)
-    step = Step(found, made.plain_mesh, microbatches, zero=zero, state=state)
-    assert sum(step_memory(step).values()) == pytest.approx(measured, rel=0.03)
+    step = PlannedStep(found, made.plain_mesh, microbatches, zero=zero, state=state)
+    assert sum(estimate_memory(step).values()) == pytest.approx(measured, rel=0.03)
 
 
 def test_fully_sharded_parameters(plain):
     """Gathers and scatters are in the pieces, behind what is computed; a rank has its part."""
     mesh = Mesh(fsdp=4, tp=8)
-    made = pieces(MODEL, mesh, rows=4, seq=2048, gather="use")
+    made = trace_pieces(MODEL, mesh, rows=4, seq=2048, gather="use")
     whole, part = (x.layers["blocks"][0] for x in (plain, made))
     assert part.num_params == pytest.approx(whole.num_params / 4, rel=0.01)
-    found = step_estimate(Step(made, mesh, 2), A100, exact=False)
+    found = estimate_step(PlannedStep(made, mesh, 2), A100, exact=False)
     slow = replace(A100, network=replace(A100.network, bytes_per_second=1e9))
-    waits = step_estimate(Step(made, mesh, 2), slow, exact=False)
+    waits = estimate_step(PlannedStep(made, mesh, 2), slow, exact=False)
     assert waits.exposed["fsdp"] > 10 * found.exposed.get("fsdp", 0.0)
-    cpu = step_estimate(Step(made, mesh, 2), hardware("cpu"), exact=False)
+    cpu = estimate_step(PlannedStep(made, mesh, 2), hardware("cpu"), exact=False)
     assert not cpu.software.overlap  # one processor computes and sends: all that layers send waits
-    layer, placement = made.layers["blocks"][0], Placement.on(mesh, cpu.hardware)
-    sent = sum(program_times(p, cpu.hardware, placement).sent["fsdp"] for p in layer.programs)
+    layer, placement = made.layers["blocks"][0], RankPlacement.on(mesh, cpu.hardware)
+    sent = sum(time_program(p, cpu.hardware, placement).sent["fsdp"] for p in layer.programs)
     assert cpu.exposed["fsdp"] > 2 * MODEL.num_layers * sent
 
 
 def test_what_cannot_be_estimated(plain):
     with pytest.raises(ValueError, match=r"mesh\.tp: got 4; wanted 8") as error:
-        Step(plain, Mesh(pp=2, tp=4), 0, zero=4)
+        PlannedStep(plain, Mesh(pp=2, tp=4), 0, zero=4)
     assert "num_microbatches: got 0" in str(error.value)
     assert "zero: got 4" in str(error.value)
     with pytest.raises(ValueError, match=r"split=True"):
-        Step(plain, MESH, 8, "zb-h1")
+        PlannedStep(plain, MESH, 8, "zb-h1")
     with pytest.raises(ValueError, match="a layer for every stage"):
-        Step(plain, Mesh(pp=32, tp=8), 8)
+        PlannedStep(plain, Mesh(pp=32, tp=8), 8)
 
 
 def test_other_software_than_that_of_the_calibration(plain):
-    found = step_estimate(Step(plain, MESH, 8), A100, exact=False).explain()
+    found = estimate_step(PlannedStep(plain, MESH, 8), A100, exact=False).explain()
     assert "other software than that of the calibration" in found
     assert "14 measured runs" in found
     assert (
         "never compared with a run, efficiencies are those of h100"
-        in step_estimate(Step(plain, MESH, 8), hardware("b200"), exact=False).explain()
+        in estimate_step(PlannedStep(plain, MESH, 8), hardware("b200"), exact=False).explain()
     )
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from functron.plan.estimate import Estimate
-from functron.plan.hardware import hardware
-from functron.plan.rates import FUNCTRON
+from functron.apps.planner.estimates import Estimate
+from functron.apps.planner.machines import hardware
+from functron.apps.planner.rates import FUNCTRON
 from functron.spmd import Mesh
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import plan_ranking as ranking
 

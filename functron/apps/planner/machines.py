@@ -33,7 +33,7 @@ import torch
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.spmd import Mesh
 
-_FOLDER = Path(__file__).parent / "machines"
+_FOLDER = Path(__file__).parent / "machine_files"
 MACHINES: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """The names of the machines that functron knows."""
 
@@ -114,7 +114,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryRates:
     """The memory of one GPU.
 
     Attributes:
@@ -129,7 +129,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostProcessor:
     """The processor that a GPU is driven by.
 
     Attributes:
@@ -189,10 +189,10 @@ class Hardware:
     peak_flops: Mapping[str, float]
     matmul: Matmul
     attention: Mapping[str, float]
-    memory: Memory
+    memory: MemoryRates
     domain: Domain
     network: Network
-    host: Host
+    host: HostProcessor
     kernel_seconds: float
     jitter: float
     power_watts: float
@@ -227,7 +227,7 @@ class Hardware:
         """The seconds in which a kernel reads and writes so many bytes, without the launch."""
         return num_bytes / (self.memory.bytes_per_second * self.memory.efficiency)
 
-    def collective_seconds(self, op: str, payload_bytes: float, reach: Reach) -> float:
+    def collective_seconds(self, op: str, payload_bytes: float, reach: GroupReach) -> float:
         """The seconds of one collective, with nothing else on the wire.
 
         Args:
@@ -238,11 +238,11 @@ class Hardware:
         g, near, far = reach.size, reach.per_domain, reach.num_domains
         if g == 1:
             return 0.0
-        inside, inner_step = _reached(self.domain, op)
-        outside, outer_step = _reached(self.network, op)
+        inside, inner_step = _find_link_rate(self.domain, op)
+        outside, outer_step = _find_link_rate(self.network, op)
         if reach.span > self.network.pod_gpus:
             outside /= self.network.oversubscription
-        steps = num_steps(op, near) * inner_step + num_steps(op, far) * outer_step
+        steps = count_steps(op, near) * inner_step + count_steps(op, far) * outer_step
         if op in ("all_to_all", "ragged_all_to_all"):
             within, across = (near - 1) / g, (g - near) / g
             return steps + payload_bytes * max(within / inside, across / outside)
@@ -261,7 +261,7 @@ _LIKE = MappingProxyType({"pmax": "psum", "pmin": "psum", "ragged_all_to_all": "
 """Collectives that take the time of another one."""
 
 
-def _reached(links: Domain | Network, op: str) -> tuple[float, float]:
+def _find_link_rate(links: Domain | Network, op: str) -> tuple[float, float]:
     """The bytes per second that a collective reaches, and the latency of one of its steps."""
     own = links.measured.get(_LIKE.get(op, op))
     if own is None:
@@ -269,7 +269,7 @@ def _reached(links: Domain | Network, op: str) -> tuple[float, float]:
     return own["bytes_per_second"], own["latency_seconds"]
 
 
-def num_steps(op: str, n: int) -> float:
+def count_steps(op: str, n: int) -> float:
     """How many steps follow one another in a collective of n.
 
     NCCL's: trees for all-reduces where rings would take more, rings for gathers and scatters.
@@ -287,7 +287,7 @@ def num_steps(op: str, n: int) -> float:
 
 
 @dataclass(frozen=True)
-class Reach:
+class GroupReach:
     """Where the ranks of a group are.
 
     Attributes:
@@ -307,7 +307,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """Ranks on GPUs: in the order of the mesh, its last axis fastest, so many to a domain.
 
     Attributes:
@@ -319,11 +319,11 @@ class Placement:
     gpus_per_domain: int
 
     @staticmethod
-    def on(mesh: Mesh, machine: Hardware) -> Placement:
+    def on(mesh: Mesh, machine: Hardware) -> RankPlacement:
         """The ranks of `mesh` on whole domains of a machine."""
-        return Placement(mesh, machine.domain.gpus)
+        return RankPlacement(mesh, machine.domain.gpus)
 
-    def reach(self, axes: str | tuple[str, ...]) -> Reach:
+    def reach(self, axes: str | tuple[str, ...]) -> GroupReach:
         """Where the ranks are that share all coordinates but those of `axes`.
 
         Groups of a placement can differ where domains do not divide; this is the one of rank 0.
@@ -335,7 +335,7 @@ class Placement:
                 ranks = [rank + stride * i for i in range(size) for rank in ranks]
             stride *= size
         first = sum(rank < self.gpus_per_domain for rank in ranks)
-        return Reach(len(ranks), first, max(ranks) + 1)
+        return GroupReach(len(ranks), first, max(ranks) + 1)
 
     def inside(self, axes: str | tuple[str, ...]) -> bool:
         """Whether groups over `axes` stay in one domain."""
@@ -369,7 +369,7 @@ def hardware(name: str | Path) -> Hardware:
     return _read(path)
 
 
-def hardware_of(device: str) -> Hardware:
+def find_hardware(device: str) -> Hardware:
     """The machine with this device: ``"cpu"``, or a GPU by the name that its driver gives it.
 
     Raises:
@@ -378,15 +378,15 @@ def hardware_of(device: str) -> Hardware:
     if not is_known(device):
         fix = f"name one of {', '.join(MACHINES)}; for another {_HELP}"
         refuse("cannot plan for this hardware", "device", device, "a known GPU", fix)
-    return hardware(_named(device))
+    return hardware(_find_name(device))
 
 
 def is_known(device: str) -> bool:
-    """Whether one of `MACHINES` has this device, as `hardware_of` looks for it."""
-    return bool(_named(device))
+    """Whether one of `MACHINES` has this device, as `find_hardware` looks for it."""
+    return bool(_find_name(device))
 
 
-def _named(device: str) -> str:
+def _find_name(device: str) -> str:
     """The name of the machine with a device, or nothing."""
     if device == "cpu":
         return device
@@ -403,7 +403,7 @@ def _read(path: Path) -> Hardware:
     except (OSError, ValueError) as error:
         refuse(f"cannot read the machine {path}", str(path), error, "a file of TOML", _HELP)
     problems: list[Problem] = []
-    made = _made(Hardware, found, "", problems)
+    made = _make_dataclass(Hardware, found, "", problems)
     raise_problems(f"{path} describes no machine", problems or _limits(made))
     return made
 
@@ -413,7 +413,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _made(kind: type, found: Any, path: str, problems: list[Problem]) -> Any:
+def _make_dataclass(kind: type, found: Any, path: str, problems: list[Problem]) -> Any:
     """A dataclass of the entries of a table, and what is wrong with them."""
     if not isinstance(found, dict):
         problems.append(Problem(path or "file", repr(found), "a table"))
@@ -432,40 +432,42 @@ def _made(kind: type, found: Any, path: str, problems: list[Problem]) -> Any:
 
 def _value(kind: Any, value: Any, path: str, problems: list[Problem]) -> Any:
     if dataclasses.is_dataclass(kind):
-        return _made(kind, value, f"{path}.", problems)  # type: ignore[arg-type]  # a class
+        return _make_dataclass(kind, value, f"{path}.", problems)  # type: ignore[arg-type]  # a class
     numbers = (int, float)
     if kind in (str, bool):
         fits, wanted = isinstance(value, kind), "a text" if kind is str else "true or false"
     elif kind in numbers:
-        fits, wanted = _positive(value), "a number of at least 0"
+        fits, wanted = _is_positive(value), "a number of at least 0"
     elif path == "matmul.tiles":
-        fits = isinstance(value, list) and bool(value) and all(map(_tile, value))
+        fits = isinstance(value, list) and bool(value) and all(map(_is_tile, value))
         value, wanted = tuple(map(tuple, value)) if fits else value, "[[rows, columns, part], ...]"
     elif path.endswith(".measured"):
         fits = isinstance(value, dict) and all(map(_link, value.values()))
         value = MappingProxyType(value) if fits else value
         wanted = f"tables by collective of {' and '.join(_LINK)}"
     else:
-        fits = isinstance(value, dict) and bool(value) and all(map(_positive, value.values()))
+        fits = isinstance(value, dict) and bool(value) and all(map(_is_positive, value.values()))
         value, wanted = MappingProxyType(value) if fits else value, "numbers by name"
     if not fits:
         problems.append(Problem(path, repr(value), wanted))
     return value
 
 
-def _positive(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _tile(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(_positive(x) and x for x in value)
+def _is_tile(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(_is_positive(x) and x for x in value)
 
 
 _LINK = ("bytes_per_second", "latency_seconds")
 
 
 def _link(value: Any) -> bool:
-    fits = isinstance(value, dict) and {*value} == {*_LINK} and all(map(_positive, value.values()))
+    fits = (
+        isinstance(value, dict) and {*value} == {*_LINK} and all(map(_is_positive, value.values()))
+    )
     return fits and value["bytes_per_second"] > 0
 
 

@@ -11,23 +11,28 @@ from typing import Any
 
 import pytest
 
-from functron.models.config import GPTConfig
-from functron.plan.estimate import Estimate
-from functron.plan.hardware import hardware
-from functron.plan.rates import FUNCTRON
-from functron.plan.search import (
+from functron.apps import planner
+from functron.apps.planner.estimates import Estimate
+from functron.apps.planner.machines import hardware
+from functron.apps.planner.measurements import estimate_run
+from functron.apps.planner.rates import FUNCTRON
+from functron.apps.planner.search import (
     AXES,
-    Candidate,
+    Choices,
     Space,
     compare,
-    misfit,
+    count_data_ranks,
+    count_rows,
+    count_state_bytes,
+    explain_misfit,
+    mesh_of,
     parse_settings,
     search,
     why,
 )
+from functron.models.config import GPTConfig, MoEConfig
 from functron.spmd import Mesh
-from functron.training.config import configure, with_precision
-from functron.training.planning import Choices, expected, state_bytes
+from functron.training.config import TrainConfig, configure, with_precision
 from functron.training.setup import make_setup
 
 A100 = hardware("a100")
@@ -46,32 +51,33 @@ class Invented:
     """A model whose times and bytes are formulas, and which remembers what was asked of it."""
 
     capacity_bytes: int = 1000
-    timed: list[Candidate] = field(default_factory=list)
+    timed: list[TrainConfig] = field(default_factory=list)
 
     def problems(self, candidate):
-        return ["num_heads: 4 on tp=8"] if candidate.tp > 4 else []
+        return ["num_heads: 4 on tp=8"] if mesh_of(candidate)["tp"] > 4 else []
 
     def state_bytes(self, candidate):
-        return 1600 / (candidate.pp * candidate.tp)
+        return 1600 / (mesh_of(candidate)["pp"] * mesh_of(candidate)["tp"])
 
     def least_seconds(self, candidate):
-        again = 4 / 3 if candidate.remat == "full" else 1
-        return again * (1 + (candidate.pp - 1) / candidate.microbatches)
+        again = 4 / 3 if candidate.compute.remat == "full" else 1
+        return again * (1 + (mesh_of(candidate)["pp"] - 1) / candidate.parallelism.microbatches)
 
     def guess(self, candidate):
         return self.least_seconds(candidate)
 
     def memory(self, candidate):
-        held = {"none": 60, "dots": 40, "full": 10}[candidate.remat]
-        live = min(candidate.microbatches, candidate.pp)
-        activations = held * candidate.rows * live * 16 / (candidate.pp * candidate.tp)
+        held = {"none": 60, "dots": 40, "full": 10}[candidate.compute.remat]
+        mesh = mesh_of(candidate)
+        live = min(candidate.parallelism.microbatches, mesh["pp"])
+        activations = held * count_rows(candidate) * live * 16 / (mesh["pp"] * mesh["tp"])
         return {"parameters": round(self.state_bytes(candidate)), "activations": round(activations)}
 
     def estimate(self, candidate, *, exact=False):
         if not exact:
             self.timed.append(candidate)
-        sent = 0.1 * math.log2(candidate.tp) + 0.01 * candidate.dp
-        slower = 1.15 if candidate.remat == "dots" else 1
+        sent = 0.1 * math.log2(mesh_of(candidate)["tp"]) + 0.01 * mesh_of(candidate)["dp"]
+        slower = 1.15 if candidate.compute.remat == "dots" else 1
         seconds = self.least_seconds(candidate) * slower + sent
         return estimated(seconds, self.memory(candidate), products=seconds - sent, tp=sent)
 
@@ -79,12 +85,20 @@ class Invented:
         return True
 
 
-def space(**given: Any) -> Space:
-    common = {"gpus": 8, "global_batch": 32, "seq": 128, "num_layers": 8, "schedules": ("1f1b",)}
-    return Space(**{**common, **given})
+WHOLE = with_precision(configure(gpt={"num_layers": 8}, seq=128, global_batch=32), "bf16")
 
 
-def everything() -> list[Candidate]:
+def space(config: TrainConfig = WHOLE, **given: Any) -> Space:
+    return Space(config, **{"gpus": 8, "schedules": ("1f1b",), **given})
+
+
+def way(config: TrainConfig, sizes: dict[str, int], **given: Any) -> TrainConfig:
+    """A run on a mesh of these sizes, in the order of `AXES`."""
+    mesh = ",".join(f"{a}={sizes[a]}" for a in AXES if sizes.get(a, 1) > 1)
+    return configure(config, mesh=mesh, compile=True, **given)
+
+
+def everything() -> list[TrainConfig]:
     """All meshes of 8 GPUs with tp, pp and dp or fsdp, written down another way."""
     found = []
     for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
@@ -96,10 +110,10 @@ def everything() -> list[Candidate]:
                 if 32 % (data * rows) == 0:
                     dp = data // fsdp
                     zeros = [0] if dp == 1 else [1, 2] if fsdp == 1 else [1]
-                    common = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp, "rows": rows}
-                    common |= {"sequence_parallel": tp > 1, "remat": remat}
-                    count = 32 // (data * rows)
-                    found += [Candidate(**common, microbatches=count, zero=z) for z in zeros]
+                    sizes = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}
+                    common = {"sequence_parallel": tp > 1, "remat": remat}
+                    common["microbatches"] = 32 // (data * rows)
+                    found += [way(WHOLE, sizes, zero=z, **common) for z in zeros]
     return found
 
 
@@ -107,13 +121,16 @@ def test_the_space_has_every_mesh_once():
     found = list(space().candidates())
     assert len(found) == len({*found})
     assert {*found} == {*everything()}
-    assert all(c.mesh.size == 8 and c.data_ranks * c.rows * c.microbatches == 32 for c in found)
+    for c in found:
+        assert mesh_of(c).size == 8
+        assert count_data_ranks(c) * count_rows(c) * c.parallelism.microbatches == 32
 
 
 def test_pipelines_have_schedules_and_chunks_and_others_none():
     tried = ("1f1b", "interleaved", "zbv")
     found = list(space(schedules=tried, fixed={"tp": 1, "rows": 1, "remat": "full"}).candidates())
-    kinds = {(c.pp, c.schedule, c.chunks) for c in found}
+    ranks = [(mesh_of(c)["pp"], c.parallelism) for c in found]
+    kinds = {(pp, own.schedule, own.chunks) for pp, own in ranks}
     # 8 layers: of 2 ranks 2 or 4 stages each, of 4 ranks 2, of 8 ranks one
     assert kinds == {
         (1, "1f1b", 0),
@@ -123,8 +140,9 @@ def test_pipelines_have_schedules_and_chunks_and_others_none():
 
 
 def test_experts_and_long_samples_have_axes():
-    found = space(num_experts=6, seq=16384, fixed={"pp": 1, "tp": 1, "rows": 1, "remat": "full"})
-    sizes = {(c.ep, c.cp) for c in found.candidates()}
+    config = configure(WHOLE, seq=16384, gpt__moe=MoEConfig(num_experts=6))
+    found = space(config, fixed={"pp": 1, "tp": 1, "rows": 1, "remat": "full"})
+    sizes = {(mesh_of(c)["ep"], mesh_of(c)["cp"]) for c in found.candidates()}
     assert sizes == set(itertools.product((1, 2), (1, 2, 4)))  # of 6 experts; of 4096 tokens
 
 
@@ -133,12 +151,14 @@ def test_the_best_is_that_of_trying_everything():
     found = search(space(), model, top=5)
     fitting = [
         c for c in everything()
-        if c.tp <= 4 and sum(model.memory(c).values()) <= 1000
+        if mesh_of(c)["tp"] <= 4 and sum(model.memory(c).values()) <= 1000
     ]  # fmt: skip
     times = sorted(Invented().estimate(c).step_seconds for c in fitting)
     assert [one.estimate.step_seconds for one in found.best] == times[:5]
     assert found.complete
-    assert found.counts["cannot run"] == sum(c.tp == 8 for c in everything())
+    best = planner.describe_best(found, hardware("h100"))
+    assert f": {times[0]:.3g} s a step (" in best
+    assert found.counts["cannot run"] == sum(mesh_of(c)["tp"] == 8 for c in everything())
     assert found.counts["slower at best"] > 0
     assert len(model.timed) < len(fitting)  # bounds have saved some
     assert sum(found.counts.values()) == 2 * found.counts["candidates"]
@@ -163,9 +183,9 @@ def test_what_is_fixed_is_fixed_and_what_is_bounded_is_bounded():
     found = list(inside.candidates())
     assert found
     for c in found:
-        assert (c.tp, c.remat) == (2, "full")
-        assert c.microbatches >= 8
-        assert c.pp >= 2
+        assert (mesh_of(c)["tp"], c.compute.remat) == (2, "full")
+        assert c.parallelism.microbatches >= 8
+        assert mesh_of(c)["pp"] >= 2
 
 
 def test_settings_are_read_as_they_are_written():
@@ -207,10 +227,11 @@ def test_a_model_that_fits_nowhere_says_by_how_much():
     assert found.smallest is not None
     # the least state: pp x tp = 8 with tp at most 4, 200 bytes; and 8 ranks hold all activations
     candidate, memory = found.smallest
-    assert candidate.pp * candidate.tp == 8
-    least = min(sum(Invented().memory(c).values()) for c in everything() if c.tp <= 4)
+    assert mesh_of(candidate)["pp"] * mesh_of(candidate)["tp"] == 8
+    fitting = [c for c in everything() if mesh_of(c)["tp"] <= 4]
+    least = min(sum(Invented().memory(c).values()) for c in fitting)
     assert sum(memory.values()) == least
-    text = misfit(found)
+    text = explain_misfit(found)
     assert f"{least - 100} B too much" in text
     assert "offload=true" in text
     assert "about 2 times as many GPUs" in text
@@ -224,10 +245,10 @@ def test_why_another_is_not_the_best():
     text = said({"pp": 8})
     assert "pp=8" in text
     assert "it        pp=8" in text
-    assert f"the best  {best.candidate.mesh}" in text
+    assert f"the best  {best.candidate.parallelism.mesh}" in text
     assert "num_heads" in said({"tp": 8})
     assert "nothing fits" in said({"pp": 1, "tp": 1})
-    same = {axis: getattr(best.candidate, axis) for axis in AXES}
+    same = {axis: mesh_of(best.candidate)[axis] for axis in AXES}
     assert "it is the best" in said(same)
 
 
@@ -250,11 +271,17 @@ SMALL = GPTConfig(
 RUN = configure(gpt=SMALL, seq=256, global_batch=16)
 
 
+def small(global_batch: int = 16, **given: Any) -> TrainConfig:
+    """A run of the small model in bf16: sizes of axes, and settings."""
+    sizes = {axis: given.pop(axis) for axis in AXES if axis in given}
+    return way(with_precision(RUN, "bf16"), sizes, global_batch=global_batch, **given)
+
+
 def test_state_is_as_its_dtypes():
     """Adam's two moments, and masters where parameters have 16 bits, in float32."""
     each = {"float32": (4, 8), "bf16": (4, 12), "bf16-pure": (2, 4)}
     for name, wanted in each.items():
-        found = state_bytes(with_precision(RUN, name))
+        found = count_state_bytes(with_precision(RUN, name))
         assert (found.grad, found.optimizer) == wanted
 
 
@@ -267,10 +294,10 @@ def test_state_is_that_of_the_parameters(choices):
     """Each of 4 layers: norms, queries and output, keys and values, and a gated MLP."""
     layer = 2 * 64 + 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192
     ends = 2 * 512 * 64 + 64
-    alone = choices.state_bytes(Candidate())
+    alone = choices.state_bytes(small())
     assert alone == (4 * layer + ends) * (2 + 4 + 12)
-    assert choices.state_bytes(Candidate(pp=2, dp=2, zero=1)) == 2 * layer * (2 + 4 + 12 / 2)
-    moved = choices.state_bytes(Candidate(pp=2, dp=2, zero=1, offload=True))
+    assert choices.state_bytes(small(pp=2, dp=2, zero=1)) == 2 * layer * (2 + 4 + 12 / 2)
+    moved = choices.state_bytes(small(pp=2, dp=2, zero=1, optimizer__offload=True))
     assert moved == 2 * layer * (2 + 4)
 
 
@@ -287,7 +314,7 @@ def test_memory_is_that_of_the_whole_step(mesh, given):
     config = configure(with_precision(RUN, "bf16"), mesh=mesh, **given)
     made = make_setup(config, Mesh.parse(mesh))
     whole = made.program().memory()
-    found = expected(made, hardware("h100"))
+    found = estimate_run(made, hardware("h100"))
     assert found.memory_bytes == pytest.approx(whole.peak_bytes, rel=0.03)
     assert found.memory["parameters"] == pytest.approx(whole.at_peak["parameters"], rel=0.01)
     assert found.memory["optimizer"] == pytest.approx(whole.at_peak["optimizer"], rel=0.01)
@@ -295,9 +322,9 @@ def test_memory_is_that_of_the_whole_step(mesh, given):
 
 def test_no_step_is_faster_than_its_bound(choices):
     rows = [
-        Candidate(dp=2, zero=1, microbatches=8),
-        Candidate(pp=2, microbatches=16),
-        Candidate(pp=2, microbatches=16, schedule="zbv"),
+        small(dp=2, zero=1, microbatches=8),
+        small(pp=2, microbatches=16),
+        small(pp=2, microbatches=16, schedule="zbv"),
     ]
     for candidate in rows:
         assert choices.problems(candidate) == []
@@ -308,13 +335,13 @@ def test_no_step_is_faster_than_its_bound(choices):
 @pytest.mark.parametrize(
     ("candidate", "said"),
     [
-        (Candidate(tp=8), "num_heads: got 4; wanted a multiple of tp=8"),
-        (Candidate(pp=8, microbatches=16), "4 layers for 8 stages"),
-        (Candidate(pp=4, schedule="zbv", microbatches=16), "4 layers for 8 stages"),
-        (Candidate(pp=2, schedule="interleaved", chunks=2, microbatches=3), "a multiple of pp=2"),
-        (Candidate(zero=1), "without ranks that hold the same"),
-        (Candidate(gather="step"), "without fsdp"),
-        (Candidate(pp=2, schedule="dualpipe", microbatches=3), "num_microbatches"),
+        (small(tp=8), "num_heads: got 4; wanted a multiple of tp=8"),
+        (small(pp=8, microbatches=16), "4 layers for 8 stages"),
+        (small(pp=4, schedule="zbv", microbatches=16), "4 layers for 8 stages"),
+        (small(pp=2, schedule="interleaved", chunks=2, microbatches=3), "a multiple of pp=2"),
+        (small(zero=1), "without ranks that hold the same"),
+        (small(gather="step"), "without fsdp"),
+        (small(pp=2, schedule="dualpipe", microbatches=3), "num_microbatches"),
     ],
 )
 def test_what_cannot_be_run_says_why(choices, candidate, said):

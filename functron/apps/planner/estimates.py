@@ -1,6 +1,6 @@
 """The time and memory of a training step on a machine, before it runs, with how sure that is.
 
-`estimate` is of any traced step. `step_estimate` is of steps of any size, made of traced pieces:
+`estimate` is of any traced step. `estimate_step` is of steps of any size, made of traced pieces:
 microbatches go through the pipeline as its schedule says, and around it come the reductions of
 gradients, the update, the gathers of parameters, the processor and the slowest GPU. Every estimate
 divides its step into parts that add up to it, by what the rank that computes longest does.
@@ -20,6 +20,16 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import NamedTuple
 
+from functron.apps.planner.machines import Hardware, RankPlacement
+from functron.apps.planner.rates import (
+    FUNCTRON,
+    Software,
+    Times,
+    TracedPiece,
+    TracedPieces,
+    run_program,
+    time_program,
+)
 from functron.core import chart
 from functron.core.chart import table
 from functron.core.errors import Problem, public, raise_problems, refuse
@@ -28,9 +38,6 @@ from functron.pipeline.partition import Layout, even_layout
 from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Action, Costs, Timeline
-from functron.plan.hardware import Hardware, Placement
-from functron.plan.pieces import Piece, Pieces
-from functron.plan.rates import FUNCTRON, Software, Times, program_times, run_on
 from functron.program.cost import bytes_text, count_text
 from functron.program.program import Program
 from functron.program.timeline import COMPUTE
@@ -274,7 +281,7 @@ _COLOURS = MappingProxyType(
 def estimate(
     program: Program,
     hardware: Hardware,
-    placement: Placement | None = None,
+    placement: RankPlacement | None = None,
     *,
     software: Software = FUNCTRON,
     tokens: int = 0,
@@ -291,17 +298,17 @@ def estimate(
         software: what is fused and overlaps.
         tokens: that all ranks train on in a run; 0: not known, and rates of tokens are 0.
     """
-    placement = Placement.on(program.mesh, hardware) if placement is None else placement
+    placement = RankPlacement.on(program.mesh, hardware) if placement is None else placement
     software = software.on(hardware)
-    times = program_times(program, hardware, placement, software)
-    found, _ = run_on(program, hardware, placement, software)
+    times = time_program(program, hardware, placement, software)
+    found, _ = run_program(program, hardware, placement, software)
     lanes = []
     for row in found.rows:
         kind = "compute" if row.axis is None else "exposed" if row.exposed else "hidden"
         stream = "computes" if row.stream == COMPUTE else row.stream
         lanes.append(Lane(stream, row.what, row.start, row.end, kind))
     cost, size = program.cost(), program.mesh.size
-    parts = _with_around(dict(times.parts), times.kernels, size, hardware, software)
+    parts = _add_surroundings(dict(times.parts), times.kernels, size, hardware, software)
     usage = program.memory()
     return Estimate(
         program.name, hardware, software, size, tokens, sum(parts.values()),
@@ -311,19 +318,19 @@ def estimate(
     )  # fmt: skip
 
 
-def _with_around(
+def _add_surroundings(
     parts: dict[str, float], kernels: float, num_gpus: int, hardware: Hardware, software: Software
 ) -> dict[str, float]:
     """The parts of a rank's step with those of its processor and of waiting for the slowest."""
     total = sum(parts.values())
     launching = 0.0 if software.graphs else kernels * hardware.host.launch_seconds
     computing = sum(x for name, x in parts.items() if not name.startswith("over "))
-    parts["slowest GPU"] = computing * hardware.jitter * _largest_of(num_gpus)
+    parts["slowest GPU"] = computing * hardware.jitter * _expect_largest(num_gpus)
     parts["processor"] = max(0.0, launching - total) + hardware.host.step_seconds
     return {name: x for name, x in parts.items() if x > 0}
 
 
-def _largest_of(count: int) -> float:
+def _expect_largest(count: int) -> float:
     """The expected maximum of so many standard normal numbers (Blom 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
@@ -347,7 +354,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class PlannedStep:
     """A training step of a decoder on a mesh, to be estimated.
 
     Attributes:
@@ -359,7 +366,7 @@ class Step:
         chunks: stages of a rank.
         layout: of the layers; None: even.
         zero: 0: every data-parallel rank has all optimizer state; 1: its part; 2: and its part of
-            the gradients' sums; 3: and of the parameters, which `pieces` were traced with.
+            the gradients' sums; 3: and of the parameters, which `trace_pieces` were traced with.
         state: bytes per parameter.
         offload: optimizer state is in the processor's memory.
 
@@ -368,7 +375,7 @@ class Step:
             go together.
     """
 
-    pieces: Pieces
+    pieces: TracedPieces
     mesh: Mesh
     num_microbatches: int
     schedule: str = "1f1b"
@@ -398,7 +405,7 @@ class Step:
         _ = self.stages  # whether the layers can be laid out
 
     @property
-    def all_pieces(self) -> list[Piece]:
+    def all_pieces(self) -> list[TracedPiece]:
         """Every piece once."""
         return [*(p for p, _ in self.pieces.layers.values()), self.pieces.embed, self.pieces.head]
 
@@ -408,13 +415,13 @@ class Step:
         return self.mesh["pp"]
 
     @functools.cached_property
-    def stages(self) -> tuple[list[tuple[Piece, int]], ...]:
+    def stages(self) -> tuple[list[tuple[TracedPiece, int]], ...]:
         """The pieces of each stage, and how often it has them."""
         layers = self.pieces.config.num_layers
         layout = self.layout or even_layout(self.num_stages, layers)
         return tuple(self.pieces.of(part) for part in layout)
 
-    def held_by(self, rank: int) -> list[tuple[Piece, int]]:
+    def held_by(self, rank: int) -> list[tuple[TracedPiece, int]]:
         """The pieces of a rank of the pipeline, over all of its stages."""
         return [row for stage in self.stages_of(rank) for row in self.stages[stage]]
 
@@ -477,20 +484,20 @@ _ROUND = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
 """Schedules whose stages go round the ranks, chunk after chunk, and that have a formula."""
 
 
-def _is_split(step: Step) -> bool:
+def _is_split(step: PlannedStep) -> bool:
     """Whether the schedule has the two parts of backward apart."""
     if step.schedule in _ROUND:
         return False
     return any(a.kind in "IW" for row in _table_of(step).table for cell in row for a in cell)
 
 
-def _table_of(step: Step) -> Schedule:
-    few = _few(step.schedule, step.num_ranks, step.num_microbatches)
+def _table_of(step: PlannedStep) -> Schedule:
+    few = _count_repeating(step.schedule, step.num_ranks, step.num_microbatches)
     return _table(step.schedule, step.num_ranks, few, step.chunks)
 
 
 @public
-def step_memory(step: Step, software: Software = FUNCTRON) -> Mapping[str, int]:
+def estimate_memory(step: PlannedStep, software: Software = FUNCTRON) -> Mapping[str, int]:
     """The bytes of the fullest rank of the pipeline in a step, by category, without any times.
 
     ``parameters``, ``gradients`` (their sums), ``optimizer``, ``activations`` (as many microbatches
@@ -502,15 +509,15 @@ def step_memory(step: Step, software: Software = FUNCTRON) -> Mapping[str, int]:
     return MappingProxyType(max(found, key=lambda row: sum(row.values())))
 
 
-def _rank_memory(step: Step, rank: int) -> dict[str, int]:
+def _rank_memory(step: PlannedStep, rank: int) -> dict[str, int]:
     rows, state = step.held_by(rank), step.state
     whole, experts, params = step.num_params(rank)
-    own = _owned(step, whole, experts)
+    own = _count_owned(step, whole, experts)
     gradients = state.grad * (own if step.zero >= 2 else whole)
     if step.num_ranks == step.num_microbatches == 1:
-        at_peak = max(_backward(rows, gradients), key=sum)
+        at_peak = max(_walk_backward(rows, gradients), key=sum)
     else:
-        live = _live(step.schedule, step.num_ranks, step.num_microbatches, step.chunks, rank)
+        live = _count_live(step.schedule, step.num_ranks, step.num_microbatches, step.chunks, rank)
         each = sum(piece.held_bytes[0] * n for piece, n in rows if piece is not step.pieces.head)
         head = sum(piece.held_bytes[0] * n for piece, n in rows if piece is step.pieces.head)
         activations = live * each / len(step.stages_of(rank)) + head
@@ -525,8 +532,8 @@ def _rank_memory(step: Step, rank: int) -> dict[str, int]:
     }
 
 
-def _backward(
-    rows: Sequence[tuple[Piece, int]], gradients: float
+def _walk_backward(
+    rows: Sequence[tuple[TracedPiece, int]], gradients: float
 ) -> Iterator[tuple[float, float, float]]:
     """Bytes of gradients, activations and workspace while each piece goes back, the last one first.
 
@@ -543,7 +550,7 @@ def _backward(
         held -= piece.held_bytes[0]
 
 
-def _owned(step: Step, whole: int, experts: int) -> float:
+def _count_owned(step: PlannedStep, whole: int, experts: int) -> float:
     """Of the parameters of a rank those that it keeps optimizer state of."""
     split = 1 if step.pieces.gather == "step" else math.prod(step.pieces.mesh[a] for a in FSDP_AXES)
     over = step.data_size if step.zero else step.mesh["fsdp"]
@@ -552,7 +559,7 @@ def _owned(step: Step, whole: int, experts: int) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
+def _count_live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
     """The most stages' activations of microbatches that a rank keeps at a time."""
     if p == 1:
         return v
@@ -562,7 +569,7 @@ def _live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
         return m * v
     if schedule == "interleaved":
         return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
-    return _table(schedule, p, _few(schedule, p, m), v).peak_live(rank)
+    return _table(schedule, p, _count_repeating(schedule, p, m), v).peak_live(rank)
 
 
 @functools.lru_cache(maxsize=64)
@@ -570,18 +577,18 @@ def _table(schedule: str, p: int, m: int, v: int) -> Schedule:
     return make(schedule, p, m, v if v > 1 else None)
 
 
-def _few(schedule: str, p: int, m: int) -> int:
+def _count_repeating(schedule: str, p: int, m: int) -> int:
     """So many microbatches that a schedule of more repeats itself."""
     every = 2 * p  # DualPipe takes microbatches in pairs
     return m if m <= 2 * every else every + m % every
 
 
 @public
-def step_estimate(
-    step: Step,
+def estimate_step(
+    step: PlannedStep,
     hardware: Hardware,
     *,
-    placement: Placement | None = None,
+    placement: RankPlacement | None = None,
     software: Software = FUNCTRON,
     exact: bool = True,
 ) -> Estimate:
@@ -595,9 +602,9 @@ def step_estimate(
         exact: simulate the pipeline, and draw it; False: by the formulas of uniform stages where
             the schedule has one, in about a millisecond.
     """
-    placement = Placement.on(step.mesh, hardware) if placement is None else placement
+    placement = RankPlacement.on(step.mesh, hardware) if placement is None else placement
     software = software.on(hardware)
-    timed = _Timed(step, hardware, placement, software)
+    timed = _StepTimes(step, hardware, placement, software)
     rank = max(range(step.num_ranks), key=lambda r: timed.busy(r).seconds)
     busy = timed.busy(rank)
     total, lanes = timed.pipeline(rank, exact)
@@ -605,7 +612,7 @@ def step_estimate(
     parts["bubble"] = total - busy.seconds * step.num_microbatches
     timed.around(parts, rank)
     launched = busy.kernels * step.num_microbatches
-    parts = _with_around(parts, launched, step.mesh.size, hardware, software)
+    parts = _add_surroundings(parts, launched, step.mesh.size, hardware, software)
     flops = _step_flops(step)
     exposed: dict[str, float] = defaultdict(float)
     for name, seconds in parts.items():
@@ -617,12 +624,12 @@ def step_estimate(
     return Estimate(
         title, hardware, software, step.mesh.size, samples * step.pieces.seq,
         sum(parts.values()), MappingProxyType(parts), MappingProxyType(dict(exposed)),
-        parts.get("bubble", 0.0), *flops, step_memory(step, software), tuple(lanes),
+        parts.get("bubble", 0.0), *flops, estimate_memory(step, software), tuple(lanes),
         tuple(_notes(step, lanes)),
     )  # fmt: skip
 
 
-def _notes(step: Step, lanes: Sequence[Lane]) -> Iterator[str]:
+def _notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
     """Notes on what an estimate of a step does not see."""
     config = step.pieces.config
     shown = len({lane.what for lane in lanes if lane.kind == "F"})
@@ -635,7 +642,7 @@ def _notes(step: Step, lanes: Sequence[Lane]) -> Iterator[str]:
         yield "attention with a cap on its scores is that of CPUs: the formula, in chunks"
 
 
-def _step_flops(step: Step) -> tuple[float, float, float]:
+def _step_flops(step: PlannedStep) -> tuple[float, float, float]:
     """Model FLOPs with half and whole attention, and hardware FLOPs, of all ranks."""
     config, seq = step.pieces.config, step.pieces.seq
     tokens = step.samples * seq
@@ -653,12 +660,12 @@ def _with_update(lanes: Sequence[Lane], pipeline: float, total: float) -> list[L
 
 
 @dataclass(frozen=True, eq=False)
-class _Timed:
+class _StepTimes:
     """The times of a step's stages on a machine."""
 
-    step: Step
+    step: PlannedStep
     hardware: Hardware
-    placement: Placement
+    placement: RankPlacement
     software: Software
 
     @functools.cached_property
@@ -675,10 +682,12 @@ class _Timed:
             found.append(known[key])
         return found
 
-    def _stage(self, rows: Sequence[tuple[Piece, int]], ends: tuple[bool, bool]) -> list[Times]:
+    def _stage(
+        self, rows: Sequence[tuple[TracedPiece, int]], ends: tuple[bool, bool]
+    ) -> list[Times]:
         made = []
         for index in range(len(rows[0][0].programs)):
-            each = [(self._times(piece, index), n) for piece, n in rows]
+            each = [(self._measure_times(piece, index), n) for piece, n in rows]
             parts: dict[str, float] = defaultdict(float)
             for times, n in each:
                 for name, seconds in times.parts.items():
@@ -691,11 +700,11 @@ class _Timed:
             made.append(Times(sum(parts.values()), parts, kernels, {}))
         return made
 
-    def _times(self, piece: Piece, index: int) -> Times:
+    def _measure_times(self, piece: TracedPiece, index: int) -> Times:
         """Of a piece; parameters of the next layer are gathered, and gradients of the last one
         scattered, while this one is computed."""
         program = piece.programs[index]
-        found = program_times(program, self.hardware, self.placement, self.software)
+        found = time_program(program, self.hardware, self.placement, self.software)
         behind = self.software.overlap and self.step.pieces.gather != "step"
         if not behind or not piece.part.layers:
             return found
@@ -744,21 +753,21 @@ class _Timed:
         step = self.step
         m, p, v = step.num_microbatches, step.num_ranks, step.chunks
         if p == 1:
-            lanes = self._alone(m) if exact else []
+            lanes = self._draw_one_rank(m) if exact else []
             return m * self.busy(0).seconds, lanes
         formula = self._formula(slowest)
         if formula is not None and (not exact or p * m * v > _LARGEST):
             return formula, []
-        few = m if p * m * v <= _LARGEST else _few(step.schedule, p, m)
+        few = m if p * m * v <= _LARGEST else _count_repeating(step.schedule, p, m)
         schedule = _table(step.schedule, p, few, v)
         found = schedule.simulate(self._costs())
-        lanes = _lanes(found)
+        lanes = _draw_lanes(found)
         if few == m:
             return found.total, lanes
         more = _table(step.schedule, p, few + 2 * p, v).simulate(self._costs())
         return found.total + (more.total - found.total) / (2 * p) * (m - few), lanes
 
-    def _alone(self, m: int) -> list[Lane]:
+    def _draw_one_rank(self, m: int) -> list[Lane]:
         lanes, now = [], 0.0
         stage = [times for each in self.stages for times in each]
         for microbatch in range(min(m, 16)):
@@ -803,10 +812,10 @@ class _Timed:
         whole, experts, num_bytes = step.num_params(rank)
         params = num_bytes / max(whole, 1)
         layers = max(1, sum(n for piece, n in rows if piece.part.layers))
-        for axes, count in ((_REDUCED_OVER, whole - experts), (_without_ep(), experts)):
-            self._reduced(parts, axes, count, params, layers, rank)
-        self._tied(parts)
-        own = _owned(step, whole, experts)
+        for axes, count in ((_REDUCED_OVER, whole - experts), (_list_axes_of_dense(), experts)):
+            self._add_reductions(parts, axes, count, params, layers, rank)
+        self._add_tied_embedding(parts)
+        own = _count_owned(step, whole, experts)
         state = step.state
         moved = own * (state.grad + params + (0 if step.offload else 2 * state.optimizer))
         moved += 2 * state.grad * (own if step.zero >= 2 else whole)  # zeroed, and the norm's
@@ -815,7 +824,7 @@ class _Timed:
             over = 2 * own * state.optimizer / hardware.host.bytes_per_second
             parts["update"] += over / 2  # both directions at a time
 
-    def _reduced(
+    def _add_reductions(
         self,
         parts: dict[str, float],
         axes: tuple[str, ...],
@@ -838,16 +847,16 @@ class _Timed:
         op = "psum_scatter" if divided else "psum"
         reduced = hardware.collective_seconds(op, num_bytes, reach)
         last = self._of(rank, 1) * self._ahead
-        parts[name] = parts.get(name, 0.0) + _behind(
+        parts[name] = parts.get(name, 0.0) + _hide_behind(
             reduced, last if software.overlap_grads else 0.0, layers
         )
         if step.zero == 2:  # every microbatch's are divided at once
             window = self._of(rank, 1) if software.overlap_grads else 0.0
-            parts[name] += (step.num_microbatches - 1) * _behind(reduced, window, layers)
+            parts[name] += (step.num_microbatches - 1) * _hide_behind(reduced, window, layers)
         if divided:
             gathered = hardware.collective_seconds("all_gather", count * param_bytes, reach)
             first = self._of(rank, 0) * self._ahead
-            parts[name] += _behind(gathered, first if software.overlap_params else 0.0, layers)
+            parts[name] += _hide_behind(gathered, first if software.overlap_params else 0.0, layers)
 
     @property
     def _ahead(self) -> float:
@@ -862,7 +871,7 @@ class _Timed:
         few = min(step.num_ranks, step.num_microbatches)
         return (few * (step.chunks - 1) + 1) / step.chunks
 
-    def _tied(self, parts: dict[str, float]) -> None:
+    def _add_tied_embedding(self, parts: dict[str, float]) -> None:
         """The sum of the gradients of an embedding that two stages have."""
         step, config = self.step, self.step.pieces.config
         if not config.tied or step.num_ranks == 1:
@@ -874,7 +883,7 @@ class _Timed:
         parts["over pp"] = self.hardware.collective_seconds("psum", num_bytes, reach)
 
 
-def _lanes(found: Timeline) -> list[Lane]:
+def _draw_lanes(found: Timeline) -> list[Lane]:
     """The actions of a pipeline; those of one cell one after the other, each for its share."""
     cells: dict[tuple[int, float, float], list[Action]] = defaultdict(list)
     for row in found.rows:
@@ -892,16 +901,16 @@ _LARGEST = 6000
 """Actions of a table that is simulated whole."""
 
 
-def _without_ep() -> tuple[str, ...]:
+def _list_axes_of_dense() -> tuple[str, ...]:
     return tuple(axis for axis in _REDUCED_OVER if axis != "ep")
 
 
-def _stream_axes(step: Step) -> tuple[str, ...]:
+def _stream_axes(step: PlannedStep) -> tuple[str, ...]:
     entry = step.pieces.options.stream[1]
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _behind(seconds: float, window: float, layers: int) -> float:
+def _hide_behind(seconds: float, window: float, layers: int) -> float:
     """The exposed seconds of communication, layer by layer, behind `window` seconds of work.
 
     What the last layer sends nothing hides.

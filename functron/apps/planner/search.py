@@ -1,0 +1,993 @@
+"""The fastest ways to run a model on so many GPUs: candidates, pruned by memory, ranked by time.
+
+A candidate is the configuration of a run: with its mesh, schedule and microbatches, and what it
+keeps, gathers and computes again. `Space` enumerates them, a `CandidateModel` says of each whether
+it can be run, what it holds and how long a step takes, and `search` asks it as little as it can:
+what cannot be run and what does not fit is left out before anything is timed, and candidates whose
+least conceivable time is longer than what was found already are not timed at all. `Choices` is the
+`CandidateModel` of the runs of a GPT, whose layers are traced once per kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from functron.apps.planner.estimates import (
+    Estimate,
+    PlannedStep,
+    StateBytes,
+    estimate_memory,
+    estimate_step,
+)
+from functron.apps.planner.machines import Hardware, RankPlacement, hardware
+from functron.apps.planner.rates import TracedPieces, trace_pieces
+from functron.core import random, tree
+from functron.core.chart import line_chart, table
+from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.settings import value_at
+from functron.models import gpt
+from functron.optim import torch_dtype
+from functron.pipeline.registry import make
+from functron.program.cost import bytes_text
+from functron.spmd import DATA_AXES, Mesh
+from functron.spmd.params import num_params, param_specs
+from functron.spmd.spec import local_shape
+from functron.training.config import TrainConfig, configure, with_precision
+from functron.training.setup import RunSetup, make_setup
+
+AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+"""The axes of candidates, in the order of their meshes: ranks of tp are next to one another."""
+
+
+CHOSEN: Mapping[str, str] = MappingProxyType(
+    {
+        name: name
+        for name in (
+            "schedule", "chunks", "microbatches", "remat", "sequence_parallel", "zero", "gather",
+            "precision",
+        )
+    }
+    | {"offload": "optimizer.offload"}
+)  # fmt: skip
+"""The settings of a run that a search chooses, beside its mesh: by their words in ``--fix``."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_mesh(text: str) -> Mesh:
+    return Mesh.parse(text)
+
+
+def mesh_of(config: TrainConfig) -> Mesh:
+    """The mesh of a run."""
+    return _parse_mesh(config.parallelism.mesh)
+
+
+def count_data_ranks(config: TrainConfig) -> int:
+    """Ranks that the batch of a run is split over."""
+    return math.prod(mesh_of(config)[axis] for axis in DATA_AXES)
+
+
+def count_rows(config: TrainConfig) -> int:
+    """Samples of a rank in one microbatch of a run."""
+    parts = count_data_ranks(config) * config.parallelism.microbatches
+    return config.data.global_batch // parts
+
+
+def describe_cells(config: TrainConfig) -> list[str]:
+    """How a run is run, as the cells below `COLUMNS`."""
+    ranks, mesh = config.parallelism, mesh_of(config)
+    chunks = f" x{ranks.chunks}" if ranks.chunks > 1 else ""
+    data = f"zero {ranks.zero}" if ranks.zero else ""
+    data += f" {ranks.gather}" if mesh["fsdp"] > 1 and ranks.gather != "use" else ""
+    flags = [
+        "sp" * ranks.sequence_parallel, data.strip(), "offload" * config.optimizer.offload
+    ]  # fmt: skip
+    return [
+        ranks.mesh or "one rank",
+        f"{ranks.schedule}{chunks}" if mesh["pp"] > 1 else "",
+        f"{ranks.microbatches} of {count_rows(config)}",
+        config.compute.remat,
+        ", ".join(filter(None, flags)),
+        config.precision.name,
+    ]
+
+
+def describe_way(config: TrainConfig) -> str:
+    """How a run is run, in a few words."""
+    return " ".join(filter(None, describe_cells(config)))
+
+
+COLUMNS = ("mesh", "schedule", "microbatches", "remat", "", "precision")
+
+_NAMES = (*AXES, *itertools.islice(CHOSEN, 2), "rows", *itertools.islice(CHOSEN, 2, None))
+_USUAL = MappingProxyType({
+    **dict.fromkeys((*AXES, "rows"), 1),
+    **{word: value_at(TrainConfig(), name) for word, name in CHOSEN.items()},
+})  # fmt: skip
+_NUMBERS = tuple(name for name in _NAMES if type(_USUAL[name]) is int)
+_OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {"microbatch": "rows", "micro_batch_size": "rows", "num_microbatches": "microbatches"}
+)
+_WORDS: Mapping[str, bool] = MappingProxyType(
+    {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+)
+
+
+def parse_settings(text: str, what: str, *, numbers: bool = False) -> dict[str, Any]:
+    """Settings of candidates written as ``"tp=8,pp=16,remat=full"``.
+
+    Args:
+        text: these; the empty string is none.
+        what: the option that has it.
+        numbers: only those that are numbers may be set.
+
+    Raises:
+        ValueError: unknown settings, or values that are none of theirs; all are listed.
+    """
+    found: dict[str, Any] = {}
+    problems: list[Problem] = []
+    known = _NUMBERS if numbers else _NAMES
+    for entry in filter(None, (part.strip() for part in text.replace(" ", ",").split(","))):
+        name, _, value = (part.strip() for part in entry.partition("="))
+        name = name.replace("-", "_")
+        name = _OTHER_NAMES.get(name, name)
+        if name not in known:
+            wanted = f"one of {', '.join(known)}"
+            problems.append(Problem(what, repr(name), wanted, nearest(name, known)))
+        elif name in _NUMBERS and not value.isdigit():
+            problems.append(Problem(what, repr(entry), f"a whole number, such as {name}=8"))
+        elif type(_USUAL[name]) is bool and value.lower() not in _WORDS:
+            problems.append(Problem(what, repr(entry), f"{name}=true or {name}=false"))
+        elif name in found:
+            problems.append(Problem(what, f"{name} twice", "every setting once"))
+        elif name in _NUMBERS:
+            found[name] = int(value)
+        else:
+            found[name] = _WORDS.get(value.lower(), value) if value.lower() in _WORDS else value
+    raise_problems(f"cannot read {what} {text!r}", problems)
+    return found
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates that are looked at: configurations of one run, which ``functron train`` takes.
+
+    Attributes:
+        config: the run of a GPT: model, samples, optimizer. What a search chooses replaces its own.
+        gpus: ranks of every mesh.
+        domain: GPUs that reach one another fastest; tp stays among them unless it is fixed.
+        fixed: what all candidates have, by the words of `parse_settings`.
+        least: what is at least so large in all of them.
+        rows, remats, precisions, schedules: the values that are tried.
+    """
+
+    config: TrainConfig
+    gpus: int
+    domain: int = 8
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+    rows: Sequence[int] = (1, 2, 4)
+    remats: Sequence[str] = ("none", "dots", "full")
+    precisions: Sequence[str] = ("bf16",)
+    schedules: Sequence[str] = ("1f1b", "interleaved", "zb-h1", "zbv")
+
+    def __post_init__(self):
+        counts = {name: getattr(self, name) for name in ("gpus", "domain")}
+        counts |= {name: getattr(self.config.data, name) for name in ("global_batch", "seq")}
+        found = [Problem(name, str(n), "at least 1") for name, n in counts.items() if n < 1]
+        axes = math.prod(self.fixed.get(axis, 1) for axis in AXES)
+        if not found and (axes < 1 or self.gpus % axes):
+            got = ",".join(f"{axis}={self.fixed[axis]}" for axis in AXES if axis in self.fixed)
+            fix = f"take {self.gpus - self.gpus % max(axes, 1) or axes} GPUs, or other sizes"
+            found.append(Problem("gpus", f"{self.gpus} for {got}", f"a multiple of {axes}", fix))
+        clash = [n for n, size in self.least.items() if n in self.fixed and self.fixed[n] < size]
+        found += [
+            Problem(name, f"{self.fixed[name]}", f"at least {self.least[name]}", "leave one out")
+            for name in clash
+        ]
+        raise_problems("no mesh is like this", found)
+        chosen = {CHOSEN[name]: x for name, x in self.fixed.items() if name in CHOSEN}
+        configure(self.config, **chosen)  # which checks their kinds
+
+    @property
+    def _num_layers(self) -> int:
+        return self.config.gpt.num_layers
+
+    @property
+    def emptiness(self) -> str:
+        """Why there is no candidate, where there is none."""
+        return (
+            f"{self.config.data.global_batch} samples are not divided by its data-parallel ranks "
+            f"and rows, or {self._num_layers} layers are too few for its stages"
+        )
+
+    def candidates(self) -> Iterator[TrainConfig]:
+        """Every way that the counts admit, of each kind once.
+
+        What only a `CandidateModel` knows, such as whether tp divides its heads, is not looked at.
+        """
+        batch, bases = self.config.data.global_batch, _Bases(self.config, {})
+        for sizes in self._meshes():
+            data = math.prod(sizes[axis] for axis in DATA_AXES)
+            mesh = str(Mesh(**{axis: size for axis, size in sizes.items() if size > 1}))
+            for rows in self._of("rows", self.rows):
+                if batch % (data * rows):
+                    continue
+                count = batch // (data * rows)
+                if not self._admits("microbatches", count):
+                    continue
+                for base, settings in self._settings(sizes, bases):
+                    ranks = replace(base.parallelism, mesh=mesh, microbatches=count, **settings)
+                    yield replace(base, parallelism=ranks)
+
+    def _meshes(self) -> Iterator[dict[str, int]]:
+        """The sizes of the axes."""
+        divisors = [n for n in range(1, self.gpus + 1) if self.gpus % n == 0]
+        small = [n for n in divisors if n <= self.domain]
+        cps = [n for n in divisors if n == 1 or self.config.data.seq // n >= _LEAST_TOKENS]
+        moe = self.config.gpt.moe
+        eps = [n for n in divisors if (1 if moe is None else moe.num_experts) % n == 0]
+        pps = [n for n in divisors if n <= self._num_layers]
+        rows = itertools.product(
+            self._of("tp", small), self._of("cp", cps), self._of("ep", eps), self._of("pp", pps)
+        )
+        for tp, cp, ep, pp in rows:
+            if self.gpus % (tp * cp * ep * pp):
+                continue
+            data = self.gpus // (tp * cp * ep * pp)
+            inside = [n for n in (1, *_FSDP, data) if data % n == 0 and n <= data]
+            for fsdp in self._of("fsdp", sorted(set(inside))):
+                if data % fsdp == 0 and self._admits("dp", data // fsdp):
+                    sizes = {"pp": pp, "dp": data // fsdp, "fsdp": fsdp, "cp": cp, "ep": ep}
+                    yield sizes | {"tp": tp}
+
+    def _settings(
+        self, sizes: Mapping[str, int], bases: _Bases
+    ) -> Iterator[tuple[TrainConfig, dict[str, Any]]]:
+        """Runs with all but what ranks divide, and settings of that, which depend on the mesh."""
+        replicas = sizes["dp"] * sizes["ep"] * sizes["cp"]
+        zeros = (1, 2) if replicas > 1 and sizes["fsdp"] == 1 else (1,) if replicas > 1 else (0,)
+        rows = itertools.product(
+            self._of("precision", self.precisions),
+            self._of("remat", self.remats),
+            self._of("sequence_parallel", (sizes["tp"] > 1,)),
+            self._of("zero", zeros),
+            self._of("gather", ("use",)),
+            self._of("offload", (False,)),
+            self._schedules(sizes["pp"]),
+        )
+        names = ("sequence_parallel", "zero", "gather", "schedule", "chunks")
+        for precision, remat, sequence_parallel, zero, gather, offload, pipeline in rows:
+            values = (sequence_parallel, zero, gather, *pipeline)
+            settings: dict[str, Any] = dict(zip(names, values, strict=True))
+            yield bases.make(precision, remat, offload), settings
+
+    def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
+        """Schedules and chunks; one of them without a pipeline."""
+        if pp == 1:
+            if self._admits("schedule", "1f1b") and self._admits("chunks", 0):
+                yield "1f1b", 0
+            return
+        deepest = self._num_layers // pp
+        many = [n for n in range(2, min(deepest, _MOST_CHUNKS) + 1) if not self._num_layers % n]
+        many = many or [n for n in (2, 3, 4) if n <= deepest]
+        for schedule in self._of("schedule", self.schedules):
+            tried = many if schedule in ("interleaved", "breadth-first") else (0,)
+            yield from ((schedule, chunks) for chunks in self._of("chunks", tried))
+
+    def _of(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+        """The values that are tried of a setting: the fixed one, or those that are admitted."""
+        if name in self.fixed:
+            return (self.fixed[name],)
+        return [value for value in values if self._admits(name, value)]
+
+    def _admits(self, name: str, value: Any) -> bool:
+        if name in self.least and value < self.least[name]:
+            return False
+        return name not in self.fixed or value == self.fixed[name]
+
+
+@dataclass(frozen=True)
+class _Bases:
+    """A run with what does not depend on the mesh, each made once."""
+
+    config: TrainConfig
+    known: dict[tuple, TrainConfig]
+
+    def make(self, precision: str, remat: str, offload: bool) -> TrainConfig:
+        key = precision, remat, offload
+        if key not in self.known:
+            base = with_precision(self.config, precision)
+            # compiled, as estimates have it
+            self.known[key] = configure(base, remat=remat, optimizer__offload=offload, compile=True)
+        return self.known[key]
+
+
+_LEAST_TOKENS = 4096
+"""Of a sequence on one rank of cp: below, attention is too little to hide what is sent."""
+_FSDP = (8, 32, 128)
+"""Sizes of fsdp that are tried beside all data ranks: parameters divided among some of them."""
+_MOST_CHUNKS = 8
+
+
+class CandidateModel(Protocol):
+    """The answers that a search wants of candidates, in this order, each if the last let it by."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The memory that a rank has for them."""
+        ...
+
+    def problems(self, candidate: TrainConfig) -> Sequence[str]:
+        """Why a candidate cannot be run; empty if it can."""
+        ...
+
+    def state_bytes(self, candidate: TrainConfig) -> float:
+        """The least that a rank holds between steps, found without a trace."""
+        ...
+
+    def least_seconds(self, candidate: TrainConfig) -> float:
+        """A time that no step of it can be below, found without a trace."""
+        ...
+
+    def guess(self, candidate: TrainConfig) -> float:
+        """About how long a step takes, found without a trace: what is looked at first."""
+        ...
+
+    def memory(self, candidate: TrainConfig) -> Mapping[str, int]:
+        """Bytes of the fullest rank, by category."""
+        ...
+
+    def estimate(self, candidate: TrainConfig, *, exact: bool = False) -> Estimate:
+        """The time of a step, its parts, and what it holds; exactly, or by quick formulas."""
+        ...
+
+    def traced(self, candidate: TrainConfig) -> bool:
+        """Whether `memory` would trace nothing new."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate that fits, and its step.
+
+    Attributes:
+        candidate: the way.
+        estimate: its step.
+    """
+
+    candidate: TrainConfig
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The findings of `search`; prints as a table.
+
+    Attributes:
+        best: the fastest candidates, the fastest first.
+        front: those than which none that was timed is both faster and smaller, fastest first.
+        counts: how many candidates there were, and what became of them.
+        smallest: where none fits: the one that needs the least, and what that is, by category.
+        capacity_bytes: the memory that a rank has.
+        reasons: of those that cannot be run, the commonest reasons, each with its count.
+        complete: whether every candidate that could be among the best was looked at.
+        seconds: CPU time that it took.
+    """
+
+    best: tuple[Ranked, ...]
+    front: tuple[Ranked, ...]
+    counts: Mapping[str, int]
+    smallest: tuple[TrainConfig, Mapping[str, int]] | None
+    capacity_bytes: int
+    reasons: tuple[tuple[str, int], ...]
+    complete: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        head = ["", *COLUMNS, "seconds", "90%", "MFU", "memory", "limited by"]
+        rows = [head]
+        for number, (candidate, estimate) in enumerate(_pairs(self.best), 1):
+            low, high = estimate.interval
+            rows.append(
+                [str(number), *describe_cells(candidate), f"{estimate.step_seconds:.3g}",
+                 f"{low:.3g} to {high:.3g}", f"{estimate.mfu:.1%}",
+                 bytes_text(estimate.memory_bytes), estimate.limits]
+            )  # fmt: skip
+        return f"{table(rows, left=7)}\n\n{self.summary()}"
+
+    def summary(self) -> str:
+        """How many candidates there were, and what became of them, in a line or two."""
+        names = ", ".join(f"{count:,} {what}" for what, count in self.counts.items() if count)
+        text = f"{names}; {self.seconds:.0f} s of CPU time"
+        if not self.complete:
+            text += (
+                "\nnot all that could be among the best were timed: "
+                "give it more with --cpu-seconds, or fewer to look at with --fix"
+            )
+        return text
+
+    def svg(self) -> str:
+        """Seconds over memory of the front, and of the best, as an SVG document."""
+        rows = sorted(self.front, key=lambda one: one.estimate.memory_bytes)
+        points = [(r.estimate.memory_bytes / 2**30, r.estimate.step_seconds) for r in rows]
+        best = [
+            (r.estimate.memory_bytes / 2**30, r.estimate.step_seconds)
+            for r in sorted(self.best, key=lambda one: one.estimate.memory_bytes)
+        ]
+        return line_chart(
+            [x for x, _ in points],
+            [y for _, y in points],
+            title="the fastest step for each amount of memory",
+            x_label="GiB of the fullest rank",
+            y_label="seconds of a step",
+            others={"the best ten": best},
+        )
+
+
+def _pairs(rows: Sequence[Ranked]) -> Iterator[tuple[TrainConfig, Estimate]]:
+    return ((row.candidate, row.estimate) for row in rows)
+
+
+def search(
+    space: Space,
+    model: CandidateModel,
+    *,
+    top: int = 10,
+    cpu_seconds: float = 30.0,
+    slack: float = 1.0,
+) -> SearchResult:
+    """The fastest candidates that fit.
+
+    Steps are timed by formulas, and the best of them exactly in the end. Candidates are looked at
+    in the order of guesses, without those whose least conceivable times
+    are longer than what the last of the best takes: these cannot be among them. Once `cpu_seconds`
+    have passed, only candidates whose layers are traced already are looked at.
+
+    Args:
+        space: the candidates.
+        model: what is run, and where.
+        top: how many are wanted.
+        cpu_seconds: of this process, after which nothing new is traced; half as many more end it.
+        slack: looks at candidates with bounds up to so many times that of the last of the best,
+            for a fuller front.
+
+    Raises:
+        ValueError: the space has no candidates, or none can be run; the commonest reasons are
+            listed.
+    """
+    began = time.process_time()
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    bounded, small = _bound_candidates(space, model, counts, reasons)
+    timed: list[Ranked] = []
+    kth = math.inf
+    full: set[TrainConfig] = set()
+    for bound, candidate in bounded:
+        spent = time.process_time() - began
+        if bound > slack * kth:
+            counts["slower at best"] += 1
+        elif spent > 1.5 * cpu_seconds or (spent > cpu_seconds and not model.traced(candidate)):
+            counts["not looked at"] += 1
+        elif _fewer_rows(candidate) in full:
+            full.add(candidate)
+            counts["too large"] += 1
+        elif (held := sum(model.memory(candidate).values())) > model.capacity_bytes:
+            full.add(candidate)
+            counts["too large"] += 1
+            small.append((held, candidate))
+        else:
+            timed.append(Ranked(candidate, model.estimate(candidate)))
+            kth = _find_kth(timed, top)
+    timed.sort(key=_rank_key)
+    counts["timed"] = len(timed)
+    smallest = None
+    if not timed and small:
+        smallest = _find_smallest(model, small)
+    listed = {name: counts[name] for name in _COUNTS}
+    best = [Ranked(one.candidate, model.estimate(one.candidate, exact=True)) for one in timed[:top]]
+    return SearchResult(
+        tuple(sorted(best, key=_rank_key)),
+        _find_front(timed),
+        MappingProxyType(listed),
+        smallest,
+        model.capacity_bytes,
+        tuple(reasons.most_common(3)),
+        not counts["not looked at"],
+        time.process_time() - began,
+    )
+
+
+def _fewer_rows(c: TrainConfig) -> TrainConfig | None:
+    """The candidate with half the rows, which needs less where its pipeline is as full."""
+    ranks = c.parallelism
+    if count_rows(c) % 2 or ranks.microbatches < mesh_of(c)["pp"]:
+        return None
+    return replace(c, parallelism=replace(ranks, microbatches=2 * ranks.microbatches))
+
+
+_COUNTS = ("candidates", "cannot run", "too large", "slower at best", "not looked at", "timed")
+
+
+def _bound_candidates(
+    space: Space, model: CandidateModel, counts: Counter[str], reasons: Counter[str]
+) -> tuple[list[tuple[float, TrainConfig]], list[tuple[float, TrainConfig]]]:
+    """Candidates that may fit, with their bounds, in the order of guesses; and those whose state
+    alone does not, with its bytes."""
+    found: list[tuple[float, float, TrainConfig]] = []
+    too_large: list[tuple[float, TrainConfig]] = []
+    for candidate in space.candidates():
+        counts["candidates"] += 1
+        wrong = model.problems(candidate)
+        if wrong:
+            counts["cannot run"] += 1
+            reasons.update(wrong)
+            continue
+        state = model.state_bytes(candidate)
+        if state > model.capacity_bytes:
+            counts["too large"] += 1
+            too_large.append((state, candidate))
+            continue
+        found.append((model.guess(candidate), model.least_seconds(candidate), candidate))
+    if not found and not too_large:
+        listed = "; ".join(text for text, _ in reasons.most_common(3)) or space.emptiness
+        got = f"{counts['candidates']:,} candidates on {space.gpus} GPUs, none of which can be run"
+        fix = "take another number of GPUs, another --global-batch, or leave out what is fixed"
+        refuse("no mesh is like this", "gpus", f"{got} ({listed})", "some that can", fix)
+    found.sort(key=lambda one: (one[0], count_rows(one[2])))
+    return [(bound, candidate) for _, bound, candidate in found], too_large
+
+
+def _find_kth(timed: list[Ranked], top: int) -> float:
+    """The time of the last of the best; infinity where there are not so many."""
+    if len(timed) < top:
+        return math.inf
+    return heapq.nsmallest(top, (one.estimate.step_seconds for one in timed))[-1]
+
+
+def _rank_key(one: Ranked) -> tuple:
+    """By time; of equals the one with less memory, and with less of a pipeline."""
+    estimate, mesh = one.estimate, mesh_of(one.candidate)
+    return estimate.step_seconds, estimate.memory_bytes, mesh["pp"], mesh["tp"]
+
+
+def _find_smallest(
+    model: CandidateModel, found: Sequence[tuple[float, TrainConfig]]
+) -> tuple[TrainConfig, Mapping[str, int]]:
+    """The one that needs the least, of the first few by bytes, rows and what is recomputed."""
+
+    def order(one: tuple[float, TrainConfig]) -> tuple:
+        return one[0], count_rows(one[1]), one[1].compute.remat != "full"
+
+    tried = [candidate for _, candidate in heapq.nsmallest(_TRIED, found, key=order)]
+    pairs = [(one, model.memory(one)) for one in tried]
+    return min(pairs, key=lambda pair: sum(pair[1].values()))
+
+
+_TRIED = 4
+
+
+def _find_front(timed: Sequence[Ranked]) -> tuple[Ranked, ...]:
+    """Those than which none is both faster and smaller; `timed` is sorted by time."""
+    front: list[Ranked] = []
+    for one in timed:
+        if not front or one.estimate.memory_bytes < front[-1].estimate.memory_bytes:
+            front.append(one)
+    return tuple(front)
+
+
+def explain_misfit(found: SearchResult) -> str:
+    """Why nothing fits: by how much, what takes it, and what would make it fit."""
+    assert found.smallest is not None
+    candidate, memory = found.smallest
+    needed, has = sum(memory.values()), found.capacity_bytes
+    parts = sorted(memory.items(), key=lambda pair: -pair[1])
+    listed = ", ".join(f"{bytes_text(size)} of {name}" for name, size in parts if size)
+    fixes = []
+    if not candidate.optimizer.offload:
+        fixes.append("--fix offload=true keeps the optimizer's state in host memory")
+    activations = memory.get("activations", 0)
+    state = needed - activations
+    if state > has:
+        fixes.append(f"about {math.ceil(state / has)} times as many GPUs")
+    if candidate.compute.remat != "full":
+        fixes.append("--fix remat=full")
+    if activations > has / 2:
+        fixes.append("shorter samples (--seq), or more context-parallel ranks (--fix cp=2)")
+    fixes.append("GPUs with more memory (--hardware)")
+    rest = found.counts["not looked at"]
+    nothing = "nothing fits"
+    if rest:
+        nothing = f"nothing of what was looked at fits, and {rest:,} candidates were not"
+        fixes.insert(0, "--cpu-seconds with more of them, or --fix, such as remat=full,rows=1")
+    return (
+        f"{nothing}: {describe_way(candidate)} needs the least, "
+        f"{bytes_text(needed)} of the {bytes_text(has)} that a GPU has "
+        f"({bytes_text(needed - has)} too much): {listed}; fix: {'; or '.join(fixes)}"
+    )
+
+
+def describe_best(found: SearchResult, machine: Hardware) -> str:
+    """The time, utilisation and memory of the best, in a line."""
+    estimate = found.best[0].estimate
+    low, high = estimate.interval
+    return (
+        f"{machine.name}: {estimate.step_seconds:.3g} s a step "
+        f"({low:.3g} to {high:.3g}), MFU {estimate.mfu:.1%}, "
+        f"{estimate.memory_bytes / 2**30:.1f} GiB of the fullest rank"
+    )
+
+
+def why(found: SearchResult, given: Mapping[str, Any], space: Space, model: CandidateModel) -> str:
+    """Why candidates with these settings are not the best, as text.
+
+    The best of them is put beside the best of all, part by part; where none fits, the one that
+    needs the least is shown, and where none can be run, the reasons.
+
+    Args:
+        found: what the search found.
+        given: the settings, such as pp=16.
+        space: that was searched.
+        model: as of `search`.
+
+    Raises:
+        ValueError: the GPUs are no multiple of these sizes.
+    """
+    text = ",".join(f"{name}={value}" for name, value in given.items())
+    inside = dataclasses.replace(space, fixed={**space.fixed, **given})
+    if not any(True for _ in inside.candidates()):
+        return f"{text}: no candidate has it: {inside.emptiness}"
+    try:
+        own = search(inside, model, top=1, cpu_seconds=10.0)
+    except ValueError as error:
+        return f"{text}: {str(error).partition('got ')[2].partition('; wanted some')[0] or error}"
+    if not own.best:
+        return f"{text}: {explain_misfit(own)}"
+    mine = own.best[0]
+    if not found.best or _rank_key(mine) <= _rank_key(found.best[0]):
+        return f"{text}: it is the best: {describe_way(mine.candidate)}"
+    return f"{text}\n{compare(mine, found.best[0])}"
+
+
+def compare(one: Ranked, best: Ranked) -> str:
+    """Two candidates side by side, part by part: the largest losses of the first one first."""
+    names = dict.fromkeys([*best.estimate.parts, *one.estimate.parts])
+    rows = [
+        (name, one.estimate.parts.get(name, 0.0), best.estimate.parts.get(name, 0.0))
+        for name in names
+    ]
+    rows.sort(key=lambda row: row[2] - row[1])
+    total = ("total", one.estimate.step_seconds, best.estimate.step_seconds)
+    text = [["seconds of", "it", "the best", "more"]]
+    text += [[name, f"{a:.3f}", f"{b:.3f}", f"{a - b:+.3f}"] for name, a, b in [*rows, total]]
+    memory = [bytes_text(x.estimate.memory_bytes) for x in (one, best)]
+    title = [
+        f"it        {'  '.join(filter(None, describe_cells(one.candidate)))}",
+        f"the best  {'  '.join(filter(None, describe_cells(best.candidate)))}",
+    ]
+    return "\n".join([*title, "", table(text), "", f"memory: {memory[0]}, the best {memory[1]}"])
+
+
+# --- runs of a GPT
+
+_RESERVED = 0.04
+"""Of a GPU's memory, which the allocator loses between its blocks."""
+
+_FAR = 1.2
+"""How many times too many activations of a guess are not looked at before all others."""
+_LATE = 1e9
+
+_SPLIT = ("zb-h1", "zb-h2", "zbv", "v-min", "v-half", "dualpipe", "dualpipev")
+"""Schedules that have the two parts of backward apart."""
+_STAGES: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys(("zbv", "v-min", "v-half", "dualpipev"), 2)
+)
+"""Stages per rank, where a schedule is made for several."""
+_ALL_COUNTS = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", "zbv", "v-min", "v-half")
+"""Schedules that admit every number of microbatches."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The ways to run a model on a machine, as `functron.apps.planner.search` asks about them.
+
+    Attributes:
+        config: the run: model, samples, optimizer. What candidates say replaces its own.
+        machine: what it is run on.
+        known: what was traced, by what it depends on.
+    """
+
+    config: TrainConfig
+    machine: Hardware
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.config.family.name != "gpt":
+            title, got = "cannot plan this model", self.config.family.title
+            fix = "give its mesh to functron train --dry-run --hardware NAME, which costs it"
+            refuse(title, "model", got, "a GPT, whose layers can be traced one by one", fix)
+        if self.config.lora.adapters is not None:
+            title, wanted = "cannot plan adapters", "0: a plan is for training all parameters"
+            refuse(title, "lora_rank", str(self.config.lora.rank), wanted, "leave it out")
+
+    def space(self, gpus: int, **given: Any) -> Space:
+        """The candidates of this model on so many GPUs; `given` are further fields."""
+        usual = "bf16" if self.machine.name != hardware("cpu").name else "float32"
+        policy = self.config.precision.name
+        own = {"precisions": (usual if policy == "auto" else policy,)}
+        return Space(self.config, gpus, self.machine.domain.gpus, **{**own, **given})
+
+    def _make_once(self, key: Any, made: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = made()
+        return self.known[key]
+
+    # --- as of of `CandidateModel`
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The memory that a rank has: of the machine's what nothing else takes."""
+        return round(self.machine.memory_bytes * (1 - _RESERVED))
+
+    def problems(self, candidate: TrainConfig) -> Sequence[str]:
+        """Why a candidate cannot be run; empty if it can."""
+        c = candidate
+        found = list(
+            self._make_once(("rules", self._split_key(c)), lambda: self._find_split_problems(c))
+        )
+        model, seq, ranks, mesh = c.gpt, c.data.seq, c.parallelism, mesh_of(c)
+        parts = mesh["cp"] * (2 if mesh["cp"] > 1 and ranks.zigzag else 1)
+        parts *= mesh["tp"] if ranks.sequence_parallel else 1
+        if seq % parts:
+            found.append(f"seq={seq} is no multiple of {parts}")
+        if ranks.sequence_parallel and mesh["tp"] == 1:
+            found.append("sequence_parallel without tp")
+        if ranks.zero in (1, 2) and mesh["dp"] * mesh["ep"] * mesh["cp"] == 1:
+            found.append(f"zero={ranks.zero} without ranks that hold the same")
+        if ranks.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
+            found.append("zero=3 on one data rank")
+        if ranks.gather != "use" and mesh["fsdp"] == 1 and ranks.zero != 3:
+            found.append(f"gather={ranks.gather} without fsdp")
+        if mesh["pp"] == 1:
+            return found
+        stages = mesh["pp"] * _count_chunks(c)
+        if stages > model.num_layers:
+            found.append(f"{model.num_layers} layers for {stages} stages")
+        if ranks.schedule == "interleaved" and ranks.microbatches % mesh["pp"]:
+            found.append(f"interleaved wants a multiple of pp={mesh['pp']} microbatches")
+        elif ranks.schedule not in (*_ALL_COUNTS, "interleaved"):
+            key = "schedule", ranks.schedule, mesh["pp"], ranks.microbatches, ranks.chunks
+            found += self._make_once(key, lambda: _explain_refusal(c))
+        return found
+
+    def _split_key(self, c: TrainConfig) -> tuple:
+        mesh, whole = mesh_of(c), c.parallelism.zero == 3
+        return (*(mesh[a] for a in ("tp", "cp", "ep", "fsdp")), mesh["dp"] if whole else 1, whole)
+
+    def _find_split_problems(self, candidate: TrainConfig) -> list[str]:
+        """Why the model cannot be split like this."""
+        try:
+            _ = self._plan(candidate).rules
+        except ValueError as error:
+            return [line.strip(" -") for line in str(error).splitlines()[1:]] or [str(error)]
+        return []
+
+    def _plan(self, c: TrainConfig) -> RunSetup:
+        return RunSetup(c, mesh_of(c), self._defs(c))
+
+    def _defs(self, c: TrainConfig) -> dict:
+        return self._make_once(("defs", c.precision.name), lambda: c.family.defs(c.architecture))
+
+    def state_bytes(self, candidate: TrainConfig) -> float:
+        """The least that a rank holds between steps: its share of the layers alone.
+
+        The optimizer's part is divided among all ranks that could; gradients are counted whole,
+        unless ZeRO-2 or fsdp divide them.
+        """
+        c, mesh, zero = candidate, mesh_of(candidate), candidate.parallelism.zero
+        key = "local", c.precision.name, self._split_key(c)
+        layers, others = self._make_once(key, lambda: self._count_local_params(c))
+        count = layers / mesh["pp"] + (others if mesh["pp"] == 1 else 0)
+        state = self._find_state(c)
+        parts = mesh["dp"] * mesh["ep"] * mesh["cp"] if zero in (1, 2) else 1
+        grads = state.grad / (parts if zero == 2 else 1)
+        optimizer = 0 if c.optimizer.offload else state.optimizer
+        return count * (c.gpt.torch_dtype.itemsize + grads + optimizer / parts)
+
+    def _count_local_params(self, c: TrainConfig) -> tuple[int, int]:
+        """Parameters of one rank: of all layers, and of the rest."""
+        made = self._plan(c)
+        specs, stacks = param_specs(made.whole_defs, made.rules), self.config.gpt.stacks
+        found = [0, 0]
+        for name, entry in made.whole_defs.items():
+            rows = zip(tree.leaves(entry), tree.leaves(specs[name]), strict=True)
+            shapes = (local_shape(d.shape, spec, made.plain_mesh) for d, spec in rows)
+            found[name not in stacks] += sum(math.prod(shape) for shape in shapes)
+        return found[0], found[1]
+
+    def _find_state(self, c: TrainConfig) -> StateBytes:
+        """Bytes per parameter of gradients and the optimizer's state."""
+        return self._make_once(("state", c.precision.name), lambda: count_state_bytes(c))
+
+    def least_seconds(self, candidate: TrainConfig) -> float:
+        """Model FLOPs, and what remat repeats, at the rate of the best products, and the bubble."""
+        c, mesh = candidate, mesh_of(candidate)
+        flops = self._make_once("flops", lambda: gpt.flops_per_token(c.gpt, c.data.seq))
+        rates = self._make_once(("rate", c.precision.name), lambda: self._find_rate(c))
+        again = 4 / 3 if c.compute.remat == "full" else 1.0
+        seconds = flops * again * c.data.global_batch * c.data.seq / (mesh.size * rates)
+        waits = c.parallelism.schedule not in _SPLIT
+        slots = _count_chunks(c) * c.parallelism.microbatches
+        return seconds * (1 + waits * (mesh["pp"] - 1) / slots)
+
+    def _find_rate(self, c: TrainConfig) -> float:
+        """FLOP/s that no step is above."""
+        peaks, peak = self.machine.peak_flops, self.machine.peak(c.gpt.torch_dtype)
+        if c.precision.recipe is not None:
+            peak = max(peak, *(rate for name, rate in peaks.items() if name.startswith("float")))
+        return peak * max(self.machine.matmul.efficiency, *self.machine.attention.values())
+
+    def guess(self, candidate: TrainConfig) -> float:
+        """`least_seconds`, and half of what layers send over tp, ep and fsdp, which may be hidden.
+
+        Of what is far too large for a rank, by activations that are guessed from those of another
+        split of the same layer, it is more than any of the others.
+        """
+        c, model, mesh, ranks = candidate, candidate.gpt, mesh_of(candidate), candidate.parallelism
+        placement = self._make_once(
+            ("placement", mesh), lambda: RankPlacement.on(mesh, self.machine)
+        )
+        tokens = count_rows(c) * c.data.seq // mesh["cp"]
+        stream = tokens * model.embed_dim * model.torch_dtype.itemsize
+        sent = 0.0
+        if mesh["tp"] > 1:  # twice there and back, in forward and in backward
+            sent += 8 * self.machine.collective_seconds("all_gather", stream, placement.reach("tp"))
+        if mesh["ep"] > 1 and model.moe is not None:
+            share = stream * model.moe.top_k / (mesh["tp"] if ranks.sequence_parallel else 1)
+            sent += 4 * self.machine.collective_seconds("all_to_all", share, placement.reach("ep"))
+        if mesh["fsdp"] > 1 and ranks.gather != "step":
+            layer = 2 * self._make_once("num_params", lambda: num_params(self._defs(c)))
+            layer /= model.num_layers * mesh["tp"] * mesh["ep"]
+            reach = placement.reach("fsdp")
+            sent += 3 * self.machine.collective_seconds("all_gather", layer, reach)
+        layers = model.num_layers / mesh["pp"] * ranks.microbatches
+        seconds = self.least_seconds(c) + sent * layers / 2
+        if ranks.schedule in _SPLIT:  # weights' gradients fill a part of 1f1b's bubble
+            filled = min(2 / 3, 2 / 3 * ranks.microbatches / mesh["pp"])
+            seconds *= 1 + (1 - filled) * (mesh["pp"] - 1) / ranks.microbatches
+        return (
+            seconds
+            if self._guess_activations(c) < _FAR * self._count_left_bytes(c)
+            else _LATE + seconds
+        )
+
+    def _count_left_bytes(self, c: TrainConfig) -> float:
+        """The bytes that a candidate's state leaves."""
+        return self.capacity_bytes - self.state_bytes(c)
+
+    def _guess_activations(self, c: TrainConfig) -> float:
+        """Bytes of a rank's activations, in proportion to those of another split of a layer."""
+        mesh, ranks = mesh_of(c), c.parallelism
+        key = "like", c.compute.remat, c.precision.name, mesh["ep"]
+        pieces = self._make_once(key, lambda: self._trace_pieces(_with_one_row(c)))
+        held = sum(piece.held_bytes[0] * len(same) for piece, same in pieces.layers.values())
+        split = pieces.mesh["tp"] * pieces.mesh["cp"] / (mesh["tp"] * mesh["cp"])
+        live = min(ranks.microbatches, mesh["pp"]) / mesh["pp"]
+        return held * split * count_rows(c) * live
+
+    def traced(self, candidate: TrainConfig) -> bool:
+        """Whether the layers of a candidate have been traced."""
+        return ("pieces", self._trace_key(candidate)) in self.known
+
+    def memory(self, candidate: TrainConfig) -> Mapping[str, int]:
+        """Bytes of the fullest rank of a candidate, by category."""
+        return estimate_memory(self._make_step(candidate))
+
+    def estimate(self, candidate: TrainConfig, *, exact: bool = False) -> Estimate:
+        """The step of a candidate: its pipeline simulated and drawn, or by formulas."""
+        return estimate_step(self._make_step(candidate), self.machine, exact=exact)
+
+    def _make_step(self, c: TrainConfig) -> PlannedStep:
+        ranks = c.parallelism
+        return PlannedStep(
+            self._trace_pieces(c), mesh_of(c), ranks.microbatches, ranks.schedule,
+            _count_chunks(c), None, ranks.zero, self._find_state(c), c.optimizer.offload,
+        )  # fmt: skip
+
+    def _trace_key(self, c: TrainConfig) -> tuple:
+        """The settings that the pieces of a candidate depend on."""
+        mesh, ranks = mesh_of(c), c.parallelism
+        whole = ranks.zero == 3
+        gathered = ranks.gather != "step" and (mesh["fsdp"] > 1 or whole)
+        fsdp = (ranks.gather, mesh["fsdp"], mesh["dp"] if whole else 1) if gathered else ("step",)
+        split = mesh["pp"] > 1 and ranks.schedule in _SPLIT
+        own = c.compute.remat, ranks.sequence_parallel, c.precision.name, split
+        return mesh["tp"], mesh["cp"], mesh["ep"], *fsdp, count_rows(c), *own
+
+    def _trace_pieces(self, c: TrainConfig) -> TracedPieces:
+        return self._make_once(
+            ("pieces", self._trace_key(c)), lambda: trace_run(self._plan(c), count_rows(c))
+        )
+
+
+_CHUNKED = ("interleaved", "breadth-first")
+
+
+def _count_chunks(c: TrainConfig) -> int:
+    """Stages of a rank of the pipeline."""
+    schedule = c.parallelism.schedule
+    return c.parallelism.chunks or _STAGES.get(schedule, 2 if schedule in _CHUNKED else 1)
+
+
+def _with_one_row(c: TrainConfig) -> TrainConfig:
+    """The same split of layers, for microbatches of one sample, and whole parameters."""
+    alone = c.data.global_batch // count_data_ranks(c)
+    plain = {"schedule": "1f1b", "chunks": 0, "gather": "step", "microbatches": alone}
+    return replace(c, parallelism=replace(c.parallelism, **plain))
+
+
+def _explain_refusal(c: TrainConfig) -> list[str]:
+    """Why a schedule does not admit these counts."""
+    ranks = c.parallelism
+    try:
+        made = make(ranks.schedule, mesh_of(c)["pp"], ranks.microbatches, ranks.chunks or None)
+    except ValueError as error:
+        return [line.strip(" -") for line in str(error).splitlines()[1:]] or [str(error)]
+    return [] if made.has_backward else [f"{ranks.schedule} has no backward"]
+
+
+def trace_run(made: RunSetup, rows: int) -> TracedPieces:
+    """The traced layers, embedding and head of a plan's model, for so many samples of a rank.
+
+    Raises:
+        ValueError: the model cannot run on the mesh.
+    """
+    config = made.config
+    over = ("dp", "fsdp") if config.parallelism.zero == 3 else ("fsdp",)
+    divided = config.parallelism.gather != "step" and any(made.mesh[axis] > 1 for axis in over)
+    # what the other data-parallel ranks do with gradients is no part of a layer
+    left_out = {"pp", "dp", "fsdp"} - {*(over if divided else ())}
+    axes = {axis: n for axis, n in made.plain_mesh.axes if axis not in left_out}
+    split = made.mesh["pp"] > 1 and config.parallelism.schedule in _SPLIT
+    return trace_pieces(
+        config.gpt,
+        Mesh(**axes),
+        replace(made.options, gather=gpt.WHOLE),
+        rows=rows,
+        seq=config.data.seq,
+        gather=config.parallelism.gather if divided else "step",
+        fsdp=over,
+        experts=config.parallelism.experts,
+        split=split,
+        grad_dtype=torch_dtype(config.optimizer.grad_dtype),
+    )
+
+
+def count_state_bytes(config: TrainConfig) -> StateBytes:
+    """Bytes per parameter of the sum of its gradients, and of the optimizer's state.
+
+    The optimizer's are counted in the state that it makes for a model of one or two layers, on
+    abstract tensors.
+    """
+    model, own = config.gpt, config.gpt.torch_dtype.itemsize
+    dense = min(1, model.dense_layers)
+    small = replace(model, num_layers=1 + dense, dense_layers=dense)
+    alone = {"mesh": "", "zero": 0, "gather": "use", "schedule": "1f1b", "chunks": 0}
+    one = configure(config, gpt=small, optimizer__offload=False, **alone)
+    made = make_setup(one, Mesh())
+    held = tree.nbytes(made.init(random.key(0).to("meta")).opt_state)
+    grad, reduce = (
+        own if dtype is None else dtype.itemsize
+        for dtype in map(torch_dtype, (config.optimizer.grad_dtype, config.optimizer.reduce_dtype))
+    )
+    return StateBytes(grad, round(held / num_params(made.defs)), reduce)
