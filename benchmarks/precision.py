@@ -32,13 +32,14 @@ import torch
 from peers.models import LEARNING_RATE, WEIGHT_DECAY, decoder, make_batch
 
 from functron import Mesh, jit, random
+from functron.core.chart import align_columns
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.precision import Recipe
 from functron.precision.recipe import check_gpu
 from functron.program.cost import bytes_text, count_text, sent_bytes
 from functron.program.equations import Scan
 from functron.program.program import Program
-from functron.program.text import aligned, axis_of, dtype_text
+from functron.program.text import axis_of, dtype_text
 from functron.training.config import TrainConfig, configure, with_model, with_precision
 from functron.training.setup import make_setup
 
@@ -115,7 +116,7 @@ def traced(args: argparse.Namespace) -> bool:
         layers = with_model(TrainConfig(), MODEL).gpt.num_layers
         print(f"\n{MODEL}, one of 64 ranks ({mesh}, sequence parallel, full recomputation),")
         print(f"8 samples of {SEQ} tokens a step\n")
-        print("\n".join(aligned(table(found, layers))), flush=True)
+        print("\n".join(align_columns(table(found, layers))), flush=True)
     return True
 
 

@@ -9,10 +9,9 @@ Names are imported when they are first used, so that ``import functron`` takes n
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
 
 if TYPE_CHECKING:
     from functron import (
@@ -80,131 +79,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CONTEXT_AXES",
-    "DATA_AXES",
-    "BoundMesh",
-    "Gather",
-    "Hook",
-    "Mesh",
-    "ModelOptions",
-    "P",
-    "ParamDef",
-    "Program",
-    "Rules",
-    "State",
-    "abstract_params",
-    "accumulate",
-    "accumulated",
-    "assume_shares",
-    "bert",
-    "checkpoint",
-    "checkpoint_name",
-    "constrain",
-    "custom_vjp",
-    "data",
-    "debug",
-    "encoded",
-    "eval_shape",
-    "from_module",
-    "frozen",
-    "fsdp",
-    "gather",
-    "gathered_once",
-    "generate",
-    "gpt",
-    "grad",
-    "grad_norm",
-    "hub",
-    "init_params",
-    "init_state",
-    "jit",
-    "lax",
-    "llava",
-    "lora",
-    "make_step",
-    "mamba",
-    "mean_gradients",
-    "models",
-    "named_scope",
-    "nn",
-    "num_params",
-    "ops",
-    "optim",
-    "param_specs",
-    "params",
-    "partition",
-    "pipeline",
-    "plan",
-    "policies",
-    "precision",
-    "random",
-    "remat",
-    "scan",
-    "scattered",
-    "shard",
-    "shard_map",
-    "spmd",
-    "state_specs",
-    "sync_gradients",
-    "t5",
-    "trace",
-    "training",
-    "transforms",
-    "tree",
-    "value_and_grad",
-    "vit",
-    "vjp",
-    "with_targets",
-]
-
-_MODULES: Mapping[str, str] = MappingProxyType({
-    name: f"functron{package}.{name}"
-    for package, names in {
-        "": "checkpoint data hub models nn ops optim pipeline precision spmd training "
-        "transforms",
-        ".core": "random tree",
-        ".models": "bert gpt llava lora mamba t5 vit",
-        ".program": "debug",
-        ".spmd": "params",
-        ".transforms": "policies",
-    }.items()
-    for name in names.split()
-} | {"lax": "functron.spmd.collectives", "plan": "functron.apps.planner"})  # fmt: skip
-"""Public names of modules, and the modules."""
-
-_MEMBERS: Mapping[str, str] = MappingProxyType({
-    name: f"functron.{module}"
-    for module, names in {
-        "compiler.jit": "jit",
-        "core.scopes": "named_scope",
-        "models.generation": "generate",
-        "models.options": "Hook ModelOptions",
-        "spmd.params": "ParamDef abstract_params init_params num_params param_specs",
-        "partitioning": "constrain from_module partition",
-        "program.program": "Program",
-        "program.trace": "eval_shape trace",
-        "spmd": "CONTEXT_AXES DATA_AXES BoundMesh Mesh P Rules gather shard shard_map",
-        "training.step": "State grad_norm init_state make_step state_specs",
-        "transforms": "Gather accumulate accumulated assume_shares checkpoint_name custom_vjp "
-        "encoded frozen fsdp gathered_once grad mean_gradients remat scan scattered sync_gradients "
-        "value_and_grad vjp with_targets",
-    }.items()
-    for name in names.split()
-})  # fmt: skip
-"""Public names of what is in modules, and the modules."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value = importlib.import_module(_MODULES[name])
-    elif name in _MEMBERS:
-        value = getattr(importlib.import_module(_MEMBERS[name]), name)
-    else:
-        raise AttributeError(f"module 'functron' has no attribute {name!r}")
-    globals()[name] = value  # it is not asked for again
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+import_lazily(__name__)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import re
 import subprocess
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -241,6 +243,20 @@ def test_a_cycle_is_found(texts):
     assert {*cycle({name: imports_of(changed[name], texts) for name in names})} == {*names}
 
 
+def test_imports_stand_at_the_top(texts):
+    """None hides a cycle in a function; torch's compiler, which takes seconds, is loaded at use."""
+    inside = [
+        f"{name}:{node.lineno}"
+        for name, text in texts.items()
+        for block in ast.parse(text).body
+        if isinstance(block, ast.FunctionDef | ast.ClassDef)
+        for node in statements(block.body)
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "functron"
+        if [each.name for each in node.names] != ["inductor"]
+    ]
+    assert inside == []
+
+
 def test_every_room_stands_on_a_floor(texts):
     rooms = {room(name) for name in texts if name not in FACES}
     assert rooms == FLOOR.keys()
@@ -263,3 +279,253 @@ def test_every_room_says_what_it_is(texts):
 def test_docstrings_say_what_things_are(texts):
     """In the words of the field: none opens with a "What" that the reader has to resolve."""
     assert [name for name, text in texts.items() if '"""What ' in text] == []
+
+
+SHARED_TYPE_NAMES = frozenset(
+    [
+        "Activation",
+        "Argument",
+        "Block",
+        "Box",
+        "Cache",
+        "Cell",
+        "Chunk",
+        "Comparison",
+        "Config",
+        "Draw",
+        "Dtype",
+        "Finding",
+        "Format",
+        "Function",
+        "Group",
+        "Kernels",
+        "Kind",
+        "Layout",
+        "Memory",
+        "Moment",
+        "Order",
+        "Part",
+        "Piece",
+        "Placement",
+        "Program",
+        "Quantised",
+        "Record",
+        "Row",
+        "Schedule",
+        "Scheme",
+        "Score",
+        "Setting",
+        "Source",
+        "State",
+        "Step",
+        "Tensors",
+        "Text",
+        "Verdict",
+    ]
+)
+"""Names of types that several modules still have; it gets shorter."""
+
+
+def type_names(text: str) -> set[str]:
+    """The public classes and aliases of types of a module."""
+    found = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name, value = node.targets[0].id, node.value
+            either = isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr)
+            if (
+                not name.isupper()
+                and name[0].isupper()
+                and (either or isinstance(value, ast.Subscript))
+            ):
+                found.add(name)
+    return {name for name in found if not name.startswith("_")}
+
+
+def test_a_type_name_means_one_thing(texts):
+    places: dict[str, list[str]] = {}
+    for module, text in texts.items():
+        for name in type_names(text):
+            places.setdefault(name, []).append(module)
+    shared = {name: places[name] for name in places if len(places[name]) > 1}
+    assert {name: at for name, at in shared.items() if name not in SHARED_TYPE_NAMES} == {}
+
+
+def test_type_names_are_found():
+    text = "Aa = int | str\nBb = Literal[1]\nONE = x[1]\n_Cc = int | str\nclass D: ...\nEe = f()"
+    assert type_names(text) == {"Aa", "Bb", "D"}
+
+
+# --- references in docstrings, and sizes of functions
+
+REFERENCE = re.compile(r"(?<![`\w])`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)")
+OTHERS = frozenset(
+    [
+        "torch",
+        "F",
+        "time",
+        "jax",
+        "optax",
+        "numpy",
+        "scipy",
+        "safetensors",
+        "transformers",
+        "math",
+        "os",
+    ]
+)
+"""Libraries, whose names are not looked up."""
+
+UNRESOLVED = frozenset(
+    [
+        "dp_reshardable",
+        "eps_root",
+        "eval_batches",
+        "eval_data",
+        "eval_every",
+        "join_schedules",
+        "lora_targets",
+        "polynomial_schedule",
+        "torch_dist",
+    ]
+)
+"""References of other rooms that point at nothing; it gets shorter."""
+
+
+def docstrings(module: ast.Module) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    return [
+        ast.get_docstring(node, clean=False) or ""
+        for node in (module, *statements(module.body))
+        if isinstance(node, kinds)
+    ]
+
+
+def defined_names(module: ast.Module) -> set[str]:
+    """What a module defines at any depth, imports, or takes as an argument."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def trees(texts) -> Mapping[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in texts.items()}
+
+
+@pytest.fixture(scope="module")
+def names(trees) -> Mapping[str, set[str]]:
+    return {module: defined_names(tree) for module, tree in trees.items()}
+
+
+def unresolved(documented: Mapping[str, Sequence[str]], names: Mapping[str, set[str]]) -> list[str]:
+    """References in the docstrings of modules to what no module has; full paths are looked up."""
+    public = {name for own in names.values() for name in own if not name.startswith("_")}
+    public |= {name.rpartition(".")[2] for name in names} | {*dir(builtins)}
+
+    def resolves(module: str, path: str) -> bool:
+        first, *rest = path.split(".")
+        if first in OTHERS:
+            return True
+        if first != "functron":
+            return all(name in public or name in names[module] for name in (first, *rest))
+        places = [".".join(path.split(".")[:k]) for k in range(1, 2 + len(rest))]
+        place = [name for name in places if name in names][-1]
+        rest = path.removeprefix(place).split(".")[1:]
+        return not rest or (rest[0] in names[place] and public.issuperset(rest[1:]))
+
+    return [
+        f"{module}: {path}"
+        for module, found in documented.items()
+        for docstring in found
+        for path in REFERENCE.findall(docstring)
+        if not resolves(module, path)
+    ]
+
+
+def test_references_in_docstrings_resolve(trees, names):
+    found = unresolved({module: docstrings(tree) for module, tree in trees.items()}, names)
+    assert [each for each in found if each.partition(": ")[2] not in UNRESOLVED] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "is_found"),
+    [
+        ("shard_map", False),
+        ("functron.spmd.shard_map.shard_map", False),
+        ("functron.spmd.shard_map.map_shards", True),
+        ("functron.spmd.nothing", True),
+        ("Mesh.bind", False),
+        ("Mesh.bound_nowhere", True),
+        ("_Memory", True),
+        ("torch.vmap", False),
+    ],
+)
+def test_a_reference_to_nothing_is_found(names, path, is_found):
+    planted = {"functron.core.scopes": [f"See `{path}`, and ``code`` of any kind."]}
+    assert bool(unresolved(planted, names)) == is_found
+
+
+MOST_LINES, MOST_PARAMETERS = 60, 12
+LARGE = frozenset(
+    [
+        "_by_streams",
+        "_environment",
+        "_introduction",
+        "context_attention",
+        "generate",
+        "llama",
+        "moe",
+        "multi_token",
+        "offload",
+        "partition",
+    ]
+)
+"""Functions that are larger yet; it gets shorter."""
+
+
+def size(function: ast.FunctionDef, lines: Sequence[str]) -> tuple[int, int]:
+    """The lines of code of a function without its signature and docstring, and its parameters."""
+    first = function.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    begin = (first.end_lineno or 0) if documented else first.lineno - 1
+    code = [line for row in lines[begin : function.end_lineno] if (line := row.strip())]
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return sum(not line.startswith("#") for line in code), len({*names} - {"self", "cls"})
+
+
+def test_functions_are_small(texts, trees):
+    large = []
+    for module, text in texts.items():
+        lines = text.splitlines()
+        # the hyperparameters of an optimizer are as many as its paper has
+        most = (
+            99 if module.startswith(("functron.optim", "functron.ops.adamw")) else MOST_PARAMETERS
+        )
+        for node in statements(trees[module].body):
+            if isinstance(node, ast.FunctionDef) and node.name not in LARGE:
+                length, parameters = size(node, lines)
+                public = not node.name.startswith("_")
+                if length > MOST_LINES or (public and parameters > most):
+                    large.append(f"{module}.{node.name}: {length} lines, {parameters} parameters")
+    assert large == []
+
+
+def test_sizes_of_functions():
+    text = 'def f(\n    a, *, b\n):\n    """Doc."""\n    # why\n\n    x = 1\n    return x'
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    assert size(function, text.splitlines()) == (2, 2)

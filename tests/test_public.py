@@ -13,9 +13,36 @@ import pytest
 import functron
 from functron import training
 
+LINES = {
+    "spmd": 8_500,
+    "program": 11_500,
+    "compiler": 18_500,
+    "transforms": 13_500,
+    "ops": 10_500,
+    "pipeline": 27_000,
+    "data": 12_000,
+    "precision": 18_500,
+    "optim": 20_500,
+    "nn": 21_500,
+    "models.gpt": 34_500,
+    "models": 42_000,
+    "checkpoint": 13_000,
+    "hub": 47_000,
+    "partitioning": 30_000,
+}
+"""At most so many lines of functron are loaded for all public names of a room, or for a module."""
 
-@pytest.mark.parametrize("package", [functron, training])
+
+ROOMS = sorted(
+    str(path.parent.relative_to(Path(functron.__file__).parent.parent)).replace("/", ".")
+    for path in Path(functron.__file__).parent.rglob("__init__.py")
+    if "import_lazily(__name__)" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("package", ROOMS)
 def test_public_names_are_the_same_for_all_and_can_be_imported(package):
+    package = importlib.import_module(package)
     module = ast.parse(Path(package.__file__).read_text())
     (typed,) = [node for node in module.body if isinstance(node, ast.If)]
     imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
@@ -41,6 +68,43 @@ def test_a_function_keeps_its_name_from_the_module_that_it_is_in():
     assert training.train is sys.modules["functron.training.train"].train
     assert training.loop is sys.modules["functron.training.loop"].loop
     assert training.config is sys.modules["functron.training.config"]
+    for module in ("functron.nn.mla", "functron.transforms.scan", "functron.transforms.policies"):
+        importlib.import_module(module)
+    assert functron.nn.mla is sys.modules["functron.nn.mla"].mla
+    assert functron.transforms.scan is sys.modules["functron.transforms.scan"].scan
+    assert functron.transforms.policies is sys.modules["functron.transforms.policies"]
+
+
+LOADED = """
+import os
+import sys
+import torch
+
+for room in sys.argv[1:]:
+    if os.fork() == 0:  # so that torch is imported once
+        exec(f"from functron.{room} import *")
+        own = [name for name in sys.modules if name.partition(".")[0] == "functron"]
+        print(room, sum(len(open(sys.modules[name].__file__).readlines()) for name in own))
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, room
+"""
+
+
+def test_a_room_loads_what_it_needs():
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *LINES], capture_output=True, text=True, check=True
+    )
+    loaded = {room: int(lines) for room, lines in map(str.split, done.stdout.splitlines())}
+    assert loaded.keys() == LINES.keys()
+    assert {room: lines for room, lines in loaded.items() if lines > LINES[room]} == {}
+
+
+def test_a_room_is_empty_until_it_is_used():
+    program = "import sys, functron.checkpoint, functron.nn, functron.training; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    own = {name for name in done.stdout.split() if name.partition(".")[0] == "functron"}
+    assert own == {f"functron{room}" for room in ("", ".core", ".checkpoint", ".nn", ".training")}
 
 
 @pytest.mark.parametrize(

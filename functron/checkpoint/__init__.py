@@ -12,35 +12,25 @@
 | `list_text`, `show_text`, `verify_text` | the same for people                                   |
 """
 
-from functron.checkpoint.folder import (
-    Checkpoint,
-    Keep,
-    latest,
-    list_text,
-    show_text,
-    steps,
-    verify,
-    verify_text,
-)
-from functron.checkpoint.placement import Placement
-from functron.checkpoint.restore import metadata, read_params, restore, restore_, stored_params
-from functron.checkpoint.saver import Saver, save
+from __future__ import annotations
 
-__all__ = [
-    "Checkpoint",
-    "Keep",
-    "Placement",
-    "Saver",
-    "latest",
-    "list_text",
-    "metadata",
-    "read_params",
-    "restore",
-    "restore_",
-    "save",
-    "show_text",
-    "steps",
-    "stored_params",
-    "verify",
-    "verify_text",
-]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.checkpoint.folder import (
+        Checkpoint,
+        Keep,
+        latest,
+        list_text,
+        show_text,
+        steps,
+        verify,
+        verify_text,
+    )
+    from functron.checkpoint.placement import Placement
+    from functron.checkpoint.restore import metadata, read_params, restore, restore_, stored_params
+    from functron.checkpoint.saver import Saver, save
+
+import_lazily(__name__)

@@ -30,8 +30,8 @@ from functron.checkpoint import database
 from functron.checkpoint.database import as_array, as_tensor, from_name, name_of
 from functron.checkpoint.placement import Box, Leaf, cells, grid
 from functron.core import tree
+from functron.core.chart import align_columns
 from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
-from functron.program.text import aligned
 
 MANIFEST = "functron.json"
 FORMAT = 1
@@ -799,7 +799,7 @@ def list_text(folder: str | Path) -> str:
     rows = [("step", "bytes", "leaves", "mesh", "made", "metadata")]
     rows += [_row(root / str(step)) for step in steps(root)]
     unfinished = sorted(path.name for path in root.iterdir() if UNFINISHED in path.name)
-    lines = aligned(rows) if len(rows) > 1 else ["no complete checkpoint"]
+    lines = align_columns(rows) if len(rows) > 1 else ["no complete checkpoint"]
     return "\n".join([*lines, *(f"unfinished: {name}" for name in unfinished)])
 
 
@@ -830,7 +830,7 @@ def show_text(path: str | Path) -> str:
         (leaf.path, leaf.dtype_name, str(leaf.shape), _size(leaf.nbytes), str(leaf.chunk))
         for leaf in stored.values()
     ]
-    return "\n".join([*lines, "leaves", *_indented("\n".join(aligned(rows)))])
+    return "\n".join([*lines, "leaves", *_indented("\n".join(align_columns(rows)))])
 
 
 def verify_text(path: str | Path) -> str:

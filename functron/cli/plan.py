@@ -22,12 +22,12 @@ from functron.core.settings import (
     Need,
     Needs,
     always,
+    names_with_tag,
     needs_under,
     never,
     section,
     setting,
     settings_of,
-    tagged,
 )
 from functron.models.config import GPT_NEEDS, GPTConfig
 from functron.models.gpt import PRESETS
@@ -339,7 +339,7 @@ def recipes(arguments: Sequence[str]) -> int:
 # --- one run
 
 _DRY = "see functron train --dry-run, which takes all options of a run"
-_SHAPES, _STEPS = tagged(TrainConfig, "shapes"), tagged(TrainConfig, "step")
+_SHAPES, _STEPS = names_with_tag(TrainConfig, "shapes"), names_with_tag(TrainConfig, "step")
 _NAMES = tuple(each.name for each in settings_of(TrainConfig))
 
 

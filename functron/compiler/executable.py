@@ -5,9 +5,9 @@ under a hash of its graph, so scanned layers compile once at any depth, ranks sh
 the next process does not compile at all.
 
 All ranks must run the same program, or their collectives wait for one another: `check_agreement`.
-Results take the memory of arguments that were donated, as `takers` pairs them.
+Results take the memory of arguments that were donated, as `match_donations` pairs them.
 
-A step of small kernels is bounded by the time that Python and the driver take to launch them. A
+A step of small kernels is bounded by the time that Python and the executor take to launch them. A
 CUDA graph launches all of them by one call, on the same memory each time (`torch.cuda.CUDAGraph`):
 
 | tensors                              | in a graph                                             |
@@ -39,10 +39,10 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from functron.compiler.driver import Compiled, Routine, routine
+from functron.compiler.executor import GraphKernel, Routine, make_routine
 from functron.compiler.lower import graph_module
 from functron.compiler.lower import unroll as unrolled
-from functron.compiler.segments import Kernel, made_again, procedure
+from functron.compiler.segments import Kernel, procedure, recompute_slices
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
@@ -54,11 +54,11 @@ from functron.program.equations import (
     canonical_strides,
     contiguous_strides,
 )
-from functron.program.order import arranged
-from functron.program.program import refuse_derivatives
+from functron.program.interpreter import refuse_derivatives
+from functron.program.overlap import arrange_block
 from functron.spmd.axes import raise_lost, user_line
 from functron.spmd.donation import Donated, Donation, check_consumable, words
-from functron.spmd.mesh import BoundMesh, Call, Mesh
+from functron.spmd.mesh import BoundMesh, JointCall, Mesh
 
 
 def check_agreement(program: Code, mesh: BoundMesh) -> None:
@@ -78,7 +78,7 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
         group = compat.group(mesh.groups[axis])
         digests: list = [None] * size
         try:
-            with _entered(mesh, axis):
+            with _record_wait(mesh, axis):
                 dist.all_gather_object(digests, mine, group=group)
         except RuntimeError as error:
             raise_lost(error, f"compiling {program.name} over {axis!r} at {user_line()}")
@@ -86,7 +86,7 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
         if len(set(digests)) == 1:
             continue
         texts: list = [None] * size
-        dist.all_gather_object(texts, anywhere(program), group=group)
+        dist.all_gather_object(texts, without_device_numbers(program), group=group)
         here = mesh.coordinate[axis]
         other = next(i for i, found in enumerate(digests) if found != mine)
         changes = text.diff(texts[here], texts[other]).splitlines()
@@ -98,14 +98,14 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
         )
 
 
-def _entered(mesh: BoundMesh, axis: str) -> AbstractContextManager[None]:
+def _record_wait(mesh: BoundMesh, axis: str) -> AbstractContextManager[None]:
     """A with block in which this process waits for others to have traced a program."""
     if mesh.recorder is None:
         return nullcontext()
     return mesh.recorder.entered("agreement about a program", axis, None)
 
 
-def anywhere(program: Code) -> str:
+def without_device_numbers(program: Code) -> str:
     """A program's text without the numbers of devices, which differ by rank."""
     return re.sub(r"\bcuda:\d+", "cuda", text.format(program))
 
@@ -142,7 +142,7 @@ def digest(program: Code) -> str:
     return made.hexdigest()
 
 
-def takers(program: Code) -> dict[Var, Var]:
+def match_donations(program: Code) -> dict[Var, Var]:
     """Results, and the donated input whose memory each may take: by path, else by likeness."""
     returned = [output for output in program.outputs if isinstance(output.value, Var)]
     outputs = {output.value for output in returned}
@@ -240,7 +240,10 @@ class Executable:
         """
         check_consumable(tensors, self._donated)
         # what it sends is not counted, so that nobody can tell how far others came
-        with Call(self.program.name, self._mesh, alike=False) as call, Donation(call) as donation:
+        with (
+            JointCall(self.program.name, self._mesh, alike=False) as call,
+            Donation(call) as donation,
+        ):
             for position, path in self._donated.items():
                 tensors[position] = donation.take(path, tensors[position])
             donation.start()
@@ -294,10 +297,10 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         options: of Inductor (`torch._inductor.config`), such as ``{"max_autotune": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
-            reduce its gradients while the next one is; see `functron.program.order`.
+            reduce its gradients while the next one is; see `functron.program.overlap`.
         sequence_parts: cut gathers and scatters of sequences, as tensor parallelism has them, and
-            the products beside them in so many parts, each under the product of another; see
-            `functron.program.order`. Products are smaller then.
+            the products beside them into this number of parts, each under the product of another;
+            see `functron.program.overlap`. Products are smaller then.
         unroll: compile scans as one long graph instead of their body once: compile time then grows
             with depth, and kernels may fuse across iterations.
         graph: launch the whole program as one CUDA graph after its first calls; see
@@ -323,20 +326,22 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         check_agreement(program, mesh)
     if unroll:
         program = unrolled(program)
-    donations = takers(program)
+    donations = match_donations(program)
     prefetch = prefetch and program.mesh.size > 1
-    block = arranged(made_again(program.block), prefetch=prefetch, sequence_parts=sequence_parts)
+    block = arrange_block(
+        recompute_slices(program.block), prefetch=prefetch, sequence_parts=sequence_parts
+    )
     results = {value for value in sliced if value in block.outputs}
     steps = procedure(block, block.outputs, donated=donations, prefetch=prefetch, sliced=results)
     groups, folder = _groups(mesh), None if cache is None else Path(cache)
     graphs = {k: graph_module(k, groups, overlap=overlap) for k in steps.kernels()}
-    made = _compiled(graphs, mesh, settings, folder, backend)
+    made = _compile_kernels(graphs, mesh, settings, folder, backend)
     arguments = [given for given in program.inputs if given.role == "argument"]
     inside = set(steps.inside.values()) | {v for v in steps.outputs if isinstance(v, Var)}
     warn_unused(program, donations)
     donated = {i: given.path for i, given in enumerate(arguments) if given.donated}
     kernels = {kernel: function for kernel, (function, _) in made.items()}
-    ready = routine(steps, kernels, groups, tells=bool(donated))
+    ready = make_routine(steps, kernels, groups, tells=bool(donated))
     return Executable(
         program,
         tuple(dict.fromkeys(text for _, text in made.values())),
@@ -394,27 +399,27 @@ def _check(
     raise_problems(f"cannot compile {program.name}", found)
 
 
-def _compiled(
+def _compile_kernels(
     graphs: Mapping[Kernel, fx.GraphModule],
     mesh,
     settings: Mapping[str, Any],
     cache: Path | None,
     backend: Backend,
-) -> dict[Kernel, tuple[Compiled, str]]:
+) -> dict[Kernel, tuple[GraphKernel, str]]:
     rank, kernels = mesh.rank if isinstance(mesh, BoundMesh) else 0, list(graphs)
     if backend == "eager":
         return {kernel: (_eager(graph), "") for kernel, graph in graphs.items()}
     from functron.compiler import inductor  # as above
 
-    made: dict[Kernel, tuple[Compiled, str]] = {}
+    made: dict[Kernel, tuple[GraphKernel, str]] = {}
     on_cpu = all(value.device.type == "cpu" for kernel in kernels for value in kernel.reads)
-    beside = inductor.beside() if on_cpu else nullcontext()
+    beside = inductor.compile_in_background() if on_cpu else nullcontext()
     with inductor.directory(cache) as folder, beside:
         # each process begins with another kernel, and finds the others' on disk
         start = rank % max(1, len(kernels))
         for kernel in [*kernels[start:], *kernels[:start]]:
             options = {**_threefry_options(kernel), **settings}
-            made[kernel] = inductor.compiled(graphs[kernel], kernel.reads, options, folder)
+            made[kernel] = inductor.compile_graph(graphs[kernel], kernel.reads, options, folder)
     return {kernel: made[kernel] for kernel in kernels}
 
 
@@ -422,7 +427,7 @@ def _groups(mesh: Mesh | BoundMesh | None) -> dict[str, str]:
     return mesh.compiled_groups if isinstance(mesh, BoundMesh) else {}
 
 
-def _eager(graph: fx.GraphModule) -> Compiled:
+def _eager(graph: fx.GraphModule) -> GraphKernel:
     return lambda operands: graph(*operands)
 
 
@@ -503,7 +508,7 @@ def _by_kernel(equation: Equation) -> bool:
 def record(
     run: Callable[[list], list], tensors: list[torch.Tensor]
 ) -> tuple[list, Callable[[], None]]:
-    """The results of ``run(tensors)``, computed by each call of what is returned beside them."""
+    """The results of ``run(tensors)``, recorded as a CUDA graph, and what launches it."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
@@ -556,7 +561,7 @@ class Graph:
         assert self._launch is not None
         self._launch()
         kept = {_address(self._inputs[position]) for position in self._taken}
-        return [_given(result, kept) for result in self._results]
+        return [_give_result(result, kept) for result in self._results]
 
     def _moved(self, tensors: list[torch.Tensor]) -> bool:
         """Whether a tensor that is read where it was is elsewhere."""
@@ -596,7 +601,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _given(result: object, kept: Collection[int]) -> object:
+def _give_result(result: object, kept: Collection[int]) -> object:
     """A result as the caller's: another tensor in donated memory, or else a copy."""
     if not isinstance(result, torch.Tensor):
         return result

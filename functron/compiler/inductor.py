@@ -80,13 +80,13 @@ def _vectors() -> dict[str, Any]:
 
     It would compile and run three small programs to see, in 7 seconds, in each new directory. It
     looks at the processor's flags all the same, and any compiler of C++20, which it needs, has
-    them. What the user has set (`TORCHINDUCTOR_VEC_ISA_OK`) stays.
+    them. What the user has set (``TORCHINDUCTOR_VEC_ISA_OK``) stays.
     """
     known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return {"cpp.vec_isa_ok": True} if known and config.cpp.vec_isa_ok is None else {}
 
 
-def compiled(
+def compile_graph(
     graph: fx.GraphModule, operands: Sequence[Var], options: Options, folder: Path
 ) -> tuple[Callable[[list], Sequence], str]:
     """The function that a graph compiles to, and its code; read from `folder` where it is there.
@@ -110,8 +110,8 @@ def compiled(
 
 
 @contextlib.contextmanager
-def beside() -> Iterator[None]:
-    """C++ of the graphs of this with block is compiled beside it, and is there at its end.
+def compile_in_background() -> Iterator[None]:
+    """Compile the C++ of graphs in the background of this with block; wait for it at the end.
 
     Inductor starts compilers beside it, but waits for those of a graph before it begins with the
     next one, which takes Python as long again. What a compiler raises is raised at the end.

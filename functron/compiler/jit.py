@@ -21,14 +21,14 @@ from functron.core.errors import (
     refuse,
 )
 from functron.program.equations import canonical_strides
-from functron.program.order import divided
+from functron.program.overlap import divide_sequences
 from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
 from functron.spmd.axes import unwinding
 from functron.spmd.donation import refuse_donated
-from functron.spmd.mesh import BoundMesh, Call
-from functron.spmd.shard_map import Mapped
+from functron.spmd.mesh import BoundMesh, JointCall
+from functron.spmd.shard_map import MappedFunction
 
 
 @public
@@ -78,9 +78,9 @@ def jit(
         options: of Inductor (`torch._inductor.config`), such as ``{"max_autotune": True}``.
         overlap: issue collectives early and wait for them late, and merge small reductions.
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
-            reduce its gradients while the next one is; see `functron.program.order`.
+            reduce its gradients while the next one is; see `functron.program.overlap`.
         sequence_parts: cut gathers and scatters of sequences, as tensor parallelism has them, and
-            the products beside them in so many parts, each under the product of another.
+            the products beside them into this number of parts, each under the product of another.
         unroll: write scans out instead of compiling their body once; see `compile`.
         graph: launch the whole program as one CUDA graph, from the third call with a signature on.
             Give the donated arguments as the last call returned them: their memory is the graph's.
@@ -127,7 +127,7 @@ class Jitted:
     Attributes:
         fn: the function.
         donate, static: positions of arguments.
-        num_signatures: at most so many programs per values of static arguments.
+        num_signatures: the most programs that are kept for one set of static arguments.
         settings: what `compile` is called with.
     """
 
@@ -163,20 +163,20 @@ class Jitted:
             return self.fn(*args)
         leaves, structure = tree.flatten(args)
         with unwinding():
-            if isinstance(self.fn, Mapped) and self.fn.aside is not None:
+            if isinstance(self.fn, MappedFunction) and self.fn.aside is not None:
                 self._check_tensors(args, leaves)
                 if self.fn.aside(args):
                     return self.fn(*args)
             executable = self._executable(args, leaves, structure)
             out = executable.run(list(_tensors(leaves)))
-        if isinstance(self.fn, Mapped) and self.fn.observe is not None:
+        if isinstance(self.fn, MappedFunction) and self.fn.observe is not None:
             self.fn.observe(args, out)
         return out
 
     @public
     def trace(self, *args: tree.Tree) -> Program:
         """The program for such arguments, which may be abstract, uncompiled."""
-        simulate = not (isinstance(self.fn, Mapped) and isinstance(self.fn.mesh, BoundMesh))
+        simulate = not (isinstance(self.fn, MappedFunction) and isinstance(self.fn.mesh, BoundMesh))
         return trace(self.fn, donate=self.donate, simulate=simulate)(*args)
 
     @public
@@ -198,10 +198,10 @@ class Jitted:
                 self._refuse([entry.arguments for entry in entries.values()], args)
             program = self.trace(*args)
             self._check_parts(program)
-            mesh = self.fn.mesh if isinstance(self.fn, Mapped) else None
+            mesh = self.fn.mesh if isinstance(self.fn, MappedFunction) else None
             bound = mesh if isinstance(mesh, BoundMesh) else None
-            described = {path: text for path, (_, text) in _described(args).items()}
-            with Call(f"compiling {self.name}", bound, alike=True):
+            described = {path: text for path, (_, text) in _describe_leaves(args).items()}
+            with JointCall(f"compiling {self.name}", bound, alike=True):
                 constants = tuple(x.value for x in program.inputs if x.value is not None)
                 made = compile_program(program, bound, **self.settings)
                 entry = _Entry(made, described, constants)
@@ -213,7 +213,7 @@ class Jitted:
     def _check_parts(self, program: Program) -> None:
         """Refuse to cut products beside gathers of sequences where there are none."""
         parts = self.settings["sequence_parts"]
-        if parts > 1 and divided(program.block, parts) == program.block:
+        if parts > 1 and divide_sequences(program.block, parts) == program.block:
             refuse(
                 f"{self.name} has nothing to cut",
                 "sequence_parts",
@@ -257,7 +257,7 @@ class Jitted:
 
     def _refuse(self, known: list[dict[str, str]], args: tuple) -> None:
         """Say what is different from the nearest signature."""
-        here = _described(args)
+        here = _describe_leaves(args)
         differences = []
         for there in known:
             paths = dict.fromkeys([*there, *here])
@@ -297,7 +297,7 @@ def _may_differentiate() -> bool:
     return torch.is_grad_enabled() or compat.pushing_forward()
 
 
-def _described(args: tuple) -> dict[str, tuple[bool, str]]:
+def _describe_leaves(args: tuple) -> dict[str, tuple[bool, str]]:
     """Of every leaf whether it is a tensor, and what it is."""
     rows = zip(tree.paths(args), tree.leaves(args), strict=True)
     return {

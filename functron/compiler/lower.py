@@ -27,10 +27,10 @@ from torch.utils import _pytree as pytree
 from functron.compiler.segments import Kernel
 from functron.core import compat
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where, contiguous_strides
-from functron.program.order import issued, waits
+from functron.program.overlap import order_equations, waits
 from functron.program.text import axis_of
 from functron.spmd import ragged
-from functron.spmd.axes import LIBRARY, permuted
+from functron.spmd.axes import LIBRARY, permute_ranks
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -60,7 +60,7 @@ def _permute_ranks(x, group, sources, destinations):
     """
     ranks, perm = compat.group(group), list(zip(sources, destinations, strict=True))
     copy = x.clone(memory_format=torch.contiguous_format)
-    return permuted(copy, perm, ranks.rank(), ranks.size(), group, wait=False)
+    return permute_ranks(copy, perm, ranks.rank(), ranks.size(), group, wait=False)
 
 
 def _like(x, *args):
@@ -122,7 +122,7 @@ def graph_module(kernel: Kernel, groups: Groups, *, overlap: bool = False) -> fx
     Args:
         kernel: what to compute.
         groups: where its collectives are.
-        overlap: start collectives early and wait for them late, as `functron.program.order` says;
+        overlap: start collectives early and wait for them late, as `functron.program.overlap` says;
             else wait for each where it starts.
 
     Raises:
@@ -132,8 +132,10 @@ def graph_module(kernel: Kernel, groups: Groups, *, overlap: bool = False) -> fx
     nodes: dict[Var, fx.Node] = {}
     for position, value in enumerate(kernel.reads):
         nodes[value] = graph.placeholder(f"operand_{position}")
-    kernel = replace(kernel, equations=tuple(issued(kernel.equations))) if overlap else kernel
-    placed, gone = _placed(kernel)
+    kernel = (
+        replace(kernel, equations=tuple(order_equations(kernel.equations))) if overlap else kernel
+    )
+    placed, gone = _place_products(kernel)
     inside = {target for _, target in placed.values()}
     overwriting = in_place(kernel)
     due = waits(kernel.equations)
@@ -159,7 +161,7 @@ def graph_module(kernel: Kernel, groups: Groups, *, overlap: bool = False) -> fx
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _placed(kernel: Kernel) -> tuple[dict[Equation, tuple[Any, Var]], set[Equation]]:
+def _place_products(kernel: Kernel) -> tuple[dict[Equation, tuple[Any, Var]], set[Equation]]:
     """Products that are written where they are to be, and what on the way there is not computed.
 
     A weight's gradient is a product of matrices that nothing else reads, and overwrites a row of
@@ -258,13 +260,13 @@ def in_place(kernel: Kernel) -> dict[Equation, Any]:
     ends = (*kernel.results, *(value for _, value in kernel.updates))
     wanted = {value.storage for value in ends}
     *due, at_end = waits(kernel.equations)
-    wanted.update(_read_by(at_end))  # a collective reads its operand until it is waited for
+    wanted.update(_storages_read(at_end))  # a collective reads its operand until it is waited for
     found: dict[Equation, Any] = {}
     for equation, waited in zip(reversed(kernel.equations), reversed(due), strict=True):
         twin = _twin(equation.op)
         operands = [value.storage for value in equation.operands]
         if twin is not None:
-            pairs = [pair for pair in _written(equation, twin) if pair[0] is not None]
+            pairs = [pair for pair in _find_written(equation, twin) if pair[0] is not None]
             if all(
                 old.storage not in wanted
                 and operands.count(old.storage) == 1
@@ -274,11 +276,11 @@ def in_place(kernel: Kernel) -> dict[Equation, Any]:
                 for old, new in pairs
             ):
                 found[equation] = twin
-        wanted.update([*operands, *_read_by(waited)])
+        wanted.update([*operands, *_storages_read(waited)])
     return found
 
 
-def _read_by(equations: Sequence[Equation]) -> list[int]:
+def _storages_read(equations: Sequence[Equation]) -> list[int]:
     return [value.storage for equation in equations for value in equation.operands]
 
 
@@ -290,7 +292,7 @@ def _twin(op: Any) -> Any:
     return None if packet is None or packet.default._schema.returns else packet.default
 
 
-def _written(equation: Equation, twin: Any) -> list[tuple[Any, Any]]:
+def _find_written(equation: Equation, twin: Any) -> list[tuple[Any, Any]]:
     """The operands that the twin writes to, and the result that each becomes."""
     arguments = zip(twin._schema.arguments, equation.args, strict=True)
     written = [value for argument, value in arguments if argument.is_write]
@@ -300,7 +302,7 @@ def _written(equation: Equation, twin: Any) -> list[tuple[Any, Any]]:
 def _overwrite(graph: fx.Graph, equation: Equation, twin: Any, nodes: dict[Var, fx.Node]) -> None:
     args = pytree.tree_map_only(Var, nodes.__getitem__, equation.args)
     graph.call_function(twin, args)
-    for old, new in _written(equation, twin):
+    for old, new in _find_written(equation, twin):
         if old is not None:
             nodes[new] = nodes[old]
 
@@ -412,7 +414,7 @@ def _ppermute(graph, groups, x, axis, size, sources: Sequence[int], destinations
     return graph.call_function(op, (x, groups[axis], list(sources), list(destinations)))
 
 
-def _ragged(graph, groups, x, axis, size, sends, receives, capacity: int, room: int = 0):
+def _lower_ragged(graph, groups, x, axis, size, sends, receives, capacity: int, room: int = 0):
     op = torch.ops.functron.ragged_ranks.default
     return graph.call_function(op, (x, groups[axis], sends, receives, capacity, room))
 
@@ -430,7 +432,7 @@ _LOWERINGS: dict[str, Callable[..., fx.Node]] = {
     "functron::psum_scatter": _reduce_scatter,
     "functron::all_to_all": _all_to_all,
     "functron::ppermute": _ppermute,
-    "functron::ragged_all_to_all": _ragged,
+    "functron::ragged_all_to_all": _lower_ragged,
     "functron::vary": _same,
     "functron::assume_replicated": _same,
     "functron::require_replicated": _same,

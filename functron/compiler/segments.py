@@ -1,7 +1,7 @@
-"""Segments: how a block runs when it is compiled, as a short list of steps for a Python driver.
+"""Segments: how a block runs when it is compiled, as a short list of steps for a Python executor.
 
 Equations between scans become one kernel each (one graph for the compiler), a scan becomes a loop
-over the steps of its body, and views of values that no kernel makes are taken by the driver. The
+over the steps of its body, and views of values that no kernel makes are taken by the executor. The
 compiler therefore sees a scanned body once, however often it runs.
 
 What scans hand to other scans is never stacked: such ys stay lists of slices. Other ys are written
@@ -10,19 +10,20 @@ overwritten likewise, by the kernel that computes the value that takes their mem
 
 **What backward makes again.** Backward is a scan of its own, which is handed what it reads of the
 iterations of forward. Of that, what elementwise operations make of values that it is handed anyway,
-and only such operations read, costs less to make again than to write and to read (`made_again`).
+and only such operations read, costs less to make again than to write and to read
+(`recompute_slices`).
 
-**Overlap.** A scan's iterations may be cut into parts, which the driver runs one ahead and one
-or more behind; see `functron.program.order`.
+**Overlap.** A scan's iterations may be cut into parts, which the executor runs one ahead and one
+or more behind; see `functron.program.overlap`.
 
 **Placement.** Compilers repeat what is cheap to repeat, and guess what is cheap by counting reads:
 a learning-rate schedule or ``1 - b1**t`` has next to none, so it would be computed again for every
 element that it scales. Such equations are not compiled into the kernel around them.
 
-Tried and dropped: letting the driver write weight gradients straight into the rows of their stack,
-instead of a copy in the kernel. It keeps the factors of all products alive until the kernel ends,
-and on CPUs the fresh memory costs more than the copies (a step took 4% to 10% longer). The kernel
-does it itself (`functron.compiler.lower`).
+Tried and dropped: letting the executor write weight gradients straight into the rows of their
+stack, instead of a copy in the kernel. It keeps the factors of all products alive until the kernel
+ends, and on CPUs the fresh memory costs more than the copies (a step took 4% to 10% longer). The
+kernel does it itself (`functron.compiler.lower`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 
 from functron.program.equations import Block, Equation, Fresh, Scan, Var
-from functron.program.order import Split, split
+from functron.program.overlap import OverlapSplit, split_scan_body
 from functron.program.recorder import live_equations
 
 
@@ -57,7 +58,7 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Eager:
-    """An equation that the driver runs itself: a view, or a side effect."""
+    """An equation that the executor runs itself: a view, or a side effect."""
 
     equation: Equation
 
@@ -74,7 +75,7 @@ class Eager:
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """The driver copies a value into an operand of the block."""
+    """The executor copies a value into an operand of the block."""
 
     target: Var
     value: Var
@@ -91,12 +92,12 @@ class Copy:
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
-    """The part of an iteration that the driver starts with the iteration before.
+class EarlyPart:
+    """The part of an iteration that the executor starts with the iteration before.
 
     Attributes:
         procedure: from constants and xs, its inputs, to the operands of `gathers`.
-        gathers: collectives that the driver starts with these, and waits for where the iteration
+        gathers: collectives that the executor starts with these, and waits for where the iteration
             begins, whose inputs their results are.
     """
 
@@ -105,11 +106,11 @@ class Ahead:
 
 
 @dataclass(frozen=True, eq=False)
-class Behind:
-    """The part of an iteration that the driver ends with an iteration after it.
+class LatePart:
+    """The part of an iteration that the executor ends with an iteration after it.
 
     Attributes:
-        sums: collectives that the driver starts where the iteration, or the part before, ends.
+        sums: collectives that the executor starts where the iteration, or the part before, ends.
         passed: what else that hands over.
         procedure: of constants, xs, the results of `sums`, what is passed and slices of stacks; its
             outputs are ys of columns, then those of updates, then what the next part reads.
@@ -145,8 +146,8 @@ class Loop:
     columns: tuple[Var, ...]
     stacks: tuple[Var, ...]
     updates: tuple[tuple[Var, Var], ...] = ()
-    ahead: Ahead | None = None
-    behind: tuple[Behind, ...] = ()
+    ahead: EarlyPart | None = None
+    behind: tuple[LatePart, ...] = ()
 
     @property
     def parts(self) -> list[Procedure]:
@@ -177,12 +178,12 @@ class Loop:
         return (*carries, *self.columns, *self.stacks, *(value for value, _ in self.updates))
 
 
-Step = Kernel | Eager | Copy | Loop
+ProcedureStep = Kernel | Eager | Copy | Loop
 
 
 @dataclass(frozen=True, eq=False)
 class Procedure:
-    """A block as steps for the driver; `procedure` makes it.
+    """A block as steps for the executor; `procedure` makes it.
 
     Attributes:
         inputs: of the block, then those that are only written to.
@@ -192,7 +193,7 @@ class Procedure:
     """
 
     inputs: tuple[Var, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProcedureStep, ...]
     outputs: tuple[Any, ...]
     inside: Mapping[Var, Var] = field(default_factory=dict)
 
@@ -226,8 +227,8 @@ _ELEMENTWISE = _CHEAP | {
 """The operations that fuse with those which make their operands."""
 
 
-def made_again(block: Block) -> Block:
-    """The block, in which scans make of slices they are handed anyway what is cheap to make again.
+def recompute_slices(block: Block) -> Block:
+    """The block, whose backward scans compute cheap values again from slices that they read anyway.
 
     Its results are the same numbers.
     """
@@ -253,7 +254,7 @@ def _again(
     forward, op = ahead.op, back.op
     assert isinstance(forward, Scan)
     assert isinstance(op, Scan)
-    known = _shared(ahead, back) if forward.length == op.length else {}
+    known = _find_shared(ahead, back) if forward.length == op.length else {}
     first = op.num_consts + op.num_carry
     handed = dict(zip(op.body.inputs[first:], back.args[first:], strict=True))
     readers: dict[Var, list[Equation]] = {}
@@ -298,7 +299,7 @@ def _again(
     )
 
 
-def _shared(ahead: Equation, back: Equation) -> dict[Var, Var]:
+def _find_shared(ahead: Equation, back: Equation) -> dict[Var, Var]:
     """Values of the first scan's iterations by their names in those of the second, which has them.
 
     That are constants and slices of both, and what the first hands to the second.
@@ -396,7 +397,7 @@ class _Divider:
     def procedure(self) -> Procedure:
         groups = self._groups()
         xs_only = self._xs_only()
-        steps: list[Step] = []
+        steps: list[ProcedureStep] = []
         for group in groups:
             first = group[0]
             if not _drives(first):
@@ -414,7 +415,7 @@ class _Divider:
         return Procedure(inputs, tuple(steps), self.outputs, inside)
 
     def _groups(self) -> list[list[Equation]]:
-        """The equations, cut around those that the driver runs, costly scalars first.
+        """The equations, cut around those that the executor runs, costly scalars first.
 
         Views that float are left out: those of memory that no kernel makes. Whoever needs one takes
         it.
@@ -477,7 +478,7 @@ class _Divider:
         return used - other
 
     def _chain(self, value: Var) -> Iterable[Equation]:
-        """The views that lead to a value from one that the driver holds, in order."""
+        """The views that lead to a value from one that the executor holds, in order."""
         equation = self.made_by.get(value)
         if equation not in self.views:
             return
@@ -497,7 +498,7 @@ class _Divider:
         reads = dict.fromkeys(v for e in equations for v in self.operands[e] if v not in made)
         return Kernel(equations, tuple(reads), tuple(own))
 
-    def _views(self, values: Sequence[Any], steps: Sequence[Step]) -> list[Step]:
+    def _views(self, values: Sequence[Any], steps: Sequence[ProcedureStep]) -> list[ProcedureStep]:
         """Steps that take the floating views among `values` and have not been taken before."""
         taken = {step.equation for step in steps if isinstance(step, Eager)}
         chains = [e for value in values if isinstance(value, Var) for e in self._chain(value)]
@@ -532,11 +533,11 @@ class _Divider:
         )  # fmt: skip
         return loop if parts is None else self._overlapped(loop, parts, columns, rows, slots)
 
-    def _split(self, op: Scan, wanted: Sequence[Any]) -> Split | None:
-        return split(op, wanted) if self.prefetch else None
+    def _split(self, op: Scan, wanted: Sequence[Any]) -> OverlapSplit | None:
+        return split_scan_body(op, wanted) if self.prefetch else None
 
     def _core(
-        self, op: Scan, outputs: Sequence[Any], rows, slots, parts: Split | None
+        self, op: Scan, outputs: Sequence[Any], rows, slots, parts: OverlapSplit | None
     ) -> Procedure:
         """The procedure of an iteration, or of that part of it that waits for the one before."""
         if parts is None:
@@ -549,7 +550,7 @@ class _Divider:
             donated={v: slot for v, slot in slots.items() if v not in parts.late},
         )  # fmt: skip
 
-    def _tails(self, parts: Split, columns: Sequence[Any], rows, slots) -> list[Procedure]:
+    def _tails(self, parts: OverlapSplit, columns: Sequence[Any], rows, slots) -> list[Procedure]:
         """The procedure of each round of sums."""
         found = []
         for each in parts.rounds:
@@ -562,20 +563,20 @@ class _Divider:
             )
         return found
 
-    def _overlapped(self, loop: Loop, parts: Split, columns, rows, slots) -> Loop:
+    def _overlapped(self, loop: Loop, parts: OverlapSplit, columns, rows, slots) -> Loop:
         """The loop with what runs beside neighbouring iterations."""
         ahead = None
         if parts.gathers:
-            ahead = Ahead(procedure(parts.head, parts.head.outputs), parts.gathers)
+            ahead = EarlyPart(procedure(parts.head, parts.head.outputs), parts.gathers)
         inner = [v for v, _ in columns]
         behind = []
         for each, tail in zip(parts.rounds, self._tails(parts, inner, rows, slots), strict=True):
             counts = [sum(v in each.late for v in group) for group in (inner, rows.values())]
-            behind.append(Behind(each.sums, each.passed, tail, *counts))
+            behind.append(LatePart(each.sums, each.passed, tail, *counts))
         return replace(loop, ahead=ahead, behind=tuple(behind))
 
     def _updates(
-        self, scan: Equation, made: list, taken: Sequence[tuple], parts: Split | None
+        self, scan: Equation, made: list, taken: Sequence[tuple], parts: OverlapSplit | None
     ) -> list[tuple[Var, Var, Var, Var]]:
         """Those of `taken` whose row nothing else of an iteration reads after it was updated."""
         op: Any = scan.op
@@ -612,10 +613,10 @@ class _Divider:
                     found.append((inner, y, slot, operand))
         return found
 
-    def _with_results(self, steps: list[Step]) -> list[Step]:
+    def _with_results(self, steps: list[ProcedureStep]) -> list[ProcedureStep]:
         """The steps, with only those results of kernels that others need."""
         needed = set(self.wanted)
-        out: list[Step] = []
+        out: list[ProcedureStep] = []
         for step in reversed(steps):
             if isinstance(step, Kernel):
                 results = tuple(value for value in step.results if value in needed)
@@ -624,7 +625,9 @@ class _Divider:
             out.append(step)
         return out[::-1]
 
-    def _with_updates(self, steps: list[Step]) -> tuple[list[Step], dict[Var, Var]]:
+    def _with_updates(
+        self, steps: list[ProcedureStep]
+    ) -> tuple[list[ProcedureStep], dict[Var, Var]]:
         """The steps, with the kernels writing to donated inputs and to `into`."""
         inside: dict[Var, Var] = {}
         maker = {value: i for i, step in enumerate(steps) for value in step.results}
@@ -634,7 +637,7 @@ class _Divider:
             if index in kernels and self._unread(target, value, steps, index):
                 kernels[index].append((target, value))
                 inside[value] = target
-        copies: list[Step] = []
+        copies: list[ProcedureStep] = []
         for target, value in self.into.items():
             index = maker.get(value)
             if index in kernels:
@@ -643,7 +646,7 @@ class _Divider:
                 copies.append(Copy(target, value))
         kept = {v for v in self.outputs if isinstance(v, Var)}
         kept |= {v for step in [*steps, *copies] for v in step.reads}
-        out: list[Step] = []
+        out: list[ProcedureStep] = []
         for index, step in enumerate(steps):
             pairs = kernels.get(index, ())
             if isinstance(step, Kernel) and pairs:
@@ -653,7 +656,7 @@ class _Divider:
             out.append(step)
         return [*out, *copies], inside
 
-    def _unread(self, target: Var, value: Var, steps: Sequence[Step], index: int) -> bool:
+    def _unread(self, target: Var, value: Var, steps: Sequence[ProcedureStep], index: int) -> bool:
         """Whether nothing but `target` itself shows its memory to the step, or to later ones."""
         memory = self._class(target)
         if self._class(value) == memory:
@@ -673,7 +676,7 @@ def _checks_first(equations: Sequence[Equation], block: Block) -> list[Equation]
 
 
 def _drives(equation: Equation) -> bool:
-    """Whether the driver runs an equation itself."""
+    """Whether the executor runs an equation itself."""
     return isinstance(equation.op, Scan) or not equation.outputs
 
 

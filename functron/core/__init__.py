@@ -4,4 +4,72 @@
 keys), `scopes` (named scopes and phases), `closure` (tensors a function closes over), `settings`
 (configurations in sections, and what fields say of options), `typing` (shapes in signatures),
 `chart` (SVG) and `compat` (private names of torch, and of CUDA's streams).
+
+`import_lazily` lets a package import its public names when they are first used.
 """
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def import_lazily(package: str) -> None:
+    """Let the public names of a package be imported when they are first used.
+
+    The ``__init__`` of the package calls this with ``__name__``. Its public names, and where each
+    is from, are told by the imports under ``if TYPE_CHECKING:``, which type checkers read too. So
+    ``import functron.nn`` loads no layer, and ``functron.nn.mlp`` loads the module of that layer
+    alone. ``dir()`` and ``__all__`` have all of them.
+
+    Args:
+        package: its dotted name.
+    """
+    sys.modules[package].__class__ = _LazyPackage
+
+
+class _LazyPackage(ModuleType):
+    """A package that imports a public name when it is first asked for."""
+
+    @property
+    def __all__(self) -> list[str]:
+        return sorted(_places(self.__name__))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in _places(self.__name__):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        module, original = _places(self.__name__)[name]
+        if module == self.__name__:
+            value = importlib.import_module(f"{module}.{original}")
+        else:  # as the statement would: `original` may be a module in a package
+            value = getattr(__import__(module, fromlist=[original]), original)
+        self.__dict__[name] = value  # it is not asked for again
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # an import of functron.nn.mla would otherwise replace the function `mla` by the module
+        place = _places(self.__name__).get(name) if isinstance(value, ModuleType) else None
+        if place in (None, (self.__name__, name)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *self.__all__})
+
+
+@functools.cache
+def _places(package: str) -> dict[str, tuple[str, str]]:
+    """The module and the name there of every public name of a package."""
+    loader: Any = sys.modules[package].__loader__
+    body = ast.parse(loader.get_source(package)).body
+    branches = (node for node in body if isinstance(node, ast.If))
+    (typed,) = (node for node in branches if ast.unparse(node.test) == "TYPE_CHECKING")
+    return {
+        alias.asname or alias.name: (str(node.module), alias.name)
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }

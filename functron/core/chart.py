@@ -69,11 +69,11 @@ def line_chart(
     if many:
         curves.append(_curve([place(*p) for p in smooth(points)], faint=False))
     for number, (name, curve) in enumerate(further.items()):
-        curves += _named_curve(name, [place(*p) for p in curve], number)
+        curves += _draw_named_curve(name, [place(*p) for p in curve], number)
     across = (x_ticks[0], x_ticks[-1])
     for number, (name, xs) in enumerate((marks or {}).items()):
         inside = [place(x, y_ticks[0])[0] for x in xs if across[0] <= x <= across[1]]
-        curves += _marked(name, inside, number)
+        curves += _draw_marks(name, inside, number)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -118,7 +118,7 @@ def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def _named_curve(name: str, points: Points, number: int) -> list[str]:
+def _draw_named_curve(name: str, points: Points, number: int) -> list[str]:
     """A curve in the colour of its number, its points, and its line of the legend."""
     color = COLORS[number % len(COLORS)]
     style = f'stroke="{color}" stroke-width="1.5"'
@@ -128,7 +128,7 @@ def _named_curve(name: str, points: Points, number: int) -> list[str]:
     return [_polyline(points, style), *(dots if len(points) <= MAX_DOTS else ()), legend]
 
 
-def _marked(name: str, places: Sequence[float], number: int) -> list[str]:
+def _draw_marks(name: str, places: Sequence[float], number: int) -> list[str]:
     """Dashed lines at places, with a name at the first."""
     color, shown = MARKS[number % len(MARKS)], sorted({round(at, 1) for at in places})
     lines = [
@@ -179,10 +179,34 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
+_WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines in columns, two spaces apart, one before ``= ``."""
+    return ["".join(cells).rstrip() for cells in pad_cells(rows)]
+
+
+def pad_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows of cells with the spaces that put them in columns; columns of "" take no space."""
+    widths: dict[int, int] = {}
+    gaps: dict[int, str] = {}
+    for column, cell in ((k, cell) for row in rows for k, cell in enumerate(row) if cell):
+        widths[column] = max(widths.get(column, 0), len(cell) if len(cell) <= _WIDEST else 0)
+        gaps[column] = " " if cell.startswith("= ") else gaps.get(column, "  " if column else "")
+    return [
+        [
+            gaps[column] + cell.ljust(widths[column]) if column in widths else ""
+            for column, cell in enumerate(row)
+        ]
+        for row in rows
+    ]
+
+
 # --- Gantt charts
 
 
-class Bar(NamedTuple):
+class TextBar(NamedTuple):
     """An interval of a row; its labels, best first, and the sign that it goes on with."""
 
     row: int
@@ -192,7 +216,7 @@ class Bar(NamedTuple):
     sign: str
 
 
-def gantt_text(bars: Sequence[Bar], names: Sequence[str], width: int) -> str:
+def gantt_text(bars: Sequence[TextBar], names: Sequence[str], width: int) -> str:
     """A line per row with its name, time to the right.
 
     A bar starts with a label, as far as it fits, and goes on with its sign. A line is of `width`
@@ -208,10 +232,10 @@ def gantt_text(bars: Sequence[Bar], names: Sequence[str], width: int) -> str:
         room = max(end - start - 1, 1)  # a space, so that bars do not run into each other
         label = next((label for label in bar.labels if len(label) <= room), "")
         line[start : start + room] = label.ljust(room, bar.sign)
-    return framed(["".join(line) for line in lines], names)
+    return draw_frame(["".join(line) for line in lines], names)
 
 
-def _scale(bars: Sequence[Bar], total: float, room: int) -> float:
+def _scale(bars: Sequence[TextBar], total: float, room: int) -> float:
     """How many characters a unit of time takes: as labels need, but no more than fit."""
     shortest = min((bar.end - bar.start for bar in bars), default=total)
     needs = [(len(bar.labels[0]) + 1) / (bar.end - bar.start) for bar in bars]
@@ -227,14 +251,14 @@ def _scale(bars: Sequence[Bar], total: float, room: int) -> float:
     return (int(characters + 1e-9) if characters >= 1 else characters) / shortest
 
 
-def framed(lines: Sequence[str], names: Sequence[str]) -> str:
+def draw_frame(lines: Sequence[str], names: Sequence[str]) -> str:
     """Lines between bars, each behind its name."""
     margin = max(map(len, names), default=0)
     rows = zip(names, lines, strict=True)
     return "\n".join(f"{name.ljust(margin)} │{line}│" for name, line in rows)
 
 
-class Box(NamedTuple):
+class SvgBar(NamedTuple):
     """An interval of a row of a picture.
 
     Attributes:
@@ -257,7 +281,7 @@ class Box(NamedTuple):
 
 
 def gantt_svg(
-    boxes: Sequence[Box],
+    boxes: Sequence[SvgBar],
     names: Sequence[str],
     title: str,
     legend: Sequence[Sequence[str]] = (),
@@ -300,7 +324,7 @@ def gantt_svg(
     return "\n".join([*parts, "</svg>"])
 
 
-def _box(box: Box, x: float, y: float, width: float, height: float) -> list[str]:
+def _box(box: SvgBar, x: float, y: float, width: float, height: float) -> list[str]:
     """The rectangle of a box, with its label in it where that fits."""
     rectangle = (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" '

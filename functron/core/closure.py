@@ -41,7 +41,7 @@ def hoist(fn: Callable) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
     Raises:
         ValueError: one belongs to a simulated rank whose shard_map has returned.
     """
-    found = closed_over(fn)
+    found = find_tensors(fn)
     if not found:
         return [], lambda tensors: fn
     refuse_orphans(getattr(fn, "__name__", type(fn).__name__), found)
@@ -115,7 +115,7 @@ class _OnTape(torch.autograd.Function):
         return None, *_OnTape.apply(pull, *tensors, *cotangents)
 
 
-def closed_over(fn: Callable) -> list[torch.Tensor]:
+def find_tensors(fn: Callable) -> list[torch.Tensor]:
     """The tensors that `hoist` finds, also those that it refuses."""
     found: dict[int, torch.Tensor] = {}
     _collect(fn, found, set())
@@ -206,7 +206,7 @@ class _Watch(TorchFunctionMode):
                 refuse_tracked(self.name, [value])
 
 
-def held_tensors(leaf: Any) -> list[torch.Tensor]:
+def find_held_tensors(leaf: Any) -> list[torch.Tensor]:
     """The tensors that an object holds which is one leaf of trees: in its attributes or closure."""
     if isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))):
         return []
@@ -234,7 +234,7 @@ def refuse_holders(title: str, what: str, given: tree.Tree, *, tracked: bool = F
     found = []
     for position, leaf in enumerate(tree.leaves(given)):
         fix = dataclass_fix(leaf)
-        held = [] if fix else held_tensors(leaf)
+        held = [] if fix else find_held_tensors(leaf)
         if fix or (any(map(compat.is_tracked, held)) if tracked else held):
             fix = fix or (
                 f"trees take this {type(leaf).__name__} for one leaf: give its tensors in a dict, "
@@ -246,7 +246,7 @@ def refuse_holders(title: str, what: str, given: tree.Tree, *, tracked: bool = F
     raise_problems(title, found, TypeError)
 
 
-def _tracked(value: Any) -> bool:
+def _is_tracked(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
 
 
@@ -294,7 +294,7 @@ def _parts(fn: types.FunctionType) -> Iterator[Any]:
 
 
 def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    if _tracked(value):
+    if _is_tracked(value):
         found[id(value)] = value
         return
     if id(value) in seen:

@@ -60,7 +60,7 @@ class Function(torch.autograd.Function):
     torch binds the arguments of every call to the signature of `forward`, which is read once here:
     working it out takes longer than a small operation. And at each level of vmap or grad torch
     dispatches calls through an operator, flattens operands and results as trees, and at each level
-    of grad makes a class: `_mapped` and `_differentiated` do without.
+    of grad makes a class: `_apply_mapped` and `_apply_differentiated` do without.
     """
 
     _num_operands: int | None  # of `forward`; None: any number
@@ -87,9 +87,11 @@ class Function(torch.autograd.Function):
         elif _is_plain(cls, operands, named):
             kind = functorch.peek_interpreter_stack().key()
             if kind == TransformType.Grad:
-                return _differentiated(cls, retrieve_current_functorch_interpreter(), operands)
+                return _apply_differentiated(
+                    cls, retrieve_current_functorch_interpreter(), operands
+                )
             if kind == TransformType.Vmap and not cls.generate_vmap_rule:
-                return _mapped(cls, retrieve_current_functorch_interpreter(), operands)
+                return _apply_mapped(cls, retrieve_current_functorch_interpreter(), operands)
         return super().apply(*operands, **named)
 
 
@@ -106,7 +108,7 @@ def _is_plain(cls: type[Function], operands: tuple, named: dict[str, Any]) -> bo
     )
 
 
-def _differentiated(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
+def _apply_differentiated(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
     """``cls.apply(*operands)`` at a level of grad, as torch's custom_function_call_grad."""
     lift = interpreter._cptr.lift
     given = (
@@ -150,7 +152,7 @@ def _single_level(cls: type[Function]) -> type:
     return type(f"{cls.__name__}Generated", (_SingleLevelFunction,), methods)
 
 
-def _mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
+def _apply_mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
     """``cls.apply(*operands)`` at a level of vmap, as torch's custom_function_call_vmap_helper."""
     level, given, dims = interpreter.level(), [], []
     for x in operands:
@@ -188,9 +190,9 @@ def transforms_active() -> bool:
 def guard_functions_under_vmap(refused: Callable[[], bool]) -> None:
     """Let torch's operations of functions fail under vmap wherever `refused()` says so.
 
-    torch has rules under vmap for `cond` and `scan`. That of `cond` takes a value that is batched
-    at any level for one that is batched at the innermost, so that under nested vmaps it reads a
-    branch and operands of other places, in silence.
+    torch has rules under vmap for ``cond`` and ``scan``. That of ``cond`` takes a value that is
+    batched at any level for one that is batched at the innermost, so that under nested vmaps it
+    reads a branch and operands of other places, in silence.
 
     Args:
         refused: called before each of them runs under vmap.
@@ -198,12 +200,12 @@ def guard_functions_under_vmap(refused: Callable[[], bool]) -> None:
     for operation in torch._ops._higher_order_ops.values():
         rule = operation.functorch_table.get(TransformType.Vmap)
         if operation is not custom_function_call and rule is not None:  # which is `Function`'s
-            guarded = _guarded(operation, rule, refused)
+            guarded = _guard_rule(operation, rule, refused)
             operation.functorch_table[TransformType.Vmap] = guarded
             after_dynamo(functools.partial(_hide_from_dynamo, operation.functorch_table, guarded))
 
 
-def _guarded(operation: Any, rule: Callable, refused: Callable[[], bool]) -> Callable:
+def _guard_rule(operation: Any, rule: Callable, refused: Callable[[], bool]) -> Callable:
     @functools.wraps(rule)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if refused():
@@ -582,11 +584,11 @@ def group(name: str) -> dist.ProcessGroup:
     They know groups that torch made. One in Python, which only functional collectives find by its
     name, has what it stands before as `whole`.
     """
-    found: Any = named(name)
+    found: Any = find_group(name)
     return getattr(found, "whole", found)
 
 
-def named(name: str) -> dist.ProcessGroup:
+def find_group(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives find by that name."""
     key: Any = name  # a type of its own in new versions
     return c10d._resolve_process_group(key)
@@ -599,7 +601,7 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
     c10d._register_process_group(key, group)
 
 
-def kept(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def keep_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A process group written in Python, never freed: torch's registry of names does not keep it.
 
     It keeps what is in C++ alone, which then finds no methods.
@@ -615,7 +617,7 @@ def close_group(name: str, device_type: str) -> None:
     where it is NCCL's.
     """
     try:
-        known: Any = named(name)
+        known: Any = find_group(name)
     except RuntimeError:  # closed before
         return
     whole = getattr(known, "whole", known)
@@ -645,11 +647,11 @@ def mesh_backend(device_type: str) -> str | None:
     parts = (part.partition(":") for part in dist.get_backend_config().split(","))
     if {device: backend for device, _, backend in parts}.get("cpu") != "gloo":
         return None
-    dist.Backend.register_backend(_ORDERED_GLOO, _ordered_gloo, devices=["cpu"])
+    dist.Backend.register_backend(_ORDERED_GLOO, _make_ordered_gloo, devices=["cpu"])
     return _ORDERED_GLOO
 
 
-def _ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _make_ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     default = _gloo_options(c10d._get_default_group())
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -851,7 +853,7 @@ def causal_flash(
         FLASH(x, k[:, :, :end], v[:, :, :end], 0.0, bias is None, attn_mask=bias, scale=scale)
         for x, end, bias in rows
     ]
-    out, lse = (_joined(parts) for parts in zip(*made, strict=True))
+    out, lse = (_join_rows(parts) for parts in zip(*made, strict=True))
     return out, lse
 
 
@@ -879,10 +881,10 @@ def causal_flash_backward(
             total[:, :, :end].add_(part)
         sums = sums or parts  # the last band sees all keys
     dk, dv = sums
-    return _joined(queries[::-1]), dk, dv
+    return _join_rows(queries[::-1]), dk, dv
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Results ``[batch, heads, rows, ...]`` one below the other, in the kernel's own layout."""
     return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
 
@@ -952,11 +954,11 @@ def mark_constant(fn: Callable) -> None:
 
 
 class Streams:
-    """CUDA's streams and memory, in the few words in which copies are arranged.
+    """CUDA's streams and pinned memory, as far as copies between host and device need them.
 
-    Streams have torch.cuda.Stream's `record_event`, `wait_event` and `synchronize`. What arranges
-    copies takes one of these as an argument, so that a test can put others in its place, which see
-    the order of everything.
+    Streams have torch.cuda.Stream's ``record_event``, ``wait_event`` and ``synchronize``. What
+    arranges copies takes one of these as an argument, so that a test can put others in its place,
+    which see the order of everything.
     """
 
     def on_device(self, tensor: torch.Tensor) -> bool:

@@ -75,7 +75,7 @@ _LISTED = 30
 
 
 def nearest(name: str, known: Iterable[str], first: Iterable[str] = ()) -> str:
-    """The sentence that suggests the known name closest to `name`, of many no others.
+    """The sentence that suggests the known name closest to `name`; of a few it lists all.
 
     One of `first` where one is close to it, and these are listed before others.
     """
@@ -140,7 +140,7 @@ _REMOTE_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)  # as pathlib
 
 
 def remote_problem(name: str, value: object) -> Problem | None:
-    """The problem of a place on no file system of this machine, such as s3://bucket; None: none.
+    """The problem of a path that is no local one, such as s3://bucket; None: it is local.
 
     Args:
         name: of the argument or option.
@@ -236,7 +236,7 @@ def public(fn: F) -> F:
         nonlocal wanted
         try:
             if wanted is None:  # later than where annotations are written, which may look ahead
-                wanted = _wanted_of(fn)
+                wanted = _checkable_arguments(fn)
             if wanted and (found := [p for one in wanted for p in one.problems(args, kwargs)]):
                 raise_problems(f"{fn.__name__} cannot use these arguments", found, TypeError)
             return fn(*args, **kwargs)
@@ -395,7 +395,7 @@ class _Wanted:
             given = args[self.position :] if self.several else (args[self.position],)
         for value in given:
             if not self._fits(value):
-                yield Problem(self.name, _shown(value), self._words(), self._fix(value))
+                yield Problem(self.name, _show_value(value), self._words(), self._fix(value))
 
     def _fits(self, value: Any) -> bool:
         if value is None:
@@ -425,7 +425,7 @@ class _Wanted:
                     "the parameters that they update, these are functions of them"
                 )
             return "call it, as in optim.adamw(1e-3)" if callable(value) else ""
-        if "Policy" in names:
+        if "RematPolicy" in names:
             return "one of functron.policies: nothing, everything, dots, names(...), offload(...)"
         config = next((name for name in sorted(names) if name.endswith("Config")), "")
         if config and isinstance(value, str):
@@ -454,7 +454,7 @@ def _article(noun: str) -> str:
     return f"{'an' if noun[0].lower() in 'aeio' else 'a'} {noun}"
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text, kind = repr(value), type(value).__name__
@@ -473,7 +473,7 @@ def _is_number(text: Any) -> bool:
     return isinstance(text, str)
 
 
-def _wanted_of(fn: Callable) -> tuple[_Wanted, ...]:
+def _checkable_arguments(fn: Callable) -> tuple[_Wanted, ...]:
     """The arguments of `fn` whose annotations can be checked; of what is not of Python none."""
     plain = inspect.unwrap(fn)
     if not (hasattr(plain, "__code__") and plain.__annotations__):

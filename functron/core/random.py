@@ -18,7 +18,7 @@ only. Positions are not checked against the shape, which would read them back fr
 All samplers run under `torch.func.vmap` (with batched keys and batched indices), inside
 `torch.func.grad`, on fake and meta tensors, under tracing, and on the device of the key.
 
-What equals `jax.random` with `jax_threefry_partitionable` (JAX's default): keys, `split`,
+What equals `jax.random` with ``jax_threefry_partitionable`` (JAX's default): keys, `split`,
 `fold_in`, `bits`, `randint`, `uniform` and `bernoulli`, bit for bit (a float64 `uniform` with
 other bounds than 0 and 1 may differ in its last bit, as XLA fuses the scaling). `normal` and
 `truncated_normal` follow JAX's formula with torch's erfinv, so they agree to 1e-12 in float64 and
@@ -193,7 +193,7 @@ def truncated_normal(
     deviation is below 1: 0.8796 for (-2, 2). Args and errors are those of `uniform`.
     """
     _check("truncated_normal", key, shape, index, _floating(dtype), lower=lower, upper=upper)
-    return _draw(key, shape, index, dtype, _truncated, lower, upper)
+    return _draw(key, shape, index, dtype, _sample_truncated, lower, upper)
 
 
 def bernoulli(
@@ -387,7 +387,7 @@ def _scale(unit: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.maximum(low, unit * span + low)
 
 
-def _truncated(unit: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+def _sample_truncated(unit: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     root2 = _root2(unit.dtype)
     low, high = torch.erf(lower / root2), torch.erf(upper / root2)
     out = torch.erfinv(_scale(unit, low, high)) * root2
@@ -530,7 +530,7 @@ def _counters(
     parts = [None] * len(shape) if index is None else index
     in_words = min(size, limit) < 2**31  # a block of consecutive positions has one high word
     if not in_words or any(at is not None for at in parts):
-        yield from _indexed_counters(key, shape, parts, limit)
+        yield from _counters_at(key, shape, parts, limit)
         return
     base = torch.arange(min(size, limit), dtype=torch.int32, device=key.device)
     for start in range(0, max(size, 1), limit):
@@ -538,7 +538,7 @@ def _counters(
         yield start >> 32, block + signed(start & WORD) if start else block
 
 
-def _indexed_counters(
+def _counters_at(
     key: Tensor, shape: Sequence[int], index: Sequence[Tensor | None], limit: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     local = local_shape(shape, index)

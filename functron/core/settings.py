@@ -40,7 +40,7 @@ class Mark:
     """The metadata of a field that is a setting or a section.
 
     Attributes:
-        tags: words by which settings are found: `tagged`.
+        tags: words by which settings are found: `names_with_tag`.
         short: its name in place of its path.
         box: of the help; empty: that of the section that it is in.
         instead: what to do in place of setting it, where a run records it and it is no option.
@@ -168,7 +168,7 @@ def _names_of(kind: type) -> Mapping[str, str]:
 
 
 @functools.cache
-def tagged(kind: type, tag: str) -> tuple[str, ...]:
+def names_with_tag(kind: type, tag: str) -> tuple[str, ...]:
     """The names of a dataclass's settings that have this tag."""
     return tuple(each.name for each in settings_of(kind) if tag in each.mark.tags)
 
@@ -249,14 +249,14 @@ def with_sections(kind: type[T], sections: Mapping[str, type]) -> type[T]:
         ValueError: a section, or a short name of its settings, is there already; or it is not
             frozen.
     """
-    return _extended(kind, tuple(sections.items())) if sections else kind
+    return _extend_settings(kind, tuple(sections.items())) if sections else kind
 
 
 _FROZEN = "write @dataclass(frozen=True) above it"
 
 
 @functools.cache
-def _extended(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
+def _extend_settings(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
     taken = {*paths_of(kind), *(field.name for field in dataclasses.fields(kind))}
     shorts = [each.mark.short for _, inner in sections for each in settings_of(inner)]
     added = [*(name for name, _ in sections), *filter(None, shorts)]
@@ -470,7 +470,7 @@ def read_table(
         elif optional and value in ("none", None):
             out[key] = None
         elif inner is None and (kind := _kind(hints[key], value)) is None:
-            out[key] = _converted(hints[key], value)
+            out[key] = _convert_value(hints[key], value)
         else:
             kind = "a table" if inner is not None else _kind(hints[key], value)
             problems.append(Problem(where, repr(value), str(kind)))
@@ -479,17 +479,17 @@ def read_table(
 
 def plain_table(config: Any) -> dict[str, Any]:
     """A dataclass as nested dicts for TOML, which has no null, values of a table before tables."""
-    return _plain(dataclasses.asdict(config))
+    return _plain_rows(dataclasses.asdict(config))
 
 
-def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_rows(table: Mapping[str, Any]) -> dict[str, Any]:
     rows = {key: "none" if value is None else value for key, value in table.items()}
     values = {key: value for key, value in rows.items() if not isinstance(value, Mapping)}
-    tables = {key: _plain(value) for key, value in rows.items() if isinstance(value, Mapping)}
+    tables = {key: _plain_rows(value) for key, value in rows.items() if isinstance(value, Mapping)}
     return values | tables
 
 
-def _converted(hint: Any, value: Any) -> Any:
+def _convert_value(hint: Any, value: Any) -> Any:
     """A value of the annotated kind from what TOML has for it."""
     if typing.get_origin(hint) is tuple:
         return tuple(value)
@@ -530,7 +530,7 @@ def _kind(hint: Any, value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Need:
-    """Without which an option has no effect; tables of these stand beside the configurations.
+    """A condition of an option's effect; tables of these stand beside the configurations.
 
     Attributes:
         holds: of the configuration that the table is for: whether the option has an effect.
@@ -592,14 +592,14 @@ def _of_section(need: Need, find: Callable[[Any], Any]) -> Need:
 def unused_problems(
     config: Any, needs: Needs, usual: Iterable[Any] = (), given: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """The options that somebody set and that have no effect.
+    """The options that were set and that have no effect.
 
     Args:
         config: a dataclass, perhaps of others.
         needs: of its fields.
         usual: configurations whose values nobody need have set: a preset's, a file's. Those of a
             field's own class are usual, too.
-        given: names of settings that somebody set, to whatever value; 0, False and empty ones say
+        given: names of settings that were set, to whatever value; 0, False and empty ones say
             that there is nothing, which is so.
     """
     seen = set()

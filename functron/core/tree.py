@@ -53,7 +53,7 @@ def structure(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Struc
 
 
 def register_dataclass(cls: type) -> type:
-    """Have trees take instances of a dataclass for nodes, whose children are its fields.
+    """Let instances of a dataclass be nodes of trees, with its fields as children.
 
     As `jax.tree_util.register_dataclass`; also a decorator. A field's name is its part of a path.
     It is known to this process from then on, as classes are: call it where the class is defined.

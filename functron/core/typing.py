@@ -1,6 +1,6 @@
 """Shapes in signatures: `Float[Tensor, "batch seq embed"]`, written for readers, checked by tests.
 
-The names are jaxtyping's. Where jaxtyping is not installed (it belongs to the `test` extra) they
+The names are jaxtyping's. Where jaxtyping is not installed (it belongs to the ``test`` extra) they
 stand for the plain array type, at no cost; where it is, annotations alone still check nothing.
 Only the test suite turns them into checks, with an import hook (see `tests/conftest.py`).
 

@@ -15,58 +15,36 @@ iterator state to save, and the same samples come on every mesh and after resumi
 - Tokens of text, to disk: `functron.data.preprocess`.
 """
 
-from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
-from functron.data.chat import Chat
-from functron.data.context_schedule import ContextCosts, ContextPlan, Placement, arrange, schedule
-from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
-from functron.data.documents import TextRules, python_text
-from functron.data.indexed import IndexedFile, IndexedWriter, merge
-from functron.data.megatron import MegatronMixture, MegatronWindows, megatron_samples
-from functron.data.order import Samples, permute, shuffled
-from functron.data.packing import PackedChat, PackedTokens, balance, pack
-from functron.data.shards import open_tokens, verify
-from functron.data.tokenizer import Tokenizer, open_tokenizer
-from functron.data.windows import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
+from __future__ import annotations
 
-__all__ = [
-    "Blend",
-    "ByteText",
-    "Chat",
-    "ContextCosts",
-    "ContextPlan",
-    "Exhaustive",
-    "FillInTheMiddle",
-    "IndexedFile",
-    "IndexedWriter",
-    "MegatronMixture",
-    "MegatronWindows",
-    "Mixture",
-    "MockTokens",
-    "PackedChat",
-    "PackedTokens",
-    "Placement",
-    "Samples",
-    "TextRules",
-    "TokenText",
-    "TokenWindows",
-    "Tokenizer",
-    "Transformed",
-    "arrange",
-    "balance",
-    "check_tokens",
-    "mask_tokens",
-    "megatron_samples",
-    "merge",
-    "open_tokenizer",
-    "open_tokens",
-    "pack",
-    "permute",
-    "python_text",
-    "schedule",
-    "shuffled",
-    "spans_of",
-    "split",
-    "split_documents",
-    "take_out",
-    "verify",
-]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
+    from functron.data.chat import Chat
+    from functron.data.context_schedule import (
+        ContextCosts,
+        ContextPlan,
+        Placement,
+        arrange,
+        schedule,
+    )
+    from functron.data.denoising import (
+        FillInTheMiddle,
+        Transformed,
+        mask_tokens,
+        spans_of,
+        take_out,
+    )
+    from functron.data.documents import TextRules, python_text
+    from functron.data.indexed import IndexedFile, IndexedWriter, merge
+    from functron.data.megatron import MegatronMixture, MegatronWindows, megatron_samples
+    from functron.data.order import Samples, permute, shuffled
+    from functron.data.packing import PackedChat, PackedTokens, balance, pack
+    from functron.data.shards import open_tokens, verify
+    from functron.data.tokenizer import Tokenizer, open_tokenizer
+    from functron.data.windows import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
+
+import_lazily(__name__)

@@ -1,23 +1,16 @@
 """Hugging Face models and Megatron checkpoints, streamed into our layout and back."""
 
-from functron.hub.config import FORMATS, format_for, read_config, write_config
-from functron.hub.format import Format, Rule
-from functron.hub.reader import from_tensors, load, load_model
-from functron.hub.writer import save, to_tensors
-from functron.models.family import Config, family_of
+from __future__ import annotations
 
-__all__ = [
-    "FORMATS",
-    "Config",
-    "Format",
-    "Rule",
-    "family_of",
-    "format_for",
-    "from_tensors",
-    "load",
-    "load_model",
-    "read_config",
-    "save",
-    "to_tensors",
-    "write_config",
-]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.hub.config import FORMATS, format_for, read_config, write_config
+    from functron.hub.format import Format, Rule
+    from functron.hub.reader import from_tensors, load, load_model
+    from functron.hub.writer import save, to_tensors
+    from functron.models.family import Config, family_of
+
+import_lazily(__name__)

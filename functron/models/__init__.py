@@ -1,7 +1,14 @@
 """Models as pure functions of their parameters, by family; generation, LoRA, scoring and more."""
 
-from functron.models import bert, gpt, llava, lora, mamba, t5, vit
-from functron.models.generation import generate
-from functron.models.options import Hook, ModelOptions
+from __future__ import annotations
 
-__all__ = ["Hook", "ModelOptions", "bert", "generate", "gpt", "llava", "lora", "mamba", "t5", "vit"]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.models import bert, gpt, llava, lora, mamba, t5, vit
+    from functron.models.generation import generate
+    from functron.models.options import Hook, ModelOptions
+
+import_lazily(__name__)

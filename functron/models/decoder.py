@@ -46,7 +46,7 @@ from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
 from functron.transforms import Gather
 from functron.transforms import remat as rematerialise
-from functron.transforms.fsdp import plain
+from functron.transforms.parameter_gather import without_codes
 from functron.transforms.scan import scan_in_turn
 
 Rope = tuple[Tensor, Tensor]
@@ -370,7 +370,7 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
 
     def step(x: Tensor, row: tuple) -> tuple[Tensor, Auxiliary | None]:
         # torch's products read no codes
-        weights = plain(row[0]) if options.products is nn.PRODUCTS else row[0]
+        weights = without_codes(row[0]) if options.products is nn.PRODUCTS else row[0]
         return gathered(weights, x, *row[1:])
 
     return step

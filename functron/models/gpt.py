@@ -42,7 +42,7 @@ from functron.models.options import (
 from functron.models.stack import embed_rules, fsdp_problems, tp_problems
 from functron.nn import moe
 from functron.pipeline.partition import Part, whole
-from functron.program.cost import attended
+from functron.program.cost import tokens_attended
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -496,5 +496,5 @@ def flops_per_token(config: GPTConfig, seq: int, *, whole: bool = False) -> int:
     if config.kv_rank:
         qk, v = config.head_size + config.rope_head_dim, config.v_head_dim
     windows = [*config.windows, *[0] * config.mtp_depth]
-    seen = sum(attended(seq, window, whole=whole) for window in windows)
+    seen = sum(tokens_attended(seq, window, whole=whole) for window in windows)
     return round(6 * total + 6 * config.num_heads * (qk + v) * seen)

@@ -37,7 +37,7 @@ from functron.models.stack import (
 from functron.nn.layers import sequence_axes
 from functron.nn.mamba import Mamba2Config, MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
 from functron.ops.attention import attention
-from functron.program.cost import attended
+from functron.program.cost import tokens_attended
 from functron.spmd import P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -412,7 +412,7 @@ def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> in
     total -= 0 if c.tied else c.padded_vocab * c.embed_dim
     states = counts.get("mamba", 0) * c.num_heads * c.head_dim * c.state_dim
     heads = c.attention_heads * c.attention.head_size if "attention" in counts else 0
-    pairs = counts.get("attention", 0) * attended(seq, whole=whole)
+    pairs = counts.get("attention", 0) * tokens_attended(seq, whole=whole)
     return round(6 * total + 15 * states + 12 * heads * pairs)
 
 

@@ -23,7 +23,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.params import ParamDef
-from functron.spmd.spec import Entry, Rules, as_entry
+from functron.spmd.spec import Rules, SpecEntry, as_entry
 from functron.transforms import Gather, policies, scan
 from functron.transforms import remat as rematerialise
 
@@ -234,7 +234,7 @@ def fsdp_problems(
     return found
 
 
-def embed_rules(mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]) -> dict[str, Entry]:
+def embed_rules(mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]) -> dict[str, SpecEntry]:
     """The rule of dims called "embed", if ranks of `fsdp` split them."""
     axes = [axis for axis in fsdp if mesh[axis] > 1]
     return {"embed": as_entry(axes)} if axes else {}

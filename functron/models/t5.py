@@ -48,7 +48,7 @@ from functron.nn.masked import (
     relative_buckets,
     written,
 )
-from functron.program.cost import attended
+from functron.program.cost import tokens_attended
 from functron.spmd import DATA_AXES, P, params, shard_map
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -580,7 +580,9 @@ def flops_per_token(config: T5Config, seq: int, said: int, *, whole: bool = Fals
     memory = 2 * decoder * c.embed_dim * heads
     unembed = c.padded_vocab * c.embed_dim
     matrices = (read - tables + memory) * seq + (answer - tables - memory + unembed) * said
-    pairs = c.num_layers * seq * seq + decoder * (said * attended(said, whole=whole) + said * seq)
+    pairs = c.num_layers * seq * seq + decoder * (
+        said * tokens_attended(said, whole=whole) + said * seq
+    )
     return round((6 * matrices + 12 * heads * pairs) / seq)
 
 

@@ -1,87 +1,48 @@
 """Layers: pure functions of this rank's parameters and activations, with explicit collectives."""
 
-from functron.nn.attention import (
-    AttentionConfig,
-    RopeScaling,
-    apply_rope,
-    attention_defs,
-    causal_attention,
-    rope_table,
-    self_attention,
-)
-from functron.nn.context import context_attention
-from functron.nn.layers import (
-    ACTIVATIONS,
-    PRODUCTS,
-    Activation,
-    Adapter,
-    NormKind,
-    Products,
-    add_norm,
-    add_positions,
-    column_parallel,
-    dropout,
-    embed_tokens,
-    gather_sequence,
-    layer_norm,
-    linear_defs,
-    mlp,
-    mlp_defs,
-    norm,
-    norm_defs,
-    reduce_partial,
-    rms_norm,
-    row_parallel,
-    stream_positions,
-)
-from functron.nn.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, log_softmax
-from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs
-from functron.nn.multi_token import Predictions, ahead, multi_token, multi_token_defs, shifted
+from __future__ import annotations
 
-__all__ = [
-    "ACTIVATIONS",
-    "IGNORE_INDEX",
-    "PRODUCTS",
-    "Activation",
-    "Adapter",
-    "AttentionConfig",
-    "Latents",
-    "MLAConfig",
-    "NormKind",
-    "Predictions",
-    "Products",
-    "RopeScaling",
-    "add_norm",
-    "add_positions",
-    "ahead",
-    "apply_rope",
-    "attention_defs",
-    "causal_attention",
-    "column_parallel",
-    "context_attention",
-    "cross_entropy",
-    "dropout",
-    "embed_tokens",
-    "gather_sequence",
-    "layer_norm",
-    "linear_cross_entropy",
-    "linear_defs",
-    "log_softmax",
-    "mla",
-    "mla_absorbed",
-    "mla_cache",
-    "mla_defs",
-    "mlp",
-    "mlp_defs",
-    "multi_token",
-    "multi_token_defs",
-    "norm",
-    "norm_defs",
-    "reduce_partial",
-    "rms_norm",
-    "rope_table",
-    "row_parallel",
-    "self_attention",
-    "shifted",
-    "stream_positions",
-]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.nn.attention import (
+        AttentionConfig,
+        RopeScaling,
+        apply_rope,
+        attention_defs,
+        causal_attention,
+        rope_table,
+        self_attention,
+    )
+    from functron.nn.context import context_attention
+    from functron.nn.layers import (
+        ACTIVATIONS,
+        PRODUCTS,
+        Activation,
+        Adapter,
+        NormKind,
+        Products,
+        add_norm,
+        add_positions,
+        column_parallel,
+        dropout,
+        embed_tokens,
+        gather_sequence,
+        layer_norm,
+        linear_defs,
+        mlp,
+        mlp_defs,
+        norm,
+        norm_defs,
+        reduce_partial,
+        rms_norm,
+        row_parallel,
+        stream_positions,
+    )
+    from functron.nn.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, log_softmax
+    from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs
+    from functron.nn.multi_token import Predictions, ahead, multi_token, multi_token_defs, shifted
+
+import_lazily(__name__)

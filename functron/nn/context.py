@@ -51,7 +51,7 @@ from functron.ops.softmax import merge, upcast
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.primitives import Ppermute
-from functron.spmd.ragged import arrived
+from functron.spmd.ragged import wait_for_rows
 from functron.transforms.custom_vjp import custom_vjp
 
 RingOrder = Literal["contiguous", "zigzag"]
@@ -224,7 +224,7 @@ class Ring:
 
     def here(self, x: Tensor) -> Tensor:
         """The tensors whose exchange `shift` did not wait for."""
-        return arrived(x, lookup(self.axis))
+        return wait_for_rows(x, lookup(self.axis))
 
 
 def distances(size: int, step: int, balanced: bool) -> tuple[int, ...]:

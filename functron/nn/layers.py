@@ -42,7 +42,7 @@ from functron.spmd.axes import AxisNames
 from functron.spmd.params import Normal, ParamDef, ones, zeros
 from functron.spmd.simulate import product
 from functron.spmd.spec import P, entry_axes
-from functron.transforms.fsdp import Encoded
+from functron.transforms.parameter_gather import Encoded
 
 SEQ_DIM = 1
 

@@ -7,6 +7,13 @@ makes the `Kernels` that choose reference or kernel, op by op. Each op has a mod
 ``kernels/`` and `launch` runs them.
 """
 
-from functron.ops.operations import AUTO, Gradient, Kernels, Op, define, use
+from __future__ import annotations
 
-__all__ = ["AUTO", "Gradient", "Kernels", "Op", "define", "use"]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.ops.operations import AUTO, Gradient, Kernels, Op, define, use
+
+import_lazily(__name__)

@@ -82,7 +82,7 @@ def _program(is_backward: bool, facts: tuple, static: FlexSettings) -> Callable[
         variables.append(Var(f"x{i}", shape, stride, dtype, device, i, nbytes))
     made = graph(is_backward, facts, static)
     with inductor.directory(None) as folder:
-        function, _ = inductor.compiled(made, variables, {}, folder)
+        function, _ = inductor.compile_graph(made, variables, {}, folder)
     return function
 
 

@@ -25,7 +25,7 @@ from functron.ops.operations import (
     packable,
     type_name,
 )
-from functron.spmd.ragged import inverse, pick, shifted
+from functron.spmd.ragged import inverse, pick, shift_indices
 
 _THREADS = 128
 _MOST_COLUMNS = 2**30
@@ -147,8 +147,8 @@ def _fold_mapped_rows(assignments: bool) -> Callable:
         tokens, choices = slots.shape[1:]
         found = op(
             *[x.flatten(0, 1) for x in values],
-            shifted(of_rows, tokens * choices if assignments else tokens).flatten(),
-            shifted(slots, of_rows.shape[1]).flatten(0, 1),
+            shift_indices(of_rows, tokens * choices if assignments else tokens).flatten(),
+            shift_indices(slots, of_rows.shape[1]).flatten(0, 1),
         )
         if isinstance(found, tuple):
             return tuple(_split(x, size) for x in found), (0, 0)

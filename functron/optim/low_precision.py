@@ -50,7 +50,7 @@ from functron.optim.transformation import (
 from functron.optim.zero import leaf_specs
 from functron.program.recorder import active
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.spec import Cut, P, dim_axes, is_spec, num_shards, padded_shape, take
+from functron.spmd.spec import DimCut, P, dim_axes, is_spec, num_shards, padded_shape, take
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters have masters."""
@@ -332,7 +332,7 @@ def _index(shape: Sequence[int], split: Sequence, device: torch.device | None) -
     Those of padding are 0, or past the end: it is of zeros, which are rounded to zeros.
     """
     return [
-        take(torch.arange(size, device=device), (Cut(-1, axes),)) if axes else None
+        take(torch.arange(size, device=device), (DimCut(-1, axes),)) if axes else None
         for size, axes in zip(shape, split, strict=True)
     ]
 

@@ -26,7 +26,7 @@ from functron.optim.transformation import GradientTransformation, bindable, chai
 from functron.optim.zero import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
-from functron.spmd.spec import Cut, Cuts, P, dim_axes, join, take
+from functron.spmd.spec import Cuts, DimCut, P, dim_axes, join, take
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic: steepest at 0, and bounded, rather than convergent, near 1."""
@@ -246,7 +246,7 @@ def muon(
 def matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:
     """The cuts of the matrices themselves, not of the dims along which they are stacked."""
     rows = list(enumerate(dim_axes(spec, num_dims)))[matrix.num_batch :]
-    return tuple(Cut(dim - num_dims, axes) for dim, axes in rows if axis_size(axes) > 1)
+    return tuple(DimCut(dim - num_dims, axes) for dim, axes in rows if axis_size(axes) > 1)
 
 
 def _factor(

@@ -27,7 +27,7 @@ from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.program.recorder import active
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.simulate import transformed
+from functron.spmd.simulate import runs_transform
 from functron.spmd.spec import P, is_spec, spec_axes
 
 Updates = tree.Tree
@@ -615,7 +615,7 @@ def apply_updates_(params: Params, updates: Updates) -> Params:
             parameter is replicated (see `functron.ops.foreach`).
     """
     rows = tree.same_structure(params, updates, names=("params", "updates"))
-    if transformed():
+    if runs_transform():
         return apply_updates(params, updates)
     foreach_(
         torch._foreach_add_,
@@ -655,4 +655,4 @@ def purely() -> bool:
     Those of torch.func around a step (vmap over states, grad through it): the tensors are the
     caller's, who gave up none, and a derivative of what is overwritten would be lost.
     """
-    return active() is not None or transformed()
+    return active() is not None or runs_transform()

@@ -46,7 +46,7 @@ from functron.spmd.collectives import psum, psum_stages
 from functron.spmd.mesh import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.simulate import varying_axes
 from functron.spmd.spec import (
-    Cut,
+    DimCut,
     P,
     as_entry,
     cut_tree,
@@ -435,7 +435,7 @@ def unpadded(x: torch.Tensor, dim: int, whole: WholeLeaf) -> torch.Tensor:
     axes, size = whole.axes([dim]), whole.shape[dim]
     if x.shape[dim] * math.prod(axis_size(name) for name in axes) == size:
         return x
-    ones = take(torch.ones(size, dtype=x.dtype, device=x.device), (Cut(-1, axes),))
+    ones = take(torch.ones(size, dtype=x.dtype, device=x.device), (DimCut(-1, axes),))
     return x * ones.reshape([-1 if d == dim else 1 for d in range(x.dim())])
 
 

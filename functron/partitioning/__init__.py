@@ -5,25 +5,18 @@ lie (`propagate`, by the `rules` of operations and the `placement`s that they al
 equations on `shards`. `module` makes functions of modules, and `search` finds specs of parameters.
 """
 
-from functron.partitioning.global_view import constrain
-from functron.partitioning.module import from_module
-from functron.partitioning.partition import Partitioned, partition
-from functron.partitioning.placement import Digit, Placement
-from functron.partitioning.rules import Rule, pointwise, product, reduction, whole
-from functron.partitioning.search import Found, search
+from __future__ import annotations
 
-__all__ = [
-    "Digit",
-    "Found",
-    "Partitioned",
-    "Placement",
-    "Rule",
-    "constrain",
-    "from_module",
-    "partition",
-    "pointwise",
-    "product",
-    "reduction",
-    "search",
-    "whole",
-]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.partitioning.global_view import constrain
+    from functron.partitioning.module import from_module
+    from functron.partitioning.partition import Partitioned, partition
+    from functron.partitioning.placement import Digit, ValuePlacement
+    from functron.partitioning.rules import PartitionRule, pointwise, product, reduction, whole
+    from functron.partitioning.search import FoundSpecs, search
+
+import_lazily(__name__)

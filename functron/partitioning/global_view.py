@@ -5,8 +5,9 @@ A program in global view is traced before it is differentiated. Each call of `va
 are found for the function as it was written, and the transform is applied to the per-rank program:
 backward then has the transposes of forward's collectives, as a handwritten program's has.
 
-`constrain` leaves its spec in such a program. `leaving` puts constraints where values leave scopes,
-`recomputed` makes calls of `remat` of scopes, and `inlined` has fewer kinds of equations do.
+`constrain` leaves its spec in such a program. `pin_what_leaves` puts constraints where values leave
+scopes, `recompute_scopes` makes calls of `remat` of scopes, and `inline_views` has fewer kinds of
+equations do.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from functron.spmd.axes import Scope, enter, user_line
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp, leaves_like
 from functron.transforms.gradient import check_loss, value_and_grad
-from functron.transforms.policies import Policy
+from functron.transforms.policies import RematPolicy
 from functron.transforms.remat import remat
 
 Flat = Callable[..., Sequence[torch.Tensor]]
@@ -46,7 +47,7 @@ Flat = Callable[..., Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class TransformCall:
     """An operation that runs `body` under a transform.
 
     Its operands are the body's inputs. Its results are the body's outputs and, of a gradient, then
@@ -82,7 +83,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Dispatch:
+class DispatchOperation:
     """An operation that sends tokens to their experts, as `functron.nn.moe` does.
 
     Its operands are parameters of experts, tokens, and the experts, weights and kept choices of
@@ -189,12 +190,12 @@ class Keeper(TorchFunctionMode):
 
             return differentiated
 
-        made = _recorded("value_and_grad", run, leaves, wrap, moving=True)
+        made = _record_call("value_and_grad", run, leaves, wrap, moving=True)
         value, rest = made[0], made[1 : len(made) - len(leaves)]
         grads = tree.unflatten(structure, made[len(made) - len(leaves) :])
         return ((value, kept["aux"].join(rest)) if has_aux else value), grads
 
-    def remat(self, f, policy: Policy, args, kwargs) -> tree.Tree:
+    def remat(self, f, policy: RematPolicy, args, kwargs) -> tree.Tree:
         """The results of `f`, as fake tensors."""
         kept: dict[str, Any] = {}
         given = _Tree((args, kwargs))
@@ -204,8 +205,8 @@ class Keeper(TorchFunctionMode):
             kept["out"] = _Tree(f(*new_args, **new_kwargs))
             return kept["out"].tensors
 
-        wrap = functools.partial(rematerialized, policy)
-        made = _recorded("remat", run, given.tensors, wrap)
+        wrap = functools.partial(rematerialize, policy)
+        made = _record_call("remat", run, given.tensors, wrap)
         return kept["out"].join(made)
 
     def dispatched(self, run: Callable[..., torch.Tensor], args: tuple) -> torch.Tensor:
@@ -216,7 +217,7 @@ class Keeper(TorchFunctionMode):
         paths = (*tree.paths(params), "tokens", "experts", "weights", "kept")
         operands = [recorder.var(value) for value in (*leaves, x, *chosen)]
         result = x.shape, contiguous_strides(x.shape), x.dtype, x.device
-        (out,) = recorder.emit(Dispatch(run, structure, paths), operands, [result])
+        (out,) = recorder.emit(DispatchOperation(run, structure, paths), operands, [result])
         return out
 
     def custom_vjp(self, f, forward, backward, args) -> tree.Tree:
@@ -236,16 +237,16 @@ class Keeper(TorchFunctionMode):
         both = {**frame.captured, **pull.captured}
         captured, around = [*both], [*both.values()]
         count = len(outs.tensors)
-        op = Call(
+        op = TransformCall(
             Block((*inputs, *captured), body.equations, body.outputs),
             "custom_vjp",
-            lambda rank, rank_back: _ruled(rank, rank_back, len(operands), count, pull),
+            lambda rank, rank_back: _apply_rule(rank, rank_back, len(operands), count, pull),
             backward=Block((*pull.inputs, *captured), pull.equations, tuple(pull.outputs)),
             num_outputs=count,
             floats=pull.floats,
             pulled=pull.pulled,
         )
-        results = _described(outputs[:count])
+        results = _describe_values(outputs[:count])
         return outs.join(recorder.emit(op, [*operands, *around], results))
 
 
@@ -294,7 +295,9 @@ class _Pull:
         return cls(inputs, block.equations, outputs, dict(frame.captured), floats, pulled)
 
 
-def _ruled(rank: Flat, rank_back: Flat, num_operands: int, num_outputs: int, pull: _Pull) -> Flat:
+def _apply_rule(
+    rank: Flat, rank_back: Flat, num_operands: int, num_outputs: int, pull: _Pull
+) -> Flat:
     """The custom_vjp of a rank's forward and backward; what they capture is closed over."""
 
     def function(*operands):
@@ -314,7 +317,7 @@ def _ruled(rank: Flat, rank_back: Flat, num_operands: int, num_outputs: int, pul
     return function
 
 
-def rematerialized(policy: Policy, rank: Flat) -> Flat:
+def rematerialize(policy: RematPolicy, rank: Flat) -> Flat:
     """`remat` of what a rank runs."""
     return remat(lambda *operands: tuple(rank(*operands)), policy=policy)
 
@@ -336,7 +339,7 @@ class _Tree:
         return tree.unflatten(self._structure, leaves)
 
 
-def _recorded(
+def _record_call(
     name: str,
     run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
     given: Sequence[torch.Tensor],
@@ -357,11 +360,11 @@ def _recorded(
     operands += list(frame.captured.values())
     body = Block(tuple(inputs), block.equations, block.outputs)
     results: list[Var] = [*outputs, *(operands[: len(given)] if moving else [])]
-    op = Call(body, name, wrap, len(given) if moving else 0)
-    return recorder.emit(op, operands, _described(results))
+    op = TransformCall(body, name, wrap, len(given) if moving else 0)
+    return recorder.emit(op, operands, _describe_values(results))
 
 
-def _described(values: Sequence[Var]) -> list[tuple]:
+def _describe_values(values: Sequence[Var]) -> list[tuple]:
     return [(v.shape, contiguous_strides(v.shape), v.dtype, v.device) for v in values]
 
 
@@ -455,7 +458,7 @@ def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
         _pins.reset(token)
 
 
-def leaving(block: Block, pattern: str, spec: P, pin: int) -> tuple[Block, int]:
+def pin_what_leaves(block: Block, pattern: str, spec: P, pin: int) -> tuple[Block, int]:
     """The block with a `constrain` of what leaves scopes that hold a pattern, and how many."""
     fresh = Fresh(block)
 
@@ -488,7 +491,7 @@ def leaving(block: Block, pattern: str, spec: P, pin: int) -> tuple[Block, int]:
     return one(block)
 
 
-def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set[str]]:
+def recompute_scopes(block: Block, policies: Mapping[str, RematPolicy]) -> tuple[Block, set[str]]:
     """The block with what runs in scopes as calls of `remat`, and the patterns that were found.
 
     Equations of one scope that follow one another are one call. Its results are what others read.
@@ -528,8 +531,8 @@ def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set
             made = [v for e in run for v in e.results]
             given = tuple(dict.fromkeys(v for e in run for v in e.operands if v not in {*made}))
             outputs = tuple(v for v in made if reads[v] > inside[v])
-            wrap = functools.partial(rematerialized, policies[pattern])
-            op: Any = Call(Block(given, tuple(run), outputs), "remat", wrap)
+            wrap = functools.partial(rematerialize, policies[pattern])
+            op: Any = TransformCall(Block(given, tuple(run), outputs), "remat", wrap)
             where = replace(run[0].where, scopes=scopes)
             equations.append(Equation(op, given, {}, outputs, where))
         return replace(block, equations=tuple(equations))
@@ -539,22 +542,22 @@ def recomputed(block: Block, policies: Mapping[str, Policy]) -> tuple[Block, set
 
 def scopes_text(block: Block, *, scans: bool = False) -> str:
     """The named scopes of a block, and with `scans` functions that are scanned, for messages."""
-    scopes = {"/".join(e.where.scopes) for e in nested(block)} - {""}
-    for equation in nested(block) if scans else ():
+    scopes = {"/".join(e.where.scopes) for e in walk_equations(block)} - {""}
+    for equation in walk_equations(block) if scans else ():
         if isinstance(equation.op, Scan):
             scopes.add("/".join((*equation.where.scopes, equation.op.name)))
     return ", ".join(sorted(scopes)) or "no scopes: the function names none"
 
 
-def nested(block: Block) -> Iterator[Equation]:
+def walk_equations(block: Block) -> Iterator[Equation]:
     """Every equation, those of bodies too."""
     for equation in block.equations:
         yield equation
-        if isinstance(equation.op, (Scan, Call)):
-            yield from nested(equation.op.body)
+        if isinstance(equation.op, (Scan, TransformCall)):
+            yield from walk_equations(equation.op.body)
 
 
-def inlined(block: Block) -> Block:
+def inline_views(block: Block) -> Block:
     """The block, in which every view is taken once, and ``bias + a @ b`` is a product and a sum.
 
     A value that several products read through views of their own is then gathered once for all,
@@ -562,19 +565,19 @@ def inlined(block: Block) -> Block:
     one operation, and attention has the mask of booleans that it was called with.
     """
     fresh = Fresh(block)
-    return _inlined(block, fresh)
+    return _inline_block(block, fresh)
 
 
-def _inlined(block: Block, fresh: Fresh) -> Block:
+def _inline_block(block: Block, fresh: Fresh) -> Block:
     equations: list[Equation] = []
     for equation in _losses_of_logits(_masks_of_pairs(_views_once(block), block), block):
         if isinstance(equation.op, Scan):
-            op: Any = replace(equation.op, body=_inlined(equation.op.body, fresh))
+            op: Any = replace(equation.op, body=_inline_block(equation.op.body, fresh))
             equations.append(replace(equation, op=op))
         elif hasattr(equation.op, "body"):
             op = equation.op
-            back = op.backward and _inlined(op.backward, fresh)
-            op = replace(op, body=_inlined(op.body, fresh), backward=back)
+            back = op.backward and _inline_block(op.backward, fresh)
+            op = replace(op, body=_inline_block(op.body, fresh), backward=back)
             equations.append(replace(equation, op=op))
         elif equation.name in ("addmm", "baddbmm") or _has_bias(equation):
             equations += _parts(equation, fresh)

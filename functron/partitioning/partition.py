@@ -42,18 +42,18 @@ from functron.core.closure import hoist, refuse_tracked, refusing_tracked
 from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes
 from functron.partitioning.global_view import (
-    Call,
+    TransformCall,
     global_program,
-    inlined,
-    leaving,
-    recomputed,
+    inline_views,
+    pin_what_leaves,
+    recompute_scopes,
     scopes_text,
 )
 from functron.partitioning.placement import (
-    Cost,
-    Placement,
+    CollectiveCost,
     Sizes,
-    described,
+    ValuePlacement,
+    describe_placement,
     gather_together,
     local_shape,
     move,
@@ -63,12 +63,12 @@ from functron.partitioning.placement import (
     steps,
 )
 from functron.partitioning.propagate import (
-    Gather,
+    JointGather,
     LocalBlock,
     LocalEquation,
     Move,
+    PartitionSettings,
     Planner,
-    Settings,
     Spread,
 )
 from functron.partitioning.rules import ATTENTION, MakeRule, attention_over
@@ -78,15 +78,15 @@ from functron.program.program import Program
 from functron.program.recorder import active, aside, from_line
 from functron.spmd import spec as sharding
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.shard_map import Mapped, check_spec_trees
+from functron.spmd.shard_map import MappedFunction, check_spec_trees
 from functron.spmd.spec import P, is_spec
-from functron.transforms.policies import Policy
+from functron.transforms.policies import RematPolicy
 from functron.transforms.scan import scan
 
 _NO_RULES: Mapping[str, MakeRule] = MappingProxyType({})
 _NO_CONSTRAINTS: Mapping[str, P] = MappingProxyType({})
 _NO_TRAVEL: Mapping[str, Travel] = MappingProxyType({})
-_NO_POLICIES: Mapping[str, Policy] = MappingProxyType({})
+_NO_POLICIES: Mapping[str, RematPolicy] = MappingProxyType({})
 
 
 @public
@@ -98,11 +98,11 @@ def partition(
     *,
     constraints: Mapping[str, P] = _NO_CONSTRAINTS,
     attention: Mapping[str, Travel] = _NO_TRAVEL,
-    remat: Mapping[str, Policy] = _NO_POLICIES,
+    remat: Mapping[str, RematPolicy] = _NO_POLICIES,
     rules: Mapping[str, MakeRule] = _NO_RULES,
     fallback: Literal["replicate"] | None = None,
     pick: Literal["cheapest"] | None = None,
-    cost: Cost | None = None,
+    cost: CollectiveCost | None = None,
     check: bool = True,
     donate: int | Sequence[int] = (),
 ) -> Partitioned:
@@ -219,7 +219,7 @@ def _travel_problems(attention: Mapping[str, Travel], mesh: Mesh | BoundMesh) ->
     return found
 
 
-class Partitioned(Mapped):
+class Partitioned(MappedFunction):
     """The result of `partition`: a mapped function whose per-rank program is found at each call.
 
     Attributes:
@@ -252,11 +252,11 @@ class Partitioned(Mapped):
 
     @out_specs.setter
     def out_specs(self, specs: tree.Tree) -> None:
-        pass  # `Mapped` sets what it is given; these are found
+        pass  # `MappedFunction` sets what it is given; these are found
 
     @public
     def __call__(self, *args, **kwargs) -> Any:
-        """The results, as of a `Mapped`.
+        """The results, as of a `MappedFunction`.
 
         Raises:
             ValueError: it closes over what is differentiated or mapped outside; or see `partition`.
@@ -282,7 +282,7 @@ class Partitioned(Mapped):
         refuse_tracked(self.name, made.constants)
         constants = [x.detach() for x in made.constants]
         # differentiated from outside, gradients in the function are differentiated a second time
-        once = not (compat.differentiating() or _taped(leaves))
+        once = not (compat.differentiating() or _is_taped(leaves))
         results = iter(run(made.plan, [*leaves, *constants], made.sizes, once=once))
         outputs = [next(results) if isinstance(o, Var) else o for o in made.plan.block.outputs]
         return tree.unflatten(made.out_structure, outputs)
@@ -319,10 +319,10 @@ class Partitioned(Mapped):
         with refusing_tracked(self.name, self.fn, aside=True):
             program, pins = global_program(self.fn, tree.unflatten(structure, fakes))
         mesh = self.mesh.mesh if isinstance(self.mesh, BoundMesh) else self.mesh
-        block = self._recomputed(self._constrained(inlined(program.block), pins))
+        block = self._recomputed(self._constrained(inline_views(program.block), pins))
         _check_pins(pins, mesh)
         sizes = {name: size for name, size in mesh.axes if size > 1}
-        settings = Settings(sizes, **self._settings, pins=tuple(pins))
+        settings = PartitionSettings(sizes, **self._settings, pins=tuple(pins))
         given = [spec for leaf, spec in zip(leaves, specs, strict=True) if _is_tensor(leaf)]
         inputs = []
         for value in program.inputs:
@@ -341,7 +341,7 @@ class Partitioned(Mapped):
         """`block`, with what leaves the scopes of `constraints` pinned."""
         for pattern, spec in self._constraints.items():
             pins.append(spec)
-            block, count = leaving(block, pattern, spec, len(pins) - 1)
+            block, count = pin_what_leaves(block, pattern, spec, len(pins) - 1)
             if not count:
                 raise ValueError(
                     f"partition: got a constraint for the scope {pattern!r}, which no value of "
@@ -352,7 +352,7 @@ class Partitioned(Mapped):
 
     def _recomputed(self, block: Block) -> Block:
         """`block`, with the scopes of `remat` as calls of it."""
-        block, found = recomputed(block, self._policies)
+        block, found = recompute_scopes(block, self._policies)
         for pattern in self._policies:
             if pattern not in found:
                 raise ValueError(
@@ -362,7 +362,7 @@ class Partitioned(Mapped):
                 )
         return block
 
-    def _pinned(self, program: Program, mesh: Mesh, sizes) -> list[Placement | None]:
+    def _pinned(self, program: Program, mesh: Mesh, sizes) -> list[ValuePlacement | None]:
         """Where the outputs must lie."""
         if self._given is None:
             return [None] * len(program.outputs)
@@ -400,7 +400,7 @@ class _Made:
         out_specs: a spec per result, in that structure.
     """
 
-    def __init__(self, plan: LocalBlock, program: Program, settings: Settings, out_specs):
+    def __init__(self, plan: LocalBlock, program: Program, settings: PartitionSettings, out_specs):
         self.plan, self.settings, self.out_structure = plan, settings, program.out_structure
         self.sizes = sizes = settings.sizes
         self.constants = [i.value for i in program.inputs if i.value is not None]
@@ -456,11 +456,11 @@ def _local(plan: LocalBlock) -> Iterator[LocalEquation]:
 # --- gradients: where cotangents are equal on all ranks
 
 
-Axes = frozenset[str]
+LeafAxes = frozenset[str]
 
 
 def with_equal_cotangents(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
-    """The plan, in which sums of differentiated functions know that backward need not send.
+    """The plan, with sums marked whose cotangents are equal, so that backward sends none.
 
     A rank's cotangent of a replicated value is its share of the whole, and a sum's transpose adds
     them up. Where all that reads the sum up to the loss is computed alike by all ranks of an axis,
@@ -470,9 +470,9 @@ def with_equal_cotangents(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
     done = []
     for step in plan.steps:
         op, body = step.equation.op, step.body
-        if body is not None and isinstance(op, Call) and op.num_moving:
+        if body is not None and isinstance(op, TransformCall) and op.num_moving:
             if not _differentiates(body.block):
-                nothing: list[Axes] = [frozenset()] * len(body.outputs)
+                nothing: list[LeafAxes] = [frozenset()] * len(body.outputs)
                 step = replace(step, body=_Cotangents(sizes).block(body, nothing)[0])
         elif body is not None and step.backward is None:
             step = replace(step, body=with_equal_cotangents(body, sizes))
@@ -482,8 +482,10 @@ def with_equal_cotangents(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
 
 def _differentiates(block: Block) -> bool:
     return any(
-        isinstance(e.op, (Scan, Call))
-        and ((isinstance(e.op, Call) and e.op.num_moving > 0) or _differentiates(e.op.body))
+        isinstance(e.op, (Scan, TransformCall))
+        and (
+            (isinstance(e.op, TransformCall) and e.op.num_moving > 0) or _differentiates(e.op.body)
+        )
         for e in block.equations
     )
 
@@ -494,9 +496,11 @@ class _Cotangents:
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
 
-    def block(self, plan: LocalBlock, outputs: Sequence[Axes]) -> tuple[LocalBlock, list[Axes]]:
+    def block(
+        self, plan: LocalBlock, outputs: Sequence[LeafAxes]
+    ) -> tuple[LocalBlock, list[LeafAxes]]:
         """The plan with what is equal, and the axes of its inputs, from those of its outputs."""
-        found: dict[tuple[Var, Placement], Axes] = {}
+        found: dict[tuple[Var, ValuePlacement], LeafAxes] = {}
         for value, placement, axes in zip(plan.block.outputs, plan.outputs, outputs, strict=True):
             if isinstance(value, Var) and placement is not None:
                 _vary(found, value, placement, axes | _axes_of(placement))
@@ -531,13 +535,13 @@ class _Cotangents:
         return replace(made, moves=self._moves(step.moves, found), after=after)
 
     def _equation(
-        self, step: LocalEquation, results: list[Axes]
-    ) -> tuple[LocalEquation, list[Axes]]:
+        self, step: LocalEquation, results: list[LeafAxes]
+    ) -> tuple[LocalEquation, list[LeafAxes]]:
         """The equation with what is equal in it, and the axes of its operands."""
         op, body = step.equation.op, step.body
         if isinstance(op, Scan):
             return self._scan(step, op, results)
-        if isinstance(op, Call):
+        if isinstance(op, TransformCall):
             assert body is not None
             if step.backward is not None:  # its shares of cotangents are wherever its rule says
                 return step, [frozenset(self.sizes)] * len(step.operands)
@@ -550,8 +554,8 @@ class _Cotangents:
         return replace(step, site=site), [axes | touched] * len(step.operands)
 
     def _scan(
-        self, step: LocalEquation, op: Scan, results: list[Axes]
-    ) -> tuple[LocalEquation, list[Axes]]:
+        self, step: LocalEquation, op: Scan, results: list[LeafAxes]
+    ) -> tuple[LocalEquation, list[LeafAxes]]:
         assert step.body is not None
         carry, ys = results[: op.num_carry], results[op.num_carry :]
         while True:  # until no iteration before brings more
@@ -563,19 +567,20 @@ class _Cotangents:
             carry = more
 
 
-def _vary(found: dict, var: Var, placement: Placement, axes: Axes) -> None:
+def _vary(found: dict, var: Var, placement: ValuePlacement, axes: LeafAxes) -> None:
     key = var, placement
     found[key] = found.get(key, frozenset()) | axes
 
 
-def _axes_of(placement: Placement) -> Axes:
+def _axes_of(placement: ValuePlacement) -> LeafAxes:
     return frozenset((*placement.split, *(axis for axis, _ in placement.partial)))
 
 
 # --- gathers: few, of the parameters of a layer
 
 _TOGETHER_BYTES = 1 << 20
-"""Shards below this size are gathered together: a collective costs as much as sending so many."""
+"""Shards below this size are gathered together: starting a collective takes as long as sending
+this many bytes."""
 
 
 def with_gathers_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
@@ -589,7 +594,9 @@ def with_gathers_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
         op, body = step.equation.op, step.body
         if body is not None and step.backward is None:
             body = with_gathers_together(body, sizes)
-            layer = isinstance(op, Scan) or (isinstance(op, Call) and op.transform == "remat")
+            layer = isinstance(op, Scan) or (
+                isinstance(op, TransformCall) and op.transform == "remat"
+            )
             step = replace(step, body=_gathering_together(body, sizes) if layer else body)
         done.append(step)
     return replace(plan, steps=tuple(done))
@@ -622,7 +629,7 @@ def _gathering_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
             levels = zip(*(where.scopes for where in wheres), strict=False)
             shared = itertools.takewhile(lambda level: len({*level}) == 1, levels)
             where = replace(wheres[0], scopes=(*(level[0] for level in shared), "gather"))
-            found.append(Gather(axis, tuple(each for each, _ in rows), where))
+            found.append(JointGather(axis, tuple(each for each, _ in rows), where))
     if not found:
         return plan
     done = {each for gather in found for each in gather.moves}
@@ -654,7 +661,7 @@ def _run(plan: LocalBlock, sizes, once: bool, *inputs: torch.Tensor) -> list[tor
     return run(plan, inputs, sizes, once=once)
 
 
-def _taped(leaves: Sequence[torch.Tensor]) -> bool:
+def _is_taped(leaves: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(map(compat.requires_grad, leaves))
 
 
@@ -663,7 +670,7 @@ class _Run:
 
     def __init__(self, plan: LocalBlock, sizes, once: bool):
         self.plan, self.sizes, self.once = plan, sizes, once
-        self.values: dict[tuple[Var, Placement], torch.Tensor] = {}
+        self.values: dict[tuple[Var, ValuePlacement], torch.Tensor] = {}
         self.shares: set[Var] = set()
 
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -693,7 +700,7 @@ class _Run:
             moved = move(x, each.source, each.target, self.sizes, equal)
         self.values[each.var, each.target] = moved
 
-    def _gather(self, gather: Gather) -> None:
+    def _gather(self, gather: JointGather) -> None:
         sources = [each.source for each in gather.moves]
         xs = [self.values[each.var, each.source] for each in gather.moves]
         with _origin(gather.where):
@@ -710,7 +717,7 @@ class _Run:
             operands = [self.values[key] for key in keys]
             if isinstance(equation.op, Scan):
                 results = self._scan(step, equation.op, operands)
-            elif isinstance(equation.op, Call):
+            elif isinstance(equation.op, TransformCall):
                 body = step.body
                 assert body is not None
                 parts = [body] if step.backward is None else [body, step.backward]
@@ -720,7 +727,7 @@ class _Run:
                 if equation.op.num_moving:
                     self.shares.update(equation.results[-equation.op.num_moving :])
             else:
-                results = _computed(step, operands, self.once)
+                results = _run_operation(step, operands, self.once)
             rows = zip(equation.results, step.results, results, strict=True)
             self.values.update(((var, placement), x) for var, placement, x in rows)
             for each in step.after:
@@ -747,10 +754,15 @@ class _Run:
         return [*after, *(y.flip(0) if op.reverse else y for y in ys)]
 
 
-def _computed(step: LocalEquation, operands: list[torch.Tensor], once: bool) -> list[torch.Tensor]:
+def _run_operation(
+    step: LocalEquation, operands: list[torch.Tensor], once: bool
+) -> list[torch.Tensor]:
     """The results of an operation on shards."""
     equation, values = step.equation, iter(operands)
-    args, kwargs = _filled(equation.args, values), _filled(dict(equation.kwargs), values)
+    args, kwargs = (
+        _fill_arguments(equation.args, values),
+        _fill_arguments(dict(equation.kwargs), values),
+    )
     rule = step.rule
     assert rule is not None
     if rule.run is None:
@@ -764,14 +776,14 @@ def _computed(step: LocalEquation, operands: list[torch.Tensor], once: bool) -> 
     return [x for x, var in zip(leaves, equation.outputs, strict=False) if var is not None]
 
 
-def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def _fill_arguments(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """Arguments with tensors in the place of values, in order."""
     if isinstance(value, Var):
         return next(tensors)
     if type(value) in (list, tuple):
-        return type(value)([_filled(item, tensors) for item in value])
+        return type(value)([_fill_arguments(item, tensors) for item in value])
     if type(value) is dict:
-        return {name: _filled(item, tensors) for name, item in value.items()}
+        return {name: _fill_arguments(item, tensors) for name, item in value.items()}
     return value
 
 
@@ -785,9 +797,9 @@ def _origin(where: Where) -> Iterator[None]:
         yield
 
 
-def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, Placement]]]:
+def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, ValuePlacement]]]:
     """By step, the values that nothing reads after it."""
-    last: dict[tuple[Var, Placement], int] = {}
+    last: dict[tuple[Var, ValuePlacement], int] = {}
     gathered = [each for gather in plan.gathers for each in gather.moves]
     for number, step in enumerate(plan.steps):
         before = gathered if number == plan.num_views else ()
@@ -801,7 +813,7 @@ def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, Placement]]]:
     for value, placement in zip(plan.block.outputs, plan.outputs, strict=True):
         if isinstance(value, Var) and placement is not None:
             last.pop((value, placement), None)
-    found: dict[int, list[tuple[Var, Placement]]] = {}
+    found: dict[int, list[tuple[Var, ValuePlacement]]] = {}
     for key, number in last.items():
         found.setdefault(number, []).append(key)
     return found
@@ -822,12 +834,13 @@ def _notes(step: LocalEquation) -> Iterator[str]:
                     )
 
 
-def _lines(plan: LocalBlock, indent: str, settings: Settings) -> Iterator[str]:
+def _lines(plan: LocalBlock, indent: str, settings: PartitionSettings) -> Iterator[str]:
     def moves(rows: Iterable[Move]) -> Iterator[str]:
         for var, source, target, _ in rows:
             args = var.shape, var.dtype.itemsize, source, target, settings.sizes
             cost = settings.cost_text(move_cost(*args, settings.price))
-            yield f"{indent}%{var.name}: {described(source)} -> {described(target)}, {cost}"
+            move = f"{describe_placement(source)} -> {describe_placement(target)}"
+            yield f"{indent}%{var.name}: {move}, {cost}"
 
     for number, step in enumerate(plan.steps):
         for gather in plan.gathers if number == plan.num_views else ():
@@ -837,9 +850,9 @@ def _lines(plan: LocalBlock, indent: str, settings: Settings) -> Iterator[str]:
         yield from moves(step.moves)
         equation = step.equation
         rows = zip(equation.results, step.results, strict=True)
-        results = ", ".join(f"%{v.name}{list(v.shape)} {described(p)}" for v, p in rows)
+        results = ", ".join(f"%{v.name}{list(v.shape)} {describe_placement(p)}" for v, p in rows)
         rows = zip(equation.operands, step.operands, strict=True)
-        operands = ", ".join(f"%{v.name} {described(p)}" for v, p in rows)
+        operands = ", ".join(f"%{v.name} {describe_placement(p)}" for v, p in rows)
         yield f"{indent}{results} = {equation.name}({operands})"
         yield from (indent + note for note in _notes(step))
         if step.body is not None:

@@ -37,12 +37,12 @@ from functron.spmd.spec import P, as_entry, dim_axes
 Sizes = Mapping[str, int]
 """The sizes of the axes with more than one rank."""
 
-Cost = Callable[[str, str, int], float]
+CollectiveCost = Callable[[str, str, int], float]
 """The seconds of a collective, ``(op, axis, payload_bytes)``: of its operand, or of an all_gather
 its result, on one rank."""
 
-Kind = Literal["sum", "max", "min"]
-SUM: Kind = "sum"
+Reduction = Literal["sum", "max", "min"]
+SUM: Reduction = "sum"
 
 
 class Digit(NamedTuple):
@@ -62,7 +62,7 @@ Digits = tuple[Digit, ...]
 
 
 @dataclass(frozen=True)
-class Placement:
+class ValuePlacement:
     """The part of a value that every rank holds.
 
     Attributes:
@@ -71,40 +71,40 @@ class Placement:
     """
 
     dims: tuple[Digits, ...]
-    partial: tuple[tuple[str, Kind], ...] = ()
+    partial: tuple[tuple[str, Reduction], ...] = ()
 
     @property
     def split(self) -> dict[str, tuple[int, int]]:
         """Of every axis that splits a dim, which, and the blocks outside of it."""
         return {d.axis: (dim, d.outer) for dim, digits in enumerate(self.dims) for d in digits}
 
-    def without(self, axis: str) -> Placement:
+    def without(self, axis: str) -> ValuePlacement:
         """The same, replicated along `axis`."""
         dims = tuple(tuple(d for d in digits if d.axis != axis) for digits in self.dims)
-        return Placement(dims, tuple(row for row in self.partial if row[0] != axis))
+        return ValuePlacement(dims, tuple(row for row in self.partial if row[0] != axis))
 
-    def splitting(self, axis: str, dim: int, outer: int) -> Placement:
+    def splitting(self, axis: str, dim: int, outer: int) -> ValuePlacement:
         """The same, split along `dim` by `axis`."""
         dims = list(self.without(axis).dims)
         dims[dim] = tuple(sorted((*dims[dim], Digit(outer, axis))))
-        return Placement(tuple(dims), tuple(row for row in self.partial if row[0] != axis))
+        return ValuePlacement(tuple(dims), tuple(row for row in self.partial if row[0] != axis))
 
     @property
-    def whole(self) -> Placement:
+    def whole(self) -> ValuePlacement:
         """The same without partial values: replicated where it has them."""
         return replace(self, partial=())
 
     def __str__(self) -> str:
-        return described(self)
+        return describe_placement(self)
 
 
-def replicated(num_dims: int) -> Placement:
+def replicated_placement(num_dims: int) -> ValuePlacement:
     """Every rank holds all of it."""
-    return Placement(((),) * num_dims)
+    return ValuePlacement(((),) * num_dims)
 
 
-def of_spec(spec: P, num_dims: int, sizes: Sizes) -> Placement:
-    """The placement that a spec means."""
+def of_spec(spec: P, num_dims: int, sizes: Sizes) -> ValuePlacement:
+    """The placement of a spec."""
     dims = []
     for axes in dim_axes(spec, num_dims):
         outer, digits = 1, []
@@ -113,10 +113,10 @@ def of_spec(spec: P, num_dims: int, sizes: Sizes) -> Placement:
                 digits.append(Digit(outer, axis))
                 outer *= sizes[axis]
         dims.append(tuple(digits))
-    return Placement(tuple(dims))
+    return ValuePlacement(tuple(dims))
 
 
-def spec_of(placement: Placement, sizes: Sizes) -> P | None:
+def spec_of(placement: ValuePlacement, sizes: Sizes) -> P | None:
     """The spec that means this; None where none does (partial, or a dim split inside blocks)."""
     if placement.partial:
         return None
@@ -133,7 +133,7 @@ def spec_of(placement: Placement, sizes: Sizes) -> P | None:
     return P(*entries)
 
 
-def described(placement: Placement) -> str:
+def describe_placement(placement: ValuePlacement) -> str:
     """The placement in words: ``P('dp', None)``, ``P('dp'), partial sum over 'tp'``."""
     entries = []
     for digits in placement.dims:
@@ -147,7 +147,7 @@ def described(placement: Placement) -> str:
     return text
 
 
-def local_shape(shape: Sequence[int], placement: Placement, sizes: Sizes) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], placement: ValuePlacement, sizes: Sizes) -> tuple[int, ...]:
     """The shape of what a rank holds of a value of this global shape."""
     return tuple(
         size // math.prod(sizes[d.axis] for d in digits)
@@ -165,7 +165,7 @@ def fits(digits: Digits, size: int, sizes: Sizes) -> bool:
     return True
 
 
-def minor(digits: Digits, sizes: Sizes) -> int:
+def blocks_outside(digits: Digits, sizes: Sizes) -> int:
     """The blocks outside of a further axis that splits the dim inside of these."""
     return digits[-1].outer * sizes[digits[-1].axis] if digits else 1
 
@@ -206,7 +206,9 @@ def from_letters(rows: Iterable[tuple[int, Digits]]) -> Digits:
 # --- moves
 
 
-def steps(source: Placement, target: Placement, sizes: Sizes) -> list[tuple[str, str, tuple]]:
+def steps(
+    source: ValuePlacement, target: ValuePlacement, sizes: Sizes
+) -> list[tuple[str, str, tuple]]:
     """The collectives of a move, in order: ``(name, axis, where)``.
 
     Slices come first, since they make what is communicated smaller, then what is reduced or
@@ -245,7 +247,7 @@ def steps(source: Placement, target: Placement, sizes: Sizes) -> list[tuple[str,
     return _by_gathers(source, target)
 
 
-def _possible(source: Placement, order: Sequence[tuple], sizes: Sizes) -> bool:
+def _possible(source: ValuePlacement, order: Sequence[tuple], sizes: Sizes) -> bool:
     """Whether no step splits a dim where another axis, which a later step takes away, still is."""
     state = source
     for name, axis, where in order:
@@ -259,7 +261,7 @@ def _possible(source: Placement, order: Sequence[tuple], sizes: Sizes) -> bool:
     return True
 
 
-def _by_gathers(source: Placement, target: Placement) -> list[tuple[str, str, tuple]]:
+def _by_gathers(source: ValuePlacement, target: ValuePlacement) -> list[tuple[str, str, tuple]]:
     """The move that is always possible: gather all that changes its place, then slice."""
     before, after = source.split, target.split
     order = [("all_gather", a, old) for a, old in before.items() if after.get(a) != old]
@@ -269,7 +271,7 @@ def _by_gathers(source: Placement, target: Placement) -> list[tuple[str, str, tu
     return order + [("share", a, (kind,)) for a, kind in target.partial if a not in had]
 
 
-def _after(state: Placement, name: str, axis: str, where: tuple) -> Placement:
+def _after(state: ValuePlacement, name: str, axis: str, where: tuple) -> ValuePlacement:
     if name in ("slice", "psum_scatter"):
         return state.splitting(axis, *where)
     if name == "all_to_all":
@@ -282,10 +284,10 @@ def _after(state: Placement, name: str, axis: str, where: tuple) -> Placement:
 def move_cost(
     shape: Sequence[int],
     itemsize: int,
-    source: Placement,
-    target: Placement,
+    source: ValuePlacement,
+    target: ValuePlacement,
     sizes: Sizes,
-    cost: Cost | None = None,
+    cost: CollectiveCost | None = None,
 ) -> float:
     """The cost of a move of a value of this global shape: `cost`, or bytes that a rank sends."""
     state, total = source, 0.0
@@ -293,20 +295,20 @@ def move_cost(
         held = itemsize * math.prod(local_shape(shape, state, sizes))
         if name not in ("slice", "share"):
             payload = held * sizes[axis] if name == "all_gather" else held
-            total += cost(name, axis, payload) if cost else sent(name, sizes[axis], payload)
+            total += cost(name, axis, payload) if cost else bytes_sent(name, sizes[axis], payload)
         state = _after(state, name, axis, where)
     return total
 
 
-def sent(op: str, n: int, payload_bytes: int) -> int:
+def bytes_sent(op: str, n: int, payload_bytes: int) -> int:
     """The bytes that each of n ranks sends in a collective, by ring algorithms."""
     return (2 if op in ("psum", "pmax", "pmin") else 1) * payload_bytes * (n - 1) // n
 
 
 def move(
     x: torch.Tensor,
-    source: Placement,
-    target: Placement,
+    source: ValuePlacement,
+    target: ValuePlacement,
     sizes: Sizes,
     equal: Collection[str] = (),
 ) -> torch.Tensor:
@@ -326,7 +328,7 @@ def move(
 
 
 def gather_together(
-    xs: Sequence[torch.Tensor], sources: Sequence[Placement], axis: str, sizes: Sizes
+    xs: Sequence[torch.Tensor], sources: Sequence[ValuePlacement], axis: str, sizes: Sizes
 ) -> list[torch.Tensor]:
     """Values that an axis splits, replicated over it: one all_gather of all of them."""
     every = lax.all_gather(torch.cat([x.reshape(-1) for x in xs]), axis)
@@ -339,7 +341,7 @@ def gather_together(
     return found
 
 
-def _step(x, state: Placement, name: str, axis: str, where: tuple, sizes: Sizes):
+def _step(x, state: ValuePlacement, name: str, axis: str, where: tuple, sizes: Sizes):
     n = sizes[axis]
     if name in ("psum", "pmax", "pmin"):
         return getattr(lax, name)(x, axis)
@@ -347,7 +349,7 @@ def _step(x, state: Placement, name: str, axis: str, where: tuple, sizes: Sizes)
         return _share(x, axis) if where[0] == "sum" else x
     if name == "all_to_all":
         source, target = where
-        return _exchanged(x, state, axis, source, target, sizes)
+        return _exchange_dims(x, state, axis, source, target, sizes)
     dim, outer = where
     digits = state.without(axis).dims[dim]
     outside = _outside(digits, outer, sizes)
@@ -373,7 +375,9 @@ def _share(x: torch.Tensor, axis: str) -> torch.Tensor:
     return torch.where(first, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _exchanged(x, state: Placement, axis: str, source, target, sizes: Sizes) -> torch.Tensor:
+def _exchange_dims(
+    x, state: ValuePlacement, axis: str, source, target, sizes: Sizes
+) -> torch.Tensor:
     """`x`, whose dim of `source` an axis has split, with that of `target` split instead."""
     (dim, outer), (other, blocks) = source, target
     n = sizes[axis]

@@ -1,7 +1,7 @@
 """Propagation: from the placements of inputs to those of all values, and the moves in between.
 
 Three passes over a block. `Spread` goes forward: of every split of an input it follows which values
-it could reach, and how many bytes of them. `_wishes` goes backward: from pins (outputs, constrained
+it could reach, and how many bytes of them. `wishes` goes backward: from pins (outputs, constrained
 values) and from what is computed with a value, it finds how the value would best be split, which a
 partial sum is scattered by. The third decides, equation by equation.
 
@@ -26,39 +26,39 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from functron.partitioning import shards
-from functron.partitioning.global_view import Call
+from functron.partitioning.global_view import TransformCall
 from functron.partitioning.placement import (
     SUM,
-    Cost,
+    CollectiveCost,
     Digit,
     Digits,
-    Kind,
-    Placement,
+    Reduction,
     Sizes,
-    described,
+    ValuePlacement,
+    blocks_outside,
+    bytes_sent,
+    describe_placement,
     fits,
     from_letters,
     local_shape,
-    minor,
     of_spec,
-    replicated,
-    sent,
+    replicated_placement,
     spec_of,
 )
-from functron.partitioning.rules import Labels, MakeRule, Rule, rule_of, whole
-from functron.partitioning.shards import Site
+from functron.partitioning.rules import Labels, MakeRule, PartitionRule, rule_of, whole
+from functron.partitioning.shards import EquationSite
 from functron.program.equations import Block, Equation, Scan, Var, Where
 from functron.spmd.spec import P
 
 Slot = tuple[str, int]
 """A letter, and the blocks of it outside of an axis that splits it."""
 
-Place = tuple[int, int]
+DimBlocks = tuple[int, int]
 """A dim, and the blocks of it outside of an axis that splits it."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class PartitionSettings:
     """How a program is partitioned.
 
     Attributes:
@@ -74,7 +74,7 @@ class Settings:
     rules: Mapping[str, MakeRule] = field(default_factory=dict)
     fallback: Literal["replicate"] | None = None
     pick: Literal["cheapest"] | None = None
-    cost: Cost | None = None
+    cost: CollectiveCost | None = None
     pins: Sequence[P] = ()
 
     def pin(self, equation: Equation) -> P:
@@ -85,7 +85,7 @@ class Settings:
     def price(self, op: str, axis: str, payload_bytes: int) -> float:
         """The cost of one collective, in seconds or in the bytes that a rank sends."""
         if self.cost is None:
-            return sent(op, self.sizes[axis], payload_bytes)
+            return bytes_sent(op, self.sizes[axis], payload_bytes)
         found = self.cost(op, axis, payload_bytes)
         if not 0 <= found < math.inf:
             raise ValueError(
@@ -98,7 +98,7 @@ class Settings:
         """``256 bytes``, or ``1.5 us``."""
         return f"{cost:,.0f} bytes" if self.cost is None else f"{cost * 1e6:.4g} us"
 
-    def rule(self, equation: Equation) -> Rule:
+    def rule(self, equation: Equation) -> PartitionRule:
         """The rule of an equation.
 
         Raises:
@@ -143,7 +143,7 @@ def _no_rule(equation: Equation) -> str:
         f"({equation.op}) on {shapes} to {results}, for which there is no rule; wanted how its "
         f"dims belong together; fix: {hint}pass rules={{{name!r}: rule}} with a rule of "
         'functron.partitioning, such as product("mk,kn->mn") of its dims, pointwise(), or a '
-        "function of the equation that returns a Rule; "
+        "function of the equation that returns a PartitionRule; "
         'or fallback="replicate", which gathers its operands'
     )
 
@@ -157,8 +157,8 @@ class Move(NamedTuple):
     """
 
     var: Var
-    source: Placement
-    target: Placement
+    source: ValuePlacement
+    target: ValuePlacement
     equal: frozenset[str] = frozenset()
 
 
@@ -180,16 +180,16 @@ class LocalEquation:
 
     equation: Equation
     moves: tuple[Move, ...]
-    operands: tuple[Placement, ...]
-    results: tuple[Placement, ...]
-    rule: Rule | None = None
-    site: Site | None = None
+    operands: tuple[ValuePlacement, ...]
+    results: tuple[ValuePlacement, ...]
+    rule: PartitionRule | None = None
+    site: EquationSite | None = None
     body: LocalBlock | None = None
     backward: LocalBlock | None = None
     after: tuple[Move, ...] = ()
 
 
-class Gather(NamedTuple):
+class JointGather(NamedTuple):
     """Values of a block that are gathered together, over one axis.
 
     Attributes:
@@ -218,11 +218,11 @@ class LocalBlock:
     """
 
     block: Block
-    inputs: tuple[Placement, ...]
+    inputs: tuple[ValuePlacement, ...]
     steps: tuple[LocalEquation, ...]
     moves: tuple[Move, ...]
-    outputs: tuple[Placement | None, ...]
-    gathers: tuple[Gather, ...] = ()
+    outputs: tuple[ValuePlacement | None, ...]
+    gathers: tuple[JointGather, ...] = ()
     num_views: int = 0
 
 
@@ -230,25 +230,25 @@ class LocalBlock:
 
 
 class Spread:
-    """Of every value the places where axes could split it, with the inputs that they come from.
+    """For every value the places where axes could split it, with the inputs that they come from.
 
     Attributes:
         places: by value and axis the places, each with a set of inputs as bits.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: PartitionSettings):
         self.settings = settings
-        self.places: dict[Var, dict[str, dict[Place, int]]] = {}
+        self.places: dict[Var, dict[str, dict[DimBlocks, int]]] = {}
         self._bytes: dict[tuple[str, int], int] = {}  # per axis and set of inputs
 
-    def start(self, var: Var, placement: Placement, bit: int) -> None:
+    def start(self, var: Var, placement: ValuePlacement, bit: int) -> None:
         """Let an input split its dims by `placement`."""
         found = self.places.setdefault(var, {})
         for axis, place in placement.split.items():
             row = found.setdefault(axis, {})
             row[place] = row.get(place, 0) | 1 << bit
 
-    def reach(self, var: Var, axis: str, place: Place) -> int:
+    def reach(self, var: Var, axis: str, place: DimBlocks) -> int:
         """The bytes of values that the split of `var` comes to, from the furthest of its inputs."""
         mask = self.places.get(var, {}).get(axis, {}).get(place, 0)
         best = 0
@@ -264,7 +264,7 @@ class Spread:
     def block(self, block: Block) -> None:
         """Follow the splits of its inputs through a block."""
         for equation in block.equations:
-            if isinstance(equation.op, (Scan, Call)):
+            if isinstance(equation.op, (Scan, TransformCall)):
                 self._body(equation)
                 continue
             rule = self.settings.rule(equation)
@@ -283,31 +283,33 @@ class Spread:
         scanned = isinstance(op, Scan)
         first_x = op.num_consts + op.num_carry if scanned else len(body.inputs)
         for i, (inner, outer) in enumerate(zip(body.inputs, equation.operands, strict=True)):
-            self.places[inner] = _merged({}, _sliced(self.places.get(outer, {}), i >= first_x))
+            self.places[inner] = _merge_places(
+                {}, _slice_places(self.places.get(outer, {}), i >= first_x)
+            )
         for _ in range(2 if scanned else 1):
             self.block(body)
             if scanned:
                 carry = body.inputs[op.num_consts : first_x]
                 for inner, out in zip(carry, body.outputs, strict=False):
-                    self.places[inner] = _merged(self.places[inner], self.places.get(out, {}))
+                    self.places[inner] = _merge_places(self.places[inner], self.places.get(out, {}))
         if not scanned and op.backward is not None:
             self._backward(equation, op)
         for i, (result, out) in enumerate(zip(equation.results, body.outputs, strict=False)):
             found = self.places.get(out, {}) if isinstance(out, Var) else {}
-            self.places[result] = _stacked(found) if scanned and i >= op.num_carry else found
+            self.places[result] = _stack_places(found) if scanned and i >= op.num_carry else found
         if not scanned and op.num_moving:
             grads = equation.results[len(body.outputs) :]
             for result, outer in zip(grads, equation.operands, strict=False):
                 self.places[result] = self.places.get(outer, {})
 
-    def _backward(self, equation: Equation, op: Call) -> None:
+    def _backward(self, equation: Equation, op: TransformCall) -> None:
         assert op.backward is not None
         made = op.body.outputs
         sources = [*made[op.num_outputs :], *(made[i] for i in op.floats)]
         count = len(op.backward.inputs) - len(sources)
         sources += equation.operands[len(equation.operands) - count :]
         for inner, source in zip(op.backward.inputs, sources, strict=True):
-            self.places[inner] = _merged({}, self.places.get(source, {}))
+            self.places[inner] = _merge_places({}, self.places.get(source, {}))
         self.block(op.backward)
 
 
@@ -317,7 +319,7 @@ def _bits(mask: int) -> Iterable[int]:
         mask &= mask - 1
 
 
-def _merged(into: dict, more: Mapping) -> dict:
+def _merge_places(into: dict, more: Mapping) -> dict:
     for axis, row in more.items():
         mine = into.setdefault(axis, {})
         for place, mask in row.items():
@@ -325,7 +327,7 @@ def _merged(into: dict, more: Mapping) -> dict:
     return into
 
 
-def _sliced(found: Mapping, sliced: bool) -> dict:
+def _slice_places(found: Mapping, sliced: bool) -> dict:
     """Places of a slice along the leading dim, if it is one."""
     if not sliced:
         return {axis: dict(row) for axis, row in found.items()}
@@ -335,7 +337,7 @@ def _sliced(found: Mapping, sliced: bool) -> dict:
     }
 
 
-def _stacked(found: Mapping) -> dict:
+def _stack_places(found: Mapping) -> dict:
     return {
         axis: {(dim + 1, outer): mask for (dim, outer), mask in row.items()}
         for axis, row in found.items()
@@ -343,7 +345,9 @@ def _stacked(found: Mapping) -> dict:
 
 
 def letters_of(
-    rule: Rule, operands: Sequence[Var], places: Mapping[Var, Mapping[str, Mapping[Place, int]]]
+    rule: PartitionRule,
+    operands: Sequence[Var],
+    places: Mapping[Var, Mapping[str, Mapping[DimBlocks, int]]],
 ) -> dict[str, dict[Slot, int]]:
     """The slots of an equation's letters that the places of operands are, by axis."""
     found: dict[str, dict[Slot, int]] = {}
@@ -370,15 +374,15 @@ def slot_of(letters: Sequence[str], sizes: Mapping[str, int], outer: int) -> Slo
 
 def places_of(
     labels: Labels, sizes: Mapping[str, int], slots: Mapping[str, Mapping[Slot, int]]
-) -> dict[str, dict[Place, int]]:
+) -> dict[str, dict[DimBlocks, int]]:
     """The places of a value that these slots are, by axis; inverse of `letters_of`."""
-    starts: dict[str, Place] = {}
+    starts: dict[str, DimBlocks] = {}
     for dim, letters in enumerate(labels):
         start = 1
         for letter in letters:
             starts[letter] = dim, start
             start *= sizes[letter]
-    found: dict[str, dict[Place, int]] = {}
+    found: dict[str, dict[DimBlocks, int]] = {}
     for axis, row in slots.items():
         for (letter, outer), mask in row.items():
             if letter in starts:
@@ -390,14 +394,14 @@ def places_of(
 # --- backward: how values would best be split
 
 
-Wishes = dict[Var, dict[str, Place]]
+Wishes = dict[Var, dict[str, DimBlocks]]
 
 
-def wishes(settings: Settings, block: Block, spread: Spread, pins: Wishes) -> Wishes:
-    """Of values the places where pins, and what is computed with them, would have them split."""
+def wishes(settings: PartitionSettings, block: Block, spread: Spread, pins: Wishes) -> Wishes:
+    """For every value the places where pins, and what is computed with it, ask for a split."""
     found: Wishes = {var: dict(row) for var, row in pins.items()}
     for equation in reversed(block.equations):
-        if isinstance(equation.op, (Scan, Call)):
+        if isinstance(equation.op, (Scan, TransformCall)):
             continue
         rule = settings.rule(equation)
         slots: dict[str, Slot] = {}
@@ -427,14 +431,14 @@ def wishes(settings: Settings, block: Block, spread: Spread, pins: Wishes) -> Wi
 class Planner:
     """Decides where all values of a program lie."""
 
-    def __init__(self, settings: Settings, spread: Spread):
+    def __init__(self, settings: PartitionSettings, spread: Spread):
         self.settings, self.spread, self.sizes = settings, spread, settings.sizes
 
     def plan(
         self,
         block: Block,
-        inputs: Sequence[Placement],
-        outputs: Sequence[Placement | None],
+        inputs: Sequence[ValuePlacement],
+        outputs: Sequence[ValuePlacement | None],
         *,
         partial: bool = False,
     ) -> LocalBlock:
@@ -466,14 +470,14 @@ class Planner:
             placed.append(target)
         return LocalBlock(block, tuple(inputs), tuple(steps), tuple(moves), tuple(placed))
 
-    def _plain(self, placement: Placement) -> Placement:
+    def _plain(self, placement: ValuePlacement) -> ValuePlacement:
         """`placement` as a spec can say it."""
         placement = placement.whole
         while spec_of(placement, self.sizes) is None:
             bad = next(
                 digits
                 for digits in placement.dims
-                if spec_of(Placement((digits,)), self.sizes) is None
+                if spec_of(ValuePlacement((digits,)), self.sizes) is None
             )
             placement = placement.without(bad[-1].axis)
         return placement
@@ -487,28 +491,28 @@ class _State:
         self.readers = Counter(v for e in block.equations for v in {*e.operands})
         self.readers.update(v for v in block.outputs if isinstance(v, Var))
         self.sizes, self.wanted = planner.sizes, wanted
-        self.placed: dict[Var, Placement] = {}
-        self.copies: dict[Var, list[Placement]] = {}
+        self.placed: dict[Var, ValuePlacement] = {}
+        self.copies: dict[Var, list[ValuePlacement]] = {}
 
     def step(self, equation: Equation) -> LocalEquation:
         """Decide one equation."""
         if isinstance(equation.op, Scan):
             return self._scan(equation, equation.op)
-        if isinstance(equation.op, Call):
+        if isinstance(equation.op, TransformCall):
             return self._call(equation, equation.op)
         rule = self.settings.rule(equation)
-        operands, results, letters = Choice(self, equation, rule).made()
+        operands, results, letters = AxisChoice(self, equation, rule).made()
         moves = self._moves(equation.operands, operands)
         shapes = [
             local_shape(var.shape, placement, self.sizes)
             for var, placement in zip(equation.results, results, strict=True)
         ]
-        site = Site(equation, rule.operands, letters, rule.sizes, shapes, self.sizes)
+        site = EquationSite(equation, rule.operands, letters, rule.sizes, shapes, self.sizes)
         self.placed.update(zip(equation.results, results, strict=True))
         after = self._pinned(equation) if equation.name == "constrain" else ()
         return LocalEquation(equation, moves, operands, results, rule, site, after=after)
 
-    def _moves(self, operands: Sequence[Var], wanted: Sequence[Placement]) -> tuple[Move, ...]:
+    def _moves(self, operands: Sequence[Var], wanted: Sequence[ValuePlacement]) -> tuple[Move, ...]:
         moves = []
         for var, target in zip(operands, wanted, strict=True):
             source = self.placed[var]
@@ -550,20 +554,22 @@ class _State:
         free = [None] * len(op.body.outputs)
         for _ in range(3):  # until it comes out as it went in
             plan = self.planner.plan(op.body, [*consts, *carry, *columns], free)
-            after = _placed(plan.outputs[: op.num_carry])
+            after = _place_outputs(plan.outputs[: op.num_carry])
             if after == carry:
                 break
             carry = after
         carry = self._accumulated(op, plan, consts, carry, columns)
         ys = plan.outputs[op.num_carry :]
         plan = self.planner.plan(op.body, [*consts, *carry, *columns], [*carry, *ys])
-        wanted = [*consts, *carry, *(Placement(((), *p.dims)) for p in columns)]
+        wanted = [*consts, *carry, *(ValuePlacement(((), *p.dims)) for p in columns)]
         moves = self._moves(equation.operands, wanted)
-        results = [*carry, *(Placement(((), *p.dims)) for p in _placed(ys))]
+        results = [*carry, *(ValuePlacement(((), *p.dims)) for p in _place_outputs(ys))]
         self.placed.update(zip(equation.results, results, strict=True))
         return LocalEquation(equation, moves, tuple(wanted), tuple(results), body=plan)
 
-    def _accumulated(self, op: Scan, plan: LocalBlock, consts, carry, columns) -> list[Placement]:
+    def _accumulated(
+        self, op: Scan, plan: LocalBlock, consts, carry, columns
+    ) -> list[ValuePlacement]:
         """The placements of the carry, of which sums that are only added to stay partial."""
         reads = Counter(v for e in op.body.equations for v in e.operands)
         made = {var: step for step in plan.steps for var in step.equation.results}
@@ -581,27 +587,27 @@ class _State:
             return carry
         inputs, free = [*consts, *found, *columns], [None] * len(op.body.outputs)
         again = self.planner.plan(op.body, inputs, free, partial=True)
-        return found if _placed(again.outputs[: op.num_carry]) == found else carry
+        return found if _place_outputs(again.outputs[: op.num_carry]) == found else carry
 
-    def _call(self, equation: Equation, op: Call) -> LocalEquation:
+    def _call(self, equation: Equation, op: TransformCall) -> LocalEquation:
         operands = [self.placed[var].whole for var in equation.operands]
         moves = self._moves(equation.operands, operands)
         if op.backward is not None:
             return self._ruled(equation, op, operands, moves)
-        pins: list[Placement | None] = [None] * len(op.body.outputs)
+        pins: list[ValuePlacement | None] = [None] * len(op.body.outputs)
         if op.num_moving:
-            pins[0] = replicated(0)
+            pins[0] = replicated_placement(0)
         plan = self.planner.plan(op.body, operands, pins)
-        results = [placement or replicated(0) for placement in plan.outputs]
+        results = [placement or replicated_placement(0) for placement in plan.outputs]
         for placement in operands[: op.num_moving]:
             results.append(self._share(placement))
         self.placed.update(zip(equation.results, results, strict=True))
         return LocalEquation(equation, moves, tuple(operands), tuple(results), body=plan)
 
-    def _ruled(self, equation: Equation, op: Call, operands, moves) -> LocalEquation:
+    def _ruled(self, equation: Equation, op: TransformCall, operands, moves) -> LocalEquation:
         """A custom_vjp: forward, and backward from where its residuals and results lie."""
         plan = self.planner.plan(op.body, operands, [None] * len(op.body.outputs))
-        made = _placed(plan.outputs)
+        made = _place_outputs(plan.outputs)
         outs, residuals = made[: op.num_outputs], made[op.num_outputs :]
         assert op.backward is not None
         captured = operands[len(operands) - len(op.backward.inputs) + len(residuals)
@@ -615,30 +621,32 @@ class _State:
             equation, moves, tuple(operands), tuple(outs), body=plan, backward=back
         )
 
-    def _share(self, placement: Placement) -> Placement:
+    def _share(self, placement: ValuePlacement) -> ValuePlacement:
         """The placement of a rank's share of a cotangent of what lies so."""
         rest = [(axis, SUM) for axis in self.sizes if axis not in placement.split]
         return replace(placement, partial=tuple(rest))
 
 
-def _placed(outputs: Sequence[Placement | None]) -> list[Placement]:
-    return [placement or replicated(0) for placement in outputs]
+def _place_outputs(outputs: Sequence[ValuePlacement | None]) -> list[ValuePlacement]:
+    return [placement or replicated_placement(0) for placement in outputs]
 
 
-def _row(placement: Placement) -> Placement:
-    return Placement(placement.dims[1:])
+def _row(placement: ValuePlacement) -> ValuePlacement:
+    return ValuePlacement(placement.dims[1:])
 
 
-class Choice:
+class AxisChoice:
     """The axes of the letters of one equation, decided axis by axis."""
 
-    def __init__(self, state: _State, equation: Equation, rule: Rule):
+    def __init__(self, state: _State, equation: Equation, rule: PartitionRule):
         self.state, self.equation, self.rule = state, equation, rule
         self.sizes, self.placed = state.sizes, [state.placed[v] for v in equation.operands]
         self.letters: dict[str, Digits] = {}
-        self.passing: dict[str, Kind] = {}
+        self.passing: dict[str, Reduction] = {}
 
-    def made(self) -> tuple[tuple[Placement, ...], tuple[Placement, ...], dict[str, Digits]]:
+    def made(
+        self,
+    ) -> tuple[tuple[ValuePlacement, ...], tuple[ValuePlacement, ...], dict[str, Digits]]:
         """Where operands are read and results come, and the axes of letters."""
         for axis in self.sizes:
             slot = self._slot(axis)
@@ -648,15 +656,15 @@ class Choice:
         linear = self._linear()
         operands = []
         for i, labels in enumerate(self.rule.operands):
-            partial: list[tuple[str, Kind]] = list(self.passing.items()) if i in linear else []
-            operands.append(Placement(self._dims(labels), tuple(partial)))
-        sums: dict[str, Kind] = dict(self.passing)
+            partial: list[tuple[str, Reduction]] = list(self.passing.items()) if i in linear else []
+            operands.append(ValuePlacement(self._dims(labels), tuple(partial)))
+        sums: dict[str, Reduction] = dict(self.passing)
         for letter, kind in self.rule.combined.items():
             for digit in self.letters.get(letter, ()):
                 sums[digit.axis] = kind
         partial = [(axis, sums[axis]) for axis in self.sizes if axis in sums]
         results = tuple(
-            Placement(self._dims(labels), tuple(partial)) for labels in self.rule.results
+            ValuePlacement(self._dims(labels), tuple(partial)) for labels in self.rule.results
         )
         return tuple(operands), results, self.letters
 
@@ -686,7 +694,9 @@ class Choice:
         for slot in [slot for slot in slots if slot[0] in self.rule.beside]:
             del slots[slot]
             letter = self.rule.beside[slot[0]]
-            main = self._valid(axis, (letter, minor(self.letters.get(letter, ()), self.sizes)))
+            main = self._valid(
+                axis, (letter, blocks_outside(self.letters.get(letter, ()), self.sizes))
+            )
             if not slots and main is not None:  # a slice of what all ranks have
                 return main
         if not slots:
@@ -722,7 +732,7 @@ class Choice:
             return None
         letter, _ = slot
         before, size = self.letters.get(letter, ()), self.rule.sizes[letter]
-        for outer in (slot[1], minor(before, self.sizes)):
+        for outer in (slot[1], blocks_outside(before, self.sizes)):
             digits = tuple(sorted((*before, Digit(outer, axis))))
             if fits(digits, size, self.sizes):
                 return letter, outer
@@ -742,7 +752,9 @@ class Choice:
             place = self.placed[i].split.get(axis)
             for letter in labels[place[0]] if place is not None else ():
                 kept = any(letter in dim for row in self.rule.results for dim in row)
-                slot = self._valid(axis, (letter, minor(self.letters.get(letter, ()), self.sizes)))
+                slot = self._valid(
+                    axis, (letter, blocks_outside(self.letters.get(letter, ()), self.sizes))
+                )
                 if kept and slot is not None:
                     return slot
         return None
@@ -795,7 +807,7 @@ class Choice:
         return cheapest
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> PartitionSettings:
         return self.state.settings
 
     def _same(self, slots: Mapping[Slot, list[int]]) -> bool:
@@ -832,7 +844,7 @@ class Choice:
             total += sum(price(op, axis, payload) for payload in held)
         return total
 
-    def _place(self, labels: Labels, slot: Slot | None) -> Place | None:
+    def _place(self, labels: Labels, slot: Slot | None) -> DimBlocks | None:
         if slot is None:
             return None
         found = places_of(labels, self.rule.sizes, {"": {slot: 1}}).get("", {})
@@ -863,7 +875,7 @@ class Choice:
                 f"{' and '.join(pins)}"
             )
         where = self.equation.where.line or "an unknown line"
-        operands = ", ".join(described(placement) for placement in self.placed)
+        operands = ", ".join(describe_placement(placement) for placement in self.placed)
         return (
             f"partition: at {where} {self.equation.name} gets operands {operands}, which axis "
             f"{axis!r} splits along different dims, and no choice is better than the others. "

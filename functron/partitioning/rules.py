@@ -7,8 +7,8 @@ a reshape, has several letters, major to minor: ``"b(st)->(bs)t"``. Everything t
 an operation follows of its letters: data and tensor parallelism, split sequences, split vocabulary.
 
 `TABLE` has the rules of torch's operations by name; operations that torch tags as pointwise need no
-row. A rule of one's own is a function of an `Equation` that returns a `Rule`, such as `product` and
-`pointwise` make, given to `functron.partition` as ``rules={"name": rule}``.
+row. A rule of one's own is a function of an `Equation` that returns a `PartitionRule`, such as
+`product` and `pointwise` make, given to `functron.partition` as ``rules={"name": rule}``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from functron.partitioning import shards
-from functron.partitioning.placement import Kind
-from functron.partitioning.shards import Run, Site, Travel, named
+from functron.partitioning.placement import Reduction
+from functron.partitioning.shards import EquationSite, RunShard, Travel, name_arguments
 from functron.program.equations import (
     Equation,
     Var,
@@ -39,7 +39,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Rule:
+class PartitionRule:
     """The ways in which a mesh may divide one equation.
 
     Attributes:
@@ -60,14 +60,14 @@ class Rule:
     operands: tuple[Labels, ...]
     results: tuple[Labels, ...]
     sizes: Mapping[str, int]
-    combined: Mapping[str, Kind] = field(default_factory=dict)
+    combined: Mapping[str, Reduction] = field(default_factory=dict)
     inside: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     only: Mapping[str, Collection[str]] = field(default_factory=dict)
     beside: Mapping[str, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
-    run: Run | None = None
-    sent: Callable[[Site], Mapping[str, int]] | None = None
+    run: RunShard | None = None
+    sent: Callable[[EquationSite], Mapping[str, int]] | None = None
 
     def allows(self, letter: str, axis: str) -> bool:
         """Whether this axis is one of those that may split it."""
@@ -81,7 +81,7 @@ class Rule:
         )
 
 
-MakeRule = Callable[[Equation], Rule]
+MakeRule = Callable[[Equation], PartitionRule]
 """The rule of an equation."""
 
 
@@ -95,7 +95,7 @@ def sizes_of(values: Sequence[Var], labels: Sequence[Labels]) -> dict[str, int]:
     return found
 
 
-def parsed(text: str) -> tuple[tuple[Labels, ...], tuple[Labels, ...]]:
+def parse_labels(text: str) -> tuple[tuple[Labels, ...], tuple[Labels, ...]]:
     """The labels of operands and of results of ``"mk,kn->mn"``; ``"(ab)"`` is one dim of two."""
     sides = []
     for side in text.replace(" ", "").split("->"):
@@ -109,33 +109,33 @@ def parsed(text: str) -> tuple[tuple[Labels, ...], tuple[Labels, ...]]:
 
 def product(text: str) -> MakeRule:
     """A product that sums over letters that its result lacks, linear in each operand."""
-    operands, results = parsed(text)
+    operands, results = parse_labels(text)
 
-    def rule(equation: Equation) -> Rule:
+    def rule(equation: Equation) -> PartitionRule:
         sizes = sizes_of(equation.operands, operands)
         kept = {letter for labels in results for dim in labels for letter in dim}
-        combined: dict[str, Kind] = {letter: "sum" for letter in sizes if letter not in kept}
+        combined: dict[str, Reduction] = {letter: "sum" for letter in sizes if letter not in kept}
         linear = tuple(frozenset({i}) for i in range(len(operands)))
-        return Rule(operands, results, sizes, combined, linear=linear)
+        return PartitionRule(operands, results, sizes, combined, linear=linear)
 
     return rule
 
 
-def pointwise(*linear: Sequence[int], run: Run | None = None) -> MakeRule:
+def pointwise(*linear: Sequence[int], run: RunShard | None = None) -> MakeRule:
     """An operation on elements, with broadcasting.
 
     Args:
         linear: sets of arguments, by position among all, in which it is linear together.
-        run: as in `Rule`.
+        run: as in `PartitionRule`.
     """
 
-    def rule(equation: Equation) -> Rule:
+    def rule(equation: Equation) -> PartitionRule:
         shape = _broadcast([value.shape for value in (*equation.operands, *equation.results)])
         result = _dims(shape)
-        operands = tuple(_aligned(value, shape, result) for value in equation.operands)
-        results = tuple(_aligned(value, shape, result) for value in equation.results)
+        operands = tuple(_align_labels(value, shape, result) for value in equation.operands)
+        results = tuple(_align_labels(value, shape, result) for value in equation.results)
         sizes = {letters[0]: size for size, letters in zip(shape, result, strict=True) if letters}
-        return Rule(operands, results, sizes, linear=_sets(equation, linear), run=run)
+        return PartitionRule(operands, results, sizes, linear=_sets(equation, linear), run=run)
 
     return rule
 
@@ -148,7 +148,7 @@ def _dims(shape: Sequence[int], prefix: str = "d") -> Labels:
     return tuple((f"{prefix}{i}",) if size != 1 else () for i, size in enumerate(shape))
 
 
-def _aligned(value: Var, shape: Sequence[int], labels: Labels) -> Labels:
+def _align_labels(value: Var, shape: Sequence[int], labels: Labels) -> Labels:
     offset = len(shape) - len(value.shape)
     return tuple(
         labels[offset + i] if size == shape[offset + i] else ()
@@ -171,7 +171,7 @@ def _sets(equation: Equation, linear: Sequence[Sequence[int]]) -> tuple[frozense
 def _same_dtype(make: MakeRule) -> MakeRule:
     """A rule of a copy, through which sums of another dtype do not pass: they would be rounded."""
 
-    def rule(equation: Equation) -> Rule:
+    def rule(equation: Equation) -> PartitionRule:
         made = make(equation)
         same = len({value.dtype for value in (*equation.operands, *equation.results)}) == 1
         return made if same else replace(made, linear=())
@@ -179,14 +179,14 @@ def _same_dtype(make: MakeRule) -> MakeRule:
     return rule
 
 
-def _unrounded(make: MakeRule) -> MakeRule:
+def _quotient_rule(make: MakeRule) -> MakeRule:
     """A rule of a quotient, which rounding makes nonlinear."""
     return lambda e: replace(make(e), linear=()) if e.kwargs.get("rounding_mode") else make(e)
 
 
 def _argument(equation: Equation, name: str, default: Any = None) -> Any:
     """An argument by the name that the operation's schema gives it."""
-    return named(equation.op, equation.args, equation.kwargs).get(name, default)
+    return name_arguments(equation.op, equation.args, equation.kwargs).get(name, default)
 
 
 def _axes(equation: Equation, name: str = "dim") -> list[int]:
@@ -202,18 +202,22 @@ def _axes(equation: Equation, name: str = "dim") -> list[int]:
 
 
 def reduction(
-    kind: Kind | None = None, *, linear: bool = False, run: Run | None = None, inside: bool = False
+    kind: Reduction | None = None,
+    *,
+    linear: bool = False,
+    run: RunShard | None = None,
+    inside: bool = False,
 ) -> MakeRule:
     """A reduction over the dims of argument ``dim``.
 
     Args:
         kind: how ranks' results combine; None: the dims are whole, unless `inside`.
         linear: whether it is.
-        run: as in `Rule`.
+        run: as in `PartitionRule`.
         inside: `run` combines them itself.
     """
 
-    def rule(equation: Equation) -> Rule:
+    def rule(equation: Equation) -> PartitionRule:
         (x,) = equation.operands
         dims, keep = _axes(equation), bool(_argument(equation, "keepdim", False))
         labels = _dims(x.shape)
@@ -221,7 +225,7 @@ def reduction(
         kept = tuple(
             () if i in dims else row for i, row in enumerate(labels) if keep or i not in dims
         )
-        return Rule(
+        return PartitionRule(
             (labels,),
             (kept,) * len(equation.results),
             sizes_of([x], [labels]),
@@ -235,7 +239,7 @@ def reduction(
 
 
 def along(
-    name: str = "dim", *, split: Run | None = None, first: int = 1, linear: bool = False
+    name: str = "dim", *, split: RunShard | None = None, first: int = 1, linear: bool = False
 ) -> MakeRule:
     """An operation along the dim of an argument, the same for every place in the others.
 
@@ -246,12 +250,12 @@ def along(
         linear: whether it is, in the first operand.
     """
 
-    def rule(equation: Equation) -> Rule:
+    def rule(equation: Equation) -> PartitionRule:
         x, labels = equation.operands[0], _dims(equation.operands[0].shape)
         count = min(first, len(equation.operands))  # a number may stand for an operand
         along = [labels[dim][0] for dim in _axes(equation, name) if labels[dim]]
         values = (*equation.operands[:count], *equation.results)
-        own = [_resized(value.shape, x.shape, labels, along) for value in values]
+        own = [_resize_labels(value.shape, x.shape, labels, along) for value in values]
         # where another operand is smaller elsewhere, such as an index, its places are the first
         whole = {
             letters[0]
@@ -265,7 +269,7 @@ def along(
         whole |= {letter for row in others for dim in row for letter in dim}
         whole |= {letter for letter in sizes if letter.endswith("*")}
         whole |= set(along) if split is None else set()
-        return Rule(
+        return PartitionRule(
             operands,
             tuple(own[count:]),
             sizes,
@@ -277,7 +281,7 @@ def along(
     return rule
 
 
-def _resized(shape, whole, labels: Labels, along: Collection[str]) -> Labels:
+def _resize_labels(shape, whole, labels: Labels, along: Collection[str]) -> Labels:
     """The letters of dims like those of a whole, ``a*`` where one has another size than ``a``."""
     rows = list(zip(whole, labels, strict=True))
     if len(shape) < len(rows):  # without the dim of a reduction
@@ -288,17 +292,17 @@ def _resized(shape, whole, labels: Labels, along: Collection[str]) -> Labels:
     )
 
 
-def _layer_norm(equation: Equation) -> Rule:
+def _layer_norm(equation: Equation) -> PartitionRule:
     x, labels = equation.operands[0], _dims(equation.operands[0].shape)
     count = len(_argument(equation, "normalized_shape"))
     rows = [labels, *(labels[-count:] for _ in equation.operands[1:])]
     means = tuple(() if i >= len(labels) - count else row for i, row in enumerate(labels))
     results = (labels, *(means for _ in equation.results[1:]))
     name = "layer_norm" if equation.name == "native_layer_norm" else "rms_norm"
-    return Rule(tuple(rows), results, sizes_of([x], [labels]), run=getattr(shards, name))
+    return PartitionRule(tuple(rows), results, sizes_of([x], [labels]), run=getattr(shards, name))
 
 
-def _rows_of(equation: Equation) -> Rule:
+def _rows_of(equation: Equation) -> PartitionRule:
     """An op of functron on rows, the last dim, with vectors that all rows share."""
     labels = _dims(equation.operands[0].shape)
     operands = tuple(
@@ -306,37 +310,41 @@ def _rows_of(equation: Equation) -> Rule:
     )
     results = tuple(labels[: len(value.shape)] for value in equation.results)
     sizes = sizes_of(equation.operands, operands)
-    return Rule(operands, results, sizes, whole=frozenset(labels[-1]), run=shards.own)
+    return PartitionRule(
+        operands, results, sizes, whole=frozenset(labels[-1]), run=shards.run_own_op
+    )
 
 
-def _glu(equation: Equation) -> Rule:
+def _glu(equation: Equation) -> PartitionRule:
     """functron's operation on two tensors; torch's of that name is of halves of a dim."""
     own = getattr(equation.op, "namespace", "") == "functron"
-    return (pointwise(run=shards.own) if own else along())(equation)
+    return (pointwise(run=shards.run_own_op) if own else along())(equation)
 
 
-def _packed_glu(equation: Equation) -> Rule:
+def _packed_glu_rule(equation: Equation) -> PartitionRule:
     (y,) = equation.results
     rows, sizes = _dims(y.shape), sizes_of([y], [_dims(y.shape)])
     packed = (*rows[:-1], ("half", *rows[-1]))
     whole = frozenset({"half"})
     operands = packed, *[()] * (len(equation.operands) - 1)  # a count is a number
-    return Rule(operands, (rows,), {**sizes, "half": 2}, whole=whole, run=shards.own)
+    return PartitionRule(
+        operands, (rows,), {**sizes, "half": 2}, whole=whole, run=shards.run_own_op
+    )
 
 
 # --- views and joins
 
 
-def _view(equation: Equation) -> Rule:
+def _view(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     if x.dtype != y.dtype:
-        return _reinterpreted(x, y)
-    before, after, sizes, whole = reshaped(x.shape, y.shape)
+        return _reinterpret_rule(x, y)
+    before, after, sizes, whole = reshape_labels(x.shape, y.shape)
     linear = (frozenset({0}),)
-    return Rule((before,), (after,), sizes, whole=whole, linear=linear, run=shards.reshape)
+    return PartitionRule((before,), (after,), sizes, whole=whole, linear=linear, run=shards.reshape)
 
 
-def _reinterpreted(x: Var, y: Var) -> Rule:
+def _reinterpret_rule(x: Var, y: Var) -> PartitionRule:
     """Bits as numbers of another dtype, of which there may be more or fewer in the last dim."""
     before, after = _dims(x.shape), _dims(y.shape)
     whole: frozenset[str] = frozenset()
@@ -344,10 +352,10 @@ def _reinterpreted(x: Var, y: Var) -> Rule:
         after = (*after[:-1], ("cut",) if y.shape[-1] != 1 else ())
         whole = frozenset({*before[-1], "cut"})
     sizes = sizes_of([x, y], [before, after])
-    return Rule((before,), (after,), sizes, whole=whole, run=shards.reinterpret)
+    return PartitionRule((before,), (after,), sizes, whole=whole, run=shards.reinterpret)
 
 
-def reshaped(
+def reshape_labels(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[Labels, Labels, dict[str, int], frozenset[str]]:
     """Labels of a shape and of another with as many elements, sizes, and what must be whole.
@@ -368,7 +376,7 @@ def reshaped(
         # a cut that does not fit the next one has no letter of its own
         sizes[f"r{number}"] = end // start if end % start == 0 else 0
     if 0 in sizes.values():
-        return _unaligned(before, after, cuts)
+        return _reshape_unaligned(before, after, cuts)
     places = {cut: i for i, cut in enumerate(cuts)}
     labels = []
     for shape in (before, after):
@@ -389,8 +397,10 @@ def _ends(shape: Sequence[int]) -> list[int]:
     return found
 
 
-def _unaligned(before, after, cuts) -> tuple[Labels, Labels, dict[str, int], frozenset[str]]:
-    """As `reshaped`, of shapes some of whose cuts do not fit one another."""
+def _reshape_unaligned(
+    before, after, cuts
+) -> tuple[Labels, Labels, dict[str, int], frozenset[str]]:
+    """As `reshape_labels`, of shapes some of whose cuts do not fit one another."""
     shared = sorted({1, *_ends(before)} & {1, *_ends(after)})
     sizes: dict[str, int] = {}
     whole: set[str] = set()
@@ -421,53 +431,55 @@ def _unaligned(before, after, cuts) -> tuple[Labels, Labels, dict[str, int], fro
     return sides[0], sides[1], sizes, frozenset(whole)
 
 
-def _reordered(
-    order: Callable[[Equation, int], Sequence[int]], *, run: Run | None = None
+def _reorder_rule(
+    order: Callable[[Equation, int], Sequence[int]], *, run: RunShard | None = None
 ) -> MakeRule:
     """A view with the operand's dims in another order; None in it is a new dim of size 1."""
 
-    def rule(equation: Equation) -> Rule:
+    def rule(equation: Equation) -> PartitionRule:
         (x,) = equation.operands
         labels = _dims(x.shape)
         rows = tuple(() if i is None else labels[i] for i in order(equation, len(labels)))
         linear = (frozenset({0}),)
-        return Rule((labels,), (rows,), sizes_of([x], [labels]), linear=linear, run=run)
+        return PartitionRule((labels,), (rows,), sizes_of([x], [labels]), linear=linear, run=run)
 
     return rule
 
 
-def _swapped(equation: Equation, num_dims: int) -> list[int]:
+def _transpose_order(equation: Equation, num_dims: int) -> list[int]:
     order = list(range(num_dims))
     a, b = (_argument(equation, name) % num_dims for name in ("dim0", "dim1"))
     order[a], order[b] = order[b], order[a]
     return order
 
 
-def _permuted(equation: Equation, num_dims: int) -> list[int]:
+def _permute_order(equation: Equation, num_dims: int) -> list[int]:
     return [dim % num_dims for dim in _argument(equation, "dims")]
 
 
-def _unsqueezed(equation: Equation, num_dims: int) -> list:
+def _unsqueeze_order(equation: Equation, num_dims: int) -> list:
     order: list = list(range(num_dims))
     order.insert(_argument(equation, "dim") % (num_dims + 1), None)
     return order
 
 
-def _squeezed(equation: Equation, num_dims: int) -> list[int]:
+def _squeeze_order(equation: Equation, num_dims: int) -> list[int]:
     shape = equation.operands[0].shape
     dims = _axes(equation)
     return [i for i in range(num_dims) if i not in dims or shape[i] != 1]
 
 
-def _expanded(equation: Equation) -> Rule:
+def _expand_rule(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     labels = _dims(y.shape)
     linear = (frozenset({0}),)
     sizes = sizes_of([y], [labels])
-    return Rule((_aligned(x, y.shape, labels),), (labels,), sizes, linear=linear, run=shards.expand)
+    return PartitionRule(
+        (_align_labels(x, y.shape, labels),), (labels,), sizes, linear=linear, run=shards.expand
+    )
 
 
-def _repeated(equation: Equation) -> Rule:
+def _repeat_rule(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     offset = len(y.shape) - len(x.shape)
     labels = _dims(x.shape)
@@ -478,10 +490,10 @@ def _repeated(equation: Equation) -> Rule:
         rows.append((f"t{i}", *inner) if times != 1 else inner)
         sizes |= {f"t{i}": times} if times != 1 else {}
     whole = frozenset(letter for letter in sizes if letter.startswith("t"))
-    return Rule((labels,), (tuple(rows),), sizes, whole=whole, linear=(frozenset({0}),))
+    return PartitionRule((labels,), (tuple(rows),), sizes, whole=whole, linear=(frozenset({0}),))
 
 
-def _cut(equation: Equation) -> Rule:
+def _split_rule(equation: Equation) -> PartitionRule:
     """Parts of a dim: where they are equal, each has the same letter of it."""
     (x,), results = equation.operands, equation.results
     dim = _axes(equation)[0] if "dim" in _names(equation) else 0
@@ -507,7 +519,9 @@ def _cut(equation: Equation) -> Rule:
         sizes["cut"] = 0
     before = tuple(outer if i == dim else row for i, row in enumerate(labels))
     linear = (frozenset({0}),)
-    return Rule((before,), tuple(after), sizes, whole=whole, linear=linear, run=shards.cut)
+    return PartitionRule(
+        (before,), tuple(after), sizes, whole=whole, linear=linear, run=shards.cut_parts
+    )
 
 
 def _names(equation: Equation) -> set[str]:
@@ -515,7 +529,7 @@ def _names(equation: Equation) -> set[str]:
     return {argument.name for argument in op._schema.arguments}
 
 
-def _selected(equation: Equation) -> Rule:
+def _select_rule(equation: Equation) -> PartitionRule:
     """One place, or a range, of a dim, which is whole unless the range is all of it."""
     (x,), (y,) = equation.operands, equation.results
     dim, labels = _axes(equation)[0], _dims(x.shape)
@@ -523,16 +537,18 @@ def _selected(equation: Equation) -> Rule:
     sizes = sizes_of([x], [labels])
     if len(y.shape) < len(x.shape):
         rows = tuple(row for i, row in enumerate(labels) if i != dim)
-        return Rule((labels,), (rows,), sizes, whole=frozenset(labels[dim]), linear=linear)
+        return PartitionRule((labels,), (rows,), sizes, whole=frozenset(labels[dim]), linear=linear)
     if y.shape[dim] == x.shape[dim] and _argument(equation, "step", 1) == 1:
-        return Rule((labels,), (labels,), sizes, linear=linear, run=shards.same)
+        return PartitionRule((labels,), (labels,), sizes, linear=linear, run=shards.same)
     own = ("cut",) if y.shape[dim] != 1 else ()
     rows = tuple(own if i == dim else row for i, row in enumerate(labels))
     whole = frozenset({*labels[dim], "cut"})
-    return Rule((labels,), (rows,), {**sizes, "cut": y.shape[dim]}, whole=whole, linear=linear)
+    return PartitionRule(
+        (labels,), (rows,), {**sizes, "cut": y.shape[dim]}, whole=whole, linear=linear
+    )
 
 
-def _joined(equation: Equation) -> Rule:
+def _concatenate_rule(equation: Equation) -> PartitionRule:
     """Parts one after another along a dim; where they are equal, with one letter for all."""
     operands, (y,) = equation.operands, equation.results
     linear = (frozenset(range(len(operands))),)
@@ -544,7 +560,7 @@ def _joined(equation: Equation) -> Rule:
         own = tuple(row for i, row in enumerate(labels) if i != dim)
         after = tuple(("parts",) if i == dim else row for i, row in enumerate(labels))
         sizes |= {"parts": len(operands)}
-        rule = Rule((own,) * len(operands), (after,), sizes, linear=linear)
+        rule = PartitionRule((own,) * len(operands), (after,), sizes, linear=linear)
         return replace(rule, whole=frozenset({"parts"}))
     parts = {value.shape[dim] if value.shape != (0,) else 0 for value in operands}
     if len(parts) == 1 and len(operands) > 1:
@@ -552,7 +568,7 @@ def _joined(equation: Equation) -> Rule:
         before = tuple(inner if i == dim else row for i, row in enumerate(labels))
         after = tuple(("parts", *inner) if i == dim else row for i, row in enumerate(labels))
         sizes |= {"parts": len(operands), "part": min(parts)}
-        rule = Rule((before,) * len(operands), (after,), sizes, linear=linear)
+        rule = PartitionRule((before,) * len(operands), (after,), sizes, linear=linear)
         return replace(rule, whole=frozenset({"parts"}))
     # beside nothing but empty parts, one is all of it, such as of a cache that begins
     alone = {value.shape[dim] for value in operands if len(value.shape) == len(y.shape)}
@@ -568,10 +584,12 @@ def _joined(equation: Equation) -> Rule:
         rows.append(tuple(own if i == dim else row for i, row in enumerate(labels)))
         whole |= set() if alone and own == labels[dim] else set(own)
     sizes |= sizes_of(operands, rows)
-    return Rule(tuple(rows), (tuple(labels),), sizes, whole=frozenset(whole), linear=linear)
+    return PartitionRule(
+        tuple(rows), (tuple(labels),), sizes, whole=frozenset(whole), linear=linear
+    )
 
 
-def _padded(equation: Equation) -> Rule:
+def _pad_rule(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     labels = _dims(x.shape)
     widths = _argument(equation, "pad")  # of the last dim first, before and after
@@ -584,10 +602,10 @@ def _padded(equation: Equation) -> Rule:
     whole = frozenset(letter for i in changed for letter in (*labels[i], *rows[i]))
     sizes = sizes_of([x, y], [labels, rows])
     linear = (frozenset({0}),) if not _argument(equation, "value", 0) else ()
-    return Rule((labels,), (rows,), sizes, whole=whole, linear=linear)
+    return PartitionRule((labels,), (rows,), sizes, whole=whole, linear=linear)
 
 
-def _overwritten(equation: Equation) -> Rule:
+def _overwritten(equation: Equation) -> PartitionRule:
     """A value with other numbers at one place, or in a range, of a dim, which is whole."""
     x, source = equation.operands
     dim, labels = _argument(equation, "dim") % len(x.shape), _dims(x.shape)
@@ -599,13 +617,13 @@ def _overwritten(equation: Equation) -> Rule:
     sizes = sizes_of([x, source], [labels, rows])
     whole, linear = frozenset({*labels[dim], "cut"}), (frozenset({0, 1}),)
     run = shards.select_scatter if equation.name == "select_scatter" else None
-    return Rule((labels, rows), (labels,), sizes, whole=whole, linear=linear, run=run)
+    return PartitionRule((labels, rows), (labels,), sizes, whole=whole, linear=linear, run=run)
 
 
 # --- lookups
 
 
-def _embedding(equation: Equation) -> Rule:
+def _embedding(equation: Equation) -> PartitionRule:
     weight, ids = equation.operands
     if _argument(equation, "sparse"):
         raise ValueError(
@@ -615,10 +633,10 @@ def _embedding(equation: Equation) -> Rule:
     rows = _dims(ids.shape, "i")
     table = _dims(weight.shape, "w")
     sizes = sizes_of([weight, ids], [table, rows])
-    combined: dict[str, Kind] = dict.fromkeys(table[0], "sum")
+    combined: dict[str, Reduction] = dict.fromkeys(table[0], "sum")
     counted = _argument(equation, "scale_grad_by_freq")  # all ids, each with its row
     whole = {letter for dim in (*rows, table[0]) for letter in dim} if counted else ()
-    return Rule(
+    return PartitionRule(
         (table, rows),
         ((*rows, table[1]),),
         sizes,
@@ -629,7 +647,7 @@ def _embedding(equation: Equation) -> Rule:
     )
 
 
-def _gather(equation: Equation) -> Rule:
+def _gather(equation: Equation) -> PartitionRule:
     x, index = equation.operands
     dim = _argument(equation, "dim") % max(len(x.shape), 1)
     table, rows, whole = [], [], set()
@@ -642,8 +660,8 @@ def _gather(equation: Equation) -> Rule:
             table.append((f"d{i}",) if size != 1 else ())
             rows.append(table[-1])
     sizes = sizes_of([x, index], [tuple(table), tuple(rows)])
-    combined: dict[str, Kind] = dict.fromkeys(table[dim], "sum") if table else {}
-    return Rule(
+    combined: dict[str, Reduction] = dict.fromkeys(table[dim], "sum") if table else {}
+    return PartitionRule(
         (tuple(table), tuple(rows)),
         (tuple(rows),),
         sizes,
@@ -654,7 +672,7 @@ def _gather(equation: Equation) -> Rule:
     )
 
 
-def _index(equation: Equation) -> Rule:
+def _index(equation: Equation) -> PartitionRule:
     """Advanced indexing with integer tensors; with one of them, along a dim that may be split."""
     x, *found = equation.operands
     if equation.name == "index_select":
@@ -669,13 +687,13 @@ def _index(equation: Equation) -> Rule:
     rest = [(i, row) for i, row in enumerate(labels) if i not in dims]
     before = [row for i, row in rest if i < place]
     after = [row for i, row in rest if i >= place]
-    operands = (labels, *(_aligned(index, shape, rows) for index in found))
+    operands = (labels, *(_align_labels(index, shape, rows) for index in found))
     sizes = sizes_of([x], [labels]) | {
         row[0]: size for row, size in zip(rows, shape, strict=True) if row
     }
     indexed = {letter for dim in dims for letter in labels[dim]}
     one = len(dims) == 1
-    return Rule(
+    return PartitionRule(
         operands,
         ((*before, *rows, *after),),
         sizes,
@@ -686,7 +704,7 @@ def _index(equation: Equation) -> Rule:
     )
 
 
-def _index_put(equation: Equation) -> Rule | None:
+def _index_put(equation: Equation) -> PartitionRule | None:
     """Writes at indices, along dims that are whole; by one boolean mask, of any dims."""
     _, *found, values = equation.operands
     if any(index.dtype in (torch.bool, torch.uint8) for index in found):
@@ -695,8 +713,8 @@ def _index_put(equation: Equation) -> Rule | None:
     (rows,) = read.results
     shape = [read.sizes[row[0]] if row else 1 for row in rows]
     kept = {letter for row in rows for letter in row if letter.startswith("x")}
-    return Rule(
-        (*read.operands, _aligned(values, shape, rows)),
+    return PartitionRule(
+        (*read.operands, _align_labels(values, shape, rows)),
         read.operands[:1],
         read.sizes,
         whole=frozenset(read.sizes) - kept,
@@ -704,7 +722,7 @@ def _index_put(equation: Equation) -> Rule | None:
     )
 
 
-def _mask_put(equation: Equation) -> Rule | None:
+def _mask_put(equation: Equation) -> PartitionRule | None:
     """Writes where a mask is true; None where values depend on how many places that are."""
     x, *found, values = equation.operands
     start = next(i for i, index in enumerate(equation.args[1]) if index is not None)
@@ -720,12 +738,12 @@ def _mask_put(equation: Equation) -> Rule | None:
         return None
     # of what a read gives, whose dim of the places that are true stands for all of the mask's
     rows, shape = (*labels[:start], (), *labels[end:]), (*x.shape[:start], 1, *x.shape[end:])
-    operands = labels, labels[start:end], _aligned(values, shape, rows)
+    operands = labels, labels[start:end], _align_labels(values, shape, rows)
     sizes, linear = sizes_of([x], [labels]), (frozenset({0, 2}),)
-    return Rule(operands, (labels,), sizes, linear=linear, run=shards.mask_put)
+    return PartitionRule(operands, (labels,), sizes, linear=linear, run=shards.mask_put)
 
 
-def _index_write(equation: Equation) -> Rule:
+def _index_write(equation: Equation) -> PartitionRule:
     """Slices along a dim, which is whole, that are written or added at an index."""
     x, index, *source = equation.operands
     dim, labels = _argument(equation, "dim") % max(len(x.shape), 1), _dims(x.shape)
@@ -739,10 +757,10 @@ def _index_write(equation: Equation) -> Rule:
     linear = (frozenset({0, 2}),) if source and equation.name != "index_reduce" else ()
     run = shards.index_fill if equation.name == "index_fill" else None
     whole = frozenset(sizes) - kept
-    return Rule(tuple(rows), (labels,), sizes, whole=whole, linear=linear, run=run)
+    return PartitionRule(tuple(rows), (labels,), sizes, whole=whole, linear=linear, run=run)
 
 
-def _nll_loss(equation: Equation) -> Rule:
+def _nll_loss(equation: Equation) -> PartitionRule:
     x, target, *weight = equation.operands
     labels = _dims(x.shape)
     rows = labels[:-1]
@@ -751,15 +769,15 @@ def _nll_loss(equation: Equation) -> Rule:
     operands = (labels, rows[: len(target.shape)], *((labels[-1],) for _ in weight))
     whole = frozenset(labels[-1]) if weight else frozenset()
     sizes = sizes_of([x], [labels])
-    return Rule(
+    return PartitionRule(
         operands, results, sizes, inside=frozenset(inside) - whole, whole=whole,
         run=getattr(shards, equation.name.removesuffix("_forward")),
     )  # fmt: skip
 
 
-def _attention(equation: Equation) -> Rule:
+def _attention(equation: Equation) -> PartitionRule:
     """Attention: batch and heads split, and queries where no causal mask counts their places."""
-    given = named(equation.op, equation.args, equation.kwargs)
+    given = name_arguments(equation.op, equation.args, equation.kwargs)
     q, k = equation.operands[:2]
     groups = q.shape[1] // k.shape[1]
     heads = ("h", "g") if groups > 1 else ("h",)
@@ -781,7 +799,9 @@ def _attention(equation: Equation) -> Rule:
         *(lse if len(r.shape) == 3 else ((),) * len(r.shape) for r in equation.results[1:]),
     ]
     whole = {"d", "t", "e", *(["s"] if given.get("is_causal") else [])}
-    rule = Rule(tuple(rows), tuple(results), sizes, whole=frozenset(whole), run=shards.attention)
+    rule = PartitionRule(
+        tuple(rows), tuple(results), sizes, whole=frozenset(whole), run=shards.attention
+    )
     return _without_units(rule, equation)
 
 
@@ -797,7 +817,7 @@ def attention_over(travel: Mapping[str, Travel]) -> MakeRule:
         travel: by axis; see `functron.partition`.
     """
 
-    def rule(equation: Equation) -> Rule:
+    def rule(equation: Equation) -> PartitionRule:
         made, masks = _attention(equation), equation.operands[3:]
         biased = any(m.dtype != torch.bool or m.shape[-3:-2] not in ((), (1,)) for m in masks)
         if biased or made.sizes["s"] != made.sizes["t"]:
@@ -812,7 +832,7 @@ def attention_over(travel: Mapping[str, Travel]) -> MakeRule:
     return rule
 
 
-def _dispatched(equation: Equation) -> Rule:
+def _dispatch_rule(equation: Equation) -> PartitionRule:
     """Tokens and experts, both of which an axis may split, and the hidden dim of experts."""
     op: Any = equation.op
     *params, _, experts, weights, kept = equation.operands
@@ -828,19 +848,19 @@ def _dispatched(equation: Equation) -> Rule:
     tokens = (("n",), ("d",))
     operands = (*rows, tokens, *((("n",), ("choice",)) for _ in (experts, weights, kept)))
     sizes = sizes_of(equation.operands, operands)
-    return Rule(
+    return PartitionRule(
         operands, (tokens,), sizes, {"f": "sum"}, inside=frozenset({"e"}),
-        whole=frozenset(sizes) - {"e", "f", "n"}, beside={"e": "n"}, run=shards.dispatched,
+        whole=frozenset(sizes) - {"e", "f", "n"}, beside={"e": "n"}, run=shards.dispatch_tokens,
     )  # fmt: skip
 
 
-def _without_units(rule: Rule, equation: Equation) -> Rule:
+def _without_units(rule: PartitionRule, equation: Equation) -> PartitionRule:
     """`rule` whose letters of size 1 no axis may split."""
     units = {letter for letter, size in rule.sizes.items() if size == 1}
     return replace(rule, whole=rule.whole | units)
 
 
-def _convolution(equation: Equation) -> Rule:
+def _convolution(equation: Equation) -> PartitionRule:
     x, _, *bias = equation.operands
     space = [(f"k{i}",) for i in range(len(x.shape) - 2)]
     places = [(f"s{i}",) for i in range(len(x.shape) - 2)]
@@ -857,34 +877,34 @@ def _convolution(equation: Equation) -> Rule:
             ("c",), ("m",), *space)  # fmt: skip
         whole |= {"m"}
         sizes = sizes_of([*equation.operands, y], [*rows, result])
-    combined: dict[str, Kind] = {} if "c" in whole else {"c": "sum"}
+    combined: dict[str, Reduction] = {} if "c" in whole else {"c": "sum"}
     return _without_units(
-        Rule(tuple(rows), (result,), sizes, combined, whole=frozenset(whole)), equation
+        PartitionRule(tuple(rows), (result,), sizes, combined, whole=frozenset(whole)), equation
     )
 
 
-def factory(equation: Equation) -> Rule:
+def factory(equation: Equation) -> PartitionRule:
     """A new tensor of known numbers: every rank makes all of it, and takes its part at use."""
     results = tuple(_dims(value.shape, f"n{i}.") for i, value in enumerate(equation.results))
     operands = tuple(_dims(value.shape, f"o{i}.") for i, value in enumerate(equation.operands))
     values = [*equation.results, *equation.operands]
     sizes = sizes_of(values, [*results, *operands])
-    return Rule(operands, results, sizes, whole=frozenset(sizes))
+    return PartitionRule(operands, results, sizes, whole=frozenset(sizes))
 
 
-def _like(equation: Equation) -> Rule:
+def _like(equation: Equation) -> PartitionRule:
     """A new tensor of the dtype and device of another, wherever that lies."""
     made = factory(equation)
     read = frozenset(letter for row in made.operands for dim in row for letter in dim)
     return replace(made, inside=read, whole=made.whole - read, run=shards.fresh)
 
 
-def whole(equation: Equation) -> Rule:
+def whole(equation: Equation) -> PartitionRule:
     """An operation that every rank runs on replicated operands."""
     return factory(equation)
 
 
-def _linear_whole(equation: Equation) -> Rule:
+def _linear_whole(equation: Equation) -> PartitionRule:
     return replace(whole(equation), linear=(frozenset({0}),))
 
 
@@ -904,19 +924,19 @@ def _rows(names: str, rule: MakeRule) -> dict[str, MakeRule]:
     return dict.fromkeys(names.split(), rule)
 
 
-TABLE: Mapping[str, Callable[[Equation], Rule | None]] = MappingProxyType(
+TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyType(
     {
         "mm": product("mk,kn->mn"),
         "bmm": product("bmk,bkn->bmn"),
         "mv": product("mk,k->m"),
         "dot": product("k,k->"),
         "convolution": _convolution,
-        "dispatched": _dispatched,
+        "dispatched": _dispatch_rule,
         **_rows("add sub rsub", _BOTH),
         "overwritten": pointwise(run=shards.overwritten),
         "fill": pointwise(run=shards.fill),
         "mul": pointwise((0,), (1,)),
-        "div": _unrounded(_FIRST),
+        "div": _quotient_rule(_FIRST),
         "floor_divide": pointwise(),
         "where": pointwise((1, 2)),
         **_rows("neg clone alias detach lift_fresh_copy contiguous", _FIRST),
@@ -948,19 +968,21 @@ TABLE: Mapping[str, Callable[[Equation], Rule | None]] = MappingProxyType(
         **_rows("native_layer_norm _fused_rms_norm", _layer_norm),
         **_rows("rms_norm add_rms_norm layer_norm add_layer_norm", _rows_of),
         "glu": _glu,
-        "glu_packed": _packed_glu,
+        "glu_packed": _packed_glu_rule,
         **_rows("view _unsafe_view reshape _reshape_alias", _view),
-        "t": _reordered(lambda e, n: list(range(n))[::-1]),
-        "transpose": _reordered(_swapped),
-        "permute": _reordered(_permuted),
-        "unsqueeze": _reordered(_unsqueezed),
-        "squeeze": _reordered(_squeezed, run=shards.reshape),  # one place may be a rank's part
-        "expand": _expanded,
-        "repeat": _repeated,
-        **_rows("split split_with_sizes unsafe_split chunk", _cut),
-        **_rows("select slice narrow", _selected),
-        **_rows("cat stack", _joined),
-        "constant_pad_nd": _padded,
+        "t": _reorder_rule(lambda e, n: list(range(n))[::-1]),
+        "transpose": _reorder_rule(_transpose_order),
+        "permute": _reorder_rule(_permute_order),
+        "unsqueeze": _reorder_rule(_unsqueeze_order),
+        "squeeze": _reorder_rule(
+            _squeeze_order, run=shards.reshape
+        ),  # one place may be a rank's part
+        "expand": _expand_rule,
+        "repeat": _repeat_rule,
+        **_rows("split split_with_sizes unsafe_split chunk", _split_rule),
+        **_rows("select slice narrow", _select_rule),
+        **_rows("cat stack", _concatenate_rule),
+        "constant_pad_nd": _pad_rule,
         **_rows("tril triu diagonal unfold unbind", _linear_whole),
         **_rows("slice_scatter select_scatter", _overwritten),
         "embedding": _embedding,
@@ -976,7 +998,7 @@ TABLE: Mapping[str, Callable[[Equation], Rule | None]] = MappingProxyType(
 """The rules of operations, by the name that `Equation.name` has."""
 
 
-def rule_of(equation: Equation, own: Mapping[str, MakeRule] = _NONE) -> Rule | None:
+def rule_of(equation: Equation, own: Mapping[str, MakeRule] = _NONE) -> PartitionRule | None:
     """The rule of an equation: one of the caller's own, of `TABLE`, or by torch's tags; or None."""
     make = own.get(equation.name) or TABLE.get(equation.name)
     if make is None and torch.Tag.pointwise in getattr(equation.op, "tags", ()):

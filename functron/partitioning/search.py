@@ -29,32 +29,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
-from functron.partitioning.global_view import Call, global_program, inlined
-from functron.partitioning.placement import Cost, local_shape, of_spec
+from functron.partitioning.global_view import TransformCall, global_program, inline_views
+from functron.partitioning.placement import CollectiveCost, local_shape, of_spec
 from functron.partitioning.propagate import (
-    Place,
+    DimBlocks,
+    PartitionSettings,
     Planner,
-    Settings,
     Slot,
     Spread,
     places_of,
     slot_of,
 )
-from functron.partitioning.rules import MakeRule, Rule
+from functron.partitioning.rules import MakeRule, PartitionRule
 from functron.program.cost import equation_flops
 from functron.program.equations import Block, Equation, Scan, Var
 from functron.program.recorder import aside
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import P, is_spec
 
-State = Place | str
+AxisState = DimBlocks | str
 """Along one axis a value is split at a place, or is one of these."""
 
 WHOLE, PARTIAL = "whole", "partial"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSpecs:
     """Specs that `search` found.
 
     Attributes:
@@ -77,8 +77,8 @@ class _Strategy:
         splits: whether it splits a letter, which an operand must arrive with.
     """
 
-    operands: tuple[State, ...]
-    results: tuple[State, ...]
+    operands: tuple[AxisState, ...]
+    results: tuple[AxisState, ...]
     splits: bool
 
 
@@ -90,9 +90,9 @@ def search(
     *args: tree.Tree,
     axes: Sequence[str],
     memory_bytes: int,
-    cost: Cost | None = None,
+    cost: CollectiveCost | None = None,
     rules: Mapping[str, MakeRule] | None = None,
-) -> Found:
+) -> FoundSpecs:
     """The specs over `axes` of the first argument's leaves with which a step of `fn` costs least.
 
     For one layer, or a few; what holds for a layer holds for all of a stack.
@@ -125,22 +125,24 @@ def search(
             for x in leaves
         ]
     program, pins = global_program(fn, tree.unflatten(structure, fakes))
-    block = inlined(program.block)
+    block = inline_views(program.block)
     _refuse_calls(block)
     own = [i.var for i in program.inputs if i.role == "argument"]
     given = {var: spec for var, (_, spec) in zip(own, rows, strict=True)}
     first = own[: len(tree.leaves(args[0]))]
     searched = [v for v in first if v.dtype.is_floating_point]
     sizes = {name: size for name, size in mesh.axes if size > 1}
-    settings = Settings(
+    settings = PartitionSettings(
         {a: sizes[a] for a in axes}, dict(rules or {}), None, "cheapest", cost, tuple(pins)
     )
-    held = _held(block, given, {a: n for a, n in sizes.items() if a not in axes}, settings)
+    held = _bytes_by_value(
+        block, given, {a: n for a, n in sizes.items() if a not in axes}, settings
+    )
     model = _Model(block, settings, given, searched, held)
     chosen = model.solved(memory_bytes)
     found = [_spec(var, given[var], chosen.get(var, {})) for var in first]
     total = sum(model.memory(v, tuple(chosen[v].values())) for v in searched)
-    return Found(tree.unflatten(tree.flatten(args[0])[1], found), model.cost, total)
+    return FoundSpecs(tree.unflatten(tree.flatten(args[0])[1], found), model.cost, total)
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -166,7 +168,7 @@ def _check(mesh: Mesh, args: tuple, axes: Sequence[str], memory_bytes: int) -> N
 
 def _refuse_calls(block: Block) -> None:
     for equation in block.equations:
-        if isinstance(equation.op, (Scan, Call)):
+        if isinstance(equation.op, (Scan, TransformCall)):
             raise ValueError(
                 f"search: at {equation.where.line or 'an unknown line'} the function calls "
                 f"{equation.name}; wanted a function without scans, remat and gradients; fix: "
@@ -174,8 +176,8 @@ def _refuse_calls(block: Block) -> None:
             )
 
 
-def _held(
-    block: Block, given: Mapping[Var, P], sizes: Mapping[str, int], settings: Settings
+def _bytes_by_value(
+    block: Block, given: Mapping[Var, P], sizes: Mapping[str, int], settings: PartitionSettings
 ) -> dict[Var, int]:
     """The bytes of every value on a rank, were there only the axes that are not searched."""
     settings = replace(settings, sizes=sizes, cost=None)
@@ -194,7 +196,7 @@ def _held(
     }
 
 
-def _spec(var: Var, spec: P, states: Mapping[str, State]) -> P:
+def _spec(var: Var, spec: P, states: Mapping[str, AxisState]) -> P:
     entries: list[Any] = [*spec, *(None for _ in var.shape)][: len(var.shape)]
     for axis, state in states.items():
         if isinstance(state, tuple):
@@ -205,7 +207,11 @@ def _spec(var: Var, spec: P, states: Mapping[str, State]) -> P:
 
 
 def strategies(
-    equation: Equation, rule: Rule, axis: str, n: int, states: Sequence[Collection[State]]
+    equation: Equation,
+    rule: PartitionRule,
+    axis: str,
+    n: int,
+    states: Sequence[Collection[AxisState]],
 ) -> list[_Strategy]:
     """The ways to divide an equation along an axis of n ranks.
 
@@ -217,7 +223,7 @@ def strategies(
         states: in which each operand may come.
     """
 
-    def state(labels, slot: Slot) -> State:
+    def state(labels, slot: Slot) -> AxisState:
         found = places_of(labels, rule.sizes, {"": {slot: 1}}).get("", {})
         return next(iter(found), WHOLE)
 
@@ -254,12 +260,12 @@ class _Model:
         cost: of the solution.
     """
 
-    def __init__(self, block: Block, settings: Settings, given, searched, held):
+    def __init__(self, block: Block, settings: PartitionSettings, given, searched, held):
         self.settings, self.held = settings, held
         self.costs: list[float] = []
         self.binary: list[bool] = []
         self.rows: list[tuple[dict[int, float], float, float]] = []
-        self.joint: dict[Var, dict[tuple[State, ...], int]] = {}
+        self.joint: dict[Var, dict[tuple[AxisState, ...], int]] = {}
         self.cost = 0.0
         self._sums: dict[tuple[str, Var], int] = {}
         for var in searched:
@@ -275,14 +281,14 @@ class _Model:
     def _row(self, terms: Mapping[int, float], low: float, high: float) -> None:
         self.rows.append((dict(terms), low, high))
 
-    def memory(self, var: Var, states: Sequence[State]) -> int:
+    def memory(self, var: Var, states: Sequence[AxisState]) -> int:
         """The bytes of a leaf on a rank, split so."""
         sizes = zip(states, self.settings.sizes.values(), strict=True)
         return self.held[var] // math.prod(n for state, n in sizes if state != WHOLE)
 
-    def _placements(self, var: Var, spec: P) -> dict[tuple[State, ...], int]:
+    def _placements(self, var: Var, spec: P) -> dict[tuple[AxisState, ...], int]:
         """A variable for every way in which the axes can split a leaf: one of them is taken."""
-        ways: list[list[State]] = []
+        ways: list[list[AxisState]] = []
         for n in self.settings.sizes.values():
             taken = {dim for dim, entry in enumerate(spec) if entry is not None}
             dims = [d for d, size in enumerate(var.shape) if size % n == 0 and d not in taken]
@@ -297,7 +303,7 @@ class _Model:
 
     def _axis(self, block: Block, axis: str, given: Mapping[Var, P]) -> None:
         place = [*self.settings.sizes].index(axis)
-        made: dict[Var, dict[State, list[int]]] = {}
+        made: dict[Var, dict[AxisState, list[int]]] = {}
         for var in block.inputs:
             if var in self.joint:
                 rows = made.setdefault(var, {})
@@ -311,7 +317,7 @@ class _Model:
                 fixed = self._variable()
                 self._row({fixed: 1.0}, 1, 1)
                 made[var] = {split.get(axis, WHOLE): [fixed]}
-        wanted: dict[Var, dict[State, list[int]]] = {}
+        wanted: dict[Var, dict[AxisState, list[int]]] = {}
         for equation in block.equations:
             self._equation(equation, axis, made, wanted)
         for value in {v for v in block.outputs if isinstance(v, Var)}:  # none ends as partial sums
@@ -344,7 +350,7 @@ class _Model:
             for var, state in zip(equation.results, strategy.results, strict=True):
                 made.setdefault(var, {}).setdefault(state, []).append(number)
 
-    def _moved(self, axis: str, var: Var, target: State, readers, made) -> None:
+    def _moved(self, axis: str, var: Var, target: AxisState, readers, made) -> None:
         """A value is moved once to where any reader wants it, from where it is made."""
         if not readers or all(state == target for state in made):
             return
@@ -386,14 +392,14 @@ class _Model:
         else:  # moved >= made + wanted - 1
             self._row({**row, wants: -1.0}, -1, math.inf)
 
-    def _move(self, axis: str, var: Var, target: State) -> float:
+    def _move(self, axis: str, var: Var, target: AxisState) -> float:
         """The cost of the move of a split value, with its transpose in backward."""
         price, size = self.settings.price, self.held[var]
         if target == WHOLE:
             return price("all_gather", axis, size) + price("psum_scatter", axis, size)
         return 2 * price("all_to_all", axis, size // self.settings.sizes[axis])
 
-    def solved(self, memory_bytes: int) -> dict[Var, dict[str, State]]:
+    def solved(self, memory_bytes: int) -> dict[Var, dict[str, AxisState]]:
         """The states of the leaves, by axis, in the cheapest solution.
 
         Raises:

@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Site:
+class EquationSite:
     """Where a rank runs an equation.
 
     Attributes:
@@ -92,11 +92,11 @@ class Site:
         return ids, here
 
 
-Run = Callable[..., Any]
+RunShard = Callable[..., Any]
 """The computation of a rank: ``(site, *args, **kwargs)`` on its shards to the results."""
 
 
-def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def name_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by the names of an operation's schema, with its defaults."""
     found = {}
     for position, argument in enumerate(op._schema.arguments):
@@ -115,7 +115,7 @@ def _total(x: torch.Tensor, axes: Sequence[str], equal: Collection[str] = ()) ->
     return x
 
 
-def same(site: Site, x, *args, **kwargs):
+def same(site: EquationSite, x, *args, **kwargs):
     """x itself."""
     return x
 
@@ -125,18 +125,18 @@ _OWN: Mapping[str, Op] = MappingProxyType(
 )
 
 
-def own(site: Site, *args):
+def run_own_op(site: EquationSite, *args):
     """An op of functron, with its derivative; of all rows, as a count is of those of all ranks."""
     counts = [isinstance(x, torch.Tensor) and not x.is_floating_point() for x in args]
     return _OWN[site.equation.name](*itertools.compress(args, map(operator.not_, counts)))
 
 
-def name(site: Site, x, name):
+def name(site: EquationSite, x, name):
     """x, marked by a name for the policies of remat."""
     return checkpoint_name(x, name)
 
 
-def overwritten(site: Site, before, after):
+def overwritten(site: EquationSite, before, after):
     """`after`, whose cotangent is that of `before`."""
     return _Overwritten.apply(before, after)
 
@@ -157,34 +157,34 @@ class _Overwritten(compat.Function):
         return cotangents[0], None
 
 
-def fresh(site: Site, x, *args, **kwargs):
+def fresh(site: EquationSite, x, *args, **kwargs):
     """A new tensor like x in kind alone, the same on all ranks however x differs."""
     return site.op(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
 
 
-def fill(site: Site, x, value):
+def fill(site: EquationSite, x, value):
     """A number in the shape and dtype of x, whose numbers do not matter."""
     if not isinstance(value, torch.Tensor):
         return torch.full_like(x, value)
     return torch.zeros_like(x) + value.to(x.dtype)  # on each rank its own, as x is
 
 
-def reshape(site: Site, x, *args, **kwargs):
+def reshape(site: EquationSite, x, *args, **kwargs):
     """x in the shape that this rank's part of the result has."""
     return x.reshape(site.shapes[0])
 
 
-def reinterpret(site: Site, x, dtype):
+def reinterpret(site: EquationSite, x, dtype):
     """The bits of x as numbers of another dtype."""
     return x.contiguous().view(dtype)
 
 
-def expand(site: Site, x, *args, **kwargs):
+def expand(site: EquationSite, x, *args, **kwargs):
     """x expanded to this rank's part of the result."""
     return x.expand(site.shapes[0])
 
 
-def cut(site: Site, x, *args, **kwargs):
+def cut_parts(site: EquationSite, x, *args, **kwargs):
     """Parts of x of the sizes of this rank's parts."""
     operand, (dim,) = site.equation.operands[0], _dims(site)
     results = site.equation.results
@@ -193,15 +193,15 @@ def cut(site: Site, x, *args, **kwargs):
     return x.split([shape[dim] for shape in site.shapes], dim)
 
 
-def _dims(site: Site) -> list[int]:
-    given = named(site.equation.op, site.equation.args, site.equation.kwargs).get("dim")
+def _dims(site: EquationSite) -> list[int]:
+    given = name_arguments(site.equation.op, site.equation.args, site.equation.kwargs).get("dim")
     count = len(site.equation.operands[0].shape)
     if given is None or given == []:
         return list(range(count))
     return [dim % max(count, 1) for dim in (given if isinstance(given, (list, tuple)) else [given])]
 
 
-def mean(site: Site, x, *args, **kwargs):
+def mean(site: EquationSite, x, *args, **kwargs):
     """This rank's part of the mean: its sum, divided by the global count."""
     dims, shape = _dims(site), site.equation.operands[0].shape
     if not any(site.split(0, dim) for dim in dims):
@@ -218,7 +218,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def softmax(site: Site, x, dim, half_to_float=False):
+def softmax(site: EquationSite, x, dim, half_to_float=False):
     """Softmax along a dim that may be split: two reductions of one number per row."""
     axes = site.split(0, dim)
     if not axes:
@@ -228,7 +228,7 @@ def softmax(site: Site, x, dim, half_to_float=False):
     return e / _total(e.sum(dim, keepdim=True), axes)
 
 
-def safe_softmax(site: Site, x, dim, dtype=None):
+def safe_softmax(site: EquationSite, x, dim, dtype=None):
     """`softmax`, with zeros where all of the dim is minus infinity."""
     axes = site.split(0, dim)
     if not axes:
@@ -239,7 +239,7 @@ def safe_softmax(site: Site, x, dim, dtype=None):
     return e / torch.where(total == 0, 1, total)
 
 
-def log_softmax(site: Site, x, dim, half_to_float=False):
+def log_softmax(site: EquationSite, x, dim, half_to_float=False):
     """The logarithm of `softmax`."""
     axes = site.split(0, dim)
     if not axes:
@@ -255,7 +255,7 @@ def _largest(x: torch.Tensor, dim, axes: Sequence[str]) -> torch.Tensor:
     return torch.where(most.abs() == math.inf, torch.zeros_like(most), most)
 
 
-def extremum(site: Site, x, *args, **kwargs):
+def extremum(site: EquationSite, x, *args, **kwargs):
     """The largest, or for amin the smallest, over dims that may be split."""
     dims = _dims(site)
     axes = [name for dim in dims for name in site.split(0, dim)]
@@ -280,11 +280,11 @@ def _extremum(x: torch.Tensor, dims, axes: Sequence[str], equal, largest: bool) 
         return found
     here = still == found
     count = _total(here.sum(dims, keepdim=True), axes)
-    mean = _total(_masked(x, here).sum(dims, keepdim=True) / count, axes, equal)
+    mean = _total(_mask_rows(x, here).sum(dims, keepdim=True) / count, axes, equal)
     return _Overwritten.apply(mean, found)  # of which the numbers are exact
 
 
-def logsumexp(site: Site, x, *args, **kwargs):
+def logsumexp(site: EquationSite, x, *args, **kwargs):
     """log sum exp over dims that may be split."""
     dims = _dims(site)
     axes = [name for dim in dims for name in site.split(0, dim)]
@@ -296,7 +296,7 @@ def logsumexp(site: Site, x, *args, **kwargs):
     return out.reshape(site.shapes[0])
 
 
-def norm(site: Site, x, ord=2, *args, **kwargs):  # noqa: A002
+def norm(site: EquationSite, x, ord=2, *args, **kwargs):  # noqa: A002
     """The vector norm over dims that may be split."""
     dims = _dims(site)
     axes = [name for dim in dims for name in site.split(0, dim)]
@@ -313,7 +313,7 @@ def norm(site: Site, x, ord=2, *args, **kwargs):  # noqa: A002
     return torch.where(some, root, 0).reshape(site.shapes[0])
 
 
-def layer_norm(site: Site, x, normalized_shape, weight, bias, eps):
+def layer_norm(site: EquationSite, x, normalized_shape, weight, bias, eps):
     """Layer normalisation of dims that may be split: the mean, then the variance, are summed."""
     dims = list(range(-len(normalized_shape), 0))
     axes = [name for dim in dims for name in site.split(0, dim)]
@@ -328,7 +328,7 @@ def layer_norm(site: Site, x, normalized_shape, weight, bias, eps):
     return (y if bias is None else y + bias), mean, scale
 
 
-def rms_norm(site: Site, x, normalized_shape, weight=None, eps=None):
+def rms_norm(site: EquationSite, x, normalized_shape, weight=None, eps=None):
     """Root-mean-square normalisation of dims that may be split."""
     dims = list(range(-len(normalized_shape), 0))
     axes = [name for dim in dims for name in site.split(0, dim)]
@@ -340,11 +340,11 @@ def rms_norm(site: Site, x, normalized_shape, weight=None, eps=None):
     return (x * scale if weight is None else x * scale * weight), scale
 
 
-def _masked(values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+def _mask_rows(values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
     return torch.where(here, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def embedding(site: Site, weight, ids, padding_idx=-1, *args, **kwargs):
+def embedding(site: EquationSite, weight, ids, padding_idx=-1, *args, **kwargs):
     """Rows of a table; zeros for those that are in another rank's part of it.
 
     Counts of ids are those of all ranks where gradients are scaled by them: then nothing is split.
@@ -353,28 +353,28 @@ def embedding(site: Site, weight, ids, padding_idx=-1, *args, **kwargs):
     if not site.names(letters):
         return site.op(weight, ids, padding_idx, *args, **kwargs)
     local, here = site.local(ids, letters[0])
-    rows = _masked(F.embedding(torch.where(here, local, 0), weight), here.unsqueeze(-1))
+    rows = _mask_rows(F.embedding(torch.where(here, local, 0), weight), here.unsqueeze(-1))
     if padding_idx < 0:
         return rows
     return torch.where((ids == padding_idx).unsqueeze(-1), lax.stop_gradient(rows), rows)
 
 
-def embedding_bag(site: Site, *args, **kwargs):
+def embedding_bag(site: EquationSite, *args, **kwargs):
     """The operation that has a derivative; a trace has the one that has none."""
     return _aten._embedding_bag(*args, **kwargs)
 
 
-def gather(site: Site, x, dim, index, **kwargs):
+def gather(site: EquationSite, x, dim, index, **kwargs):
     """Elements along a dim; zeros for those that are in another rank's part of it."""
     labels: Any = site.operands[0]
     letters: list[str] = [*labels[dim]] if labels else []
     if not site.names(letters):
         return torch.gather(x, dim, index)
     local, here = site.local(index, letters[0])
-    return _masked(torch.gather(x, dim, torch.where(here, local, 0)), here)
+    return _mask_rows(torch.gather(x, dim, torch.where(here, local, 0)), here)
 
 
-def index(site: Site, x, *args: Any, **kwargs):
+def index(site: EquationSite, x, *args: Any, **kwargs):
     """Rows along one dim; zeros for those that are in another rank's part of it."""
     if site.equation.name == "index_select":
         dim, ids = args[0] % max(x.dim(), 1), args[1]
@@ -386,10 +386,10 @@ def index(site: Site, x, *args: Any, **kwargs):
     size = site.sizes[letters[0]]
     local, here = site.local(torch.where(ids < 0, ids + size, ids), letters[0])
     rows = x[(*(slice(None),) * dim, torch.where(here, local, 0))]
-    return _masked(rows, here.reshape(*here.shape, *(1,) * (x.dim() - 1 - dim)))
+    return _mask_rows(rows, here.reshape(*here.shape, *(1,) * (x.dim() - 1 - dim)))
 
 
-def mask_put(site: Site, x, indices, values, accumulate=False):
+def mask_put(site: EquationSite, x, indices, values, accumulate=False):
     """x with values, which broadcast, where a mask of some of its dims is true."""
     start = next(i for i, index in enumerate(indices) if index is not None)
     mask = indices[start].bool()
@@ -402,7 +402,7 @@ def mask_put(site: Site, x, indices, values, accumulate=False):
     return torch.where(mask, x + values if accumulate else values, x)
 
 
-def select_scatter(site: Site, x, source, dim, index):
+def select_scatter(site: EquationSite, x, source, dim, index):
     """x with other numbers at one place of a dim, as a range of it.
 
     Of select_scatter itself torch differentiates the rule under vmap to wrong numbers (2.13).
@@ -412,7 +412,7 @@ def select_scatter(site: Site, x, source, dim, index):
     return x.slice_scatter(source.unsqueeze(dim), dim, index, index + 1)
 
 
-def index_fill(site: Site, x, dim, index, value):
+def index_fill(site: EquationSite, x, dim, index, value):
     """x with a number at places of a dim; torch's derivative of it has a shape by the index."""
     mask = x.new_zeros(x.shape[dim], dtype=torch.bool).index_fill(0, index, True)
     mask = mask.reshape(*mask.shape, *(1,) * (x.dim() - 1 - dim % x.dim()))
@@ -426,7 +426,9 @@ _LIBRARY.define(
 )
 
 
-def cross_entropy_loss(site: Site, x, target, weight, reduction, ignore_index, half_to_float):
+def cross_entropy_loss(
+    site: EquationSite, x, target, weight, reduction, ignore_index, half_to_float
+):
     """`nll_loss` of log_softmax(x): over a split vocabulary of logits and the log of their sum.
 
     The two together, since that sum's cotangent is then one number per token that all ranks have.
@@ -440,7 +442,7 @@ def cross_entropy_loss(site: Site, x, target, weight, reduction, ignore_index, h
     return nll_loss(site, x, target, weight, reduction, ignore_index, total.log() + most)
 
 
-def nll_loss(site: Site, x, target, weight, reduction, ignore_index, lse=None):
+def nll_loss(site: EquationSite, x, target, weight, reduction, ignore_index, lse=None):
     """The negative log likelihoods of targets, and how many count, over a split vocabulary.
 
     With `lse`, of likelihoods ``x - lse``.
@@ -454,7 +456,7 @@ def nll_loss(site: Site, x, target, weight, reduction, ignore_index, lse=None):
     if site.names(letters):
         local, here = site.local(ids, letters[0])
         ids, counts_here = torch.where(here, local, 0), here
-        picked = _masked(x.gather(-1, ids), counts_here)
+        picked = _mask_rows(x.gather(-1, ids), counts_here)
         picked = _total(picked, site.names(letters), site.equal)
         picked = (picked if lse is None else picked - lse).squeeze(-1)
     else:
@@ -471,9 +473,9 @@ def nll_loss(site: Site, x, target, weight, reduction, ignore_index, lse=None):
     return (total / count if reduction == 1 else total), count
 
 
-def attention(site: Site, *args, **kwargs):
+def attention(site: EquationSite, *args, **kwargs):
     """softmax(scale q k^T + mask) v of this rank's samples and heads."""
-    given = named(site.equation.op, args, kwargs)
+    given = name_arguments(site.equation.op, args, kwargs)
     q, k, v = given["query"], given["key"], given["value"]
     mask = given.get("attn_mask", given.get("attn_bias"))
     scale, causal = given.get("scale"), bool(given.get("is_causal"))
@@ -499,7 +501,7 @@ def attention(site: Site, *args, **kwargs):
     return scores.softmax(-1) @ v, None, *rest
 
 
-def dispatched(site: Site, *operands):
+def dispatch_tokens(site: EquationSite, *operands):
     """The experts' results of this rank's tokens, which axes that split experts send to them.
 
     Collectives: those of `functron.nn.moe.layer.dispatched`. Over an axis that splits the experts'
@@ -522,12 +524,12 @@ Travel = Literal["ring", "zigzag", "gather", "exchange"]
 """The way in which keys and values of a split sequence reach its queries."""
 
 
-def context_attention(travel: Mapping[str, Travel], site: Site, *args, **kwargs):
+def context_attention(travel: Mapping[str, Travel], site: EquationSite, *args, **kwargs):
     """`attention` of a sequence that axes may split, by `functron.nn.context_attention`."""
     if not site.names("s"):
         return attention(site, *args, **kwargs)
     around, exchange = _sequence_axes(travel, site)
-    kind, given = travel.get(around), named(site.equation.op, args, kwargs)
+    kind, given = travel.get(around), name_arguments(site.equation.op, args, kwargs)
     q, k, v = (given[name].transpose(1, 2) for name in ("query", "key", "value"))
     causal, mask = bool(given.get("is_causal")), given.get("attn_mask", given.get("attn_bias"))
     if mask is not None:
@@ -546,7 +548,7 @@ def context_attention(travel: Mapping[str, Travel], site: Site, *args, **kwargs)
     return out.transpose(1, 2), *[None] * (len(site.equation.outputs) - 1)
 
 
-def context_attention_sent(travel: Mapping[str, Travel], site: Site) -> dict[str, int]:
+def context_attention_sent(travel: Mapping[str, Travel], site: EquationSite) -> dict[str, int]:
     """The bytes that a rank sends in `context_attention`, forward, by axis."""
     if not site.names("s"):
         return {}
@@ -558,20 +560,20 @@ def context_attention_sent(travel: Mapping[str, Travel], site: Site) -> dict[str
     repeats = u // math.gcd(u, kv_heads)
     keys = repeats * (k + v)
     found = {around: (n - 1) * keys, exchange: (q + keys + out) * (u - 1) // u}
-    given = named(site.op, site.equation.args, site.equation.kwargs)
+    given = name_arguments(site.op, site.equation.args, site.equation.kwargs)
     if travel.get(around) == "zigzag" and given["is_causal"]:
         found[around] += q + k + v + out
     return {axis: sent for axis, sent in found.items() if sent}
 
 
-def masked_attention(travel: Mapping[str, Travel], site: Site, *args, **kwargs):
+def masked_attention(travel: Mapping[str, Travel], site: EquationSite, *args, **kwargs):
     """`attention` of queries that axes may split, with all keys."""
     others = [axis for axis in site.names("s") if travel.get(axis, "gather") != "gather"]
     _refuse_masks(travel, site, others if len(site.equation.operands) > 3 else [])
     return attention(site, *args, **kwargs)
 
 
-def _refuse_masks(travel: Mapping[str, Travel], site: Site, axes: Sequence[str]) -> None:
+def _refuse_masks(travel: Mapping[str, Travel], site: EquationSite, axes: Sequence[str]) -> None:
     for axis in axes:
         bias = "" if travel[axis] != "ring" else ", of numbers or of heads"
         raise ValueError(
@@ -582,7 +584,7 @@ def _refuse_masks(travel: Mapping[str, Travel], site: Site, axes: Sequence[str])
         )
 
 
-def _sequence_axes(travel: Mapping[str, Travel], site: Site) -> tuple[str, str]:
+def _sequence_axes(travel: Mapping[str, Travel], site: EquationSite) -> tuple[str, str]:
     """The axis around which keys travel, and that of exchanges; of one rank where there is none."""
     digits, outer = site.letters["s"], 1
     ordered = sorted(digits, key=lambda digit: travel[digit.axis] == "exchange")

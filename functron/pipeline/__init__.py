@@ -14,41 +14,27 @@ gradients of the model without a pipeline. ::
 is its `Timeline`.
 """
 
-from functron.pipeline.execute import Pipeline, gradients, pipelined
-from functron.pipeline.partition import (
-    Layout,
-    Part,
-    Partition,
-    balanced_layout,
-    collect,
-    even_layout,
-    format_layout,
-    parse_layout,
-    whole,
-)
-from functron.pipeline.registry import NAMES, make
-from functron.pipeline.schedule import Schedule, Transfer, place
-from functron.pipeline.timeline import Action, Costs, Timeline
+from __future__ import annotations
 
-__all__ = [
-    "NAMES",
-    "Action",
-    "Costs",
-    "Layout",
-    "Part",
-    "Partition",
-    "Pipeline",
-    "Schedule",
-    "Timeline",
-    "Transfer",
-    "balanced_layout",
-    "collect",
-    "even_layout",
-    "format_layout",
-    "gradients",
-    "make",
-    "parse_layout",
-    "pipelined",
-    "place",
-    "whole",
-]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.pipeline.execute import Pipeline, gradients, pipelined
+    from functron.pipeline.partition import (
+        Layout,
+        Part,
+        Partition,
+        balanced_layout,
+        collect,
+        even_layout,
+        format_layout,
+        parse_layout,
+        whole,
+    )
+    from functron.pipeline.registry import NAMES, make
+    from functron.pipeline.schedule import Schedule, Transfer, place
+    from functron.pipeline.timeline import Action, Costs, Timeline
+
+import_lazily(__name__)

@@ -17,20 +17,20 @@ import torch
 from functron.core import compat, tree
 from functron.core.closure import hoist
 from functron.core.errors import public, refuse
+from functron.pipeline.p2p import Boundary, PendingValues
 from functron.pipeline.partition import Partition
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.timeline import Action, Cell
-from functron.pipeline.traffic import Boundary, Traffic
-from functron.pipeline.work import (
-    Call,
-    Pieces,
+from functron.pipeline.stage_backward import (
+    CutStages,
     Pullbacks,
+    StageCall,
     StageFunction,
-    Steps,
-    Work,
-    alone,
+    StageSteps,
+    StageWork,
     check_tensors,
+    run_alone,
 )
+from functron.pipeline.timeline import Action, Cell
 from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -41,7 +41,7 @@ from functron.transforms.scan import microbatches
 Observer = Callable[[int, Action, float, float], None]
 """Called after each action with rank, action, and when it began and ended, in seconds."""
 
-Place = tuple[int, int, int]  # pipe, stage, microbatch
+PipePlace = tuple[int, int, int]  # pipe, stage, microbatch
 
 
 class _Execution:
@@ -66,7 +66,7 @@ class _Execution:
         self.stage, self.partition, self.dtype = pipeline.stage, pipeline.partition, pipeline.dtype
         self.schedule, self.work = schedule, pipeline.work(stages)
         self.batches = list(microbatches(batch, schedule.num_microbatches))
-        self.traffic = Traffic(schedule, stages, self.batches[0], pipeline.known)
+        self.traffic = PendingValues(schedule, stages, self.batches[0], pipeline.known)
         self.shared, self.given, partition = shared, params, self.partition
         rank, params = self.traffic.rank, self.traffic.gathered(params, partition)
         self.params = {s: partition.stage_params(params, s, rank) for s in partition.stages(rank)}
@@ -74,7 +74,7 @@ class _Execution:
         self.total: Any = None
         self.results: dict[int, Any] = {}
         self.sums: dict[int, tree.Tree] = {}
-        self.residuals: dict[Place, Any] = {}
+        self.residuals: dict[PipePlace, Any] = {}
 
     def all_ticks(self, observe: Observer | None) -> None:
         """Run the table."""
@@ -94,7 +94,7 @@ class _Execution:
 
     def _independent(self, rank: int, first: Action, second: Action) -> bool:
         """Whether, of compiled ones, one is a forward that the other, a backward, is not of."""
-        compiled = isinstance(self.work, Pieces) and self.work.settings is not None
+        compiled = isinstance(self.work, CutStages) and self.work.settings is not None
         forwards = [first.kind, second.kind].count("F")
         made = self.schedule.makes(rank, first)
         return compiled and forwards == 1 and made not in self.schedule.needs(rank, second)
@@ -105,10 +105,10 @@ class _Execution:
         steps = [self._steps(rank, action, x) for action, x in zip(cell, given, strict=True)]
         del given
         if len(steps) == 2:
-            assert isinstance(self.work, Pieces)
+            assert isinstance(self.work, CutStages)
             self.work.together(*steps)
         else:
-            alone(*steps)
+            run_alone(*steps)
         if observe is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -116,7 +116,7 @@ class _Execution:
             for action in cell:
                 observe(rank, action, began, ended)
 
-    def _steps(self, rank: int, action: Action, given: Any) -> Steps:
+    def _steps(self, rank: int, action: Action, given: Any) -> StageSteps:
         """An action, but for what its `work` lets be run."""
         pipe, stage = self.schedule.stage_of(rank, action.chunk)
         place = (pipe, stage, action.microbatch)
@@ -138,11 +138,13 @@ class _Execution:
             return None
         return self.traffic.take("B", *place)
 
-    def _forward(self, action: Action, place: Place, x: tree.Tree) -> Steps:
+    def _forward(self, action: Action, place: PipePlace, x: tree.Tree) -> StageSteps:
         pipe, stage, m = place
         part, last = self.partition.layout[stage], stage == self.schedule.num_stages - 1
         memo = self.memos[stage]
-        call = Call(stage, part, last, self.params[stage], x, self.batches[m], self.shared, memo)
+        call = StageCall(
+            stage, part, last, self.params[stage], x, self.batches[m], self.shared, memo
+        )
         if self.schedule.has_backward:
             y, self.residuals[place] = yield from self.work.forward(call)
         else:
@@ -157,7 +159,7 @@ class _Execution:
         else:
             self.results[m] = y
 
-    def _backward(self, action: Action, place: Place, cotangent: list | None) -> Steps:
+    def _backward(self, action: Action, place: PipePlace, cotangent: list | None) -> StageSteps:
         pipe, stage, _ = place
         residuals = self.residuals.pop(place)
         if action.kind == "B":
@@ -207,9 +209,9 @@ class Pipeline:
         self.dtype, self.compile, self.observe = dtype, compile, observe
         kinds = {a.kind for row in schedule.table for cell in row for a in cell}
         self.split = bool(kinds & {"I", "W"})
-        self.evaluated = Pieces(stage, self.split, dtype, None)
+        self.evaluated = CutStages(stage, self.split, dtype, None)
         pairs = any(len(cell) == 2 for row in schedule.table for cell in row)
-        self.compiled = Pieces(stage, self.split, dtype, compile, pairs=pairs)
+        self.compiled = CutStages(stage, self.split, dtype, compile, pairs=pairs)
         self.known: dict[Any, Boundary] = {}  # what travels, by signature and place
 
     def value_and_grad(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> tuple[Any, dict]:
@@ -235,8 +237,8 @@ class Pipeline:
         value = run.traffic.published(run.total)
         return value, tree.map(share, run.gradients())
 
-    def work(self, stages: StageAxis | None) -> Work:
-        """The `Work` that computes stages where this is called."""
+    def work(self, stages: StageAxis | None) -> StageWork:
+        """The `StageWork` that computes stages where this is called."""
         hidden, _ = hoist(self.stage)  # mapped or differentiated tensors that it closes over
         if self.compile is not None and stages is not None and stages.index is not None:
             if hidden:
@@ -274,7 +276,7 @@ def pipelined(
     compile: Mapping[str, Any] | None = None,  # noqa: A002
     observe: Observer | None = None,
 ) -> Pipeline:
-    """The stages of a model under a schedule: its loss and gradients, exactly those without.
+    """A model's stages under a schedule: its loss and gradients, equal to those without a pipeline.
 
     Called in a program that `shard_map` maps with ``stages="pp"``. Where one process runs all
     ranks, it can be called without any mesh.

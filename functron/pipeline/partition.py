@@ -18,10 +18,13 @@ import torch.distributed as dist
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
-from functron.pipeline.schedule import Pipe
+from functron.core.random import Index
 from functron.spmd.mesh import BoundMesh
-from functron.spmd.params import Index, Initializer, ParamDef
+from functron.spmd.params import Initializer, ParamDef
 from functron.spmd.spec import P, entry_axes, is_spec
+
+Pipe = tuple[tuple[int, int], ...]
+"""Per stage the (rank, chunk) that holds it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def whole(num_layers: int) -> Part:
 
 
 def layout_of(counts: Sequence[int]) -> Layout:
-    """The layout whose stages have so many layers; embedding and loss at the ends."""
+    """The layout of stages with these numbers of layers; embedding and loss at the ends."""
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     parts = [Part(range(a, a + n)) for a, n in zip(starts, counts, strict=True)]
     parts[0] = replace(parts[0], embed=True)
@@ -340,7 +343,7 @@ class Partition:
         found += [
             Problem(f"spread/{name}", f"an entry that uses={self.uses.get(name)!r}", "E, L or both")
             for name in self.spread
-            if _stacked(self.uses.get(name, "t")) or set(self.uses[name]) - set("EL")
+            if _is_stacked(self.uses.get(name, "t")) or set(self.uses[name]) - set("EL")
         ]
         if len(self.layout) != len(self.pipes[0]):
             got = f"{len(self.layout)} stages, {format_layout(self.layout)}"
@@ -553,7 +556,7 @@ class Partition:
             entries = [entry[name] for entry in held if name in entry]
             if len(entries) == 1:
                 out[name] = entries[0]
-            elif entries and _stacked(use):
+            elif entries and _is_stacked(use):
                 out[name] = tree.map(lambda *rows: torch.cat(rows), *entries)
             elif entries:
                 out[name] = tree.map(lambda *copies: sum(copies[1:], copies[0]), *entries)
@@ -570,7 +573,7 @@ class Partition:
         raise_problems("the partition and the parameters differ", found)
 
 
-def _stacked(use: Use) -> bool:
+def _is_stacked(use: Use) -> bool:
     return use == "t" or isinstance(use, range)
 
 

@@ -32,8 +32,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.pipeline.schedule import Pipe, Schedule, place
-from functron.pipeline.timeline import Action, Cell, Kind
+from functron.pipeline.partition import Pipe
+from functron.pipeline.schedule import Schedule, place
+from functron.pipeline.timeline import Action, ActionKind, Cell
 
 
 def round_pipe(num_ranks: int, num_chunks: int = 1) -> Pipe:
@@ -161,7 +162,10 @@ def _alternating(
     for rank in range(num_ranks):
         ahead = hop * (num_ranks - 1 - rank)
         column = [cell for pair in _zip_ahead(forwards, backwards, ahead) for cell in pair]
-        kinds: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("I", "W") if split else ("B",)}
+        kinds: dict[ActionKind, tuple[ActionKind, ...]] = {
+            "F": ("F",),
+            "B": ("I", "W") if split else ("B",),
+        }
         columns.append([Action(k, a.microbatch) for a in column for k in kinds[a.kind]])
     return place(name, [round_pipe(num_ranks)], num_microbatches, columns)
 
@@ -233,7 +237,9 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     Memory: p microbatches on every rank; rank r holds p-r before I and r before W.
     """
     _check_counts("zb-h1", num_ranks, num_microbatches)
-    columns = [_delayed(num_microbatches, num_ranks - rank, rank) for rank in range(num_ranks)]
+    columns = [
+        _delay_backwards(num_microbatches, num_ranks - rank, rank) for rank in range(num_ranks)
+    ]
     return place("zb-h1", [round_pipe(num_ranks)], num_microbatches, columns)
 
 
@@ -251,7 +257,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     _check_counts("zb-h2", num_ranks, num_microbatches)
     missing = max(0, 2 * num_ranks - 1 - num_microbatches)
     columns = [
-        _delayed(num_microbatches, 2 * (num_ranks - rank) - 1, max(0, 2 * rank - missing))
+        _delay_backwards(num_microbatches, 2 * (num_ranks - rank) - 1, max(0, 2 * rank - missing))
         for rank in range(num_ranks)
     ]
     return place("zb-h2", [round_pipe(num_ranks)], num_microbatches, columns)
@@ -353,7 +359,7 @@ def _vee(num_ranks: int) -> Pipe:
     return (*((rank, 0) for rank in ranks), *((rank, 1) for rank in reversed(ranks)))
 
 
-def _delayed(num_microbatches: int, ahead: int, behind: int) -> list[Action]:
+def _delay_backwards(num_microbatches: int, ahead: int, behind: int) -> list[Action]:
     """A column with forwards up to `ahead` before I, and W up to `behind` after it."""
     column = [Action("F", m) for m in range(min(ahead, num_microbatches))]
     for m in range(num_microbatches):
@@ -493,7 +499,7 @@ class _Column:
         """The weight gradient that waits longest."""
         self.cells.append((self._waiting.popleft(),))
 
-    def _take(self, kind: Kind, chunk: int) -> Action:
+    def _take(self, kind: ActionKind, chunk: int) -> Action:
         self._next[kind, chunk] += 1
         return Action(kind, self._next[kind, chunk] - 1, chunk)
 

@@ -33,18 +33,25 @@ from typing import Any, Literal, NamedTuple
 
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.pipeline import timeline
-from functron.pipeline.timeline import KINDS, Action, Cell, Costs, Kind, Row, Timeline, cell_text
-
-Pipe = tuple[tuple[int, int], ...]
-"""Per stage the (rank, chunk) that holds it."""
+from functron.pipeline.partition import Pipe
+from functron.pipeline.timeline import (
+    KINDS,
+    Action,
+    ActionKind,
+    Cell,
+    Costs,
+    TimedAction,
+    Timeline,
+    cell_text,
+)
 
 What = Literal["activation", "cotangent", "gradient"]
-_MADE: Mapping[Kind, What] = MappingProxyType(
+_MADE: Mapping[ActionKind, What] = MappingProxyType(
     {"F": "activation", "B": "cotangent", "I": "cotangent", "W": "gradient"}
 )
 
 
-class Product(NamedTuple):
+class ActionResult(NamedTuple):
     """The result of an action that others need, of one microbatch at one stage.
 
     Attributes:
@@ -156,11 +163,13 @@ class Schedule:
         """The cells of a rank that are not empty, in order."""
         return [row[rank] for row in self.table if row[rank]]
 
-    def makes(self, rank: int, action: Action) -> Product:
+    def makes(self, rank: int, action: Action) -> ActionResult:
         """The result of an action of a rank."""
-        return Product(_MADE[action.kind], action.microbatch, *self.stage_of(rank, action.chunk))
+        return ActionResult(
+            _MADE[action.kind], action.microbatch, *self.stage_of(rank, action.chunk)
+        )
 
-    def needs(self, rank: int, action: Action) -> tuple[Product, ...]:
+    def needs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
         """The products that must have been made before a rank can do an action.
 
         F needs the activation of the stage before; B and I their own forward and the cotangent from
@@ -168,13 +177,13 @@ class Schedule:
         """
         m, (pipe, stage) = action.microbatch, self.stage_of(rank, action.chunk)
         if action.kind == "F":
-            return (Product("activation", m, pipe, stage - 1),) if stage else ()
+            return (ActionResult("activation", m, pipe, stage - 1),) if stage else ()
         if action.kind == "W":
-            return (Product("cotangent", m, pipe, stage),)
-        forward = Product("activation", m, pipe, stage)
+            return (ActionResult("cotangent", m, pipe, stage),)
+        forward = ActionResult("activation", m, pipe, stage)
         if stage == self.num_stages - 1:
             return (forward,)
-        return (forward, Product("cotangent", m, pipe, stage + 1))
+        return (forward, ActionResult("cotangent", m, pipe, stage + 1))
 
     def transfers(self, tick: int) -> list[Transfer]:
         """The transfers after a tick, in the order in which all ranks post them.
@@ -274,7 +283,7 @@ class Schedule:
         starts, blocked = _earliest(self, columns, duration, costs.sending)
         raise_problems(f"schedule {self.name}: the ranks wait for one another", blocked)
         rows = [
-            Row(rank, action, start, start + duration(rank, cell))
+            TimedAction(rank, action, start, start + duration(rank, cell))
             for rank, column in enumerate(columns)
             for start, cell in zip(starts[rank], column, strict=True)
             for action in cell
@@ -417,8 +426,8 @@ def _earliest(
         duration: of a cell of a rank.
         sending: how long what a stage sends to another rank is under way.
     """
-    made: dict[Product, tuple[int, Any, Any]] = {}  # rank, end there, when it is elsewhere
-    waiting: dict[Product, list[int]] = defaultdict(list)
+    made: dict[ActionResult, tuple[int, Any, Any]] = {}  # rank, end there, when it is elsewhere
+    waiting: dict[ActionResult, list[int]] = defaultdict(list)
     starts: list[list[Any]] = [[] for _ in columns]
     free: list[Any] = [0] * len(columns)
     ready = [*reversed(range(len(columns)))]
@@ -442,21 +451,21 @@ def _earliest(
             made.setdefault(product, (rank, end, end + sending(product.stage)))
             ready += waiting.pop(product, [])
     left = [column[len(starts[rank]) :] for rank, column in enumerate(columns)]
-    return starts, _blocked(schedule, left, made)
+    return starts, _find_blocked(schedule, left, made)
 
 
-def _needs(schedule: Schedule, rank: int, cell: Cell) -> list[Product]:
+def _needs(schedule: Schedule, rank: int, cell: Cell) -> list[ActionResult]:
     """The products that a cell needs and does not make itself, earlier in the cell."""
-    inside: set[Product] = set()
-    needs: list[Product] = []
+    inside: set[ActionResult] = set()
+    needs: list[ActionResult] = []
     for action in cell:
         needs += [need for need in schedule.needs(rank, action) if need not in inside]
         inside.add(schedule.makes(rank, action))
     return needs
 
 
-def _blocked(
-    schedule: Schedule, left: Sequence[Sequence[Cell]], made: Mapping[Product, Any]
+def _find_blocked(
+    schedule: Schedule, left: Sequence[Sequence[Cell]], made: Mapping[ActionResult, Any]
 ) -> list[Problem]:
     """A problem per rank with cells left: what the first one waits for, and who would make it."""
     later = {
@@ -558,7 +567,7 @@ def _spots(schedule: Schedule) -> tuple[_Spots, list[Problem]]:
                 found.append(Problem(path, got, "two at most", "use more ticks"))
             for index, action in enumerate(cell):
                 spot = _Spot(tick, rank, index)
-                problem = _misplaced(schedule, spot, action)
+                problem = _find_misplaced(schedule, spot, action)
                 if problem is None:
                     spots[rank, action].append(spot)
                 else:
@@ -566,7 +575,7 @@ def _spots(schedule: Schedule) -> tuple[_Spots, list[Problem]]:
     return spots, found
 
 
-def _misplaced(schedule: Schedule, spot: _Spot, action: Action) -> Problem | None:
+def _find_misplaced(schedule: Schedule, spot: _Spot, action: Action) -> Problem | None:
     path = spot.path(action)
     if action.kind not in KINDS:
         return Problem(path, f"kind {action.kind!r}", "F, B, I or W")
@@ -588,15 +597,15 @@ def _misplaced(schedule: Schedule, spot: _Spot, action: Action) -> Problem | Non
 
 def _counts(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
     """Actions that are missing, twice in the table, or of both kinds of backward."""
-    missing: dict[tuple[int, int, Kind], list[int]] = defaultdict(list)
+    missing: dict[tuple[int, int, ActionKind], list[int]] = defaultdict(list)
     for m in range(schedule.num_microbatches):
         for rank, chunk in schedule.pipes[schedule.pipe_of(m)]:
-            found: dict[Kind, list[_Spot]] = {
+            found: dict[ActionKind, list[_Spot]] = {
                 k: spots.get((rank, Action(k, m, chunk)), []) for k in KINDS
             }
             split = bool(found["I"] or found["W"])
             backward = ("I", "W") if split else ("B",) if schedule.has_backward else ()
-            wanted: tuple[Kind, ...] = ("F", *backward)
+            wanted: tuple[ActionKind, ...] = ("F", *backward)
             for kind, at in found.items():
                 if kind in wanted and not at:
                     missing[rank, chunk, kind].append(m)
@@ -614,7 +623,7 @@ def _counts(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
 
 def _order(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
     """Actions that come before what they need."""
-    made: dict[Product, _Spot] = {}
+    made: dict[ActionResult, _Spot] = {}
     for (rank, action), at in spots.items():
         product = schedule.makes(rank, action)
         made[product] = min(at[0], made.get(product, at[0]))

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple, Protocol, cast
 from functron.core import chart
 from functron.core.errors import Problem
 
-Kind = Literal["F", "B", "I", "W"]
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+ActionKind = Literal["F", "B", "I", "W"]
+KINDS: tuple[ActionKind, ...] = ("F", "B", "I", "W")
 
 _PATTERN = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
 
@@ -34,7 +34,7 @@ class Action:
         chunk: which of its rank's chunks of layers, from 0.
     """
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int = 0
 
@@ -54,7 +54,7 @@ class Action:
                 f"action: got {text!r}; wanted one of F B I W, then the microbatch, then .chunk "
                 "where that is not 0; fix: write F3 or F3.1"
             )
-        kind = cast(Kind, found[1])
+        kind = cast(ActionKind, found[1])
         return Action(kind, int(found[2]), int(found[3] or 0))
 
 
@@ -66,7 +66,7 @@ def cell_text(cell: Cell) -> str:
     return "+".join(map(str, cell)) or "."
 
 
-Cost = float | Sequence[float]
+ActionCost = float | Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class Costs:
             the other communicates.
     """
 
-    forward: Cost = 1.0
-    backward: Cost | None = None
-    backward_input: Cost = 1.0
-    backward_weight: Cost = 1.0
-    transfer: Cost = 0.0
+    forward: ActionCost = 1.0
+    backward: ActionCost | None = None
+    backward_input: ActionCost = 1.0
+    backward_weight: ActionCost = 1.0
+    transfer: ActionCost = 0.0
     combined: float = 1.0
 
-    def of(self, kind: Kind, stage: int) -> float:
+    def of(self, kind: ActionKind, stage: int) -> float:
         """How long an action of this kind takes at this stage."""
         if kind == "B" and self.backward is None:
             return self.of("I", stage) + self.of("W", stage)
@@ -120,7 +120,7 @@ class Costs:
         return found
 
 
-def _at(cost: Cost, stage: int) -> float:
+def _at(cost: ActionCost, stage: int) -> float:
     return float(cost) if isinstance(cost, int | float) else float(cost[stage])
 
 
@@ -132,7 +132,7 @@ class Stages(Protocol):
     def stage_of(self, rank: int, chunk: int) -> tuple[int, int]: ...
 
 
-class Row(NamedTuple):
+class TimedAction(NamedTuple):
     """An action of a rank, and when it ran. Actions of one cell may have the same interval."""
 
     rank: int
@@ -155,7 +155,7 @@ class Timeline:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[TimedAction, ...]
     num_ranks: int
 
     @staticmethod
@@ -164,9 +164,9 @@ class Timeline:
 
         Times are shifted so that the first action starts at 0.
         """
-        found = [Row(*row) for row in rows]
+        found = [TimedAction(*row) for row in rows]
         first = min((row.start for row in found), default=0.0)
-        shifted = (Row(r, a, start - first, end - first) for r, a, start, end in found)
+        shifted = (TimedAction(r, a, start - first, end - first) for r, a, start, end in found)
         ordered = tuple(sorted(shifted, key=lambda row: (row.rank, row.start, row.end)))
         return Timeline(name, ordered, 1 + max((row.rank for row in found), default=-1))
 
@@ -196,7 +196,7 @@ class Timeline:
         An action that shares its interval with another counts for its part, as if both took equally
         long. Kinds that the timeline does not have take 0, and so do transfers.
         """
-        seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        seen: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
         shared: dict[tuple[int, float, float], int] = defaultdict(int)
         for row in self.rows:
             shared[row.rank, row.start, row.end] += 1
@@ -204,7 +204,7 @@ class Timeline:
             _, stage = schedule.stage_of(rank, action.chunk)
             seen[action.kind, stage].append((end - start) / shared[rank, start, end])
 
-        def median(kind: Kind) -> tuple[float, ...]:
+        def median(kind: ActionKind) -> tuple[float, ...]:
             stages = range(schedule.num_stages)
             return tuple(statistics.median(seen.get((kind, stage)) or [0.0]) for stage in stages)
 
@@ -238,24 +238,24 @@ class Timeline:
     def _title(self) -> str:
         return f"{self.name}: total {self.total:.4g}, bubble {self.bubble_fraction:.1%}"
 
-    def _bars(self) -> list[Bar]:
+    def _bars(self) -> list[ActionBar]:
         cells: dict[tuple[int, float, float], list[Action]] = defaultdict(list)
         for rank, action, start, end in self.rows:
             cells[rank, start, end].append(action)
-        return [Bar(*at, tuple(actions)) for at, actions in cells.items()]
+        return [ActionBar(*at, tuple(actions)) for at, actions in cells.items()]
 
 
 # --- Gantt charts
 
-KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
+KIND_NAMES: Mapping[ActionKind, str] = MappingProxyType(
     {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 )
-_FILL: Mapping[Kind, str] = MappingProxyType({"F": "·", "B": "=", "I": "-", "W": "~"})
-_HUE: Mapping[Kind, int] = MappingProxyType({"F": 215, "B": 135, "I": 175, "W": 35})
+_FILL: Mapping[ActionKind, str] = MappingProxyType({"F": "·", "B": "=", "I": "-", "W": "~"})
+_HUE: Mapping[ActionKind, int] = MappingProxyType({"F": 215, "B": 135, "I": 175, "W": 35})
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
-class Bar(NamedTuple):
+class ActionBar(NamedTuple):
     """The interval in which a rank does one action, or some together."""
 
     rank: int
@@ -264,10 +264,10 @@ class Bar(NamedTuple):
     actions: Cell
 
 
-def tick_bars(table: Sequence[Sequence[Cell]]) -> list[Bar]:
+def tick_bars(table: Sequence[Sequence[Cell]]) -> list[ActionBar]:
     """The cells of a schedule's table, each a tick long."""
     return [
-        Bar(rank, tick, tick + 1, cell)
+        ActionBar(rank, tick, tick + 1, cell)
         for tick, row in enumerate(table)
         for rank, cell in enumerate(row)
         if cell
@@ -282,10 +282,10 @@ def tick_text(table: Sequence[Sequence[Cell]], num_ranks: int) -> str:
         width = max(map(len, labels))
         columns.append([label.ljust(width) for label in labels])
     lines = zip(*columns, strict=True) if columns else [()] * num_ranks
-    return chart.framed([" ".join(line) for line in lines], _ranks(num_ranks))
+    return chart.draw_frame([" ".join(line) for line in lines], _ranks(num_ranks))
 
 
-def time_text(bars: Sequence[Bar], num_ranks: int, width: int) -> str:
+def time_text(bars: Sequence[ActionBar], num_ranks: int, width: int) -> str:
     """A line per rank, time to the right; F3₁ is the forward of microbatch 3 in chunk 1.
 
     A bar starts with its label, as far as it fits, and goes on with a sign of its kind.
@@ -293,7 +293,7 @@ def time_text(bars: Sequence[Bar], num_ranks: int, width: int) -> str:
     `width`, of a line, is the most.
     """
     shown = [
-        chart.Bar(bar.rank, bar.start, bar.end, _labels(bar), _FILL[bar.actions[-1].kind])
+        chart.TextBar(bar.rank, bar.start, bar.end, _labels(bar), _FILL[bar.actions[-1].kind])
         for bar in bars
     ]
     return chart.gantt_text(shown, _ranks(num_ranks), width)
@@ -308,20 +308,20 @@ def _label(action: Action) -> str:
     return f"{action.kind}{action.microbatch}{chunk}"
 
 
-def _labels(bar: Bar) -> list[str]:
+def _labels(bar: ActionBar) -> list[str]:
     """The labels that a bar may have, best first."""
     whole, first = "+".join(map(_label, bar.actions)), bar.actions[0]
     return [whole, whole.replace("+", ""), _label(first)[1:], str(first.microbatch)]
 
 
-def svg(bars: Sequence[Bar], num_ranks: int, title: str, width: float | None = None) -> str:
+def svg(bars: Sequence[ActionBar], num_ranks: int, title: str, width: float | None = None) -> str:
     """A row per rank, a colour per kind, darker for higher chunks; on white, for any page.
 
     The width is in pixels; None: such that most bars have room for their labels.
     """
     chunks = 1 + max((a.chunk for bar in bars for a in bar.actions), default=0)
     boxes = [
-        chart.Box(
+        chart.SvgBar(
             bar.rank, bar.start, bar.end, str(action.microbatch), f"{action}",
             _colour(action.kind, action.chunk, chunks), _light(action.chunk, chunks) < 55,
             (index, len(bar.actions)),
@@ -337,11 +337,11 @@ def _light(chunk: int, chunks: int) -> float:
     return 76 - 36 * chunk / max(chunks - 1, 1)
 
 
-def _colour(kind: Kind, chunk: int, chunks: int) -> str:
+def _colour(kind: ActionKind, chunk: int, chunks: int) -> str:
     return f"hsl({_HUE[kind]},60%,{_light(chunk, chunks):.0f}%)"
 
 
-def _legend(bars: Sequence[Bar], chunks: int) -> list[tuple[str, ...]]:
+def _legend(bars: Sequence[ActionBar], chunks: int) -> list[tuple[str, ...]]:
     used = {action.kind for bar in bars for action in bar.actions}
     rows = [
         (name, *(_colour(kind, (chunks - 1) * chunk, chunks) for chunk in range(min(chunks, 2))))

@@ -5,19 +5,15 @@ linear layer are quantised and how; `product` makes of it the function ``(x, w) 
 takes in place of ``x @ w``, and `grouped_product` that of a layer's experts.
 """
 
-from functron.precision.product import grouped_product, history_def, product, quantised
-from functron.precision.recipe import POLICIES, RECIPES, Contraction, PrecisionPolicy, Recipe
-from functron.precision.weights import encoder
+from __future__ import annotations
 
-__all__ = [
-    "POLICIES",
-    "RECIPES",
-    "Contraction",
-    "PrecisionPolicy",
-    "Recipe",
-    "encoder",
-    "grouped_product",
-    "history_def",
-    "product",
-    "quantised",
-]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.precision.product import grouped_product, history_def, product, quantised
+    from functron.precision.recipe import POLICIES, RECIPES, Contraction, PrecisionPolicy, Recipe
+    from functron.precision.weights import encoder
+
+import_lazily(__name__)

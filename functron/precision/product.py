@@ -78,7 +78,7 @@ from functron.spmd.axes import SimulatedAxis, scope
 from functron.spmd.params import ParamDef, zeros
 from functron.spmd.spec import P, dim_axes, spec_axes
 from functron.transforms.custom_vjp import custom_vjp
-from functron.transforms.fsdp import Encoded
+from functron.transforms.parameter_gather import Encoded
 
 Axes = str | tuple[str, ...]
 Product = Callable[..., Tensor]

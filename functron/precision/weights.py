@@ -46,7 +46,7 @@ from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.params import ParamDef
 from functron.spmd.spec import P, dim_axes, is_spec, local_shape
-from functron.transforms.fsdp import Code, Encoded, Split
+from functron.transforms.parameter_gather import AxisSplit, Encoded, MatrixCode
 
 _SQUARES = ("tensor", "128x128", "16x16")
 
@@ -64,7 +64,7 @@ def encoder(
 ) -> Callable[[tree.Tree, tree.Tree], tree.Tree]:
     """``(params, specs)`` to their codes, a per-rank program without a derivative.
 
-    Codes are a tree like the parameters, for ``attached`` of functron/transforms/fsdp.py: `Encoded`
+    Codes are a tree like the parameters, for `functron.transforms.parameter_gather`: `Encoded`
     where there is a ``ParamDef.matrix``, None elsewhere. Collectives: with ``scaling=global``, one
     pmax for each set of axes that split what shares a scale, of 4 bytes for each scale of tensors
     and rows; with ``scaling=local``, over the axes of fully sharded parameters alone.
@@ -167,7 +167,7 @@ def _encode_codes(codes: Sequence[_WeightCode], made: Sequence[Quantised]) -> En
     return Encoded(None, tuple(_code(c.turned, x) for c, x in zip(codes, made, strict=True)))
 
 
-def _code(over: bool, x: Quantised) -> Code:
+def _code(over: bool, x: Quantised) -> MatrixCode:
     parts: dict[str, tuple[Tensor, ...]] = {"both": (), "shared": ()}
     values, scales = (_bits(part).mT if over else _bits(part) for part in (x.values, x.scales))
     parts["both"] = (values,)
@@ -175,19 +175,19 @@ def _code(over: bool, x: Quantised) -> Code:
     parts[where] = (*parts.get(where, ()), scales)
     if x.whole is not None:
         parts["shared"] = (_bits(x.whole),)
-    return Code(**parts)
+    return MatrixCode(**parts)
 
 
 def _place(blocks: str, over: bool) -> str:
-    """In which field of a `Code` the scales are."""
+    """In which field of a `MatrixCode` the scales are."""
     return {"tensor": "shared", "row": "columns" if over else "rows"}.get(blocks, "both")
 
 
 class Codes(NamedTuple):
     """The operands of a product of an `Encoded`, beside the weight its gradient is of."""
 
-    made: tuple[Code, ...]
-    split: Split = ()
+    made: tuple[MatrixCode, ...]
+    split: AxisSplit = ()
 
     def read(self, recipe: Recipe, number: int) -> Quantised:
         """The code for product `number`: ``[..., outputs, inputs]`` of fprop, 0, or the transpose.

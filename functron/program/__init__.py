@@ -1,10 +1,18 @@
 """Programs as values: one rank's whole computation, traced, printed, checked and costed.
 
 `trace` makes a `program.Program` of the data in `equations`; `text` prints it and `parse` reads it
-again; `check`, `cost`, `memory` and `timeline` are its analyses; `order` is that in which it is
-issued; `debug` looks into programs as they run.
+again; `interpreter` runs it; `check`, `cost`, `memory` and `timeline` are its analyses; `overlap`
+is the order in which it is issued, with communication under computation; `debug` looks into
+programs as they run.
 """
 
-from functron.program.timeline import ProgramTimeline, Rates
+from __future__ import annotations
 
-__all__ = ["ProgramTimeline", "Rates"]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.program.timeline import ProgramTimeline, Rates
+
+import_lazily(__name__)

@@ -2,7 +2,7 @@
 
 Types flow through the equations. An input varies over the axes of its spec, and a result over
 whatever its operands do, except that sums, extrema and gathers over an axis make their result equal
-on its ranks, while scatters, exchanges and `vary` make it differ. The simulator's check
+on its ranks, while scatters, exchanges and ``vary`` make it differ. The simulator's check
 (`functron.spmd.simulate`) finds the same by running; this one needs no ranks.
 
 Every variation carries its origin, so that a message can tell where it entered the program.
@@ -18,7 +18,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems
 from functron.program.equations import Block, Code, Equation, Input, Output, Scan, Var
-from functron.spmd.simulate import LOSS_FIX, share_problem, unreduced
+from functron.spmd.simulate import LOSS_FIX, share_problem, unreduced_problems
 from functron.spmd.spec import spec_axes
 
 _EQUAL_AFTER = {"psum", "pmax", "pmin", "pbroadcast", "all_gather", "assume_replicated"}
@@ -39,12 +39,12 @@ class Origin:
     line: str = ""
 
 
-Axes = frozenset[str]
+VaryingAxes = frozenset[str]
 Variation = Mapping[str, Origin]
 """The axes over which a value may differ between ranks, each with its origin."""
 
 
-def varying(program: Code) -> Mapping[Var, Axes]:
+def varying(program: Code) -> Mapping[Var, VaryingAxes]:
     """The axes over which each value may differ between ranks, values inside scans included.
 
     In a scan a value varies over what it does in any of its iterations.
@@ -86,7 +86,7 @@ class _Inference:
 
     def __init__(self, program: Code):
         self.axes = [name for name, size in program.mesh.axes if size > 1]
-        self.seen: dict[Var, Axes] = {}
+        self.seen: dict[Var, VaryingAxes] = {}
         self.problems: list[Problem] = []
         self.values: dict[Var, Variation] = {g.var: self._input(g) for g in program.inputs}
         self.makers = {v: e for e in program.block.equations for v in e.results}
@@ -221,7 +221,7 @@ def _draws(equation: Equation) -> bool:
 
 def _outputs(program: Code, inferred: _Inference) -> list[Problem]:
     """Outputs that vary over an axis that their spec lacks."""
-    return unreduced(
+    return unreduced_problems(
         (output.path, axis, output.spec, _lines(output, axis, inferred))
         for output in program.outputs
         if output.spec is not None and isinstance(output.value, Var)

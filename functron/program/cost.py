@@ -4,9 +4,9 @@
 backward: two for every product of a weight and an activation, twice as many in backward, and
 nothing for what is computed again. Causal attention counts as half, since a token attends to half
 of the others on average; that of a window w over T tokens as w T - w^2 / 2 pairs. MFU is of these
-(`attended` is the definition that models count by). Published tables use the other convention as
-well, *whole attention* (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T per token), which is
-given beside it.
+(`tokens_attended` is the definition that models count by). Published tables use the other
+convention as well, *whole attention* (Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T per
+token), which is given beside it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from functron.core.chart import align_columns
 from functron.core.scopes import Phase
 from functron.program.equations import Code, Equation, Scan, Var
-from functron.program.text import aligned, axis_of, dtype_text, payload_bytes, short_line
+from functron.program.text import axis_of, dtype_text, payload_bytes, short_line
 
 _aten = torch.ops.aten
 
 
-def attended(seq: int, window: int = 0, *, whole: bool = False) -> float:
-    """How many tokens one attends to in the mean, as model FLOPs count: half of all there are.
+def tokens_attended(seq: int, window: int = 0, *, whole: bool = False) -> float:
+    """The mean number of tokens that a token attends to, as model FLOPs count: half of `seq`.
 
     Args:
         seq: tokens of a sequence.
-        window: a token sees so many, itself included; 0: all up to itself.
+        window: the number of tokens that a token sees, itself included; 0: all up to itself.
         whole: all that there are, or the window, uncorrected for causality.
     """
     seen = min(window, seq) if window else seq
@@ -194,9 +195,9 @@ class Cost:
         ]  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [f"cost of {self.name}, per rank", *(f"  {x}" for x in aligned(self.rows()))]
+        lines = [f"cost of {self.name}, per rank", *(f"  {x}" for x in align_columns(self.rows()))]
         if self.collectives:
-            lines += ["", *(f"  {x}" for x in aligned(self.collective_rows()))]
+            lines += ["", *(f"  {x}" for x in align_columns(self.collective_rows()))]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -280,7 +281,7 @@ def collectives_diff(a: Code, b: Code) -> str:
     sums = [round(sum(sent for _, sent in side.values())) for side in (ours, theirs)]
     rows.append(["in all", "", "", "", *map(bytes_text, sums), _more(sums[1] - sums[0]), ""])
     title = f"collectives of {a.name} (this) and of {b.name} (other), per rank"
-    return "\n".join([title, *(f"  {line}" for line in aligned(rows))])
+    return "\n".join([title, *(f"  {line}" for line in align_columns(rows))])
 
 
 def _by_payload(program: Code) -> dict[tuple[str, str, Phase, int], tuple[list[str], float]]:
@@ -346,14 +347,14 @@ def _meta(var: Var) -> torch.Tensor:
 
 def equation_bytes(equation: Equation) -> int:
     """The bytes that one run of an equation reads and writes; those of expanded dims once."""
-    written = sum(_touched(value) for value in equation.results)
+    written = sum(_touched_bytes(value) for value in equation.results)
     operands = list(dict.fromkeys(equation.operands))
     if equation.name in _LOOKUPS and operands:
-        return 2 * written + sum(_touched(value) for value in operands[1:])
-    return written + sum(_touched(value) for value in operands)
+        return 2 * written + sum(_touched_bytes(value) for value in operands[1:])
+    return written + sum(_touched_bytes(value) for value in operands)
 
 
-def _touched(var: Var) -> int:
+def _touched_bytes(var: Var) -> int:
     sizes = zip(var.shape, var.stride, strict=True)
     return prod(size if stride or not size else 1 for size, stride in sizes) * var.dtype.itemsize
 
@@ -363,15 +364,15 @@ def _touched(var: Var) -> int:
 
 def count_text(count: float) -> str:
     """``1.23 T``: a count with a decimal prefix."""
-    return _scaled(count, 1000, ["", " k", " M", " G", " T", " P", " E", " Z"])
+    return _with_unit(count, 1000, ["", " k", " M", " G", " T", " P", " E", " Z"])
 
 
 def bytes_text(count: float) -> str:
     """``1.23 GiB``: bytes with a binary prefix."""
-    return _scaled(count, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+    return _with_unit(count, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
 
 
-def _scaled(value: float, base: int, units: list[str]) -> str:
+def _with_unit(value: float, base: int, units: list[str]) -> str:
     power = 0
     while abs(value) >= base and power < len(units) - 1:
         value, power = value / base, power + 1

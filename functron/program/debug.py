@@ -23,7 +23,7 @@ from functron.core.scopes import phase
 from functron.program.recorder import active
 from functron.spmd.axes import BoundAxis, SimulatedAxis, TracedAxis, scope, user_line
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.shard_map import Mapped, shard_map
+from functron.spmd.shard_map import MappedFunction, shard_map
 from functron.spmd.simulate import no_share
 from functron.spmd.spec import P, dim_axes, num_shards, problems
 
@@ -288,7 +288,7 @@ def _without_statics(text: str, args: tuple, kwargs: dict) -> tuple[str, list[to
         )
 
     for literal, name, spec, conversion in formatter.parse(text):
-        parts.append(_escaped(literal))
+        parts.append(_escape_braces(literal))
         if name is None:
             continue
         value = look_up(name or str(next(automatic)))
@@ -306,7 +306,7 @@ def _field(value: Any, tail: str, tensors: list[torch.Tensor]) -> str:
     """The part of a format string that shows `value`, whose tensors are appended to `tensors`."""
     leaves, structure = tree.flatten(value)
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return _escaped(f"{{0{tail}}}".format(value))
+        return _escape_braces(f"{{0{tail}}}".format(value))
     marked: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -314,7 +314,7 @@ def _field(value: Any, tail: str, tensors: list[torch.Tensor]) -> str:
             tensors.append(leaf)
         else:
             marked.append(leaf)
-    shown = _escaped(repr(tree.unflatten(structure, marked)))
+    shown = _escape_braces(repr(tree.unflatten(structure, marked)))
     return re.sub("\0(.*?)\0", lambda found: "{" + found[1] + tail + "}", shown)
 
 
@@ -328,7 +328,7 @@ class _Mark:
         return f"\0{self.index}\0"
 
 
-def _escaped(text: str) -> str:
+def _escape_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
@@ -457,7 +457,7 @@ def check_grads(
         got = "no floating-point tensor"
         problems.append(Problem("args", got, "something to differentiate by"))
     raise_problems("check_grads", problems)
-    if isinstance(f, Mapped):
+    if isinstance(f, MappedFunction):
         f, in_specs = f.f, f.in_specs if in_specs is None else in_specs
     whole = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
 
@@ -492,13 +492,13 @@ def check_grads(
                 if parts is not None
             ],
         )
-        function = _pulled(function, u)
+        function = _pull_back(function, u)
 
 
 _MODES = ("rev", "fwd")
 
 
-def _pulled(function: Callable, u: tuple[torch.Tensor, ...]) -> Callable:
+def _pull_back(function: Callable, u: tuple[torch.Tensor, ...]) -> Callable:
     """The gradient of ``<u, function(...)>``."""
     return lambda *values: torch.func.vjp(function, *values)[1](u)
 

@@ -41,7 +41,7 @@ def canonical_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int,
 
 @dataclass(frozen=True, eq=False)
 class Var:
-    """A tensor of a program: what is known of it before there are numbers.
+    """A tensor of a program: its shape, layout, dtype and memory, without its values.
 
     Attributes:
         name: unique in its block.
@@ -201,7 +201,7 @@ class Equation:
 
 
 class Fresh:
-    """Makes values that a block, with the scans in it, does not have yet."""
+    """Makes variables with names and memory that a block, with its scans, does not use yet."""
 
     def __init__(self, block: Block):
         values = [*block.inputs, *(v for e, _ in block.walk() for v in e.results)]
@@ -376,7 +376,7 @@ _aten = torch.ops.aten
 
 
 class Strided(NamedTuple):
-    """How a tensor shows its memory.
+    """The layout of a tensor in its memory.
 
     Attributes:
         size, stride: of its dims, in elements.

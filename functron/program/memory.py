@@ -1,6 +1,6 @@
 """A program's memory: the bytes that are live at every equation, their peak, and why.
 
-`lifetimes` says which values of a block exist from when to when, without sizes; a `_Machine` then
+`lifetimes` says which values of a block exist from when to when, without sizes; a `Machine` then
 makes, shares and drops them, on values that have a size and no numbers. A scan's iterations are
 alike, so a few are simulated and the others follow from them. The rules are those of a program that
 runs equation by equation, as torch runs it eagerly:
@@ -31,10 +31,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from functron.core.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, ticks
+from functron.core.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, align_columns, ticks
 from functron.program.cost import bytes_text, html_table
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where
-from functron.program.text import COLLECTIVES, aligned, short_line
+from functron.program.text import COLLECTIVES, short_line
 
 Category = Literal["parameters", "optimizer", "gradients", "activations", "workspace", "inputs"]
 
@@ -183,8 +183,8 @@ def _categories(
             value.storage for value in equation.operands
         )
         if isinstance(equation.op, Scan):
-            saved |= _saved_carries(equation, columns)
-            sums |= _summed_gradients(equation)
+            saved |= _find_saved_carries(equation, columns)
+            sums |= _find_summed_gradients(equation)
     others |= {value.storage for value in _vars(block.outputs)}
     for equation in reversed(block.equations):  # what is synchronised or summed is one already
         ends = is_backward(equation) and all(v.storage in others for v in equation.results)
@@ -205,7 +205,7 @@ def _categories(
     return category
 
 
-def _saved_carries(equation: Equation, columns: frozenset[Var]) -> set[int]:
+def _find_saved_carries(equation: Equation, columns: frozenset[Var]) -> set[int]:
     """First carries of a scan that keeps its carries for backward."""
     op = equation.op
     assert isinstance(op, Scan)
@@ -216,7 +216,7 @@ def _saved_carries(equation: Equation, columns: frozenset[Var]) -> set[int]:
     return {outer.storage for inner, outer in carries if inner.storage in kept}
 
 
-def _summed_gradients(equation: Equation) -> set[int]:
+def _find_summed_gradients(equation: Equation) -> set[int]:
     """Carries of a scan over whole backward passes that add up gradients, as microbatches do."""
     op = equation.op
     assert isinstance(op, Scan)
@@ -262,7 +262,7 @@ def _in_place(
         if new.storage != old.storage and new.storage in makers
     }
     while True:
-        fused = _fused(block, takes)
+        fused = _find_fused(block, takes)
         last = _last_uses(block, fused)
         early = [new for new, old in takes.items() if last[old] > makers[new]]
         if not early:
@@ -271,7 +271,7 @@ def _in_place(
             del takes[new]
 
 
-def _fused(block: Block, takes: Mapping[int, int]) -> frozenset[int]:
+def _find_fused(block: Block, takes: Mapping[int, int]) -> frozenset[int]:
     """Results of elementwise equations that only lead, so, to results in donated memory."""
     found: set[int] = set()
     returned = {value.storage for value in _vars(block.outputs)}
@@ -334,7 +334,7 @@ _DIRECT = 3  # iterations of a scan that are simulated before one stands for tho
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """The bytes that are live while one equation runs.
 
     Attributes:
@@ -366,14 +366,14 @@ class Buffer:
 
 
 @dataclass(eq=False)
-class Column:
+class ScanColumn:
     """One value per iteration of a scan, in the order of xs."""
 
     rows: list[Value]
     references: int = 1
 
 
-Value = Buffer | Column
+Value = Buffer | ScanColumn
 
 
 @dataclass(eq=False)
@@ -384,15 +384,15 @@ class _Iteration:
     slices: list[Value]
     outputs: list[Value]
     start: list[int]
-    moments: list[Moment]
+    moments: list[MemoryMoment]
 
 
 @dataclass(eq=False)
 class Machine:
-    """Runs blocks on values without numbers."""
+    """Runs blocks on buffers without numbers, to count the bytes that are live."""
 
     live: list[int] = field(default_factory=lambda: [0] * len(CATEGORIES))
-    timeline: list[Moment] = field(default_factory=list)
+    timeline: list[MemoryMoment] = field(default_factory=list)
     iteration: tuple[int, ...] = ()
     plans: dict[Equation, tuple[Lifetimes, list[bool]]] = field(default_factory=dict)
 
@@ -429,7 +429,7 @@ class Machine:
         value.references -= 1
         if value.references:
             return
-        if isinstance(value, Column):
+        if isinstance(value, ScanColumn):
             for row in value.rows:
                 self.drop(row)
         else:
@@ -446,8 +446,8 @@ class Machine:
         """The counterpart of `value` one iteration later; a new reference."""
         if value in known:
             return self.share(known[value])
-        if isinstance(value, Column):
-            known[value] = Column([self.copy(row, known) for row in value.rows])
+        if isinstance(value, ScanColumn):
+            known[value] = ScanColumn([self.copy(row, known) for row in value.rows])
         else:
             known[value] = self.make(value.size, CATEGORIES[value.category])
         return known[value]
@@ -502,7 +502,7 @@ class Machine:
     def _record(self, equation: Equation) -> None:
         live = list(self.live)
         live[CATEGORIES.index("workspace")] += scratch_bytes(equation)
-        moment = Moment(equation.name, equation.where, self.iteration, tuple(live))
+        moment = MemoryMoment(equation.name, equation.where, self.iteration, tuple(live))
         self.timeline.append(moment)
 
     # --- scans
@@ -595,7 +595,7 @@ class Machine:
             var = equation.outputs[op.num_carry + position]
             rows = [outputs[position] for outputs in ys]
             if kept[position]:
-                self._bind(environment, var, Column(rows[::-1] if op.reverse else rows))
+                self._bind(environment, var, ScanColumn(rows[::-1] if op.reverse else rows))
                 continue
             if var is not None:
                 value = self.make(var.storage_bytes, outline.category[var.storage])
@@ -632,7 +632,7 @@ def _sum_place(equation: Equation, outline: Lifetimes, environment, index: int) 
 
 
 @dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
     """The memory of one rank in one run of a program; `memory` makes it.
 
     Attributes:
@@ -644,9 +644,9 @@ class Memory:
     """
 
     name: str
-    timeline: tuple[Moment, ...]
+    timeline: tuple[MemoryMoment, ...]
     at_rest: Mapping[Category, int]
-    peak: Moment
+    peak: MemoryMoment
 
     @property
     def peak_bytes(self) -> int:
@@ -677,7 +677,7 @@ class Memory:
     def __str__(self) -> str:
         lines = [f"memory of {self.name}, per rank: peak {bytes_text(self.peak_bytes)}"]
         lines.append(f"  at {self._place()}")
-        return "\n".join([*lines, "", *(f"  {row}" for row in aligned(self.rows()))])
+        return "\n".join([*lines, "", *(f"  {row}" for row in align_columns(self.rows()))])
 
     def svg(self) -> str:
         """The timeline as stacked areas, one colour per category, as an SVG document."""
@@ -698,7 +698,7 @@ class Memory:
         )
 
 
-def memory(program: Code) -> Memory:
+def memory(program: Code) -> ProgramMemory:
     """The live bytes of one run of `program` on one rank, equation by equation.
 
     This is what running it eagerly allocates: `functron.program.memory` states the rules. Inputs
@@ -726,11 +726,11 @@ def memory(program: Code) -> Memory:
     outline = lifetimes(program.block, forced, kept, _donations(program))
     machine = Machine()
     values = machine.inputs(program, outline)
-    start = Moment("inputs", Where(), (), tuple(machine.live))
+    start = MemoryMoment("inputs", Where(), (), tuple(machine.live))
     machine.block(program.block, outline, values)
     peak = max([start, *machine.timeline], key=lambda moment: moment.total)
     at_rest = dict(zip(CATEGORIES, start.live, strict=True))
-    return Memory(program.name, tuple(machine.timeline), MappingProxyType(at_rest), peak)
+    return ProgramMemory(program.name, tuple(machine.timeline), MappingProxyType(at_rest), peak)
 
 
 def _category(path: str) -> Category | None:

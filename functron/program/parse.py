@@ -1,6 +1,6 @@
 """Text back to programs: the inverse of `functron.program.text.format`.
 
-A `Line` is read from left to right: names, values, types, comments.
+A `TextLine` is read from left to right: names, values, types, comments.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WORD = r"[\w./<>+*-]+"
 _VALUE = "a value: %name, a number, a string, [..], (..), P(..), a dtype, a layout or a device"
 
 
-class Line:
+class TextLine:
     """A line and how far it has been read.
 
     Attributes:
@@ -269,7 +269,7 @@ class _Scope:
         self.values: dict[str, tuple[Var, torch.Tensor]] = {}
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
-    def lookup(self, line: Line) -> Callable[[str], Var]:
+    def lookup(self, line: TextLine) -> Callable[[str], Var]:
         """The function from a name in `line` to its variable."""
 
         def find(name: str) -> Var:
@@ -285,7 +285,7 @@ class _Scope:
         """The fake tensor of a variable of this block."""
         return self.values[var.name][1]
 
-    def define(self, line: Line, name: str, tensor: torch.Tensor) -> Var:
+    def define(self, line: TextLine, name: str, tensor: torch.Tensor) -> Var:
         """A new variable."""
         if name in self.values:
             line.fail("a new name", f"%{name}, which an earlier line has defined")
@@ -302,18 +302,18 @@ class _Parser:
 
     def __init__(self, text: str):
         rows = [(number, row) for number, row in enumerate(text.splitlines(), 1) if row.strip()]
-        self.lines = [Line(number, row) for number, row in rows]
-        self.end = Line(rows[-1][0] + 1 if rows else 1, "")
+        self.lines = [TextLine(number, row) for number, row in rows]
+        self.end = TextLine(rows[-1][0] + 1 if rows else 1, "")
         self.position = 0
         self.fake = FakeTensorMode()
 
-    def peek(self, wanted: str) -> Line:
+    def peek(self, wanted: str) -> TextLine:
         """The next line, left unread."""
         if self.position == len(self.lines):
             self.end.fail(wanted, "the end of the text")
         return self.lines[self.position]
 
-    def next(self, wanted: str) -> Line:
+    def next(self, wanted: str) -> TextLine:
         """The next line."""
         line = self.peek(wanted)
         self.position += 1
@@ -360,7 +360,7 @@ class _Parser:
             paths=tuple(paths),
         )
 
-    def mesh(self, line: Line) -> Mesh:
+    def mesh(self, line: TextLine) -> Mesh:
         """``on Mesh(dp=2, tp=4):``."""
         text = line.take(r"on Mesh\(([^)]*)\):", "'on Mesh(axis=size, ...):'")[1]
         entries = [entry.partition("=") for entry in text.split(", ") if entry]
@@ -404,7 +404,7 @@ class _Parser:
             line.end()
         return tuple(outputs)
 
-    def enter(self, line: Line, scope: _Scope, name: str, kind: Type) -> Var:
+    def enter(self, line: TextLine, scope: _Scope, name: str, kind: Type) -> Var:
         """An input of a block, with the remarks on its memory that end the line."""
         if owner := line.match(r"shares %(\w+)"):
             whole = scope.tensor(scope.lookup(line)(owner[1]))
@@ -425,7 +425,7 @@ class _Parser:
             tensor = torch.empty(0, dtype=kind.dtype, device=kind.device)
             return tensor.set_(whole.untyped_storage(), 0, kind.shape, kind.stride)
 
-    def check_type(self, line: Line, var: Var, kind: Type) -> None:
+    def check_type(self, line: TextLine, var: Var, kind: Type) -> None:
         """Check the type in the text against that of the variable."""
         same = (var.shape, var.dtype, var.device) == (kind.shape, kind.dtype, kind.device)
         if not same or var.stride != kind.stride:
@@ -442,7 +442,7 @@ class _Parser:
             found.append(self.scan(line, scope) if is_scan else self.equation(line, scope))
         return tuple(found)
 
-    def equation(self, line: Line, scope: _Scope) -> Equation:
+    def equation(self, line: TextLine, scope: _Scope) -> Equation:
         """``%name: type, ... = op(...)  # comment``."""
         results = []
         if re.match(r"%|_(?!\w)", line.text):
@@ -459,7 +459,7 @@ class _Parser:
         line.end()
         return equation
 
-    def check_payload(self, line: Line, equation: Equation, text: str) -> None:
+    def check_payload(self, line: TextLine, equation: Equation, text: str) -> None:
         """Check the payload and the axis in the comment of a collective."""
         axis = axis_of(equation)
         if axis is None:
@@ -467,7 +467,7 @@ class _Parser:
         if text != (right := f"{payload_bytes(equation)} bytes over {axis}"):
             line.fail(repr(right), repr(text))
 
-    def op(self, line: Line) -> torch._ops.OpOverload:
+    def op(self, line: TextLine) -> torch._ops.OpOverload:
         """The operation of a name such as ``mm``, ``add.Tensor`` or ``prims::sum``."""
         name = line.take(r"((?:\w+::)?\w+(?:\.\w+)?)\(", "an equation: %name: type = op(...)")[1]
         namespace, _, short = name.rpartition("::")
@@ -479,7 +479,7 @@ class _Parser:
                 return op
         return line.fail("an operation of torch.ops, such as mm or add.Tensor", repr(name))
 
-    def arguments(self, line: Line, scope: _Scope) -> tuple[tuple, dict[str, Any]]:
+    def arguments(self, line: TextLine, scope: _Scope) -> tuple[tuple, dict[str, Any]]:
         """``operand, keyword=value)``."""
         args, kwargs = [], {}
         while not line.match(r"\)"):
@@ -493,7 +493,9 @@ class _Parser:
                 args.append(value)
         return tuple(args), kwargs
 
-    def run(self, line: Line, scope: _Scope, op, args, kwargs, results) -> tuple[Var | None, ...]:
+    def run(
+        self, line: TextLine, scope: _Scope, op, args, kwargs, results
+    ) -> tuple[Var | None, ...]:
         """The results of an operation, which is run on the fake tensors of its operands."""
         tensors = pytree.tree_map_only(Var, scope.tensor, (args, kwargs))
         try:
@@ -521,7 +523,7 @@ class _Parser:
             outputs.append(var)
         return tuple(outputs)
 
-    def scan(self, line: Line, scope: _Scope) -> Equation:
+    def scan(self, line: TextLine, scope: _Scope) -> Equation:
         """A scan with its body."""
         length = int(line.take(r"scan\[length=(\d{1,18})", "scan[length=N]")[1])
         reverse = bool(line.match(", reverse"))
@@ -566,7 +568,7 @@ class _Parser:
             outputs.append(var)
         return values, outputs
 
-    def check_slice(self, line: Line, inner: Any, outer: Any, length: int | None) -> None:
+    def check_slice(self, line: TextLine, inner: Any, outer: Any, length: int | None) -> None:
         """Check that `outer` is as `inner`, or a stack of `length` such values."""
         if isinstance(inner, Var) and isinstance(outer, Var):
             stack = () if length is None else (length,)

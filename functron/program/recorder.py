@@ -93,7 +93,7 @@ class _UnlikeError(Exception):
     """An operand of whose kind results are not kept."""
 
 
-def _described(value: Any) -> Any:
+def _describe_operands(value: Any) -> Any:
     """A hashable description of operands, by which the results of an operation are known.
 
     Raises:
@@ -106,9 +106,9 @@ def _described(value: Any) -> Any:
             raise _UnlikeError
         return Like(tuple(value.shape), value.stride(), value.dtype, value.fake_device)
     if kind is list or kind is tuple:
-        return kind, tuple([_described(item) for item in value])
+        return kind, tuple([_describe_operands(item) for item in value])
     if kind is dict:
-        return kind, tuple([(name, _described(item)) for name, item in value.items()])
+        return kind, tuple([(name, _describe_operands(item)) for name, item in value.items()])
     if not _is_plain(value):
         raise _UnlikeError
     return kind, value  # 1 and 1.0 are equal
@@ -142,7 +142,7 @@ def _results(func: torch._ops.OpOverload, described: Any, dtype: torch.dtype) ->
 
     Args:
         func: an operation that writes nothing.
-        described: its args and kwargs, by `_described`.
+        described: its args and kwargs, by `_describe_operands`.
         dtype: torch's default.
     """
     asking = active()
@@ -208,7 +208,7 @@ _origin: contextvars.ContextVar[str] = contextvars.ContextVar("functron_origin",
 
 
 def keeper() -> Any:
-    """The recorder of whole calls of transforms, in a trace that wants them so; None elsewhere.
+    """The recorder, where a trace records calls of transforms whole; None elsewhere.
 
     Its methods have the names of the transforms: `functron.partition` differentiates, and computes
     again, after it has decided where values lie.
@@ -526,7 +526,7 @@ class Recorder(TorchDispatchMode):
         if kind != "new":
             return func(*args, **kwargs)
         try:
-            described = _described((args, kwargs))
+            described = _describe_operands((args, kwargs))
         except _UnlikeError:
             return func(*args, **kwargs)
         found = _results(func, described, torch.get_default_dtype())

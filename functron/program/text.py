@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from functron.core import tree
+from functron.core.chart import align_columns, pad_cells
 from functron.program.equations import (
     Block,
     Code,
@@ -205,20 +206,17 @@ def payload_bytes(equation: Equation) -> int:
     return (equation.results if gathers else equation.operands)[0].nbytes
 
 
-_WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out
-
-
 def format(program: Code) -> str:  # noqa: A001  (read as text.format)
     """The text of a program: header, inputs, equations, outputs.
 
     The same on every machine for the same program: only the last part of file names is shown.
     Constants (tensors that the function closed over) are given by type only.
     """
-    inputs = aligned(input_rows(program))
-    outputs = aligned([output_cells(entry) for entry in program.outputs])
-    lines = [header(program), "inputs:", *_indented(inputs), "equations:"]
-    lines += _indented(block_lines(program.block))
-    return "\n".join([*lines, "outputs:", *_indented(outputs)]) + "\n"
+    inputs = align_columns(input_rows(program))
+    outputs = align_columns([output_cells(entry) for entry in program.outputs])
+    lines = [header(program), "inputs:", *_indent_lines(inputs), "equations:"]
+    lines += _indent_lines(block_lines(program.block))
+    return "\n".join([*lines, "outputs:", *_indent_lines(outputs)]) + "\n"
 
 
 def header(program: Code) -> str:
@@ -274,11 +272,11 @@ def storage_notes(var: Var, inputs: Sequence[Var]) -> list[str]:
 def block_lines(block: Block) -> list[str]:
     """The equations of a block as aligned lines; a scan is several."""
     lines = []
-    openings = aligned([equation_cells(equation) for equation in block.equations])
+    openings = align_columns([equation_cells(equation) for equation in block.equations])
     for equation, opening in zip(block.equations, openings, strict=True):
         lines.append(opening)
         if isinstance(equation.op, Scan):
-            lines += [*_indented(scan_lines(equation)), "}"]
+            lines += [*_indent_lines(scan_lines(equation)), "}"]
     return lines
 
 
@@ -286,7 +284,7 @@ def scan_lines(equation: Equation) -> list[str]:
     """The lines between the braces of a scan: its operands, its body and its results."""
     operands, results = scan_rows(equation)
     assert isinstance(equation.op, Scan)
-    return [*aligned(operands), *block_lines(equation.op.body), *aligned(results)]
+    return [*align_columns(operands), *block_lines(equation.op.body), *align_columns(results)]
 
 
 def scan_rows(equation: Equation) -> tuple[list[list[str]], list[list[str]]]:
@@ -342,28 +340,7 @@ def short_line(line: str) -> str:
     return f"{PurePath(found[1]).name}:{found[2]}" if found else line
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines in columns, two spaces apart, one before ``= ``."""
-    return ["".join(cells).rstrip() for cells in padded(rows)]
-
-
-def padded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows of cells with the spaces that put them in columns; columns of "" take no space."""
-    widths: dict[int, int] = {}
-    gaps: dict[int, str] = {}
-    for column, cell in ((k, cell) for row in rows for k, cell in enumerate(row) if cell):
-        widths[column] = max(widths.get(column, 0), len(cell) if len(cell) <= _WIDEST else 0)
-        gaps[column] = " " if cell.startswith("= ") else gaps.get(column, "  " if column else "")
-    return [
-        [
-            gaps[column] + cell.ljust(widths[column]) if column in widths else ""
-            for column, cell in enumerate(row)
-        ]
-        for row in rows
-    ]
-
-
-def _indented(lines: Iterable[str]) -> list[str]:
+def _indent_lines(lines: Iterable[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
@@ -383,7 +360,7 @@ def diff(a: Code | str, b: Code | str, context: int = 3) -> str:
         context: how many lines that agree to show around each difference.
     """
     ours, theirs = (_lines(side if isinstance(side, str) else format(side)) for side in (a, b))
-    names = _matched_names(ours, theirs)
+    names = _match_names(ours, theirs)
     old = [line.show({}) for line in ours]
     new = [line.show(names) for line in theirs]
     lines = []
@@ -446,7 +423,7 @@ def _keys(lines: Iterable[str]) -> list[str]:
     return [" ".join(_SOURCE.sub(r"\1", line).split()) for line in lines]
 
 
-def _matched_names(ours: Sequence[_Line], theirs: Sequence[_Line]) -> dict[_Name, str]:
+def _match_names(ours: Sequence[_Line], theirs: Sequence[_Line]) -> dict[_Name, str]:
     """New names for the variables of `theirs`."""
     erased = [_keys("%".join(line.pieces) for line in side) for side in (ours, theirs)]
     found: dict[_Name, _Name] = {}
@@ -505,8 +482,8 @@ def html(program: Code) -> str:
     long lists of inputs and outputs, fold. Hovering over a line shows the user's source.
     """
     axes = {name: k for k, name in enumerate(program.mesh.axis_names)}
-    inputs = _plain(input_rows(program))
-    outputs = _plain([output_cells(entry) for entry in program.outputs])
+    inputs = _plain_rows(input_rows(program))
+    outputs = _plain_rows([output_cells(entry) for entry in program.outputs])
     parts = [
         f'<div class="functron-program"><style>{_STYLE}{_colours(axes)}</style>',
         f'<div class="title">{escape(header(program))}</div>',
@@ -547,14 +524,16 @@ def _fold(summary: str, lines: Iterable[str], is_open: bool) -> str:
     )
 
 
-def _plain(rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f'<div class="row">{escape("".join(cells).rstrip())}</div>' for cells in padded(rows)]
+def _plain_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        f'<div class="row">{escape("".join(cells).rstrip())}</div>' for cells in pad_cells(rows)
+    ]
 
 
 def _block(block: Block, axes: Mapping[str, int]) -> list[str]:
     """The lines of a block's equations; a scan is one foldable element."""
     simple = [equation for equation in block.equations if not isinstance(equation.op, Scan)]
-    lines = iter(padded([equation_cells(equation) for equation in simple]))
+    lines = iter(pad_cells([equation_cells(equation) for equation in simple]))
     return [
         _scan(equation, axes)
         if isinstance(equation.op, Scan)
@@ -587,6 +566,6 @@ def _scan(equation: Equation, axes: Mapping[str, int]) -> str:
     counts = [f"{len(inner)} equations", *(f"{count} {name}" for name, count in found.items())]
     where = "  ".join(cell.rstrip() for cell in where_cells(equation.where))
     operands, results = scan_rows(equation)
-    lines = [*_plain(operands), *_block(scan.body, axes), *_plain(results)]
+    lines = [*_plain_rows(operands), *_block(scan.body, axes), *_plain_rows(results)]
     folded = _fold(f"{scan_opening(scan)}: {', '.join(counts)}  {where}", lines, True)
     return f'<div class="scan {equation.where.phase}">{folded}</div>'

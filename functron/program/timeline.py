@@ -2,7 +2,7 @@
 
 There is one stream that computes, and one per axis that communicates, as NCCL has one for every
 process group. Each does what it was given in the order in which it was issued
-(`functron.program.order`):
+(`functron.program.overlap`):
 
 * an equation runs when the one before it on its stream has ended;
 * an asynchronous collective starts when all that was issued before it has been computed, and the
@@ -29,10 +29,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functron.core import chart
+from functron.core.chart import align_columns
 from functron.program.cost import equation_bytes, equation_flops, html_table, sent_bytes
 from functron.program.equations import Block, Code, Equation, Scan
-from functron.program.order import arranged, issued, overlapped, split, waits
-from functron.program.text import aligned, axis_of
+from functron.program.overlap import (
+    arrange_block,
+    list_turns,
+    order_equations,
+    split_scan_body,
+    waits,
+)
+from functron.program.text import axis_of
 
 COMPUTE = "compute"
 """The stream that computes; the others have the names of axes."""
@@ -45,7 +52,7 @@ Rate = float | Mapping[str, float]
 
 @dataclass(frozen=True)
 class Rates:
-    """The seconds of equations by a roofline: the more of arithmetic and memory, or the wire.
+    """The seconds of equations by a roofline: the larger of arithmetic and memory, or the wire.
 
     What is computed takes ``max(FLOPs / flops, bytes / memory)``, each equation by itself; a
     collective ``latency + bytes sent / links``, with the bytes of ring algorithms (`Traffic`).
@@ -77,7 +84,7 @@ def _of(rate: Rate, axis: str) -> float:
     return rate if isinstance(rate, int | float) else rate[axis]
 
 
-class Row(NamedTuple):
+class StreamInterval(NamedTuple):
     """An interval of a stream.
 
     Attributes:
@@ -112,7 +119,7 @@ class ProgramTimeline:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[StreamInterval, ...]
     total: float
     exposed: Mapping[str, float]
 
@@ -133,7 +140,7 @@ class ProgramTimeline:
         """A Gantt chart as text, a line per stream, time to the right."""
         place = {stream: row for row, stream in enumerate(self.streams)}
         bars = [
-            chart.Bar(place[stream], start, end, (what,), "=" if axis is None else "·")
+            chart.TextBar(place[stream], start, end, (what,), "=" if axis is None else "·")
             for what, stream, start, end, axis, _ in self.rows
         ]
         return chart.gantt_text(bars, self.streams, width)
@@ -142,7 +149,7 @@ class ProgramTimeline:
         """A Gantt chart as an SVG picture, exposed communication darker."""
         place = {stream: row for row, stream in enumerate(self.streams)}
         boxes = [
-            chart.Box(
+            chart.SvgBar(
                 place[stream], start, end, what,
                 f"{what}: {end - start:.3g} s, {exposed:.3g} s exposed",
                 _COLOURS[0 if axis is None else 1 + (exposed > 0)],
@@ -164,7 +171,7 @@ class ProgramTimeline:
         return f"timeline of {self.name}, per rank: {self.total:.4g} s"
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *(f"  {row}" for row in aligned(self.table()))])
+        return "\n".join([self._title(), *(f"  {row}" for row in align_columns(self.table()))])
 
     __repr__ = __str__
 
@@ -194,7 +201,7 @@ def timeline(
     """
     overlap, prefetch = (overlap and program.mesh.size > 1, prefetch and program.mesh.size > 1)
     clock = _Clock()
-    block = arranged(program.block, prefetch=prefetch, sequence_parts=sequence_parts)
+    block = arrange_block(program.block, prefetch=prefetch, sequence_parts=sequence_parts)
     _Planner(costs, overlap, prefetch).block(block)(clock)
     rows = sorted(clock.rows, key=lambda row: (row.stream != COMPUTE, row.stream, row.start))
     axes = {e.args[1] for e, _ in program.block.walk() if axis_of(e) is not None}
@@ -229,11 +236,11 @@ class _Clock:
     free: dict[str, float] = field(default_factory=dict)
     under_way: dict[Any, _Work] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StreamInterval] = field(default_factory=list)
 
     def compute(self, seconds: float, what: str) -> None:
         if seconds:
-            self.rows.append(Row(what, COMPUTE, self.now, self.now + seconds, None))
+            self.rows.append(StreamInterval(what, COMPUTE, self.now, self.now + seconds, None))
             self.now += seconds
 
     def start(self, key: Any, axis: str, what: str, seconds: float) -> None:
@@ -247,7 +254,9 @@ class _Clock:
         self.exposed[work.axis] = self.exposed.get(work.axis, 0.0) + exposed
         self.now += exposed
         share = min(exposed, work.end - work.start)
-        self.rows.append(Row(work.what, work.axis, work.start, work.end, work.axis, share))
+        self.rows.append(
+            StreamInterval(work.what, work.axis, work.start, work.end, work.axis, share)
+        )
 
 
 _Step = Callable[[_Clock], None]
@@ -279,7 +288,7 @@ class _Planner:
         return _all([*steps, *self._kernel(kernel)])
 
     def _kernel(self, equations: Sequence[Equation]) -> list[_Step]:
-        order = issued(equations) if self.overlap else equations
+        order = order_equations(equations) if self.overlap else equations
         steps: list[_Step] = []
         together: list[Equation] = []
 
@@ -310,7 +319,7 @@ class _Planner:
         return lambda clock: clock.start(key, axis, what, seconds)
 
     def _scan(self, equation: Equation, op: Scan) -> _Step:
-        parts = split(op, _needed(equation, op)) if self.prefetch else None
+        parts = split_scan_body(op, _find_needed(equation, op)) if self.prefetch else None
         if parts is None:
             return _all([self.block(op.body)] * op.length)
         gathers, rounds = parts.gathers, parts.rounds
@@ -329,14 +338,14 @@ class _Planner:
                 turns[f"end {number}", odd] = [*map(_wait, keys[number]), tail, *then]
         steps: list[_Step] = []
         ended: dict[int, int] = defaultdict(int)
-        for turn, index in overlapped(op.length, gathers=bool(gathers), rounds=len(rounds)):
+        for turn, index in list_turns(op.length, gathers=bool(gathers), rounds=len(rounds)):
             name = f"end {ended[index]}" if turn == "end" else turn
             ended[index] += turn == "end"
             steps += turns[name, index % 2]
         return _all(steps)
 
 
-def _needed(equation: Equation, op: Scan) -> list[Any]:
+def _find_needed(equation: Equation, op: Scan) -> list[Any]:
     """The outputs of a scan's body that are carried, or that something is made of."""
     rows = list(zip(op.body.outputs, equation.outputs, strict=True))
     return [v for i, (v, made) in enumerate(rows) if i < op.num_carry or made is not None]

@@ -17,7 +17,7 @@ from functron.program.program import Program
 from functron.program.recorder import Recorder, active, keeper
 from functron.spmd.axes import enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.shard_map import Mapped
+from functron.spmd.shard_map import MappedFunction
 from functron.spmd.spec import P, is_spec, local_shape, problems, spec_axes
 
 
@@ -92,7 +92,7 @@ class _Place:
 def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
     if simulate:
         return _Place(Mesh(), P(), P, True, False, False)
-    if isinstance(fn, Mapped):
+    if isinstance(fn, MappedFunction):
         if mesh is not None or in_specs is not None:
             raise ValueError(
                 "trace: got mesh or in_specs for a function that shard_map returned; wanted them "

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from functron.core import compat
 from functron.core.errors import contexts_of, in_library, nearest, public
 from functron.core.scopes import named_scope
-from functron.spmd.flight import FlightRecorder, Line
+from functron.spmd.flight import FlightRecorder, SourceLine
 from functron.spmd.mesh import STANDARD_AXES, LostRanksError, Membership
 
 LIBRARY = torch.library.Library("functron", "DEF")
@@ -53,11 +53,11 @@ def _like(x, *args, **kwargs):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _gathered(x, axis, size):
+def _fake_all_gather(x, axis, size):
     return x.new_empty((size, *x.shape))
 
 
-def _scattered(x, axis, size, *, must_vary=False):
+def _fake_reduce_scatter(x, axis, size, *, must_vary=False):
     return x.new_empty(x.shape[1:])
 
 
@@ -67,8 +67,8 @@ def _view(x, *axes):
 
 for _name in ("psum", "pmax", "pmin", "pbroadcast", "all_to_all", "ppermute"):
     LIBRARY.impl(_name, _like, "Meta")
-LIBRARY.impl("all_gather", _gathered, "Meta")
-LIBRARY.impl("psum_scatter", _scattered, "Meta")
+LIBRARY.impl("all_gather", _fake_all_gather, "Meta")
+LIBRARY.impl("psum_scatter", _fake_reduce_scatter, "Meta")
 for _name in ("vary", "assume_replicated", "require_replicated", "assume_share", "require_share"):
     LIBRARY.impl(_name, _view, "CompositeExplicitAutograd")
 
@@ -224,7 +224,7 @@ def _communicates(method: F) -> F:
     return made
 
 
-def permuted(
+def permute_ranks(
     x: torch.Tensor,
     perm: Sequence[tuple[int, int]],
     index: int,
@@ -258,8 +258,8 @@ class BoundAxis:
         size: the number of ranks on it.
         index: of this process on it.
         group: the process group.
-        recorder: of what goes over it; None: nobody asks.
-        membership: that counts what is entered; None: nobody asks.
+        recorder: of what goes over it; None: not recorded.
+        membership: that counts collectives as they are entered; None: not counted.
     """
 
     name: str
@@ -270,11 +270,11 @@ class BoundAxis:
     recorder: FlightRecorder | None = None
     membership: Membership | None = None
 
-    def line(self) -> Line | None:
+    def line(self) -> SourceLine | None:
         """The line of a program that is about to communicate over this axis, if one is asked."""
         return None if self.recorder is None else self.recorder.line(2)
 
-    def about(self, line: Line | None, backward: bool) -> None:
+    def about(self, line: SourceLine | None, backward: bool) -> None:
         """Mark what goes over the axis next as of this line."""
         if self.recorder is not None:
             self.recorder.about(line, backward)
@@ -332,7 +332,7 @@ class BoundAxis:
 
         Without `wait` it may still be on its way; ``_c10d_functional.wait_tensor`` gives it.
         """
-        return permuted(x, perm, self.index, self.size, self.group, wait)
+        return permute_ranks(x, perm, self.index, self.size, self.group, wait)
 
     def mark(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """x: a statement about its replication, for those who check it."""
@@ -354,7 +354,7 @@ class StageAxis:
         size: its ranks.
         index: this process's rank on it; None where this process runs them all.
         group: the process group; "" where there is none.
-        recorder: of what goes over it; None: nobody asks.
+        recorder: of what goes over it; None: not recorded.
     """
 
     name: str
@@ -382,7 +382,7 @@ class Scope:
         stages: the axis whose ranks run different programs, if there is one.
         shares: in a simulation that is checked, a level of size 1 at which ranks' shares of
             gradients are batched, and so is what is computed from them (`functron.spmd.simulate`).
-        named: collects the axes that programs name; None: nobody asks.
+        named: collects the axes that programs name; None: not collected.
     """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)

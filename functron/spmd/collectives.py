@@ -224,7 +224,7 @@ def all_gather(
     return tree.map(one, x)
 
 
-def _split(leaf: torch.Tensor, dim: int, size: int, tiled: bool, name: str) -> torch.Tensor:
+def _split_dim(leaf: torch.Tensor, dim: int, size: int, tiled: bool, name: str) -> torch.Tensor:
     """`leaf` with a leading dim of `size` taken out of dim `dim`."""
     got = leaf.shape[dim]
     if (got % size) if tiled else (got != size):
@@ -267,7 +267,7 @@ def psum_scatter(
         _flag_redundant(leaf, axes, "psum_scatter")
         if not axes and tiled:
             return leaf
-        out = _split(leaf, dim, math.prod(sizes), tiled, "psum_scatter")
+        out = _split_dim(leaf, dim, math.prod(sizes), tiled, "psum_scatter")
         if not axes:
             return out.squeeze(0)
         # the major axis is scattered first, so that what is left is split by the minor ones
@@ -309,7 +309,7 @@ def all_to_all(
         target = _dim(concat_axis, leaf.dim(), "all_to_all concat_axis")
         if not axes and tiled:
             return leaf
-        out = _split(leaf, source, math.prod(sizes), tiled, "all_to_all")
+        out = _split_dim(leaf, source, math.prod(sizes), tiled, "all_to_all")
         out = out.unflatten(0, sizes) if axes else out
         for position, axis in enumerate(axes):
             out = AllToAll.call(out.movedim(position, 0), axis).movedim(0, position)

@@ -17,7 +17,7 @@ DLPack, and by `torch._fused_adamw_` and its like or a kernel of one's own calle
 nothing had been written, yet with what was. ``torch.autograd.graph.increment_version(x)``
 before such a write makes it count.
 
-Some functions of torch ask no subclass, so that they cannot raise: `torch.tensor`, `new_tensor`,
+Some functions of torch ask no subclass, so that they cannot raise: `torch.tensor`, ``new_tensor``,
 `torch.Tensor` and `torch.utils.dlpack.to_dlpack` make an empty tensor of one that is gone, and
 `torch.as_tensor` and `torch.asarray` return it as it is. Copies by ``clone()`` raise.
 
@@ -34,7 +34,7 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
-from functron.spmd.mesh import Call
+from functron.spmd.mesh import JointCall
 
 FIX = "use the result in its place, or donate a clone"
 RESTORE = "go on from the newest checkpoint, or from a new state"
@@ -129,7 +129,7 @@ class Donation:
         why: what ended the call, if it did not finish.
     """
 
-    def __init__(self, call: Call):
+    def __init__(self, call: JointCall):
         self.why = ""
         self._call = call
         self._taken: dict[int, _Taken] = {}

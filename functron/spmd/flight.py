@@ -35,7 +35,7 @@ _BELOW = ("functron.core.", "functron.spmd.", "functron.transforms.", "functron.
 _COMPILED = ("functron.compiler.", "functron.program.")
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A place in a program.
 
     Attributes:
@@ -51,7 +51,7 @@ class Line(NamedTuple):
         return f"{self.file}:{self.number}{' (backward)' if self.backward else ''}"
 
 
-class Kind(NamedTuple):
+class CollectiveKind(NamedTuple):
     """The kind of a collective: ranks that do the same enter the same kinds in the same order.
 
     Attributes:
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
     axis: str
     bytes: int
     dtype: str
-    line: Line | None
+    line: SourceLine | None
     peer: int | None = None
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Waiting(NamedTuple):
         start: the same on a GPU's stream; None: there is none.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     ordinal: int
     since: float
     start: Any = None
@@ -120,7 +120,7 @@ class FlightRecorder:
     def __init__(self, device_type: str = "cpu"):
         self.step = 0
         self.ranks: dict[str, tuple[int, ...]] = {}
-        self.kinds: list[Kind] = []
+        self.kinds: list[CollectiveKind] = []
         self.sequence: list[int] = []
         self.before: list[int] = []
         self.dropped = 0
@@ -129,10 +129,10 @@ class FlightRecorder:
         self.marked: dict[str, float] = {}
         self.device: DeviceClock | None = DeviceClock() if device_type == "cuda" else None
         self.agreement: Agreement | None = None
-        self._numbers: dict[Kind, int] = {}
+        self._numbers: dict[CollectiveKind, int] = {}
         self._places: dict[CodeType, str] = {}
         self._names: dict[torch.dtype, str] = {}
-        self._at: Line | None = None
+        self._at: SourceLine | None = None
 
     def begin(self, step: int) -> None:
         """From here on collectives are those of `step`."""
@@ -140,7 +140,7 @@ class FlightRecorder:
         if self.agreement is not None:
             self.agreement.forget()
 
-    def line(self, depth: int = 1) -> Line | None:
+    def line(self, depth: int = 1) -> SourceLine | None:
         """The line, outside what collectives are made of, of the caller that many frames up."""
         frame: FrameType | None = sys._getframe(depth)
         while frame is not None:
@@ -150,13 +150,13 @@ class FlightRecorder:
             if place is None:
                 place = self._places[code] = _place(frame)
             if place == "program":
-                return Line(code.co_filename, frame.f_lineno)
+                return SourceLine(code.co_filename, frame.f_lineno)
             if place == "compiled":
                 return None
             frame = frame.f_back
         return None
 
-    def about(self, line: Line | None, backward: bool) -> None:
+    def about(self, line: SourceLine | None, backward: bool) -> None:
         """The next collective is of this line."""
         self._at = line if line is None or not backward else line._replace(backward=True)
 
@@ -168,12 +168,12 @@ class FlightRecorder:
         if line is None:
             line = self.line(2)
         if value is None:
-            kind = Kind(op, axis, 0, "no values", line, peer)
+            kind = CollectiveKind(op, axis, 0, "no values", line, peer)
         else:
             name = self._names.get(value.dtype)
             if name is None:
                 name = self._names[value.dtype] = str(value.dtype).removeprefix("torch.")
-            kind = Kind(op, axis, value.nbytes, name, line, peer)
+            kind = CollectiveKind(op, axis, value.nbytes, name, line, peer)
         number = self._numbers.get(kind)
         if number is None:
             number = self._numbers[kind] = len(self.kinds)
@@ -408,8 +408,8 @@ class Agreement:
         rank: of this process.
         seconds: that the others have.
         one_order: all ranks enter all of their collectives in one order. Stages of a pipeline,
-            which run different programs, do not: only what is over the same axis is compared then,
-            and of the rest it is found that somebody does not come.
+            which run different programs, do not: only collectives over the same axis are compared
+            then; for the others it is reported that a rank is missing.
     """
 
     def __init__(self, store: dist.Store, rank: int, seconds: float, one_order: bool = True):
@@ -418,7 +418,7 @@ class Agreement:
         self._counts: Counter[tuple] = Counter()
         self._told: deque[list[str]] = deque([[]])
 
-    def check(self, step: int, kind: Kind, ranks: Sequence[int]) -> None:
+    def check(self, step: int, kind: CollectiveKind, ranks: Sequence[int]) -> None:
         """Return when all `ranks` have come to this collective.
 
         Raises:
@@ -481,7 +481,7 @@ def describe(recorder: FlightRecorder, waiting: Waiting | None) -> Mapping[str, 
     }
 
 
-def listed(ranks: Sequence[int]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words: ``"rank 1"``, ``"ranks 1, 2"``."""
     if not ranks:
         return "no other rank"

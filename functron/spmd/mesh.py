@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from functron.core import compat
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.spmd.flight import EVERYWHERE, DisagreementError, FlightRecorder, RecordedGroup
-from functron.spmd.host import Host
+from functron.spmd.shared_memory import HostGroups
 
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
@@ -154,9 +154,10 @@ class Mesh:
             device_type: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
             timeout_seconds: after which a collective over an axis gives up on ranks that do not
                 come to it; None: torch's choice, whatever that of the default process group is.
-            recorder: of what this process sends over the axes; None: nobody asks.
+            recorder: of what this process sends over the axes; None: not recorded.
             shared_memory: whether processes on CPUs of one host sum, gather, scatter and send to
-                other stages through memory that they share (`functron.spmd.host`), not by gloo.
+                other stages through memory that they share (`functron.spmd.shared_memory`), not by
+                gloo.
 
         Raises:
             ValueError: torch.distributed is not initialised, or its world size is not `size`.
@@ -184,7 +185,7 @@ class Mesh:
         # of a mesh like this; every rank adds one for each
         number = (compat.count_in_store(f"functron/bound/{self}/{device_type}") - 1) // self.size
         again = [str(number)] if number else []
-        groups, host = {}, Host() if shared_memory and device_type == "cpu" else None
+        groups, host = {}, HostGroups() if shared_memory and device_type == "cpu" else None
         for name in self.axis_names:
             group = devices.get_group(name)
             # torch's own names differ by rank, and compiled programs must not
@@ -197,7 +198,7 @@ class Mesh:
             if recorder is not None:
                 recorder.ranks[name] = tuple(dist.get_process_group_ranks(group))
                 recorded = RecordedGroup(used, name, recorder)
-                compat.name_group(_recorded(groups[name]), compat.kept(recorded))
+                compat.name_group(_record_group(groups[name]), compat.keep_group(recorded))
         rest = recorder, Membership(number)
         return BoundMesh(self, rank, self.coordinate(rank), groups, device_type, *rest)
 
@@ -235,7 +236,7 @@ class BoundMesh:
         groups: the process group of every axis, by its torch.distributed name: the same name on
             every rank.
         device_type: where the tensors of collectives live.
-        recorder: of what this process sends over the axes; None: nobody asks.
+        recorder: of what this process sends over the axes; None: not recorded.
         membership: whether this process still takes part in the groups.
     """
 
@@ -249,10 +250,10 @@ class BoundMesh:
 
     @property
     def compiled_groups(self) -> dict[str, str]:
-        """The process groups that compiled programs name: those that record, if somebody asks."""
+        """The process groups that compiled programs name, which record where a recorder is set."""
         if self.recorder is None:
             return dict(self.groups)
-        return {axis: _recorded(name) for axis, name in self.groups.items()}
+        return {axis: _record_group(name) for axis, name in self.groups.items()}
 
     @property
     def shape(self) -> dict[str, int]:
@@ -295,7 +296,7 @@ class BoundMesh:
             compat.close_group(name, self.device_type)
 
 
-class Call:
+class JointCall:
     """A program that the ranks of a mesh run together, within a with block.
 
     Where one of them fails in it, the others may be anywhere: waiting for this one, or past their
@@ -321,7 +322,7 @@ class Call:
         self._mesh = mesh if isinstance(mesh, BoundMesh) and bound else None
         self._entered = 0
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> JointCall:
         if self._mesh is not None:
             member = self._mesh.membership
             if member.closed:
@@ -371,6 +372,6 @@ class Call:
             return False
 
 
-def _recorded(group: str) -> str:
+def _record_group(group: str) -> str:
     """The name of the process group that records what goes through another."""
     return f"{group}:recorded"

@@ -17,10 +17,10 @@ import torch
 
 from functron.core import random, tree
 from functron.core.errors import Problem, public, raise_problems
+from functron.core.random import Index
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
 
-Index = Sequence[torch.Tensor | None] | None
 Initializer = Callable[[torch.Tensor, Sequence[int], torch.dtype, Index], torch.Tensor]
 """``(key, global shape, dtype, index)`` to the values at `index` (all of them where it is None)."""
 
@@ -86,7 +86,7 @@ class ParamDef:
             )
 
 
-class Piece(NamedTuple):
+class JoinedParam(NamedTuple):
     """One of several parameters that are joined in a leaf.
 
     Attributes:
@@ -103,7 +103,7 @@ class Piece(NamedTuple):
     size: int
 
 
-def pieces_of(path: str, d: ParamDef) -> tuple[Piece, ...]:
+def pieces_of(path: str, d: ParamDef) -> tuple[JoinedParam, ...]:
     """The parameters that are joined in the leaf at a path, in order; () where it is one."""
     *above, _, name = path.rsplit("/", 2) if d.pieces else (path, "")
     found, start = [], 0
@@ -111,7 +111,7 @@ def pieces_of(path: str, d: ParamDef) -> tuple[Piece, ...]:
         shape = (*d.shape[:-2], d.shape[-1])
         if size > 1:
             shape = (*d.shape[:-3], d.shape[-3] * size, d.shape[-1])
-        found.append(Piece("/".join([*above, layer, name]), shape, start, size))
+        found.append(JoinedParam("/".join([*above, layer, name]), shape, start, size))
         start += size
     return tuple(found)
 
@@ -283,7 +283,7 @@ def _key_at(key: torch.Tensor, path: str) -> torch.Tensor:
     return random.fold_in(key, zlib.crc32(path.encode()))
 
 
-def _index_alone(index: Index, piece: Piece) -> Index:
+def _index_alone(index: Index, piece: JoinedParam) -> Index:
     """The index of a joined leaf, in the dims of one of its pieces."""
     if index is None:
         return None

@@ -11,7 +11,7 @@ Function of ``(x, token, call)`` with
 * backward and jvp: the transpose and the same primitive, again through `apply`, so that every order
   of every torch.func transform works.
 
-`torch.library.custom_op` is not used: its `register_autograd` does not compose with vmap of grad.
+`torch.library.custom_op` is not used: its ``register_autograd`` does not compose with vmap of grad.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from functron.core import compat
 from functron.core.compat import Function
 from functron.spmd.axes import Axis, BoundAxis, SimulatedAxis
-from functron.spmd.flight import Line
+from functron.spmd.flight import SourceLine
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Dtypes:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class PrimitiveCall:
     """The static operands of a primitive; opaque to functorch, which flattens containers.
 
     Attributes:
@@ -58,8 +58,8 @@ class Call:
         equal: the cotangents of a `Psum`'s result are equal on all ranks.
         source: whose value `Broadcast` sends.
         wait: for the result of `Ppermute`; otherwise it may still be on its way, and only
-            `functron.spmd.ragged.arrived` may touch it.
-        line: of the program, where somebody records it.
+            `functron.spmd.ragged.wait_for_rows` may touch it.
+        line: of the program, while collectives are recorded.
         backward: this is the transpose of what is written there.
     """
 
@@ -71,7 +71,7 @@ class Call:
     equal: bool = False
     source: int = 0
     wait: bool = True
-    line: Line | None = None
+    line: SourceLine | None = None
     backward: bool = False
 
 
@@ -107,7 +107,7 @@ class _Primitive(Function):
     ) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`."""
         line = axis.line() if isinstance(axis, BoundAxis) else None
-        call = Call(axis, perm, must_vary, dtypes, summed, equal, source, wait, line)
+        call = PrimitiveCall(axis, perm, must_vary, dtypes, summed, equal, source, wait, line)
         if torch._C._len_torch_function_stack():  # of which one may ask for lines
             return torch.overrides.handle_torch_function(cls.apply, (x,), x, axis.token, call)
         out: Any = cls.apply(x, axis.token, call)
@@ -369,7 +369,7 @@ class GatherUnsent(AllGatherAs):
         raise ValueError("forward-mode differentiation (jvp, jacfwd) of parameters sent as codes")
 
 
-def _nan(x: torch.Tensor, call: Call) -> torch.Tensor:
+def _nan(x: torch.Tensor, call: PrimitiveCall) -> torch.Tensor:
     """A 0-dim NaN that varies over the axes, of other vmap levels, that x does."""
     assert call.dtypes is not None
     return torch.full_like(x[(0,) * x.dim()], torch.nan, dtype=call.dtypes.result)
@@ -446,7 +446,7 @@ class Ppermute(_Primitive):
     @staticmethod
     def transpose(cotangent, token, call):
         inverse = tuple((d, s) for s, d in call.perm)
-        call = Call(call.axis, inverse, line=call.line, backward=call.backward)
+        call = PrimitiveCall(call.axis, inverse, line=call.line, backward=call.backward)
         return Ppermute.apply(cotangent, token, call)
 
 

@@ -123,7 +123,7 @@ def pick(x: Tensor, at: Tensor, whole: bool = False) -> Tensor:
     return torch.where(real, found, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def shifted(at: Tensor, by: int) -> Tensor:
+def shift_indices(at: Tensor, by: int) -> Tensor:
     """[S, ...] indices into S tensors of `by` rows each as indices into their concatenation."""
     offsets = torch.arange(at.shape[0], device=at.device).view(-1, *[1] * (at.dim() - 1)) * by
     return torch.where(at >= 0, at + offsets, at)
@@ -173,14 +173,14 @@ class _Copy(_Moved):
             return _Copy.apply(x.movedim(in_dims[0], 1), source, slots, whole), 1
         source, slots = _lead(source, in_dims[1], size), _lead(slots, in_dims[2], size)
         length, rows = source.shape[1], slots.shape[1]
-        slots = shifted(slots, length)
+        slots = shift_indices(slots, length)
         if (
             in_dims[0] is None
         ):  # copies of one tensor's rows for all: slots of one row, side by side
             slots = slots.transpose(0, 1).flatten(1)
         else:
             x, slots = x.movedim(in_dims[0], 0).flatten(0, 1), slots.flatten(0, 1)
-            source = shifted(source, rows)
+            source = shift_indices(source, rows)
         return _Copy.apply(x, source.flatten(), slots, whole).unflatten(0, (size, length)), 0
 
 
@@ -203,8 +203,8 @@ class _Add(_Moved):
             return _Add.apply(y.movedim(in_dims[0], 1), source, slots, whole), 1
         source, slots = _lead(source, in_dims[1], size), _lead(slots, in_dims[2], size)
         y, rows = _lead(y, in_dims[0], size).flatten(0, 1), slots.shape[1]
-        slots = shifted(slots, source.shape[1]).flatten(0, 1)
-        source = shifted(source, rows).flatten()
+        slots = shift_indices(slots, source.shape[1]).flatten(0, 1)
+        source = shift_indices(source, rows).flatten()
         return _Add.apply(y, source, slots, whole).unflatten(0, (size, rows)), 0
 
 
@@ -298,8 +298,8 @@ def exchange(
         axes: the axes, major to minor.
         capacity: a bound on what any rank can receive.
         room: a bound on what one rank can send to another, worth sending always; 0: none is.
-        wait: for the rows; otherwise they may still be on their way, and only `arrived` may touch
-            them, after whatever does not need them.
+        wait: for the rows; otherwise they may still be on their way, and only `wait_for_rows` may
+            touch them, after whatever does not need them.
 
     Returns:
         rows: ``[capacity, ...]``; on processes, outside of a trace and without `room`, exactly the
@@ -309,7 +309,7 @@ def exchange(
     """
     natural = tuple(range(sizes.dim()))
     if not axes:
-        return _resized(x, sizes, capacity), sizes, natural
+        return _resize_rows(x, sizes, capacity), sizes, natural
     rows, layout = x, natural
     for position, axis in enumerate(axes):
         wanted = (position, *(dim for dim in natural if dim != position))
@@ -334,7 +334,7 @@ def exchange(
     return rows, sizes, layout
 
 
-def arrived(rows: Tensor, axes: Sequence[Axis]) -> Tensor:
+def wait_for_rows(rows: Tensor, axes: Sequence[Axis]) -> Tensor:
     """The rows of an `exchange` over `axes` that did not wait."""
     last = axes[-1] if axes else None
     if not isinstance(last, BoundAxis):
@@ -344,7 +344,7 @@ def arrived(rows: Tensor, axes: Sequence[Axis]) -> Tensor:
     return out
 
 
-def _resized(x: Tensor, sizes: Tensor, capacity: int) -> Tensor:
+def _resize_rows(x: Tensor, sizes: Tensor, capacity: int) -> Tensor:
     """x with `capacity` rows, of which those beyond the sum of sizes are zeros."""
     count = x.shape[0]
     if count > capacity:
@@ -457,7 +457,7 @@ class RaggedAllToAll(Function):
         x, sends = _lead(x, x_dim, size), _lead(sends, sends_dim, size)
         receives = _lead(receives, receives_dim, size)
         if token_dim is not None:
-            return _across(x, sends, call.capacity), 0
+            return exchange_of_ranks(x, sends, call.capacity), 0
         if samples == 1:
             return RaggedAllToAll.apply(x, sends, receives, token, call), 0
         shape = x.shape[:2]
@@ -470,13 +470,19 @@ def _lead(value: Tensor, dim: int | None, size: int) -> Tensor:
     return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
 
 
-def _across(x: Tensor, sends: Tensor, capacity: int) -> Tensor:
-    """The exchange in simulation: ``[n, M, ...]`` and ``[n, n]`` to ``[n, capacity, ...]``.
+def exchange_of_ranks(x: Tensor, sends: Tensor, capacity: int) -> Tensor:
+    """The exchange in one process, of ranks whose values are stacked.
 
-    Either may have a dim of samples after the first.
+    Args:
+        x: ``[n, M, ...]``: the rows of every rank; or ``[n, L, M, ...]``, of L samples.
+        sends: int64 ``[n, n]``: how many rows each rank sends to each; or ``[n, L, n]``.
+        capacity: the rows of the result; more are lost.
+
+    Returns:
+        ``[n, capacity, ...]``, or ``[n, L, capacity, ...]``: zeros after what came.
     """
     if sends.dim() == 2:
-        return _across(x.unsqueeze(1), sends.unsqueeze(1), capacity).squeeze(1)
+        return exchange_of_ranks(x.unsqueeze(1), sends.unsqueeze(1), capacity).squeeze(1)
     ranks, samples, rows = x.shape[:3]
     starts = sends.cumsum(2) - sends  # of what each rank sends to each, in its own rows
     places = torch.arange(ranks * samples, device=x.device).view(ranks, samples, 1) * rows
@@ -498,7 +504,7 @@ def _send(x: Tensor, sends: Tensor, receives: Tensor, call: RaggedCall) -> Tenso
     assert isinstance(axis, BoundAxis)
     if call.room:
         with axis.entered("ragged_all_to_all", x):
-            return padded(x, axis.group, sends, receives, call.capacity, call.room)
+            return exchange_padded(x, axis.group, sends, receives, call.capacity, call.room)
     counts = call.counts or torch.stack([sends, receives]).tolist()
     return _exact(x, axis.group, counts, call.capacity, call.wait)
 
@@ -508,28 +514,30 @@ def pads(device: torch.device, room: int = 0) -> bool:
     return bool(room) and device.type == "cuda"
 
 
-def _ragged_ranks(
+def _exchange_ranks(
     x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, room: int = 0
 ) -> Tensor:
     """The exchange between the processes of a group, which has to be waited for.
 
     One operation for the compiler, since how much is sent where is data. On CPUs, and where no
-    bound is known, the host waits for sizes, and for the rows; else, for `ragged_end`, the rows
+    bound is known, the host waits for sizes, and for the rows; else, for ``ragged_end``, the rows
     come as they are sent.
     """
     if pads(x.device, room):
-        return _begun(x, group, sends, room)
+        return _begin_exchange(x, group, sends, room)
     return _exact(x, group, torch.stack([sends, receives]).tolist(), capacity)
 
 
-def padded(
+def exchange_padded(
     x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, room: int
 ) -> Tensor:
     """The exchange of `room` rows with each rank: real ones, then zeros; sizes stay unread."""
-    return _ragged_end(_c10d.wait_tensor(_begun(x, group, sends, room)), receives, capacity, room)
+    return _end_exchange(
+        _c10d.wait_tensor(_begin_exchange(x, group, sends, room)), receives, capacity, room
+    )
 
 
-def _begun(x: Tensor, group: str, sends: Tensor, room: int) -> Tensor:
+def _begin_exchange(x: Tensor, group: str, sends: Tensor, room: int) -> Tensor:
     """`room` rows for each rank, on their way."""
     places, ranks = torch.arange(room, device=x.device), sends.shape[0]
     first = (sends.cumsum(0) - sends).unsqueeze(1)
@@ -538,7 +546,7 @@ def _begun(x: Tensor, group: str, sends: Tensor, room: int) -> Tensor:
     return _c10d.all_to_all_single(rows, [room] * ranks, [room] * ranks, group)
 
 
-def _ragged_end(got: Tensor, receives: Tensor, capacity: int, room: int) -> Tensor:
+def _end_exchange(got: Tensor, receives: Tensor, capacity: int, room: int) -> Tensor:
     """The real ones of `room` rows from each rank, then zeros."""
     ranks = receives.shape[0]
     # of each row that arrives the block, and its place there
@@ -588,7 +596,7 @@ class _Wait(Function):
         return _Wait.apply(x), in_dims[0]
 
 
-def _traced(x, axis, size, sends, receives, capacity, room=0):
+def _fake_exchange(x, axis, size, sends, receives, capacity, room=0):
     return x.new_empty(capacity, *x.shape[1:])
 
 
@@ -601,8 +609,8 @@ def _fake_end(got, receives, capacity, room):
     return got.new_empty(capacity, *got.shape[1:])
 
 
-LIBRARY.impl("ragged_all_to_all", _traced, "Meta")
-LIBRARY.impl("ragged_ranks", _ragged_ranks, "CompositeExplicitAutograd")
-LIBRARY.impl("ragged_end", _ragged_end, "CompositeExplicitAutograd")
+LIBRARY.impl("ragged_all_to_all", _fake_exchange, "Meta")
+LIBRARY.impl("ragged_ranks", _exchange_ranks, "CompositeExplicitAutograd")
+LIBRARY.impl("ragged_end", _end_exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("functron::ragged_ranks", _fake_ranks, lib=LIBRARY)
 torch.library.register_fake("functron::ragged_end", _fake_end, lib=LIBRARY)

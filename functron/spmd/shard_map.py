@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import call_on_tape, closed_over, find_orphans, hoist, refuse_holders
+from functron.core.closure import call_on_tape, find_orphans, find_tensors, hoist, refuse_holders
 from functron.core.errors import ORPHAN, Problem, dataclass_fix, nearest, public, raise_problems
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
@@ -37,7 +37,7 @@ from functron.spmd.axes import (
 )
 from functron.spmd.collectives import all_gather
 from functron.spmd.donation import Donation, check_consumable, refuse_donated
-from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Call, Mesh
+from functron.spmd.mesh import STANDARD_AXES, BoundMesh, JointCall, Mesh
 from functron.spmd.primitives import InputReplicated, OutputReplicated
 from functron.spmd.simulate import (
     LineRecorder,
@@ -165,12 +165,12 @@ def _on_the_first(
     return check() if any_found and mesh.rank != 0 else found
 
 
-def _differentiated(value: Any) -> bool:
+def _is_differentiated(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
 
 
 def _replicate(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis | TracedAxis]) -> Any:
-    if _differentiated(value) and value.is_floating_point():
+    if _is_differentiated(value) and value.is_floating_point():
         for axis in axes:
             if axis.name not in mentioned:
                 value = InputReplicated.call(value, axis)
@@ -180,7 +180,7 @@ def _replicate(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis | 
 def _count_once(
     value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis | TracedAxis]
 ) -> Any:
-    if _differentiated(value) and value.is_floating_point():
+    if _is_differentiated(value) and value.is_floating_point():
         for axis in axes:
             if axis.name not in mentioned:
                 value = OutputReplicated.call(value, axis)
@@ -287,7 +287,7 @@ def shard_map(
     check_spec_trees(in_specs, out_specs, mesh, stages)
     donated = (donate,) if isinstance(donate, int) else tuple(donate)
     meant = (replicated_over,) if isinstance(replicated_over, str) else tuple(replicated_over)
-    return Mapped(f, mesh, in_specs, out_specs, check, stages, donated, meant)
+    return MappedFunction(f, mesh, in_specs, out_specs, check, stages, donated, meant)
 
 
 def check_spec_trees(
@@ -314,7 +314,7 @@ def check_spec_trees(
     raise_problems("shard_map cannot use these specs", problems)
 
 
-class Mapped:
+class MappedFunction:
     """A function mapped by `shard_map`: binds arguments to specs, then simulates or runs.
 
     Attributes:
@@ -374,9 +374,9 @@ class Mapped:
                 "map over other axes, or call the function directly"
             )
         leaves, structure, specs, paths = self._flatten(args)
-        hidden = closed_over(self.f)
+        hidden = find_tensors(self.f)
         self._refuse_orphans(leaves, paths, hidden)
-        if self.donate and _taped([*leaves, *hidden]):
+        if self.donate and _is_taped([*leaves, *hidden]):
             return self._on_tape(leaves, structure, *hoist(self.f))
         stages, named = self._stage_axis() or scope().stages, scope().named
         inner = replace(scope(), stages=stages, named=set() if named is None else named)
@@ -399,7 +399,7 @@ class Mapped:
 
         A derivative of what is overwritten would be lost, and what the tape keeps be changed.
         """
-        places = [i for i, leaf in enumerate(leaves) if _taped([leaf])]
+        places = [i for i, leaf in enumerate(leaves) if _is_taped([leaf])]
         count = len(places)
 
         def call(*tensors):
@@ -416,7 +416,7 @@ class Mapped:
         modes = compat.dispatch_modes_active()
         alone = modes or compat.transforms_active()
         if isinstance(self._mapped, BoundMesh) and self.check:
-            with enter(inner), Call(self.name, self.mesh, alike=True):
+            with enter(inner), JointCall(self.name, self.mesh, alike=True):
                 self._check_once(self._mapped, leaves, structure, specs)
         donated = {} if alone else self._donated(leaves, paths)
         before = {
@@ -424,7 +424,7 @@ class Mapped:
             for i, leaf in enumerate(leaves)
             if _counts_edits(leaf) and _position(paths[i]) not in self.donate
         }
-        with Call(self.name, self.mesh, alike=True if modes else self._alike) as call:
+        with JointCall(self.name, self.mesh, alike=True if modes else self._alike) as call:
             with enter(inner), Donation(call) as donation:
                 given = list(leaves)
                 for i, path in donated.items():
@@ -740,7 +740,7 @@ def _arguments(structure: tree.Structure, leaves: list) -> tuple:
     return tuple(arg.value if isinstance(arg, _Static) else arg for arg in args)
 
 
-def _taped(values: list) -> bool:
+def _is_taped(values: list) -> bool:
     """Whether torch's tape tracks one of these, and no transform or trace sees them besides."""
     if not torch.is_grad_enabled() or compat.transforms_active() or compat.dispatch_modes_active():
         return False

@@ -194,7 +194,7 @@ class _Product(Function):
         (dy,), (x, w) = cotangents, ctx.saved_tensors
         dx = _Product.apply(dy, w.mT) if ctx.needs_input_grad[0] else None
         dw = _Product.apply(x.mT, dy) if ctx.needs_input_grad[1] else None
-        return _summed_like(dx, x), _summed_like(dw, w)
+        return _sum_like(dx, x), _sum_like(dw, w)
 
     @staticmethod
     def jvp(ctx, dx, dw):
@@ -230,7 +230,7 @@ class _WideProduct(torch.autograd.Function):
         return dx, dw
 
 
-def _summed_like(grad: Any, like: torch.Tensor) -> Any:
+def _sum_like(grad: Any, like: torch.Tensor) -> Any:
     """The cotangent of what was one matrix for many."""
     return grad if grad is None or grad.shape == like.shape else grad.sum_to_size(like.shape)
 
@@ -337,7 +337,7 @@ def takes_functions(op: object = "") -> str:
     return _BRANCHES.format(op=f" ({op})" if op else "")
 
 
-def _escaped(op: str) -> str:
+def _says_escaped(op: str) -> str:
     return ORPHAN
 
 
@@ -351,7 +351,7 @@ def _has_no_rule(op: str) -> str:
 
 _RAW: Mapping[str, Callable[[str], str]] = MappingProxyType(
     {
-        ORPHAN_PATTERN: _escaped,
+        ORPHAN_PATTERN: _says_escaped,
         r"igher.order op|HigherOrderOperator|_higher_order_ops": takes_functions,
         r"randomness error mode|aten::rrelu": draws_randomly,
         r"calling \.item\(\)|data-dependent control flow|dynamic shape|differently shaped Tensor"
@@ -460,7 +460,7 @@ class LineRecorder(TorchFunctionMode):
         return f", made at {made}" + (f"; it varies since {began}" if began != made else "")
 
 
-def unreduced(rows: Iterable[tuple[str, str, P, str]]) -> list[Problem]:
+def unreduced_problems(rows: Iterable[tuple[str, str, P, str]]) -> list[Problem]:
     """The problems of outputs that vary where their specs say that they do not, one for each cause.
 
     Args:
@@ -542,7 +542,7 @@ def check_outputs(
     Raises:
         VaryingOutputError: with the path, the axis, the line and the fix of every offender.
     """
-    problems = unreduced(
+    problems = unreduced_problems(
         (path, axis, spec, recorder.lines(value, axis) if recorder else "")
         for value, spec, path in zip(outputs, specs, paths, strict=True)
         if spec is not None
@@ -560,7 +560,7 @@ def _simulating() -> bool:
 compat.guard_functions_under_vmap(_simulating)
 
 
-def transformed() -> bool:
+def runs_transform() -> bool:
     """Whether a torch.func transform runs here that is none of a simulated mesh.
 
     What belongs to its caller is not to be overwritten then: the caller gave up something else, if

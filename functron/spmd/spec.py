@@ -1,7 +1,7 @@
 """Partition specs: which mesh axes split which dims, and the arithmetic that follows from it.
 
-What a spec leaves whole can be cut over further axes, where sizes divide or not: a `Cut` says that
-a dim of a local value is cut over axes that the value is replicated over so far. The longest
+What a spec leaves whole can be cut over further axes, where sizes divide or not: a `DimCut` says
+that a dim of a local value is cut over axes that the value is replicated over so far. The longest
 leading part of these axes that divides the dim splits it evenly. The others together cut what is
 left into parts of ``ceil(size / ranks)``, the last ones short or empty, and padded with zeros to
 that length. Padding is added by `take` and `scatter` and dropped by `join`; nobody else needs to
@@ -26,7 +26,7 @@ from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.primitives import PsumScatter
 
-Entry = str | tuple[str, ...] | None
+SpecEntry = str | tuple[str, ...] | None
 
 
 class P(tuple):
@@ -38,7 +38,7 @@ class P(tuple):
 
     __slots__ = ()
 
-    def __new__(cls, *entries: Entry):
+    def __new__(cls, *entries: SpecEntry):
         checked = []
         for entry in entries:
             names = entry if isinstance(entry, (tuple, list)) else (entry,)
@@ -61,7 +61,7 @@ def is_spec(value: object) -> bool:
     return value is None or isinstance(value, P)
 
 
-def entry_axes(entry: Entry) -> tuple[str, ...]:
+def entry_axes(entry: SpecEntry) -> tuple[str, ...]:
     """The axes of one spec entry, major to minor."""
     if entry is None:
         return ()
@@ -208,20 +208,20 @@ def unshard(shards: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Tensor
     return whole
 
 
-class Rules(Mapping[str, Entry]):
+class Rules(Mapping[str, SpecEntry]):
     """Which mesh axes split each logical axis: the whole parallel configuration in one mapping.
 
     ``Rules({"heads": "tp", "mlp": "tp", "vocab": "tp"})`` is Megatron's tensor parallelism.
     Logical axes that are not listed stay whole.
     """
 
-    def __init__(self, rules: Mapping[str, Entry]):
+    def __init__(self, rules: Mapping[str, SpecEntry]):
         if not isinstance(rules, Mapping):
             wanted = 'mesh axes by logical axis, as in {"heads": "tp"}'
             refuse("Rules", "rules", repr(rules), wanted, error=TypeError)
         self._rules = dict(rules)
 
-    def __getitem__(self, logical: str) -> Entry:
+    def __getitem__(self, logical: str) -> SpecEntry:
         return self._rules[logical]
 
     def __iter__(self) -> Iterator[str]:
@@ -294,7 +294,7 @@ class Rules(Mapping[str, Entry]):
         return tree.unflatten(tree.flatten(values)[1], found)
 
 
-class Cut(NamedTuple):
+class DimCut(NamedTuple):
     """A dim of a local value and the axes that split it further.
 
     Attributes:
@@ -306,7 +306,7 @@ class Cut(NamedTuple):
     axes: tuple[str, ...]
 
 
-Cuts = tuple[Cut, ...]
+Cuts = tuple[DimCut, ...]
 
 
 @functools.lru_cache(1024)
@@ -333,18 +333,18 @@ def cuts_between(spec: P, into: P, num_dims: int) -> Cuts:
         ],
     )
     return tuple(
-        Cut(dim - num_dims, new[len(old) :])
+        DimCut(dim - num_dims, new[len(old) :])
         for dim, (old, new) in enumerate(zip(before, after, strict=True))
         if len(new) > len(old)
     )
 
 
-def as_entry(axes: Sequence[str]) -> Entry:
+def as_entry(axes: Sequence[str]) -> SpecEntry:
     """The entry of a spec for a dim that these axes split, as one would write it."""
     return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
-def whole_over(specs: tree.Tree, axes: Sequence[str]) -> tree.Tree:
+def without_axes(specs: tree.Tree, axes: Sequence[str]) -> tree.Tree:
     """The specs without these axes: of what is gathered over them."""
 
     def one(spec: P | None) -> P | None:
@@ -381,7 +381,7 @@ def take(x: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """
     for dim, axes in _steps(x.shape, cuts):
         count, index = axis_size(axes), axis_index(axes)
-        x = _padded(x, dim, count)
+        x = _pad_dim(x, dim, count)
         size = x.shape[dim] // count
         if isinstance(index, int):
             x = x.narrow(dim, index * size, size)
@@ -436,21 +436,21 @@ def scatter_over(x: torch.Tensor, cuts: BoundCuts) -> torch.Tensor:
     for dim, axes in cuts:
         sizes = [axis.size for axis in axes]
         count = math.prod(sizes)
-        rows = _padded(x, dim, count).unflatten(dim, (count, -1))
+        rows = _pad_dim(x, dim, count).unflatten(dim, (count, -1))
         x = rows.movedim(dim - 1, 0).unflatten(0, sizes)
         for axis in axes:
             x = PsumScatter.call(x, axis)
     return x
 
 
-def _steps(shape: Sequence[int], cuts: Cuts) -> list[Cut]:
+def _steps(shape: Sequence[int], cuts: Cuts) -> list[DimCut]:
     """Cuts one after another: of a dim over the axes that divide it, then over the others."""
     steps = []
     for dim, axes in cuts:
         bound = [name for name in axes if axis_size(name) > 1]
         count = _num_even(shape[dim], [axis_size(name) for name in bound])
         groups = (bound[:count], bound[count:])
-        steps += [Cut(dim, tuple(group)) for group in groups if group]
+        steps += [DimCut(dim, tuple(group)) for group in groups if group]
     return steps
 
 
@@ -463,7 +463,7 @@ def _num_even(size: int, counts: Sequence[int]) -> int:
     return len(counts)
 
 
-def _padded(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def _pad_dim(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     missing = -x.shape[dim] % count
     return F.pad(x, [0, 0] * (-dim - 1) + [0, missing]) if missing else x
 
@@ -477,7 +477,7 @@ def fill(x: torch.Tensor, dim: int, axes: Sequence[str]) -> torch.Tensor:
     if x.shape[dim] % (even * rest) == 0:
         return x
     dim = dim % x.dim() - x.dim()
-    return _padded(x.unflatten(dim, (even, -1)), dim, rest).flatten(dim - 1, dim)
+    return _pad_dim(x.unflatten(dim, (even, -1)), dim, rest).flatten(dim - 1, dim)
 
 
 def trim(x: torch.Tensor, dim: int, axes: Sequence[str], size: int) -> torch.Tensor:
@@ -516,7 +516,7 @@ def pad(value: torch.Tensor, spec: P, mesh: Mesh | BoundMesh) -> torch.Tensor:
     for dim, (even, rest) in enumerate(_blocks(value.shape, spec, mesh), -value.dim()):
         if value.shape[dim] % (even * rest):
             rows = value.unflatten(dim, (even, -1))
-            value = _padded(rows, dim, rest).flatten(dim - 1, dim)
+            value = _pad_dim(rows, dim, rest).flatten(dim - 1, dim)
     return value
 
 

@@ -21,11 +21,11 @@ from functron.core.settings import (
     Need,
     Needs,
     fields_under,
+    names_with_tag,
     needs_of,
     needs_under,
     number_problems,
     sections_of,
-    tagged,
     unused_problems,
     value_at,
 )
@@ -699,7 +699,9 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
     elsewhere = begun.source.startswith("megatron:") and not run_folder.records(path)
     fix = "leave it out, or begin a new run in another folder"
     kept = (
-        (*(_SIZES if elsewhere else tagged(TrainConfig, "samples")), *_LORA) if begun_steps else ()
+        (*(_SIZES if elsewhere else names_with_tag(TrainConfig, "samples")), *_LORA)
+        if begun_steps
+        else ()
     )
     anew = f"--change-batch goes on so after the {run_folder.steps_done(config)} steps taken; or "
     fixes = {str(name): anew + fix for name in _CHANGED}

@@ -22,13 +22,13 @@ from functron.core.errors import Problem, nearest, on_hub, raise_problems, refus
 from functron.core.settings import (
     Need,
     explain_field,
+    names_with_tag,
     nest_table,
     plain_table,
     read_table,
     replace_settings,
     section,
     setting,
-    tagged,
     value_at,
 )
 from functron.data.blend import is_blend
@@ -310,7 +310,10 @@ class TrainConfig:
             raise AttributeError(explain_field(type(self), name), name=name, obj=self)
 
     def __post_init__(self):
-        found = (remote_problem(name, value_at(self, name)) for name in tagged(type(self), "path"))
+        found = (
+            remote_problem(name, value_at(self, name))
+            for name in names_with_tag(type(self), "path")
+        )
         raise_problems("there are no such places on this machine", filter(None, found))
 
     @property
@@ -529,7 +532,7 @@ def load(
         known = {field.name for field in dataclasses.fields(kind)}
         table = {k: x for k, x in table.items() if k in known or not isinstance(x, Mapping)}
     if begun is not None:
-        kept = {name: value_at(begun, name) for name in tagged(type(begun), "kept")}
+        kept = {name: value_at(begun, name) for name in names_with_tag(type(begun), "kept")}
         table = _with_kept(table, kept, kind)
     elif _is_of_run(Path(path)):
         table = _with_kept(table, _first_versions(table), kind)

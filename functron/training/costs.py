@@ -13,15 +13,14 @@ import torch
 
 from functron import checkpoint, optim
 from functron.core import random, tree
-from functron.core.chart import table
+from functron.core.chart import align_columns, table
 from functron.core.settings import value_at
 from functron.pipeline.partition import Part
 from functron.pipeline.registry import NAMES
 from functron.pipeline.schedule import Schedule
+from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
 from functron.pipeline.timeline import Costs, Timeline
-from functron.pipeline.work import Call, Stage, trace_stage
 from functron.program.cost import bytes_text, count_text
-from functron.program.text import aligned
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd.params import ParamDef, abstract_params, num_params, param_specs
 from functron.spmd.spec import local_shape
@@ -98,7 +97,9 @@ class PipelineCost:
         title = f"{self.schedule.name}: {self.schedule.num_microbatches} microbatches"
         bubble = f"bubble {self.timeline.bubble_fraction:.1%} by FLOPs, with free transfers"
         per = "per microbatch and stage, one rank of every other axis"
-        return "\n".join([f"{title}, {bubble}", "", per, *aligned(rows), "", *aligned(ranks)])
+        return "\n".join(
+            [f"{title}, {bubble}", "", per, *align_columns(rows), "", *align_columns(ranks)]
+        )
 
 
 def step_report(setup: RunSetup, *, program: bool = False) -> str:
@@ -200,7 +201,7 @@ def _traced(setup: RunSetup, number: int) -> tuple[Stage, torch.Tensor]:
         batch |= {"positions": tokens, "segments": tokens}
     shared = (random.key(0).to("meta"), torch.empty((), dtype=torch.int64, device="meta"))
     params = partition.stage_params(weights, number, rank)
-    call = Call(number, part, part.loss, params, None if part.embed else x, batch, shared, {})
+    call = StageCall(number, part, part.loss, params, None if part.embed else x, batch, shared, {})
     return trace_stage(plain.stage, call, plain.plain_mesh), x
 
 

@@ -38,7 +38,7 @@ from functron.pipeline.partition import (
 )
 from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
-from functron.pipeline.work import stage_flops
+from functron.pipeline.stage_backward import stage_flops
 from functron.precision import encoder, quantised
 from functron.precision.weights import problems_of
 from functron.program.program import Program
@@ -52,7 +52,7 @@ from functron.spmd.params import (
     param_specs,
     weight_mask,
 )
-from functron.spmd.spec import validate, whole_over
+from functron.spmd.spec import validate, without_axes
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
 from functron.training.step import (
@@ -379,7 +379,7 @@ class RunSetup:
 
     def used(self, specs: tree.Tree) -> tree.Tree:
         """The specs with which a step's microbatches get parameters of these: perhaps gathered."""
-        return whole_over(specs, FSDP_AXES) if self.config.parallelism.gather == "step" else specs
+        return without_axes(specs, FSDP_AXES) if self.config.parallelism.gather == "step" else specs
 
     @cached_property
     def stored_specs(self) -> dict:
@@ -405,7 +405,7 @@ class RunSetup:
     def _zero_specs(self, defs: dict, stored: dict) -> tree.Tree:
         if self.config.parallelism.zero not in (1, 2):
             return None
-        return whole_over(optim.shard_specs(defs, stored, self.mesh), ("pp",))
+        return without_axes(optim.shard_specs(defs, stored, self.mesh), ("pp",))
 
     @cached_property
     def optimizer(self) -> optim.GradientTransformation:

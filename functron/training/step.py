@@ -24,7 +24,7 @@ from functron.ops import AUTO, Kernels
 from functron.optim.transformation import purely, refuse_parts
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames, section
-from functron.spmd.mesh import Call
+from functron.spmd.mesh import JointCall
 from functron.spmd.params import ParamDef, init_params
 from functron.spmd.shard_map import refuse_idle, unsplit_axes
 from functron.transforms import sync_gradients
@@ -421,7 +421,7 @@ def _two_programs(
     left = split(lambda s, grads: update(s, {}, grads, 0), **ends, donate=0)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
-        with Call("step", mesh, alike=False):  # no rank is left between the two
+        with JointCall("step", mesh, alike=False):  # no rank is left between the two
             found, grads, num_targets = made(state, batch)
             state, more = (left if g.lacks_targets(num_targets) else taken)(state, grads)
             if look is not None:

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functron.compiler import driver
+from functron.compiler import executor
 from functron.core import compat
 from functron.core.settings import setting
 from functron.spmd import BoundMesh
-from functron.spmd.flight import FlightRecorder, Kind, describe, listed
+from functron.spmd.flight import CollectiveKind, FlightRecorder, describe, list_ranks
 from functron.training.records import EVENTS, event_log
 
 HANGS = "hangs"
@@ -233,7 +233,7 @@ def _make_verdict(
     reports: Mapping[int, Report],
     what: str,
 ) -> Verdict:
-    names = listed(ranks) if ranks else "no rank"
+    names = list_ranks(ranks) if ranks else "no rank"
     hosts = sorted({reports[rank]["host"] for rank in ranks if rank in reports})
     on = f" (on {', '.join(hosts)})" if hosts else ""
     where = "at any collective"
@@ -247,7 +247,9 @@ def _make_verdict(
     lines = [
         f"step {step + 1} hangs: {names}{on} {arrived} {where}",
         f"  - {names}: {what}",
-        f"  - {listed(waiting)} wait" if len(waiting) > 1 else f"  - {listed(waiting)} waits",
+        f"  - {list_ranks(waiting)} wait"
+        if len(waiting) > 1
+        else f"  - {list_ranks(waiting)} waits",
         f"  - wanted: a sign of life from all; fix: {_FIXES[reason]}; then go on with --resume",
     ]
     return Verdict(reason, ranks, step, at, "\n".join(lines))
@@ -503,7 +505,7 @@ class Watchdog:
             waiting = recorder.device.stuck()
         about = describe(recorder, waiting)
         if about is not None and waiting is not None:
-            lines = () if about["line"] or main is None else driver.lines_of(main, waiting.kind)
+            lines = () if about["line"] or main is None else executor.lines_of(main, waiting.kind)
             at = about["line"] or " or ".join(lines) or None
             kind = waiting.kind._replace(line=None)
             about = {**about, "line": at, "text": f"{kind}{f' at {at}' if at else ''}"}
@@ -582,7 +584,7 @@ class Watchdog:
                 os.kill(place.pid, signal.SIGCONT)
 
 
-def _kind(kind: Kind) -> dict[str, Any]:
+def _kind(kind: CollectiveKind) -> dict[str, Any]:
     return {"text": str(kind), "matched": kind.matched, "line": str(kind.line)}
 
 

@@ -24,7 +24,7 @@ from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
 from functron.transforms.gradient import rule_vjp
-from functron.transforms.remat import Site, differentiated, fresh, map_level, partial_of
+from functron.transforms.remat import CallSite, fresh, map_level, partial_of, will_be_differentiated
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -67,8 +67,8 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
         def functions():
             return forward, backward
 
-        site = Site(functions, args)
-        if not differentiated(site.tensors):
+        site = CallSite(functions, args)
+        if not will_be_differentiated(site.tensors):
             return f(*args)
         rule = _Rule(site)
         made: Any = _CustomVjp.apply(_Level(rule, rule.forward, rule.backward), *site.operands)
@@ -89,7 +89,7 @@ class _Rule:
         out_structure: of the outputs.
     """
 
-    def __init__(self, site: Site):
+    def __init__(self, site: CallSite):
         self.site = site
         first = site.first_argument
         self.moving = [
@@ -212,13 +212,13 @@ class _Level:
             dims = (*in_dims, *made_dims, *[0] * len(given))
             grads, batched = map_level(flat, size, dims, (*operands, *made, *given))
             rows = zip(grads, batched, self.rule.moving, strict=True)
-            return tuple(_unmapped(grad, b, in_dims[i], size) for grad, b, i in rows)
+            return tuple(_unmap_cotangent(grad, b, in_dims[i], size) for grad, b, i in rows)
 
         outer = _Level(self.rule, forward, backward)
         return outer
 
 
-def _unmapped(grad: torch.Tensor, batched: bool, dim: int | None, size: int) -> torch.Tensor:
+def _unmap_cotangent(grad: torch.Tensor, batched: bool, dim: int | None, size: int) -> torch.Tensor:
     """The cotangent of an operand that has its batch dim at `dim`, or none and all rows use it."""
     if dim is None:
         return grad.sum(0) if batched else grad * size

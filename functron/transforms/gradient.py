@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import held_tensors, hoist, refuse_holders, refuse_orphans
+from functron.core.closure import find_held_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
@@ -91,7 +91,9 @@ def value_and_grad(
             check_loss(value, axes)
             return value, split.tensors(aux)
 
-        value, aux, pullback = _pullback(scalar, leaves, differentiated_outside(f, (args, kwargs)))
+        value, aux, pullback = _pullback(
+            scalar, leaves, is_differentiated_outside(f, (args, kwargs))
+        )
         seed = loss_seed(value, axes)
         grads = tree.unflatten(structure, [share(leaf) for leaf in pullback(seed)])
         grads = grads[0] if isinstance(argnums, int) else grads
@@ -157,7 +159,7 @@ def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
         floats = tuple(value for value in outputs if tree.is_float(value))
         return floats, [value for value in outputs if not tree.is_float(value)]
 
-    outer = differentiated_outside(f, primals)
+    outer = is_differentiated_outside(f, primals)
     floats, others, pull = _pullback(flat, [leaves[i] for i in moving], outer)
     pool = (iter(floats), iter(others))
     outputs = [next(pool[0] if is_float else pool[1]) for is_float in split.is_float]
@@ -226,7 +228,7 @@ def sync_gradients(
     paths = tree.paths(grads)
     _check_into(wanted, flat, paths, axes)
     _check_shares(leaves, flat, paths, axes)
-    names = [name for name, axis in _chosen(axes) if axis is not None]
+    names = [name for name, axis in _choose_axes(axes) if axis is not None]
     out = []
     with in_phase("backward"):
         for leaf, spec, target in zip(leaves, flat, wanted, strict=True):
@@ -234,7 +236,7 @@ def sync_gradients(
             result = leaf.dtype if dtype is None else torch.promote_types(leaf.dtype, dtype)
             cuts = cuts_between(spec, target, leaf.dim())
             leaf = scatter(leaf if dtype is None else leaf.to(dtype), cuts)
-            for name, axis in _chosen(axes):
+            for name, axis in _choose_axes(axes):
                 if axis is not None and name not in spec_axes(target):
                     leaf = Psum.call(leaf, axis)
             out.append(leaf.to(result))
@@ -250,7 +252,7 @@ def _refuse_axes(axes: Sequence[str] | None) -> None:
         )
 
 
-def _chosen(axes: Sequence[str] | None) -> list[tuple[str, Any]]:
+def _choose_axes(axes: Sequence[str] | None) -> list[tuple[str, Any]]:
     """The axes of the mesh, or those of these names."""
     return [row for row in scope().axes.items() if axes is None or row[0] in axes]
 
@@ -275,7 +277,7 @@ def _check_into(wanted: list, specs: list, paths: list[str], axes: Sequence[str]
 def _check_shares(leaves: list, specs: list, paths: list[str], axes: Sequence[str] | None) -> None:
     if not scope().check:
         return
-    chosen = [axis for _, axis in _chosen(axes) if isinstance(axis, SimulatedAxis)]
+    chosen = [axis for _, axis in _choose_axes(axes) if isinstance(axis, SimulatedAxis)]
     simulated = any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values())
     problems = []
     for leaf, spec, path in zip(leaves, specs, paths, strict=True):
@@ -290,7 +292,7 @@ def _check_shares(leaves: list, specs: list, paths: list[str], axes: Sequence[st
 def loss_seed(value: torch.Tensor, axes: Sequence[str] | None = None) -> torch.Tensor:
     """The cotangent of a loss that is replicated over `axes`, or all: each rank's share of 1."""
     count = 1
-    for _, axis in _chosen(axes):
+    for _, axis in _choose_axes(axes):
         count *= axis.size if axis is not None else 1
     return torch.full_like(value, 1 / count)
 
@@ -383,13 +385,13 @@ def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:
 
 def _require_replicated(value: torch.Tensor, axes: Sequence[str] | None) -> None:
     """Leave the condition in a program that is being traced, for its own check."""
-    for _, axis in _chosen(axes):
+    for _, axis in _choose_axes(axes):
         if isinstance(axis, TracedAxis) and scope().check:
             with compat.no_transforms(), torch.no_grad():  # a statement, of all samples of a vmap
                 axis.mark(compat.plain(value), "require_replicated")
 
 
-def differentiated_outside(f: Callable, args: tree.Tree) -> bool:
+def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:
     """Whether something outside will differentiate what is computed here."""
     if compat.differentiating():
         return True
@@ -398,7 +400,7 @@ def differentiated_outside(f: Callable, args: tree.Tree) -> bool:
     (hidden, _), flat = hoist(f), tree.leaves(args)
     return any(
         isinstance(leaf, torch.Tensor) and compat.requires_grad(leaf)
-        for leaf in [*flat, *hidden, *(x for leaf in flat for x in held_tensors(leaf))]
+        for leaf in [*flat, *hidden, *(x for leaf in flat for x in find_held_tensors(leaf))]
     )
 
 

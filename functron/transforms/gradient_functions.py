@@ -30,17 +30,17 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.program.recorder import active, readable
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
-from functron.spmd.simulate import transformed
-from functron.spmd.spec import cut_tree, join, whole_over
-from functron.transforms.fsdp import (
+from functron.spmd.simulate import runs_transform
+from functron.spmd.spec import cut_tree, join, without_axes
+from functron.transforms.gradient import value_and_grad
+from functron.transforms.parameter_gather import (
     Gather,
-    attached,
-    detached,
-    plain,
+    attach_codes,
+    detach_codes,
     scatter_gradients,
     stand_ins,
+    without_codes,
 )
-from functron.transforms.gradient import value_and_grad
 from functron.transforms.scan import accumulate
 
 Targets = Literal["read", "some", "none"]
@@ -147,7 +147,7 @@ class BoundGradients:
             return self.targets == "none"
         if not isinstance(num_targets, torch.Tensor) or readable(num_targets):
             return bool(num_targets == 0)
-        return num_targets == 0 if transformed() else False
+        return num_targets == 0 if runs_transform() else False
 
 
 def _at_least_one(count: Any) -> Any:
@@ -364,12 +364,12 @@ def gathered_once(g: GradientFunction) -> GradientFunction:
 
     def split(params, aside, specs, into):
         if (codes := aside.get("encoded")) is None:
-            return gather_parameters(params, specs, whole_over(specs, FSDP_AXES)), aside
-        whole = Gather(specs)(attached(params, codes))
-        return plain(whole), {**aside, "encoded": detached(whole)}
+            return gather_parameters(params, specs, without_axes(specs, FSDP_AXES)), aside
+        whole = Gather(specs)(attach_codes(params, codes))
+        return without_codes(whole), {**aside, "encoded": detach_codes(whole)}
 
     def specs_of(specs, into):
-        return whole_over(specs, FSDP_AXES)
+        return without_axes(specs, FSDP_AXES)
 
     return _with_view(g, View("gathered_once", specs_of, split, _as_it_is))
 
@@ -398,7 +398,7 @@ def frozen(g: GradientFunction, trainable: tree.Tree) -> GradientFunction:
 
 @public
 def scattered(g: GradientFunction) -> GradientFunction:
-    """`g`, whose gradients are reduced to what the optimizer wants of each rank: ZeRO stage 2.
+    """`g`, with gradients scattered to the parts that each rank's optimizer updates: ZeRO stage 2.
 
     With `optim.zero`, or fully sharded parameters, every rank updates a part. Gradients are reduced
     to these parts in backward, layer by layer and microbatch by microbatch, and no rank keeps more.
@@ -425,7 +425,7 @@ Encode = Callable[[tree.Tree, tree.Tree], tree.Tree]
 
 @public
 def encoded(g: GradientFunction, encode: Encode) -> GradientFunction:
-    """`g` of parameters with codes, which are made once, before the microbatches.
+    """`g` of parameters with quantised codes, which are made once, before the microbatches.
 
     The loss is given parameters with these, and they are what is gathered.
 
@@ -439,14 +439,14 @@ def encoded(g: GradientFunction, encode: Encode) -> GradientFunction:
             return params, {**aside, "encoded": encode(params, specs)}
 
     def attach(params, aside, specs, into):
-        return contextlib.nullcontext(attached(params, aside["encoded"]))
+        return contextlib.nullcontext(attach_codes(params, aside["encoded"]))
 
     return _with_view(g, View("encoded", lambda specs, into: specs, split, attach))
 
 
 @public
 def with_view(g: GradientFunction, view: View) -> GradientFunction:
-    """`g` of parameters that are seen in a way of your own, around all that `g` is wrapped in.
+    """`g` with a `View` of your own of the parameters, around all that `g` is wrapped in.
 
     `scattered` and `encoded` stand inside of it.
 
@@ -470,7 +470,7 @@ def wrap_gradients(g: GradientFunction, wrap: Callable[[Callable], Callable]) ->
         g: any gradient function.
         wrap: the function ``(params, batch, key, divisor) -> ((loss, found), grads)`` to another.
     """
-    return _changed(g, "wrap_gradients", lambda bound: replace(bound, of=wrap(bound.of)))
+    return _with_change(g, "wrap_gradients", lambda bound: replace(bound, of=wrap(bound.of)))
 
 
 @public
@@ -479,7 +479,7 @@ def with_targets(g: GradientFunction) -> GradientFunction:
 
     Of a batch without any the loss is then NaN, or infinite.
     """
-    return _changed(g, "with_targets", lambda bound: replace(bound, targets="some"))
+    return _with_change(g, "with_targets", lambda bound: replace(bound, targets="some"))
 
 
 @public
@@ -489,7 +489,7 @@ def without_targets(g: GradientFunction) -> GradientFunction:
     def change(bound: BoundGradients) -> BoundGradients:
         return replace(bound, num_targets=lambda batch: 0, targets="none")
 
-    return _changed(g, "without_targets", change)
+    return _with_change(g, "without_targets", change)
 
 
 def gather_parameters(params: tree.Tree, specs: tree.Tree, into: tree.Tree) -> tree.Tree:
@@ -514,7 +514,7 @@ class _Changed:
         return self.change(self.base.bind(views, mesh, specs, wanted))
 
 
-def _changed(
+def _with_change(
     g: GradientFunction, name: str, change: Callable[[BoundGradients], BoundGradients]
 ) -> GradientFunction:
     check_nesting(name, g)

@@ -29,6 +29,12 @@ _LIBRARY.impl("checkpoint_name", lambda x, name: compat.alias(x), "CompositeExpl
 
 CHECKPOINT_NAME = torch.ops.functron.checkpoint_name.default
 
+torch.library.register_vmap(
+    "functron::checkpoint_name",
+    lambda info, in_dims, x, name: (CHECKPOINT_NAME(x, name), in_dims[0]),
+    lib=_LIBRARY,
+)
+
 DOTS = frozenset(
     f"aten::{name}"
     for name in (
@@ -57,7 +63,7 @@ DOTS = frozenset(
 
 
 @dataclass(frozen=True)
-class Policy:
+class RematPolicy:
     """The values that `remat` keeps, made by the names of this module; ``|`` is their union.
 
     Attributes:
@@ -72,8 +78,8 @@ class Policy:
     on_device: frozenset[str] = frozenset()
     on_host: frozenset[str] = frozenset()
 
-    def __or__(self, other: Policy) -> Policy:
-        return Policy(
+    def __or__(self, other: RematPolicy) -> RematPolicy:
+        return RematPolicy(
             self.keep_all or other.keep_all,
             self.keep_dots or other.keep_dots,
             self.on_device | other.on_device,
@@ -91,13 +97,13 @@ class Policy:
         return not self.keep_all and (self.keep_dots or bool(self.names))
 
 
-everything = Policy(keep_all=True)
+everything = RematPolicy(keep_all=True)
 """Keep what backward reads: the function as it is."""
 
-nothing = Policy()
+nothing = RematPolicy()
 """Keep the arguments only, and compute everything again: the least memory, one more forward."""
 
-dots = Policy(keep_dots=True)
+dots = RematPolicy(keep_dots=True)
 """Keep the results of matrix products, and compute again what lies between them.
 
 These are mm, bmm, addmm, baddbmm and their kin, into which matmul, einsum and linear fall apart,
@@ -107,7 +113,7 @@ the result of a product and are kept: use `names` there.
 """
 
 
-def names(*names: str) -> Policy:
+def names(*names: str) -> RematPolicy:
     """Keep the values that `checkpoint_name` gives one of these names.
 
     What is kept is the result of the operation that made the value, so that this operation does not
@@ -117,10 +123,10 @@ def names(*names: str) -> Policy:
     Raises:
         ValueError: no names, or one that is no string.
     """
-    return Policy(on_device=_checked("names", names))
+    return RematPolicy(on_device=_check_names("names", names))
 
 
-def offload(*names: str) -> Policy:
+def offload(*names: str) -> RematPolicy:
     """As `names`, with the values in host memory from forward until backward needs them.
 
     On CUDA they are copied to pinned memory and back on the current stream, in order with the
@@ -130,10 +136,10 @@ def offload(*names: str) -> Policy:
     Raises:
         ValueError: no names, or one that is no string.
     """
-    return Policy(on_host=_checked("offload", names))
+    return RematPolicy(on_host=_check_names("offload", names))
 
 
-def _checked(what: str, names: tuple) -> frozenset[str]:
+def _check_names(what: str, names: tuple) -> frozenset[str]:
     if not names:
         raise ValueError(f'{what}: got no names; wanted some, as in {what}("attention", "mlp")')
     problems = [

@@ -18,8 +18,8 @@ a copy of that value, so only those operands get one that make large intermediat
 
 An autograd Function runs its parts where no vmap level of the call is in force, or others are. So
 what the function needs from around it goes in as operands: the tokens of simulated mesh axes, which
-name the level of each, the tensors it closes over, and its arguments. `Site` gathers these and puts
-them back in force; `map_level` runs a function of operands under one vmap level.
+name the level of each, the tensors it closes over, and its arguments. `CallSite` gathers these and
+puts them back in force; `map_level` runs a function of operands under one vmap level.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from functron.core.scopes import in_phase, named_scope, scope_names
 from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
 from functron.transforms.gradient import rule_vjp
-from functron.transforms.policies import CHECKPOINT_NAME, DOTS, Policy, nothing
+from functron.transforms.policies import CHECKPOINT_NAME, DOTS, RematPolicy, nothing
 
 
-class Site:
+class CallSite:
     """Where a function was called, and on what.
 
     Attributes:
@@ -105,12 +105,12 @@ class Site:
             check=check and self._scope.check,
             shares=shares,
         )
-        with enter(inside), _named(self._names):
+        with enter(inside), _in_named_scopes(self._names):
             yield function, arguments
 
 
 @contextlib.contextmanager
-def _named(names: tuple[str, ...]) -> Iterator[None]:
+def _in_named_scopes(names: tuple[str, ...]) -> Iterator[None]:
     """Put those named scopes in force that backward, which runs elsewhere, is not in."""
     here = scope_names()
     same = 0
@@ -122,8 +122,8 @@ def _named(names: tuple[str, ...]) -> Iterator[None]:
         yield
 
 
-def differentiated(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether there will be a backward run through what is computed of these."""
+def will_be_differentiated(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether backward will run through what is computed from these."""
     taped = torch.is_grad_enabled() and any(compat.requires_grad(x) for x in tensors)
     return taped or compat.differentiating()
 
@@ -178,6 +178,11 @@ _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("barrier(Tensor x, Tensor dep) -> Tensor")
 _LIBRARY.impl("barrier", lambda x, dep: x.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("barrier", lambda x, dep: torch.empty_like(x), "Meta")
+torch.library.register_vmap(
+    "functron::barrier",
+    lambda info, in_dims, x, dep: (torch.ops.functron.barrier(x, dep), in_dims[0]),
+    lib=_LIBRARY,
+)
 
 
 def tie(x: torch.Tensor, dep: torch.Tensor) -> torch.Tensor:
@@ -211,7 +216,7 @@ class _Barrier(Function):
         return _Barrier.apply(x, dep), in_dims[0]
 
 
-class Reach(TorchDispatchMode):
+class ReachMode(TorchDispatchMode):
     """Finds which operands the intermediates of a with block are computed from."""
 
     def __init__(self, operands: Sequence[torch.Tensor]):
@@ -270,7 +275,7 @@ _EMPTIES = {
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 
 
-class Memory:
+class KeptValues:
     """The values that one call of a rematerialised function keeps.
 
     Attributes:
@@ -285,7 +290,7 @@ class Memory:
             are recorded apart from it and cannot use its values, so nothing in them is kept.
     """
 
-    def __init__(self, policy: Policy, *, needed: bool):
+    def __init__(self, policy: RematPolicy, *, needed: bool):
         self.policy = policy
         self.needed = needed
         self.state: Literal["fresh", "kept", "spent"] = (
@@ -389,7 +394,7 @@ def _move(leaf: Any, device: torch.device) -> Any:
 class Remember(TorchDispatchMode):
     """The mode of the forward run: keeps the results that the policy chooses."""
 
-    def __init__(self, memory: Memory):
+    def __init__(self, memory: KeptValues):
         super().__init__()
         self.memory, self.policy = memory, memory.policy
         self.candidates: dict[int, Kept] = {}
@@ -452,7 +457,7 @@ class Remember(TorchDispatchMode):
 class Recall(TorchDispatchMode):
     """The mode of the backward run: gives back what was kept, and runs everything else."""
 
-    def __init__(self, memory: Memory, after: torch.Tensor):
+    def __init__(self, memory: KeptValues, after: torch.Tensor):
         super().__init__()
         self.memory, self.after = memory, after
         self.step = 0
@@ -486,14 +491,14 @@ class Recall(TorchDispatchMode):
 
 def signature(func, args: tuple, kwargs: dict) -> tuple:
     """The facts that two runs of an operation must share: itself, shapes, dtypes and constants."""
-    return (func, *map(_described, args), *map(_described, kwargs.values()))
+    return (func, *map(_describe_argument, args), *map(_describe_argument, kwargs.values()))
 
 
-def _described(argument: Any) -> Any:
+def _describe_argument(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.dtype
     if isinstance(argument, (list, tuple)):
-        return tuple(map(_described, argument))
+        return tuple(map(_describe_argument, argument))
     return argument
 
 
@@ -506,7 +511,7 @@ def _bytes(value: torch.Tensor) -> int:
 
 
 @public
-def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
+def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callable:
     """The function that computes `f` and, in backward, computes it again instead of storing it.
 
     Memory between forward and backward falls from all intermediates of `f` to its tensor arguments
@@ -544,8 +549,8 @@ def remat(f: Callable | None = None, *, policy: Policy = nothing) -> Callable:
         refuse_holders(title, "argument", (args, kwargs) if kwargs else args, tracked=True)
         if (keep := keeper()) is not None:
             return keep.remat(function, policy, args, kwargs)
-        site = Site(function, (args, kwargs))
-        memory = Memory(policy, needed=differentiated(site.tensors))
+        site = CallSite(function, (args, kwargs))
+        memory = KeptValues(policy, needed=will_be_differentiated(site.tensors))
         result: list[tree.Structure] = []
 
         def flat(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -592,7 +597,7 @@ class _Program:
     """
 
     f: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
-    memory: Memory
+    memory: KeptValues
     tracked: bool
 
     def forward(self, operands: tuple) -> tuple[torch.Tensor, ...]:
@@ -628,7 +633,7 @@ class _Remat(Function):
     @staticmethod
     def forward(program: _Program, *operands):
         if active() is not None and program.memory.needed:
-            with Reach(operands) as reach:
+            with ReachMode(operands) as reach:
                 outputs = program.forward(operands)
             program.memory.tied = reach.choose()
         else:

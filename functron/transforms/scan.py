@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import closed_over, hoist, refuse_holders, refuse_orphans
+from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, active, keeper, live_equations
 from functron.spmd.axes import user_line
-from functron.transforms.fsdp import by_row
+from functron.transforms.parameter_gather import by_row
 
 
-def traced_scan(
+def trace_scan(
     recorder: Recorder, f: Callable, init: tree.Tree, xs: tree.Tree, length: int, name: str
 ) -> tuple[tree.Tree, tree.Tree]:
     """`functron.scan` of `f` as equations of `recorder`; differentiable once, by torch's tape.
@@ -227,7 +227,7 @@ class _Region:
         return [*sums, *(value for value in self.body.gradients if value is not None)]
 
 
-def _split(values: Sequence[Var], region: _Region) -> tuple[list[Var], list[Var], list[Var]]:
+def _split_values(values: Sequence[Var], region: _Region) -> tuple[list[Var], list[Var], list[Var]]:
     """Values that are inputs which every iteration shares, slices of columns, and all others."""
     body, start = region.body, region.num_hidden + region.num_carry
     shared = {*body.inputs[: region.num_hidden], *body.captured}
@@ -245,7 +245,7 @@ class _TracedScan(Function):
         body, recorder = region.body, region.recorder
         given = [recorder.var(value) for value in operands]
         kept, ctx.again = region.kept() if any(ctx.needs_input_grad) else ([], [])
-        shared, slices, ctx.residuals = _split(kept, region)
+        shared, slices, ctx.residuals = _split_values(kept, region)
         outputs = [*body.outputs, *ctx.residuals]
         consts = [*body.inputs[: region.num_hidden], *body.captured]
         inputs = [*consts, *body.inputs[region.num_hidden :]]
@@ -401,7 +401,7 @@ def scan(
     refuse_holders(title, "init", init, tracked=True)
     refuse_holders(title, "xs", xs, tracked=True)
     if compat.transforms_active():  # a vmap would take such a tensor for one of its own
-        refuse_orphans("scan", closed_over(f))
+        refuse_orphans("scan", find_tensors(f))
     f, xs = by_row(f, xs)
     return _scan(f, init, xs, length)
 
@@ -435,8 +435,8 @@ def _scan(
     leaves, structure = tree.flatten(xs)
     steps = _num_steps(tree.paths(xs), leaves, length)
     recorder = active()
-    if recorder is not None and not _unrolled():
-        return traced_scan(recorder, f, init, xs, steps, getattr(f, "__name__", "scan"))
+    if recorder is not None and not _is_unrolled():
+        return trace_scan(recorder, f, init, xs, steps, getattr(f, "__name__", "scan"))
     slices = [leaf.unbind(0) for leaf in leaves]
     carry, ys = init, []
     for step in range(steps):
@@ -445,7 +445,7 @@ def _scan(
     return carry, tree.map(lambda *rows: torch.stack(rows), *ys) if ys else None
 
 
-def _unrolled() -> bool:
+def _is_unrolled() -> bool:
     """Whether a traced scan is written out: its equation has one derivative, of torch's tape."""
     return compat.transforms_active() or compat.pushing_forward()
 
@@ -505,14 +505,14 @@ def accumulate(
     def wrapped(*args, **kwargs):
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         recorder = active()
-        if recorder is not None and num_microbatches > 1 and not _unrolled():
+        if recorder is not None and num_microbatches > 1 and not _is_unrolled():
             one = functools.partial(_one, f, args, kwargs, positions, dtype)
-            batch = tuple(_stacked(args[p], num_microbatches, p) for p in positions)
-            return _scanned(recorder, one, batch)
+            batch = tuple(_stack_microbatches(args[p], num_microbatches, p) for p in positions)
+            return _scan_microbatches(recorder, one, batch)
         parts = [microbatches(args[p], num_microbatches, f"argument {p}") for p in positions]
         total = _Total(dtype)
         for batch in zip(*parts, strict=True):
-            total.add(f(*_chosen(args, positions, batch), **kwargs))
+            total.add(f(*_choose_microbatch(args, positions, batch), **kwargs))
         return total.value
 
     return wrapped
@@ -541,18 +541,20 @@ class _Total:
             in_place = not compat.transforms_active()
             own = zip(before, leaves, self._own, strict=True)
             after = [
-                a.add_(b) if in_place and mine and not _tracked(a, b) else a + _cast(b, self.dtype)
+                a.add_(b)
+                if in_place and mine and not _is_tracked(a, b)
+                else a + _cast(b, self.dtype)
                 for a, b, mine in own
             ]
             new = [True] * len(after)
         self.value, self._own = tree.unflatten(structure, after), new
 
 
-def _tracked(*leaves: Any) -> bool:
+def _is_tracked(*leaves: Any) -> bool:
     return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
 
 
-def _chosen(args: tuple, positions: tuple, batch: tuple) -> list:
+def _choose_microbatch(args: tuple, positions: tuple, batch: tuple) -> list:
     """`args` with its batch arguments replaced by those of one microbatch."""
     full = list(args)
     for position, part in zip(positions, batch, strict=True):
@@ -561,11 +563,11 @@ def _chosen(args: tuple, positions: tuple, batch: tuple) -> list:
 
 
 def _one(f: Callable, args: tuple, kwargs: dict, positions: tuple, dtype, batch: tuple) -> Any:
-    value = f(*_chosen(args, positions, batch), **kwargs)
+    value = f(*_choose_microbatch(args, positions, batch), **kwargs)
     return tree.map(lambda leaf: _cast(leaf, dtype), value)
 
 
-def _scanned(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:
+def _scan_microbatches(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:
     """The sum over microbatches as one scan, so that a program does not grow with their number."""
     with recorder.frame():  # thrown away: it tells what the sum looks like
         like = one(tree.map(lambda leaf: leaf[0], batch))
@@ -579,7 +581,7 @@ def _scanned(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:
     return scan(microbatch, zeros, batch)[0]
 
 
-def _stacked(batch: tree.Tree, count: int, position: int) -> tree.Tree:
+def _stack_microbatches(batch: tree.Tree, count: int, position: int) -> tree.Tree:
     microbatches(batch, count, f"argument {position}")  # raises where it does not divide
     return tree.map(lambda leaf: leaf.unflatten(0, (-1, count)).movedim(1, 0).contiguous(), batch)
 

@@ -18,7 +18,7 @@ from functron.cli import main as commands
 from functron.cli import options as parsing
 from functron.cli.main import main
 from functron.cli.process import Process
-from functron.core.settings import fields_under, settings_of, tagged
+from functron.core.settings import fields_under, names_with_tag, settings_of
 from functron.training import run_folder
 from functron.training.config import TrainConfig
 from functron.training.faults import flip_file
@@ -187,7 +187,9 @@ def test_which_settings_are_of_steps():
     """Those of which functron trace and params show something, and no others."""
     for tag, wanted in (("shapes", OF_SHAPES), ("step", OF_STEPS)):
         names = [each.name for each in settings_of(TrainConfig)]
-        assert {*tagged(TrainConfig, tag)} == {name for name in names if under(name, wanted)}
+        assert {*names_with_tag(TrainConfig, tag)} == {
+            name for name in names if under(name, wanted)
+        }
         assert all(any(under(name, [one]) for name in names) for one in wanted)
     assert {field.name for field in dataclasses.fields(build.BuildOptions)} == {*build.BUILD_NEEDS}
 

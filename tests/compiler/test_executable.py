@@ -29,7 +29,7 @@ def on(index, shift=1.0):
 
 def agree(monkeypatch, *programs):
     """`check_agreement` of the first rank, told what the others would tell it."""
-    told = [iter((executable.digest(p), executable.anywhere(p))) for p in programs]
+    told = [iter((executable.digest(p), executable.without_device_numbers(p))) for p in programs]
 
     def all_gather_object(found, mine, group):
         found[:] = [mine, *(next(other) for other in told[1:])]
@@ -58,14 +58,14 @@ def test_what_a_compiler_makes_is_waited_for_at_the_end_of_a_block(monkeypatch):
     waited = []
     monkeypatch.setattr(AsyncCompile, "wait", lambda self, scope: waited.append(scope))
     wait = AsyncCompile.wait
-    with inductor.beside():
+    with inductor.compile_in_background():
         AsyncCompile().wait({"ours": 1})
         other = threading.Thread(target=AsyncCompile().wait, args=({"theirs": 2},))
         other.start()
         other.join()
         assert waited == [{"theirs": 2}]
     assert waited == [{"theirs": 2}, {"ours": 1}]
-    with pytest.raises(KeyError), inductor.beside():
+    with pytest.raises(KeyError), inductor.compile_in_background():
         raise KeyError
     assert AsyncCompile.wait is wait
 

@@ -8,7 +8,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, gpt, lax, random, tree
 from functron.compiler import compile as compile_program
-from functron.compiler import driver
+from functron.compiler import executor
 from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.nn import context
@@ -242,7 +242,7 @@ def test_a_ring_sends_the_next_keys_before_it_computes_these(monkeypatch):
 
 
 def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):
-    monkeypatch.setattr(driver, "_wait", lambda value: value)
+    monkeypatch.setattr(executor, "_wait", lambda value: value)
     with lone(Mesh(fsdp=2), monkeypatch) as bound:
         ((losses, _, made),) = runs(bound, "eager", True)
     assert made.pending
@@ -251,7 +251,7 @@ def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):
 
 @pytest.mark.parametrize("written", ["operand", "result"])
 def test_memory_that_changes_under_a_collective_is_found(written, monkeypatch):
-    start = driver._gather
+    start = executor._gather
 
     def planted(equation, groups):
         original = start(equation, groups)
@@ -264,7 +264,7 @@ def test_memory_that_changes_under_a_collective_is_found(written, monkeypatch):
 
         return begin
 
-    monkeypatch.setattr(driver, "_gather", planted)
+    monkeypatch.setattr(executor, "_gather", planted)
     with lone(Mesh(fsdp=2), monkeypatch) as bound:
         ((_, _, made),) = runs(bound, "eager", True)
     assert made.found

@@ -10,10 +10,10 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random
-from functron.compiler import driver
-from functron.compiler.segments import Loop, procedure, split
+from functron.compiler import executor
+from functron.compiler.segments import Loop, procedure
 from functron.program.equations import Scan
-from functron.program.order import overlapped, sunk
+from functron.program.overlap import list_turns, sink_rank_sums, split_scan_body
 from functron.transforms import Gather
 
 CONFIG = gpt.GPTConfig(
@@ -92,7 +92,7 @@ def test_both_scans_of_layers_gather_ahead_and_reduce_behind(mesh, remat):
 
 def test_sums_of_sums_run_behind_the_iteration_after():
     """Over dp, of what was scattered over fsdp."""
-    block = sunk(traced(Mesh(dp=2, fsdp=2), dropout=0.0).block)
+    block = sink_rank_sums(traced(Mesh(dp=2, fsdp=2), dropout=0.0).block)
     *_, backward = loops(procedure(block, block.outputs, prefetch=True))
     found = [[(e.name, e.args[1]) for e in part.sums] for part in backward.behind]
     assert found == [[("psum_scatter", "fsdp")], [("psum", "dp")]]
@@ -100,13 +100,13 @@ def test_sums_of_sums_run_behind_the_iteration_after():
 
 
 def test_the_turns_of_two_rounds():
-    assert list(overlapped(3, gathers=False, rounds=2)) == [
+    assert list(list_turns(3, gathers=False, rounds=2)) == [
         ("begin", 0), ("compute", 0), ("reduce", 0),
         ("begin", 1), ("compute", 1), ("reduce", 1), ("end", 0),
         ("begin", 2), ("compute", 2), ("reduce", 2), ("end", 1), ("end", 0),
         ("end", 2), ("end", 1), ("end", 2),
     ]  # fmt: skip
-    assert list(overlapped(0, gathers=True, rounds=2)) == []
+    assert list(list_turns(0, gathers=True, rounds=2)) == []
 
 
 def test_microbatches_are_loops_around_loops():
@@ -135,7 +135,7 @@ def test_what_depends_on_the_carry_is_not_started_early():
         return ft.scan(body, torch.ones(6), x)[1]
 
     op = scan_of(f, x)
-    parts = split(op, op.body.outputs)
+    parts = split_scan_body(op, op.body.outputs)
     assert parts is not None
     assert parts.gathers == ()
     assert [e.name for e in parts.rounds[0].sums] == ["psum_scatter"]  # which leads to ys alone
@@ -150,7 +150,7 @@ def test_a_reduction_that_is_carried_is_not_ended_late():
         return ft.scan(body, torch.ones(6), x)[0]
 
     op = scan_of(f, torch.ones(4, 6))
-    parts = split(op, op.body.outputs)
+    parts = split_scan_body(op, op.body.outputs)
     assert parts is not None
     assert [e.name for e in parts.gathers] == ["all_gather"]
     assert parts.rounds == ()
@@ -164,7 +164,7 @@ def test_one_iteration_has_no_neighbour():
 
     op = scan_of(f, torch.ones(2, 6))
     assert op.length == 1
-    assert split(op, op.body.outputs) is None
+    assert split_scan_body(op, op.body.outputs) is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_sums_are_taken_in_place_where_nothing_else_shows_them(monkeypatch, inpu
     value, calls = equation.args[0], []
     names = ("all_reduce", "all_reduce_")
     record = {name: lambda x, *_, name=name: calls.append(name) for name in names}
-    monkeypatch.setattr(driver, "_c10d", SimpleNamespace(**record))
+    monkeypatch.setattr(executor, "_c10d", SimpleNamespace(**record))
     maker = SimpleNamespace(inputs=[value for _ in inputs], outputs=[value] * outputs)
-    driver._reduction(equation, {"dp": "a group"}, maker)(torch.ones(2))  # pyright: ignore
+    executor._reduction(equation, {"dp": "a group"}, maker)(torch.ones(2))  # pyright: ignore
     assert calls == [call]

@@ -12,6 +12,7 @@ from functron.core.settings import (
     Need,
     fields_under,
     follow,
+    names_with_tag,
     nest_table,
     number_problems,
     path_of,
@@ -22,7 +23,6 @@ from functron.core.settings import (
     sections_of,
     setting,
     settings_of,
-    tagged,
     unused_problems,
     value_at,
     with_sections,
@@ -66,8 +66,8 @@ def test_names_paths_boxes_and_tags():
         "saving.inner.rate": ("saving.inner.rate", "saving"),
         "extra.rate": ("extra.rate", "extra"),
     }
-    assert tagged(Whole, "common") == ("steps", "save_every")
-    assert tagged(Whole, "path") == ("data",)
+    assert names_with_tag(Whole, "common") == ("steps", "save_every")
+    assert names_with_tag(Whole, "path") == ("data",)
     assert (path_of(Whole, "seq"), path_of(Whole, "saving.keep")) == ("files.seq", "saving.keep")
 
 

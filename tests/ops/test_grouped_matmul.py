@@ -246,7 +246,7 @@ def test_compiled_simulation(randn):
 
 
 def test_a_traced_gradient_is_evaluated_under_vmap(randn):
-    from functron.pipeline.evaluate import ambient, evaluate
+    from functron.program.interpreter import ambient_inputs, run_block
 
     sizes = torch.tensor(SIZES["some"])
     step = lambda x, w: ft.grad(lambda w: (grouped_matmul(x, w, sizes) ** 2).sum())(w)
@@ -255,7 +255,7 @@ def test_a_traced_gradient_is_evaluated_under_vmap(randn):
 
     def again(x):
         values = dict(zip(program.block.inputs, (x, w), strict=False))
-        return evaluate(program.block, {**ambient(program.inputs), **values})[0]
+        return run_block(program.block, {**ambient_inputs(program.inputs), **values})[0]
 
     close(vmap(again)(x), torch.stack([step(row, w) for row in x]))
 

@@ -16,7 +16,7 @@ from functron import Mesh, P, gpt, optim, random, tree
 from functron.core import compat
 from functron.ops.operations import use
 from functron.pipeline import Partition, even_layout, make, pipelined
-from functron.spmd.spec import cut_tree, is_spec, take, whole_over
+from functron.spmd.spec import cut_tree, is_spec, take, without_axes
 from functron.training import step as steps
 from tests.ranks import on_the_first
 
@@ -91,7 +91,7 @@ def pipeline(stage):
     defs = partition.local_defs(gpt.defs(config), rank)
     specs = ft.param_specs(defs, ft.Rules({}))
     stored = partition.storage_specs(specs)
-    shards = whole_over(optim.shard_specs(defs, stored, mesh), ("pp",))
+    shards = without_axes(optim.shard_specs(defs, stored, mesh), ("pp",))
     optimizer = cases.adamw(
         shards, partition.copies(rank), lambda inner: optim.zero(inner, specs, shards)
     )

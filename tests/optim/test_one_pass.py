@@ -11,7 +11,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, optim, tree
-from functron.compiler.executable import takers
+from functron.compiler.executable import match_donations
 from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.ops.operations import use
@@ -172,7 +172,7 @@ def test_what_the_kernel_does_not_have_is_computed_without():
 def calls_of(jitted, *args):
     """The operations that a compiled function is lowered to."""
     program = jitted.trace(*args)
-    steps = procedure(program.block, program.block.outputs, donated=takers(program))
+    steps = procedure(program.block, program.block.outputs, donated=match_donations(program))
     nodes = [node for kernel in steps.kernels() for node in graph_module(kernel, {}).graph.nodes]
     return collections.Counter(str(node.target) for node in nodes if node.op == "call_function")
 

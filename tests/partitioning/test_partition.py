@@ -17,7 +17,7 @@ from functron import P, gpt, lax, optim
 from functron.core import compat
 from functron.models.options import SEQUENCE_PARALLEL_STREAM, Context
 from functron.nn.moe import MoEConfig
-from functron.partitioning import Rule, pointwise
+from functron.partitioning import PartitionRule, pointwise
 
 DTYPE = torch.float64
 X = torch.randn(8, 16, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
@@ -427,7 +427,7 @@ def test_an_unknown_operation_names_its_rule():
     assert gathered.out_specs == P()
 
     def rule(equation):
-        made: Rule = pointwise()(equation)
+        made: PartitionRule = pointwise()(equation)
         return dataclasses.replace(made, whole=frozenset({"d1"}))
 
     own = ft.partition(fn, mesh, (P("dp"),), rules={"cummax": rule})

@@ -14,7 +14,7 @@ import functron as ft
 from functron import P
 from functron.partitioning.placement import (
     Digit,
-    Placement,
+    ValuePlacement,
     fits,
     from_letters,
     into_letters,
@@ -22,7 +22,7 @@ from functron.partitioning.placement import (
     move,
     move_cost,
     of_spec,
-    replicated,
+    replicated_placement,
     spec_of,
     steps,
 )
@@ -31,7 +31,7 @@ SHAPE = (8, 16)
 MESHES = {"2": {"tp": 2}, "4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}, "2x4": {"dp": 2, "tp": 4}}
 
 
-def placements(sizes: dict[str, int]) -> list[Placement]:
+def placements(sizes: dict[str, int]) -> list[ValuePlacement]:
     """Every way in which the axes can split a value of this shape, inside of blocks too."""
     found = []
     outers = [[None, *((d, o) for d in range(2) for o in (1, 2, 4, 8))] for _ in sizes]
@@ -40,13 +40,13 @@ def placements(sizes: dict[str, int]) -> list[Placement]:
         for axis, place in zip(sizes, places, strict=True):
             if place is not None:
                 dims[place[0]].append(Digit(place[1], axis))
-        made = Placement(tuple(tuple(sorted(row)) for row in dims))
+        made = ValuePlacement(tuple(tuple(sorted(row)) for row in dims))
         if all(fits(d, n, sizes) for d, n in zip(made.dims, SHAPE, strict=True)):
             found.append(made)
     return found
 
 
-def held(x: torch.Tensor, placement: Placement, sizes, at) -> torch.Tensor:
+def held(x: torch.Tensor, placement: ValuePlacement, sizes, at) -> torch.Tensor:
     """A rank's part, by indices: those whose digits are the rank's coordinates."""
     for dim, digits in enumerate(placement.dims):
         rows = [
@@ -68,7 +68,7 @@ def test_moves_between_any_placements(data):
     mesh, x = ft.Mesh(**sizes), torch.arange(128.0, dtype=torch.float64).view(SHAPE)
 
     def program(x):
-        part = move(x, replicated(2), source, sizes)
+        part = move(x, replicated_placement(2), source, sizes)
         return move(part, source, target, sizes)[None]
 
     axes = tuple(sizes)
@@ -78,8 +78,8 @@ def test_moves_between_any_placements(data):
     assert local_shape(SHAPE, target, sizes) == every.shape[1:]
 
     def there_and_back(x):
-        return move(move(move(x, replicated(2), source, sizes), source, target, sizes),
-                    target, replicated(2), sizes)  # fmt: skip
+        return move(move(move(x, replicated_placement(2), source, sizes), source, target, sizes),
+                    target, replicated_placement(2), sizes)  # fmt: skip
 
     mapped = ft.shard_map(there_and_back, mesh, P(), P(), check=False)
     grad = torch.func.grad(lambda x: (mapped(x) * x.detach()).sum())(x)
@@ -95,13 +95,13 @@ def test_moves_between_any_placements(data):
 )
 def test_partial_values_are_reduced_once(sizes):
     mesh, x = ft.Mesh(**sizes), torch.randn(SHAPE, dtype=torch.float64)
-    source = Placement(((), ()), tuple((axis, "sum") for axis in sizes))
+    source = ValuePlacement(((), ()), tuple((axis, "sum") for axis in sizes))
     for target in placements(sizes):
 
         def program(x, target=target):
             shares = x * (1.0 + sum(ft.lax.axis_index(axis) for axis in sizes))
             part = move(shares, source, target, sizes)
-            return move(part, target, replicated(2), sizes)
+            return move(part, target, replicated_placement(2), sizes)
 
         out = ft.shard_map(program, mesh, P(), P())(x)
         ranks = itertools.product(*(range(n) for n in sizes.values()))
@@ -114,8 +114,8 @@ def move_back(target, source, sizes):
     """From a placement to partial sums, and their sum."""
 
     def program(x):
-        part = move(x, replicated(2), target, sizes)
-        return move(move(part, target, source, sizes), source, replicated(2), sizes)
+        part = move(x, replicated_placement(2), target, sizes)
+        return move(move(part, target, source, sizes), source, replicated_placement(2), sizes)
 
     return program
 
@@ -142,9 +142,9 @@ def test_specs_there_and_back():
     sizes = {"dp": 2, "tp": 4}
     for spec in (P(), P("dp"), P(None, ("dp", "tp")), P("tp", "dp"), P(("tp", "dp"))):
         assert spec_of(of_spec(spec, 2, sizes), sizes) == spec
-    assert spec_of(Placement(((Digit(2, "tp"),), ())), sizes) is None
-    assert spec_of(Placement(((), ()), (("tp", "sum"),)), sizes) is None
-    assert str(Placement(((Digit(2, "tp"),), ()), (("dp", "max"),))) == (
+    assert spec_of(ValuePlacement(((Digit(2, "tp"),), ())), sizes) is None
+    assert spec_of(ValuePlacement(((), ()), (("tp", "sum"),)), sizes) is None
+    assert str(ValuePlacement(((Digit(2, "tp"),), ()), (("dp", "max"),))) == (
         "P('tp@2', None), partial max over 'dp'"
     )
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, gpt, random, tree
-from functron.pipeline import make, traffic
-from functron.spmd import host
+from functron.pipeline import make, p2p
+from functron.spmd import shared_memory
 from functron.training.config import TrainConfig, configure
 from functron.training.setup import make_setup
 from tests.pipeline.gloo_pipeline import EVALUATED, check_inductor, check_training, mlp_value
@@ -119,10 +119,10 @@ def let_go(late, begin):
 
 
 MISTAKES = (
-    (traffic.Arriving, "wait", read_early, ""),
-    (traffic.Post, "receive", write_result, "a result was written before the wait"),
-    (traffic.Post, "_begin", write_operand, "an operand was written before the wait"),
-    (traffic.Post, "_begin", let_go, "an operand was let go before the wait"),
+    (p2p.Arriving, "wait", read_early, ""),
+    (p2p.Post, "receive", write_result, "a result was written before the wait"),
+    (p2p.Post, "_begin", write_operand, "an operand was written before the wait"),
+    (p2p.Post, "_begin", let_go, "an operand was let go before the wait"),
 )
 
 
@@ -145,7 +145,7 @@ def check_mistakes(late: Transfers) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    sockets = mock.patch.object(host.Host, "group", lambda self, group: group)
+    sockets = mock.patch.object(shared_memory.HostGroups, "group", lambda self, group: group)
     with sockets, transfers() as late:
         for check in (
             (check_compiled,) if "compiled" in sys.argv else (check_steps, check_vocabulary)

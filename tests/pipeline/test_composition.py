@@ -19,7 +19,7 @@ from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.nn import IGNORE_INDEX
 from functron.pipeline import NAMES, Partition, Pipeline, Schedule, make, pipelined, whole
 from functron.pipeline.partition import Layout, layout_of
-from functron.pipeline.work import Pieces, Pullbacks
+from functron.pipeline.stage_backward import CutStages, Pullbacks
 from functron.training.step import make_step
 
 TOLERANCE = 1e-10
@@ -241,9 +241,9 @@ def test_the_table_has_every_schedule():
 
 
 @functools.cache
-def pieces(*key: Any) -> Pieces:
+def pieces(*key: Any) -> CutStages:
     """The traced programs of stages, which the rows of one model, layout and mesh share."""
-    return Pieces(key[0], True, None, None)
+    return CutStages(key[0], True, None, None)
 
 
 KINDS = {**dict.fromkeys(VEES, "V"), **dict.fromkeys(("zb-h1", "zb-h2"), "split")}

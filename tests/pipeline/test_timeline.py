@@ -8,7 +8,7 @@ import pytest
 
 from functron.pipeline import NAMES, Action, Costs, Schedule, Timeline, make
 from functron.pipeline.registry import combined_one_f_one_b, one_f_one_b
-from functron.pipeline.timeline import Row
+from functron.pipeline.timeline import TimedAction
 
 
 def times(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
@@ -116,7 +116,7 @@ def test_measured_timelines():
         (0, Action("B", 0), 13.0, 15.0),
     ]
     timeline = Timeline.of("measured", rows)
-    assert timeline.rows[0] == Row(0, Action("F", 0), 0.0, 1.0)
+    assert timeline.rows[0] == TimedAction(0, Action("F", 0), 0.0, 1.0)
     assert (timeline.num_ranks, timeline.total) == (2, 6.0)
     assert timeline.bubble_fraction == pytest.approx(1 - 5.5 / 12)
     assert Timeline.of("nothing", []).bubble_fraction == 0.0

@@ -23,8 +23,8 @@ from functron.ops.quantise import (
     quantise,
     remember,
 )
-from functron.pipeline.evaluate import ambient, evaluate
 from functron.precision import RECIPES, Recipe, grouped_product, history_def, product
+from functron.program.interpreter import ambient_inputs, run_block
 from functron.spmd import Mesh, Rules, spec_axes
 
 BATCH, SEQ, EMBED, MLP = 2, 256, 256, 512
@@ -534,9 +534,9 @@ def test_traced(small):
     assert all(map(torch.equal, tree.leaves(program(*small)), want))
 
     def again(*args):  # as pipelines run parts of a program, here for two ranks at once
-        environment = ambient(program.inputs)
+        environment = ambient_inputs(program.inputs)
         environment.update(zip(program.block.inputs, args, strict=False))
-        return evaluate(program.block, environment)
+        return run_block(program.block, environment)
 
     mapped = torch.func.vmap(again)(*(torch.stack([v, v]) for v in small))
     assert all(torch.equal(got[1], one) for got, one in zip(mapped, want, strict=True))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, optim, random, tree
 from functron.nn import layers
-from functron.program.memory import Memory, memory
+from functron.program.memory import ProgramMemory, memory
 from functron.program.trace import trace
 
 
@@ -70,7 +70,9 @@ def decoder_step(
     return step, ft.init_state(random.key(0), defs, specs, optimizer, mesh), batch
 
 
-def predicted_and_measured(step: Callable, state, batch, runs: int = 1) -> tuple[Memory, int]:
+def predicted_and_measured(
+    step: Callable, state, batch, runs: int = 1
+) -> tuple[ProgramMemory, int]:
     """The peak that `memory` predicts of a step that donates its state, and the smallest measured one.
 
     Several runs are for process groups, whose threads let go of what was sent a moment later.

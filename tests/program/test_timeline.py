@@ -4,7 +4,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax
-from functron.program.timeline import COMPUTE, Rates, Row
+from functron.program.timeline import COMPUTE, Rates, StreamInterval
 from functron.program.trace import trace
 
 A = torch.ones(4, 4)
@@ -37,7 +37,7 @@ def test_two_products_and_an_all_reduce():
     ]
     assert (hidden.total, hidden.exposed) == (6.0, {"tp": 0.0})
     half = program.timeline(costs(mm=3.0, psum=5.0))
-    assert half.rows[-1] == Row("psum", "tp", 3.0, 8.0, "tp", exposed=2.0)
+    assert half.rows[-1] == StreamInterval("psum", "tp", 3.0, 8.0, "tp", exposed=2.0)
     assert (half.total, half.exposed, half.busy) == (8.0, {"tp": 2.0}, {COMPUTE: 6.0, "tp": 5.0})
     at_once = program.timeline(costs(mm=3.0, psum=2.0), overlap=False)
     assert rows(at_once)[1] == ("mm", COMPUTE, 5.0, 8.0, None, 0.0)

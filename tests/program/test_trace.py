@@ -418,13 +418,13 @@ def test_bad_calls_are_refused():
 
 
 def test_random_keys_trace_and_give_the_same_bits():
-    from functron.program.program import interpret
+    from functron.program.interpreter import run_in_lockstep
 
     def program(key):
         return random.normal(key, (4, 3), torch.float64)
 
     key = random.key(7)
-    torch.testing.assert_close(interpret(trace(program)(key), key), program(key))
+    torch.testing.assert_close(run_in_lockstep(trace(program)(key), key), program(key))
 
 
 def test_a_program_runs_on_arguments_of_another_layout_only_if_it_was_traced_so():

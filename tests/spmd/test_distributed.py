@@ -75,7 +75,7 @@ import torch, torch.distributed as dist
 import functron as ft
 from functron import P, lax
 from functron.pipeline import Partition, even_layout, make, pipelined
-from functron.compiler import driver
+from functron.compiler import executor
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -128,13 +128,13 @@ dist.barrier()
 if rank == 1:
     waits = []
 
-    def wait(value, before=driver._wait):
+    def wait(value, before=executor._wait):
         waits.append(value)
         if len(waits) == 4:  # three layers' gathers, then reductions
             os._exit(0)  # any other would have the rank that is left ended before it can speak
         return before(value)
 
-    driver._wait = wait
+    executor._wait = wait
 for call in calls:
     try:
         call()

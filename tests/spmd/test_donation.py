@@ -8,7 +8,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, optim
 from functron.spmd.donation import Donated, Donation
-from functron.spmd.mesh import Call
+from functron.spmd.mesh import JointCall
 
 MESHES = [Mesh(), Mesh(dp=2), Mesh(dp=2, tp=2)]
 
@@ -135,7 +135,7 @@ def test_a_compiled_update_counts_before_it_writes(monkeypatch):
 def test_interrupted_twice():
     """Where nothing of a call is left to tell, its tensors still know whether they are whole."""
     tensors = [torch.ones(3), torch.ones(3)]
-    given = Donation(Call("step", None, alike=True))
+    given = Donation(JointCall("step", None, alike=True))
     taken = given.take("0", tensors[0])
     assert torch.equal(taken, torch.ones(3))
     assert type(tensors[0]) is Donated
@@ -143,7 +143,7 @@ def test_interrupted_twice():
     assert torch.equal(tensors[0] + tensors[1], torch.full((3,), 2.0))
     assert type(tensors[0]) is torch.Tensor
 
-    given = Donation(Call("step", None, alike=True))
+    given = Donation(JointCall("step", None, alike=True))
     for path, tensor in enumerate(tensors):
         given.take(str(path), tensor)
     given.start()

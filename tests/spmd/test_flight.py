@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from functron.spmd.flight import (
     Agreement,
+    CollectiveKind,
     DeviceClock,
     DisagreementError,
     FlightRecorder,
-    Kind,
-    Line,
+    SourceLine,
     describe,
 )
 
@@ -125,8 +125,8 @@ def test_order_seconds_and_what_is_waited_for():
 
 def test_the_line_of_a_transpose_is_that_of_what_is_transposed():
     recorder = FlightRecorder()
-    recorder.about(Line("model.py", 3), True)
-    assert recorder.begun("psum", "tp", torch.zeros(1)).kind.line == Line("model.py", 3, True)
+    recorder.about(SourceLine("model.py", 3), True)
+    assert recorder.begun("psum", "tp", torch.zeros(1)).kind.line == SourceLine("model.py", 3, True)
     line = recorder.begun("psum", "tp", torch.zeros(1)).kind.line
     assert line is not None
     assert line.file == __file__
@@ -176,11 +176,13 @@ def test_seconds_on_a_device():
     assert recorder.device.stuck() is None
 
 
-def kind(op: str, axis: str = "tp", size: int = 8) -> Kind:
-    return Kind(op, axis, size, "float32", Line("model.py", 3))
+def kind(op: str, axis: str = "tp", size: int = 8) -> CollectiveKind:
+    return CollectiveKind(op, axis, size, "float32", SourceLine("model.py", 3))
 
 
-def told(store: dist.Store, kinds: list[list[Kind]], seconds: float = 5.0, **about) -> list:
+def told(
+    store: dist.Store, kinds: list[list[CollectiveKind]], seconds: float = 5.0, **about
+) -> list:
     """The findings of each of two ranks that is about to enter these kinds, in threads."""
     found: list = [None, None]
 

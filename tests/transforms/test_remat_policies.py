@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import functron as ft
 from functron import Mesh, P, checkpoint_name, gpt, lax, policies, random, tree
 from functron.core.compat import is_wrapped
-from functron.program.program import interpret
+from functron.program.interpreter import run_in_lockstep
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
 from functron.transforms.remat import Kept
@@ -168,7 +168,7 @@ def test_meshes_and_traced_programs(policy, mesh, sequence_parallel):
     step = distributed(policy, mesh, sequence_parallel)
     same(step(WEIGHTS, ACTIVATIONS), (value, grads))
     program = trace(step)(WEIGHTS, ACTIVATIONS)
-    same(interpret(program, WEIGHTS, ACTIVATIONS), (value, grads))
+    same(run_in_lockstep(program, WEIGHTS, ACTIVATIONS), (value, grads))
 
 
 def recomputed(program) -> Counter[str]:
@@ -404,7 +404,7 @@ def test_nested_remat_and_scans():
         same(ft.grad(r)(ws), want)
         same(torch.func.grad(r)(ws), want)
         program = trace(ft.grad(r))(ws)
-        same(interpret(program, ws), want)
+        same(run_in_lockstep(program, ws), want)
         # in a program, what the scan computes is computed again, what lies outside is kept
         assert recomputed(program)["sin"] == 1
 
@@ -534,7 +534,7 @@ def test_names_that_the_function_never_marks():
         (
             lambda: ft.remat(block, policy="dots"),
             TypeError,
-            "policy: got 'dots' (str); wanted a Policy; fix: one of functron.policies: nothing",
+            "policy: got 'dots' (str); wanted a RematPolicy; fix: one of functron.policies: nothing",
         ),
         (lambda: policies.names(), ValueError, "names: got no names"),
         (lambda: policies.offload("a", 3), ValueError, "argument 1: got 3; wanted the name"),

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import functron as ft
-from functron.program.program import interpret
+from functron.program.interpreter import run_in_lockstep
 from functron.program.trace import trace
 
 CASES = {}
@@ -99,7 +99,7 @@ def test_values_and_gradients_are_those_of_the_loop(name):
     w, x = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (3,)))
     f = ft.value_and_grad(CASES[name], argnums=(0, 1))
     program = trace(f)(w, x)
-    value, (dw, dx) = interpret(program, w, x)
+    value, (dw, dx) = run_in_lockstep(program, w, x)
     want, (want_dw, want_dx) = torch.func.grad_and_value(CASES[name], argnums=(0, 1))(w, x)[::-1]
     torch.testing.assert_close(value, want)
     torch.testing.assert_close((dw, dx), (want_dw, want_dx))

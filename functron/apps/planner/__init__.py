@@ -1,81 +1,52 @@
 """Plans before runs: machines as data, the time and memory of a step, and the fastest one."""
 
-from functron.apps.planner.estimates import (
-    Estimate,
-    PlannedStep,
-    StateBytes,
-    estimate,
-    estimate_memory,
-    estimate_step,
-)
-from functron.apps.planner.machines import MACHINES, Hardware, RankPlacement, hardware, is_known
-from functron.apps.planner.measurements import (
-    Measurement,
-    describe_estimate,
-    estimate_run,
-    find_this_machine,
-    measure,
-    report_comparison,
-)
-from functron.apps.planner.rates import (
-    FUNCTRON,
-    HardwareRates,
-    Software,
-    TracedPiece,
-    TracedPieces,
-    trace_pieces,
-)
-from functron.apps.planner.recipes import (
-    RECIPES,
-    list_recipes,
-    make_job_script,
-    read_recipe,
-    shrink_run,
-)
-from functron.apps.planner.search import (
-    Choices,
-    Space,
-    describe_best,
-    explain_misfit,
-    parse_settings,
-    search,
-    why,
-)
+from __future__ import annotations
 
-__all__ = [
-    "FUNCTRON",
-    "MACHINES",
-    "RECIPES",
-    "Choices",
-    "Estimate",
-    "Hardware",
-    "HardwareRates",
-    "Measurement",
-    "PlannedStep",
-    "RankPlacement",
-    "Software",
-    "Space",
-    "StateBytes",
-    "TracedPiece",
-    "TracedPieces",
-    "describe_best",
-    "describe_estimate",
-    "estimate",
-    "estimate_memory",
-    "estimate_run",
-    "estimate_step",
-    "explain_misfit",
-    "find_this_machine",
-    "hardware",
-    "is_known",
-    "list_recipes",
-    "make_job_script",
-    "measure",
-    "parse_settings",
-    "read_recipe",
-    "report_comparison",
-    "search",
-    "shrink_run",
-    "trace_pieces",
-    "why",
-]
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.apps.planner.estimates import (
+        Estimate,
+        PlannedStep,
+        StateBytes,
+        estimate,
+        estimate_memory,
+        estimate_step,
+    )
+    from functron.apps.planner.machines import MACHINES, Hardware, RankPlacement, hardware, is_known
+    from functron.apps.planner.measurements import (
+        Measurement,
+        describe_estimate,
+        estimate_run,
+        find_this_machine,
+        measure,
+        report_comparison,
+    )
+    from functron.apps.planner.rates import (
+        FUNCTRON,
+        HardwareRates,
+        Software,
+        TracedPiece,
+        TracedPieces,
+        trace_pieces,
+    )
+    from functron.apps.planner.recipes import (
+        RECIPES,
+        list_recipes,
+        make_job_script,
+        read_recipe,
+        shrink_run,
+    )
+    from functron.apps.planner.search import (
+        Choices,
+        Space,
+        describe_best,
+        explain_misfit,
+        parse_settings,
+        search,
+        why,
+    )
+
+import_lazily(__name__)

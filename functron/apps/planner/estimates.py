@@ -208,7 +208,7 @@ class Estimate:
         """The timeline as an SVG picture: a row per rank, or per stream of one."""
         names = list(dict.fromkeys(lane.row for lane in self.lanes))
         boxes = [
-            chart.Box(
+            chart.SvgBar(
                 names.index(lane.row), lane.start, lane.end, lane.what,
                 f"{lane.what}: {lane.end - lane.start:.3g} s", _COLOURS[lane.kind],
             )

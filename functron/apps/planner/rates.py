@@ -31,16 +31,16 @@ from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
 from functron.pipeline.partition import Part, Partition
-from functron.pipeline.work import Call, Stage, trace_stage
+from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
 from functron.program.cost import equation_bytes, equation_flops
 from functron.program.equations import Block, Code, Equation, Scan, Var
-from functron.program.order import arranged
+from functron.program.overlap import arrange_block
 from functron.program.program import Program
 from functron.program.text import axis_of, payload_bytes
 from functron.program.timeline import ProgramTimeline, timeline
 from functron.spmd import CONTEXT_AXES, FSDP_AXES, Mesh
 from functron.spmd.params import param_specs
-from functron.spmd.spec import is_spec, local_shape, spec_axes, whole_over
+from functron.spmd.spec import is_spec, local_shape, spec_axes, without_axes
 from functron.transforms import Gather
 
 WorkKind = Literal["products", "attention", "memory", "collective", "nothing"]
@@ -195,7 +195,7 @@ def fuse_program(program: Code, software: Software) -> FusedProgram:
     """A program with its equations fused; kept for programs that were asked for before."""
     many = program.mesh.size > 1 and software.overlap
     parts = software.sequence_parts
-    block = arranged(program.block, prefetch=many, sequence_parts=parts)
+    block = arrange_block(program.block, prefetch=many, sequence_parts=parts)
     made = replace(program, block=block)
     found = {
         equation: count_work(equation)
@@ -761,7 +761,7 @@ class _Tracer:
         alone = Partition((part,), (((0, 0),),), uses)
         defs = {name: defs[name] for name in alone.names(0)}
         specs = param_specs(defs, self.rules)
-        specs = whole_over(specs, FSDP_AXES) if self.whole else specs
+        specs = without_axes(specs, FSDP_AXES) if self.whole else specs
 
         def local(d: Any, spec: Any) -> torch.Tensor:
             return torch.empty(local_shape(d.shape, spec, self.mesh), dtype=d.dtype, device="meta")
@@ -800,7 +800,7 @@ class _Tracer:
             key = key if config.dropout else None
             return gpt.stage_loss(config, part, params, x, batch, options, key=key)
 
-        call = Call(0, part, part.loss, params, None if part.embed else x, batch, shared, {})
+        call = StageCall(0, part, part.loss, params, None if part.embed else x, batch, shared, {})
         made = trace_stage(function, call, self.mesh, split=self.split, dtype=self.grad_dtype)
         return made, x
 

@@ -77,7 +77,7 @@ from functron.ops.operations import AUTO, Kernels
 from functron.program.recorder import keeper
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
-from functron.spmd.ragged import add_rows, arrived, copy_rows, exchange, pick, swap_blocks
+from functron.spmd.ragged import add_rows, copy_rows, exchange, pick, swap_blocks, wait_for_rows
 from functron.spmd.spec import P, spec_axes
 
 ExpertActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "clamped_swiglu"]
@@ -453,7 +453,7 @@ def _exchange_rows(
         rows, outgoing, found, capacity=capacity, room=room, wait=False
     )
     meanwhile()
-    there = _reorder_rows(arrived(there, found), incoming, layout, by_expert, kernels)
+    there = _reorder_rows(wait_for_rows(there, found), incoming, layout, by_expert, kernels)
     made = compute(there, incoming.flatten(0, -2).sum(0))
     made = _reorder_rows(made, incoming, by_expert, by_rank, kernels)
     back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0], room=room)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.compiler.executable import takers
+from functron.compiler.executable import match_donations
 from functron.compiler.lower import unroll
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
@@ -124,12 +124,12 @@ _aten = torch.ops.aten
 _CHEAP = frozenset({"sum", "mean", "amax", "amin", "_to_copy"})  # besides pointwise ones
 _CONE = 64  # equations that are moved together, at most
 
-Rule = Callable[[int], int]
-"""From the bits of a value (`functron.compiler.cut`) to its level."""
+LevelRule = Callable[[int], int]
+"""From the bits of a value (`functron.pipeline.cut`) to its level."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class LevelPart:
     """The equations that run at one level of a block.
 
     Attributes:
@@ -162,7 +162,7 @@ class Levels:
         self,
         block: Block,
         wanted: Sequence[int],
-        rule: Rule,
+        rule: LevelRule,
         fresh: Fresh,
         inputs: Mapping[Var, int] | None = None,
         carries: AbstractSet[Var] = frozenset(),
@@ -239,7 +239,7 @@ class Levels:
 
     # --- one part per level
 
-    def divide(self, wanted: Mapping[int, Iterable[Any]]) -> dict[int, Part]:
+    def divide(self, wanted: Mapping[int, Iterable[Any]]) -> dict[int, LevelPart]:
         """The equations that run at each level.
 
         Args:
@@ -253,7 +253,7 @@ class Levels:
             homes[self._home(value)].append(value)
         return {level: replace(part, keeps=tuple(homes[level])) for level, part in parts.items()}
 
-    def _part(self, level: int, wanted: Iterable[Any]) -> Part:
+    def _part(self, level: int, wanted: Iterable[Any]) -> LevelPart:
         chosen = {e: None for e in self._order if self.level.get(e) == level}
         inputs: dict[Var, None] = {}
         arrivals: dict[Var, None] = {}
@@ -274,7 +274,7 @@ class Levels:
             elif maker is None:
                 inputs[value] = None
         equations = tuple(equation for equation in self._order if equation in chosen)
-        return Part(equations, tuple(inputs), tuple(arrivals))
+        return LevelPart(equations, tuple(inputs), tuple(arrivals))
 
     # --- cheap equations, where less is kept
 
@@ -390,7 +390,7 @@ def split_scan(equation: Equation, outer: Levels) -> list[tuple[int, Equation]]:
 
 
 def _scans(
-    equation: Equation, parts: Mapping[int, Part], levels: Mapping[int, int], fresh: Fresh
+    equation: Equation, parts: Mapping[int, LevelPart], levels: Mapping[int, int], fresh: Fresh
 ) -> list[tuple[int, Equation]]:
     """A scan per part of its body; `levels` has those of its live outputs, by position."""
     op = equation.op
@@ -421,8 +421,8 @@ def _scans(
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """A part of a program; made by `cut`.
+class ProgramPiece:
+    """A part of a program; made by `cut_program`.
 
     Attributes:
         block: its inputs are values of the whole program: those of its arguments that the piece
@@ -484,7 +484,7 @@ class Piece:
             checked=False,
             stages=original.stages,
         )
-        taken = {*takers(made).values()}
+        taken = {*match_donations(made).values()}
         kept = tuple(replace(given, donated=given.var in taken) for given in inputs)
         return replace(made, inputs=kept)
 
@@ -501,7 +501,7 @@ def _argument(given: Input) -> tree.Tree:
     return {inner: 0} if inner else 0
 
 
-def sliced(pieces: Sequence[Piece]) -> set[Var]:
+def find_sliced(pieces: Sequence[ProgramPiece]) -> set[Var]:
     """The kept values that can stay lists of slices: ys of scans that only scans read, as xs."""
     found: set[Var] = set()
     other: set[Var] = set()
@@ -518,7 +518,7 @@ def sliced(pieces: Sequence[Piece]) -> set[Var]:
     return found - other
 
 
-def held_bytes(pieces: Sequence[Piece]) -> tuple[int, ...]:
+def bytes_held(pieces: Sequence[ProgramPiece]) -> tuple[int, ...]:
     """The bytes of what is kept for later pieces after each piece has run."""
     kept, after = 0, []
     for piece in pieces:
@@ -527,9 +527,9 @@ def held_bytes(pieces: Sequence[Piece]) -> tuple[int, ...]:
     return tuple(after)
 
 
-def cut(
+def cut_program(
     program: Program, groups: Sequence[Sequence[int]], *, early: bool = True
-) -> tuple[Piece, ...]:
+) -> tuple[ProgramPiece, ...]:
     """The pieces of a program, one per group of its outputs.
 
     An equation runs in the first piece with an output that it leads to, and its results are kept
@@ -560,14 +560,14 @@ def cut(
     bit = {value: 1 << (FIRST + position) for position, value in enumerate(distinct)}
     wanted = [bit[value] if isinstance(value, Var) else 0 for value in values]
     masks = [sum({wanted[position] for position in group}) for group in groups]
-    levels = Levels(program.block, wanted, _rule(masks, early), Fresh(program.block))
+    levels = Levels(program.block, wanted, _level_rule(masks, early), Fresh(program.block))
     parts = levels.divide(
         {level: [values[position] for position in group] for level, group in enumerate(groups)}
     )
     pieces = []
     for level, group in enumerate(groups):
         later = {v for other, part in parts.items() if other > level for v in part.arrivals}
-        pieces.append(_piece(program, parts[level], tuple(group), later))
+        pieces.append(_make_piece(program, parts[level], tuple(group), later))
     return tuple(pieces)
 
 
@@ -589,7 +589,7 @@ def _check(program: Program, groups: Sequence[Sequence[int]]) -> None:
     )
 
 
-def _rule(masks: Sequence[int], early: bool) -> Callable[[int], int]:
+def _level_rule(masks: Sequence[int], early: bool) -> Callable[[int], int]:
     """From the outputs that a value leads to, as bits, to the piece that makes it."""
 
     def level_of(bits: int) -> int:
@@ -603,25 +603,27 @@ def _rule(masks: Sequence[int], early: bool) -> Callable[[int], int]:
     return level_of
 
 
-def _piece(program: Program, part: Part, group: tuple[int, ...], later: set[Var]) -> Piece:
+def _make_piece(
+    program: Program, part: LevelPart, group: tuple[int, ...], later: set[Var]
+) -> ProgramPiece:
     read = set(part.inputs)
     arguments = [i.var for i in program.inputs if i.role == "argument" and i.var in read]
     hidden = [i.var for i in program.inputs if i.role != "argument" and i.var in read]
     outputs = (*(program.outputs[position].value for position in group), *part.keeps)
     block = Block((*arguments, *part.arrivals, *hidden), part.equations, outputs)
     spends = tuple(value for value in part.arrivals if value not in later)
-    return Piece(block, group, part.keeps, part.arrivals, spends)
+    return ProgramPiece(block, group, part.keeps, part.arrivals, spends)
 
 
-def beside(first: Program, second: Program) -> Program:
+def join_programs(first: Program, second: Program) -> Program:
     """Two programs as one, from the arguments of both to the results of both, flat.
 
     Neither reads what the other makes, so that collectives of each may lie under what the other
-    computes, as `functron.program.order` has it. Scans are written out, since each would else run
+    computes, as `functron.program.overlap` has it. Scans are written out, since each would else run
     as a whole.
 
     Args:
-        first, second: what `Piece.program` returned, for the same mesh.
+        first, second: what `ProgramPiece.program` returned, for the same mesh.
     """
     inputs: list[Input] = []
     outputs: list[Output] = []
@@ -685,7 +687,7 @@ def sink_sums(program: Program, sums: Collection[Var]) -> Program:
     gone = {e for rows in found.values() for row in rows for e in (row.add, row.cast)}
     fresh = Fresh(block)
     equations = tuple(
-        _moved(equation, found[equation], fresh) if equation in found else equation
+        _move_sums(equation, found[equation], fresh) if equation in found else equation
         for equation in block.equations
         if equation not in gone
     )
@@ -734,7 +736,7 @@ def _row(fresh: Fresh, total: Var) -> Var:
     return fresh.like(total, "row", shape=shape, stride=contiguous_strides(shape))
 
 
-def _moved(equation: Equation, rows: list[_Sum], fresh: Fresh) -> Equation:
+def _move_sums(equation: Equation, rows: list[_Sum], fresh: Fresh) -> Equation:
     """A scan that takes the totals as xs and returns the sums as ys."""
     op: Any = equation.op
     inputs, equations = [*op.body.inputs], [*op.body.equations]

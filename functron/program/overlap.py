@@ -4,15 +4,16 @@ A collective is asynchronous: it starts where its equation stands in the order, 
 equation that reads its result waits for it. `functron.compiler` makes code in this order, and
 `functron.program.timeline` foretells the time that it takes.
 
-**Within a kernel**, the equations between two scans (`issued`): a collective starts as soon as its
-operands are there, what leads to a collective runs before what leads to none, and nothing waits
-while there is something else to compute. At its end a kernel has waited for all that it started.
+**Within a kernel**, the equations between two scans (`order_equations`): a collective starts as
+soon as its operands are there, what leads to a collective runs before what leads to none, and
+nothing waits while there is something else to compute. At its end a kernel has waited for all that
+it started.
 
-**Between the iterations of a scan** (`split`, `overlapped`): gathers of a layer's parameters read
-slices of xs and nothing that is carried, so those of the next layer can be under way while this one
-is computed; reductions of its gradients lead to ys and to nothing that is carried, so they can
-still be under way while the next one is. A scan is therefore cut into three parts, and the driver
-runs them like a pipeline, one layer ahead and one behind:
+**Between the iterations of a scan** (`split_scan_body`, `list_turns`): gathers of a layer's
+parameters read slices of xs and nothing that is carried, so those of the next layer can be under
+way while this one is computed; reductions of its gradients lead to ys and to nothing that is
+carried, so they can still be under way while the next one is. A scan is therefore cut into three
+parts, and the executor runs them like a pipeline, one layer ahead and one behind:
 
     gather 2 ...............
     compute 1 ───────────── compute 2 ─────────────
@@ -22,11 +23,12 @@ At most one more layer's gathered parameters and one more layer's gradients are 
 Where sums follow sums, as over dp of what was scattered over fsdp, those of the second round run
 behind the layer after that one, and so on.
 
-**Gathers and scatters of sequences** (`divided`) can be cut in parts, each under the product of
-another part.
+**Gathers and scatters of sequences** (`divide_sequences`) can be cut in parts, each under the
+product of another part.
 
-**Sums over ranks of what a scan stacks** (`sunk`) are taken into the scan, one row per iteration,
-so that they can be reduced behind it: the gradients of layers that data-parallel ranks hold whole.
+**Sums over ranks of what a scan stacks** (`sink_rank_sums`) are taken into the scan, one row per
+iteration, so that they can be reduced behind it: the gradients of layers that data-parallel ranks
+hold whole.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from functron.program.text import axis_of
 _aten = torch.ops.aten
 
 
-def issued(equations: Sequence[Equation]) -> list[Equation]:
+def order_equations(equations: Sequence[Equation]) -> list[Equation]:
     """The equations of a kernel in the order in which they are issued.
 
     The same on every rank, since it depends on nothing but the program. Of what could be next, a
@@ -122,8 +124,8 @@ def waits(equations: Sequence[Equation]) -> list[list[Equation]]:
 Turn = Literal["gather", "begin", "compute", "reduce", "end"]
 
 
-def overlapped(length: int, *, gathers: bool, rounds: int) -> Iterator[tuple[Turn, int]]:
-    """The turns of a scan's driver, and for which iteration each is, in order.
+def list_turns(length: int, *, gathers: bool, rounds: int) -> Iterator[tuple[Turn, int]]:
+    """The turns of a scan's executor, and for which iteration each is, in order.
 
     "gather" starts its gathers and "begin" waits for them; "reduce" starts its first round of
     reductions. Each "end" waits for a round, computes what follows, and starts the next one.
@@ -151,7 +153,7 @@ _CHEAP = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class SumRound:
     """Sums over ranks that an iteration starts together, and what follows from them.
 
     Attributes:
@@ -174,7 +176,7 @@ class Round:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class OverlapSplit:
     """The body of a scan in parts.
 
     Attributes:
@@ -189,12 +191,12 @@ class Split:
     head: Block
     gathers: tuple[Equation, ...]
     core: Block
-    rounds: tuple[Round, ...]
+    rounds: tuple[SumRound, ...]
     late: Mapping[Var, int]
 
 
-def split(op: Scan, wanted: Sequence[Any]) -> Split | None:
-    """The body of a scan in parts; None where one iteration has nothing to do for others.
+def split_scan_body(op: Scan, wanted: Sequence[Any]) -> OverlapSplit | None:
+    """The body of a scan in parts; None where its iterations cannot overlap.
 
     Args:
         op: the scan.
@@ -223,16 +225,16 @@ def split(op: Scan, wanted: Sequence[Any]) -> Split | None:
     first = live_equations(early, operands)
     used = {*operands, *(v for e in first for v in e.operands)}
     head = Block(tuple(v for v in fixed if v in used), tuple(first), tuple(operands))
-    return Split(head, tuple(gathers), core, rounds, late)
+    return OverlapSplit(head, tuple(gathers), core, rounds, late)
 
 
 _Rounds = list[tuple[list[Equation], list[Equation]]]
 """Sums, and what is computed from them and from none of the next round."""
 
 
-def _as_blocks(found: _Rounds, fixed: Sequence[Var], needed: Sequence[Var]) -> tuple[Round, ...]:
+def _as_blocks(found: _Rounds, fixed: Sequence[Var], needed: Sequence[Var]) -> tuple[SumRound, ...]:
     """Rounds with what each hands to the next."""
-    rounds: list[Round] = []
+    rounds: list[SumRound] = []
     for sums, after in reversed(found):
         handed = rounds[-1].reads if rounds else ()
         summed = [v for e in sums for v in e.results]
@@ -242,7 +244,7 @@ def _as_blocks(found: _Rounds, fixed: Sequence[Var], needed: Sequence[Var]) -> t
         passed = tuple(v for v in reads if v not in made and v not in fixed)
         inputs = (*(v for v in fixed if v in reads), *summed, *passed)
         block = Block(inputs, tuple(after), (*late, *handed))
-        rounds.append(Round(tuple(sums), block, passed, late))
+        rounds.append(SumRound(tuple(sums), block, passed, late))
     return tuple(reversed(rounds))
 
 
@@ -298,16 +300,17 @@ _STATEMENTS = frozenset(
 """Operations that say something of a value, and return it."""
 
 _MERGED_BYTES = 1 << 20
-"""Rows below this size travel together: a collective costs as much as sending so many bytes."""
+"""Rows below this size travel together: starting a collective takes as long as sending this many
+bytes."""
 
 
-def arranged(block: Block, *, prefetch: bool, sequence_parts: int) -> Block:
-    """The block as it is compiled for processes; see `sunk` and `divided`."""
-    block = sunk(block) if prefetch else block
-    return block if sequence_parts == 1 else divided(block, sequence_parts)
+def arrange_block(block: Block, *, prefetch: bool, sequence_parts: int) -> Block:
+    """The block as it is compiled for processes; see `sink_rank_sums` and `divide_sequences`."""
+    block = sink_rank_sums(block) if prefetch else block
+    return block if sequence_parts == 1 else divide_sequences(block, sequence_parts)
 
 
-def sunk(block: Block) -> Block:
+def sink_rank_sums(block: Block) -> Block:
     """The block with sums over ranks of what scans stack computed by the scans, row by row.
 
     Only where nothing else reads what is summed. Rows of less than a MiB that every rank gets are
@@ -321,7 +324,7 @@ def sunk(block: Block) -> Block:
     for equation in block.equations:
         op = equation.op
         if isinstance(op, Scan):
-            equation = replace(equation, op=replace(op, body=sunk(op.body)))
+            equation = replace(equation, op=replace(op, body=sink_rank_sums(op.body)))
             chains = links.of_rows(equation)
             gone.update(link.equation for chain in chains.values() for link in chain)
             equation = _with_sums(equation, chains, fresh) if chains else equation
@@ -396,7 +399,7 @@ def _last_apart(block: Block) -> Block:
             own = all(x in makers and not makers[x].aliases for x in op.body.outputs)
             sums = (_adds_stack(x, makers) and v and links.to_sum(v) for x, v in rows)
             if distinct and own and any(sums):
-                equations += _peeled(equation, op, fresh)
+                equations += _peel_scan(equation, op, fresh)
                 continue
         equations.append(equation)
     return replace(block, equations=tuple(equations))
@@ -417,7 +420,7 @@ def _adds_stack(value: Var, makers: dict[Var, Equation]) -> bool:
     return False
 
 
-def _peeled(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
+def _peel_scan(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
     """A scan without ys as one of all iterations but the last, and that written out."""
     made: list[Equation] = []
     split, last = op.num_consts + op.num_carry, op.length - 1
@@ -583,7 +586,7 @@ def _meta(value: Var) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
 
 
-def divided(block: Block, parts: int) -> Block:
+def divide_sequences(block: Block, parts: int) -> Block:
     """The block with gathers and scatters of sequences, and the products beside them, in parts.
 
     Tensor parallelism gathers a sequence in front of a product, and scatters one behind another,
@@ -599,7 +602,7 @@ def divided(block: Block, parts: int) -> Block:
     division = _Division(block, parts)
     for equation in block.equations:
         op = equation.op
-        if isinstance(op, Scan) and (body := divided(op.body, parts)) is not op.body:
+        if isinstance(op, Scan) and (body := divide_sequences(op.body, parts)) is not op.body:
             equation = replace(equation, op=replace(op, body=body))
         division.add(equation)
     if division.into == list(block.equations):

@@ -22,12 +22,12 @@ from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Action
 from functron.spmd.axes import StageAxis
 from functron.spmd.collectives import psum_stages
-from functron.spmd.host import HostGroup
+from functron.spmd.shared_memory import HostGroup
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The structure, shapes and dtypes of what a stage hands on: the same for all microbatches.
+    """The structure, shapes and dtypes of a stage's output: the same for all microbatches.
 
     Attributes:
         structure: of the tree.
@@ -111,7 +111,7 @@ class Post:
         self.axis, self.recorder = stages.name, stages.recorder
         self.device = device
         self.batched = not compat.runs_gloo(self.group)  # which has no batches
-        known = compat.named(stages.group)
+        known = compat.find_group(stages.group)
         self.host = known if isinstance(known, HostGroup) else None
         self.waiting: list[tuple[torch.Tensor, int, Arriving | None]] = []
         self.leaving: list[tuple[dist.Work, torch.Tensor, int]] = []
@@ -245,8 +245,8 @@ class Post:
         return tree.map(torch.Tensor.contiguous, parts[me])
 
 
-class Traffic:
-    """The values under way.
+class PendingValues:
+    """The values that stages have sent or made and that others have yet to use.
 
     Attributes:
         schedule: whose table is run.

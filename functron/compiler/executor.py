@@ -1,4 +1,4 @@
-"""The driver: runs the steps of a procedure, with as little Python as possible.
+"""The executor: runs the steps of a procedure, with as little Python as possible.
 
 Values live in numbered slots, and a slot is emptied before its last reader runs, so that memory is
 free as soon as compiled code is done with it. What scans hand to scans is lists of slices, which
@@ -21,29 +21,29 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.compiler.segments import Copy, Eager, Kernel, Loop, Procedure, Step
+from functron.compiler.segments import Copy, Eager, Kernel, Loop, Procedure, ProcedureStep
 from functron.program.equations import Equation, Scan, Var
-from functron.program.order import overlapped
+from functron.program.overlap import list_turns
 from functron.program.text import axis_of
 from functron.spmd.axes import raise_lost, user_line
-from functron.spmd.flight import Kind
+from functron.spmd.flight import CollectiveKind
 
 _c10d = torch.ops._c10d_functional
 
-Run = Callable[[list], list]
+RunProcedure = Callable[[list], list]
 """Runs a procedure: takes its inputs in a list, which it empties; gives its outputs."""
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
-    """A procedure beside the iterations, and where among constants and xs its first inputs are."""
+class SideProcedure:
+    """A procedure beside a loop, and the places of its first inputs in constants and xs."""
 
-    run: Run
+    run: RunProcedure
     reads: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class ReductionRound:
     """Reductions of an iteration, and what makes late ys of them.
 
     Attributes:
@@ -55,7 +55,7 @@ class Round:
 
     starts: tuple[Callable, ...]
     num_passed: int
-    side: Side
+    side: SideProcedure
     columns: slice
     rows: slice
 
@@ -65,7 +65,7 @@ class Round:
 
 
 @dataclass(frozen=True, eq=False)
-class Neighbours:
+class LoopOverlap:
     """The gathers and reductions that run beside the iterations of a loop.
 
     Attributes:
@@ -79,13 +79,13 @@ class Neighbours:
     num_carry: int
     num_columns: int
     num_rows: int
-    ahead: Side | None
+    ahead: SideProcedure | None
     gathers: tuple[Callable, ...]
-    rounds: tuple[Round, ...]
+    rounds: tuple[ReductionRound, ...]
 
     def run(
         self,
-        body: Run,
+        body: RunProcedure,
         order: Sequence[int],
         fixed: list,
         carry: list,
@@ -111,7 +111,7 @@ class Neighbours:
         kept: list[list] = []
         ends: list = []
         pending: dict[int, Callable[[], Any]] = {}
-        for turn, position in overlapped(
+        for turn, position in list_turns(
             len(order), gathers=self.ahead is not None, rounds=len(self.rounds)
         ):
             index = order[position]
@@ -121,7 +121,7 @@ class Neighbours:
             elif turn == "begin":
                 x, ahead = ahead or take(index), []
                 gathered = [_wait(value) for value in under_way]
-                kept = [_chosen(each.side, fixed, x) for each in self.rounds]
+                kept = [_choose_inputs(each.side, fixed, x) for each in self.rounds]
                 inputs = [*fixed, *carry, *x, *gathered, *(row[index] for row in early)]
                 carry.clear()
                 x, under_way = [], []
@@ -144,7 +144,7 @@ class Neighbours:
         """The next iteration's gathers, started."""
         if self.ahead is None:
             return []
-        operands = self.ahead.run(_chosen(self.ahead, fixed, x))
+        operands = self.ahead.run(_choose_inputs(self.ahead, fixed, x))
         return [start(value) for start, value in zip(self.gathers, operands, strict=True)]
 
     def _reduce(
@@ -180,9 +180,9 @@ class Neighbours:
         return end
 
 
-def neighbours(
-    step: Loop, routine: Callable[[Procedure], Run], groups: Mapping[str, str]
-) -> Neighbours | None:
+def make_overlap(
+    step: Loop, routine: Callable[[Procedure], RunProcedure], groups: Mapping[str, str]
+) -> LoopOverlap | None:
     """The work beside the iterations of a loop; None where there is none.
 
     Args:
@@ -197,8 +197,10 @@ def neighbours(
     fixed = (*inputs[: op.num_consts], *inputs[op.num_consts + op.num_carry :])
     place = {value: i for i, value in enumerate(fixed)}
 
-    def side(procedure: Procedure) -> Side:
-        return Side(routine(procedure), tuple(place[v] for v in procedure.inputs if v in place))
+    def side(procedure: Procedure) -> SideProcedure:
+        return SideProcedure(
+            routine(procedure), tuple(place[v] for v in procedure.inputs if v in place)
+        )
 
     first = len(step.columns) - sum(part.columns for part in step.behind)
     column, row = first, 0
@@ -208,8 +210,8 @@ def neighbours(
         columns, rows = (slice(column, column + part.columns), slice(row, row + part.stacks))
         column, row = columns.stop, rows.stop
         starts = tuple(_reduction(e, groups, maker) for e in part.sums)
-        rounds.append(Round(starts, len(part.passed), side(part.procedure), columns, rows))
-    return Neighbours(
+        rounds.append(ReductionRound(starts, len(part.passed), side(part.procedure), columns, rows))
+    return LoopOverlap(
         op.num_carry,
         first,
         len(step.stacks) - row,
@@ -219,7 +221,7 @@ def neighbours(
     )
 
 
-def _chosen(part: Side, fixed: list, x: list) -> list:
+def _choose_inputs(part: SideProcedure, fixed: list, x: list) -> list:
     count = len(fixed)
     return [fixed[i] if i < count else x[i - count] for i in part.reads]
 
@@ -257,7 +259,7 @@ def _wait(value: Any) -> torch.Tensor:
     return _c10d.wait_tensor(value)
 
 
-Compiled = Callable[[list], Sequence[torch.Tensor]]
+GraphKernel = Callable[[list], Sequence[torch.Tensor]]
 """A compiled kernel: takes a list of tensors, which it may empty; gives the results."""
 
 Slots = list[Any]
@@ -314,9 +316,9 @@ class Routine:
         return [value if slot is None else slots[slot] for slot, value in self.outputs]
 
 
-def routine(
+def make_routine(
     procedure: Procedure,
-    compiled: Mapping[Kernel, Compiled],
+    compiled: Mapping[Kernel, GraphKernel],
     groups: Mapping[str, str] | None = None,
     *,
     tells: bool = False,
@@ -347,7 +349,7 @@ def routine(
         for index, step in enumerate(procedure.steps)
     )
     if tells:
-        steps = _telling(procedure, steps, slots)
+        steps = _count_versions(procedure, steps, slots)
     outputs = tuple(
         (slots[value], None) if isinstance(value, Var) else (None, value)
         for value in procedure.outputs
@@ -355,18 +357,18 @@ def routine(
     return Routine(size, steps, procedure, outputs)
 
 
-def _telling(procedure: Procedure, steps: tuple, slots: Mapping[Var, int]) -> tuple:
-    """The steps, the first that writes to an input of them with a word before it."""
+def _count_versions(procedure: Procedure, steps: tuple, slots: Mapping[Var, int]) -> tuple:
+    """The steps; before the first that writes to an input, that input's version is counted."""
     inputs = set(procedure.inputs)
     for index, step in enumerate(procedure.steps):
         written = next((target for target in _targets(step) if target in inputs), None)
         if written is not None:
-            told = _told(steps[index], slots[written])
+            told = _count_version(steps[index], slots[written])
             return (*steps[:index], told, *steps[index + 1 :])
     return steps
 
 
-def _told(step: Callable, slot: int) -> Callable:
+def _count_version(step: Callable, slot: int) -> Callable:
     def run(slots: Slots) -> None:
         torch.autograd.graph.increment_version(slots[slot])
         step(slots)
@@ -374,7 +376,7 @@ def _told(step: Callable, slot: int) -> Callable:
     return run
 
 
-def _targets(step: Step) -> list[Var]:
+def _targets(step: ProcedureStep) -> list[Var]:
     """The operands that a step overwrites."""
     if isinstance(step, Kernel):
         return [target for target, _ in step.updates]
@@ -383,7 +385,7 @@ def _targets(step: Step) -> list[Var]:
     return [step.target] if isinstance(step, Copy) else []
 
 
-def _equations(step: Step) -> tuple[Equation, ...]:
+def _equations(step: ProcedureStep) -> tuple[Equation, ...]:
     """Those of a step itself; the steps of a loop's parts tell of their own."""
     if isinstance(step, Kernel):
         return step.equations
@@ -394,7 +396,7 @@ def _equations(step: Step) -> tuple[Equation, ...]:
     return equations
 
 
-def _collectives(step: Step) -> str:
+def _collectives(step: ProcedureStep) -> str:
     """The collectives of a step itself, their axes and the user's lines."""
     equations = _equations(step)
     found = dict.fromkeys(
@@ -408,7 +410,7 @@ def _collectives(step: Step) -> str:
     return ", or ".join([*shown, *([f"{more} other collectives"] if more > 0 else [])])
 
 
-def lines_of(frame: FrameType, kind: Kind) -> list[str]:
+def lines_of(frame: FrameType, kind: CollectiveKind) -> list[str]:
     """The lines of the collectives like `kind` in the step that a thread is running.
 
     Args:
@@ -447,7 +449,7 @@ def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, groups) 
     return _loop(step, slots, dead, compiled, groups)
 
 
-def _kernel(fn: Compiled, reads: tuple, results: tuple, dead: tuple) -> Callable:
+def _kernel(fn: GraphKernel, reads: tuple, results: tuple, dead: tuple) -> Callable:
     def run(slots: Slots) -> None:
         operands = [slots[i] for i in reads]
         for i in dead:
@@ -519,8 +521,10 @@ def _any(equation: Equation, slots: dict[Var, int]) -> Callable:
 
 def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled, groups) -> Callable:
     op: Scan = step.op
-    body = routine(step.body, compiled, groups)
-    beside = neighbours(step, lambda procedure: routine(procedure, compiled, groups).run, groups)
+    body = make_routine(step.body, compiled, groups)
+    beside = make_overlap(
+        step, lambda procedure: make_routine(procedure, compiled, groups).run, groups
+    )
     operands = [slots[value] for value in step.equation.args]
     split = op.num_consts + op.num_carry
     consts, carries, xs = (

@@ -1,4 +1,4 @@
-"""Run by test_host.py under torchrun with 4 processes: collectives through shared memory."""
+"""Run by test_shared_memory.py under torchrun with 4 processes: collectives through shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from functron import Mesh
 from functron.core import compat
-from functron.spmd import host
+from functron.spmd import shared_memory
 
 _c10d = torch.ops._c10d_functional
 wait = _c10d.wait_tensor
@@ -32,9 +32,9 @@ def check_values(mesh):
     """
     for bound, axis in ((mesh, "dp"), (mesh, "tp"), (Mesh(fsdp=4).bind(), "fsdp")):
         name, ranks, me = bound.groups[axis], bound[axis], bound.coordinate[axis]
-        assert isinstance(compat.named(name), host.HostGroup)
+        assert isinstance(compat.find_group(name), shared_memory.HostGroup)
         for numel in (4, 516, 2_500_000):
-            for dtype in host._DTYPES if numel == 516 else (torch.float32,):
+            for dtype in shared_memory._DTYPES if numel == 516 else (torch.float32,):
                 every = operands(numel, dtype, ranks)
                 mine = every[me]
                 for operation in REDUCTIONS if numel < 1000 else ("sum",):
@@ -88,8 +88,8 @@ def check_orders(mesh):
 def check_transfers(mesh):
     """Ranks send one another more than rings have room for, before any of them waits."""
     name, me = mesh.groups["dp"], mesh.coordinate["dp"]
-    group = compat.named(name)
-    assert isinstance(group, host.HostGroup)
+    group = compat.find_group(name)
+    assert isinstance(group, shared_memory.HostGroup)
     sizes = (5, 700_000, 300_000)
     works = [group.isend(torch.full((n,), float(n + me)), 1 - me) for n in sizes]
     dist.barrier(group=compat.group(name))  # waits, and does not go on with them
@@ -123,11 +123,11 @@ def check_mismatch(mesh):
         return
     name, me = mesh.groups["tp"], mesh.coordinate["tp"]
     kinds = ["psum of 6 x float32", "psum of 8 x float32"]
-    with pytest.raises(host.HostError) as told:
+    with pytest.raises(shared_memory.HostError) as told:
         wait(_c10d.all_reduce(torch.ones(6 + 2 * me), "sum", name))
     want = f"rank {me} of the axis is in {kinds[me]}, rank {1 - me} in {kinds[1 - me]}"
     assert str(told.value) == want
-    with pytest.raises(host.HostError):  # for good
+    with pytest.raises(shared_memory.HostError):  # for good
         wait(_c10d.all_reduce(torch.ones(2), "sum", name))
 
 
@@ -141,7 +141,7 @@ def check_late(mesh):
     if mesh.rank == 3:
         time.sleep(1.6)
     begun = time.monotonic()
-    with pytest.raises(host.HostError) as told:
+    with pytest.raises(shared_memory.HostError) as told:
         wait(_c10d.all_reduce(torch.ones(5), "sum", name))
     late = ["ranks 1, 2, 3 did not come to psum of 5 x float32 for 0.6 s"]
     late.append("ranks 1, 2 of the axis ended before psum of 5 x float32")

@@ -10,7 +10,7 @@ from functron import Mesh, P, lax, random, tree
 from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.program.equations import Scan
-from functron.program.order import divided, issued, sunk
+from functron.program.overlap import divide_sequences, order_equations, sink_rank_sums
 from functron.program.text import axis_of
 from functron.program.timeline import Rates
 from functron.training.config import configure
@@ -57,7 +57,7 @@ def test_sums_that_scans_compute_are_the_same_numbers(mesh, options, most):
     made = trained(mesh, **options)
     state, data = made.init(random.key(1)), batch(options.get("global_batch", 8))
     program = ft.trace(made.step)(state, data)
-    moved = replace(program, block=sunk(program.block))
+    moved = replace(program, block=sink_rank_sums(program.block))
     layers = [e for e in moved.block.equations if isinstance(e.op, Scan)][-1]
     inside = [e.name for e in layers.op.body.equations if axis_of(e) == "dp"]
     assert outside(moved.block, "dp") < 0.6 * outside(program.block, "dp")
@@ -90,7 +90,7 @@ def test_kernels_start_and_wait_in_the_order_that_the_timeline_reads():
 
     mapped = ft.shard_map(f, Mesh(tp=2), P(), P(), check=False)
     program = ft.trace(mapped)(torch.ones(4, 4), torch.ones(4, 4))
-    names = [e.name for e in issued(program.block.equations)]
+    names = [e.name for e in order_equations(program.block.equations)]
     assert names == ["mm", "psum", "mm", "mm", "mm"]
     (kernel,) = procedure(program.block, program.block.outputs).kernels()
 
@@ -109,7 +109,7 @@ def test_products_beside_gathers_of_sequences_in_parts():
     made = trained("tp=2", **options)
     state, data = made.init(random.key(1)), batch(2)
     program = ft.trace(made.step)(state, data)
-    cut = replace(program, block=divided(program.block, 2))
+    cut = replace(program, block=divide_sequences(program.block, 2))
 
     def products(block):
         return sum(times for e, times in block.walk() if e.name in ("all_gather", "psum_scatter"))
@@ -122,6 +122,8 @@ def test_products_beside_gathers_of_sequences_in_parts():
     rates = Rates(flops=1e9, memory=1e12, links=2e8)
     whole, parts = (program.timeline(rates, sequence_parts=n) for n in (1, 2))
     assert parts.exposed["tp"] < 0.75 * whole.exposed["tp"]
-    assert divided(program.block, 3) is program.block  # which do not divide the 4 rows of a rank
+    assert (
+        divide_sequences(program.block, 3) is program.block
+    )  # which do not divide the 4 rows of a rank
     with pytest.raises(ValueError, match="sequence_parts: got 2; wanted a program with gathers"):
         ft.jit(lambda x: x + 1, sequence_parts=2, backend="eager")(torch.ones(2))

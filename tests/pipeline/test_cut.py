@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 import functron as ft
 from functron import Mesh, P, gpt, lax, random, tree
 from functron.compiler import compile as compile_program
-from functron.compiler.cut import beside, cut, held_bytes, is_effect
-from functron.pipeline.evaluate import ambient, evaluate
+from functron.pipeline.cut import bytes_held, cut_program, is_effect, join_programs
 from functron.pipeline.partition import Part, layout_of
-from functron.pipeline.work import Call, Pieces, alone, trace_stage
+from functron.pipeline.stage_backward import CutStages, StageCall, run_alone, trace_stage
 from functron.program.equations import Scan, Var
-from functron.program.program import interpret
+from functron.program.interpreter import ambient_inputs, run_block, run_in_lockstep
 from functron.program.trace import trace
 from functron.transforms.gradient import vjp
 
@@ -53,11 +52,13 @@ def environment(program, args):
 def run(program, pieces, args, step=None, hidden=None):
     """The program's result, piece by piece, checking that nothing which is kept shares memory."""
     plain = not torch._C._are_functorch_transforms_active()
-    values = environment(program, args) | (ambient(program.inputs) if hidden is None else hidden)
+    values = environment(program, args) | (
+        ambient_inputs(program.inputs) if hidden is None else hidden
+    )
     found, inputs = {}, {*memory(values.values())} if plain else {}
     for number, piece in enumerate(pieces):
         given = {value: values[value] for value in piece.block.inputs}
-        out = evaluate(piece.block, given) if step is None else step(number, piece, given)
+        out = run_block(piece.block, given) if step is None else step(number, piece, given)
         found.update(zip(piece.outputs, out, strict=False))
         values.update(zip(piece.keeps, out[len(piece.outputs) :], strict=True))
         if plain:
@@ -104,16 +105,16 @@ def products(block):
 def check(joint, *args, early=True):
     """Cut a joint function in F, I and W; they compute what it computes, with the same work."""
     program = trace(joint)(*args)
-    pieces = cut(program, fiw(program), early=early)
+    pieces = cut_program(program, fiw(program), early=early)
     assert work(*(piece.block for piece in pieces)) == work(program.block)
     for piece in pieces:
         made = {value for e in piece.block.equations for value in e.results}
         assert {v for e in piece.block.equations for v in e.operands} <= made | {
             *piece.block.inputs
         }
-    assert held_bytes(pieces)[-1] == 0
+    assert bytes_held(pieces)[-1] == 0
     got = run(program, pieces, args)
-    assert_same(got, interpret(program, *args))
+    assert_same(got, run_in_lockstep(program, *args))
     assert_same(got, joint(*args))
     return program, pieces
 
@@ -158,7 +159,7 @@ def test_an_mlp_has_one_product_per_layer_in_each_piece(scanned):
     assert pieces[0].kept_bytes == (8 if scanned else 4) * rows
     assert pieces[1].kept_bytes == 4 * rows
     # W reads the inputs of layers: outputs of the layers before, and the argument
-    assert held_bytes(pieces)[1] == (8 if scanned else 7) * rows
+    assert bytes_held(pieces)[1] == (8 if scanned else 7) * rows
 
 
 @pytest.mark.parametrize("scanned", [False, True])
@@ -167,7 +168,7 @@ def test_gradients_are_those_of_torch(scanned):
     stage, weights = (scanned_mlp, stacked) if scanned else (mlp, listed)
     x, ct = randn(5, 6, seed=2), randn(5, 6, seed=3)
     program = trace(joint_of(stage))(weights, x, ct)
-    y, dx, dweights = run(program, cut(program, fiw(program)), (weights, x, ct))
+    y, dx, dweights = run(program, cut_program(program, fiw(program)), (weights, x, ct))
     leaves = [leaf.clone().requires_grad_() for leaf in tree.leaves(weights)]
     at = x.clone().requires_grad_()
     rows = tree.unflatten(tree.structure(weights), leaves)
@@ -239,7 +240,7 @@ def test_scans_over_nothing():
     none = tree.map(lambda leaf: leaf[:0], stacked)
     joint, args = joint_of(scanned_mlp), (none, randn(5, 6), randn(5, 6, seed=3))
     program = trace(joint)(*args)
-    assert_same(run(program, cut(program, fiw(program)), args), joint(*args))
+    assert_same(run(program, cut_program(program, fiw(program)), args), joint(*args))
 
 
 # --- what is kept
@@ -306,7 +307,7 @@ def test_casts_are_made_again():
 
     x, ct = (randn(5, 6, seed=i, dtype=torch.bfloat16) for i in range(2))
     program = trace(joint_of(stage))(randn(6, 6, dtype=torch.float32), x, ct)
-    pieces = cut(program, fiw(program))
+    pieces = cut_program(program, fiw(program))
     kept = [(value.shape, value.dtype) for value in pieces[0].keeps]
     # neither the weight in bfloat16 nor the product in float32
     assert sorted(map(str, kept)) == sorted(
@@ -329,14 +330,14 @@ def test_groups_may_come_in_any_number_and_order():
     _, weights = mlp_weights(3)
     args = (weights, randn(5, 6, seed=2), randn(5, 6, seed=3))
     program = trace(joint_of(mlp))(*args)
-    want = interpret(program, *args)
+    want = run_in_lockstep(program, *args)
     count = len(program.outputs)
     for groups in (
         [[*range(count)]],
         [[i] for i in range(count)],
         [[i] for i in range(count)][::-1],
     ):
-        pieces = cut(program, groups)
+        pieces = cut_program(program, groups)
         assert work(*(piece.block for piece in pieces)) == work(program.block)
         assert_same(run(program, pieces, args), want)
 
@@ -346,7 +347,7 @@ def test_groups_must_hold_every_output_once():
     with pytest.raises(
         ValueError, match=r"output 1: got in 0 groups; wanted in one group"
     ) as error:
-        cut(program, [[0], [2, 2], [5]])
+        cut_program(program, [[0], [2, 2], [5]])
     assert "output 2: got in 2 groups" in str(error.value)
     assert "output 5: got in 1 groups; wanted outputs 0 to 2" in str(error.value)
 
@@ -365,8 +366,8 @@ def test_side_effects_run_once_and_as_soon_as_they_can(capsys):
     stacked, _ = mlp_weights(2)
     args = (stacked, randn(5, 6, seed=2), randn(5, 6, seed=3))
     program = trace(joint_of(stage))(*args)
-    pieces = cut(program, fiw(program))
-    interpret(program, *args)
+    pieces = cut_program(program, fiw(program))
+    run_in_lockstep(program, *args)
     want = capsys.readouterr().out
     run(program, pieces, args)
     assert capsys.readouterr().out == want
@@ -426,12 +427,12 @@ def test_random_programs(drawn, early):
     args = tuple(randn(3, 3, seed=seed) for seed in range(3))
     program = trace(f)(*args)
     groups = [[p for p, (_, g) in enumerate(outputs) if g == group] for group in range(3)]
-    pieces = cut(program, groups, early=early)
+    pieces = cut_program(program, groups, early=early)
     # the program's scans may compute what nothing needs
     assert work(*(piece.block for piece in pieces)) <= work(program.block)
-    assert_same(run(program, pieces, args), interpret(program, *args))
+    assert_same(run(program, pieces, args), run_in_lockstep(program, *args))
     compiled = run(program, pieces, args, compiled_step(program))
-    assert_same(compiled, interpret(program, *args))
+    assert_same(compiled, run_in_lockstep(program, *args))
 
 
 def compiled_step(program, **options):
@@ -521,7 +522,7 @@ def gpt_stage(name, mesh, *, sequence_parallel=False, remat="none", dtype="float
 def test_stages_of_gpt(part, options, mesh):
     joint, args, out_specs, in_specs = gpt_stage(part, mesh, **options)
     program = trace(joint)(*args)
-    pieces = cut(program, fiw(program))
+    pieces = cut_program(program, fiw(program))
     assert work(*(piece.block for piece in pieces)) == work(program.block)
 
     def rank(*args):
@@ -529,7 +530,7 @@ def test_stages_of_gpt(part, options, mesh):
 
     got = ft.shard_map(rank, mesh, in_specs, out_specs, check=False)(*args)
     assert_same(got, joint(*args), 1e-12)
-    assert_same(got, interpret(program, *args), 1e-12)
+    assert_same(got, run_in_lockstep(program, *args), 1e-12)
     layers, loss = len(PARTS[part].layers), PARTS[part].loss
     matrices = (7 if options.get("gated", True) else 6) * layers + loss
     # a block's last product is not needed again
@@ -545,9 +546,9 @@ def test_stages_of_gpt(part, options, mesh):
 def test_compiled_pieces_of_gpt():
     joint, args, *_ = gpt_stage("middle", Mesh(), remat="selective", dropout=0.1)
     program = trace(joint)(*args)
-    pieces = cut(program, fiw(program))
+    pieces = cut_program(program, fiw(program))
     got = run(program, pieces, args, compiled_step(program))
-    assert_same(got, interpret(program, *args))
+    assert_same(got, run_in_lockstep(program, *args))
 
 
 def test_pieces_through_inductor(tmp_path_factory):
@@ -556,10 +557,10 @@ def test_pieces_through_inductor(tmp_path_factory):
 
     args = (randn(3, 6), randn(5, 6, seed=2), randn(5, 6, seed=3))
     program = trace(joint_of(stage))(*args)
-    pieces = cut(program, fiw(program))
+    pieces = cut_program(program, fiw(program))
     cache = tmp_path_factory.getbasetemp() / "kernels"
     got = run(program, pieces, args, compiled_step(program, cache=cache))
-    assert_same(got, interpret(program, *args), 1e-12)
+    assert_same(got, run_in_lockstep(program, *args), 1e-12)
 
 
 @pytest.mark.distributed
@@ -572,7 +573,7 @@ def test_pieces_on_processes(torchrun):
             import functron as ft
             from functron import Mesh
             from functron.compiler import compile as compile_program
-            from functron.compiler.cut import cut
+            from functron.pipeline.cut import cut_program
             from functron.program.trace import trace
             sys.path.insert(0, {str(Path(__file__).parent)!r})
             from test_cut import assert_same, compiled_step, fiw, gpt_stage, run
@@ -585,7 +586,7 @@ def test_pieces_on_processes(torchrun):
             mapped = ft.shard_map(joint.f, bound, in_specs, out_specs, check=False)
             want = mapped(*shards)  # of norms' scales, each rank has its own part of the gradient
             program = trace(mapped)(*shards)
-            pieces = cut(program, fiw(program))
+            pieces = cut_program(program, fiw(program))
             got = ft.shard_map(
                 lambda *args: run(program, pieces, args), bound, in_specs, out_specs, check=False
             )(*shards)
@@ -610,10 +611,10 @@ def test_a_piece_takes_the_memory_that_it_is_given():
     sums = tree.map(torch.randn_like, weights)
     args = (weights, randn(5, 6, seed=2), randn(5, 6, seed=3), sums)
     program = trace(joint)(*args)
-    pieces = cut(program, fiw(program))
+    pieces = cut_program(program, fiw(program))
     mine = {given.var: given.path for given in program.inputs if given.path.startswith("3/")}
     memory = {leaf.data_ptr() for leaf in tree.leaves(sums)}
-    want = interpret(program, *args)
+    want = run_in_lockstep(program, *args)
 
     def step(number, piece, given):
         part = piece.program(program, donate={*piece.spends, *mine})
@@ -632,13 +633,13 @@ def test_a_piece_takes_the_memory_that_it_is_given():
 def test_a_piece_is_a_program():
     joint, args, *_ = gpt_stage("middle", Mesh())
     program = trace(joint)(*args)
-    values = {**environment(program, args), **ambient(program.inputs)}
-    for piece in cut(program, fiw(program)):
+    values = {**environment(program, args), **ambient_inputs(program.inputs)}
+    for piece in cut_program(program, fiw(program)):
         part = piece.program(program)
         given = [values[i.var] for i in part.inputs if i.role == "argument"]
         arguments = tree.unflatten(part.in_structure, given)
         out = part(*arguments)
-        assert_same(out, evaluate(piece.block, {v: values[v] for v in piece.block.inputs}))
+        assert_same(out, run_block(piece.block, {v: values[v] for v in piece.block.inputs}))
         assert_same(compile_program(part, backend="eager")(*arguments), out)
         values.update(zip(piece.keeps, out[len(piece.outputs) :], strict=True))
         assert part.cost().hardware_flops > 0
@@ -649,13 +650,13 @@ def test_a_piece_is_a_program():
 def test_a_block_keeps_no_more_for_w_than_its_products_read():
     joint, args, *_ = gpt_stage("middle", Mesh())
     program = trace(joint)(*args)
-    _, late, _ = pieces = cut(program, fiw(program))
+    _, late, _ = pieces = cut_program(program, fiw(program))
     tokens, layers, embed, mlp, number = 4 * 16, 2, 32, 48, 8
     # operands of the products: x of q, k, v; of out; of gate and up; of down; and cotangents of
     # q, k, v, out, gate, up and down
     operands = tokens * (embed + embed + embed + mlp + 3 * embed + embed + 2 * mlp + embed)
     scales = 2 * embed
-    assert held_bytes(pieces)[1] == layers * (operands + scales) * number
+    assert bytes_held(pieces)[1] == layers * (operands + scales) * number
     assert late.kept_bytes == layers * (tokens * (5 * embed + 2 * mlp) + scales) * number
 
 
@@ -675,10 +676,10 @@ def exchanging(part, params, x, batch):
 def test_two_pieces_beside_each_other_hide_what_each_sends():
     """A forward and the backward of another microbatch: their numbers, and less is exposed."""
     params = {"in": randn(3, 4, 4), "out": randn(3, 4, 4)}
-    call = Call(1, layout_of((1, 1))[1], False, params, randn(2, 4), (), (), {})
+    call = StageCall(1, layout_of((1, 1))[1], False, params, randn(2, 4), (), (), {})
     stage = trace_stage(exchanging, call, Mesh(ep=2), split=False)
     forward, backward = (stage.piece_program(index) for index in (0, 1))
-    joint = beside(forward, backward)
+    joint = join_programs(forward, backward)
 
     def arguments(program):
         return [randn(*i.var.shape) for i in program.inputs if i.role == "argument"]
@@ -714,12 +715,12 @@ def test_compiled_pieces_keep_slices_and_stack_none(split):
     part, x, cotangent = layout_of((1, 1))[1], randn(2, 4, seed=2), randn(2, 4, seed=3)
     found, kept = [], {}
     for settings_ in ({"backend": "eager"}, None):
-        work = Pieces(stage, split, None, settings_)
-        y, residuals = alone(work.forward(Call(1, part, False, params, x, (), (), {})))
+        work = CutStages(stage, split, None, settings_)
+        y, residuals = run_alone(work.forward(StageCall(1, part, False, params, x, (), (), {})))
         if settings_ is not None:
             kept = dict(residuals.values)
         sums = tree.map(torch.ones_like, params)
-        found.append((y, *alone(work.backward(residuals, [cotangent], sums))))
+        found.append((y, *run_alone(work.backward(residuals, [cotangent], sums))))
     lists = [value for value in kept.values() if isinstance(value, list)]
     assert len(lists) == 2  # the carry, and tanh
     assert {len(value) for value in lists} == {3}

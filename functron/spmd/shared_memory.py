@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from functron.core import compat
-from functron.spmd.flight import listed, reduction
+from functron.spmd.flight import list_ranks, reduction
 
 if sys.platform == "linux":
     import fcntl
@@ -77,7 +77,7 @@ class HostError(dist.DistBackendError):
     """A rank of the host ended, came too late, or is in another collective."""
 
 
-class Kind(NamedTuple):
+class ExchangeKind(NamedTuple):
     """The properties of a collective that its ranks must have in common.
 
     Attributes:
@@ -95,7 +95,7 @@ class Kind(NamedTuple):
         return (self.numel << 7) | (_OPS.index(self.op) << 4) | _DTYPES.index(self.dtype)
 
     @classmethod
-    def decode(cls, code: int) -> Kind:
+    def decode(cls, code: int) -> ExchangeKind:
         """The kind that `encode` made a number of."""
         return cls(_OPS[code >> 4 & 7], _DTYPES[code & 15], code >> 7)
 
@@ -296,7 +296,7 @@ class _Entered:
         error: that it ended with.
     """
 
-    kind: Kind
+    kind: ExchangeKind
     into: torch.Tensor
     operand: torch.Tensor
     output: torch.Tensor | None = None
@@ -346,14 +346,14 @@ class _Lockstep:
             self._entered.append(found)
         self.go_on()
 
-    def _cut(self, kind: Kind) -> list[_Piece]:
+    def _cut(self, kind: ExchangeKind) -> list[_Piece]:
         width, ring = kind.dtype.itemsize, self._rings.ring_bytes
         rows = len(self._others) if kind.op == "psum_scatter" else 1
         longest = ring // 4 // rows // _ALIGN * _ALIGN // width
         pieces = []
         for first in range(0, kind.numel, longest):
             last = min(kind.numel, first + longest)
-            length = rows * _aligned((last - first) * width)
+            length = rows * _align_bytes((last - first) * width)
             if self._end % ring + length > ring:
                 self._end += ring - self._end % ring
             pieces.append(_Piece(first, last, self._end, self._end + length))
@@ -400,12 +400,12 @@ class _Lockstep:
         room = piece.end - self._places[0].begin <= self._rings.ring_bytes
         return room and len(self._places) < _MAX_PIECES
 
-    def _place(self, kind: Kind, piece: _Piece) -> int:
+    def _place(self, kind: ExchangeKind, piece: _Piece) -> int:
         return piece.begin % self._rings.ring_bytes // kind.dtype.itemsize
 
     @staticmethod
-    def _stride(kind: Kind, piece: _Piece) -> int:
-        return _aligned(piece.length * kind.dtype.itemsize) // kind.dtype.itemsize
+    def _stride(kind: ExchangeKind, piece: _Piece) -> int:
+        return _align_bytes(piece.length * kind.dtype.itemsize) // kind.dtype.itemsize
 
     def _read(self) -> bool:
         if not self._entered:
@@ -431,11 +431,11 @@ class _Lockstep:
         """The places of those that have not written what is to be read next."""
         return [w for w in self._writers if self._rings.written[w] <= self._num_read]
 
-    def _agree(self, mine: Kind) -> bool:
+    def _agree(self, mine: ExchangeKind) -> bool:
         code, at = mine.encode(), self._num_read % _MAX_PIECES
         theirs = {w: self._rings.kinds[w * _MAX_PIECES + at] for w in self._writers}
         others = [
-            f"rank {self._ranks[place]} in {Kind.decode(kind)}"
+            f"rank {self._ranks[place]} in {ExchangeKind.decode(kind)}"
             for place, kind in theirs.items()
             if kind != code
         ]
@@ -479,7 +479,7 @@ class _Lockstep:
         for entered in self._entered:
             entered.error = self._error
 
-    def wait(self, found: _Entered, host: Host, seconds: float) -> None:
+    def wait(self, found: _Entered, host: HostGroups, seconds: float) -> None:
         """Return when a collective has ended.
 
         Raises:
@@ -516,12 +516,12 @@ class _Lockstep:
         with self._lock:
             if ended:
                 how = "left the group" if self._memory.have_left(ended) else "ended"
-                self._fail(f"{listed(ended)} of the axis {how} before {found.kind}")
+                self._fail(f"{list_ranks(ended)} of the axis {how} before {found.kind}")
             elif waited > seconds:
-                self._fail(f"{listed(late)} did not come to {found.kind} for {seconds:g} s")
+                self._fail(f"{list_ranks(late)} did not come to {found.kind} for {seconds:g} s")
 
 
-def _aligned(length: int) -> int:
+def _align_bytes(length: int) -> int:
     return -(-length // _ALIGN) * _ALIGN
 
 
@@ -536,7 +536,7 @@ class HostWork(dist._Work):
     """
 
     def __init__(
-        self, lockstep: _Lockstep, host: Host, entered: Sequence[_Entered], seconds: float
+        self, lockstep: _Lockstep, host: HostGroups, entered: Sequence[_Entered], seconds: float
     ):
         super().__init__()
         self._lockstep, self._host, self._entered = lockstep, host, entered
@@ -564,11 +564,11 @@ class HostGroup(dist.ProcessGroup):
         host: of this process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, memory: _Memory, host: Host):
+    def __init__(self, group: dist.ProcessGroup, memory: _Memory, host: HostGroups):
         rank_and_size: tuple[Any, ...] = (memory.rank, memory.size)
         super().__init__(*rank_and_size)
         self._whole = weakref.ref(group)
-        self._host: Host | None = host
+        self._host: HostGroups | None = host
         self._memory: _Memory | None = memory
         everyone = range(memory.size)
         self._lockstep: _Lockstep | None
@@ -637,7 +637,7 @@ class HostGroup(dist.ProcessGroup):
 
     def _transfer(self, tensor: torch.Tensor, source: int, target: int) -> HostWork:
         row = tensor.detach().view(-1)
-        entered = _Entered(Kind("send", tensor.dtype, tensor.numel()), row, row)
+        entered = _Entered(ExchangeKind("send", tensor.dtype, tensor.numel()), row, row)
         return self._work(self._channel(source, target), [entered])
 
     def _channel(self, source: int, target: int) -> _Lockstep | None:
@@ -674,7 +674,7 @@ class HostGroup(dist.ProcessGroup):
         numel = operand.numel() // size if op == "psum_scatter" else operand.numel()
         rows = (size, numel)
         return _Entered(
-            Kind(op, operand.dtype, numel),
+            ExchangeKind(op, operand.dtype, numel),
             into.view(rows) if op == "all_gather" else into.view(-1),
             operand.view(rows) if op == "psum_scatter" else operand.view(-1),
             None if output.is_contiguous() else output.detach(),
@@ -685,7 +685,7 @@ def _fit(tensors: Sequence[torch.Tensor]) -> bool:
     return all(x.dtype in _DTYPES and x.device.type == "cpu" for x in tensors)
 
 
-class Host:
+class HostGroups:
     """The groups of a mesh that one process takes part in.
 
     Who waits in one group goes on with what was entered in the others, so that ranks may wait for
@@ -718,10 +718,10 @@ class Host:
         if self._thread is None:
             self._thread = threading.Thread(target=_go_on, args=(weakref.ref(self),), daemon=True)
             self._thread.start()
-        return compat.kept(HostGroup(group, memory, self))
+        return compat.keep_group(HostGroup(group, memory, self))
 
 
-def _go_on(host: weakref.ref[Host]) -> None:
+def _go_on(host: weakref.ref[HostGroups]) -> None:
     """Go on with what was entered, while the process may be computing, or waiting elsewhere."""
     moved = False
     while True:

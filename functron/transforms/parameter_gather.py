@@ -73,7 +73,8 @@ from functron.spmd.spec import (
 from functron.transforms.remat import storage_key
 
 _MERGED_BYTES = 1 << 20
-"""Shards below this size travel together: a collective costs as much as sending so many bytes."""
+"""Shards below this size travel together: starting a collective takes as long as sending this many
+bytes."""
 
 
 @public
@@ -121,7 +122,7 @@ def fsdp(
     @public
     @functools.wraps(block)
     def wrapped(params, *args, **kwargs):
-        given = plain(params)
+        given = without_codes(params)
         flat = tree.broadcast_prefix(
             specs, given, is_leaf=is_spec, what="the specs of fsdp", wanted="a P, or containers"
         )
@@ -129,23 +130,25 @@ def fsdp(
             return block(params, *args, **kwargs)
         encoded = tree.leaves(params, is_encoded)
         places = _places(tree.paths(given), tree.leaves(given), flat, names)
-        kept = [_bound(spec, names) for spec in flat]
+        kept = [_bound_axes(spec, names) for spec in flat]
         rows = zip(encoded, places, kept, strict=True)
         items = [item for row in rows for item in _items(*row, regather)]
         leaves, structure = tree.flatten(params)
         gathering = _Gathering(tuple(items), compute_dtype, reduce_dtype)
-        splits = [_split(*row) if regather else () for row in zip(encoded, places, strict=True)]
+        splits = [
+            _split_codes(*row) if regather else () for row in zip(encoded, places, strict=True)
+        ]
         with named_scope("gather"):
             whole = gathering.gather(leaves)
         with _giving_up(gathering, leaves, whole) if regather else contextlib.nullcontext():
-            given = _told(tree.unflatten(structure, whole), splits)
+            given = _tell_products(tree.unflatten(structure, whole), splits)
             return block(given, *args, **kwargs)
 
     return wrapped
 
 
-class Code(NamedTuple):
-    """A matrix in a code: matrices of the integers that hold its bits, without a derivative.
+class MatrixCode(NamedTuple):
+    """A quantised matrix: the integer matrices that hold its bits, without a derivative.
 
     They have the leading dims of stacked parameters.
 
@@ -162,7 +165,7 @@ class Code(NamedTuple):
     columns: tuple[torch.Tensor, ...] = ()
     shared: tuple[torch.Tensor, ...] = ()
 
-    def placed(self, split: Split) -> Iterator[tuple[torch.Tensor, Split]]:
+    def placed(self, split: AxisSplit) -> Iterator[tuple[torch.Tensor, AxisSplit]]:
         """Its tensors in order, each with the dims of it that are split, where rows or columns are.
 
         Args:
@@ -172,7 +175,7 @@ class Code(NamedTuple):
             for part in parts:
                 yield part, tuple((part.dim() - 2 + s, axes) for s, axes in split if s in own)
 
-    def gathered(self, split: Split) -> Code:
+    def gathered(self, split: AxisSplit) -> MatrixCode:
         """It whole, where mesh axes of these names split rows or columns: all-gathers."""
         leaves, structure = tree.flatten(self)
         for i, (_, places) in enumerate(self.placed(split)):
@@ -181,23 +184,23 @@ class Code(NamedTuple):
         return tree.unflatten(structure, leaves)
 
 
-Split = tuple[tuple[int, tuple], ...]
+AxisSplit = tuple[tuple[int, tuple], ...]
 
 
 class Encoded(NamedTuple):
-    """A matrix whose product reads its numbers in codes: a leaf of parameters, for `fsdp`.
+    """A parameter whose matrix product reads quantised codes in place of its numbers, for `fsdp`.
 
     Attributes:
         like: the parameter, which the gradient is of; gathered, it is NaN that takes no memory.
-            None: it is elsewhere (`attached`).
+            None: it is elsewhere (`attach_codes`).
         codes: that which forward and backward read, or one for each. See
             `functron.precision.encoder`.
-        split: of codes that the product is to gather, as for `Code.gathered`.
+        split: of codes that the product is to gather, as for `MatrixCode.gathered`.
     """
 
     like: Any
-    codes: tuple[Code, ...]
-    split: Split = ()
+    codes: tuple[MatrixCode, ...]
+    split: AxisSplit = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -223,7 +226,7 @@ def is_encoded(value: Any) -> bool:
     return isinstance(value, Encoded)
 
 
-def plain(params: tree.Tree) -> tree.Tree:
+def without_codes(params: tree.Tree) -> tree.Tree:
     """Parameters without their codes; the same tree where none of them has any."""
     if not _are_coded(params):
         return params
@@ -241,7 +244,7 @@ def _are_coded(params: tree.Tree) -> bool:
     return any(map(is_encoded, tree.leaves(params, is_encoded)))
 
 
-def attached(params: tree.Tree, codes: tree.Tree) -> tree.Tree:
+def attach_codes(params: tree.Tree, codes: tree.Tree) -> tree.Tree:
     """Parameters with codes: a tree like them of `Encoded` without ``like``, and of None."""
 
     def one(code: Encoded | None, leaf: Any) -> Any:
@@ -250,8 +253,8 @@ def attached(params: tree.Tree, codes: tree.Tree) -> tree.Tree:
     return tree.map(one, codes, params, is_leaf=lambda x: x is None or is_encoded(x))
 
 
-def detached(params: tree.Tree) -> tree.Tree:
-    """The codes of parameters that have them, as `attached` takes them."""
+def detach_codes(params: tree.Tree) -> tree.Tree:
+    """The codes of parameters that have them, as `attach_codes` takes them."""
 
     def one(leaf: Any) -> Encoded | None:
         return leaf._replace(like=None) if is_encoded(leaf) else None
@@ -343,7 +346,7 @@ def _places(
     return found
 
 
-def _bound(spec: P | None, names: Sequence[str]) -> frozenset[str]:
+def _bound_axes(spec: P | None, names: Sequence[str]) -> frozenset[str]:
     """The axes of more than one rank that split a leaf, without those to gather."""
     return frozenset(name for name in spec_axes(spec or P()) if name not in names and lookup(name))
 
@@ -383,20 +386,20 @@ def _items(leaf: Any, places: Places, kept: frozenset[str], regather: bool) -> I
         yield _Item(places, kept)
         return
     yield _Item(places, kept, False)
-    later = regather and _split(leaf, places)
+    later = regather and _split_codes(leaf, places)
     for code in leaf.codes:
         for _, own in code.placed(() if later else _sides(leaf, places)):
             yield _Item(own, kept)
 
 
-def _sides(leaf: Encoded, places: Places) -> Split:
+def _sides(leaf: Encoded, places: Places) -> AxisSplit:
     """Whether rows or columns of the matrix are to be gathered, 0 or 1, and over which axes."""
     first = leaf.codes[0].both[0].dim() - 2  # of the dims that are inputs
     assert all(dim >= first for dim, _ in places), "stacks are not gathered"
     return tuple((int(dim > first), axes) for dim, axes in places)
 
 
-def _split(leaf: Any, places: Places) -> Split:
+def _split_codes(leaf: Any, places: Places) -> AxisSplit:
     """The codes that the product gathers of a leaf by itself, as forward reads but one."""
     if not is_encoded(leaf) or len(leaf.codes) == 1:
         return ()
@@ -404,7 +407,7 @@ def _split(leaf: Any, places: Places) -> Split:
     return tuple((side, tuple(axis.name for axis in axes)) for side, axes in sides)
 
 
-def _told(params: tree.Tree, splits: Sequence[Split]) -> tree.Tree:
+def _tell_products(params: tree.Tree, splits: Sequence[AxisSplit]) -> tree.Tree:
     """Parameters whose products are told what they are to gather."""
     leaves, structure = tree.flatten(params, is_encoded)
     rows = zip(leaves, splits, strict=True)
@@ -467,12 +470,14 @@ class _Gathering:
     ) -> list:
         """Shards gathered over the same axes, each along its dim."""
         if len(shards) == 1:
-            return [_joined(_all_gather(shards[0], axes, dtypes, sent), dims[0])]
+            return [_join_ranks(_all_gather(shards[0], axes, dtypes, sent), dims[0])]
         flat = torch.cat([shard.reshape(-1) for shard in shards])
         whole = _all_gather(flat, axes, dtypes, sent)
         parts = whole.split([shard.numel() for shard in shards], dim=1)
         rows = zip(parts, shards, dims, strict=True)
-        return [_joined(part.unflatten(1, shard.shape or (1,)), dim) for part, shard, dim in rows]
+        return [
+            _join_ranks(part.unflatten(1, shard.shape or (1,)), dim) for part, shard, dim in rows
+        ]
 
 
 def _all_gather(x: torch.Tensor, axes: Sequence[Axis], dtypes: Dtypes, sent: bool) -> torch.Tensor:
@@ -490,7 +495,7 @@ def _all_gather(x: torch.Tensor, axes: Sequence[Axis], dtypes: Dtypes, sent: boo
     return x.reshape(math.prod(axis.size for axis in axes), *shape)
 
 
-def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+def _join_ranks(parts: torch.Tensor, dim: int) -> torch.Tensor:
     """[n, ..., d, ...] -> [..., n d, ...]: the ranks' parts of a dim, one after the other."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -512,7 +517,7 @@ def _giving_up(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[Any
     if not made:
         yield
         return
-    source = _Source(gathering, [_detached(shard) for shard in shards], scope_names())
+    source = _Source(gathering, [_detach_leaf(shard) for shard in shards], scope_names())
     originals = {i: whole[i].storage_offset() for i in made.values()}
 
     def pack(value: torch.Tensor) -> Any:
@@ -531,7 +536,7 @@ def _unpack(kept: Any) -> torch.Tensor:
     return kept.take() if isinstance(kept, _Given) else kept
 
 
-def _detached(value: Any) -> Any:
+def _detach_leaf(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

@@ -10,7 +10,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, lax, tree
 from functron.transforms import Gather, fsdp, policies, remat, scan
-from functron.transforms.fsdp import Code, Encoded, attached
+from functron.transforms.parameter_gather import Encoded, MatrixCode, attach_codes
 from functron.transforms.scan import accumulate
 
 DIM, ROWS, LAYERS = 8, 4, 3
@@ -240,7 +240,9 @@ def test_sums_over_two_axes_in_reduce_dtype():
 
 def test_the_tape_keeps_shards_where_it_gathers_again(peak_bytes, monkeypatch):
     """On one rank whose gather doubles: between forward and backward the copies are gone."""
-    module = importlib.import_module("functron.transforms.fsdp")  # the name is the function's
+    module = importlib.import_module(
+        "functron.transforms.parameter_gather"
+    )  # the name is the function's
 
     class Doubling:
         name, size, token = "fsdp", 2, None
@@ -290,10 +292,10 @@ def test_codes_travel_in_place_of_a_parameter(regather):
 
     def coded(w, x):
         codes = {
-            name: Encoded(None, (Code((value.flatten(*dims).detach().int(),)),))
+            name: Encoded(None, (MatrixCode((value.flatten(*dims).detach().int(),)),))
             for name, value, dims in (("up", w["up"], (1, 2)), ("down", w["down"], (0, 1)))
         }
-        return fsdp(layer, specs, regather=regather)(attached(w, codes), x)
+        return fsdp(layer, specs, regather=regather)(attach_codes(w, codes), x)
 
     f = gradients(coded, Mesh(fsdp=2, tp=2), specs)
     value, grads = f(w, x)

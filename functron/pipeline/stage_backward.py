@@ -1,7 +1,7 @@
 """The work of an action: a stage's forward, and its backward, whole or in two parts.
 
-`Pullbacks` differentiates a stage by `vjp`. `Pieces` traces it once, from parameters, input and
-cotangent to output and gradients, and cuts the program (`functron.compiler.cut`) into forward,
+`Pullbacks` differentiates a stage by `vjp`. `CutStages` traces it once, from parameters, input and
+cotangent to output and gradients, and cuts the program (`functron.pipeline.cut`) into forward,
 backward for inputs and backward for weights, so that nothing is computed twice and the weights'
 gradients can wait. The pieces are evaluated in the scope at hand, or compiled for the processes of
 a bound mesh.
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functron.compiler.cut import Piece, beside, cut, held_bytes, sink_sums
-from functron.compiler.cut import sliced as sliced_of
 from functron.compiler.executable import Executable
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
-from functron.pipeline.evaluate import ambient, evaluate
+from functron.pipeline.cut import ProgramPiece, bytes_held, cut_program, join_programs, sink_sums
+from functron.pipeline.cut import find_sliced as sliced_of
 from functron.pipeline.partition import Part
 from functron.program.equations import Input, Var, contiguous_strides
+from functron.program.interpreter import ambient_inputs, run_block
 from functron.program.program import Program
 from functron.program.recorder import active
 from functron.program.trace import trace
@@ -46,7 +46,7 @@ pass what changes as `shared`.
 """
 
 
-class Call(NamedTuple):
+class StageCall(NamedTuple):
     """One stage of one microbatch.
 
     Attributes:
@@ -70,43 +70,43 @@ class Call(NamedTuple):
     memo: dict[str, Any]
 
 
-Steps = Generator["Run", list, Any]
+StageSteps = Generator["PieceRun", list, Any]
 """A computation that yields each piece of a program that it needs run, and gets its outputs."""
 
 
-class Work(Protocol):
-    """The computation of stages. `residuals` are opaque: what a backward needs of its forward.
+class StageWork(Protocol):
+    """The forward and backward of stages. `residuals` are opaque: what backward reads of forward.
 
-    Each method is a generator (`Steps`); what its docstring names is what it returns.
+    Each method is a generator (`StageSteps`); what its docstring names is what it returns.
     """
 
-    def forward(self, call: Call) -> Steps:
+    def forward(self, call: StageCall) -> StageSteps:
         """The stage's output, and the residuals that its backward will need."""
         ...
 
-    def backward(self, residuals: Any, cotangent: list | None, sums: tree.Tree) -> Steps:
+    def backward(self, residuals: Any, cotangent: list | None, sums: tree.Tree) -> StageSteps:
         """The cotangents of x's floating-point leaves, and `sums` and the weights' gradients.
 
         `cotangent` has those of y's floating-point leaves; None at the last stage.
         """
         ...
 
-    def backward_input(self, residuals: Any, cotangent: list | None) -> Steps:
+    def backward_input(self, residuals: Any, cotangent: list | None) -> StageSteps:
         """The cotangents of x's floating-point leaves, and what is needed for the weights'."""
         ...
 
-    def backward_weight(self, residuals: Any, sums: tree.Tree) -> Steps:
+    def backward_weight(self, residuals: Any, sums: tree.Tree) -> StageSteps:
         """`sums` and the weights' gradients."""
         ...
 
 
-def alone(steps: Steps) -> Any:
-    """Their results, each piece run by itself."""
-    return finished(steps, None)
+def run_alone(steps: StageSteps) -> Any:
+    """Run steps to their end, each piece by itself; their result."""
+    return finish_steps(steps, None)
 
 
-def finished(steps: Steps, outputs: Any) -> Any:
-    """Their results, from where these outputs are what they wait for."""
+def finish_steps(steps: StageSteps, outputs: Any) -> Any:
+    """Run steps to their end from a piece that gave these outputs; their result."""
     try:
         while True:
             run = steps.send(outputs)
@@ -121,7 +121,7 @@ class Pullbacks:
     def __init__(self, stage: StageFunction):
         self.stage = stage
 
-    def forward(self, call: Call) -> Steps:
+    def forward(self, call: StageCall) -> StageSteps:
         yield from ()
 
         def f(params: tree.Tree, x: tree.Tree) -> Any:
@@ -132,17 +132,17 @@ class Pullbacks:
         # of the output only the kinds of leaves are kept: the next stage has the numbers
         return y, (seeds(y) if call.last else are_floats(y), call.last, pull)
 
-    def backward(self, residuals: Any, cotangent: list | None, sums: tree.Tree) -> Steps:
+    def backward(self, residuals: Any, cotangent: list | None, sums: tree.Tree) -> StageSteps:
         x, gradients = yield from self.backward_input(residuals, cotangent)
         return x, add(sums, gradients)
 
-    def backward_input(self, residuals: Any, cotangent: list | None) -> Steps:
+    def backward_input(self, residuals: Any, cotangent: list | None) -> StageSteps:
         yield from ()
         y, last, pull = residuals
         params, x = pull(y if last else with_floats(y, cotangent))
         return floats(x), params
 
-    def backward_weight(self, residuals: Any, sums: tree.Tree) -> Steps:
+    def backward_weight(self, residuals: Any, sums: tree.Tree) -> StageSteps:
         yield from ()
         return add(sums, residuals)
 
@@ -153,13 +153,13 @@ _PARAMS, _X, _BATCH, _SHARED, _SUMS, _COTANGENT = range(6)
 
 
 class Residuals(NamedTuple):
-    """The values of a stage and microbatch, between its pieces, that those to come will read."""
+    """The values of one stage and microbatch that its later pieces will read."""
 
     stage: Stage
     values: dict[Var, Any]  # tensors, and lists of slices
 
 
-class Run(NamedTuple):
+class PieceRun(NamedTuple):
     """A piece of a stage that is to run, and the values that it reads and leaves."""
 
     stage: Stage
@@ -183,7 +183,7 @@ class Stage:
 
     program: Program
     arguments: Mapping[int, list[Var]]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ProgramPiece, ...]
     y: tree.Structure
     sums: tree.Structure
     compiled: tuple[Executable, ...] = ()
@@ -192,7 +192,7 @@ class Stage:
     @property
     def held_bytes(self) -> tuple[int, ...]:
         """Bytes that a microbatch keeps after each piece, without parameters, batch and input."""
-        return held_bytes(self.pieces)
+        return bytes_held(self.pieces)
 
     @cached_property
     def reads(self) -> tuple[tuple[Var, ...], ...]:
@@ -229,8 +229,8 @@ class Stage:
         given.clear()  # so that the environment alone keeps them
         read = set(piece.block.inputs)
         others = (i for i in self.program.inputs if i.role != "argument" and i.var in read)
-        environment.update(ambient(others))
-        return self.left(index, values, evaluate(piece.block, environment))
+        environment.update(ambient_inputs(others))
+        return self.left(index, values, run_block(piece.block, environment))
 
     def taken(self, index: int, values: dict[Var, Any]) -> list:
         """The values that a piece reads; those that no later one does are taken out of `values`."""
@@ -256,8 +256,8 @@ class Stage:
         return piece.program(self.program, {*self.arguments[_SUMS], *spent})
 
 
-class Pieces:
-    """`Work` by the pieces of stages' traced programs.
+class CutStages:
+    """`StageWork` by the pieces of stages' traced programs.
 
     Attributes:
         stage: the function of one stage.
@@ -282,7 +282,7 @@ class Pieces:
         self.stages: dict[Any, Stage] = {}
         self.joint: dict[Any, Executable] = {}
 
-    def forward(self, call: Call) -> Steps:
+    def forward(self, call: StageCall) -> StageSteps:
         if "stage" not in call.memo:  # microbatches are alike, and share all else
             stage = self._stage(call)
             fixed = stage.bind(_PARAMS, call.params) | stage.bind(_SHARED, call.shared)
@@ -291,31 +291,31 @@ class Pieces:
         values = dict(call.memo["fixed"])
         values.update(stage.bind(_X, call.x))
         values.update(stage.bind(_BATCH, call.batch))
-        y = tree.unflatten(stage.y, (yield Run(stage, 0, values)))
+        y = tree.unflatten(stage.y, (yield PieceRun(stage, 0, values)))
         return y, Residuals(stage, values)
 
-    def backward(self, residuals: Residuals, cotangent: list | None, sums: tree.Tree) -> Steps:
+    def backward(self, residuals: Residuals, cotangent: list | None, sums: tree.Tree) -> StageSteps:
         if self.split:
             x, residuals = yield from self.backward_input(residuals, cotangent)
             return x, (yield from self.backward_weight(residuals, sums))
         stage, values = residuals
         values.update(stage.bind(_COTANGENT, cotangent))
         values.update(stage.bind(_SUMS, sums))
-        outputs = yield Run(stage, 1, values)
+        outputs = yield PieceRun(stage, 1, values)
         count = len(outputs) - stage.sums.num_leaves
         return outputs[:count], tree.unflatten(stage.sums, outputs[count:])
 
-    def backward_input(self, residuals: Residuals, cotangent: list | None) -> Steps:
+    def backward_input(self, residuals: Residuals, cotangent: list | None) -> StageSteps:
         stage, values = residuals
         values.update(stage.bind(_COTANGENT, cotangent))
-        return (yield Run(stage, 1, values)), residuals
+        return (yield PieceRun(stage, 1, values)), residuals
 
-    def backward_weight(self, residuals: Residuals, sums: tree.Tree) -> Steps:
+    def backward_weight(self, residuals: Residuals, sums: tree.Tree) -> StageSteps:
         stage, values = residuals
         values.update(stage.bind(_SUMS, sums))
-        return tree.unflatten(stage.sums, (yield Run(stage, 2, values)))
+        return tree.unflatten(stage.sums, (yield PieceRun(stage, 2, values)))
 
-    def together(self, first: Steps, second: Steps) -> list:
+    def together(self, first: StageSteps, second: StageSteps) -> list:
         """The results of both, of actions that do not need one another, compiled as one program.
 
         So what one of them communicates lies under what the other computes.
@@ -327,16 +327,20 @@ class Pieces:
         parts = zip(both, (made[:count], made[count:]), strict=True)
         outputs = [run.stage.left(run.index, run.values, part) for run, part in parts]
         rows = zip((first, second), outputs, strict=True)
-        return [finished(steps, part) for steps, part in rows]
+        return [finish_steps(steps, part) for steps, part in rows]
 
-    def _joint(self, first: Run, second: Run) -> Executable:
+    def _joint(self, first: PieceRun, second: PieceRun) -> Executable:
         key = (first.stage, first.index, second.stage, second.index)
         if key not in self.joint:
-            program = beside(*(run.stage.piece_program(run.index) for run in (first, second)))
-            self.joint[key] = compile_program(program, _bound(program.mesh), **self.settings or {})
+            program = join_programs(
+                *(run.stage.piece_program(run.index) for run in (first, second))
+            )
+            self.joint[key] = compile_program(
+                program, _bind_mesh(program.mesh), **self.settings or {}
+            )
         return self.joint[key]
 
-    def _stage(self, call: Call) -> Stage:
+    def _stage(self, call: StageCall) -> Stage:
         axes = tuple(
             (name, axis.size if axis is not None else 1) for name, axis in scope().axes.items()
         )
@@ -352,7 +356,7 @@ class Pieces:
     def _compiled(self, stage: Stage, mesh: Mesh) -> Stage:
         if self.settings is None:
             return stage
-        bound, written_out = _bound(mesh), self.pairs or self.settings.get("unroll")
+        bound, written_out = _bind_mesh(mesh), self.pairs or self.settings.get("unroll")
         stage = replace(stage, sliced=() if written_out else sliced_of(stage.pieces))
         compiled = tuple(
             compile_program(stage.piece_program(index), bound, sliced=stage.sliced, **self.settings)
@@ -363,7 +367,7 @@ class Pieces:
 
 def trace_stage(
     function: StageFunction,
-    call: Call,
+    call: StageCall,
     mesh: Mesh,
     *,
     split: bool = True,
@@ -385,7 +389,7 @@ def trace_stage(
     def joint(params, x, batch, shared, sums):
         y, pull = rule_vjp(lambda params, x: function(part, params, x, batch, *shared), params, x)
         check_output(bare, y)
-        cotangent, late = ([], []) if last else _late(y)
+        cotangent, late = ([], []) if last else _late_cotangents(y)
         made[:] = [tree.structure(y), late]
         dparams, dx = pull(seeds(y) if last else with_floats(are_floats(y), cotangent))
         return tree.leaves(y), floats(dx), tree.leaves(add(sums, dparams))
@@ -409,11 +413,11 @@ def trace_stage(
     for index, output in enumerate(program.outputs):
         positions[int(output.path.split("/")[0])].append(index)
     y, dx, gradients = positions
-    pieces = cut(program, [y, dx, gradients] if split else [y, dx + gradients])
+    pieces = cut_program(program, [y, dx, gradients] if split else [y, dx + gradients])
     return Stage(program, arguments, pieces, structure, tree.structure(sums))
 
 
-def _late(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
+def _late_cotangents(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
     """The cotangents of y, inputs of the program whose shapes were not known before."""
     recorder = active()
     assert recorder is not None
@@ -426,7 +430,7 @@ def _late(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
     return tensors, inputs
 
 
-def _bound(mesh: Mesh) -> BoundMesh | None:
+def _bind_mesh(mesh: Mesh) -> BoundMesh | None:
     """`mesh` on the process groups of the axes in force."""
     axes = {name: axis for name, axis in scope().axes.items() if isinstance(axis, BoundAxis)}
     coordinate = {name: axes[name].index if name in axes else 0 for name in mesh.axis_names}
@@ -491,14 +495,14 @@ def with_floats(flags: tree.Tree, leaves: list | None) -> tree.Tree:
     return tree.map(lambda is_float: next(given) if is_float else None, flags)
 
 
-def check_output(call: Call, y: tree.Tree) -> None:
+def check_output(call: StageCall, y: tree.Tree) -> None:
     """Raise ValueError or TypeError where a last stage returns no loss, or a stage no tensors."""
     if call.last:
         check_loss(loss_of(y))
     check_tensors(call, y)
 
 
-def check_tensors(call: Call, y: tree.Tree) -> None:
+def check_tensors(call: StageCall, y: tree.Tree) -> None:
     """Raise TypeError where an output of a stage is no tensor: it could not be sent."""
     raise_problems(
         f"stage {call.stage} ({call.part}) returned what cannot be sent to other ranks",

@@ -1,4 +1,4 @@
-"""`evaluate`: what a block gives in plain eager mode, in simulation, on processes and while tracing."""
+"""`run_block`: a block in plain eager mode, in simulation, on processes and while tracing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 import functron as ft
 from functron import Mesh, P, lax, tree
 from functron.ops.attention import attention
-from functron.pipeline.evaluate import ambient, evaluate
+from functron.ops.cross_entropy import check_ids
 from functron.program.equations import Scan
-from functron.program.program import interpret
+from functron.program.interpreter import ambient_inputs, run_block, run_in_lockstep
 from functron.program.trace import trace
-from tests.program.test_interpret import gpt_step
+from functron.transforms.remat import tie
+from tests.program.test_lockstep import gpt_step
 
 
 def randn(*shape, seed=0):
@@ -27,7 +28,7 @@ def evaluated(program, *args):
     """The result of a program where this is called, for this rank's arguments."""
     leaves = program.flatten(args)
     values = {i.var: leaves[i.var] for i in program.inputs if i.role == "argument"}
-    out = evaluate(program.block, {**values, **ambient(program.inputs)})
+    out = run_block(program.block, {**values, **ambient_inputs(program.inputs)})
     return tree.unflatten(program.out_structure, out)
 
 
@@ -66,8 +67,8 @@ def test_whole_steps(options, mesh):
     again = trace(mapped)(state, batch)  # a scan stays one equation
     assert operations(again) == operations(program)
     got = mapped(state, batch)
-    assert_same(got, interpret(program, state, batch), 1e-10)
-    assert_same(got, interpret(again, state, batch), 1e-10)
+    assert_same(got, run_in_lockstep(program, state, batch), 1e-10)
+    assert_same(got, run_in_lockstep(again, state, batch), 1e-10)
     assert_same(got, step(tree.map(torch.clone, state), batch), 1e-10)
 
 
@@ -128,7 +129,7 @@ def test_collectives_on_processes(torchrun):
             from functron import Mesh, P, lax
             from functron.program.trace import trace
             sys.path.insert(0, {str(Path(__file__).parent)!r})
-            from test_evaluate import COLLECTIVES, assert_same, evaluated, randn
+            from test_interpreter import COLLECTIVES, assert_same, evaluated, randn
             from tests.ranks import on_the_first
 
             torch.distributed.init_process_group("gloo")
@@ -203,7 +204,7 @@ def test_layouts_are_those_of_the_program():
     args = randn(3, 4, 4), randn(5, 4)
     program = trace(f)(*args)
     got = evaluated(program, *args)
-    assert_same(got, interpret(program, *args))
+    assert_same(got, run_in_lockstep(program, *args))
     assert [x.stride() for x in got] == [output.value.stride for output in program.outputs]
 
 
@@ -227,7 +228,7 @@ def test_memory_is_freed_after_its_last_use():
     program = trace(f)(x)
     values = {program.inputs[0].var: x}
     with Watch():
-        out = evaluate(program.block, values)
+        out = run_block(program.block, values)
     assert [len(alive) for alive in live] == [0, 0, 0, 1]
     assert [*values.values()] == out  # the input is gone from it, and all between
 
@@ -262,4 +263,34 @@ def test_a_scan_of_other_layouts_is_recorded_as_a_loop():
     program = trace(f)(w, x)
     turned = trace(lambda w, x: evaluated(program, w, x))(w.mT, x)
     assert not any(isinstance(e.op, Scan) for e, _ in turned.block.walk())
-    assert_same(interpret(turned, w.mT, x), f(w.mT, x))
+    assert_same(run_in_lockstep(turned, w.mT, x), f(w.mT, x))
+
+
+def test_names_and_barriers_are_recorded_again_under_vmap():
+    def f(x, y):
+        return ft.checkpoint_name(torch.sin(x), "sin") + tie(torch.cos(x), y)
+
+    x, y = randn(2, 3), randn(3)
+    program = trace(f)(x[0], y)
+    again = trace(torch.vmap(lambda x: evaluated(program, x, y)))(x)
+    names = [equation.name for equation in again.block.equations]
+    assert (names.count("checkpoint_name"), names.count("barrier")) == (1, 1)
+    assert_same(run_in_lockstep(again, x), torch.sin(x) + torch.cos(x))
+    rows = torch.vmap(lambda y: evaluated(program, x[0], y))(y.expand(4, 3))
+    assert_same(rows, (torch.sin(x[0]) + torch.cos(x[0])).expand(4, 3))
+
+
+def test_ids_are_checked_here_and_in_lockstep():
+    def f(ids):
+        check_ids(ids, "tokens", 4)
+        return ids + 1
+
+    mesh = Mesh(dp=2)
+    mapped = ft.shard_map(f, mesh, P("dp"), P("dp"))
+    program = trace(mapped)(torch.arange(4))
+    again = trace(ft.shard_map(lambda x: evaluated(program, x), mesh, P("dp"), P("dp")))
+    assert "check_ids" in str(again(torch.arange(4)))
+    for run in (program, ft.shard_map(lambda x: evaluated(program, x), mesh, P("dp"), P("dp"))):
+        assert_same(run(torch.arange(4)), torch.arange(1, 5))
+        with pytest.raises(ValueError, match="tokens outside of the vocabulary"):
+            run(torch.tensor([0, 1, 2, 4]))

@@ -10,10 +10,10 @@ import torch
 import functron as ft
 from functron import tree
 from functron.compiler import compile as compile_program
-from functron.compiler.cut import sink_sums
-from functron.compiler.segments import made_again
+from functron.compiler.segments import recompute_slices
+from functron.pipeline.cut import sink_sums
 from functron.program.equations import Scan
-from functron.program.program import interpret
+from functron.program.interpreter import run_in_lockstep
 from functron.program.trace import trace
 
 LAYERS = 3
@@ -61,7 +61,7 @@ def test_rows_are_summed_inside(dtype, sums):
     given = args(dtype, sums)
     whole, program = sunk(step, given)
     assert (adds(whole), adds(program)) == (2, 0)
-    got, want = interpret(program, *given), interpret(whole, *given)
+    got, want = run_in_lockstep(program, *given), run_in_lockstep(whole, *given)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True))
     assert tree.leaves(got)[0].dtype == sums
 
@@ -87,7 +87,7 @@ def test_sums_that_something_else_reads_stay():
     given = args()
     whole, program = sunk(also, given)
     assert (adds(whole), adds(program)) == (2, 1)
-    got, want = interpret(program, *given), interpret(whole, *given)
+    got, want = run_in_lockstep(program, *given), run_in_lockstep(whole, *given)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True))
 
 
@@ -127,14 +127,14 @@ def test_backward_makes_again_what_is_cheap(returned):
 
     step = ft.grad(loss, has_aux=True)
     program = trace(step)(weights, x)
-    lean = replace(program, block=made_again(program.block))
+    lean = replace(program, block=recompute_slices(program.block))
     before, after = (
         [len(e.args) for e in p.block.equations if isinstance(e.op, Scan)] for p in (program, lean)
     )
     assert after == [before[0], before[1] - 1]
-    got = interpret(lean, weights, x)
+    got = run_in_lockstep(lean, weights, x)
     for one, other in zip(
-        tree.leaves(got), tree.leaves(interpret(program, weights, x)), strict=True
+        tree.leaves(got), tree.leaves(run_in_lockstep(program, weights, x)), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     leaves, y = tree.map(lambda w: w.clone().requires_grad_(), weights), x
