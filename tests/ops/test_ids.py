@@ -132,7 +132,7 @@ def test_no_numbers_are_needed_where_only_shapes_are_computed():
 
 ON_A_GPU = """
 import torch
-from functron.ops.ids import check_ids
+from functron.ops.cross_entropy import check_ids
 check_ids(torch.arange(10, device="cuda"), "labels", 10)
 torch.cuda.synchronize()
 check_ids(torch.arange(11, device="cuda"), "labels", 10)
