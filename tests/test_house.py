@@ -404,7 +404,7 @@ def docstrings(module: ast.Module) -> list[str]:
 
 
 def defined_names(module: ast.Module) -> set[str]:
-    """What a module defines at any depth, imports, or takes as an argument."""
+    """The names that a module defines at any depth, imports, or takes as arguments."""
     found: set[str] = set()
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -299,7 +299,7 @@ class TrainConfig:
     logging: LoggingConfig = section(LoggingConfig)
 
     def __new__(cls, *sections: Any, **named: Any):
-        wrong = named.keys() - {field.name for field in dataclasses.fields(cls)}
+        wrong = named.keys() - cls.__dataclass_fields__.keys()
         if wrong:
             raise TypeError("; ".join(explain_field(cls, name) for name in sorted(wrong)))
         return super().__new__(cls)

@@ -37,9 +37,9 @@ def test_a_setting_of_a_section_is_named_with_its_place():
     """As a field, an argument, or in dataclasses.replace, where they all were in functron 0.1."""
     message = r"no field 'save_every', .* fix: config.checkpoint.save_every, or configure\(config, "
     with pytest.raises(TypeError, match=message):
-        TrainConfig(save_every=3)  # type: ignore[call-arg]
+        TrainConfig(save_every=3)  # type: ignore[call-arg]  # the mistake
     with pytest.raises(TypeError, match=message):
-        dataclasses.replace(TrainConfig(), save_every=3)  # type: ignore[call-arg]
+        dataclasses.replace(TrainConfig(), save_every=3)  # type: ignore[call-arg]  # again
     with pytest.raises(AttributeError, match=message):
         getattr(TrainConfig(), "save_" + "every")
     with pytest.raises(AttributeError, match=r"no field 'step'; fix: did you mean 'steps'"):

@@ -153,7 +153,7 @@ def parse_settings(text: str, what: str, *, numbers: bool = False) -> dict[str, 
         elif name in _NUMBERS:
             found[name] = int(value)
         else:
-            found[name] = _WORDS.get(value.lower(), value) if value.lower() in _WORDS else value
+            found[name] = _WORDS.get(value.lower(), value)
     raise_problems(f"cannot read {what} {text!r}", problems)
     return found
 
