@@ -32,8 +32,8 @@ from functron.data import (
     Samples,
     TokenWindows,
 )
-from functron.data.documents import python_text
 from functron.data.indexed import Layout
+from functron.data.mapped_files import python_text
 from functron.data.preprocess import Settings, preprocess
 from functron.training.config import configure
 from functron.training.run import prepare

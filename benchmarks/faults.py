@@ -43,8 +43,8 @@ from functron.checkpoint import saver
 from functron.checkpoint.folder import LATER
 from functron.cli import launch, process
 from functron.cli import train as command
-from functron.data.order import shuffled
 from functron.data.preprocess import Settings, preprocess
+from functron.data.sampling import shuffled
 from functron.optim import OptimizerConfig
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder

@@ -41,7 +41,7 @@ from functron.checkpoint.folder import MANIFEST
 from functron.core.errors import raise_problems
 from functron.data import indexed, shards
 from functron.data.chat import Line, read_conversations
-from functron.data.sources import read_jsonl, read_parquet
+from functron.data.text_files import read_jsonl, read_parquet
 from functron.data.tokenizer import open_tokenizer
 from functron.hub import files, megatron
 from functron.hub.megatron_files import COMMON, METADATA, open_checkpoint, read_pickle

@@ -19,14 +19,14 @@ from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documen
 from functron.data.chat import Chat
 from functron.data.context_schedule import ContextCosts, ContextPlan, Placement, arrange, schedule
 from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
-from functron.data.documents import TextRules, python_text
 from functron.data.indexed import IndexedFile, IndexedWriter, merge
+from functron.data.mapped_files import TextRules, python_text
 from functron.data.megatron import MegatronMixture, MegatronWindows, megatron_samples
-from functron.data.order import Samples, permute, shuffled
 from functron.data.packing import PackedChat, PackedTokens, balance, pack
+from functron.data.sampling import Samples, permute, shuffled
 from functron.data.shards import open_tokens, verify
+from functron.data.token_datasets import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
 from functron.data.tokenizer import Tokenizer, open_tokenizer
-from functron.data.windows import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
 
 __all__ = [
     "Blend",

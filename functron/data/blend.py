@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.documents import TokenFile, check_range, checked_offsets
-from functron.data.order import Samples
+from functron.data.mapped_files import TokenFile, check_range, checked_offsets
+from functron.data.sampling import Samples
 
 TOLERANCE = Fraction(1, 1000)
 """By how much fractions may miss 1: as much as rounding them to some digits does."""

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.data.documents import find, raise_listed
-from functron.data.order import IGNORED, Samples, check_index, shuffled
-from functron.data.sources import json_kind
+from functron.data.mapped_files import find, raise_listed
+from functron.data.sampling import IGNORED, Samples, check_index, shuffled
+from functron.data.text_files import json_kind
+from functron.data.token_datasets import check_vocabulary, token_dtype
 from functron.data.tokenizer import Conversation, Tokenizer
-from functron.data.windows import check_vocabulary, token_dtype
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {

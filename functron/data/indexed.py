@@ -36,7 +36,7 @@ from typing import IO
 import numpy as np
 
 from functron.core.errors import Problem, local_path, raise_problems, refuse
-from functron.data.documents import (
+from functron.data.mapped_files import (
     MAX_LISTED,
     Mapped,
     check_dtype,
@@ -117,7 +117,7 @@ class Layout:
 
 
 class IndexedFile:
-    """An indexed file, opened: a `functron.data.documents.TokenFile`.
+    """An indexed file, opened: a `functron.data.mapped_files.TokenFile`.
 
     Opening maps the files, reads some 60 bytes and checks that these, and the sizes of both files,
     agree: it takes as long for 10^9 documents as for one. `verify` reads everything.

@@ -51,10 +51,10 @@ import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.blend import PARTS, Blend
-from functron.data.documents import check_ids
 from functron.data.indexed import IndexedFile
-from functron.data.order import IGNORED, Samples
-from functron.data.windows import mark_documents
+from functron.data.mapped_files import check_ids
+from functron.data.sampling import IGNORED, Samples
+from functron.data.token_datasets import mark_documents
 
 SURPLUS = 0.005
 """By how much more samples a blend's sources have than it takes: mid_level_dataset_surplus."""

@@ -27,8 +27,8 @@ import torch
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.chat import IGNORED, Chat, Overlong
-from functron.data.documents import TokenFile, check_ids, raise_listed, refuse_order
-from functron.data.order import Samples, check_index, shuffled, shuffled_blocks
+from functron.data.mapped_files import TokenFile, check_ids, raise_listed, refuse_order
+from functron.data.sampling import Samples, check_index, shuffled, shuffled_blocks
 
 LEAVES = ("tokens", "targets", "positions", "segments")
 """The leaves of a packed batch, in the order of the rows of `entries`."""
@@ -417,9 +417,10 @@ class PackedTokens(Samples):
     its samples by `functron.data.packing.fill`: of all documents that are no longer than a
     sample, few are cut. An epoch has every token once but the last ``num_tokens % seq``, of
     which there is no whole sample. Which tokens are in a sample follows from its block alone, and
-    which sample comes when is arithmetic (`functron.data.order.shuffled_blocks`): there is no index
-    of samples, and nothing is read but the documents of some blocks and the tokens of each batch,
-    whatever the size of the file. Kept are some 20 bytes for each piece of the last 16 blocks.
+    which sample comes when is arithmetic (`functron.data.sampling.shuffled_blocks`): there is no
+    index of samples, and nothing is read but the documents of some blocks and the tokens of each
+    batch, whatever the size of the file. Kept are some 20 bytes for each piece of the last 16
+    blocks.
 
     Attention sees a token's own document alone: batches are packed ones
     (`functron.data.packing`). As in `TokenWindows` positions count from 0 where a document begins

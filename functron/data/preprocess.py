@@ -31,7 +31,8 @@ import numpy as np
 
 from functron.core.errors import Problem, local_path, raise_problems, refuse
 from functron.core.settings import Need, Needs, always
-from functron.data.documents import (
+from functron.data.indexed import IndexedFile, IndexedWriter
+from functron.data.mapped_files import (
     MAX_LISTED,
     OLD_RULES,
     RULES,
@@ -41,9 +42,8 @@ from functron.data.documents import (
     check_dtype,
     fitting_dtype,
 )
-from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.shards import RULE_KEYS, with_checksums
-from functron.data.sources import Chunk, Text, cut, find_files, kind_of, read, where
+from functron.data.text_files import Chunk, Text, cut, find_files, kind_of, read, where
 from functron.data.tokenizer import end_of_text, open_tokenizer
 
 Empty = Literal["refuse", "drop", "keep"]
@@ -56,7 +56,7 @@ class Settings:
     """The options of preprocessing.
 
     Attributes:
-        inputs: files and folders (see `functron.data.sources.find_files`). A document is encoded
+        inputs: files and folders (see `functron.data.text_files.find_files`). A document is encoded
             in one call, for which Hugging Face's tokenizers take some 130 bytes of memory per byte:
             cut files of plain text that have hundreds of MB.
         tokenizer: a path, or ``bytes`` (see `functron.data.tokenizer.open_tokenizer`).
@@ -65,7 +65,7 @@ class Settings:
         append_eod: end every document with the token that ends a text.
         prepend_bos: begin every document with what the tokenizer puts before a text, if anything.
         special_tokens: what names of special tokens in the text are: ``text``, or ``parse``: their
-            ids (see `functron.data.documents.TextRules`).
+            ids (see `functron.data.mapped_files.TextRules`).
         end_of_text: the name of that special token; empty: the tokenizer's own.
         pattern: how a tiktoken file's tokenizer splits text.
         format: ``indexed``: OUT.bin and OUT.idx, as Megatron-LM has them; ``npy``: OUT.npy, and

@@ -23,7 +23,8 @@ import numpy as np
 
 from functron.core import tree
 from functron.core.errors import Problem, local_path, raise_problems, refuse
-from functron.data.documents import (
+from functron.data.indexed import IndexedFile, files_of, mistakes_in
+from functron.data.mapped_files import (
     MAX_LISTED,
     OLD_RULES,
     RULES,
@@ -38,7 +39,6 @@ from functron.data.documents import (
     ids_outside,
     raise_listed,
 )
-from functron.data.indexed import IndexedFile, files_of, mistakes_in
 from functron.data.tokenizer import BYTES
 
 SUFFIXES = MappingProxyType(
@@ -64,10 +64,10 @@ _AGAIN = "copy it again, or preprocess again"
 
 
 class Shards:
-    """Token shards, read as if concatenated: a `functron.data.documents.TokenFile`.
+    """Token shards, read as if concatenated: a `functron.data.mapped_files.TokenFile`.
 
     Opening reads the headers of the files, so it takes as long for large files as for small ones.
-    Files are mapped as `functron.data.documents.Concatenated` maps them.
+    Files are mapped as `functron.data.mapped_files.Concatenated` maps them.
 
     Documents are, in this order of preference, those of the table that stands beside an .npy file
     (``tokens.documents.npy`` of ``tokens.npy``: int64, where each document begins, and the number

@@ -26,7 +26,13 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, local_path, nearest, on_hub, raise_problems, refuse
-from functron.data.documents import RULES, SpecialNames, TextRules, TextTokenizer, require_package
+from functron.data.mapped_files import (
+    RULES,
+    SpecialNames,
+    TextRules,
+    TextTokenizer,
+    require_package,
+)
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"

@@ -30,7 +30,7 @@ from functron.core.settings import (
     value_at,
 )
 from functron.data.blend import NEWEST, is_blend
-from functron.data.order import Gaps, RampUp
+from functron.data.sampling import Gaps, RampUp
 from functron.models.config import GPT_NEEDS
 from functron.models.family import PRESETS, TRAINED, differing_fields, dtype_of, field_text
 from functron.models.mamba import MAMBA_NEEDS

@@ -32,7 +32,7 @@ from functron.core.settings import (
     value_at,
 )
 from functron.data.blend import is_blend
-from functron.data.sources import DataConfig
+from functron.data.text_files import DataConfig
 from functron.models import gpt
 from functron.models.bert import BertConfig
 from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, dtype_of, family_of

@@ -38,12 +38,12 @@ from functron.data import (
 from functron.data.blend import ALL, PARTS, DocumentRange, parse_blend
 from functron.data.chat import Conversations, chat_files
 from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
-from functron.data.documents import TextTokenizer, TokenFile, find
 from functron.data.indexed import IndexedFile
+from functron.data.mapped_files import TextTokenizer, TokenFile, find
 from functron.data.megatron import megatron_samples, num_ordered, sequence_parts
 from functron.data.shards import is_tokens, makers_of, provenance, rules_of
+from functron.data.token_datasets import Documents, StoredTokens, Texts, check_vocabulary
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
-from functron.data.windows import Documents, StoredTokens, Texts, check_vocabulary
 from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure
@@ -430,7 +430,7 @@ def open_samples(
 
 
 def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> Texts:
-    """The data of `open_samples`, to be scored text by text: see `functron.data.windows`.
+    """The data of `open_samples`, to be scored text by text: see `functron.data.token_datasets`.
 
     Files of text are texts, and conversations; tokens on disk are one text, or each document is one
     where the run keeps them apart (`mask_documents`, `pack`). Nothing is rearranged or cut off.

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from functron.core.errors import Problem
-from functron.data.order import parse_ramp_up
+from functron.data.sampling import parse_ramp_up
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import MuonConfig
 from functron.optim.finite import LossScale

@@ -26,7 +26,7 @@ from functron import nn
 from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import fields_under, name_of, value_at
-from functron.data.order import parse_ramp_up
+from functron.data.sampling import parse_ramp_up
 from functron.models.config import GPTConfig
 from functron.models.family import FAMILIES, differing_fields, field_text
 from functron.nn.moe import MoEConfig

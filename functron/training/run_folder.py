@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from functron import checkpoint
 from functron.core.errors import Problem, local_path, raise_problems
 from functron.core.settings import nest_table, settings_of
-from functron.data.order import earlier_text
+from functron.data.sampling import earlier_text
 from functron.data.tokenizer import BYTES, TOKENIZER, Tokenizer, kind_of, tokenizers_in
 from functron.hub.writer import TOKENIZER_FILES
 from functron.training.config import TrainConfig, configure, dump, load

@@ -26,7 +26,7 @@ from functron.core import compat, tree
 from functron.core.errors import local_path, raise_problems
 from functron.core.settings import sections_of
 from functron.data import Blend
-from functron.data.order import earlier_text
+from functron.data.sampling import earlier_text
 from functron.models import gpt
 from functron.optim.schedules import read_schedule_count
 from functron.spmd import BoundMesh

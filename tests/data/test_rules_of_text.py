@@ -19,11 +19,11 @@ from functron.cli.evaluate import SampleOptions, _encode_prompt
 from functron.data import Tokenizer, TokenText, open_tokens
 from functron.data.chat import IGNORED, Chat
 from functron.data.denoising import FillInTheMiddle
-from functron.data.documents import RULES, TextRules, encode_prompt
+from functron.data.mapped_files import RULES, TextRules, encode_prompt
 from functron.data.preprocess import Settings, preprocess
 from functron.data.shards import provenance
+from functron.data.token_datasets import Documents
 from functron.data.tokenizer import Rendered, open_tokenizer
-from functron.data.windows import Documents
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure, load
 from functron.training.data import (

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from functron.data.order import RampUp
+from functron.data.sampling import RampUp
 from functron.training import records, run_folder
 from functron.training.config import configure
 from functron.training.records import compare, megatron_names, read_log

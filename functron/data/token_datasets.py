@@ -16,7 +16,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.denoising import FillInTheMiddle
-from functron.data.documents import (
+from functron.data.mapped_files import (
     Concatenated,
     TextTokenizer,
     TokenFile,
@@ -30,7 +30,7 @@ from functron.data.documents import (
     raise_listed,
     refuse_order,
 )
-from functron.data.order import IGNORED, Samples, check_index, mix, rows_of, shuffled
+from functron.data.sampling import IGNORED, Samples, check_index, mix, rows_of, shuffled
 
 
 class Windows(Samples):
@@ -118,7 +118,7 @@ class ByteText(Windows):
     """Text as byte tokens, cut into windows of `seq` tokens and shuffled anew in every epoch.
 
     Args:
-        path: a file or a folder of text files (see `functron.data.documents.find`); None is the
+        path: a file or a folder of text files (see `functron.data.mapped_files.find`); None is the
             text that every Python installation carries.
         seq: tokens per sample.
         seed: selects the order of the samples.
@@ -325,7 +325,7 @@ class TokenText(Windows):
     """Text as a tokenizer's tokens, cut into windows of `seq` and shuffled anew in every epoch.
 
     Documents stand one after another, each with the tokenizer's BOS before it, if it has one, and
-    the end-of-text token after it (`functron.data.documents.TextRules`).
+    the end-of-text token after it (`functron.data.mapped_files.TextRules`).
 
     All of the text is tokenised when this is made, and its tokens stay in memory, 2 or 4 bytes
     each: some seconds and as many bytes as the text has for 10 MB of it. That is for corpora of up
@@ -441,7 +441,7 @@ def texts_of(files: Iterable[Path | bytes]) -> Iterator[str]:
 
 
 class MockTokens:
-    """Random tokens in documents of equal length, as a `functron.data.documents.TokenFile`.
+    """Random tokens in documents of equal length, as a `functron.data.mapped_files.TokenFile`.
 
     Token i is a hash of (seed, i) modulo the vocabulary: nothing is kept, so there can be 10^15 of
     them, to measure loaders and steps with, or to try out a mesh before the data is there.
@@ -520,12 +520,12 @@ class Documents:
     """Files of text, each as its tokens: bytes, or what a tokenizer gives.
 
     Of a tokenizer these are the tokens of the text with its BOS before them, if it has one, as
-    ``functron sample`` reads a prompt (`functron.data.documents.TextRules`); unlike in training
+    ``functron sample`` reads a prompt (`functron.data.mapped_files.TextRules`); unlike in training
     nothing is put after them, and what is before them is no target. All of the text is tokenised
     when this is made.
 
     Args:
-        path: a file or a folder of them (see `functron.data.documents.find`).
+        path: a file or a folder of them (see `functron.data.mapped_files.find`).
         tokenizer: what makes tokens of it; None: bytes.
         vocab_size: how many ids the model has.
 

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 from functron.core.errors import Problem, local_path, nearest, refuse
 from functron.core.settings import Need, setting
 from functron.data.blend import NEWEST, Order
-from functron.data.documents import SpecialTokens, TextRules, find, require_package
+from functron.data.mapped_files import SpecialTokens, TextRules, find, require_package
 from functron.data.megatron import SURPLUS
-from functron.data.order import RampUp, parse_ramp_up
+from functron.data.sampling import RampUp, parse_ramp_up
 
 _MIDDLE = Need(lambda data: data.fim_rate > 0, "filling in the middle", "set fim_rate")
 
@@ -44,7 +44,7 @@ class DataConfig:
             on a page about it: text; parse: the tokens of that name, as in what a template of
             conversations writes. Tokens on disk have it as they were made.
         prepend_bos: documents, prompts and texts to evaluate begin with what the tokenizer puts
-            before a text (BOS), if anything; see functron.data.documents.TextRules.
+            before a text (BOS), if anything; see functron.data.mapped_files.TextRules.
         text_rules: by which version of these rules text becomes tokens. 1 is for runs that began
             before there was a 2, which keep it: documents without BOS, names of special tokens as
             the kind of tokenizer has it, and targets of conversations by tokens' first characters.
@@ -458,7 +458,7 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     The kind of a file follows from its name: ``.jsonl``, ``.ndjson``, ``.json`` (perhaps with
     ``.gz`` or ``.zst`` after it), ``.parquet``, or else one document of plain text. Of a folder,
     its JSONL and Parquet files at any depth, if it has any; else its text files (see
-    `functron.data.documents.find`).
+    `functron.data.mapped_files.find`).
 
     Raises:
         ValueError: nothing is there, or nothing to read. All inputs at fault are named.

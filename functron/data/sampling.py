@@ -197,7 +197,7 @@ def drawn(
     Args:
         samples: their source.
         first: the number of the batch's first sample, from 0: ``step * count`` where all batches
-            have one size, or `functron.data.order.RampUp.first_sample`.
+            have one size, or `functron.data.sampling.RampUp.first_sample`.
         count: rows of all parts together.
         part: ``(index, count)``: which of how many contiguous parts.
         gaps: samples that the run leaves out; `first` counts those that it does not.
