@@ -14,7 +14,9 @@ from typing import Annotated, Literal
 import tyro
 from tqdm import tqdm
 
-from functron import data
+from functron import apps, data
+from functron.apps.megatron import Migration
+from functron.apps.megatron import migrate as make_migration
 from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
 from functron.cli.process import mistakes
@@ -27,8 +29,6 @@ from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
 from functron.training import convert as conversion
 from functron.training.convert import upcycle_run
-from functron.training.migrate import Migration
-from functron.training.migrate import migrate as migrated
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,14 @@ def convert(arguments: Sequence[str]) -> int:
         done = conversion.convert(
             options.source,
             options.target,
+            formats={**conversion.FORMATS, **apps.load_plugins("functron.formats")},
             dtype=options.dtype or None,
             averaged=options.averaged,
             max_seq=options.max_seq or None,
             fused_projections=options.fused_projections,
             quantise=options.quantise or None,
             model=options.model or None,
-            expert_parallel=options.expert_parallel,
+            expert_parallel=options.expert_parallel if options.expert_parallel != 1 else None,
         )
         print(done)
         if done.recipe:
@@ -185,7 +186,7 @@ def migrate(arguments: Sequence[str]) -> int:
     """Write the configuration, and print the table."""
     options = parse(MigrateOptions, arguments, "migrate", needs=MIGRATE_NEEDS)
     with mistakes():
-        made = migrated(
+        made = make_migration(
             options.source,
             variables=_variables(options.env),
             extra=shlex.join(options.extra),

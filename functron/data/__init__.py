@@ -8,7 +8,6 @@ iterator state to save, and the same samples come on every mesh and after resumi
 
 - Text: `ByteText`, `TokenText`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
   `TokenWindows`, `PackedTokens`, `MockTokens`; conversations: `Chat`, `PackedChat`.
-- The order of Megatron-LM's samples: `megatron_samples`, `MegatronWindows`, `MegatronMixture`.
 - Several sources: `Blend`. Objectives: `mask_tokens`, `take_out`, `FillInTheMiddle`, `Transformed`.
 - Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
 - Tokenizers: `open_tokenizer`, `Tokenizer`; by what rules: `TextRules`.
@@ -21,7 +20,6 @@ from functron.data.context_schedule import ContextCosts, ContextPlan, Placement,
 from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
 from functron.data.indexed import IndexedFile, IndexedWriter, merge
 from functron.data.mapped_files import TextRules, python_text
-from functron.data.megatron import MegatronMixture, MegatronWindows, megatron_samples
 from functron.data.packing import PackedChat, PackedTokens, balance, pack
 from functron.data.sampling import Samples, permute, shuffled
 from functron.data.shards import open_tokens, verify
@@ -38,8 +36,6 @@ __all__ = [
     "FillInTheMiddle",
     "IndexedFile",
     "IndexedWriter",
-    "MegatronMixture",
-    "MegatronWindows",
     "Mixture",
     "MockTokens",
     "PackedChat",
@@ -55,7 +51,6 @@ __all__ = [
     "balance",
     "check_tokens",
     "mask_tokens",
-    "megatron_samples",
     "merge",
     "open_tokenizer",
     "open_tokens",

@@ -285,8 +285,8 @@ class Exhaustive:
 
     The sources are spread evenly over an epoch, in proportion to how many samples each has, as
     `Mixture` spreads them, and as close to their shares. Integers, and no table. Megatron-LM's
-    exhaustive blend has as many of each in another order, which is that of
-    `functron.data.MegatronMixture`. `ChainedExhaustive` is what runs had before.
+    exhaustive blend has as many of each in another order. `ChainedExhaustive` is what runs had
+    before.
 
     Args:
         sizes: how many samples each source has, at least 1.

@@ -15,12 +15,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from functron.core.errors import Problem, local_path, nearest, refuse
+from functron.core.errors import Problem, load_plugin, local_path, nearest, refuse
 from functron.core.settings import Need, setting
 from functron.data.blend import NEWEST, Order
 from functron.data.mapped_files import SpecialTokens, TextRules, find, require_package
-from functron.data.megatron import SURPLUS
-from functron.data.sampling import RampUp, parse_ramp_up
+from functron.data.sampling import ARITHMETIC, ORDERS, RampUp, SampleOrder, parse_ramp_up
 
 _MIDDLE = Need(lambda data: data.fim_rate > 0, "filling in the middle", "set fim_rate")
 
@@ -56,17 +55,15 @@ class DataConfig:
             error), cut (off their end) or drop.
         split: which documents of tokens on disk are for training, validation and test, such as
             969,30,1: training has the first of these parts; empty: all of them.
-        order: arithmetic: every epoch shuffled by itself, without tables; megatron: the very order
-            in which Megatron-LM draws from its .bin and .idx with this seed, seq and number of
-            samples (functron.data.megatron), for a run that goes on from one of its. `split` then
-            rounds as it does, and `data` without `split` is its --train-data-path. Held-out sets
-            come as under its --full-validation.
-        order_samples: of how many samples Megatron-LM made its order: its --train-samples, or
-            --train-iters times the batch; 0: those of `steps`.
+        order: arithmetic: every epoch shuffled by itself, without tables; or the order of an
+            application by its name, of .bin and .idx files, with its rule for `split`; or that of
+            your own function, package.module:function, which returns a
+            functron.data.sampling.SampleOrder.
+        order_samples: of how many samples an application makes its order; 0: those of `steps`.
         order_cache: a folder for the tables of that order, which all processes of a machine map;
             empty: each process makes them, and keeps them in memory.
-        blend_surplus: how many more samples than a blend takes its sources have in that order: its
-            --mid-level-dataset-surplus.
+        blend_surplus: the share of samples by which the sources of a blend have more in that order
+            than the blend takes.
         blend_order: the version of the order in which the sources of a blend take turns, which a
             run keeps as it began: 2: of the first samples, however many, each has its share to
             within 2; 1: that of runs before it, blocks of 2^16 samples that repeat, whose shares
@@ -111,10 +108,10 @@ class DataConfig:
     format: Literal["auto", "text", "chat", "tokens", "mock"] = setting("auto", "common samples")
     overlong: Literal["refuse", "cut", "drop"] = setting("refuse", "samples")
     split: str = setting("", "samples")
-    order: Literal["arithmetic", "megatron"] = setting("arithmetic", "samples")
+    order: str = setting(ARITHMETIC, "samples")
     order_samples: int = 0
     order_cache: str = setting("", "path")
-    blend_surplus: float = setting(SURPLUS, "samples")
+    blend_surplus: float = setting(0.005, "samples")
     blend_order: Order = setting(NEWEST, "kept samples")
     extra_token: bool = setting(True, "samples")
     mask_documents: bool = setting(False, "samples step")
@@ -145,6 +142,17 @@ class DataConfig:
     def rules(self) -> TextRules:
         """The rules by which text becomes tokens."""
         return TextRules(self.special_tokens, self.prepend_bos, self.text_rules)
+
+    @property
+    def sample_order(self) -> SampleOrder | None:
+        """The order of an application; None: the arithmetic one.
+
+        Raises:
+            ValueError: `order` names none.
+        """
+        if self.order == ARITHMETIC:
+            return None
+        return load_plugin(ORDERS, self.order, "order", [ARITHMETIC])()
 
     @property
     def packed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Hugging Face models and Megatron checkpoints, streamed into our layout and back."""
+"""Hugging Face models, streamed into our layout and back."""
 
 from functron.hub.config import FORMATS, format_for, read_config, write_config
 from functron.hub.format import Format, Rule

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from functron.training.config import TrainConfig, configure, load
     from functron.training.costs import step_report
     from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
-    from functron.training.migrate import migrate
     from functron.training.records import compare
     from functron.training.replicas import leaf_hash
     from functron.training.restarts import stop_on_signals
@@ -39,7 +38,6 @@ __all__ = [
     "load",
     "loop",
     "make_setup",
-    "migrate",
     "prepare",
     "progress",
     "record_to",
@@ -64,7 +62,6 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "load": "config",
         "loop": "loop",
         "make_setup": "setup",
-        "migrate": "migrate",
         "prepare": "run",
         "progress": "loop",
         "record_to": "loop",

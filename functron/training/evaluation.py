@@ -24,6 +24,7 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import value_at
 from functron.data.blend import PARTS
 from functron.data.chat import IGNORED
+from functron.data.sampling import ARITHMETIC
 from functron.data.shards import provenance
 from functron.data.token_datasets import Sliding, Texts
 from functron.models import gpt
@@ -135,7 +136,7 @@ def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
     Raises:
         ValueError: `eval_data`, or a blend, is written wrongly.
     """
-    seed = config.seed if config.data.order == "megatron" else 0
+    seed = 0 if config.data.order == ARITHMETIC else config.seed
     if config.evaluation.data:
         kind = "tokens" if data.is_on_disk(config) else "text"
         kind = "chat" if data.is_chat(config) else kind

@@ -539,7 +539,7 @@ def _make_reporters(session: Session) -> list[records.Reporter]:
         found.append(records.jsonl(out / run_folder.METRICS))
         found.append(records.loss_picture(out / "loss.svg", before, out / records.EVENTS))
         samples_after = config.data.batches.first_sample
-        named = records.megatron_names(samples_after) if config.logging.names else records.by_path
+        named = config.logging.naming(samples_after)
         if config.logging.tensorboard:
             found.append(records.tensorboard(out / "tensorboard", named, run.start, before))
         if config.logging.wandb:

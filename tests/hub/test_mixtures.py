@@ -18,11 +18,8 @@ from functron import gpt, hub, optim, tree
 from functron.hub.config import config_problems, differences, parse
 from functron.hub.files import open_folder
 from functron.hub.format import layouts_of, tensors
-from functron.hub.megatron_files import open_checkpoint
 from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
-from functron.training import config as run_config
-from functron.training.convert import convert
 from tests.hub import tiny
 from tests.hub.test_refusals import named, rewrite
 
@@ -315,27 +312,6 @@ def test_training_is_not_the_models():
     # a run may drop tokens of a model that does not, but what comes of it has no such model
     dropping = replace(config, moe=replace(config.moe, capacity_factor=2.0))
     assert not differences(dropping, config)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-dense"])
-def test_to_megatron_and_back(name, tmp_path):
-    """Weights that are divided by their sum are Megatron's softmax after the choice: its default."""
-    model = tiny.make(name)
-    places = ("hf", "run", "megatron", "again", "out")
-    hf, run, there, again, out = (tmp_path / place for place in places)
-    tiny.store(model, hf)
-    convert(f"hf:{hf}", f"run:{run}")
-    convert(f"run:{run}", f"megatron:{there}")
-    args = open_checkpoint(there).args
-    assert args is not None
-    assert args["moe_router_pre_softmax"] == (not getattr(model.config, "norm_topk_prob", True))
-    convert(f"megatron:{there}", f"run:{again}")
-    configs = [run_config.load(folder / "config.toml").gpt for folder in (run, again)]
-    assert not differences(*configs)
-    convert(f"run:{again}", f"hf:{out}")
-    back = tiny.read_back(out)
-    assert_same_weights(model, back)
-    assert torch.equal(model(tiny.tokens()).logits, back(tiny.tokens()).logits)
 
 
 def test_refusals_say_the_field_of_the_experts(tmp_path):

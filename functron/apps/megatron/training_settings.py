@@ -1,24 +1,30 @@
-"""The steps that Megatron-LM's arguments describe: mesh, batches, rates, optimizer, precision."""
+"""The training that Megatron-LM's arguments describe: mesh, batches, optimizer, precision, data."""
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from functron.apps.megatron.architecture import FamilyName, vocabulary
+from functron.apps.megatron.arguments import Reading
+from functron.apps.megatron.launch_scripts import is_open
 from functron.core.errors import Problem
 from functron.data.sampling import parse_ramp_up
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import MuonConfig
 from functron.optim.finite import LossScale
 from functron.spmd import Mesh
-from functron.training.config import TrainConfig, configure, with_precision
-from functron.training.megatron import Reading
-from functron.training.megatron_model import FamilyName
+from functron.training.config import TrainConfig, configure, read_yaml, with_precision
 from functron.training.watchdog import WatchdogConfig
+
+NONE = ("none", "None", "null", "")
+"""Values that stand for nothing."""
 
 
 def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[str, Any]]:
@@ -628,3 +634,200 @@ def _memory(reading: Reading) -> dict[str, Any]:
         found["timeout_seconds"] = 60.0 * minutes
         found["hang_after"] = min(WatchdogConfig.hang_after, 30.0 * minutes)
     return found
+
+
+# --- data
+
+DATA_ARGUMENTS = (
+    "data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "mock_data",
+    "valid_data_path", "test_data_path", "split", "dataloader_type", "data_cache_path",
+    "mid_level_dataset_surplus", "add_extra_token_to_sequence", "reset_position_ids",
+    "reset_attention_mask", "eod_mask_loss", "train_samples", "train_iters",
+)  # fmt: skip
+"""The arguments that `data_settings` reads, of a model that predicts the next token."""
+
+
+def data_settings(reading: Reading, family: FamilyName, batch: int) -> dict[str, Any]:
+    """The settings of `TrainConfig` that say where samples come from, and in which order.
+
+    Args:
+        reading: the line; what becomes of its arguments is noted there.
+        family: what it trains.
+        batch: samples of a step, in the end.
+    """
+    found: dict[str, Any] = _documents(reading)
+    why = "of a BERT's samples: they have all --seq tokens"
+    reading.say("not supported" if family == "bert" else "not needed", why, "short_seq_prob")
+    rate = reading.take("mask_prob", "mask_rate")
+    found |= {"mask_rate": rate} if family in ("bert", "t5") else {}
+    if family == "gpt":
+        reading.unused("mask_prob")
+    found |= _special_tokens(reading, family)
+    names = ("train_data_path", "valid_data_path", "test_data_path")
+    blend = _paths_of(reading, "data_path", "data_args_path")
+    train = _paths_of(reading, "train_data_path", "per_split_data_args_path")
+    reading.say("not supported", "functron evaluate RUN --data PREFIX, afterwards", names[2])
+    if not reading.has(names[2]):
+        reading.unused(names[2])
+    split = reading.take("split", "split")
+    mock = reading("mock_data")
+    if mock:
+        reading.taken("format", "mock_data")
+    else:
+        reading.unused("mock_data")
+    if sum(map(bool, (blend, train, mock))) > 1:
+        reading.refuse("data_path", "one of --data-path, --train-data-path and --mock-data")
+    text = "" if split is None else ",".join(re.findall(r"[\d.]+", split))
+    if split is None and (blend or mock):
+        text = "969,30,1"  # Megatron-LM's own
+        reading.taken("split", "split")
+    if not (mock or blend or train):
+        fix = "--with data-path=PREFIX, or mock-data for random tokens"
+        reading.refuse("data_path", "files of tokens", fix)
+    if mock or not (blend or train):
+        found |= _order(reading, "", batch)
+        return found | _tokens(reading, True) | {"format": "mock", "split": text or "969,30,1"}
+    found |= {"data": blend or train, "format": "tokens", "split": text if blend else ""}
+    found |= _order(reading, found["data"] if family in ("gpt", "mamba") else "", batch)
+    if train:
+        reading.unused("split")
+    return found | _tokens(reading, False)
+
+
+def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
+    """Megatron-LM's order of the samples of `data`; empty: of others, whose order is our own."""
+    names = ("data_cache_path", "mid_level_dataset_surplus", "add_extra_token_to_sequence")
+    reading.unused(*names)
+    kind = reading.take("dataloader_type", "order")
+    if kind not in (None, "single"):
+        why = "samples come in one shuffled order, and again in another for the next epoch"
+        reading.say("not supported", why, "dataloader_type")
+        return {}
+    reading.say("same", "samples come in one shuffled order", "dataloader_type")
+    samples = reading("train_samples") or (reading("train_iters") or 0) * batch
+    if not data or samples < 1:  # no number of steps is said elsewhere
+        return {}
+    found: dict[str, Any] = {"order": "megatron", "order_samples": samples}
+    why = f"order = megatron, of {samples} samples: the same ones in every step"
+    for name in ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path"):
+        if reading.has(name) and reading.fates.get(name, ("",))[0] == "taken":
+            reading.taken("data", name, why=why)
+    cache = reading("data_cache_path")
+    if cache and cache not in NONE and not is_open(cache):
+        found["order_cache"] = reading.take("data_cache_path", "order_cache")
+    if len(data.split()) > 1:
+        found["blend_surplus"] = reading.take("mid_level_dataset_surplus", "blend_surplus")
+    found["extra_token"] = reading.take("add_extra_token_to_sequence", "extra_token")
+    return found
+
+
+def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
+    """The ids of a BERT's [MASK], and of a T5's end, in the tokenizers that Megatron-LM has."""
+    kind = reading("tokenizer_type") or "BertWordPieceLowerCase"
+    words = kind.startswith("BertWordPiece")
+    if family == "bert" and words:
+        return {"mask_token": 103}  # in both published vocabularies
+    if family != "t5" or not (words or kind.startswith("Null")):
+        return {}
+    size, _ = vocabulary(reading, family)
+    # [BOS], [EOS] and the sentinels follow the words
+    return {"end_token": size - (reading("vocab_extra_ids") if words else 0) - 1}
+
+
+def _documents(reading: Reading) -> dict[str, Any]:
+    """Whether documents see one another."""
+    names = ("reset_position_ids", "reset_attention_mask")
+    both = [reading.take(name, "mask_documents") for name in names]
+    unlearnt = reading.take("eod_mask_loss", "mask_documents")
+    if any(both) and not all(both):
+        name = names[both.index(True)]
+        other = reading.spelled(names[both.index(False)])
+        reading.refuse(name, f"{other} with it", "documents see themselves alone, or all that came")
+    if all(both) and not unlearnt:
+        why = "a document's last token predicts nothing, as with --eod-mask-loss"
+        reading.taken("mask_documents", *names, why=why)
+    if unlearnt and not all(both):
+        why = "the end of a document is a target like others, where documents are not kept apart"
+        reading.say("not supported", why, "eod_mask_loss")
+    return {"mask_documents": True} if all(both) else {}
+
+
+def _paths_of(reading: Reading, name: str, file: str) -> str:
+    """A blend of files of tokens as functron writes it; empty: there is none."""
+    reading.unused(file)
+    words = list(reading.take(name, "data") or ())
+    path = reading(file)
+    if not words and path and not is_open(path):
+        reading.taken("data", file)
+        words = _listed(reading, file, path, name)
+    words = [word.strip("\"'") for word in words]
+    words = [piece for word in words for piece in word.split()]
+    if len(words) < 2 or any(map(is_open, words)):
+        return " ".join(words)
+    if len(words) % 2 == 0 and all(map(is_weight, words[::2])):
+        return " ".join(map(shlex.quote, words))
+    return " ".join(f"all {shlex.quote(word)}" for word in words)
+
+
+def _listed(reading: Reading, file: str, path: str, name: str) -> list[str]:
+    """The words of a file that lists data."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if file.startswith("per_split"):
+            key = name.partition("_")[0]
+            found = read_yaml(Path(path)).get(key) or []
+            return [str(word) for word in (found if isinstance(found, list) else [found])]
+        return text.split()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        reading.refuse(file, f"a readable list of data ({reason})")
+        return []
+
+
+def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
+    """The tokenizer, which a run on tokens needs for nothing but to show text."""
+    why = "tokens on disk are made already; --tokenizer FOLDER shows samples as text"
+    for name in ("tokenizer_type", "tokenizer_model", "tiktoken_pattern"):
+        if reading.fates.get(name, ("",))[0] != "taken":  # of which the vocabulary is known
+            reading.say("not needed", why, name)
+    path = reading("tokenizer_model")
+    if mock or not path or is_open(path) or not Path(path).exists():
+        return {}
+    reading.taken("tokenizer", "tokenizer_model")
+    return {"tokenizer": path}
+
+
+def evaluation_settings(
+    reading: Reading, settings: Mapping[str, Any], family: FamilyName
+) -> dict[str, Any]:
+    """Held-out data."""
+    every = reading.take("eval_interval", "eval_every") or 0
+    batches = reading.take("eval_iters", "eval_batches")
+    whole = reading.take("full_validation", "eval_batches")
+    if whole and settings["format"] == "mock":
+        reading.say("not needed", "random tokens have no end: --eval-iters", "full_validation")
+        whole = False
+    reading.say("same", "every held-out set has a loss of its own", "multiple_validation_sets")
+    valid = [w for word in reading.take("valid_data_path", "eval_data") or () for w in word.split()]
+    weights = len(valid) > 1 and len(valid) % 2 == 0 and all(map(is_weight, valid[::2]))
+    if weights and len(valid) > 2:
+        why = "each of its files is a held-out set: a blend has no loss of its own"
+        reading.taken("eval_data", "valid_data_path", why=why)
+    paths = valid[1::2] if weights else valid
+    names = [Path(path).name for path in paths]
+    names = names if len(set(names)) == len(names) else [f"valid-{n}" for n in range(len(names))]
+    names = [re.sub(r"[^\w.-]", "-", name) for name in names]
+    pairs = zip(names, map(shlex.quote, paths), strict=True)
+    named = " ".join(f"{name}={path}" for name, path in pairs)
+    shares = [float(x) for x in re.findall(r"\d+\.?\d*|\.\d+", settings.get("split", ""))]
+    some = bool(named) or (len(shares) > 1 and shares[1] > 0)
+    if every < 1 or not some or (not whole and (batches or 0) < 1):
+        why = "there is no held-out data"
+        reading.say("not needed", why, "eval_interval", "eval_iters", "full_validation")
+        return {}
+    found: dict[str, Any] = {"eval_every": every, "eval_batches": 0 if whole else batches}
+    return found | ({"eval_data": named} if named else {})
+
+
+def is_weight(word: str) -> bool:
+    return word == "all" or re.fullmatch(r"[\d.]+(e-?\d+)?", word) is not None

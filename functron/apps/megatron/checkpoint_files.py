@@ -292,7 +292,7 @@ class Opened:
         state: the optimizer's by the names of `MOMENTS` and "master"; empty: it has none.
         step: the updates that the optimizer has made.
         buckets: its state in the form `dp_reshardable`, which does not say of which parameters it
-            is: `functron.hub.megatron.state_of` finds it out.
+            is: `functron.apps.megatron.tensors.state_of` finds it out.
     """
 
     folder: Path

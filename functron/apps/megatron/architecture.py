@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from functron import nn
+from functron.apps.megatron.arguments import Reading
+from functron.apps.megatron.launch_scripts import is_open
 from functron.data.tokenizer import open_tokenizer
 from functron.models.bert import BertConfig
 from functron.models.config import GPTConfig
@@ -21,8 +23,6 @@ from functron.models.family import TrainedConfig
 from functron.models.mamba import KINDS, MambaConfig
 from functron.models.t5 import T5Config
 from functron.nn.moe import MoEConfig
-from functron.training.launch_line import is_open
-from functron.training.megatron import Reading
 
 FamilyName = Literal["gpt", "bert", "t5", "mamba"]
 

@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 import yaml
 
+from functron.apps.megatron import Migration, migrate
+from functron.apps.megatron import arguments as megatron
+from functron.apps.megatron.architecture import pattern
+from functron.apps.megatron.launch_scripts import read_script, shown
 from functron.core.settings import value_at
 from functron.data import preprocess
 from functron.models.config import PRESETS
 from functron.optim.config import make_schedule
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
-from functron.training import megatron
 from functron.training.config import TrainConfig, load
 from functron.training.data import open_samples
-from functron.training.launch_line import read_script, shown
-from functron.training.megatron_model import pattern
-from functron.training.migrate import Migration, migrate
 from functron.training.setup import make_setup
 
 LAUNCHES = Path(__file__).parent / "launches"
@@ -475,7 +475,7 @@ def test_samples_of_a_ramp_are_counted(line, tmp_path):
 
 # --- data, against samples that Megatron-Core drew (tests/data/make_megatron.py)
 
-ORDERED = Path(__file__).parents[1] / "data" / "megatron"
+ORDERED = Path(__file__).parents[2] / "data" / "megatron"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """The arguments of Megatron-LM: their spellings, kinds, defaults, and what becomes of each here.
 
-They are a table, ``megatron.txt`` beside this module. A row is an argument of Megatron-LM's
+They are a table, ``arguments.txt`` beside this module. A row is an argument of Megatron-LM's
 ``megatron/training/arguments.py``, of the versions 0.8 to 0.16, or a field of Megatron-Core's
 configurations: its spellings on a command line, its kind, its value where a line is silent (``-``:
 None, or off), its fate, and a reason:
 
 | fate     | the argument                                                                     |
 |----------|----------------------------------------------------------------------------------|
-| take     | is translated by `functron.training.migrate`                                     |
+| take     | is translated by `functron.apps.megatron.migrate`                                     |
 | same     | says what functron does in any case                                              |
 | need     | has nothing to do here; the reason says why                                      |
 | lack     | has no counterpart; the reason says what to do. ``lack=V``: but for the value V  |
@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from functron.apps.megatron.launch_scripts import is_open, open_names, shown
 from functron.core.errors import Problem
-from functron.training.launch_line import is_open, open_names, shown
 
 Fate = Literal["take", "same", "need", "lack"]
 
@@ -96,7 +96,7 @@ class _Table(NamedTuple):
 
 @functools.cache
 def table() -> _Table:
-    """The table in ``megatron.txt``."""
+    """The table in ``arguments.txt``."""
     reasons: dict[str, str] = {}
     arguments: dict[str, Argument] = {}
     options: dict[str, tuple[Argument, bool]] = {}

@@ -37,6 +37,17 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
+from functron.apps.megatron.checkpoint_files import (
+    COMMON,
+    METADATA,
+    MOMENTS,
+    Box,
+    Chunk,
+    Opened,
+    Tensors,
+    boxes_of_ranks,
+    named_state,
+)
 from functron.core.errors import Problem, raise_problems
 from functron.hub.files import Source
 from functron.hub.format import (
@@ -54,17 +65,6 @@ from functron.hub.format import (
     linear,
     norm,
     tensors,
-)
-from functron.hub.megatron_files import (
-    COMMON,
-    METADATA,
-    MOMENTS,
-    Box,
-    Chunk,
-    Opened,
-    Tensors,
-    boxes_of_ranks,
-    named_state,
 )
 from functron.hub.reader import local_on_mesh, match, read_layouts
 from functron.models.config import GPTConfig
