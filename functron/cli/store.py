@@ -147,8 +147,8 @@ def checkpoint(arguments: Sequence[str]) -> int:
 class MigrateOptions:
     """Make a configuration of a launch line of Megatron-LM, and show what became of its arguments.
 
-    Nothing is run: a script is read. Arguments without a counterpart here are listed, with what to
-    do; unknown ones, and sizes that do not fit, are errors.
+    Nothing is run: a script is read, unless --run is given. Arguments without a counterpart here
+    are listed, with what to do; unknown ones, and sizes that do not fit, are errors.
 
     Attributes:
         source: a shell script, a list of arguments, or YAML of Megatron-LM, Megatron-Bridge or
@@ -160,6 +160,10 @@ class MigrateOptions:
         without: arguments to leave out, such as those of a fork.
         processes: ranks; 0: as many as the launcher starts.
         closest: where functron has another model of the kind, make that one.
+        run: run the script in bash, where reading it is not enough (conditions, loops, functions,
+            the output of commands), with recorders in the place of torchrun, python, srun and their
+            like, which start nothing. All else that it does, such as writing into files, it really
+            does, in an empty folder, within 30 seconds.
         strict: arguments without a counterpart are errors, too.
         json: print a JSON object instead of a table.
     """
@@ -171,12 +175,15 @@ class MigrateOptions:
     without: tuple[str, ...] = ()
     processes: int = 0
     closest: bool = False
+    run: bool = False
     strict: bool = False
     json: bool = False
 
 
 MIGRATE_NEEDS: Needs = MappingProxyType(
-    always("source", "out", "env", "extra", "without", "processes", "closest", "strict", "json")
+    always(
+        "source", "out", "env", "extra", "without", "processes", "closest", "run", "strict", "json"
+    )
 )
 """The needs of options, for them to have an effect. Variables and what is left out are looked for
 in the line."""
@@ -193,6 +200,7 @@ def migrate(arguments: Sequence[str]) -> int:
             without=options.without,
             processes=options.processes,
             closest=options.closest,
+            run=options.run,
         )
         if options.strict:
             fix = "leave --strict out, where that is understood"

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from functron.apps.megatron.launch_scripts import is_open, open_names, shown
+from functron.apps.megatron.launch_scripts import RUN_IT, is_open, list_open, show_open
 from functron.core.errors import Problem
 
 Fate = Literal["take", "same", "need", "lack"]
@@ -338,7 +338,7 @@ def _text(value: Any) -> str:
     if value is None:
         return "none"
     text = repr(value) if isinstance(value, float) else str(value)
-    return shown(text)
+    return show_open(text)
 
 
 # --- the words of a command line
@@ -363,7 +363,10 @@ def read_words(words: Sequence[str]) -> Arguments:
         word = words[index]
         index += 1
         if not is_option(word):
-            if is_open(word):  # nothing, where nothing sets it
+            if is_open(word):
+                if all(re.fullmatch(r"\w+", name) for name in list_open(word)):
+                    continue  # nothing, where nothing sets it
+                found.problems.append(unset_problem("arguments", word))
                 continue
             fix = "leave it out, or quote a value that has spaces"
             found.problems.append(Problem(repr(word), "a value of no option", "an option", fix))
@@ -386,9 +389,12 @@ def read_words(words: Sequence[str]) -> Arguments:
 
 
 def unset_problem(spelled: str, word: str) -> Problem:
-    """The problem of a value with a variable that nothing sets."""
-    fix = " ".join(f"{name}=VALUE" for name in dict.fromkeys(open_names(word)))
-    return Problem(spelled, shown(word), "variables that are set", f"--env {fix}")
+    """The problem of a value with a variable that nothing sets, or with a command's output."""
+    names = dict.fromkeys(list_open(word))
+    if any(name.startswith("(") for name in names):
+        return Problem(spelled, show_open(word), "what needs no shell to evaluate", RUN_IT)
+    fix = " ".join(f"{name}=VALUE" for name in names)
+    return Problem(spelled, show_open(word), "variables that are set", f"--env {fix}")
 
 
 def unknown(spelled: str, name: str, known: Iterable[str]) -> Problem:
@@ -411,7 +417,7 @@ def _note(
             found.problems.append(problem)
         found.given[argument.name] = Given(spelled, not off)  # a switch has no text
         return
-    unset = [name for word in words for name in open_names(word)]
+    unset = [name for word in words for name in list_open(word)]
     if unset and argument.fate in ("take", "lack") and not argument.kind.startswith("str"):
         found.problems.append(unset_problem(spelled, " ".join(words)))
         return
@@ -422,7 +428,7 @@ def _note(
         got = repr(" ".join(words)) if words else "nothing"
         found.problems.append(Problem(spelled, got, _KINDS[argument.kind]))
         return
-    found.given[argument.name] = Given(spelled, value, shown(" ".join(words)))
+    found.given[argument.name] = Given(spelled, value, show_open(" ".join(words)))
 
 
 # --- the keys and values of a configuration

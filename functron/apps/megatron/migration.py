@@ -20,7 +20,13 @@ from typing import Any
 from functron.apps.megatron import arguments as megatron
 from functron.apps.megatron.architecture import FamilyName, architecture, family_of_line
 from functron.apps.megatron.arguments import Arguments, Kind, Reading, Row
-from functron.apps.megatron.launch_scripts import LaunchLine, is_open, read_script
+from functron.apps.megatron.launch_scripts import (
+    LaunchLine,
+    fill_variables,
+    is_open,
+    read_script,
+    record_script,
+)
 from functron.apps.megatron.training_settings import (
     NONE,
     data_settings,
@@ -106,6 +112,7 @@ def migrate(
     without: Sequence[str] = (),
     processes: int = 0,
     closest: bool = False,
+    run: bool = False,
 ) -> Migration:
     """The configuration of the run that a launch line starts.
 
@@ -117,12 +124,14 @@ def migrate(
         without: arguments that are left out, without dashes, such as those of a fork.
         processes: ranks; 0: as many as the launcher starts.
         closest: make the nearest model where functron has not Megatron-LM's.
+        run: run the script in bash, with recorders in the place of what launches a training, where
+            reading it is not enough; see `record_script`. Otherwise nothing is run.
 
     Raises:
         ValueError: the file cannot be read or launches nothing; arguments are unknown, or describe
             what cannot be trained; or sizes do not fit. All such are listed with their fixes.
     """
-    line, arguments = _read(Path(source), variables)
+    line, arguments = _read(Path(source), variables, run=run)
     arguments = _changed(arguments, extra, without)
     reading = Reading(arguments, closest)
     reading.problems += arguments.problems
@@ -141,9 +150,13 @@ def migrate(
     return replace(_checked(source, config, reading, ranks), told=told)
 
 
-def _read(path: Path, variables: Mapping[str, str]) -> tuple[LaunchLine, Arguments]:
+def _read(
+    path: Path, variables: Mapping[str, str], *, run: bool = False
+) -> tuple[LaunchLine, Arguments]:
     """The launch line in a file, and its arguments."""
     if path.suffix in (".yaml", ".yml"):
+        if run:
+            refuse(TITLE, str(path), "--run with YAML", "a script", "leave it out")
         mapping = read_yaml(path)
         _check_size(path, mapping)
         mapping = _filled(mapping, variables)
@@ -162,7 +175,8 @@ def _read(path: Path, variables: Mapping[str, str]) -> tuple[LaunchLine, Argumen
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         refuse(TITLE, str(path), reason, "a readable script, list of arguments, or YAML")
-    line = read_script(text, megatron.table().options, variables)
+    options = megatron.table().options
+    line = record_script(path, options, variables) if run else read_script(text, options, variables)
     arguments = megatron.read_words(line.words)
     if (inner := arguments.given.get("yaml_cfg")) and isinstance(inner.value, str):
         return line, _read(path.parent / inner.value, variables)[1]
@@ -194,10 +208,8 @@ def _filled(value: Any, variables: Mapping[str, str]) -> Any:
         return {key: _filled(inner, variables) for key, inner in value.items()}
     if isinstance(value, list):
         return [_filled(inner, variables) for inner in value]
-    if not isinstance(value, str) or "$" not in value:
-        return value
-    line = read_script(f'x --lr "{value}"' if '"' not in value else "x --lr x", {"lr"}, variables)
-    return line.words[1] if '"' not in value else value
+    is_text = isinstance(value, str) and "$" in value
+    return fill_variables(value, variables) if is_text else value
 
 
 def _changed(arguments: Arguments, extra: str, without: Sequence[str]) -> Arguments:

@@ -20,7 +20,7 @@ import yaml
 from functron.apps.megatron import Migration, migrate
 from functron.apps.megatron import arguments as megatron
 from functron.apps.megatron.architecture import pattern
-from functron.apps.megatron.launch_scripts import read_script, shown
+from functron.apps.megatron.launch_scripts import LaunchLine, read_script, record_script, show_open
 from functron.core.settings import value_at
 from functron.data import preprocess
 from functron.models.config import PRESETS
@@ -44,9 +44,12 @@ LEAST = "--train-iters 1000 --lr 1e-4 --mock-data"  # what those of Megatron-LM'
 PUBLIC = {
     # the parameters that are published, and to how many digits; the mesh, worked out by hand
     "gpt3_175b.sh": (175e9, 3, "pp=16,tp=8", {"1": "/ck", "5": "/data/text"}, {}),
-    "llama3_8b.sh": (8.03e9, 3, "dp=8", {}, {}),
+    "llama3_8b.sh": (8.03e9, 3, "dp=8", {}, {"run": True}),
     "llama3_70b.yaml": (70.6e9, 3, "pp=4,dp=2,cp=2,tp=4", {}, {"processes": 64}),
-    "mixtral_8x7b.sh": (46.7e9, 3, "pp=4,ep=8", {"NNODES": "4", "1": "/ck", "3": "/text"}, {}),
+    "mixtral_8x7b.sh": (
+        46.7e9, 3, "pp=4,ep=8", {"NNODES": "4", "1": "/ck", "2": "/model", "3": "/text"},
+        {"run": True},
+    ),
     "mixtral_8x22b.yaml": (
         141e9, 3, "pp=4,dp=4,ep=4,tp=2", {**ZOO, "GBS": "256"}, {"processes": 128},
     ),
@@ -553,15 +556,26 @@ torchrun --nproc_per_node=8 --nnodes $E pretrain_gpt.py \\
 
 def words_of(text: str, **variables: str) -> list[str]:
     line = read_script(text, megatron.table().options, variables)
-    return [shown(word) for word in line.words]
+    return [show_open(word) for word in line.words]
 
 
-def test_scripts_are_read_as_bash_does():
+@pytest.fixture
+def recorded(tmp_path):
+    """A function of a script and variables to the launch line that its run records."""
+
+    def of(text: str, **variables: str) -> LaunchLine:
+        (tmp_path / "run.sh").write_text(text)
+        return record_script(tmp_path / "run.sh", megatron.table().options, variables)
+
+    return of
+
+
+def test_scripts_are_run_as_bash_does(recorded):
     """Compared with bash itself, which prints the same command."""
     printed = SCRIPT.replace("torchrun", "printf '%s\\n' torchrun").replace("> file", "> /dev/null")
     bash = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
     _, _, *wanted = bash.stdout.splitlines()
-    mine = read_script(SCRIPT, megatron.table().options)
+    mine = recorded(SCRIPT)
     assert mine.program == "pretrain_gpt.py"
     assert list(mine.words) == wanted[wanted.index("pretrain_gpt.py") + 1 :]
     assert mine.processes == 64
@@ -594,7 +608,8 @@ def test_kinds_of_scripts():
             ["line 1", "only a shell can tell"],
         ),
         ("A='--bf16\npython a.py", ["nothing closes"]),
-        ('[ "$#" -eq 0 ] && exit 1\npython a.py --bf16', ["exit in line 1", "--env"]),
+        ("f() { python a.py --bf16; }\nf", ["line 1", "a function", "--run"]),
+        ("A=(--bf16)\npython a.py ${A[0]} --lr 1", ["line 2", "${A[0]}", "--run"]),
         ("echo hello", ["no command with options"]),
         ("", ["no command with options"]),
     ],
@@ -604,6 +619,70 @@ def test_scripts_that_cannot_be_read(text, words):
         words_of(text)
     for word in words:
         assert word in str(error.value)
+
+
+PLAIN = """
+A=1; export B="two words" C='$A' D=(x "y z")  # don't
+D+=(w)  D=("${D[@]}" '#') # a comment
+E="$A" E+=5
+cat <<END > file
+--num-layers 77
+END
+F=" --bf16 \\
+  --fp16 "
+cd x && torchrun --nproc_per_node=$A${E} pretrain_gpt.py --load "$B" --save $B --spec "${D[@]}" \\
+    --split ${D[*]} ${NONE:-"fall back"} ${A:+set}${A:-unset} ${NONE:+x} "\\$A"'\\$A' $F"$C" >log 2>&1 | tee x
+"""
+
+
+def test_plain_scripts_are_read_as_bash_does():
+    """Without running anything: what it simply sets, and the command; compared with bash."""
+    printed = PLAIN.replace("torchrun", "printf '%s\\n' torchrun").replace(">log 2>&1 | tee x", "")
+    printed = printed.replace("> file", "> /dev/null").replace("cd x", "true")
+    bash = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
+    _, _, _, *wanted = bash.stdout.splitlines()
+    mine = read_script(PLAIN, megatron.table().options)
+    assert (mine.program, mine.processes, list(mine.words)) == ("pretrain_gpt.py", 115, wanted)
+
+
+def test_the_output_of_a_command_is_no_argument(line):
+    """Nothing is known of it; a variable that nothing sets is nothing, as in a shell."""
+    assert "--with" not in {row.name for row in line("$MORE").rows}
+    for text in ("$(cat more.txt)", "--seed $(date +%s)"):
+        with pytest.raises(ValueError, match=r"wanted what needs no shell to evaluate.*--run"):
+            line(text)
+
+
+def test_nothing_but_recorders_is_started(recorded, tmp_path):
+    """Launchers, commands by their place, and what is not there: none of them writes the file."""
+    made = tmp_path / "made"
+    text = f"""
+set -e
+export PATH=/usr/bin:/bin; PATH=/bin
+touch {made}; /usr/bin/touch {made}; PATH=/bin touch {made}; command -p touch {made}
+env -i touch {made}; ( /bin/touch {made} ); X=$(/bin/touch {made}); T=/bin/touch; $T {made}
+sh -c "touch {made}"; python3 -c "open('{made}', 'w')"; exec_it() {{ exec /bin/touch {made}; }}
+for n in 1 2; do torchrun --nproc-per-node 4 x.py --num-layers $n --bf16 --save "$PWD"; done
+exec_it
+"""
+    line = recorded(text)
+    assert (line.program, line.processes) == ("x.py", 4)
+    assert line.words == ("--num-layers", "1", "--bf16", "--save", str(tmp_path))
+    assert not made.exists()
+
+
+def test_runs_without_a_launch_say_how_they_ended(recorded, monkeypatch):
+    for text, words in (
+        ('[ "$#" -eq 0 ] && exit 1\npython a.py --bf16', "status 1, without a launch.*--env"),
+        ("echo --bf16; no_such_program --bf16", "status 0, without a launch"),
+        (": ${DATA:?is not set}\npython a.py --bf16", "DATA: is not set"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            recorded(text)
+    assert recorded('[ "$#" -eq 0 ] && exit 1\npython a.py --bf16', **{"2": "x"}).words
+    monkeypatch.setattr(sys.modules[record_script.__module__], "_SECONDS", 0.2)
+    with pytest.raises(ValueError, match=r"none after 0\.2 seconds"):
+        recorded("while :; do :; done")
 
 
 def test_patterns_of_layers():
