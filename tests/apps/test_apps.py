@@ -1,0 +1,96 @@
+"""Applications and the library: which knows none of them, and finds them by the names of settings."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from functron import apps
+from functron.data import IndexedWriter
+from functron.training.config import configure, dump, load
+from functron.training.data import open_samples
+
+ROOT = Path(__file__).parents[2] / "functron"
+NAMES = sorted(path.name for path in (ROOT / "apps").iterdir() if (path / "__init__.py").is_file())
+FACES = ("__init__.py", "__main__.py")
+
+
+def words_of(path: Path) -> set[str]:
+    """The texts in a module that are no docstrings, if any may be the name of an application."""
+    text = path.read_text()
+    if not any(f'"{name}' in text or f"apps.{name}" in text for name in NAMES):
+        return set()
+    tree = ast.parse(text)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    statements = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    return {n.value for n in nodes if isinstance(n.value, str) and id(n) not in statements}
+
+
+def test_the_library_names_no_application():
+    """No text is the name of one, or of its module; imports are those of tests/test_house.py."""
+    assert NAMES
+    found = {
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).parts[0] not in ("apps", "cli", *FACES)
+        for word in words_of(path)
+        if word in NAMES or any(f"functron.apps.{name}" in word for name in NAMES)
+    }
+    assert found == set()
+
+
+def test_applications_import_no_other():
+    for name in NAMES:
+        others = [f"functron.apps.{other}" for other in NAMES if other != name]
+        for path in (ROOT / "apps" / name).rglob("*.py"):
+            assert not any(other in path.read_text() for other in others), path
+
+
+@pytest.fixture
+def data(tmp_path) -> str:
+    with IndexedWriter(tmp_path / "x", np.uint16) as writer:
+        for n in range(9):
+            writer.add([n * k % 250 for k in range(30)])
+    return str(tmp_path / "x")
+
+
+def make_config(data: str, order: str):
+    return configure(data=data, order=order, seq=8, global_batch=4, steps=5, seed=3)
+
+
+def test_an_order_has_a_name_or_is_a_function(data, tmp_path, monkeypatch):
+    """Of functron's table, of another distribution, or of one's own; files keep what was given."""
+    target = apps.PLUGINS["functron.sample_orders"]["megatron"]
+    entry = EntryPoint("mine", target, "functron.sample_orders")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
+    drawn = []
+    for order in ("megatron", target, "mine"):
+        (tmp_path / "config.toml").write_text(dump(make_config(data, order)))
+        config = load(tmp_path / "config.toml")
+        assert config.data.order == order
+        drawn.append(open_samples(config).draw(np.arange(20))["tokens"])
+    assert (drawn[0] == drawn[1]).all()
+    assert (drawn[0] == drawn[2]).all()
+    plain = open_samples(make_config(data, "arithmetic")).draw(np.arange(20))["tokens"]
+    assert not (drawn[0] == plain).all()
+    with pytest.raises(ValueError, match=r"order: got 'megatro'; wanted a known one.*'megatron'"):
+        open_samples(make_config(data, "megatro"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_library_goes_on_without_an_application(name, data, monkeypatch):
+    """Its names are refused, and all else stays."""
+    for module in [m for m in sys.modules if f"{m}.".startswith(f"functron.apps.{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr(apps, name, raising=False)
+    monkeypatch.setitem(sys.modules, f"functron.apps.{name}", None)
+    for group, names in apps.PLUGINS.items():
+        if name in names and group == "functron.sample_orders":
+            with pytest.raises(ValueError, match=f"order: got 'functron.apps.{name}"):
+                open_samples(make_config(data, name))
+    assert open_samples(make_config(data, "arithmetic")).draw(np.arange(2))
