@@ -39,7 +39,7 @@ import functron as ft
 from functron import checkpoint, hub, optim
 from functron.apps.megatron import migrate, tensors
 from functron.apps.megatron.checkpoint_files import COMMON, METADATA, open_checkpoint, read_pickle
-from functron.apps.megatron.logs import read_log
+from functron.apps.megatron.launches import read_log
 from functron.checkpoint.folder import MANIFEST
 from functron.core.errors import raise_problems
 from functron.data import indexed, shards

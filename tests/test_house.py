@@ -148,7 +148,7 @@ def test_the_size_of_the_house(texts):
     at_top = [path for path in ROOT.iterdir() if path.name != "__pycache__"]
     more = (ROOT / "plan").exists()  # a room that becomes an application
     assert len(at_top) <= 20 + more
-    assert len(texts) <= 220 + 4 * more
+    assert len(texts) <= 220 + 2 * more
 
 
 def test_every_room_says_what_it_is(texts):

@@ -16,8 +16,8 @@ from functron.core.errors import load_plugin
 PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "functron.formats": {"megatron": "functron.apps.megatron.runs:make_format"},
-        "functron.logs": {"megatron": "functron.apps.megatron.logs:make_log_reader"},
-        "functron.record_names": {"megatron": "functron.apps.megatron.logs:name_records"},
+        "functron.logs": {"megatron": "functron.apps.megatron.launches:make_log_reader"},
+        "functron.record_names": {"megatron": "functron.apps.megatron.launches:name_records"},
         "functron.sample_orders": {"megatron": "functron.apps.megatron.sample_order:make_order"},
     }
 )

@@ -1,8 +1,15 @@
 """Hugging Face models, streamed into our layout and back."""
 
-from functron.hub.config import FORMATS, format_for, read_config, write_config
 from functron.hub.format import Format, Rule
-from functron.hub.reader import from_tensors, load, load_model
+from functron.hub.reader import (
+    FORMATS,
+    format_for,
+    from_tensors,
+    load,
+    load_model,
+    read_config,
+    write_config,
+)
 from functron.hub.writer import save, to_tensors
 from functron.models.family import Config, family_of
 

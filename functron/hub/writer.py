@@ -16,14 +16,6 @@ import torch.distributed as dist
 
 from functron.core import tree
 from functron.core.errors import Problem, local_path, nearest, public, raise_problems, refuse
-from functron.hub.config import (
-    CONFIG,
-    format_for,
-    format_of,
-    read_table,
-    still_describes,
-    write_config,
-)
 from functron.hub.files import (
     INDEX,
     SINGLE,
@@ -44,6 +36,14 @@ from functron.hub.quantised import (
     encoded,
     scales_of,
     written_entry,
+)
+from functron.hub.reader import (
+    CONFIG,
+    format_for,
+    format_of,
+    read_table,
+    still_describes,
+    write_config,
 )
 from functron.models import lora, mup
 from functron.models.config import GPTConfig

@@ -27,8 +27,7 @@ import torch
 from functron import checkpoint
 from functron.core import random, tree
 from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
-from functron.hub.config import CONFIG, read_config, read_table
-from functron.hub.reader import load
+from functron.hub.reader import CONFIG, load, read_config, read_table
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt, lora
 from functron.models.config import Dtype

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import gpt, hub, optim, tree
-from functron.hub.config import config_problems, differences, parse
 from functron.hub.files import open_folder
 from functron.hub.format import layouts_of, tensors
 from functron.hub.mixtures import DECODERS
+from functron.hub.reader import config_problems, differences, parse
 from functron.nn.moe import MoEConfig
 from tests.hub import tiny
 from tests.hub.test_refusals import named, rewrite
@@ -347,7 +347,7 @@ def test_experts_that_are_missing(tmp_path):
 def ahead(tmp_path):
     """A DeepSeek-V3 with a module for tokens further ahead, and its folder."""
     made = tiny.make("deepseek-v3")
-    config = hub.config.parse(made.config.to_dict() | {"num_nextn_predict_layers": 1})
+    config = hub.reader.parse(made.config.to_dict() | {"num_nextn_predict_layers": 1})
     config = replace(config, vocab_multiple=tiny.VOCAB_MULTIPLE)
     params = ft.init_params(ft.random.key(0), gpt.defs(config))
     for leaf in tree.leaves(params):

@@ -16,7 +16,7 @@ import torch
 import functron as ft
 from functron import Mesh, Rules, gpt, hub, tree
 from functron.hub import files, quantised, reader
-from functron.hub.config import parse
+from functron.hub.reader import parse
 from functron.spmd.spec import shard
 from tests.hub import tiny
 from tests.hub.test_refusals import named, rewrite

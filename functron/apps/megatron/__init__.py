@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functron.apps.megatron.logs import make_log_reader, name_records
+    from functron.apps.megatron.launches import make_log_reader, name_records
     from functron.apps.megatron.migration import Migration, migrate
     from functron.apps.megatron.runs import make_format
     from functron.apps.megatron.sample_order import make_order
@@ -26,7 +26,7 @@ __all__ = [
 
 _MEMBERS: Mapping[str, str] = MappingProxyType({
     "Migration": "migration", "migrate": "migration", "make_format": "runs",
-    "make_log_reader": "logs", "name_records": "logs", "make_order": "sample_order",
+    "make_log_reader": "launches", "name_records": "launches", "make_order": "sample_order",
 })  # fmt: skip
 """Public names, and the modules that they are in."""
 

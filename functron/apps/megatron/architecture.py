@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from functron import nn
 from functron.apps.megatron.arguments import Reading
-from functron.apps.megatron.launch_scripts import is_open
+from functron.apps.megatron.launches import is_open
 from functron.data.tokenizer import open_tokenizer
 from functron.models.bert import BertConfig
 from functron.models.config import GPTConfig

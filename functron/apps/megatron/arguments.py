@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from functron.apps.megatron.launch_scripts import RUN_IT, is_open, list_open, show_open
+from functron.apps.megatron.launches import RUN_IT, is_open, list_open, show_open
 from functron.core.errors import Problem
 
 Fate = Literal["take", "same", "need", "lack"]

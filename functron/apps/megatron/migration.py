@@ -20,7 +20,7 @@ from typing import Any
 from functron.apps.megatron import arguments as megatron
 from functron.apps.megatron.architecture import FamilyName, architecture, family_of_line
 from functron.apps.megatron.arguments import Arguments, Kind, Reading, Row
-from functron.apps.megatron.launch_scripts import (
+from functron.apps.megatron.launches import (
     LaunchLine,
     fill_variables,
     is_open,

@@ -13,7 +13,7 @@ from typing import Any
 
 from functron.apps.megatron.architecture import FamilyName, vocabulary
 from functron.apps.megatron.arguments import Reading
-from functron.apps.megatron.launch_scripts import is_open
+from functron.apps.megatron.launches import is_open
 from functron.core.errors import Problem
 from functron.data.sampling import parse_ramp_up
 from functron.optim import OptimizerConfig, ScheduleConfig

@@ -20,7 +20,7 @@ import yaml
 from functron.apps.megatron import Migration, migrate
 from functron.apps.megatron import arguments as megatron
 from functron.apps.megatron.architecture import pattern
-from functron.apps.megatron.launch_scripts import LaunchLine, read_script, record_script, show_open
+from functron.apps.megatron.launches import LaunchLine, read_script, record_script, show_open
 from functron.core.settings import value_at
 from functron.data import preprocess
 from functron.models.config import PRESETS

@@ -9,7 +9,7 @@ import torch
 
 from functron.apps.megatron import make_format
 from functron.apps.megatron.checkpoint_files import open_checkpoint
-from functron.hub.config import differences
+from functron.hub.reader import differences
 from functron.training import config as run_config
 from functron.training.convert import FORMATS
 from functron.training.convert import convert as convert_files

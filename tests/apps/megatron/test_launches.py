@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from functron.apps.megatron.logs import make_log_reader, name_records, read_log
+from functron.apps.megatron.launches import make_log_reader, name_records, read_log
 from functron.data.sampling import RampUp
 from functron.training import records, run_folder
 from functron.training.config import configure
