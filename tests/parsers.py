@@ -43,7 +43,7 @@ from functron.apps.megatron.launches import read_log
 from functron.checkpoint.folder import MANIFEST
 from functron.core.errors import raise_problems
 from functron.data import indexed, shards
-from functron.data.chat import Line, read_conversations
+from functron.data.chat import ChatLine, read_conversations
 from functron.data.text_files import read_jsonl, read_parquet
 from functron.data.tokenizer import open_tokenizer
 from functron.hub import files
@@ -276,7 +276,7 @@ def _jsonl_seeds(folder: Path) -> list[bytes]:
 
 def _refuse_first(rows: Iterator[Any]) -> None:
     for row in rows:
-        problems = row.problems if isinstance(row, Line) else [row.problem] * bool(row.problem)
+        problems = row.problems if isinstance(row, ChatLine) else [row.problem] * bool(row.problem)
         raise_problems("a line cannot be read", problems)
 
 
@@ -413,7 +413,7 @@ def _read_megatron(folder: Path, data: bytes) -> None:
     opened = open_checkpoint(folder / "megatron")
     for name, (shape, _) in opened.weights.shapes().items():
         opened.weights.read(name, [slice(0, size) for size in shape])
-    tensors.state_of(opened)
+    tensors.read_state(opened)
 
 
 def _pickle_seeds(folder: Path) -> list[bytes]:

@@ -22,7 +22,7 @@ from functron.cli.options import parse
 from functron.cli.process import mistakes
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Needs, always
-from functron.data.preprocess import SETTINGS_NEEDS, Progress, Settings
+from functron.data.preprocess import SETTINGS_NEEDS, PreprocessSettings, Progress
 from functron.data.preprocess import preprocess as make_tokens
 from functron.data.shards import is_tokens
 from functron.nn.moe import MoEConfig
@@ -313,7 +313,7 @@ def upcycle(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class PreprocessOptions(Settings):
+class PreprocessOptions(PreprocessSettings):
     """Make tokens on disk of text, on all processors; started again, it goes on where it stopped.
 
     Attributes:

@@ -16,7 +16,13 @@ iterator state to save, and the same samples come on every mesh and after resumi
 
 from functron.data.blend import Blend, Exhaustive, Mixture, split, split_documents
 from functron.data.chat import Chat
-from functron.data.context_schedule import ContextCosts, ContextPlan, Placement, arrange, schedule
+from functron.data.context_schedule import (
+    ContextCosts,
+    ContextPlacement,
+    ContextPlan,
+    arrange,
+    schedule,
+)
 from functron.data.denoising import FillInTheMiddle, Transformed, mask_tokens, spans_of, take_out
 from functron.data.indexed import IndexedFile, IndexedWriter, merge
 from functron.data.mapped_files import TextRules, python_text
@@ -31,6 +37,7 @@ __all__ = [
     "ByteText",
     "Chat",
     "ContextCosts",
+    "ContextPlacement",
     "ContextPlan",
     "Exhaustive",
     "FillInTheMiddle",
@@ -40,7 +47,6 @@ __all__ = [
     "MockTokens",
     "PackedChat",
     "PackedTokens",
-    "Placement",
     "Samples",
     "TextRules",
     "TokenText",

@@ -360,7 +360,7 @@ def fill(begins: np.ndarray, samples: int, seq: int) -> Filled:
     starts = np.repeat(begins, whole) + seq * (np.arange(number) - before)
     order = np.argsort(-rest, kind="stable")
     order = order[: np.count_nonzero(rest)]
-    pieces = _fitted(rest[order].tolist(), samples - number, seq)
+    pieces = _fit(rest[order].tolist(), samples - number, seq)
     which, skipped, sizes, where = np.array(pieces, np.int64).reshape(-1, 4).T
     inside = order[which]
     starts = np.concatenate([starts, begins[inside] + seq * whole[inside] + skipped])
@@ -375,7 +375,7 @@ def fill(begins: np.ndarray, samples: int, seq: int) -> Filled:
     return Filled(starts[order], sizes[order], first)
 
 
-def _fitted(lengths: Sequence[int], samples: int, seq: int) -> list[tuple[int, int, int, int]]:
+def _fit(lengths: Sequence[int], samples: int, seq: int) -> list[tuple[int, int, int, int]]:
     """Fill samples with pieces, given longest first: which, how much of it before, length, sample.
 
     The lengths add up to ``samples * seq``.

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from functron.core.errors import Problem, load_plugin, local_path, nearest, refuse
 from functron.core.settings import Need, setting
-from functron.data.blend import NEWEST, Order
+from functron.data.blend import NEWEST, BlendOrder
 from functron.data.mapped_files import SpecialTokens, TextRules, find, require_package
 from functron.data.sampling import ARITHMETIC, ORDERS, RampUp, SampleOrder, parse_ramp_up
 
@@ -112,7 +112,7 @@ class DataConfig:
     order_samples: int = 0
     order_cache: str = setting("", "path")
     blend_surplus: float = setting(0.005, "samples")
-    blend_order: Order = setting(NEWEST, "kept samples")
+    blend_order: BlendOrder = setting(NEWEST, "kept samples")
     extra_token: bool = setting(True, "samples")
     mask_documents: bool = setting(False, "samples step")
     fim_rate: float = setting(0.0, "samples")
@@ -160,7 +160,7 @@ class DataConfig:
         return self.mask_documents or bool(self.pack)
 
 
-class Text(NamedTuple):
+class DocumentText(NamedTuple):
     """One document of a file.
 
     Attributes:
@@ -201,7 +201,7 @@ def is_compressed(path: Path) -> bool:
 
 def read_jsonl(
     file: Path, key: str = "text", start: int = 0, stop: int | None = None
-) -> Iterator[Text]:
+) -> Iterator[DocumentText]:
     """The texts of the lines that begin at bytes `start` to `stop`; blank lines are passed over.
 
     So the ranges of a file that is cut anywhere have each line once. A line that cannot be read
@@ -227,7 +227,7 @@ def read_jsonl(
             place += len(line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         got = f"{error or 'the end'} after {place} bytes of text"
-        yield Text(
+        yield DocumentText(
             "", place, Problem(where_in_jsonl(file, place), got, "the rest of the file", _AGAIN)
         )
 
@@ -249,18 +249,18 @@ def _lines(file: Path, start: int) -> Iterator[tuple[int, bytes]]:
     """Where lines begin, and they, from the first that begins at `start` or after."""
     if file.suffix == ".gz":
         with gzip.open(file, "rb") as stream:
-            yield from _placed(stream, 0)
+            yield from _number_lines(stream, 0)
     elif file.suffix == ".zst":
-        yield from _placed(_split(_unpacked(file)), 0)
+        yield from _number_lines(_split(_unpack(file)), 0)
     else:
         with file.open("rb") as stream:
             if start:
                 stream.seek(start - 1)
                 start += len(stream.readline()) - 1  # the rest of a line that began before
-            yield from _placed(stream, start)
+            yield from _number_lines(stream, start)
 
 
-def _placed(lines: Any, place: int) -> Iterator[tuple[int, bytes]]:
+def _number_lines(lines: Any, place: int) -> Iterator[tuple[int, bytes]]:
     for line in lines:
         yield place, line
         place += len(line)
@@ -279,7 +279,7 @@ def _split(blocks: Iterator[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _unpacked(file: Path) -> Iterator[bytes]:
+def _unpack(file: Path) -> Iterator[bytes]:
     """The bytes in a Zstandard file, frame after frame.
 
     Raises:
@@ -306,7 +306,7 @@ def _unpacked(file: Path) -> Iterator[bytes]:
         raise EOFError("the end of the file in the middle of a frame")
 
 
-def _text(file: Path, key: str, place: int, line: bytes) -> Text:
+def _text(file: Path, key: str, place: int, line: bytes) -> DocumentText:
     try:
         found = json.loads(line.rstrip().decode("utf-8-sig" if place == 0 else "utf-8"))
     except UnicodeDecodeError as error:
@@ -324,11 +324,11 @@ def _text(file: Path, key: str, place: int, line: bytes) -> Text:
     text = found[key]
     if not isinstance(text, str):
         return _wrong(file, place, f"{json_kind(text)} as {key!r}", "text")
-    return Text(text, place)
+    return DocumentText(text, place)
 
 
-def _wrong(file: Path, place: int, got: str, wanted: str, fix: str = "") -> Text:
-    return Text("", place, Problem(where_in_jsonl(file, place), got, wanted, fix))
+def _wrong(file: Path, place: int, got: str, wanted: str, fix: str = "") -> DocumentText:
+    return DocumentText("", place, Problem(where_in_jsonl(file, place), got, wanted, fix))
 
 
 ROWS = 256
@@ -348,7 +348,7 @@ def row_groups(file: Path, key: str = "text") -> list[int]:
 
 def read_parquet(
     file: Path, key: str = "text", start: int = 0, stop: int | None = None
-) -> Iterator[Text]:
+) -> Iterator[DocumentText]:
     """The texts of row groups `start` to `stop`, some rows at a time; a text's place is its row.
 
     A row that has none (null: None or NaN in pandas) comes with its problem, and a damaged row
@@ -372,7 +372,7 @@ def read_parquet(
             got = f"damaged data ({str(error).splitlines()[0]})"
             place = f"{file}, row group {group}, row {row - sum(counts[:group])} or after"
             problem = Problem(place, got, "rows of text", "copy or download the file again")
-            yield Text("", row, problem)
+            yield DocumentText("", row, problem)
 
 
 def where_in_parquet(file: Path, place: int) -> str:
@@ -395,21 +395,23 @@ def _where(file: Path, place: int, counts: list[int]) -> str:
     raise AssertionError("unreachable")
 
 
-def _texts(file: Path, key: str, row: int, column: Any, counts: list[int]) -> Iterator[Text]:
+def _texts(
+    file: Path, key: str, row: int, column: Any, counts: list[int]
+) -> Iterator[DocumentText]:
     try:
         values = column.to_pylist()
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} in column {key!r}"
         place = f"{_where(file, row, counts)} or one of the {len(column) - 1} after it"
-        yield Text("", row, Problem(place, got, "UTF-8"))
+        yield DocumentText("", row, Problem(place, got, "UTF-8"))
         return
     for place, text in enumerate(values, row):
         if text is None:
             fix = "leave such rows out when writing the file"
             got = f"null (None or NaN) in column {key!r}"
-            yield Text("", place, Problem(_where(file, place, counts), got, "text", fix))
+            yield DocumentText("", place, Problem(_where(file, place, counts), got, "text", fix))
         else:
-            yield Text(text, place)
+            yield DocumentText(text, place)
 
 
 def _open(file: Path, key: str) -> Any:
@@ -437,12 +439,12 @@ def _open(file: Path, key: str) -> Any:
     return opened
 
 
-Kind = Literal["jsonl", "parquet", "text"]
+TextKind = Literal["jsonl", "parquet", "text"]
 _CANNOT = "cannot read the text"
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """A part of the text that one process reads at a time.
 
     Attributes:
@@ -453,7 +455,7 @@ class Chunk:
         size: its bytes, roughly.
     """
 
-    kind: Kind
+    kind: TextKind
     files: tuple[Path, ...]
     start: int = 0
     stop: int | None = None
@@ -501,14 +503,14 @@ def _raise(mistakes: Sequence[str]) -> None:
         raise ValueError("\n".join([_CANNOT, *mistakes]))
 
 
-def kind_of(file: Path) -> Kind:
+def kind_of(file: Path) -> TextKind:
     """The kind of a file, by its name."""
     if file.suffix == ".parquet":
         return "parquet"
     return "jsonl" if is_jsonl(file) or file.suffix == ".json" else "text"
 
 
-def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[Chunk]:
+def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[TextChunk]:
     """Chunks of about `chunk_bytes` each, in order, that have every document once.
 
     JSONL is cut anywhere, between lines; Parquet between row groups; compressed files, which can
@@ -517,7 +519,7 @@ def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[Chunk]:
     Raises:
         ValueError: a Parquet file cannot be read, or lacks the column `key`. All such are named.
     """
-    chunks: list[Chunk] = []
+    chunks: list[TextChunk] = []
     mistakes: list[str] = []
     for kind, group in groupby(files, kind_of):
         if kind == "text":
@@ -532,7 +534,7 @@ def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[Chunk]:
     return chunks
 
 
-def _together(files: Sequence[Path], chunk_bytes: int) -> Iterator[Chunk]:
+def _together(files: Sequence[Path], chunk_bytes: int) -> Iterator[TextChunk]:
     """Files of plain text, several to a chunk."""
     taken: list[Path] = []
     size = 0
@@ -540,33 +542,33 @@ def _together(files: Sequence[Path], chunk_bytes: int) -> Iterator[Chunk]:
         taken.append(file)
         size += file.stat().st_size
         if size >= chunk_bytes:
-            yield Chunk("text", tuple(taken), size=size)
+            yield TextChunk("text", tuple(taken), size=size)
             taken, size = [], 0
     if taken:
-        yield Chunk("text", tuple(taken), size=size)
+        yield TextChunk("text", tuple(taken), size=size)
 
 
-def _parts(file: Path, kind: Kind, key: str, chunk_bytes: int) -> Iterator[Chunk]:
+def _parts(file: Path, kind: TextKind, key: str, chunk_bytes: int) -> Iterator[TextChunk]:
     """The chunks of one file."""
     if kind == "jsonl":
         size = file.stat().st_size
         if is_compressed(file):
-            yield Chunk(kind, (file,), size=size)
+            yield TextChunk(kind, (file,), size=size)
             return
         for start in range(0, size, chunk_bytes):
             stop = min(start + chunk_bytes, size)
-            yield Chunk(kind, (file,), start, stop, stop - start)
+            yield TextChunk(kind, (file,), start, stop, stop - start)
         return
     start = total = 0
     sizes = row_groups(file, key)
     for group, size in enumerate(sizes, 1):
         total += size
         if total >= chunk_bytes or group == len(sizes):
-            yield Chunk(kind, (file,), start, group, total)
+            yield TextChunk(kind, (file,), start, group, total)
             start, total = group, 0
 
 
-def read(chunk: Chunk, key: str = "text") -> Iterator[Text]:
+def read(chunk: TextChunk, key: str = "text") -> Iterator[DocumentText]:
     """The documents of a chunk, right or wrong."""
     if chunk.kind == "jsonl":
         return read_jsonl(chunk.files[0], key, chunk.start, chunk.stop)
@@ -575,7 +577,7 @@ def read(chunk: Chunk, key: str = "text") -> Iterator[Text]:
     return _plain(chunk.files)
 
 
-def where(chunk: Chunk, place: int) -> str:
+def where(chunk: TextChunk, place: int) -> str:
     """The user's name of the document at `place` of a chunk: its file, and line or row."""
     if chunk.kind == "jsonl":
         return where_in_jsonl(chunk.files[0], place)
@@ -584,14 +586,14 @@ def where(chunk: Chunk, place: int) -> str:
     return str(chunk.files[place])
 
 
-def _plain(files: Sequence[Path]) -> Iterator[Text]:
+def _plain(files: Sequence[Path]) -> Iterator[DocumentText]:
     for place, file in enumerate(files):
         try:
-            yield Text(file.read_bytes().decode("utf-8"), place)
+            yield DocumentText(file.read_bytes().decode("utf-8"), place)
         except UnicodeDecodeError as error:
             got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
             fix = "convert it, or leave it out"
-            yield Text("", place, Problem(str(file), got, "UTF-8", fix))
+            yield DocumentText("", place, Problem(str(file), got, "UTF-8", fix))
         except OSError as error:
             problem = Problem(str(file), error.strerror or str(error), "a readable file")
-            yield Text("", place, problem)
+            yield DocumentText("", place, problem)

@@ -540,7 +540,7 @@ class Documents:
             self._tokens = [np.memmap(file, np.uint8, mode="r") for file in files]
             self.num_bytes = sum(len(tokens) - 1 for tokens in self._tokens)
         else:
-            self._tokens, self.num_bytes = _tokenised(files, tokenizer, vocab_size)
+            self._tokens, self.num_bytes = _tokenise(files, tokenizer, vocab_size)
         self.lengths = np.array([len(tokens) - 1 for tokens in self._tokens], np.int64)
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -556,7 +556,7 @@ class Documents:
         return f"{total:,} tokens in {len(self.lengths):,} texts"
 
 
-def _tokenised(
+def _tokenise(
     files: list[Path], tokenizer: TextTokenizer, vocab_size: int
 ) -> tuple[list[np.ndarray], int]:
     """The tokens of each file that has some, and the bytes of all but the first ones."""
@@ -674,7 +674,7 @@ class Sliding:
         self.num_windows = num_full + len(order)
         self._gap = -num_full % global_batch if exact else 0
         if exact:
-            self._short = _grouped(self._short, global_batch)
+            self._short = _group(self._short, global_batch)
         self._num_full = num_full
         rows = num_full + self._gap + len(self._short)
         self.num_samples = -(-rows // global_batch) * global_batch
@@ -733,7 +733,7 @@ class Sliding:
         return self._texts.summary()
 
 
-def _grouped(windows: np.ndarray, together: int) -> np.ndarray:
+def _group(windows: np.ndarray, together: int) -> np.ndarray:
     """`windows` in order of their lengths, with rows of zeros so that each batch has one length."""
     pieces: list[np.ndarray] = []
     edges = np.flatnonzero(np.diff(windows[:, 2])) + 1

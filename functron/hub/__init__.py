@@ -1,6 +1,6 @@
 """Hugging Face models, streamed into our layout and back."""
 
-from functron.hub.format import Format, Rule
+from functron.hub.format import HubFormat, NameRule
 from functron.hub.reader import (
     FORMATS,
     format_for,
@@ -16,8 +16,8 @@ from functron.models.family import Config, family_of
 __all__ = [
     "FORMATS",
     "Config",
-    "Format",
-    "Rule",
+    "HubFormat",
+    "NameRule",
     "family_of",
     "format_for",
     "from_tensors",

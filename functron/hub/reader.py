@@ -24,17 +24,25 @@ from functron.hub import files
 from functron.hub.decoders import LACKING
 from functron.hub.entries import LONGEST, NO_TOKENS, family_fix, read_entries, write_entries
 from functron.hub.families import BERT, LLAVA, MAMBA2, NEMOTRON_H, T5, VIT
-from functron.hub.files import Source, open_folder
-from functron.hub.format import Box, Format, Layout, Part, config_problems, layouts_of, tensors
+from functron.hub.files import TensorSource, open_folder
+from functron.hub.format import (
+    HubFormat,
+    HubLayout,
+    LeafBox,
+    LeafPart,
+    config_problems,
+    layouts_of,
+    tensors,
+)
 from functron.hub.mixtures import DECODERS
-from functron.hub.quantised import ENTRY, decoded, read_scheme
+from functron.hub.quantised import ENTRY, decode, read_scheme
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import Config, differing_fields, dtype_of, family_of, field_text
 from functron.spmd import BoundMesh, Mesh, P
 from functron.spmd.params import abstract_params, param_specs
 from functron.spmd.spec import is_spec, local_shape, offsets, validate
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
+FORMATS: Mapping[str, HubFormat] = MappingProxyType(
     {**DECODERS, **{form.model_type: form for form in (MAMBA2, NEMOTRON_H, BERT, T5, VIT, LLAVA)}}
 )
 """By transformers' name in config.json. Of those that fit a model, the first is chosen."""
@@ -117,7 +125,7 @@ def _refuse_adapter(folder: Path) -> None:
     refuse("cannot use an adapter", str(folder / ADAPTER), got, wanted, fix)
 
 
-def format_of(table: Mapping[str, Any], where: str = CONFIG) -> Format:
+def format_of(table: Mapping[str, Any], where: str = CONFIG) -> HubFormat:
     """The format that config.json names.
 
     Raises:
@@ -159,7 +167,7 @@ def parse(
     return make(values, dtype) if make else constructor(**values, dtype=dtype)
 
 
-def _shorten_problems(form: Format, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
+def _shorten_problems(form: HubFormat, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
     if not form.max_seq:
         wanted = "nothing: config.json of this family has no longest sequence"
         return [Problem("max_seq", str(max_seq), wanted, "leave it out")]
@@ -190,7 +198,7 @@ def differences(config: Config, other: Config) -> list[str]:
 
 def write_config(
     config: Config,
-    form: Format,
+    form: HubFormat,
     *,
     kept: Mapping[str, Any] | None = None,
     dtype: str | None = None,
@@ -221,7 +229,7 @@ def write_config(
     return {**out, entry: dtype or dtype_of(config)}
 
 
-def still_describes(kept: Mapping[str, Any], config: Config, form: Format) -> bool:
+def still_describes(kept: Mapping[str, Any], config: Config, form: HubFormat) -> bool:
     """Whether the config.json that a model came with is that of `config`, if of a longer one."""
     try:
         before = parse(kept, ignore=tuple(kept), max_seq=shorter(kept, config, form))
@@ -230,14 +238,14 @@ def still_describes(kept: Mapping[str, Any], config: Config, form: Format) -> bo
     return kept.get("model_type") == form.model_type and not differences(before, config)
 
 
-def shorter(table: Mapping[str, Any], config: Config, form: Format) -> int | None:
+def shorter(table: Mapping[str, Any], config: Config, form: HubFormat) -> int | None:
     """The longest sequence of `config` where config.json has a longer one; else None."""
     longest = table.get(form.max_seq)
     wanted = getattr(config, "max_seq", None)
     return wanted if wanted is not None and longest is not None and wanted < longest else None
 
 
-def format_for(config: Config) -> Format:
+def format_for(config: Config) -> HubFormat:
     """The first format whose models are like `config`.
 
     Raises:
@@ -298,7 +306,7 @@ def _one_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
 
 
 @runtime_checkable
-class Placement(Protocol):
+class LeafPlacement(Protocol):
     """The members of a `functron.checkpoint.Placement` that reading needs."""
 
     @property
@@ -320,7 +328,7 @@ class Placement(Protocol):
         ...
 
 
-def _local_by_placement(placement: Placement, at: str) -> dict[str, Local]:
+def _local_by_placement(placement: LeafPlacement, at: str) -> dict[str, Local]:
     """This process's part of the leaves of a state that stand under `at`."""
     found = {}
     for leaf in placement.leaves:
@@ -343,7 +351,7 @@ def load(
     *,
     specs: tree.Tree | None = None,
     mesh: Mesh | BoundMesh | None = None,
-    placement: Placement | None = None,
+    placement: LeafPlacement | None = None,
     at: str = "params",
     device: torch.device | str = "cpu",
 ) -> dict:
@@ -382,7 +390,7 @@ def load(
         config = read_config(path)
     else:
         _check_config(config, table, where)
-    source = decoded(open_folder(path), table, where)
+    source = decode(open_folder(path), table, where)
     local = (
         _local_by_placement(placement, at)
         if placement is not None
@@ -473,24 +481,24 @@ class _InMemory:
 
 
 def read_params(
-    form: Format,
+    form: HubFormat,
     config: Config,
-    source: Source,
+    source: TensorSource,
     local: Mapping[str, Local],
     *,
     device: torch.device | str = "cpu",
 ) -> dict:
     """`load` of tensors that come from anywhere."""
-    found = _found(form, config, source)
+    found = _find_layouts(form, config, source)
     stored = match(form, config, found, source)
     return read_layouts(found, stored, config, source, local, device=device)
 
 
 def read_layouts(
-    found: Sequence[Layout],
+    found: Sequence[HubLayout],
     stored: Mapping[str, str],
     config: Config,
-    source: Source,
+    source: TensorSource,
     local: Mapping[str, Local],
     *,
     device: torch.device | str = "cpu",
@@ -520,11 +528,11 @@ def read_layouts(
     return params
 
 
-def _found(form: Format, config: Config, source: Source) -> list[Layout]:
+def _find_layouts(form: HubFormat, config: Config, source: TensorSource) -> list[HubLayout]:
     """The layouts of files, or those of another naming where the source has more of its names."""
     names = {name.removeprefix(form.prefix) for name in source.shapes()}
 
-    def count(found: list[Layout]) -> float:
+    def count(found: list[HubLayout]) -> float:
         wanted = [layout.name(index).removeprefix(form.prefix) for layout, index in tensors(found)]
         return sum(name in names for name in wanted) / len(wanted)
 
@@ -534,11 +542,11 @@ def _found(form: Format, config: Config, source: Source) -> list[Layout]:
 
 def _fill_(
     leaf: torch.Tensor,
-    layout: Layout,
-    part: Part,
-    box: Box,
+    layout: HubLayout,
+    part: LeafPart,
+    box: LeafBox,
     stored: Mapping[str, str],
-    source: Source,
+    source: TensorSource,
 ) -> None:
     """Read `box` of a leaf, as far as it is the part's, row by row of its stacked dims."""
     count = len(layout.stacked)
@@ -563,7 +571,7 @@ def _fill_(
             target.copy_(layout.to_ours(part, piece, read))
 
 
-def _cut(part: Part, box: Box) -> Iterator[Box]:
+def _cut(part: LeafPart, box: LeafBox) -> Iterator[LeafBox]:
     """A box in parts of `MOST_ELEMENTS` at most, where cuts of the tensor's first dim make them."""
     dim = next((part.ours.index(names[0]) for names in part.theirs if names), None)
     if dim is None:
@@ -575,7 +583,9 @@ def _cut(part: Part, box: Box) -> Iterator[Box]:
         yield (*box[:dim], (start, min(start + max(rows, 1), last)), *box[dim + 1 :])
 
 
-def match(form: Format, config: Config, found: Sequence[Layout], source: Source) -> dict[str, str]:
+def match(
+    form: HubFormat, config: Config, found: Sequence[HubLayout], source: TensorSource
+) -> dict[str, str]:
     """By what name the source has each tensor of `found`: all of them, and nothing else.
 
     Raises:
@@ -588,7 +598,7 @@ def match(form: Format, config: Config, found: Sequence[Layout], source: Source)
     problems = list(_missing(form, found, stored, shapes))
     unknown = shapes.keys() - set(stored.values())
     extra = [name for name in unknown if not _is_passed_over(form, config, name)]
-    repeated = _repeated(form, config, extra)
+    repeated = _find_repeated(form, config, extra)
     problems += _extra(form, [name for name in extra if name not in repeated], stored.values())
     for name, layout in wanted.items():
         shape, dtype = shapes.get(stored[name], (layout.shape, torch.float32))
@@ -607,7 +617,7 @@ def match(form: Format, config: Config, found: Sequence[Layout], source: Source)
     return stored
 
 
-def _is_passed_over(form: Format, config: Config, name: str) -> bool:
+def _is_passed_over(form: HubFormat, config: Config, name: str) -> bool:
     """Whether the model has no use for a tensor, such as those of a part that is left out of it."""
     if any(re.fullmatch(pattern, name) for pattern in form.unused):
         return True
@@ -620,7 +630,7 @@ def _is_passed_over(form: Format, config: Config, name: str) -> bool:
     return any(m and int(m[1]) >= config.num_layers + config.mtp_depth for m in found)
 
 
-def _repeated(form: Format, config: Config, extra: Sequence[str]) -> dict[str, str]:
+def _find_repeated(form: HubFormat, config: Config, extra: Sequence[str]) -> dict[str, str]:
     """Tensors that were stored although another has the same numbers: which leaf they repeat."""
     heads = [rule.name for rule in form.rules if rule.paths == ("unembed",)]
     tied = getattr(config, "tied", False)
@@ -631,7 +641,7 @@ def _repeated(form: Format, config: Config, extra: Sequence[str]) -> dict[str, s
 
 
 def _differing(
-    source: Source, name: str, other: str, path: str, shapes: Mapping
+    source: TensorSource, name: str, other: str, path: str, shapes: Mapping
 ) -> Iterator[Problem]:
     shape = shapes[name][0]
     if shape != shapes[other][0]:
@@ -650,7 +660,7 @@ def _differing(
 
 
 def _missing(
-    form: Format, found: Sequence[Layout], stored: Mapping[str, str], shapes: Mapping
+    form: HubFormat, found: Sequence[HubLayout], stored: Mapping[str, str], shapes: Mapping
 ) -> Iterator[Problem]:
     fix = f"are all files there? does {form.describes} belong to these weights?"
     for layout in found:
@@ -662,7 +672,7 @@ def _missing(
             yield Problem(names[0], got, f"one of shape {list(layout.shape)}", fix)
 
 
-def _extra(form: Format, extra: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
+def _extra(form: HubFormat, extra: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
     """One problem for each kind of name; names that differ by numbers alone are of one kind."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(extra):

@@ -471,16 +471,16 @@ def _experts(name: str, layer: dict, moe: MoEConfig, parts: int) -> dict:
     """Copies of one linear layer, stacked by expert after the dim of layers."""
     copies = moe.num_experts // parts
     dim = -2 if name == "down" else -1  # of the hidden features in the matrix
-    w = _repeated(torch.stack(layer["w"].chunk(parts, dim), 1), copies)
+    w = _repeat(torch.stack(layer["w"].chunk(parts, dim), 1), copies)
     out = {"w": w * parts if name == "down" else w}
     if "b" in layer:
         b = layer["b"]
         slices = b.unsqueeze(1) if name == "down" else torch.stack(b.chunk(parts, -1), 1)
-        out["b"] = _repeated(slices, moe.num_experts // slices.shape[1])
+        out["b"] = _repeat(slices, moe.num_experts // slices.shape[1])
     return out
 
 
-def _repeated(x: torch.Tensor, copies: int) -> torch.Tensor:
+def _repeat(x: torch.Tensor, copies: int) -> torch.Tensor:
     return x.repeat(1, copies, *[1] * (x.dim() - 2))
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron.data import ByteText, check_tokens, mapped_files
-from functron.data.mapped_files import Mapped
+from functron.data.mapped_files import MappedRows
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     assert bytes(text.read(0, 40)) == b"".join(b"%02d" % index for index in range(20))
     assert bytes(text.read(3, 4)) == b"1020"
     assert len(text._open) == 3
-    assert all(isinstance(file, Mapped) for file in text._open.values())
+    assert all(isinstance(file, MappedRows) for file in text._open.values())
 
 
 def test_the_default_text_is_english_and_code():

@@ -69,7 +69,7 @@ def rewrite(path, tensors: dict, **entries) -> None:
     for file in path.glob("model*"):
         file.unlink()
     listed = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
-    writer = files.Writer(path, files.plan(listed, 10**9))
+    writer = files.TensorWriter(path, files.plan(listed, 10**9))
     for name, value in tensors.items():
         writer.write(name, value)
     config = json.loads((path / "config.json").read_text()) | entries

@@ -38,7 +38,7 @@ PROGRAMS: Mapping[str, FamilyName] = MappingProxyType(
 """Programs of Megatron-LM, and what they train."""
 
 
-def family_of_line(reading: Reading, program: str) -> FamilyName:
+def find_family(reading: Reading, program: str) -> FamilyName:
     """The family that a line trains: by its program, or else by its arguments."""
     name = Path(program).stem
     if name in PROGRAMS:
@@ -50,7 +50,7 @@ def family_of_line(reading: Reading, program: str) -> FamilyName:
     return "gpt"
 
 
-def architecture(reading: Reading, family: FamilyName) -> TrainedConfig:
+def read_model(reading: Reading, family: FamilyName) -> TrainedConfig:
     """The model that the arguments describe; its dtype is that of the default.
 
     Args:
@@ -96,7 +96,7 @@ def _common(reading: Reading, family: FamilyName) -> dict[str, Any]:
     if family != "t5":
         found["init_stddev"] = reading.take("init_method_std", f"{family}.init_stddev")
     found["norm_eps"] = reading.take("norm_epsilon", f"{family}.norm_eps")
-    found["vocab_size"], found["vocab_multiple"] = vocabulary(reading, family)
+    found["vocab_size"], found["vocab_multiple"] = read_vocabulary(reading, family)
     hidden = found["embed_dim"]
     width = reading.take("ffn_hidden_size", f"{family}.mlp_dim")
     gated = reading("swiglu") or reading("quick_geglu") or reading("gated_linear_unit")
@@ -150,13 +150,13 @@ _SIZES: Mapping[str, int] = MappingProxyType({
 """Of tokenizers whose published files have one size."""
 
 
-def vocabulary(reading: Reading, family: FamilyName) -> tuple[int, int]:
+def read_vocabulary(reading: Reading, family: FamilyName) -> tuple[int, int]:
     """Ids of tokens, and the number that the rows of the embedding are a multiple of."""
     setting = f"{family}.vocab_size"
     padded, written = reading("padded_vocab_size"), reading("vocab_size")
     kind = reading("tokenizer_type")
     kind = kind or ("BertWordPieceLowerCase" if family in ("bert", "t5") else "GPT2BPETokenizer")
-    size, source = _counted(reading, kind)
+    size, source = _count_vocabulary(reading, kind)
     if size is None:
         size, source = (written, "vocab_size") if written else (padded, "padded_vocab_size")
         if size is not None and source == "vocab_size" and kind.startswith("Null"):
@@ -186,7 +186,7 @@ def vocabulary(reading: Reading, family: FamilyName) -> tuple[int, int]:
     return size, multiple
 
 
-def _counted(reading: Reading, kind: str) -> tuple[int | None, str]:
+def _count_vocabulary(reading: Reading, kind: str) -> tuple[int | None, str]:
     """The ids of a tokenizer whose files are here, and the argument that names them."""
     for name in ("tokenizer_model", "vocab_file"):
         path = reading(name)
@@ -376,7 +376,7 @@ def _latent(reading: Reading) -> dict[str, Any]:
 def _every(reading: Reading, name: str, what: str, skipped: int) -> int:
     """N of "every N-th layer is one of `what`": of the number, or of a pattern of all layers."""
     layers = reading("num_layers") or 0
-    values = pattern(str(reading(name)))
+    values = parse_pattern(str(reading(name)))
     if values is None:
         reading.refuse(name, "a number, or a list such as ([0]*3+[1])*8")
         return 0
@@ -393,7 +393,7 @@ _MOST_LAYERS = 10_000
 _ITEM = re.compile(r"\s*(\[[\d\s,]*\]|\(|\)|\+|\*\s*\d{1,5}|,)")
 
 
-def pattern(text: str) -> list[int] | int | None:
+def parse_pattern(text: str) -> list[int] | int | None:
     """A number, or the list that an expression such as ``([0]*3+[1]*1)*8`` stands for.
 
     None: it is neither. Nothing is evaluated but lists, sums and repetitions.
@@ -565,7 +565,7 @@ def _capacity(reading: Reading) -> dict[str, Any]:
 def _dense_layers(reading: Reading, own: Mapping[str, Any]) -> int:
     """How many of the first layers have no experts."""
     layers = own["num_layers"]
-    values = pattern(str(reading.take("moe_layer_freq", "gpt.dense_layers")))
+    values = parse_pattern(str(reading.take("moe_layer_freq", "gpt.dense_layers")))
     if isinstance(values, int):
         values = [int(i % max(values, 1) == 0) for i in range(layers)]
     first = 0 if values is None else values.index(1) if 1 in values else len(values)

@@ -244,7 +244,7 @@ def _split_pieces(text: str, *, quoted: bool) -> Iterator[tuple[str, str]]:
 
 
 @dataclass
-class _Line:
+class _CommandLine:
     """The words of a command, its line, and what of it only a shell can evaluate."""
 
     words: list[str]
@@ -272,7 +272,7 @@ class _Script:
 
     variables: dict[str, str | list[str]]
     untold: dict[str, Problem] = field(default_factory=dict)
-    commands: list[_Line] = field(default_factory=list)
+    commands: list[_CommandLine] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> None:
@@ -328,7 +328,7 @@ class _Script:
         if self.inside and any(word.startswith("--") for word in words):
             got = f"a launch in {_OPENING[self.inside[-1]]}: {self.inside[-1]}"
             problems.append(Problem(f"line {line}", got, "one that is always reached", RUN_IT))
-        self.commands.append(_Line(words, line, problems))
+        self.commands.append(_CommandLine(words, line, problems))
         for at, word in enumerate(words[:-2]):
             named = word.rpartition("/")[2] in ("bash", "sh")
             if named and re.fullmatch(r"-\w*c", words[at + 1]):
@@ -336,7 +336,9 @@ class _Script:
                     {name: f"{_OPEN}{name}{_CLOSE}" for name in list_open(words[at + 2])}
                 )
                 inner.read(show_open(words[at + 2]))
-                found = [_Line([*words[:at], *x.words], line, x.problems) for x in inner.commands]
+                found = [
+                    _CommandLine([*words[:at], *x.words], line, x.problems) for x in inner.commands
+                ]
                 self.commands += found
                 return
 
@@ -428,7 +430,7 @@ class _Script:
 # --- the launch
 
 
-def _find_launch(commands: Sequence[_Line], options: Collection[str]) -> _Line | None:
+def _find_launch(commands: Sequence[_CommandLine], options: Collection[str]) -> _CommandLine | None:
     """The command with most known options, the first one of several."""
     best = max(commands, key=lambda line: _count_known(line.words, options), default=None)
     return best if best is not None and _count_known(best.words, options) else None
@@ -438,7 +440,7 @@ def _count_known(words: Sequence[str], options: Collection[str]) -> int:
     return sum(w.startswith("--") and w[2:].partition("=")[0] in options for w in words)
 
 
-def _join_options(script: _Script, options: Collection[str]) -> _Line | None:
+def _join_options(script: _Script, options: Collection[str]) -> _CommandLine | None:
     """Of a file that only sets variables, those with options, one after the other."""
     together: list[str] = []
     for value in script.variables.values():
@@ -449,7 +451,7 @@ def _join_options(script: _Script, options: Collection[str]) -> _Line | None:
         ]
         if _count_known(words, options) and words[0].startswith("-"):
             together += words
-    return _Line(together, 0) if together else None
+    return _CommandLine(together, 0) if together else None
 
 
 _PER_NODE = ("nproc_per_node", "nproc", "ntasks_per_node", "gpus_per_node", "num_gpus")

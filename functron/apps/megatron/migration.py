@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from functron.apps.megatron import arguments as megatron
-from functron.apps.megatron.architecture import FamilyName, architecture, family_of_line
-from functron.apps.megatron.arguments import Arguments, Kind, Reading, Row
+from functron.apps.megatron.architecture import FamilyName, find_family, read_model
+from functron.apps.megatron.arguments import ArgumentRow, FateKind, GivenArguments, Reading
 from functron.apps.megatron.launches import (
     LaunchLine,
     fill_variables,
@@ -29,11 +29,11 @@ from functron.apps.megatron.launches import (
 )
 from functron.apps.megatron.training_settings import (
     NONE,
-    data_settings,
-    evaluation_settings,
+    apply_precision,
     is_weight,
-    recast,
-    step_settings,
+    read_data_settings,
+    read_evaluation_settings,
+    read_step_settings,
 )
 from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
@@ -45,7 +45,7 @@ from functron.training.config import TrainConfig, configure, dump, read_yaml
 from functron.training.stragglers import StragglersConfig
 
 TITLE = "cannot migrate"
-_KINDS: Mapping[Kind, str] = MappingProxyType(
+_KINDS: Mapping[FateKind, str] = MappingProxyType(
     {
         "taken": "taken",
         "default": "Megatron-LM's defaults, where the line is silent",
@@ -71,12 +71,12 @@ class Migration:
     """
 
     config: TrainConfig
-    rows: tuple[Row, ...]
+    rows: tuple[ArgumentRow, ...]
     processes: int
     told: bool = True
     absent: tuple[str, ...] = ()
 
-    def of(self, kind: Kind) -> list[Row]:
+    def of(self, kind: FateKind) -> list[ArgumentRow]:
         """The rows of one kind."""
         return [row for row in self.rows if row.kind == kind]
 
@@ -84,8 +84,8 @@ class Migration:
         parts = []
         for kind, title in _KINDS.items():
             if rows := self.of(kind):
-                cells = [[row.name, row.value, _last(row)] for row in rows]
-                parts.append(f"{title}:\n{_indented(table(cells, left=3))}")
+                cells = [[row.name, row.value, _explain(row)] for row in rows]
+                parts.append(f"{title}:\n{_indent(table(cells, left=3))}")
         return "\n\n".join(parts)
 
     def toml(self) -> str:
@@ -96,11 +96,11 @@ class Migration:
         return "\n".join([*(" ".join(line.split()) for line in lines), "", dump(self.config)])
 
 
-def _last(row: Row) -> str:
+def _explain(row: ArgumentRow) -> str:
     return "; ".join(filter(None, (row.ours, row.why)))
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
@@ -131,35 +131,35 @@ def migrate(
         ValueError: the file cannot be read or launches nothing; arguments are unknown, or describe
             what cannot be trained; or sizes do not fit. All such are listed with their fixes.
     """
-    line, arguments = _read(Path(source), variables, run=run)
-    arguments = _changed(arguments, extra, without)
+    line, arguments = _read_source(Path(source), variables, run=run)
+    arguments = _change_arguments(arguments, extra, without)
     reading = Reading(arguments, closest)
     reading.problems += arguments.problems
     raise_problems(f"{TITLE} {source}", reading.problems)
-    family = family_of_line(reading, line.program)
+    family = find_family(reading, line.program)
     try:
-        model = architecture(reading, family)
+        model = read_model(reading, family)
     except ValueError as error:
         raise_problems(f"{TITLE} {source}", reading.problems)
         raise ValueError(f"{TITLE} {source}\n{error}") from None
-    ranks = processes or line.processes or _nemo_ranks(arguments)
+    ranks = processes or line.processes or _count_nemo_ranks(arguments)
     told = ranks > 0
-    config, ranks = _configured(reading, family, model, ranks)
+    config, ranks = _make_config(reading, family, model, ranks)
     config = configure(config, model=family, source=f"launch:{Path(source).name}")
     raise_problems(f"{TITLE} {source}", reading.problems)
-    return replace(_checked(source, config, reading, ranks), told=told)
+    return replace(_check_migration(source, config, reading, ranks), told=told)
 
 
-def _read(
+def _read_source(
     path: Path, variables: Mapping[str, str], *, run: bool = False
-) -> tuple[LaunchLine, Arguments]:
+) -> tuple[LaunchLine, GivenArguments]:
     """The launch line in a file, and its arguments."""
     if path.suffix in (".yaml", ".yml"):
         if run:
             refuse(TITLE, str(path), "--run with YAML", "a script", "leave it out")
         mapping = read_yaml(path)
         _check_size(path, mapping)
-        mapping = _filled(mapping, variables)
+        mapping = _fill(mapping, variables)
         program = str(mapping.get("TRAINING_SCRIPT", ""))
         target = mapping.get("model")
         target = str(target.get("_target_", "")) if isinstance(target, Mapping) else ""
@@ -168,18 +168,18 @@ def _read(
         arguments = megatron.read_mapping(mapping)
         if isinstance(mapping.get("dataset"), Mapping) and not _DATA & arguments.given.keys():
             # Megatron-Bridge's, where there is no blend
-            arguments.given["mock_data"] = megatron.Given("dataset.blend", True, "none")
+            arguments.given["mock_data"] = megatron.GivenValue("dataset.blend", True, "none")
         return LaunchLine(program, ()), arguments
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         refuse(TITLE, str(path), reason, "a readable script, list of arguments, or YAML")
-    options = megatron.table().options
+    options = megatron.load_table().options
     line = record_script(path, options, variables) if run else read_script(text, options, variables)
     arguments = megatron.read_words(line.words)
     if (inner := arguments.given.get("yaml_cfg")) and isinstance(inner.value, str):
-        return line, _read(path.parent / inner.value, variables)[1]
+        return line, _read_source(path.parent / inner.value, variables)[1]
     return line, arguments
 
 
@@ -202,17 +202,19 @@ def _check_size(path: Path, mapping: Mapping[str, Any]) -> None:
     refuse(TITLE, str(path), got, wanted)
 
 
-def _filled(value: Any, variables: Mapping[str, str]) -> Any:
+def _fill(value: Any, variables: Mapping[str, str]) -> Any:
     """A configuration with ``${NAME}`` replaced where `variables` has it."""
     if isinstance(value, Mapping):
-        return {key: _filled(inner, variables) for key, inner in value.items()}
+        return {key: _fill(inner, variables) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(inner, variables) for inner in value]
+        return [_fill(inner, variables) for inner in value]
     is_text = isinstance(value, str) and "$" in value
     return fill_variables(value, variables) if is_text else value
 
 
-def _changed(arguments: Arguments, extra: str, without: Sequence[str]) -> Arguments:
+def _change_arguments(
+    arguments: GivenArguments, extra: str, without: Sequence[str]
+) -> GivenArguments:
     """`arguments` with some more, and without others."""
     try:
         words = shlex.split(extra)
@@ -222,7 +224,7 @@ def _changed(arguments: Arguments, extra: str, without: Sequence[str]) -> Argume
         words = [f"--{word}" for word in words]
     more = megatron.read_words(words)
     left = {name.lstrip("-").replace("_", "-") for name in without}
-    options = megatron.table().options
+    options = megatron.load_table().options
     names = {options[name][0].name for name in left if name in options}
     given = {name: one for name, one in arguments.given.items() if name not in names}
     problems = [
@@ -235,40 +237,40 @@ def _changed(arguments: Arguments, extra: str, without: Sequence[str]) -> Argume
         if not names & {entry[0].name for key, entry in options.items() if key == name}:
             fix = "leave it out"
             problems.append(Problem("--without", name, "an argument of the line", fix))
-    return Arguments(given | more.given, arguments.idle, [*problems, *more.problems])
+    return GivenArguments(given | more.given, arguments.idle, [*problems, *more.problems])
 
 
-def _nemo_ranks(arguments: Arguments) -> int:
+def _count_nemo_ranks(arguments: GivenArguments) -> int:
     """Ranks that NeMo's trainer starts."""
     sizes = [arguments.given[n].value for n in ("devices", "num_nodes") if n in arguments.given]
     return math.prod(sizes) if sizes and all(type(size) is int for size in sizes) else 0
 
 
-def _configured(
+def _make_config(
     reading: Reading, family: FamilyName, model: Any, ranks: int
 ) -> tuple[TrainConfig, int]:
     """The configuration, and its ranks."""
     reading.say("not needed", "the mesh says it", "devices", "num_nodes")
     reading.say("not needed", "its arguments are read", "yaml_cfg")
-    mesh, settings = step_settings(reading, family, ranks)
-    settings |= data_settings(reading, family, settings["global_batch"])
-    settings |= _checkpoints(reading) | _logs(reading)
-    settings |= evaluation_settings(reading, settings, family)
+    mesh, settings = read_step_settings(reading, family, ranks)
+    settings |= read_data_settings(reading, family, settings["global_batch"])
+    settings |= _read_checkpoints(reading) | _read_logs(reading)
+    settings |= read_evaluation_settings(reading, settings, family)
     why = "initial parameters and dropout are other numbers of it; the order of samples is the same"
     if "order" not in settings:
         why = "initial parameters, dropout and the order of samples are other numbers of it"
     settings |= {"seed": reading.take("seed", "seed", why)}
-    settings |= _anomalies(reading, settings)
+    settings |= _read_anomalies(reading, settings)
     own: dict[str, Any] = {family: model}
     config = configure(**settings, **own)
     if family != "gpt":
         config = configure(config, gpt=TrainConfig().gpt)
-    return recast(reading, config), mesh.size
+    return apply_precision(reading, config), mesh.size
 
 
-def _checked(source: Any, config: TrainConfig, reading: Reading, ranks: int) -> Migration:
+def _check_migration(source: Any, config: TrainConfig, reading: Reading, ranks: int) -> Migration:
     """The migration, whose configuration is valid but for what is not on this machine."""
-    missing = [path for path in _files(config) if not _is_here(path)]
+    missing = [path for path in _list_files(config) if not _is_here(path)]
     tried = configure(config, tensorboard=False, wandb=False, cuda_graph=False, device="cpu")
     if missing:
         named = bool(config.evaluation.data)
@@ -288,11 +290,11 @@ def _checked(source: Any, config: TrainConfig, reading: Reading, ranks: int) -> 
     except ValueError as error:
         raise ValueError(f"{TITLE} {source}\n{error}") from None
     default = configure(**{config.family.name: type(config.architecture)()})
-    rows = reading.rows(_paths(config), _paths(default))
+    rows = reading.rows(_list_settings(config), _list_settings(default))
     return Migration(config, tuple(rows), ranks, absent=tuple(missing))
 
 
-def _paths(config: TrainConfig) -> dict[str, Any]:
+def _list_settings(config: TrainConfig) -> dict[str, Any]:
     """The settings and sections of a configuration by their names; `rope_scaling` as a whole."""
     found: dict[str, Any] = {}
 
@@ -307,7 +309,7 @@ def _paths(config: TrainConfig) -> dict[str, Any]:
     return found | {name: value_at(config, name) for name in fields_under(config)}
 
 
-def _files(config: TrainConfig) -> list[str]:
+def _list_files(config: TrainConfig) -> list[str]:
     """The files of data and the tokenizer that a configuration names."""
     words = [word for word in shlex.split(config.data.path) if not is_weight(word)]
     words += [word.partition("=")[2] for word in shlex.split(config.evaluation.data)]
@@ -321,7 +323,7 @@ def _is_here(path: str) -> bool:
 # --- checkpoints, logs, and what is watched
 
 
-def _checkpoints(reading: Reading) -> dict[str, Any]:
+def _read_checkpoints(reading: Reading) -> dict[str, Any]:
     """The run folder, what is saved, and what a run goes on from."""
     found: dict[str, Any] = {}
     folder = reading.take("save", "out")
@@ -363,7 +365,7 @@ def _checkpoints(reading: Reading) -> dict[str, Any]:
     return found
 
 
-def _logs(reading: Reading) -> dict[str, Any]:
+def _read_logs(reading: Reading) -> dict[str, Any]:
     """Where records go: under Megatron-LM's names, so that pictures of them go on."""
     found: dict[str, Any] = {}
     for theirs, ours in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
@@ -382,7 +384,7 @@ def _logs(reading: Reading) -> dict[str, Any]:
     return found | ({"stragglers_every": StragglersConfig.every} if slow else {})
 
 
-def _anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Steps that are left out, and replicas that are compared."""
     found: dict[str, Any] = {}
     every = reading.take("check_weight_hash_across_dp_replicas_interval", "check_replicas_every")
@@ -394,14 +396,16 @@ def _anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
             ramp = parse_ramp_up(settings.get("ramp_up", ""), settings["global_batch"])
         except ValueError:
             return found  # said elsewhere
-        text = _ranges((ramp.first_sample(n - 1), ramp.first_sample(n)) for n in sorted(skipped))
+        text = _join_ranges(
+            (ramp.first_sample(n - 1), ramp.first_sample(n)) for n in sorted(skipped)
+        )
         found["anomalies"] = AnomalyConfig(skipped_samples=text)
         why = "the samples are left out, and later steps have those that come next"
         reading.taken("anomalies.skipped_samples", "iterations_to_skip", why=why)
     return found
 
 
-def _ranges(pairs: Iterable[tuple[int, int]]) -> str:
+def _join_ranges(pairs: Iterable[tuple[int, int]]) -> str:
     """Ranges of samples, neighbours joined."""
     joined: list[list[int]] = []
     for first, end in pairs:

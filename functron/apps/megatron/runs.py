@@ -27,16 +27,16 @@ import torch
 
 from functron import checkpoint, nn
 from functron.apps.megatron import tensors
-from functron.apps.megatron.architecture import architecture
+from functron.apps.megatron.architecture import read_model
 from functron.apps.megatron.arguments import Reading, read_arguments
-from functron.apps.megatron.checkpoint_files import LATEST, Opened, open_checkpoint
+from functron.apps.megatron.checkpoint_files import LATEST, OpenedCheckpoint, open_checkpoint
 from functron.apps.megatron.training_settings import (
     DATA_ARGUMENTS,
     STYLES,
     WSD,
-    data_settings,
-    recast,
-    update_settings,
+    apply_precision,
+    read_data_settings,
+    read_update_settings,
 )
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
@@ -174,20 +174,20 @@ def read_run(path: Path, *, model: str | None = None) -> tuple[config.TrainConfi
         got, fix = repr(model), "leave it out"
         refuse("cannot convert", "model", got, "nothing: the checkpoint has its arguments", fix)
     else:
-        run = settings_of(args, opened)
+        run = read_settings(args, opened)
     if not isinstance(run.architecture, GPTConfig):
         refuse("cannot convert", "model", run.family.title, "a GPT")
     run = configure(run, source=f"megatron:{Path(path).absolute()}")
-    loaded = tensors.load(opened, run.gpt)
+    loaded = tensors.load_tensors(opened, run.gpt)
     made = make_setup(run, Mesh())
     state = made.init(random.key(run.seed), loaded.masters or loaded.params)
     if args is None or loaded.mu is None:
         return run, state
-    return run, _with_state(state, loaded, opened, run)
+    return run, _fill_state(state, loaded, opened, run)
 
 
-def _with_state(
-    state: State, loaded: tensors.Loaded, opened: Opened, run: config.TrainConfig
+def _fill_state(
+    state: State, loaded: tensors.LoadedTensors, opened: OpenedCheckpoint, run: config.TrainConfig
 ) -> State:
     """`state` with the moments, masters and counts of the checkpoint."""
     iteration = opened.common.get("iteration", 0)
@@ -217,34 +217,34 @@ def _with_state(
     return state._replace(step=step, params=params, opt_state=opt_state)
 
 
-def settings_of(args: Mapping[str, Any], opened: Opened) -> config.TrainConfig:
+def read_settings(args: Mapping[str, Any], opened: OpenedCheckpoint) -> config.TrainConfig:
     """The configuration of a run that goes on as Megatron-LM would with these arguments.
 
     Raises:
         ValueError: some say what we have no counterpart of; all are listed.
     """
-    args = _with_rows(args, opened)
-    architecture = read_architecture(args, where=str(opened.folder))
+    args = _note_padding(args, opened)
+    model = read_architecture(args, where=str(opened.folder))
     title = f"cannot go on with the run in {opened.folder}"
-    raise_problems(title, _problems(args))
-    reading = reading_of(_as_scheduled(args, opened.common))
-    settings = update_settings(reading, "gpt", Mesh())
-    run = configure(config.configure(model="megatron", gpt=architecture), **settings)
-    run = recast(reading, run)
-    raise_problems(title, problems_of(reading))
-    run = configure(run, gpt=architecture, **_data_of(args, opened))
+    raise_problems(title, _check_arguments(args))
+    reading = read_values(_merge_schedule(args, opened.common))
+    settings = read_update_settings(reading, "gpt", Mesh())
+    run = configure(config.configure(model="megatron", gpt=model), **settings)
+    run = apply_precision(reading, run)
+    raise_problems(title, list_problems(reading))
+    run = configure(run, gpt=model, **_read_data(args, opened))
     _check_samples(args, opened, run)
     return run
 
 
-def _with_rows(args: Mapping[str, Any], opened: Opened) -> Mapping[str, Any]:
+def _note_padding(args: Mapping[str, Any], opened: OpenedCheckpoint) -> Mapping[str, Any]:
     """The arguments; of what we once wrote without the rows of padding, with how many there are."""
     rows, *_ = opened.weights.sizes.get(tensors.EMBEDDING) or (None,)
     once = rows is not None and rows == args.get("vocab_size") != args.get("padded_vocab_size")
     return {**args, MASKED_VOCABULARY: rows} if once else args
 
 
-def _as_scheduled(args: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_schedule(args: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with the counts of the scheduler's state, which goes before them.
 
     It counts samples. Of steps and samples that the run ends after the checkpoint has both.
@@ -264,7 +264,7 @@ def _as_scheduled(args: Mapping[str, Any], common: Mapping[str, Any]) -> dict[st
     return {name: value for name, value in args.items() if name not in left} | own
 
 
-def _problems(args: Mapping[str, Any]) -> list[Problem]:
+def _check_arguments(args: Mapping[str, Any]) -> list[Problem]:
     """Arguments whose values a launch line may have, and a checkpoint not."""
     only = {
         "optimizer": (("adam", None), "its state is not read"),
@@ -279,7 +279,7 @@ def _problems(args: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
-def _data_of(args: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
+def _read_data(args: Mapping[str, Any], opened: OpenedCheckpoint) -> dict[str, Any]:
     """The seed, and where samples come from: in Megatron-LM's order, if the arguments say of what.
 
     Raises:
@@ -289,13 +289,15 @@ def _data_of(args: Mapping[str, Any], opened: Opened) -> dict[str, Any]:
     reading = Reading(read_arguments(given))
     found = {"seed": reading("seed")}
     if any(map(reading, DATA_ARGUMENTS[:5])):
-        found |= data_settings(reading, "gpt", args["global_batch_size"])
+        found |= read_data_settings(reading, "gpt", args["global_batch_size"])
     problems = [*reading.arguments.problems, *reading.problems]
     raise_problems(f"cannot go on with the data of the run in {opened.folder}", problems)
     return found
 
 
-def _check_samples(args: Mapping[str, Any], opened: Opened, run: config.TrainConfig) -> None:
+def _check_samples(
+    args: Mapping[str, Any], opened: OpenedCheckpoint, run: config.TrainConfig
+) -> None:
     """Refuse a run that has not read as many samples as its steps would have."""
     step, consumed = opened.common.get("iteration", 0), args.get("consumed_train_samples")
     expected = run.data.batches.first_sample(step)
@@ -356,10 +358,10 @@ def write_arguments(
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": expert_parallel,
         "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
     }  # fmt: skip
-    return argparse.Namespace(**table, **_data_arguments(run))
+    return argparse.Namespace(**table, **_write_data(run))
 
 
-def _data_arguments(run: config.TrainConfig) -> dict[str, Any]:
+def _write_data(run: config.TrainConfig) -> dict[str, Any]:
     """Where samples come from, of what Megatron-LM reads: files of tokens, or random ones."""
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     found: dict[str, Any] = dict.fromkeys(names, run.data.packed)
@@ -429,14 +431,16 @@ def write_run(
         trees["param"] = params
     state = trees if trees["exp_avg"] else {}
     updates = next((n for parent, n in counts.items() if parent in parents), step)
-    common = _common_of(run, args, step, updates if state else 0, bool(state))
+    common = _make_common(run, args, step, updates if state else 0, bool(state))
     inside = folder / f"iter_{step:07d}"
     inside.mkdir()
-    tensors.save(inside, tensors.Saving(run.gpt, params, _with_masters(state), common))
+    tensors.save_tensors(
+        inside, tensors.SavedTensors(run.gpt, params, _name_masters(state), common)
+    )
     (folder / LATEST).write_text(str(step), encoding="utf-8")
 
 
-def _with_masters(state: Mapping[str, Any]) -> dict[str, Any]:
+def _name_masters(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state by all names: plain optimizers call masters otherwise than the distributed one."""
     return {**state, "fp32_param": state["param"]} if state else {}
 
@@ -455,7 +459,7 @@ def _put(into: dict, path: str, leaf: Any) -> None:
     into[name] = leaf
 
 
-def _common_of(
+def _make_common(
     run: config.TrainConfig, args: argparse.Namespace, step: int, updates: int, has_state: bool
 ) -> dict[str, Any]:
     """The contents of ``common.pt``: for one optimizer, distributed or not."""
@@ -567,7 +571,7 @@ counts them all.
 """
 
 
-def reading_of(args: Mapping[str, Any]) -> Reading:
+def read_values(args: Mapping[str, Any]) -> Reading:
     """The arguments in a checkpoint, to be read as those of a launch line.
 
     Its vocabulary is the padded one, whose rows are all in Megatron's softmax.
@@ -576,7 +580,7 @@ def reading_of(args: Mapping[str, Any]) -> Reading:
     return Reading(read_arguments({n: v for n, v in args.items() if n not in dropped}))
 
 
-def problems_of(reading: Reading) -> list[Problem]:
+def list_problems(reading: Reading) -> list[Problem]:
     """The problems of a checkpoint's arguments, of those that were read.
 
     Fixes of a launch line, which would be given other arguments, are none here.
@@ -613,24 +617,24 @@ def read_architecture(args: Mapping[str, Any], *, where: str = "args") -> GPTCon
         for name in needed
         if type(args.get(name)) is not int
     ]
-    problems += [] if problems else _vocabulary_problems(args)
+    problems += [] if problems else _check_vocabulary(args)
     title = f"cannot tell the model of {where}"
     raise_problems(title, problems)
-    reading = reading_of(args)
+    reading = read_values(args)
     try:
-        made = architecture(reading, "gpt")
+        made = read_model(reading, "gpt")
     except ValueError as error:
-        raise_problems(title, problems_of(reading))
+        raise_problems(title, list_problems(reading))
         raise ValueError(f"{title}\n{error}") from None
-    raise_problems(title, problems_of(reading))
+    raise_problems(title, list_problems(reading))
     bits = {"bf16": "bfloat16", "fp16": "float16"}
     dtype: Any = next((bits[name] for name in bits if args.get(name)), "float32")
     assert isinstance(made, GPTConfig)
-    made = replace(made, **_vocabulary_of(args), dtype=dtype)
-    return replace(made, mtp_weight=_ahead_weight(args)) if made.mtp_depth else made
+    made = replace(made, **_read_vocabulary(args), dtype=dtype)
+    return replace(made, mtp_weight=_scale_ahead_weight(args)) if made.mtp_depth else made
 
 
-def _vocabulary_problems(args: Mapping[str, Any]) -> list[Problem]:
+def _check_vocabulary(args: Mapping[str, Any]) -> list[Problem]:
     real, padded = args.get(MASKED_VOCABULARY), args["padded_vocab_size"]
     if real is None or (type(real) is int and 0 < real <= padded):
         return []
@@ -638,7 +642,7 @@ def _vocabulary_problems(args: Mapping[str, Any]) -> list[Problem]:
     return [Problem(MASKED_VOCABULARY, repr(real), f"1 to padded_vocab_size={padded}", fix)]
 
 
-def _vocabulary_of(args: Mapping[str, Any]) -> dict[str, int]:
+def _read_vocabulary(args: Mapping[str, Any]) -> dict[str, int]:
     """The fields of a checkpoint's vocabulary, which has as many rows as the padded one."""
     padded = args["padded_vocab_size"]
     real, multiple = args.get(MASKED_VOCABULARY, padded), args.get("make_vocab_size_divisible_by")
@@ -649,7 +653,7 @@ def _vocabulary_of(args: Mapping[str, Any]) -> dict[str, int]:
     return {**found, "vocab_multiple": multiple} if fits else found
 
 
-def _ahead_weight(args: Mapping[str, Any]) -> float:
+def _scale_ahead_weight(args: Mapping[str, Any]) -> float:
     factor, seq = args.get("mtp_loss_scaling_factor"), args.get("seq_length") or 0
     factor = 0.1 if factor is None else factor
     return factor * seq / (seq - 1) if args["mtp_num_layers"] == 1 and seq > 1 else factor
@@ -683,7 +687,7 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
     }  # fmt: skip
     if c.kv_rank:
         made |= {theirs: getattr(c, ours) or None for theirs, ours in _LATENT_SAME.items()}
-        made |= {"rope_type": "rope"} | _yarn_arguments(c.rope_scaling)
+        made |= {"rope_type": "rope"} | _write_yarn(c.rope_scaling)
     else:
         made |= {"group_query_attention": c.kv_heads != c.num_heads, "num_query_groups": c.kv_heads}
         made |= {"kv_channels": c.head_size, "rotary_interleaved": c.rope_pairs == "neighbours"}
@@ -712,7 +716,7 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
         }  # fmt: skip
     if c.mtp_depth:
         made["mtp_loss_scaling_factor"] = c.mtp_weight
-        made["mtp_loss_scaling_factor"] = c.mtp_weight**2 / (_ahead_weight(made) or 1.0)
+        made["mtp_loss_scaling_factor"] = c.mtp_weight**2 / (_scale_ahead_weight(made) or 1.0)
     _check_back(config, made)
     return made
 
@@ -723,7 +727,7 @@ _KEEP = (
 )
 
 
-def _routing_problems(moe: MoEConfig) -> Iterator[Problem]:
+def _check_routing(moe: MoEConfig) -> Iterator[Problem]:
     """Routing that Megatron-LM refuses or does otherwise, where weights are a softmax of few."""
     if moe.score != "softmax" or not _sums_to_one(moe):
         return
@@ -740,7 +744,7 @@ def _sums_to_one(moe: MoEConfig) -> bool:
     return moe.normalise == "after" or moe.renormalise
 
 
-def _yarn_arguments(scaling: nn.RopeScaling | None) -> dict[str, Any]:
+def _write_yarn(scaling: nn.RopeScaling | None) -> dict[str, Any]:
     """The arguments of latent attention's stretched positions; none where they are plain."""
     if scaling is None or scaling.kind != "yarn":
         return {}
@@ -755,7 +759,7 @@ def _yarn_arguments(scaling: nn.RopeScaling | None) -> dict[str, Any]:
 def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
     """Refuse a config that is another one when it is read from its arguments."""
     title = "Megatron has no such model"
-    raise_problems(title, [] if config.moe is None else [*_routing_problems(config.moe)])
+    raise_problems(title, [] if config.moe is None else [*_check_routing(config.moe)])
     canonical = FAMILIES["gpt"].canonical
     # rows of padding, and how parameters are joined, are of the layout alone
     plain = replace(

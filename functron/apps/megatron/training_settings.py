@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from functron.apps.megatron.architecture import FamilyName, vocabulary
+from functron.apps.megatron.architecture import FamilyName, read_vocabulary
 from functron.apps.megatron.arguments import Reading
 from functron.apps.megatron.launches import is_open
 from functron.core.errors import Problem
@@ -27,7 +27,9 @@ NONE = ("none", "None", "null", "")
 """Values that stand for nothing."""
 
 
-def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[str, Any]]:
+def read_step_settings(
+    reading: Reading, family: FamilyName, ranks: int
+) -> tuple[Mesh, dict[str, Any]]:
     """The mesh, and the settings of `TrainConfig` that say what its steps are.
 
     Args:
@@ -36,10 +38,10 @@ def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mes
         ranks: processes; 0: as few as the sizes allow.
     """
     mesh, settings = _mesh(reading, family, ranks)
-    return mesh, settings | update_settings(reading, family, mesh) | _memory(reading)
+    return mesh, settings | read_update_settings(reading, family, mesh) | _memory(reading)
 
 
-def update_settings(reading: Reading, family: FamilyName, mesh: Mesh) -> dict[str, Any]:
+def read_update_settings(reading: Reading, family: FamilyName, mesh: Mesh) -> dict[str, Any]:
     """The settings that say what updates are, on whatever mesh: batches, rates, optimizer."""
     settings = {"seq": _seq(reading, family)} | _batches(reading, mesh)
     return settings | _rate(reading, settings) | {"optimizer": _optimizer(reading)}
@@ -173,13 +175,13 @@ def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
     first, last = (reading(name) for name in ends)
     if text is not None:
         text = text.strip("\"'")
-        chunks = max(_stages_of(text) // stages, 1)
-        return _interleaved(chunks) | {"layout": text}
+        chunks = max(_count_stages(text) // stages, 1)
+        return _set_interleaved(chunks) | {"layout": text}
     total = layers + sum(extra)
     chunks = reading(names[1]) or reading(names[2]) or 1
     if per := reading(names[0]):
         chunks = max(total // stages // per, 1)
-    settings = _interleaved(chunks)
+    settings = _set_interleaved(chunks)
     if first or last:
         both = (("first", first), ("last", last))
         return settings | {"layout": ",".join(f"{k}={n}" for k, n in both if n)}
@@ -199,11 +201,11 @@ def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
     return settings
 
 
-def _interleaved(chunks: int) -> dict[str, Any]:
+def _set_interleaved(chunks: int) -> dict[str, Any]:
     return {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {}
 
 
-def _stages_of(text: str) -> int:
+def _count_stages(text: str) -> int:
     """The stages of a layout, whose repetitions are written out."""
     for _ in range(20):
         grown = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), text)
@@ -309,14 +311,14 @@ def _steps(reading: Reading, found: Mapping[str, Any], batch: int) -> int:
     if steps and samples:
         reading.refuse("train_samples", "one of it and --train-iters", "leave one out")
     if not steps and samples:
-        steps = _step_of(found, batch, samples)
+        steps = _find_step(found, batch, samples)
     if not steps or steps < 1:
         reading.refuse("train_iters", "a number of at least 1", "--with train-iters=N")
         return 1
     return steps
 
 
-def _step_of(found: Mapping[str, Any], batch: int, samples: int) -> int:
+def _find_step(found: Mapping[str, Any], batch: int, samples: int) -> int:
     """How many whole steps so many samples are."""
     try:
         ramp = parse_ramp_up(found.get("ramp_up", ""), batch)
@@ -494,7 +496,7 @@ def _decoupled(reading: Reading) -> dict[str, Any]:
     return {"groups": "; ".join(f"{name} lr={ratio:.6g}" for name in both)}
 
 
-def recast(reading: Reading, config: TrainConfig) -> TrainConfig:
+def apply_precision(reading: Reading, config: TrainConfig) -> TrainConfig:
     """`config` in the precision of the line."""
     reading.taken("precision", "fp16", "bf16", "params_dtype")
     name = "fp16" if reading("fp16") else "bf16" if reading("bf16") else "float32"
@@ -644,10 +646,10 @@ DATA_ARGUMENTS = (
     "mid_level_dataset_surplus", "add_extra_token_to_sequence", "reset_position_ids",
     "reset_attention_mask", "eod_mask_loss", "train_samples", "train_iters",
 )  # fmt: skip
-"""The arguments that `data_settings` reads, of a model that predicts the next token."""
+"""The arguments that `read_data_settings` reads, of a model that predicts the next token."""
 
 
-def data_settings(reading: Reading, family: FamilyName, batch: int) -> dict[str, Any]:
+def read_data_settings(reading: Reading, family: FamilyName, batch: int) -> dict[str, Any]:
     """The settings of `TrainConfig` that say where samples come from, and in which order.
 
     Args:
@@ -729,7 +731,7 @@ def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
         return {"mask_token": 103}  # in both published vocabularies
     if family != "t5" or not (words or kind.startswith("Null")):
         return {}
-    size, _ = vocabulary(reading, family)
+    size, _ = read_vocabulary(reading, family)
     # [BOS], [EOS] and the sentinels follow the words
     return {"end_token": size - (reading("vocab_extra_ids") if words else 0) - 1}
 
@@ -759,7 +761,7 @@ def _paths_of(reading: Reading, name: str, file: str) -> str:
     path = reading(file)
     if not words and path and not is_open(path):
         reading.taken("data", file)
-        words = _listed(reading, file, path, name)
+        words = _read_list(reading, file, path, name)
     words = [word.strip("\"'") for word in words]
     words = [piece for word in words for piece in word.split()]
     if len(words) < 2 or any(map(is_open, words)):
@@ -769,7 +771,7 @@ def _paths_of(reading: Reading, name: str, file: str) -> str:
     return " ".join(f"all {shlex.quote(word)}" for word in words)
 
 
-def _listed(reading: Reading, file: str, path: str, name: str) -> list[str]:
+def _read_list(reading: Reading, file: str, path: str, name: str) -> list[str]:
     """The words of a file that lists data."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -797,7 +799,7 @@ def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
     return {"tokenizer": path}
 
 
-def evaluation_settings(
+def read_evaluation_settings(
     reading: Reading, settings: Mapping[str, Any], family: FamilyName
 ) -> dict[str, Any]:
     """Held-out data."""

@@ -19,7 +19,7 @@ import yaml
 
 from functron.apps.megatron import Migration, migrate
 from functron.apps.megatron import arguments as megatron
-from functron.apps.megatron.architecture import pattern
+from functron.apps.megatron.architecture import parse_pattern
 from functron.apps.megatron.launches import LaunchLine, read_script, record_script, show_open
 from functron.core.settings import value_at
 from functron.data import preprocess
@@ -249,7 +249,7 @@ def line(tmp_path):
 def test_every_argument_is_explained_or_refused(line, monkeypatch):
     """Each has a row, or a problem, beside those that a line needs; configurations are not checked."""
     monkeypatch.setattr(sys.modules[migrate.__module__], "validate", lambda config: None)
-    arguments = megatron.table().arguments.values()
+    arguments = megatron.load_table().arguments.values()
     assert len(arguments) > 600
     refused = []
     for argument in arguments:
@@ -268,7 +268,7 @@ def test_every_argument_is_explained_or_refused(line, monkeypatch):
             assert names[f"--{one.options[0]}"] == {"same": "same", "need": "not needed"}[one.fate]
 
 
-def written(argument: megatron.Argument) -> str:
+def written(argument: megatron.MegatronArgument) -> str:
     return f"--{argument.options[0]} {SAMPLE[argument.kind]}"
 
 
@@ -416,7 +416,7 @@ def test_tokens_that_are_here_are_looked_into(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         Path(f"{name}.txt").write_text("some words of a text " * 60)
-        settings = preprocess.Settings((f"{name}.txt",), "bytes", name, workers=1)
+        settings = preprocess.PreprocessSettings((f"{name}.txt",), "bytes", name, workers=1)
         preprocess.preprocess(settings, lambda progress: None)
     text = BASE.replace(
         "--mock-data", "--train-data-path 0.3 a 0.7 b --valid-data-path b --eval-iters 1"
@@ -555,7 +555,7 @@ torchrun --nproc_per_node=8 --nnodes $E pretrain_gpt.py \\
 
 
 def words_of(text: str, **variables: str) -> list[str]:
-    line = read_script(text, megatron.table().options, variables)
+    line = read_script(text, megatron.load_table().options, variables)
     return [show_open(word) for word in line.words]
 
 
@@ -565,7 +565,7 @@ def recorded(tmp_path):
 
     def of(text: str, **variables: str) -> LaunchLine:
         (tmp_path / "run.sh").write_text(text)
-        return record_script(tmp_path / "run.sh", megatron.table().options, variables)
+        return record_script(tmp_path / "run.sh", megatron.load_table().options, variables)
 
     return of
 
@@ -586,7 +586,7 @@ def test_kinds_of_scripts():
     assert words_of("ARGS='--num-layers 4'\nMORE=(--bf16)\n") == ["--num-layers", "4", "--bf16"]
     nested = 'X="pretrain_gpt.py --lr $LR --bf16"\nsrun -n 16 bash -c "cd /x; python -u $X"\n'
     assert words_of(nested, LR="1") == ["--lr", "1", "--bf16"]
-    assert read_script(nested, megatron.table().options).processes == 16
+    assert read_script(nested, megatron.load_table().options).processes == 16
     assert words_of("python a.py --lr $1 --bf16", **{"1": "3"}) == ["--lr", "3", "--bf16"]
     assert words_of("python a.py --lr $LR --save $(pwd)/x") == [
         "--lr",
@@ -596,7 +596,7 @@ def test_kinds_of_scripts():
     ]
     assert words_of("python a.py --lr $(a b) --bf16") == ["--lr", "${(a b)}", "--bf16"]
     batch = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun python pretrain_gpt.py --bf16\n"
-    assert read_script(batch, megatron.table().options).processes == 8
+    assert read_script(batch, megatron.load_table().options).processes == 8
 
 
 @pytest.mark.parametrize(
@@ -641,7 +641,7 @@ def test_plain_scripts_are_read_as_bash_does():
     printed = printed.replace("> file", "> /dev/null").replace("cd x", "true")
     bash = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
     _, _, _, *wanted = bash.stdout.splitlines()
-    mine = read_script(PLAIN, megatron.table().options)
+    mine = read_script(PLAIN, megatron.load_table().options)
     assert (mine.program, mine.processes, list(mine.words)) == ("pretrain_gpt.py", 115, wanted)
 
 
@@ -688,10 +688,10 @@ def test_runs_without_a_launch_say_how_they_ended(recorded, monkeypatch):
 def test_patterns_of_layers():
     """Python's own reading of the expressions that Megatron-LM evaluates."""
     for text in ("[1]", "([0]*3+[1]*2)", "([1]*3+[0]*1)*3", "[1,1,0]*2+[0]", "[0]+([1]*2+[0])*2"):
-        assert pattern(text) == eval(text)
-    assert (pattern("4"), pattern("'4'")) == (4, 4)
+        assert parse_pattern(text) == eval(text)
+    assert (parse_pattern("4"), parse_pattern("'4'")) == (4, 4)
     for text in ("", "x", "[1]*", "([1]", "[1]*99999", "__import__('os')", "[]", "*3"):
-        assert pattern(text) is None
+        assert parse_pattern(text) is None
 
 
 def test_yaml_of_megatron_and_nemo(tmp_path):

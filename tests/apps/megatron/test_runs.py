@@ -27,9 +27,9 @@ from functron import checkpoint, gpt
 from functron.apps.megatron import make_format, tensors
 from functron.apps.megatron.checkpoint_files import (
     METADATA,
-    Chunk,
-    Opened,
-    Tensors,
+    ChunkedTensors,
+    OpenedCheckpoint,
+    TensorChunk,
     open_checkpoint,
     read_pickle,
 )
@@ -147,7 +147,7 @@ def test_both_layouts_have_the_same_numbers(name, unpacked):
     """Whatever divided them: tp, pp, virtual stages, ep, and the distributed optimizer's buffers."""
     one, other = (open_checkpoint(unpacked(name) / layout) for layout in LAYOUTS)
     assert (one.step, other.step) == (5, 5)
-    states = [tensors.state_of(each) for each in (one, other)]
+    states = [tensors.read_state(each) for each in (one, other)]
     assert states[0].keys() == states[1].keys() >= {"exp_avg", "exp_avg_sq"}
     pairs = [(one.weights, other.weights), *((states[0][k], states[1][k]) for k in states[0])]
     for ours, theirs in pairs:
@@ -159,18 +159,18 @@ def test_both_layouts_have_the_same_numbers(name, unpacked):
             assert torch.equal(ours.read(key, whole), theirs.read(key, whole)), key
 
 
-def whole(**named: torch.Tensor) -> Tensors:
+def whole(**named: torch.Tensor) -> ChunkedTensors:
     """Tensors of one shard each, by their names."""
-    made = Tensors()
+    made = ChunkedTensors()
     for name, value in named.items():
         start = (0,) * value.dim()
-        chunk = Chunk(start, tuple(value.shape), lambda value=value: value, Path("shard"))
+        chunk = TensorChunk(start, tuple(value.shape), lambda value=value: value, Path("shard"))
         made.add(name.replace("__", "."), value.dtype, chunk)
     assert not made.close()
     return made
 
 
-def in_buckets(**changes: torch.Tensor) -> Opened:
+def in_buckets(**changes: torch.Tensor) -> OpenedCheckpoint:
     """Two equal norms and a matrix of three numbers a row, the last first, each at a multiple of 64."""
     ones, w = torch.ones(8, dtype=torch.bfloat16), torch.arange(6.0).view(2, 3).bfloat16()
     flat = torch.full((64 * 2 + 8,), 7.0)
@@ -181,12 +181,12 @@ def in_buckets(**changes: torch.Tensor) -> Opened:
     buckets = {f"b__{key}": value for key, value in {"param": flat, **moments, **changes}.items()}
     common = {"args": {"tensor_model_parallel_size": 1}}
     weights = whole(a__weight=ones, c__weight=ones, z__weight=w)
-    return Opened(Path("folder"), common, weights, {}, 1, whole(**buckets))
+    return OpenedCheckpoint(Path("folder"), common, weights, {}, 1, whole(**buckets))
 
 
 def test_buckets_by_hand():
     """Parameters are known by the numbers that masters are rounded to, in whatever order."""
-    state = tensors.state_of(in_buckets())
+    state = tensors.read_state(in_buckets())
     assert state.keys() == {"exp_avg", "exp_avg_sq", "master"}
     for name, values in {
         "z.weight": torch.arange(6.0).view(2, 3), "a.weight": torch.ones(8),
@@ -204,10 +204,10 @@ def test_buckets_that_fit_no_parameters():
     with pytest.raises(
         ValueError, match=r"b: got numbers of no parameter from 0 on; .*reshardable"
     ):
-        tensors.state_of(in_buckets(param=unknown))
+        tensors.read_state(in_buckets(param=unknown))
     # two norms of the same numbers, of which one was updated otherwise
     with pytest.raises(ValueError, match=r"b: got other moments from 128 on than elsewhere of"):
-        tensors.state_of(in_buckets(exp_avg=torch.arange(136.0)))
+        tensors.read_state(in_buckets(exp_avg=torch.arange(136.0)))
 
 
 def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
@@ -246,7 +246,7 @@ def test_comes_back_as_it_was(name, unpacked, tmp_path, monkeypatch):
     for key, value in before.items():
         assert torch.equal(after[key], value), key
     # of buckets each parameter's part
-    states = [tensors.state_of(open_checkpoint(folder)) for folder in (source, back)]
+    states = [tensors.read_state(open_checkpoint(folder)) for folder in (source, back)]
     assert states[0].keys() <= states[1].keys()  # masters are written in any case
     for one, other in ((state, states[1][kind]) for kind, state in states[0].items()):
         assert one.sizes.keys() == other.sizes.keys()
