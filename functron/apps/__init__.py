@@ -7,6 +7,7 @@ stand in the table here, by the groups that other distributions have entry point
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +33,15 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """
 
 
-def load_plugins(group: str) -> dict[str, Any]:
-    """Call the functions of a group: of ``functron.formats`` the formats, by their names."""
-    return {name: load_plugin(group, name, group)() for name in PLUGINS.get(group, ())}
+def load_plugins(group: str, *wanted: str) -> dict[str, Any]:
+    """Call the functions of a group: of ``functron.formats`` the formats, by their names.
+
+    Args:
+        group: of the table.
+        wanted: names; entry points of other distributions are read where the table lacks one.
+    """
+    found = {name: load_plugin(group, name, group)() for name in PLUGINS.get(group, ())}
+    if set(wanted) - found.keys():
+        others = importlib.import_module("importlib.metadata").entry_points(group=group)
+        found |= {one.name: one.load()() for one in others if one.name in wanted}
+    return found

@@ -85,10 +85,12 @@ def convert(arguments: Sequence[str]) -> int:
     """Convert, and print a summary."""
     options = parse(ConvertOptions, arguments, "convert", needs=CONVERT_NEEDS)
     with mistakes():
+        schemes = {text.partition(":")[0] for text in (options.source, options.target)}
+        others = schemes - {conversion.RUN, *conversion.FORMATS}
         done = conversion.convert(
             options.source,
             options.target,
-            formats={**conversion.FORMATS, **apps.load_plugins("functron.formats")},
+            formats={**conversion.FORMATS, **apps.load_plugins("functron.formats", *others)},
             dtype=options.dtype or None,
             averaged=options.averaged,
             max_seq=options.max_seq or None,
@@ -205,7 +207,7 @@ def migrate(arguments: Sequence[str]) -> int:
         if options.strict:
             fix = "leave --strict out, where that is understood"
             raise_problems("these arguments have no counterpart", [
-                Problem(row.name, row.value, row.why, fix) for row in made.of("not supported")
+                Problem(row.name, row.value, row.why, fix) for row in made.rows_of("not supported")
             ])  # fmt: skip
         _write(options.out, made)
     if options.json:
@@ -241,7 +243,7 @@ def _write(path: Path, made: Migration) -> None:
 
 
 def _conclusion(path: Path, made: Migration) -> list[str]:
-    config, missing = made.config, len(made.of("not supported"))
+    config, missing = made.config, len(made.rows_of("not supported"))
     lines = [f"{path}: {config.title}, on {config.parallelism.mesh or 'one rank'}"]
     if missing:
         plural = "argument has" if missing == 1 else "arguments have"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from functron import apps
+from functron.apps.megatron import make_format
 from functron.data import IndexedWriter
 from functron.training.config import configure, dump, load
 from functron.training.data import open_samples
@@ -80,6 +81,21 @@ def test_an_order_has_a_name_or_is_a_function(data, tmp_path, monkeypatch):
     assert not (drawn[0] == plain).all()
     with pytest.raises(ValueError, match=r"order: got 'megatro'; wanted a known one.*'megatron'"):
         open_samples(make_config(data, "megatro"))
+
+
+def test_others_are_read_where_the_table_lacks_a_name(monkeypatch):
+    entry = EntryPoint("mine", "functron.apps.megatron.runs:make_format", "functron.formats")
+    asked = []
+
+    def entry_points(group):
+        asked.append(group)
+        return [entry] if group == "functron.formats" else []
+
+    make_format()  # what it imports looks for others
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    assert apps.load_plugins("functron.formats", "megatron").keys() == {"megatron"}
+    assert asked == []
+    assert apps.load_plugins("functron.formats", "mine", "none").keys() == {"megatron", "mine"}
 
 
 @pytest.mark.parametrize("name", NAMES)

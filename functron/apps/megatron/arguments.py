@@ -224,7 +224,7 @@ class Reading:
         """Whether the line gives an argument."""
         return name in self.arguments.given
 
-    def spelled(self, name: str) -> str:
+    def spell(self, name: str) -> str:
         """An argument as the line spells it, or as a command line does."""
         if name in self.arguments.given:
             return self.arguments.given[name].spelled
@@ -237,32 +237,32 @@ class Reading:
         words = value if isinstance(value, tuple) else (value,)
         for word in words:
             if isinstance(word, str) and is_open(word):
-                self.problems.append(describe_unset(self.spelled(name), word))
+                self.problems.append(describe_unset(self.spell(name), word))
         return value
 
-    def taken(self, setting: str, *names: str, why: str = "") -> None:
+    def note(self, setting: str, *names: str, why: str = "") -> None:
         """Arguments that became a setting together."""
         for name in names:
             self.fates[name] = ("taken", setting, why)
 
-    def say(self, kind: FateKind, why: str, *names: str) -> None:
+    def explain(self, kind: FateKind, why: str, *names: str) -> None:
         """Arguments that become no setting, and why."""
         for name in names:
             self.fates[name] = (kind, "", why)
 
-    def unused(self, *names: str) -> None:
+    def ignore(self, *names: str) -> None:
         """Arguments of an option that is not in force."""
-        self.say("not needed", "of an option that is not in force", *names)
+        self.explain("not needed", "of an option that is not in force", *names)
 
     def refuse(self, name: str, wanted: str, fix: str = "") -> None:
         """An argument with a value that cannot be translated."""
         self.fates[name] = ("not supported", "", wanted)
-        self.problems.append(Problem(self.spelled(name), _show(self(name)), wanted, fix))
+        self.problems.append(Problem(self.spell(name), _show(self(name)), wanted, fix))
 
-    def differs(self, name: str, wanted: str) -> None:
+    def refuse_unless_closest(self, name: str, wanted: str) -> None:
         """An argument of a model that functron does not have: refused, but for the closest."""
         if self.closest:
-            self.say("not supported", f"the model has {wanted}", name)
+            self.explain("not supported", f"the model has {wanted}", name)
         else:
             self.refuse(name, wanted, "--closest makes the nearest model that there is, a new one")
 

@@ -100,7 +100,7 @@ _METADATA: Mapping[str, Any] = {
 """The names that a ``.metadata`` may have, and what stands for them."""
 
 
-def _refuse_file(
+def _refuse(
     file: Path, error: BaseException | str, wanted: str = "a file of Megatron's"
 ) -> NoReturn:
     got = str(error).strip() or type(error).__name__
@@ -142,7 +142,7 @@ def read_metadata(file: Path) -> Any:
     try:
         return _Metadata(io.BytesIO(file.read_bytes())).load()
     except _BROKEN as error:
-        _refuse_file(file, error)
+        _refuse(file, error)
 
 
 def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
@@ -177,7 +177,7 @@ def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
                 where, map_location="cpu", weights_only=True, mmap=True if length is None else None
             )
     except _BROKEN as error:
-        _refuse_file(file, error)
+        _refuse(file, error)
 
 
 def _check_tensor(tensor: Any, file: Path, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -185,12 +185,12 @@ def _check_tensor(tensor: Any, file: Path, shape: tuple[int, ...] | None = None)
     if type(tensor) is torch.nn.Parameter:
         tensor = tensor.detach()
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
-        _refuse_file(file, f"{type(tensor).__name__} in the place of a tensor", "a plain tensor")
+        _refuse(file, f"{type(tensor).__name__} in the place of a tensor", "a plain tensor")
     if tensor.is_meta or tensor.numel() > tensor.untyped_storage().nbytes() // tensor.itemsize:
         got = f"a tensor of shape {list(tensor.shape)} without so many numbers"
-        _refuse_file(file, got, "as many as its shape says")
+        _refuse(file, got, "as many as its shape says")
     if shape is not None and tuple(tensor.shape) != shape:
-        _refuse_file(
+        _refuse(
             file, f"a shard of shape {list(tensor.shape)}", f"{list(shape)}, as {METADATA} says"
         )
     return tensor.detach()
@@ -346,11 +346,11 @@ def _find_iteration(path: Path) -> Path:
     try:
         text = latest.read_text(encoding="utf-8").strip()
     except _BROKEN as error:
-        _refuse_file(latest, error, "the number of an iteration")
+        _refuse(latest, error, "the number of an iteration")
     if text == "release":
         return path / "release"
     if not text.isascii() or not text.isdigit() or len(text) > 12:
-        _refuse_file(latest, repr(text[:40]), "the number of an iteration, or release")
+        _refuse(latest, repr(text[:40]), "the number of an iteration, or release")
     return path / f"iter_{int(text):07d}"
 
 
@@ -411,7 +411,7 @@ def _open_sharded(folder: Path) -> OpenedCheckpoint:
     file = folder / METADATA
     metadata, common = read_metadata(file), read_pickle(folder / COMMON)
     if not isinstance(common, dict):
-        _refuse_file(folder / COMMON, type(common).__name__, "a dict")
+        _refuse(folder / COMMON, type(common).__name__, "a dict")
     weights, buckets, state, problems = ChunkedTensors(), ChunkedTensors(), {}, []
     optimizers = []
     try:
@@ -431,7 +431,7 @@ def _open_sharded(folder: Path) -> OpenedCheckpoint:
     except _BROKEN as error:
         if isinstance(error, ValueError) and "\n" in str(error):
             raise
-        _refuse_file(file, error, "the metadata of tensors")
+        _refuse(file, error, "the metadata of tensors")
     for tensors in (weights, buckets, *state.values()):
         problems += tensors.close()
     problems += _find_other_forms(common)
@@ -459,7 +459,7 @@ def _read_object(place: tuple[Path, int, int]) -> Any:
     found = read_pickle(*place)
     found = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(found, Mapping):
-        _refuse_file(place[0], type(found).__name__, "the settings of an optimizer")
+        _refuse(place[0], type(found).__name__, "the settings of an optimizer")
     return found
 
 
@@ -469,20 +469,20 @@ def _list_places(folder: Path, metadata: Any) -> dict[tuple, tuple[Path, int, in
     for index, info in dict(metadata.storage_data).items():
         name, start, length = info.relative_path, info.offset, info.length
         if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
-            _refuse_file(folder / METADATA, f"a shard in {name!r}", "files of this folder alone")
+            _refuse(folder / METADATA, f"a shard in {name!r}", "files of this folder alone")
         if getattr(info, "transform_descriptors", None):
-            _refuse_file(folder / METADATA, "compressed shards", "plain ones")
+            _refuse(folder / METADATA, "compressed shards", "plain ones")
         if name not in sizes:
             file = folder / name
             if file.is_symlink() and folder.resolve() not in file.resolve().parents:
-                _refuse_file(file, f"a link to {file.resolve()}", "a file of this folder")
+                _refuse(file, f"a link to {file.resolve()}", "a file of this folder")
             sizes[name] = file.stat().st_size if file.is_file() else -1
         numbers = all(type(n) is int and n >= 0 for n in (start, length))
         if not numbers or start + length > sizes[name]:
             size = sizes[name]
             got = "no such file" if size < 0 else f"{size} bytes, of which one shard ends at "
             got = got if size < 0 else f"{got}{start + length if numbers else (start, length)}"
-            _refuse_file(folder / name, got, f"all shards that {METADATA} lists")
+            _refuse(folder / name, got, f"all shards that {METADATA} lists")
         offset = getattr(index, "offset", None)
         key = (index.fqn, tuple(offset) if offset is not None else None)
         found[key] = (folder / name, start, length)
@@ -577,7 +577,7 @@ _NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)(\..*)$")
 
 
 @dataclass(frozen=True)
-class _RankFile:
+class _ModelRank:
     """One file of the legacy layout, and which part of the model it has."""
 
     file: Path
@@ -630,7 +630,7 @@ def _open_ranks(folder: Path, paths: Sequence[Path]) -> OpenedCheckpoint:
         except _BROKEN as error:
             if isinstance(error, ValueError) and "\n" in str(error):
                 raise
-            _refuse_file(rank.file, error)
+            _refuse(rank.file, error)
     for tensors in (weights, *state.values()):
         problems += tensors.close()
     raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
@@ -639,7 +639,7 @@ def _open_ranks(folder: Path, paths: Sequence[Path]) -> OpenedCheckpoint:
 
 def _open_rank_files(
     folder: Path, paths: Sequence[Path], args: Mapping, first: Mapping
-) -> list[_RankFile]:
+) -> list[_ModelRank]:
     sizes = [
         _parse_whole(args, f"{kind}_model_parallel_size")
         for kind in ("tensor", "pipeline", "expert")
@@ -662,8 +662,8 @@ def _open_rank_files(
             continue
         table = first if file.parent == paths[0] else read_pickle(file)
         if not isinstance(table, dict):
-            _refuse_file(file, type(table).__name__, "a dict")
-        found.append(_RankFile(file, table, t, p, e))
+            _refuse(file, type(table).__name__, "a dict")
+        found.append(_ModelRank(file, table, t, p, e))
     known = {rank.file.parent.name for rank in found}
     missing += [
         Problem(path.name, "a rank", f"none but those of tp={tp}, pp={pp}, ep={ep}")
@@ -682,7 +682,7 @@ def _parse_whole(args: Mapping, name: str, default: int = 1) -> int:
     return value
 
 
-def _layer_offsets(ranks: Sequence[_RankFile], args: Mapping) -> dict[tuple[int, int], int]:
+def _layer_offsets(ranks: Sequence[_ModelRank], args: Mapping) -> dict[tuple[int, int], int]:
     """The number in the whole model of the first layer of each chunk, by pipeline rank and chunk.
 
     Chunks follow one another first over ranks and then over virtual stages, whatever each has.
@@ -706,14 +706,14 @@ def _layer_offsets(ranks: Sequence[_RankFile], args: Mapping) -> dict[tuple[int,
 
 
 def _list_owned(
-    rank: _RankFile, args: Mapping, offsets: Mapping[tuple[int, int], int]
+    rank: _ModelRank, args: Mapping, offsets: Mapping[tuple[int, int], int]
 ) -> list[_Owned]:
     """The tensors of a rank, in the order of its model, which is that of its optimizer."""
     found = []
     experts = (args.get("num_experts") or 0) // _parse_whole(args, "expert_model_parallel_size")
     for number, model in enumerate(rank.models):
         if not isinstance(model, Mapping):
-            _refuse_file(rank.file, type(model).__name__, "the state dict of a model")
+            _refuse(rank.file, type(model).__name__, "the state dict of a model")
         for key, value in model.items():
             if not isinstance(key, str) or _PASSED.match(key):
                 continue
@@ -775,7 +775,7 @@ def list_boxes(
         )
 
 
-def _split_tensor(name: str, tensor: torch.Tensor, rank: _RankFile, args: Mapping) -> tuple:
+def _split_tensor(name: str, tensor: torch.Tensor, rank: _ModelRank, args: Mapping) -> tuple:
     """Where boxes of this rank's tensor begin in the whole one, and where they are in it."""
     tp = _parse_whole(args, "tensor_model_parallel_size")
     zeros, all_of = (0,) * tensor.dim(), (slice(None),) * tensor.dim()
@@ -822,7 +822,7 @@ def _place_tensor(
 
 
 def _read_rank_state(
-    rank: _RankFile, owned: Sequence[_Owned], args: Mapping
+    rank: _ModelRank, owned: Sequence[_Owned], args: Mapping
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The optimizer's state of a rank: its name, the number in `owned`, and the tensor."""
     optimizers = _list_optimizers(rank.table)
@@ -843,7 +843,7 @@ def _read_rank_state(
 
 
 def _read_plain_state(
-    rank: _RankFile, owned: Sequence[_Owned], optimizer: Mapping, members: Sequence[int]
+    rank: _ModelRank, owned: Sequence[_Owned], optimizer: Mapping, members: Sequence[int]
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     inner, masters = _unwrap(optimizer), optimizer.get("fp32_from_fp16_params")
     state, places = inner.get("state", {}), {}
@@ -854,7 +854,7 @@ def _read_plain_state(
         if len(ids) != len(mine):
             got = f"{len(ids)} parameters {'without' if plain else 'with'} weight decay"
             wanted = f"{len(mine)}, the model's: all matrices decay, and what has one dim does not"
-            _refuse_file(rank.file, got, wanted)
+            _refuse(rank.file, got, wanted)
         places |= dict(zip(ids, mine, strict=True))
         for at, n in enumerate(mine if masters is not None else ()):
             yield "fp32_param", n, _match_shape((masters or ())[number][at], owned[n], rank.file)
@@ -871,12 +871,12 @@ def _match_shape(value: Any, owned: _Owned, file: Path) -> torch.Tensor:
     found = _check_tensor(value, file)
     if found.shape != owned.tensor.shape:
         got = f"state of shape {list(found.shape)} for {owned.name}"
-        _refuse_file(file, got, f"{list(owned.tensor.shape)}, as the parameter")
+        _refuse(file, got, f"{list(owned.tensor.shape)}, as the parameter")
     return found
 
 
 def _read_flat_state(
-    rank: _RankFile, owned: Sequence[_Owned], args: Mapping, members: Sequence[Sequence[int]]
+    rank: _ModelRank, owned: Sequence[_Owned], args: Mapping, members: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The state in ``distrib_optim.pt``: of all parameters one after another, the last first.
 
@@ -890,7 +890,7 @@ def _read_flat_state(
         and 0 not in tables[0]
         and "buckets_coalesced" not in tables[0]
     ):
-        _refuse_file(
+        _refuse(
             file, "an older format of the distributed optimizer", "that of Megatron-Core 0.7 on"
         )
     tables += [None] * (len(members) - len(tables))
@@ -900,13 +900,13 @@ def _read_flat_state(
         buffers = [table[key] for key in sorted(key for key in table if isinstance(key, int))]
         for buffer, numbers in zip(buffers, _group_by_chunk(rank, owned, mine), strict=True):
             if len(buffer) != 1:
-                _refuse_file(file, f"buffers of {len(buffer)} dtypes", "of one")
+                _refuse(file, f"buffers of {len(buffer)} dtypes", "of one")
             (flat,) = buffer.values()
             yield from _read_flat(file, flat, owned, numbers, args)
 
 
 def _group_by_chunk(
-    rank: _RankFile, owned: Sequence[_Owned], mine: Sequence[int]
+    rank: _ModelRank, owned: Sequence[_Owned], mine: Sequence[int]
 ) -> list[list[int]]:
     """`mine` in the chunks of the model that they are of."""
     sizes = [sum(not _PASSED.match(key) for key in model) for model in rank.models]
@@ -925,7 +925,7 @@ def _read_flat(
         start = -(-start // 64) * 64
         stop = start + parameter.numel()
         if any(stop > each.numel() for each in tensors.values()):
-            _refuse_file(file, "fewer numbers than the parameters have", "as many, in their order")
+            _refuse(file, "fewer numbers than the parameters have", "as many, in their order")
         own = {key: each[start:stop].view(parameter.shape) for key, each in tensors.items()}
         if not torch.equal(own["param"].to(parameter.dtype), parameter):
             got = f"another parameter in the place of {owned[n].name}"

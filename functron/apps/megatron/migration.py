@@ -76,14 +76,14 @@ class Migration:
     told: bool = True
     absent: tuple[str, ...] = ()
 
-    def of(self, kind: FateKind) -> list[ArgumentRow]:
+    def rows_of(self, kind: FateKind) -> list[ArgumentRow]:
         """The rows of one kind."""
         return [row for row in self.rows if row.kind == kind]
 
     def __str__(self) -> str:
         parts = []
         for kind, title in _KINDS.items():
-            if rows := self.of(kind):
+            if rows := self.rows_of(kind):
                 cells = [[row.name, row.value, _explain(row)] for row in rows]
                 parts.append(f"{title}:\n{_indent(table(cells, left=3))}")
         return "\n\n".join(parts)
@@ -92,7 +92,9 @@ class Migration:
         """The configuration as a file that ``functron train --config`` reads, what it does not have
         of the line at its head."""
         lines = ["# made by functron migrate"]
-        lines += [f"# not supported: {r.name} {r.value}: {r.why}" for r in self.of("not supported")]
+        lines += [
+            f"# not supported: {r.name} {r.value}: {r.why}" for r in self.rows_of("not supported")
+        ]
         return "\n".join([*(" ".join(line.split()) for line in lines), "", dump(self.config)])
 
 
@@ -250,8 +252,8 @@ def _make_config(
     reading: Reading, family: FamilyName, model: Any, ranks: int
 ) -> tuple[TrainConfig, int]:
     """The configuration, and its ranks."""
-    reading.say("not needed", "the mesh says it", "devices", "num_nodes")
-    reading.say("not needed", "its arguments are read", "yaml_cfg")
+    reading.explain("not needed", "the mesh says it", "devices", "num_nodes")
+    reading.explain("not needed", "its arguments are read", "yaml_cfg")
     mesh, settings = read_step_settings(reading, family, ranks)
     settings |= read_data_settings(reading, family, settings["global_batch"])
     settings |= _read_checkpoints(reading) | _read_logs(reading)
@@ -332,12 +334,12 @@ def _read_checkpoints(reading: Reading) -> dict[str, Any]:
     newest = reading.take("most_recent_k", "keep_last")
     why = "a run folder of its own: functron's checkpoints are not Megatron-LM's"
     if folder in NONE or folder is None:
-        reading.unused("save", "save_interval", "save_retain_interval", "most_recent_k")
+        reading.ignore("save", "save_interval", "save_retain_interval", "most_recent_k")
     elif not is_open(folder):
         here = Path(folder)
         used = here.is_dir() and any(here.iterdir())
         found["out"] = str(here / "functron") if used else folder
-        reading.taken("out", "save", why=why)
+        reading.note("out", "save", why=why)
         found["save_every"] = every or 0
         found |= {"keep_every": kept, "keep_last": 1} if kept else {}
         found |= {"keep_last": newest} if newest and newest > 0 else {}
@@ -347,18 +349,18 @@ def _read_checkpoints(reading: Reading) -> dict[str, Any]:
     if begins and "out" in found:
         found["resume"] = "auto"
         why = "begins, or goes on with its own; with Megatron-LM's: " + convert
-        reading.taken("resume", "load", why=why.format("DIR"))
+        reading.note("resume", "load", why=why.format("DIR"))
     else:
         for name, value in (("load", load), ("pretrained_checkpoint", first)):
             if value is not None:
-                reading.say("not supported", convert.format("DIR"), name)
+                reading.explain("not supported", convert.format("DIR"), name)
             else:
-                reading.unused(name)
-    reading.unused("exit_on_missing_checkpoint", "finetune", "no_load_optim")
+                reading.ignore(name)
+    reading.ignore("exit_on_missing_checkpoint", "finetune", "no_load_optim")
     for name in ("finetune", "no_load_optim"):
         if reading(name):
             why = "a converted model begins with new state where it is converted from hf:"
-            reading.say("not needed", why, name)
+            reading.explain("not needed", why, name)
     minutes = reading.take("exit_duration_in_mins", "exit_after")
     if minutes:
         found["exit_after"] = f"{minutes}m"
@@ -369,16 +371,14 @@ def _read_logs(reading: Reading) -> dict[str, Any]:
     """Where records go: under Megatron-LM's names, so that pictures of them go on."""
     found: dict[str, Any] = {}
     for theirs, ours in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
-        reading.taken(
-            ours, theirs, why="its scalars have Megatron-LM's names: --log-names megatron"
-        )
+        reading.note(ours, theirs, why="its scalars have Megatron-LM's names: --log-names megatron")
         if reading(theirs) not in (None, *NONE):
             found[ours] = True
         else:
-            reading.unused(theirs)
+            reading.ignore(theirs)
     found |= {"log_names": "megatron"} if found else {}
     for name in ("log_params_norm", "log_l2_norm_grad_to_tensorboard"):
-        reading.taken("log_layers_every", name, why="norms by layer, every 100 steps")
+        reading.note("log_layers_every", name, why="norms by layer, every 100 steps")
         found |= {"log_layers_every": 100} if reading(name) else {}
     slow = reading.take("log_straggler", "stragglers_every", "every five steps")
     return found | ({"stragglers_every": StragglersConfig.every} if slow else {})
@@ -401,7 +401,7 @@ def _read_anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, 
         )
         found["anomalies"] = AnomalyConfig(skipped_samples=text)
         why = "the samples are left out, and later steps have those that come next"
-        reading.taken("anomalies.skipped_samples", "iterations_to_skip", why=why)
+        reading.note("anomalies.skipped_samples", "iterations_to_skip", why=why)
     return found
 
 

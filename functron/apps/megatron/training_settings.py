@@ -62,7 +62,7 @@ def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[
         for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
             if sizes[axis] > 1:
                 why = f"this model has no {axis} here: its ranks are left out"
-                reading.say("not supported", why, name)
+                reading.explain("not supported", why, name)
                 ranks //= sizes[axis]
                 sizes[axis] = 1
     model = math.prod(sizes.values())
@@ -80,9 +80,9 @@ def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[
     settings |= {"mesh": str(mesh)} | context | _pipeline(reading, sizes["pp"])
     split = reading.take("sequence_parallel", "sequence_parallel") and sizes["tp"] > 1
     if not split:
-        reading.say("not needed", "there is one rank of tp", "sequence_parallel")
+        reading.explain("not needed", "there is one rank of tp", "sequence_parallel")
     settings["sequence_parallel"] = bool(split)
-    reading.say(
+    reading.explain(
         "not needed", "--mesh is the order of ranks, dp before pp there", "use_tp_pp_dp_mapping"
     )
     return mesh, settings | _zero(reading, mesh)
@@ -96,7 +96,7 @@ def _expert_axes(
     own = reading.take("expert_tensor_parallel_size", "expert_axes")
     tp, cp = sizes["tp"], sizes["cp"]
     if not reading("num_experts"):
-        reading.unused("expert_tensor_parallel_size")
+        reading.ignore("expert_tensor_parallel_size")
         if whole > 1:
             reading.refuse("expert_model_parallel_size", "1 for a model without experts")
         return 1, {}
@@ -115,16 +115,14 @@ def _expert_axes(
         if whole % inner == 0 and data % (whole // inner) == 0 and (len(axes) == 1 or cp > 1):
             if folded > 1:
                 why = "tokens are divided over tp for it: --sequence-parallel"
-                reading.taken("expert_axes", "expert_tensor_parallel_size", why=why)
+                reading.note("expert_axes", "expert_tensor_parallel_size", why=why)
             return whole // inner, {"expert_axes": ",".join(names)} if len(names) > 1 else {}
     most = data * folded * cp
     got = f"{whole} of {data} data-parallel ranks, tp={tp}, cp={cp}, expert tp={own}"
     fitting = whole // math.gcd(whole, most) * data * tp * cp * sizes["pp"]
     fix = f"--processes {fitting}, or another size"
     wanted = "ranks that experts can be divided over"
-    reading.problems.append(
-        Problem(reading.spelled("expert_model_parallel_size"), got, wanted, fix)
-    )
+    reading.problems.append(Problem(reading.spell("expert_model_parallel_size"), got, wanted, fix))
     return 1, {}
 
 
@@ -133,7 +131,7 @@ def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int
     kinds = set(reading.take("cp_comm_type", "context") or ("p2p",))
     levels = reading.take("hierarchical_context_parallel_sizes", "mesh") or ()
     if size == 1:
-        reading.unused("cp_comm_type", "hierarchical_context_parallel_sizes")
+        reading.ignore("cp_comm_type", "hierarchical_context_parallel_sizes")
         return {}, {}
     if len(kinds) > 1:
         reading.refuse("cp_comm_type", "one for all layers")
@@ -142,10 +140,10 @@ def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int
         if len(levels) != 2 or math.prod(levels) != size:
             reading.refuse("hierarchical_context_parallel_sizes", f"two numbers of product {size}")
             return {}, {}
-        reading.taken("mesh", "cp_comm_type", why="ulysses exchanges heads")
+        reading.note("mesh", "cp_comm_type", why="ulysses exchanges heads")
         return {}, {"cp": levels[1], "ulysses": levels[0]}
     if kind == "a2a":
-        reading.taken("mesh", "cp_comm_type", why="ulysses exchanges heads")
+        reading.note("mesh", "cp_comm_type", why="ulysses exchanges heads")
         return {}, {"ulysses": size}
     if kind not in ("p2p", "allgather", "all_gather"):
         reading.refuse("cp_comm_type", "p2p, allgather, a2a or a2a+p2p")
@@ -159,14 +157,14 @@ def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
     text = reading.take("pipeline_model_parallel_layout", "layout")
     names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     names = (*names, "virtual_pipeline_model_parallel_size")
-    reading.taken("chunks", *names)
-    reading.taken("layout", *ends, *counts)
+    reading.note("chunks", *names)
+    reading.note("layout", *ends, *counts)
     group = "microbatch_group_size_per_vp_stage"
-    reading.say(
+    reading.explain(
         "not needed", "the interleaved schedule takes groups of the pipeline's ranks", group
     )
     if stages == 1:
-        reading.unused(*names, *ends, *counts, "pipeline_model_parallel_layout", group)
+        reading.ignore(*names, *ends, *counts, "pipeline_model_parallel_layout", group)
         return {}
     if reading(group) not in (None, stages):
         reading.refuse(group, f"{stages}, the ranks of the pipeline: groups of the schedule")
@@ -197,7 +195,7 @@ def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
         got = f"{total} layers in {stages * chunks} stages"
         fix = "--with decoder-last-pipeline-num-layers=N, or another number of stages"
         wanted = f"a multiple of {stages * chunks}"
-        reading.problems.append(Problem(reading.spelled("num_layers"), got, wanted, fix))
+        reading.problems.append(Problem(reading.spell("num_layers"), got, wanted, fix))
     return settings
 
 
@@ -234,14 +232,14 @@ def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
             reading.refuse("data_parallel_sharding_strategy", f"one of {', '.join(_STRATEGIES)}")
             level = 0
     else:
-        reading.unused("data_parallel_sharding_strategy")
+        reading.ignore("data_parallel_sharding_strategy")
     level = 3 if torchs else level
     if not torchs:
-        reading.unused("torch_fsdp2_reshard_after_forward")
+        reading.ignore("torch_fsdp2_reshard_after_forward")
     copies = math.prod(mesh[axis] for axis in ("dp", "ep", "cp", "ulysses"))
     if (mesh["dp"] if level == 3 else copies) == 1:
         names = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
-        reading.say("not needed", "there is one data-parallel rank", *names)
+        reading.explain("not needed", "there is one data-parallel rank", *names)
         return {}
     found: dict[str, Any] = {"zero": level}
     return found | ({"gather": "keep"} if torchs and not kept else {})
@@ -252,11 +250,11 @@ def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
 
 def _seq(reading: Reading, family: FamilyName) -> int:
     name = "seq_length" if reading("seq_length") else "encoder_seq_length"
-    reading.unused("encoder_seq_length", "decoder_seq_length")
+    reading.ignore("encoder_seq_length", "decoder_seq_length")
     value = reading.take(name, "seq")
     if family == "t5":
         why = "targets are as long as what --mask-rate takes out of a sample"
-        reading.say("not needed", why, "decoder_seq_length")
+        reading.explain("not needed", why, "decoder_seq_length")
     if not value or value < 1:
         reading.refuse("seq_length", "a number of at least 1", "--with seq-length=N")
         return 1
@@ -300,8 +298,8 @@ def _ramp(
     if fitting < parts:
         why = f"microbatches stay {fitting} and grow to {batch // ranks // fitting} samples; "
         why += f"without the ramp they are {parts}"
-        reading.taken("microbatches", "micro_batch_size", why=why)
-    reading.taken("ramp_up", "rampup_batch_size")
+        reading.note("microbatches", "micro_batch_size", why=why)
+    reading.note("ramp_up", "rampup_batch_size")
     return {"ramp_up": " ".join(map(str, numbers)), "microbatches": fitting}
 
 
@@ -375,12 +373,12 @@ def _rate(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
     shape = reading.take("lr_wsd_decay_style", "learning_rate.decay")
     if style != "WSD":
         names = ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
-        reading.unused(*names)
+        reading.ignore(*names)
         if style == "constant":
-            reading.say("not needed", "a constant rate has no end", "min_lr")
+            reading.explain("not needed", "a constant rate has no end", "min_lr")
         if style == "inverse-square-root" and not warmup:
             why = "without a warm-up Megatron-LM divides by the root of samples, ours of steps"
-            reading.taken("learning_rate.name", "lr_decay_style", why=why)
+            reading.note("learning_rate.name", "lr_decay_style", why=why)
         return {"learning_rate": ScheduleConfig(**found), "rate_unit": unit}
     if not length or shape not in WSD:
         fix = "--with lr-wsd-decay-iters=N"
@@ -424,16 +422,16 @@ def _optimizer(reading: Reading) -> OptimizerConfig:
     for theirs, ours in pairs.items():
         found[ours] = reading.take(theirs, f"optimizer.{ours}")
     if kind == "sgd":
-        reading.unused("adam_beta1", "adam_beta2", "adam_eps")
+        reading.ignore("adam_beta1", "adam_beta2", "adam_eps")
         if reading("weight_decay"):
-            reading.say("not supported", "sgd has no weight decay", "weight_decay")
+            reading.explain("not supported", "sgd has no weight decay", "weight_decay")
     else:
-        reading.unused("sgd_momentum")
+        reading.ignore("sgd_momentum")
         found["momentum"] = OptimizerConfig.momentum
     found |= _increase(reading) | _muon(reading, name) | _decoupled(reading)
     found["offload"] = reading.take("optimizer_cpu_offload", "optimizer.offload")
     why = "all of the state lies in host memory"
-    reading.say("not needed", why, "optimizer_offload_fraction")
+    reading.explain("not needed", why, "optimizer_offload_fraction")
     return OptimizerConfig(**found)
 
 
@@ -442,7 +440,7 @@ def _increase(reading: Reading) -> dict[str, Any]:
     style = reading.take("weight_decay_incr_style", "optimizer.weight_decay_incr_style")
     ends = ("start_weight_decay", "end_weight_decay")
     if style == "constant":
-        reading.unused(*ends)
+        reading.ignore(*ends)
         return {}
     values = [reading.take(name, f"optimizer.{name}") for name in ends]
     if None in values:
@@ -451,7 +449,7 @@ def _increase(reading: Reading) -> dict[str, Any]:
     total = reading("lr_decay_iters") or reading("lr_decay_samples")
     if total not in (None, reading("train_iters"), reading("train_samples")):
         why = "ours changes until the learning rate's end, Megatron-LM's until that of training"
-        reading.taken("optimizer.weight_decay_incr_style", "weight_decay_incr_style", why=why)
+        reading.note("optimizer.weight_decay_incr_style", "weight_decay_incr_style", why=why)
     return {"weight_decay_incr_style": style, **dict(zip(ends, values, strict=True))}
 
 
@@ -459,7 +457,7 @@ def _muon(reading: Reading, name: str) -> dict[str, Any]:
     """Options of Muon."""
     names = ("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode")
     if name != "muon":
-        reading.unused(*names, "muon_extra_scale_factor", "muon_tp_mode")
+        reading.ignore(*names, "muon_extra_scale_factor", "muon_tp_mode")
         return {}
     fields = ("momentum", "nesterov", "steps", "scale")
     values = [
@@ -475,7 +473,7 @@ def _muon(reading: Reading, name: str) -> dict[str, Any]:
     mode = reading.take("muon_tp_mode", "optimizer.muon.distributed")
     if mode == "blockwise" and reading("tensor_model_parallel_size") > 1:
         why = "matrices are orthogonalised whole, not by the blocks of tp"
-        reading.say("not supported", why, "muon_tp_mode")
+        reading.explain("not supported", why, "muon_tp_mode")
     own: dict[str, Any] = dict(zip(fields, [*values[:3], scale or "adamw"], strict=True))
     return {"muon": MuonConfig(**own, distributed=mode == "distributed")}
 
@@ -485,20 +483,20 @@ def _decoupled(reading: Reading) -> dict[str, Any]:
     own = reading.take("decoupled_lr", "optimizer.groups")
     end, peak = reading.take("decoupled_min_lr", "optimizer.groups"), reading("lr")
     if own is None or not peak:
-        reading.unused("decoupled_lr", "decoupled_min_lr")
+        reading.ignore("decoupled_lr", "decoupled_min_lr")
         return {}
     ratio = own / peak
     last = (end or 0.0) / reading("min_lr") if reading("min_lr") else ratio
     if not math.isclose(last, ratio, rel_tol=1e-3):
         why = f"ours is {ratio:.4g} times the rate throughout, at the end too"
-        reading.say("not supported", why, "decoupled_min_lr")
+        reading.explain("not supported", why, "decoupled_min_lr")
     both = ["embed"] if not reading("untie_embeddings_and_output_weights") else ["embed", "unembed"]
     return {"groups": "; ".join(f"{name} lr={ratio:.6g}" for name in both)}
 
 
 def apply_precision(reading: Reading, config: TrainConfig) -> TrainConfig:
     """`config` in the precision of the line."""
-    reading.taken("precision", "fp16", "bf16", "params_dtype")
+    reading.note("precision", "fp16", "bf16", "params_dtype")
     name = "fp16" if reading("fp16") else "bf16" if reading("bf16") else "float32"
     if reading("fp16") and reading("bf16"):
         reading.refuse("fp16", "one of it and --bf16", "leave one out")
@@ -511,7 +509,7 @@ def apply_precision(reading: Reading, config: TrainConfig) -> TrainConfig:
     gathers = [n for n in ("fp8_param_gather", "fp4_param_gather") if reading.take(n, "gather_as")]
     if gathers and made.parallelism.zero == 3 and made.precision.products:
         return configure(made, gather_as="quantised")
-    reading.say("not needed", "parameters are gathered where --zero is 3", *gathers)
+    reading.explain("not needed", "parameters are gathered where --zero is 3", *gathers)
     return made
 
 
@@ -528,10 +526,10 @@ def _products(reading: Reading, name: str) -> tuple[str, str]:
     ends = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     details = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad")
     if not four and not eight:
-        reading.unused("fp8", "fp8_recipe", "fp4_recipe", *ends, *details)
+        reading.ignore("fp8", "fp8_recipe", "fp4_recipe", *ends, *details)
         return name, ""
     kind = reading.take("fp4_recipe" if four else "fp8_recipe", "precision")
-    reading.unused("fp8_recipe" if four else "fp4_recipe")
+    reading.ignore("fp8_recipe" if four else "fp4_recipe")
     known: Mapping[str, str] = {"nvfp4": "nvfp4"} if four else _RECIPES
     if kind not in known:
         reading.refuse("fp4_recipe" if four else "fp8_recipe", f"one of {', '.join(known)}")
@@ -542,19 +540,19 @@ def _products(reading: Reading, name: str) -> tuple[str, str]:
     own = {"delayed": "hybrid", "tensorwise": "hybrid"}.get(kind, "e4m3")
     if eight and eight != own:
         why = f"{recipe} is {own}: write the formats out, --products 'fprop=...'"
-        reading.say("not supported", why, "fp8")
+        reading.explain("not supported", why, "fp8")
     if not reading.take("fp8_wgrad", "products"):
         words.append("wgrad=high")
     why = "scales are of the largest magnitude of 256 steps"
     for detail in details[:2]:
-        reading.say("not needed", "scales are those of this step", detail)
+        reading.explain("not needed", "scales are those of this step", detail)
         if kind == "delayed":
-            reading.say("not supported", why, detail)
+            reading.explain("not supported", why, detail)
     if reading.take(ends[0], "products"):
         first, last = (reading.take(n, "products") for n in ends[1:])
         words += [f"first={first}", f"last={last}"]
     else:
-        reading.unused(*ends[1:])
+        reading.ignore(*ends[1:])
         words += ["last=0"] if four else []
     return recipe, " ".join([recipe, *words]) if words else ""
 
@@ -566,11 +564,11 @@ def _scale(reading: Reading, name: str) -> dict[str, Any]:
     fixed = reading.take("loss_scale", "optimizer.loss_scale.initial")
     values = {o: reading.take(t, f"optimizer.loss_scale.{o}") for t, o in pairs.items()}
     if name != "fp16":
-        reading.unused("loss_scale", *pairs)
+        reading.ignore("loss_scale", *pairs)
         return {}
     values["growth_interval"] = int(values["growth_interval"])
     if fixed:
-        reading.unused("initial_loss_scale", "loss_scale_window")
+        reading.ignore("initial_loss_scale", "loss_scale_window")
         values |= {"initial": fixed, "growth_interval": 0, "minimum": fixed}
     return {"loss_scale": LossScale(**values)}
 
@@ -579,7 +577,7 @@ def _sums(reading: Reading, name: str) -> dict[str, Any]:
     """The dtypes that gradients are summed in."""
     low = reading.take("grad_reduce_in_bf16", "optimizer.grad_dtype")
     why = "gradients are summed in float32"
-    reading.say("same", why, "accumulate_allreduce_grads_in_fp32")
+    reading.explain("same", why, "accumulate_allreduce_grads_in_fp32")
     main = _dtype(reading, "main_grads_dtype", "optimizer.grad_dtype")
     if name == "float32":
         return {}
@@ -593,7 +591,7 @@ def _moments(reading: Reading, name: str) -> dict[str, Any]:
     aware = reading.take("use_precision_aware_optimizer", "optimizer.mu_dtype")
     names = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "store_param_remainders")
     if not aware:
-        reading.unused(*names)
+        reading.ignore(*names)
         return {}
     found: dict[str, Any] = {}
     for theirs, ours in zip(names, ("mu_dtype", "nu_dtype"), strict=False):
@@ -621,7 +619,9 @@ def _memory(reading: Reading) -> dict[str, Any]:
     if reading.take("checkpoint_activations", "remat"):
         kind = "full"
     why = "memory alone: every block is computed again, or its core of attention"
-    reading.say("not needed", why, "recompute_method", "recompute_num_layers", "recompute_modules")
+    reading.explain(
+        "not needed", why, "recompute_method", "recompute_num_layers", "recompute_modules"
+    )
     if kind not in (None, "none", "full", "selective"):
         reading.refuse("recompute_granularity", "full or selective")
     found: dict[str, Any] = {"remat": kind or "none"}
@@ -630,7 +630,7 @@ def _memory(reading: Reading) -> dict[str, Any]:
     if any((*graphs, reading("external_cuda_graph"))):
         found |= {"compile": True, "cuda_graph": True, "device": "cuda"}
     names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-    reading.taken("cuda_graph", *names, why="of a compiled step")
+    reading.note("cuda_graph", *names, why="of a compiled step")
     minutes = reading.take("distributed_timeout_minutes", "timeout_seconds")
     if reading.has("distributed_timeout_minutes"):
         found["timeout_seconds"] = 60.0 * minutes
@@ -659,30 +659,30 @@ def read_data_settings(reading: Reading, family: FamilyName, batch: int) -> dict
     """
     found: dict[str, Any] = _documents(reading)
     why = "of a BERT's samples: they have all --seq tokens"
-    reading.say("not supported" if family == "bert" else "not needed", why, "short_seq_prob")
+    reading.explain("not supported" if family == "bert" else "not needed", why, "short_seq_prob")
     rate = reading.take("mask_prob", "mask_rate")
     found |= {"mask_rate": rate} if family in ("bert", "t5") else {}
     if family == "gpt":
-        reading.unused("mask_prob")
+        reading.ignore("mask_prob")
     found |= _special_tokens(reading, family)
     names = ("train_data_path", "valid_data_path", "test_data_path")
     blend = _paths_of(reading, "data_path", "data_args_path")
     train = _paths_of(reading, "train_data_path", "per_split_data_args_path")
-    reading.say("not supported", "functron evaluate RUN --data PREFIX, afterwards", names[2])
+    reading.explain("not supported", "functron evaluate RUN --data PREFIX, afterwards", names[2])
     if not reading.has(names[2]):
-        reading.unused(names[2])
+        reading.ignore(names[2])
     split = reading.take("split", "split")
     mock = reading("mock_data")
     if mock:
-        reading.taken("format", "mock_data")
+        reading.note("format", "mock_data")
     else:
-        reading.unused("mock_data")
+        reading.ignore("mock_data")
     if sum(map(bool, (blend, train, mock))) > 1:
         reading.refuse("data_path", "one of --data-path, --train-data-path and --mock-data")
     text = "" if split is None else ",".join(re.findall(r"[\d.]+", split))
     if split is None and (blend or mock):
         text = "969,30,1"  # Megatron-LM's own
-        reading.taken("split", "split")
+        reading.note("split", "split")
     if not (mock or blend or train):
         fix = "--with data-path=PREFIX, or mock-data for random tokens"
         reading.refuse("data_path", "files of tokens", fix)
@@ -692,20 +692,20 @@ def read_data_settings(reading: Reading, family: FamilyName, batch: int) -> dict
     found |= {"data": blend or train, "format": "tokens", "split": text if blend else ""}
     found |= _order(reading, found["data"] if family in ("gpt", "mamba") else "", batch)
     if train:
-        reading.unused("split")
+        reading.ignore("split")
     return found | _tokens(reading, False)
 
 
 def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
     """Megatron-LM's order of the samples of `data`; empty: of others, whose order is our own."""
     names = ("data_cache_path", "mid_level_dataset_surplus", "add_extra_token_to_sequence")
-    reading.unused(*names)
+    reading.ignore(*names)
     kind = reading.take("dataloader_type", "order")
     if kind not in (None, "single"):
         why = "samples come in one shuffled order, and again in another for the next epoch"
-        reading.say("not supported", why, "dataloader_type")
+        reading.explain("not supported", why, "dataloader_type")
         return {}
-    reading.say("same", "samples come in one shuffled order", "dataloader_type")
+    reading.explain("same", "samples come in one shuffled order", "dataloader_type")
     samples = reading("train_samples") or (reading("train_iters") or 0) * batch
     if not data or samples < 1:  # no number of steps is said elsewhere
         return {}
@@ -713,7 +713,7 @@ def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
     why = f"order = megatron, of {samples} samples: the same ones in every step"
     for name in ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path"):
         if reading.has(name) and reading.fates.get(name, ("",))[0] == "taken":
-            reading.taken("data", name, why=why)
+            reading.note("data", name, why=why)
     cache = reading("data_cache_path")
     if cache and cache not in NONE and not is_open(cache):
         found["order_cache"] = reading.take("data_cache_path", "order_cache")
@@ -743,24 +743,24 @@ def _documents(reading: Reading) -> dict[str, Any]:
     unlearnt = reading.take("eod_mask_loss", "mask_documents")
     if any(both) and not all(both):
         name = names[both.index(True)]
-        other = reading.spelled(names[both.index(False)])
+        other = reading.spell(names[both.index(False)])
         reading.refuse(name, f"{other} with it", "documents see themselves alone, or all that came")
     if all(both) and not unlearnt:
         why = "a document's last token predicts nothing, as with --eod-mask-loss"
-        reading.taken("mask_documents", *names, why=why)
+        reading.note("mask_documents", *names, why=why)
     if unlearnt and not all(both):
         why = "the end of a document is a target like others, where documents are not kept apart"
-        reading.say("not supported", why, "eod_mask_loss")
+        reading.explain("not supported", why, "eod_mask_loss")
     return {"mask_documents": True} if all(both) else {}
 
 
 def _paths_of(reading: Reading, name: str, file: str) -> str:
     """A blend of files of tokens as functron writes it; empty: there is none."""
-    reading.unused(file)
+    reading.ignore(file)
     words = list(reading.take(name, "data") or ())
     path = reading(file)
     if not words and path and not is_open(path):
-        reading.taken("data", file)
+        reading.note("data", file)
         words = _read_list(reading, file, path, name)
     words = [word.strip("\"'") for word in words]
     words = [piece for word in words for piece in word.split()]
@@ -791,11 +791,11 @@ def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
     why = "tokens on disk are made already; --tokenizer FOLDER shows samples as text"
     for name in ("tokenizer_type", "tokenizer_model", "tiktoken_pattern"):
         if reading.fates.get(name, ("",))[0] != "taken":  # of which the vocabulary is known
-            reading.say("not needed", why, name)
+            reading.explain("not needed", why, name)
     path = reading("tokenizer_model")
     if mock or not path or is_open(path) or not Path(path).exists():
         return {}
-    reading.taken("tokenizer", "tokenizer_model")
+    reading.note("tokenizer", "tokenizer_model")
     return {"tokenizer": path}
 
 
@@ -807,14 +807,14 @@ def read_evaluation_settings(
     batches = reading.take("eval_iters", "eval_batches")
     whole = reading.take("full_validation", "eval_batches")
     if whole and settings["format"] == "mock":
-        reading.say("not needed", "random tokens have no end: --eval-iters", "full_validation")
+        reading.explain("not needed", "random tokens have no end: --eval-iters", "full_validation")
         whole = False
-    reading.say("same", "every held-out set has a loss of its own", "multiple_validation_sets")
+    reading.explain("same", "every held-out set has a loss of its own", "multiple_validation_sets")
     valid = [w for word in reading.take("valid_data_path", "eval_data") or () for w in word.split()]
     weights = len(valid) > 1 and len(valid) % 2 == 0 and all(map(is_weight, valid[::2]))
     if weights and len(valid) > 2:
         why = "each of its files is a held-out set: a blend has no loss of its own"
-        reading.taken("eval_data", "valid_data_path", why=why)
+        reading.note("eval_data", "valid_data_path", why=why)
     paths = valid[1::2] if weights else valid
     names = [Path(path).name for path in paths]
     names = names if len(set(names)) == len(names) else [f"valid-{n}" for n in range(len(names))]
@@ -825,7 +825,7 @@ def read_evaluation_settings(
     some = bool(named) or (len(shares) > 1 and shares[1] > 0)
     if every < 1 or not some or (not whole and (batches or 0) < 1):
         why = "there is no held-out data"
-        reading.say("not needed", why, "eval_interval", "eval_iters", "full_validation")
+        reading.explain("not needed", why, "eval_interval", "eval_iters", "full_validation")
         return {}
     found: dict[str, Any] = {"eval_every": every, "eval_batches": 0 if whole else batches}
     return found | ({"eval_data": named} if named else {})

@@ -202,17 +202,17 @@ def test_what_lines_say_is_there(made):
 
 
 def test_what_is_not_supported_is_said(made):
-    rows = {row.name: row for row in made["gpt3_175b.sh"].of("not supported")}
+    rows = {row.name: row for row in made["gpt3_175b.sh"].rows_of("not supported")}
     assert list(rows) == ["attention-dropout"]  # a default that the line does not even have
     text = made["gpt3_175b.sh"].toml()
     assert text.splitlines()[1].startswith("# not supported: attention-dropout 0.1: attention prob")
-    said = {row.name for row in made["t5_220m.sh"].of("not supported")}
+    said = {row.name for row in made["t5_220m.sh"].rows_of("not supported")}
     assert {"normalization", "add-bias-linear", "position-embedding-type"} <= said
-    taken = {row.name: row.ours for row in made["llama3_8b.sh"].of("taken")}
+    taken = {row.name: row.ours for row in made["llama3_8b.sh"].rows_of("taken")}
     assert taken["--hidden-size"] == "gpt.embed_dim = 4096"
-    same = {row.name for row in made["llama3_8b.sh"].of("same")}
+    same = {row.name for row in made["llama3_8b.sh"].rows_of("same")}
     assert {"--clip-grad", "--rotary-percent", "--log-throughput"} <= same
-    defaults = {row.name: row.ours for row in made["llama3_8b.sh"].of("default")}
+    defaults = {row.name: row.ours for row in made["llama3_8b.sh"].rows_of("default")}
     assert defaults["normalization"] == "gpt.norm = layer"
 
 
