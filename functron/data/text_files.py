@@ -33,26 +33,26 @@ class DataConfig:
             empty: the English and code of this Python. Several files of tokens in proportions, as
             Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2"; or all of each, every sample once an
             epoch: "all PREFIX1 all PREFIX2".
-        tokenizer: what makes tokens of text: tokenizer.json, a SentencePiece .model, a .tiktoken
-            file or a folder with one of these, which the run folder then keeps a copy of; bytes:
-            nothing, text is read as bytes; empty: what the run folder `out` has from the model that
-            it was converted from, what functron preprocess made the tokens with, or else bytes.
+        tokenizer: tokenizer file or folder: tokenizer.json, a SentencePiece .model, a .tiktoken
+            file, or a folder with one of these, which the run folder then keeps a copy of; bytes:
+            text is read as bytes; empty: the tokenizer in the run folder `out` (of a converted
+            model), the one that functron preprocess used, or else bytes.
         tokenizer_pattern: how the tokenizer splits text, where it is a .tiktoken file that has not
             one of the usual names: gpt2, cl100k, o200k, llama3 or a regular expression.
-        special_tokens: what names of special tokens in text and messages are, such as <|endoftext|>
-            on a page about it: text; parse: the tokens of that name, as in what a template of
-            conversations writes. Tokens on disk have it as they were made.
+        special_tokens: how names of special tokens inside of text and messages are read, such as
+            <|endoftext|> on a page about it: text: as ordinary text; parse: as the special tokens,
+            as in what a template of conversations writes. Tokens on disk keep how they were made.
         prepend_bos: documents, prompts and texts to evaluate begin with what the tokenizer puts
             before a text (BOS), if anything; see functron.data.mapped_files.TextRules.
-        text_rules: by which version of these rules text becomes tokens. 1 is for runs that began
-            before there was a 2, which keep it: documents without BOS, names of special tokens as
+        text_rules: version of these rules. 1 is for runs that began before there was a 2, which
+            keep it: documents without BOS, names of special tokens as
             the kind of tokenizer has it, and targets of conversations by tokens' first characters.
         format: how `data` is read: text; chat: JSONL files of conversations, of which the model
             learns the tokens of the assistant; tokens: files of functron preprocess or Megatron-LM,
             a prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
             where it ends in .jsonl, and tokens where there is such a file.
-        overlong: what becomes of conversations that do not fit into seq tokens: refuse (it is an
-            error), cut (off their end) or drop.
+        overlong: conversations longer than seq tokens are refused (an error), cut at their end, or
+            dropped.
         split: which documents of tokens on disk are for training, validation and test, such as
             969,30,1: training has the first of these parts; empty: all of them.
         order: arithmetic: every epoch shuffled by itself, without tables; or the order of an
@@ -82,13 +82,13 @@ class DataConfig:
             none but themselves, as with mask_documents; conversations share samples, whole and
             without seeing one another; empty: documents as they follow one another, and one
             conversation a sample.
-        mask_rate: the share of tokens that a BERT is to find, or a T5 to restore.
+        mask_rate: share of tokens that a BERT predicts, or a T5 restores.
         mask_token: the id that hides them, or the first of a T5's sentinels, from which others go
             down; -1: the tokenizer's [MASK], <mask> or <extra_id_0>, or else the last of the
             vocabulary.
-        mean_span: how many tokens a T5 is to restore at a place, in the mean.
+        mean_span: mean length in tokens of the spans that a T5 restores.
         end_token: the id that ends what a T5 reads and writes; -1: the tokenizer's end of text.
-        prefetch: batches that a thread makes ahead of the steps that need them; 0: none.
+        prefetch: number of batches that a background thread prepares ahead; 0: none.
         seq: tokens per sample.
         global_batch: samples per step, over all ranks and microbatches.
         ramp_up: begin with fewer samples per step: "START INCREMENT SAMPLES", as Megatron-LM has

@@ -30,7 +30,7 @@ NONE = ("none", "None", "null", "")
 def read_step_settings(
     reading: Reading, family: FamilyName, ranks: int
 ) -> tuple[Mesh, dict[str, Any]]:
-    """The mesh, and the settings of `TrainConfig` that say what its steps are.
+    """The mesh, and the settings of `TrainConfig` for the training step.
 
     Args:
         reading: the line; what becomes of its arguments is noted there.
@@ -42,7 +42,7 @@ def read_step_settings(
 
 
 def read_update_settings(reading: Reading, family: FamilyName, mesh: Mesh) -> dict[str, Any]:
-    """The settings that say what updates are, on whatever mesh: batches, rates, optimizer."""
+    """The settings of the updates, which no mesh changes: batches, learning rate, optimizer."""
     settings = {"seq": _seq(reading, family)} | _batches(reading, mesh)
     return settings | _rate(reading, settings) | {"optimizer": _optimizer(reading)}
 
@@ -151,7 +151,7 @@ def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int
 
 
 def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
-    """Schedule and layout."""
+    """The pipeline schedule, and which layers each stage has."""
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     counts = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     text = reading.take("pipeline_model_parallel_layout", "layout")
@@ -220,7 +220,7 @@ _STRATEGIES: Mapping[str, int] = MappingProxyType(
 
 
 def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
-    """The state that data-parallel ranks divide."""
+    """The ZeRO stage, and how gradients are reduced."""
     fsdp = reading.take("use_megatron_fsdp", "zero")
     strategy = reading.take("data_parallel_sharding_strategy", "zero")
     torchs = reading.take("use_torch_fsdp2", "zero")
@@ -288,7 +288,7 @@ def _batches(reading: Reading, mesh: Mesh) -> dict[str, Any]:
 def _ramp(
     reading: Reading, numbers: Sequence[int], batch: int, ranks: int, parts: int
 ) -> dict[str, Any]:
-    """A growing batch: ours has as many microbatches throughout, of more and more samples."""
+    """A batch that grows: here its microbatches grow, there their number does."""
     start, increment, _ = numbers
     most = math.gcd(start, increment, batch) // ranks
     fitting = max((n for n in range(1, most + 1) if most % n == 0 and parts % n == 0), default=1)
@@ -317,7 +317,7 @@ def _steps(reading: Reading, found: Mapping[str, Any], batch: int) -> int:
 
 
 def _find_step(found: Mapping[str, Any], batch: int, samples: int) -> int:
-    """How many whole steps so many samples are."""
+    """The number of steps after which `samples` samples were taken."""
     try:
         ramp = parse_ramp_up(found.get("ramp_up", ""), batch)
     except ValueError:
@@ -337,7 +337,7 @@ WSD: Mapping[str, str] = MappingProxyType({
 
 
 def _rate(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The schedule of the learning rate, and what its counts are."""
+    """The schedule of the learning rate, and whether it counts steps or samples."""
     batch = settings["global_batch"]
 
     counted = _counts_samples(reading, settings)
@@ -408,7 +408,7 @@ _SCALE_MODES = MappingProxyType({("spectral", 0.2): "adamw", ("shape_scaling", 1
 
 
 def _optimizer(reading: Reading) -> OptimizerConfig:
-    """The optimizer, without what follows of the precision."""
+    """The optimizer, without the dtypes that the precision sets."""
     kind = reading.take("optimizer", "optimizer.name", "AdamW: its decay is decoupled")
     names = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
     if kind not in names:
@@ -436,7 +436,7 @@ def _optimizer(reading: Reading) -> OptimizerConfig:
 
 
 def _increase(reading: Reading) -> dict[str, Any]:
-    """A weight decay that changes."""
+    """A weight decay that grows over the run."""
     style = reading.take("weight_decay_incr_style", "optimizer.weight_decay_incr_style")
     ends = ("start_weight_decay", "end_weight_decay")
     if style == "constant":
@@ -479,7 +479,7 @@ def _muon(reading: Reading, name: str) -> dict[str, Any]:
 
 
 def _decoupled(reading: Reading) -> dict[str, Any]:
-    """A learning rate of embedding and output of their own."""
+    """A separate learning rate for the embedding and the output layer."""
     own = reading.take("decoupled_lr", "optimizer.groups")
     end, peak = reading.take("decoupled_min_lr", "optimizer.groups"), reading("lr")
     if own is None or not peak:
@@ -520,7 +520,7 @@ _RECIPES: Mapping[str, str] = MappingProxyType({
 
 
 def _products(reading: Reading, name: str) -> tuple[str, str]:
-    """The precision with quantised products, and its recipe where the name has another."""
+    """The precision with quantised matmuls, and its recipe where it is not that of the name."""
     four = reading.take("fp4", "precision")
     eight = None if four else reading.take("fp8", "precision")
     ends = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
@@ -558,7 +558,7 @@ def _products(reading: Reading, name: str) -> tuple[str, str]:
 
 
 def _scale(reading: Reading, name: str) -> dict[str, Any]:
-    """The factor of the loss."""
+    """The loss scale."""
     pairs = {"initial_loss_scale": "initial", "loss_scale_window": "growth_interval",
              "hysteresis": "hysteresis", "min_loss_scale": "minimum"}  # fmt: skip
     fixed = reading.take("loss_scale", "optimizer.loss_scale.initial")
@@ -612,7 +612,7 @@ def _dtype(reading: Reading, name: str, setting: str) -> str:
 
 
 def _memory(reading: Reading) -> dict[str, Any]:
-    """The policy of recomputation, and how steps run."""
+    """Activation checkpointing, determinism, CUDA graphs, and timeouts."""
     kind = reading.take("recompute_granularity", "remat")
     if reading.take("recompute_activations", "remat"):
         kind = kind or "selective"
@@ -650,7 +650,7 @@ DATA_ARGUMENTS = (
 
 
 def read_data_settings(reading: Reading, family: FamilyName, batch: int) -> dict[str, Any]:
-    """The settings of `TrainConfig` that say where samples come from, and in which order.
+    """The settings of `TrainConfig` for the data: files, split, tokenizer and order of samples.
 
     Args:
         reading: the line; what becomes of its arguments is noted there.
@@ -697,7 +697,7 @@ def read_data_settings(reading: Reading, family: FamilyName, batch: int) -> dict
 
 
 def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
-    """Megatron-LM's order of the samples of `data`; empty: of others, whose order is our own."""
+    """The order of samples: Megatron-LM's, or the arithmetic one where `data` is empty."""
     names = ("data_cache_path", "mid_level_dataset_surplus", "add_extra_token_to_sequence")
     reading.ignore(*names)
     kind = reading.take("dataloader_type", "order")
@@ -724,7 +724,7 @@ def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
 
 
 def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
-    """The ids of a BERT's [MASK], and of a T5's end, in the tokenizers that Megatron-LM has."""
+    """The ids of BERT's [MASK] and of T5's end token in Megatron-LM's tokenizers."""
     kind = reading("tokenizer_type") or "BertWordPieceLowerCase"
     words = kind.startswith("BertWordPiece")
     if family == "bert" and words:
@@ -737,7 +737,7 @@ def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
 
 
 def _documents(reading: Reading) -> dict[str, Any]:
-    """Whether documents see one another."""
+    """Whether attention crosses the boundaries of documents."""
     names = ("reset_position_ids", "reset_attention_mask")
     both = [reading.take(name, "mask_documents") for name in names]
     unlearnt = reading.take("eod_mask_loss", "mask_documents")
@@ -755,7 +755,7 @@ def _documents(reading: Reading) -> dict[str, Any]:
 
 
 def _paths_of(reading: Reading, name: str, file: str) -> str:
-    """A blend of files of tokens as functron writes it; empty: there is none."""
+    """The files of a blend and their weights, as the setting `data` has them; "" without any."""
     reading.ignore(file)
     words = list(reading.take(name, "data") or ())
     path = reading(file)
@@ -787,7 +787,7 @@ def _read_list(reading: Reading, file: str, path: str, name: str) -> list[str]:
 
 
 def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
-    """The tokenizer, which a run on tokens needs for nothing but to show text."""
+    """The tokenizer: a run on tokenised data uses it only to show text."""
     why = "tokens on disk are made already; --tokenizer FOLDER shows samples as text"
     for name in ("tokenizer_type", "tokenizer_model", "tiktoken_pattern"):
         if reading.fates.get(name, ("",))[0] != "taken":  # of which the vocabulary is known
@@ -802,7 +802,7 @@ def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
 def read_evaluation_settings(
     reading: Reading, settings: Mapping[str, Any], family: FamilyName
 ) -> dict[str, Any]:
-    """Held-out data."""
+    """When, and on which held-out data, the run is evaluated."""
     every = reading.take("eval_interval", "eval_every") or 0
     batches = reading.take("eval_iters", "eval_batches")
     whole = reading.take("full_validation", "eval_batches")
