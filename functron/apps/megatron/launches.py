@@ -32,7 +32,7 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.training.records import EVAL, LogReader, Naming, Record, flat
 
 TITLE = "cannot read the launch line"
-_MOST_TEXT = 1_000_000
+_MOST_TEXT = 100_000  # characters of a script, and of what a variable or a command has
 _MOST_WORDS = 100_000
 _MOST_DEPTH = 50
 _OPEN, _CLOSE = "\ue000", "\ue001"
@@ -196,9 +196,8 @@ def _split_commands(text: str) -> Iterator[_Command]:
             at += 1
 
 
-def _cut_word(text: str) -> tuple[str, str]:
-    """The first word of a text as it is written, and what follows it."""
-    at = 0
+def _find_word_end(text: str, at: int) -> int:
+    """Where the word that begins at `at` ends."""
     while at < len(text) and not text[at].isspace():
         if text[at] == "\\":
             at += 2
@@ -206,7 +205,7 @@ def _cut_word(text: str) -> tuple[str, str]:
             at = _find_end(text, at, opener)
         else:
             at += 1
-    return text[:at], text[at:].lstrip()
+    return at
 
 
 def _split_pieces(text: str, *, quoted: bool) -> Iterator[tuple[str, str]]:
@@ -259,6 +258,7 @@ _OPENING = {
 _CLOSING = ("fi", "esac", "done", "}")
 _BETWEEN = ("then", "elif", "else", "do", "!", "time")
 _DECLARE = re.compile(r"(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*")
+_WORD = re.compile(r"(\S+)\s*")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _EXPANSION = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-+])(.*))?", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*(?:&>>|&>|>>|>\||>&|>|<)(.*)", re.DOTALL)
@@ -278,31 +278,34 @@ class _Script:
     def read(self, text: str) -> None:
         """Note what the commands of a text set, and their words."""
         for command in _split_commands(text):
-            rest = self._leave_keywords(command.text)
-            declared = _DECLARE.match(rest)
-            rest = rest[declared.end() :] if declared else rest
+            text, line, at = command.text, command.line, self._leave_keywords(command.text)
+            declared = _DECLARE.match(text, at)
+            at = declared.end() if declared else at
             is_certain = not self.inside and command.after not in ("&&", "||")
-            while match := _ASSIGN.match(rest):
-                value, rest = _cut_word(rest[match.end() :])
-                self._assign(match[1], value, command.line, adds=bool(match[2]), certain=is_certain)
-            if rest and not declared:
+            while match := _ASSIGN.match(text, at):
+                at = _find_word_end(text, match.end())
+                value = text[match.end() : at]
+                self._assign(match[1], value, line, adds=bool(match[2]), certain=is_certain)
+                at += len(text[at:]) - len(text[at:].lstrip())
+            if at < len(text) and not declared:
                 problems: list[Problem] = []
-                words = self.split(rest, problems, command.line)
-                self.note(words, command.line, problems)
+                self.note(self.split(text[at:], problems, line), line, problems)
 
-    def _leave_keywords(self, text: str) -> str:
-        """A command without the words of conditions and loops before it, which are noted."""
-        while True:
-            word, rest = re.match(r"(\S*)\s*(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    def _leave_keywords(self, text: str) -> int:
+        """Where a command begins after the words of conditions and loops, which are noted."""
+        at = 0
+        while match := _WORD.match(text, at):
+            word = match[1]
             if word in _OPENING:
                 self.inside.append(word)
             elif word in _CLOSING:
                 self.inside[-1:] = []
             elif word not in _BETWEEN:
-                return text
+                break
+            at = match.end()
             if word in ("for", "select", "case"):  # the rest is what it goes over
-                return ""
-            text = rest
+                return len(text)
+        return at
 
     def _assign(self, name: str, text: str, line: int, *, adds: bool, certain: bool) -> None:
         problems: list[Problem] = []
@@ -313,7 +316,11 @@ class _Script:
             value = before + value
         elif before is not None:
             value = [*([before] if isinstance(before, str) else before), *value]
-        if sum(len(one) + 1 for one in value) > _MOST_TEXT or not certain:
+        size = len(value) if isinstance(value, str) else sum(len(one) + 1 for one in value)
+        if size > _MOST_TEXT:
+            got, wanted = f"{name} of {size} characters", f"at most {_MOST_TEXT}"
+            problems = [Problem(f"line {line}", got, wanted)]
+        elif not certain:
             got = f"{name}, which is set where only a shell can tell"
             problems = [Problem(f"line {line}", got, "one that is always set", RUN_IT)]
         if not problems and not (adds and name in self.untold):
@@ -345,17 +352,22 @@ class _Script:
     def split(self, text: str, problems: list[Problem], line: int) -> list[str]:
         """The words of a command, without what is written where."""
         words: list[str] = []
-        text = text.lstrip()
-        while text and sum(map(len, words)) <= _MOST_TEXT:
-            if text[0] == "#":
-                text = text[_find_line_end(text, 0) :].lstrip()
-                continue
-            word, text = _cut_word(text)
-            if match := _REDIRECTION.fullmatch(word):
-                text = text if match[1] else _cut_word(text)[1]
+        at = size = 0
+        is_place = False
+        while at < len(text) and size <= _MOST_TEXT:
+            if text[at].isspace():
+                at += 1
+            elif text[at] == "#":
+                at = _find_line_end(text, at)
             else:
-                words += self._split_word(word, problems, line)
-        if text:
+                end = _find_word_end(text, at)
+                match = _REDIRECTION.fullmatch(text, at, end)
+                if not match and not is_place:
+                    more = self._split_word(text[at:end], problems, line)
+                    size += sum(map(len, more))
+                    words += more
+                is_place, at = match is not None and not match[1], end
+        if at < len(text):
             problems.append(Problem(f"line {line}", "a command without end", "fewer words"))
         return words
 
@@ -562,7 +574,11 @@ def record_script(
         folder = Path(made).resolve()
         status, said = _run_recorded(bash, path.resolve(), folder, variables or {})
         script = _Script({})
-        for file in sorted((folder / "calls").iterdir(), key=lambda file: file.stat().st_mtime_ns):
+        # clocks of files may not tell processes apart that follow each other closely
+        calls = (
+            (one.stat().st_mtime_ns, int(one.name), one) for one in (folder / "calls").iterdir()
+        )
+        for _, _, file in sorted(calls):
             first, *rest = file.read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
             name = first.rpartition("/")[2]
             words = rest if name == "functron-record" else [name, *rest]

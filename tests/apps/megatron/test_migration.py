@@ -610,6 +610,8 @@ def test_kinds_of_scripts():
         ("A='--bf16\npython a.py", ["nothing closes"]),
         ("f() { python a.py --bf16; }\nf", ["line 1", "a function", "--run"]),
         ("A=(--bf16)\npython a.py ${A[0]} --lr 1", ["line 2", "${A[0]}", "--run"]),
+        ("A=xx\n" + "A=$A$A\n" * 40 + "python a.py --bf16 $A", ["A of 131072 characters"]),
+        ("#" * 100_001, ["100001 characters; wanted at most 100000"]),
         ("echo hello", ["no command with options"]),
         ("", ["no command with options"]),
     ],
