@@ -32,9 +32,9 @@ from functron.data import (
     Samples,
     TokenWindows,
 )
-from functron.data.documents import python_text
-from functron.data.indexed import Layout
-from functron.data.preprocess import Settings, preprocess
+from functron.data.indexed import IndexLayout
+from functron.data.mapped_files import python_text
+from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.training.config import configure
 from functron.training.run import prepare
 
@@ -98,7 +98,7 @@ def functron_program(text: Path, tokenizer: Path, folder: Path) -> Callable[[], 
     rounds = iter(range(10**6))
 
     def run() -> int:
-        settings = Settings(
+        settings = PreprocessSettings(
             (str(text),), str(tokenizer), str(folder / f"x{next(rounds)}"), workers=1
         )
         return preprocess(settings).tokens
@@ -192,7 +192,7 @@ def preprocess_table(args: argparse.Namespace, folder: Path) -> int:
 
 def write_index(prefix: Path, documents: int, tokens: int) -> None:
     """An index of documents of `tokens` each, and a .bin that is a hole of as many bytes."""
-    layout = Layout(np.dtype(np.uint16), documents, documents)
+    layout = IndexLayout(np.dtype(np.uint16), documents, documents)
     with Path(f"{prefix}.idx").open("wb") as stream:
         stream.write(layout.header())
         for begin in range(0, documents, BLOCK):

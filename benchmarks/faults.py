@@ -43,8 +43,8 @@ from functron.checkpoint import saver
 from functron.checkpoint.folder import LATER
 from functron.cli import launch, process
 from functron.cli import train as command
-from functron.data.order import shuffled
-from functron.data.preprocess import Settings, preprocess
+from functron.data.preprocess import PreprocessSettings, preprocess
+from functron.data.sampling import shuffled
 from functron.optim import OptimizerConfig
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
@@ -567,7 +567,7 @@ def _flipped_files(folder: Path, options: argparse.Namespace) -> Found:
     saved, tokens = folder / "checkpoint", folder / "tokens"
     placement = run.setup.placement
     checkpoint.save(saved, run.state, {"step": 1}, placement=placement)
-    made = Settings((text.__file__,), "bytes", str(tokens), workers=1)
+    made = PreprocessSettings((text.__file__,), "bytes", str(tokens), workers=1)
     preprocess(made)
 
     def values() -> str:

@@ -38,8 +38,8 @@ from functron.precision import Recipe
 from functron.precision.recipe import check_gpu
 from functron.program.cost import bytes_text, count_text, sent_bytes
 from functron.program.equations import Scan
-from functron.program.program import Program
 from functron.program.text import axis_of, dtype_text
+from functron.program.trace import Program
 from functron.training.config import TrainConfig, configure, with_model, with_precision
 from functron.training.setup import make_setup
 

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from functron.models.options import Hook, ModelOptions
     from functron.partitioning import constrain, from_module, partition
     from functron.program import debug
-    from functron.program.program import Program
-    from functron.program.trace import eval_shape, trace
+    from functron.program.trace import Program, eval_shape, trace
     from functron.spmd import (
         CONTEXT_AXES,
         DATA_AXES,

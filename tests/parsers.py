@@ -37,22 +37,23 @@ from torch.distributed import checkpoint as dcp
 
 import functron as ft
 from functron import checkpoint, hub, optim
+from functron.apps.megatron import migrate, tensors
+from functron.apps.megatron.checkpoint_files import COMMON, METADATA, open_checkpoint, read_pickle
+from functron.apps.megatron.launches import read_log
 from functron.apps.planner import hardware
 from functron.apps.planner.measurements import LinkTimes, Measurement, RankRates
 from functron.checkpoint.folder import MANIFEST
 from functron.core.errors import raise_problems
 from functron.data import indexed, shards
-from functron.data.chat import Line, read_conversations
-from functron.data.sources import read_jsonl, read_parquet
+from functron.data.chat import ChatLine, read_conversations
+from functron.data.text_files import read_jsonl, read_parquet
 from functron.data.tokenizer import open_tokenizer
-from functron.hub import files, megatron
-from functron.hub.megatron_files import COMMON, METADATA, open_checkpoint, read_pickle
+from functron.hub import files
 from functron.pipeline.partition import parse_layout
 from functron.pipeline.schedule import Schedule
 from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
-from functron.training.migrate import migrate
 
 SLOW_SECONDS = 10.0
 
@@ -275,7 +276,7 @@ def _jsonl_seeds(folder: Path) -> list[bytes]:
 
 def _refuse_first(rows: Iterator[Any]) -> None:
     for row in rows:
-        problems = row.problems if isinstance(row, Line) else [row.problem] * bool(row.problem)
+        problems = row.problems if isinstance(row, ChatLine) else [row.problem] * bool(row.problem)
         raise_problems("a line cannot be read", problems)
 
 
@@ -386,7 +387,7 @@ learning rate: 1.0E-03 | global batch size:     4 | lm loss: 5.5E+00 | grad norm
 
 
 def _read_log(folder: Path, data: bytes) -> object:
-    return records.read_log(_put(folder, "x.log", data))
+    return read_log(_put(folder, "x.log", data))
 
 
 def _megatron_seeds(folder: Path) -> list[bytes]:
@@ -412,7 +413,7 @@ def _read_megatron(folder: Path, data: bytes) -> None:
     opened = open_checkpoint(folder / "megatron")
     for name, (shape, _) in opened.weights.shapes().items():
         opened.weights.read(name, [slice(0, size) for size in shape])
-    megatron.state_of(opened)
+    tensors.read_state(opened)
 
 
 def _pickle_seeds(folder: Path) -> list[bytes]:

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "functron"
 # types of what functions take and return, which need no example of their own
 TYPES = {
     "functron.gpt.Details",
-    "functron.hub.Format",
+    "functron.hub.HubFormat",
     "functron.nn.NormKind",
     "functron.nn.Predictions",
     "functron.ops.Gradient",

@@ -1,7 +1,8 @@
 """Training steps of megatron-core (``pip install --no-deps megatron-core==0.16.1``) on CPUs.
 
 Its local layers, over gloo, under tensor parallelism with and without a split sequence. The wheel
-names GPUs in its source, which `tests/hub/make_megatron.py` reads with CPUs in their place.
+names GPUs in its source, which `tests/apps/megatron/make_megatron.py` reads with CPUs in their
+place.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def tensor_parallel_step(c: gpt.GPTConfig, batch: dict, *, sequence: bool) -> St
     """`GPTModel` of this rank of all, and fused AdamW; norms' gradients are summed as it does."""
     if importlib.util.find_spec("megatron") is None:
         raise SystemExit("skip: pip install --no-deps megatron-core==0.16.1")
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hub"))
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "apps" / "megatron"))
     sys.meta_path.insert(0, importlib.import_module("make_megatron").Loader())
     core("parallel_state").initialize_model_parallel(dist.get_world_size())
     tracker = core("tensor_parallel.random").CudaRNGStatesTracker

@@ -1,7 +1,8 @@
 """Applications: what is made with the library, each a folder that works, and goes, by itself.
 
-This table is all that the house knows of them. The command line asks it for them, and the library
-never does: what an application adds is passed to the library as an argument.
+The tables here are all that the house knows of them. An application hands plain functions to the
+library, which finds them by the names of settings (`functron.core.errors.load_plugin`), as it finds
+those of other distributions by their entry points. No application imports another.
 """
 
 from __future__ import annotations
@@ -10,29 +11,67 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
+from typing import Any
+
+from functron.core.errors import load_plugin
 
 APPLICATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "megatron": ("migrate",),
         "planner": ("plan", "recipe"),
     }
 )
 """By the name of its folder: the commands that there are only with an application."""
 
+PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "functron.formats": {"megatron": "functron.apps.megatron.runs:make_format"},
+        "functron.logs": {"megatron": "functron.apps.megatron.launches:make_log_reader"},
+        "functron.record_names": {"megatron": "functron.apps.megatron.launches:name_records"},
+        "functron.sample_orders": {"megatron": "functron.apps.megatron.sample_order:make_order"},
+    }
+)
+"""By group and name, ``module:function``.
+
+| group | the function | read by |
+|---|---|---|
+| ``functron.formats`` | returns a `functron.training.convert.RunFormat` | ``functron convert`` |
+| ``functron.logs`` | returns a `functron.training.records.LogReader` | ``functron compare`` |
+| ``functron.record_names`` | is a `functron.training.records.Naming` of samples | log_names |
+| ``functron.sample_orders`` | returns a `functron.data.sampling.SampleOrder` | order |
+"""
+
 
 def find(name: str) -> ModuleType | None:
     """The application of this name; None where its folder was left out."""
     assert name in APPLICATIONS, name
-    return importlib.import_module(f"{__name__}.{name}") if _is_there(name) else None
+    module = f"{__name__}.{name}"
+    return importlib.import_module(module) if _exists(module) else None
 
 
 def missing_commands() -> frozenset[str]:
     """The commands of applications that were left out."""
-    left_out = (commands for name, commands in APPLICATIONS.items() if not _is_there(name))
-    return frozenset(command for commands in left_out for command in commands)
+    left_out = [name for name in APPLICATIONS if not _exists(f"{__name__}.{name}")]
+    return frozenset(command for name in left_out for command in APPLICATIONS[name])
 
 
-def _is_there(name: str) -> bool:
+def load_plugins(group: str, *wanted: str) -> dict[str, Any]:
+    """Call the functions of a group: of ``functron.formats`` the formats, by their names.
+
+    Args:
+        group: of the table.
+        wanted: names; entry points of other distributions are read where the table lacks one.
+    """
+    table = {name: at for name, at in PLUGINS.get(group, {}).items() if _exists(at.split(":")[0])}
+    found = {name: load_plugin(group, name, group)() for name in table}
+    if set(wanted) - found.keys():
+        others = importlib.import_module("importlib.metadata").entry_points(group=group)
+        found |= {one.name: one.load()() for one in others if one.name in wanted}
+    return found
+
+
+def _exists(module: str) -> bool:
     try:
-        return importlib.util.find_spec(f"{__name__}.{name}") is not None
-    except ModuleNotFoundError:
+        return importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):
         return False

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from functron import apps
 from functron.cli.options import parse
 from functron.cli.process import mistakes
 from functron.core.errors import refuse
@@ -49,7 +50,8 @@ def run(arguments: Sequence[str]) -> int:
     """Print the table, and draw the losses."""
     options = parse(CompareOptions, arguments, "compare", needs=COMPARE_NEEDS)
     with mistakes():
-        found = compare(options.runs, nest=_nest)
+        logs = apps.load_plugins("functron.logs").values()
+        found = compare(options.runs, nest=_nest, logs=logs)
         try:
             options.svg.write_text(found.svg(), encoding="utf-8")
         except OSError as error:

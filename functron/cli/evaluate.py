@@ -22,9 +22,9 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need, Needs, always
 from functron.data import Tokenizer
-from functron.data.documents import TextTokenizer, encode_prompt
+from functron.data.mapped_files import TextTokenizer, encode_prompt
+from functron.data.token_datasets import Sliding
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
-from functron.data.windows import Sliding
 from functron.models import bert, generation, gpt, lora, mamba, t5
 from functron.models.generation import Draw, generate
 from functron.models.t5 import Sentinels, respond

@@ -43,7 +43,7 @@ _ALL: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "migrate": (
             "store.migrate",
-            "make a configuration of a launch line of Megatron-LM, and show what became of it",
+            "turn a launch script of Megatron-LM into a configuration, and explain each argument",
         ),
         "upcycle": ("store.upcycle", "make a mixture of experts of a dense run"),
         "params": (

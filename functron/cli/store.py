@@ -9,26 +9,30 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tqdm import tqdm
 
-from functron import data
+from functron import apps, data
 from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
 from functron.cli.process import mistakes
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Needs, always
-from functron.data.preprocess import SETTINGS_NEEDS, Progress, Settings
+from functron.data.preprocess import SETTINGS_NEEDS, PreprocessSettings, Progress
 from functron.data.preprocess import preprocess as make_tokens
 from functron.data.shards import is_tokens
 from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
 from functron.training import convert as conversion
 from functron.training.convert import upcycle_run
-from functron.training.migrate import Migration
-from functron.training.migrate import migrate as migrated
+
+if TYPE_CHECKING:
+    from functron.apps.megatron import Migration
+
+megatron: Any = apps.find("megatron")
+"""Reads launch scripts; None: there is no such command."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +89,19 @@ def convert(arguments: Sequence[str]) -> int:
     """Convert, and print a summary."""
     options = parse(ConvertOptions, arguments, "convert", needs=CONVERT_NEEDS)
     with mistakes():
+        schemes = {text.partition(":")[0] for text in (options.source, options.target)}
+        others = schemes - {conversion.RUN, *conversion.FORMATS}
         done = conversion.convert(
             options.source,
             options.target,
+            formats={**conversion.FORMATS, **apps.load_plugins("functron.formats", *others)},
             dtype=options.dtype or None,
             averaged=options.averaged,
             max_seq=options.max_seq or None,
             fused_projections=options.fused_projections,
             quantise=options.quantise or None,
             model=options.model or None,
-            expert_parallel=options.expert_parallel,
+            expert_parallel=options.expert_parallel if options.expert_parallel != 1 else None,
         )
         print(done)
         if done.recipe:
@@ -146,8 +153,8 @@ def checkpoint(arguments: Sequence[str]) -> int:
 class MigrateOptions:
     """Make a configuration of a launch line of Megatron-LM, and show what became of its arguments.
 
-    Nothing is run: a script is read. Arguments without a counterpart here are listed, with what to
-    do; unknown ones, and sizes that do not fit, are errors.
+    Nothing is run: a script is read, unless --run is given. Arguments without a counterpart here
+    are listed, with what to do; unknown ones, and sizes that do not fit, are errors.
 
     Attributes:
         source: a shell script, a list of arguments, or YAML of Megatron-LM, Megatron-Bridge or
@@ -159,6 +166,10 @@ class MigrateOptions:
         without: arguments to leave out, such as those of a fork.
         processes: ranks; 0: as many as the launcher starts.
         closest: where functron has another model of the kind, make that one.
+        run: run the script in bash, where reading it is not enough (conditions, loops, functions,
+            the output of commands), with recorders in the place of torchrun, python, srun and their
+            like, which start nothing. All else that it does, such as writing into files, it really
+            does, in an empty folder, within 30 seconds.
         strict: arguments without a counterpart are errors, too.
         json: print a JSON object instead of a table.
     """
@@ -170,12 +181,15 @@ class MigrateOptions:
     without: tuple[str, ...] = ()
     processes: int = 0
     closest: bool = False
+    run: bool = False
     strict: bool = False
     json: bool = False
 
 
 MIGRATE_NEEDS: Needs = MappingProxyType(
-    always("source", "out", "env", "extra", "without", "processes", "closest", "strict", "json")
+    always(
+        "source", "out", "env", "extra", "without", "processes", "closest", "run", "strict", "json"
+    )
 )
 """The needs of options, for them to have an effect. Variables and what is left out are looked for
 in the line."""
@@ -185,18 +199,19 @@ def migrate(arguments: Sequence[str]) -> int:
     """Write the configuration, and print the table."""
     options = parse(MigrateOptions, arguments, "migrate", needs=MIGRATE_NEEDS)
     with mistakes():
-        made = migrated(
+        made = megatron.migrate(
             options.source,
             variables=_variables(options.env),
             extra=shlex.join(options.extra),
             without=options.without,
             processes=options.processes,
             closest=options.closest,
+            run=options.run,
         )
         if options.strict:
             fix = "leave --strict out, where that is understood"
             raise_problems("these arguments have no counterpart", [
-                Problem(row.name, row.value, row.why, fix) for row in made.of("not supported")
+                Problem(row.name, row.value, row.why, fix) for row in made.rows_of("not supported")
             ])  # fmt: skip
         _write(options.out, made)
     if options.json:
@@ -232,7 +247,7 @@ def _write(path: Path, made: Migration) -> None:
 
 
 def _conclusion(path: Path, made: Migration) -> list[str]:
-    config, missing = made.config, len(made.of("not supported"))
+    config, missing = made.config, len(made.rows_of("not supported"))
     lines = [f"{path}: {config.title}, on {config.parallelism.mesh or 'one rank'}"]
     if missing:
         plural = "argument has" if missing == 1 else "arguments have"
@@ -304,7 +319,7 @@ def upcycle(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class PreprocessOptions(Settings):
+class PreprocessOptions(PreprocessSettings):
     """Make tokens on disk of text, on all processors; started again, it goes on where it stopped.
 
     Attributes:

@@ -22,9 +22,8 @@ from functron.core.errors import (
 )
 from functron.program.equations import canonical_strides
 from functron.program.overlap import divide_sequences
-from functron.program.program import Program
 from functron.program.recorder import active
-from functron.program.trace import trace
+from functron.program.trace import Program, trace
 from functron.spmd.axes import unwinding
 from functron.spmd.donation import refuse_donated
 from functron.spmd.mesh import BoundMesh, JointCall

@@ -114,6 +114,41 @@ def load_function(text: str, path: str) -> Callable[..., Any]:
     return made
 
 
+APPLICATIONS = "functron.apps"
+"""The module whose `PLUGINS` have the entry points of functron's own applications, by group."""
+
+
+def load_plugin(group: str, name: str, path: str, own: Iterable[str] = ()) -> Callable[..., Any]:
+    """The function that an application gives to a setting, by its name.
+
+    Args:
+        group: of entry points, such as ``"functron.sample_orders"``. Those of functron's own
+            applications stand in a table, so that they are there without an installation; those of
+            other distributions are looked for where that has no such name.
+        name: of the entry point, or ``package.module:function``.
+        path: of the setting, for messages.
+        own: the names that the setting has without an application, for messages.
+
+    Raises:
+        ValueError: nothing has this name, or there is no such function.
+    """
+    if ":" in name:
+        return load_function(name, path)
+    try:
+        table = importlib.import_module(APPLICATIONS).PLUGINS.get(group, {})
+    except ModuleNotFoundError:  # a library without its applications
+        table = {}
+    found = table.get(name)
+    others: dict[str, str] = {}
+    if found is None:
+        metadata = importlib.import_module("importlib.metadata")
+        others = {one.name: one.value for one in metadata.entry_points(group=group)}
+    if (found := found or others.get(name)) is None:
+        fix = nearest(name, [*own, *table, *others])
+        refuse(f"no such {path}", path, repr(name), "a known one, or package.module:function", fix)
+    return load_function(found, path)
+
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

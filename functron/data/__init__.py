@@ -8,7 +8,6 @@ iterator state to save, and the same samples come on every mesh and after resumi
 
 - Text: `ByteText`, `TokenText`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
   `TokenWindows`, `PackedTokens`, `MockTokens`; conversations: `Chat`, `PackedChat`.
-- The order of Megatron-LM's samples: `megatron_samples`, `MegatronWindows`, `MegatronMixture`.
 - Several sources: `Blend`. Objectives: `mask_tokens`, `take_out`, `FillInTheMiddle`, `Transformed`.
 - Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
 - Tokenizers: `open_tokenizer`, `Tokenizer`; by what rules: `TextRules`.
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from functron.data.chat import Chat
     from functron.data.context_schedule import (
         ContextCosts,
+        ContextPlacement,
         ContextPlan,
-        Placement,
         arrange,
         schedule,
     )
@@ -38,13 +37,18 @@ if TYPE_CHECKING:
         spans_of,
         take_out,
     )
-    from functron.data.documents import TextRules, python_text
     from functron.data.indexed import IndexedFile, IndexedWriter, merge
-    from functron.data.megatron import MegatronMixture, MegatronWindows, megatron_samples
-    from functron.data.order import Samples, permute, shuffled
+    from functron.data.mapped_files import TextRules, python_text
     from functron.data.packing import PackedChat, PackedTokens, balance, pack
+    from functron.data.sampling import Samples, permute, shuffled
     from functron.data.shards import open_tokens, verify
+    from functron.data.token_datasets import (
+        ByteText,
+        MockTokens,
+        TokenText,
+        TokenWindows,
+        check_tokens,
+    )
     from functron.data.tokenizer import Tokenizer, open_tokenizer
-    from functron.data.windows import ByteText, MockTokens, TokenText, TokenWindows, check_tokens
 
 import_lazily(__name__)

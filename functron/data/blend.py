@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.documents import TokenFile, check_range, checked_offsets
-from functron.data.order import Samples
+from functron.data.mapped_files import TokenFile, check_range, checked_offsets
+from functron.data.sampling import Samples
 
 TOLERANCE = Fraction(1, 1000)
 """By how much fractions may miss 1: as much as rounding them to some digits does."""
@@ -125,7 +125,7 @@ def _is_number(word: str) -> bool:
     return True
 
 
-class _Splits:
+class _SplitTable:
     """Who has each sample of a row that several share, as a binary tree of divisions in two.
 
     A node of the tree has a row of samples, numbered from 0, of which one child has the share a:
@@ -266,7 +266,7 @@ class Mixture:
     def __init__(self, weights: Sequence[float | int | str | Fraction]):
         self.weights = proportions(weights, "weights")
         scale = math.lcm(*(weight.denominator for weight in self.weights))
-        self._splits = _Splits([int(weight * scale) for weight in self.weights])
+        self._splits = _SplitTable([int(weight * scale) for weight in self.weights])
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
@@ -285,8 +285,8 @@ class Exhaustive:
 
     The sources are spread evenly over an epoch, in proportion to how many samples each has, as
     `Mixture` spreads them, and as close to their shares. Integers, and no table. Megatron-LM's
-    exhaustive blend has as many of each in another order, which is that of
-    `functron.data.MegatronMixture`. `ChainedExhaustive` is what runs had before.
+    exhaustive blend has as many of each in another order. `ChainedExhaustive` is what runs had
+    before.
 
     Args:
         sizes: how many samples each source has, at least 1.
@@ -302,7 +302,7 @@ class Exhaustive:
     def __init__(self, sizes: Sequence[int]):
         self.counts, self.weights = _epoch_of(sizes)
         self._total = int(self.counts.sum())
-        self._splits = _Splits(self.counts.tolist())
+        self._splits = _SplitTable(self.counts.tolist())
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `Mixture.at`."""
@@ -441,7 +441,7 @@ def _share(count: Any, size: int, total: int) -> Any:
 
 
 @runtime_checkable
-class Shares(Protocol):
+class BlendShares(Protocol):
     """Which source each sample of a blend comes from, such as `Mixture` and `Exhaustive`.
 
     Attributes:
@@ -459,13 +459,14 @@ class Shares(Protocol):
         ...
 
 
-Order = Literal[1, 2]
-ORDERS: Mapping[int, tuple[Callable[..., Shares], Callable[..., Shares]]] = MappingProxyType({
+BlendOrder = Literal[1, 2]
+MakeShares = Callable[..., BlendShares]
+ORDERS: Mapping[int, tuple[MakeShares, MakeShares]] = MappingProxyType({
     1: (GreedyMixture, ChainedExhaustive),
     2: (Mixture, Exhaustive),
 })  # fmt: skip
 """The orders of blends by their version: those of weights, and those of all samples."""
-NEWEST: Order = 2
+NEWEST: BlendOrder = 2
 
 
 class Blend(Samples):
@@ -496,7 +497,7 @@ class Blend(Samples):
     def __init__(
         self,
         sources: Sequence[Samples],
-        weights: Sequence[float | int | str | Fraction] | Shares | None,
+        weights: Sequence[float | int | str | Fraction] | BlendShares | None,
         names: Sequence[str] | None = None,
         order: int = NEWEST,
     ):
@@ -506,7 +507,7 @@ class Blend(Samples):
         self.names = tuple(map(str, range(len(sources))) if names is None else names)
         if weights is None:
             weights = of_all(_sizes(sources)) if sources else []
-        given = len(weights.weights if isinstance(weights, Shares) else weights)
+        given = len(weights.weights if isinstance(weights, BlendShares) else weights)
         size, wanted = len(sources), "one for each, and at least 1 source"
         counts = {"weights": (given, "all samples of each"), "names": (len(self.names), "numbers")}
         raise_problems("cannot blend", [
@@ -515,7 +516,9 @@ class Blend(Samples):
             if got != size or not size
         ])  # fmt: skip
         self._sources = tuple(sources)
-        self.mixture: Shares = weights if isinstance(weights, Shares) else of_weights(weights)
+        self.mixture: BlendShares = (
+            weights if isinstance(weights, BlendShares) else of_weights(weights)
+        )
         self.vocab_size = max(source.vocab_size for source in sources)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.data.documents import find, raise_listed
-from functron.data.order import IGNORED, Samples, check_index, shuffled
-from functron.data.sources import json_kind
+from functron.data.mapped_files import find, raise_listed
+from functron.data.sampling import IGNORED, Samples, check_index, shuffled
+from functron.data.text_files import json_kind
+from functron.data.token_datasets import check_vocabulary, token_dtype
 from functron.data.tokenizer import Conversation, Tokenizer
-from functron.data.windows import check_vocabulary, token_dtype
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {
@@ -36,7 +36,7 @@ SHAREGPT = {
 
 
 @dataclass(frozen=True)
-class Line:
+class ChatLine:
     """A line of a file, read.
 
     Attributes:
@@ -73,7 +73,7 @@ def chat_files(path: str | Path) -> list[Path]:
     return files
 
 
-def read_conversations(files: Sequence[Path]) -> Iterator[Line]:
+def read_conversations(files: Sequence[Path]) -> Iterator[ChatLine]:
     """The conversations of files, line after line, right or wrong; blank lines are passed over.
 
     A line is an object with
@@ -91,22 +91,22 @@ def read_conversations(files: Sequence[Path]) -> Iterator[Line]:
                     yield _read(f"{file}:{number}", line)
 
 
-def _read(where: str, line: bytes) -> Line:
+def _read(where: str, line: bytes) -> ChatLine:
     try:
         found = json.loads(line.rstrip().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         got = f"byte {line[error.start]:#04x} at offset {error.start} of the line"
-        return Line(where, (), problems=(Problem(where, got, "UTF-8"),))
+        return ChatLine(where, (), problems=(Problem(where, got, "UTF-8"),))
     except json.JSONDecodeError as error:
         got = f"{error.msg} at column {error.colno}"
-        return Line(where, (), problems=(Problem(where, got, "one JSON object a line"),))
+        return ChatLine(where, (), problems=(Problem(where, got, "one JSON object a line"),))
     except RecursionError:
-        return Line(where, (), problems=(Problem(where, "JSON too deep to read", "an object"),))
+        return ChatLine(where, (), problems=(Problem(where, "JSON too deep to read", "an object"),))
     problems: list[Problem] = []
     messages = _messages(where, found, problems)
     if problems:
-        return Line(where, (), problems=tuple(problems))
-    return Line(where, tuple(messages), found.get("tools"))
+        return ChatLine(where, (), problems=tuple(problems))
+    return ChatLine(where, tuple(messages), found.get("tools"))
 
 
 def _messages(where: str, found: Any, problems: list[Problem]) -> list[dict[str, Any]]:
@@ -269,7 +269,7 @@ class Chat(Samples):
         problems: list[Problem] = []
         fits = self.seq + 1
         for line in read_conversations(chat_files(path)):
-            found = _rendered(line, tokenizer, problems)
+            found = _render(line, tokenizer, problems)
             if found is None:
                 continue
             size = len(found.tokens)
@@ -343,7 +343,7 @@ def _argument_problems(seq: int, overlong: str) -> Iterator[Problem]:
         yield Problem("overlong", repr(overlong), "refuse, cut or drop")
 
 
-def _rendered(line: Line, tokenizer: Tokenizer, problems: list[Problem]) -> Conversation | None:
+def _render(line: ChatLine, tokenizer: Tokenizer, problems: list[Problem]) -> Conversation | None:
     """The conversation of a line; None, and the mistakes in `problems`, where there is none."""
     if line.problems:
         problems.extend(line.problems)

@@ -33,7 +33,7 @@ import numpy as np
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
-from functron.data.documents import raise_listed
+from functron.data.mapped_files import raise_listed
 from functron.data.packing import as_batch, check_documents, entries, rounded_up, zigzag
 
 
@@ -76,7 +76,7 @@ class ContextCosts:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ContextPlacement:
     """Where a document lies.
 
     Attributes:
@@ -108,7 +108,7 @@ class ContextPlan:
 
     cp: int
     rows: int
-    placements: tuple[Placement, ...]
+    placements: tuple[ContextPlacement, ...]
     tokens_per_rank: int
     pairs: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -287,12 +287,12 @@ def schedule(
     _check_arguments(cp, rows, limit, multiple, sizes)
     even = math.lcm(2, multiple)  # two halves
     most = None if limit is None else limit // even * even
-    allowed = sorted(_nested(cp) if sizes is None else set(sizes))
+    allowed = sorted(_nest(cp) if sizes is None else set(sizes))
     _check_lengths(lengths, allowed[-1], cp * rows, most)
     best: tuple | None = None
     for ring, chosen in _candidates(lengths, allowed, cp * rows, model):
         for score in _scores(lengths, cp * rows, model, ring):
-            places = _placed(
+            places = _place(
                 lengths, chosen, [s for s in allowed if s <= ring], cp * rows, most, score
             )
             if places is None:
@@ -309,7 +309,7 @@ def schedule(
     return best[1]
 
 
-def _nested(cp: int) -> list[int]:
+def _nest(cp: int) -> list[int]:
     """cp, its half, ..., and 1: each divides all larger ones, so that groups lie within rings."""
     sizes = [cp]
     while sizes[-1] % 2 == 0:
@@ -336,11 +336,13 @@ def _candidates(
                 yield ring, chosen.tolist()
 
 
-Score = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
+ContextScore = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """How badly a document suits ranks: their pairs and tokens, and what it adds to each."""
 
 
-def _scores(lengths: Sequence[int], ranks: int, model: ContextCosts, ring: int) -> Iterator[Score]:
+def _scores(
+    lengths: Sequence[int], ranks: int, model: ContextCosts, ring: int
+) -> Iterator[ContextScore]:
     """Two scores, as pairs and tokens are to be balanced both: neither is always the best.
 
     The first is how much the squares of both loads grow, but for a constant: a long document looks
@@ -357,13 +359,13 @@ def _scores(lengths: Sequence[int], ranks: int, model: ContextCosts, ring: int) 
     )
 
 
-def _placed(
+def _place(
     lengths: Sequence[int],
     chosen: Sequence[int],
     allowed: Sequence[int],
     ranks: int,
     limit: int | None,
-    score: Score,
+    score: ContextScore,
 ) -> list[tuple[int, int]] | None:
     """The first rank and the size of every document's group; None where one finds no room."""
     pairs, tokens = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
@@ -403,7 +405,7 @@ def _plan(
         cp=cp,
         rows=rows,
         placements=tuple(
-            Placement(length, first // cp, first % cp, size)
+            ContextPlacement(length, first // cp, first % cp, size)
             for length, (first, size) in zip(lengths, places, strict=True)
         ),
         tokens_per_rank=rounded_up(int(tokens.max()), even),
@@ -425,7 +427,7 @@ def _check_arguments(
     if not problems and limit is not None and limit < math.lcm(2, multiple):
         wanted = f"at least {math.lcm(2, multiple)}, two halves and multiple={multiple}"
         problems.append(Problem("limit", str(limit), wanted))
-    known = _nested(cp) if cp >= 1 else []
+    known = _nest(cp) if cp >= 1 else []
     if known and sizes is not None and (not sizes or set(sizes) - set(known)):
         wanted = f"some of {', '.join(map(str, known))}"
         problems.append(Problem("sizes", str(tuple(sizes)), wanted))

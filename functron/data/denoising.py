@@ -29,7 +29,7 @@ from torch import Tensor
 
 from functron.core import random
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.order import IGNORED, Samples
+from functron.data.sampling import IGNORED, Samples
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from typing import IO
 import numpy as np
 
 from functron.core.errors import Problem, local_path, raise_problems, refuse
-from functron.data.documents import (
+from functron.data.mapped_files import (
     MAX_LISTED,
-    Mapped,
+    MappedRows,
     check_dtype,
     check_range,
     checked_offsets,
@@ -75,7 +75,7 @@ def files_of(prefix: str | Path) -> tuple[Path, Path]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class IndexLayout:
     """The places of the parts of an .idx.
 
     Attributes:
@@ -117,7 +117,7 @@ class Layout:
 
 
 class IndexedFile:
-    """An indexed file, opened: a `functron.data.documents.TokenFile`.
+    """An indexed file, opened: a `functron.data.mapped_files.TokenFile`.
 
     Opening maps the files, reads some 60 bytes and checks that these, and the sizes of both files,
     agree: it takes as long for 10^9 documents as for one. `verify` reads everything.
@@ -146,7 +146,7 @@ class IndexedFile:
         self.bin_path, self.idx_path = files_of(path)
         self.layout = layout = _read_layout(self.idx_path)
         check_dtype(f"{self.idx_path}, offset 17", layout.dtype, vocab_size)
-        self._index = Mapped(self.idx_path, np.uint8, 0, layout.size)
+        self._index = MappedRows(self.idx_path, np.uint8, 0, layout.size)
         raw = self._index.values
         self.dtype = layout.dtype
         self.num_sequences, self.num_documents = layout.num_sequences, layout.num_documents
@@ -188,8 +188,8 @@ class IndexedFile:
             yield Problem(str(self.bin_path), f"{size} bytes", wanted, fix)
 
     @functools.cached_property
-    def _tokens(self) -> Mapped:
-        return Mapped(self.bin_path, self.dtype.newbyteorder("<"), 0, self.num_tokens)
+    def _tokens(self) -> MappedRows:
+        return MappedRows(self.bin_path, self.dtype.newbyteorder("<"), 0, self.num_tokens)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The tokens from `start` on, ``[length]``: a view of the file.
@@ -317,7 +317,7 @@ def _refuse_damage(where: str, got: str, wanted: str) -> None:
     refuse("a damaged index", where, got, wanted, fix)
 
 
-def _read_layout(idx: Path) -> Layout:
+def _read_layout(idx: Path) -> IndexLayout:
     """The layout in the header of an .idx, if it is as long as that."""
     try:
         size = idx.stat().st_size
@@ -328,8 +328,8 @@ def _read_layout(idx: Path) -> Layout:
         refuse(_CANNOT, str(idx), error.strerror or str(error), "the index of a .bin", fix)
     raise_problems(_CANNOT, _header_problems(idx, head))
     _, _, code, sequences, entries = HEADER.unpack(head)
-    plain = Layout(DTYPES[code], sequences, entries - 1)
-    modes = Layout(DTYPES[code], sequences, entries - 1, has_modes=True)
+    plain = IndexLayout(DTYPES[code], sequences, entries - 1)
+    modes = IndexLayout(DTYPES[code], sequences, entries - 1, has_modes=True)
     if size not in (plain.size, modes.size):
         raise_problems(_CANNOT, [_size_problem(idx, size, plain)])
     return modes if sequences and size == modes.size else plain
@@ -358,7 +358,7 @@ def _header_problems(idx: Path, head: bytes) -> Iterator[Problem]:
             yield Problem(f"{idx}, offset 26", "0 document indices", wanted, again)
 
 
-def _size_problem(idx: Path, size: int, layout: Layout) -> Problem:
+def _size_problem(idx: Path, size: int, layout: IndexLayout) -> Problem:
     counts = f"{layout.num_sequences} sequences and {layout.num_documents} documents"
     wanted = f"{layout.size} bytes, for {counts}"
     if size > layout.size:
@@ -631,7 +631,7 @@ class IndexedWriter:
         return found
 
     def _finish(self) -> None:
-        layout = Layout(self.dtype, self.num_sequences, self.num_documents, self._has_modes)
+        layout = IndexLayout(self.dtype, self.num_sequences, self.num_documents, self._has_modes)
         self._idx.write(layout.header())
         _copy(self._lengths, self._idx)
         pointer = 0

@@ -27,8 +27,8 @@ import torch
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.chat import IGNORED, Chat, Overlong
-from functron.data.documents import TokenFile, check_ids, raise_listed, refuse_order
-from functron.data.order import Samples, check_index, shuffled, shuffled_blocks
+from functron.data.mapped_files import TokenFile, check_ids, raise_listed, refuse_order
+from functron.data.sampling import Samples, check_index, shuffled, shuffled_blocks
 
 LEAVES = ("tokens", "targets", "positions", "segments")
 """The leaves of a packed batch, in the order of the rows of `entries`."""
@@ -360,7 +360,7 @@ def fill(begins: np.ndarray, samples: int, seq: int) -> Filled:
     starts = np.repeat(begins, whole) + seq * (np.arange(number) - before)
     order = np.argsort(-rest, kind="stable")
     order = order[: np.count_nonzero(rest)]
-    pieces = _fitted(rest[order].tolist(), samples - number, seq)
+    pieces = _fit(rest[order].tolist(), samples - number, seq)
     which, skipped, sizes, where = np.array(pieces, np.int64).reshape(-1, 4).T
     inside = order[which]
     starts = np.concatenate([starts, begins[inside] + seq * whole[inside] + skipped])
@@ -375,7 +375,7 @@ def fill(begins: np.ndarray, samples: int, seq: int) -> Filled:
     return Filled(starts[order], sizes[order], first)
 
 
-def _fitted(lengths: Sequence[int], samples: int, seq: int) -> list[tuple[int, int, int, int]]:
+def _fit(lengths: Sequence[int], samples: int, seq: int) -> list[tuple[int, int, int, int]]:
     """Fill samples with pieces, given longest first: which, how much of it before, length, sample.
 
     The lengths add up to ``samples * seq``.
@@ -417,9 +417,10 @@ class PackedTokens(Samples):
     its samples by `functron.data.packing.fill`: of all documents that are no longer than a
     sample, few are cut. An epoch has every token once but the last ``num_tokens % seq``, of
     which there is no whole sample. Which tokens are in a sample follows from its block alone, and
-    which sample comes when is arithmetic (`functron.data.order.shuffled_blocks`): there is no index
-    of samples, and nothing is read but the documents of some blocks and the tokens of each batch,
-    whatever the size of the file. Kept are some 20 bytes for each piece of the last 16 blocks.
+    which sample comes when is arithmetic (`functron.data.sampling.shuffled_blocks`): there is no
+    index of samples, and nothing is read but the documents of some blocks and the tokens of each
+    batch, whatever the size of the file. Kept are some 20 bytes for each piece of the last 16
+    blocks.
 
     Attention sees a token's own document alone: batches are packed ones
     (`functron.data.packing`). As in `TokenWindows` positions count from 0 where a document begins

@@ -1,8 +1,8 @@
 """Preprocessing: tokens on disk of files of text, by several processes, to be killed at any time.
 
 `preprocess` cuts the text into chunks; workers make a part of each (`Encoder`), finished or not
-there; the files are assembled of the parts. `Settings` are its options, `Summary` is its result.
-Worker processes take tasks from one parent, and end when it does, however it ends.
+there; the files are assembled of the parts. `PreprocessSettings` are its options, `Summary` is its
+result. Worker processes take tasks from one parent, and end when it does, however it ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import numpy as np
 
 from functron.core.errors import Problem, local_path, raise_problems, refuse
 from functron.core.settings import Need, Needs, always
-from functron.data.documents import (
+from functron.data.indexed import IndexedFile, IndexedWriter
+from functron.data.mapped_files import (
     MAX_LISTED,
     OLD_RULES,
     RULES,
@@ -41,22 +42,21 @@ from functron.data.documents import (
     check_dtype,
     fitting_dtype,
 )
-from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.shards import RULE_KEYS, with_checksums
-from functron.data.sources import Chunk, Text, cut, find_files, kind_of, read, where
+from functron.data.text_files import DocumentText, TextChunk, cut, find_files, kind_of, read, where
 from functron.data.tokenizer import end_of_text, open_tokenizer
 
 Empty = Literal["refuse", "drop", "keep"]
-Format = Literal["indexed", "npy"]
-Dtype = Literal["auto", "uint8", "uint16", "int32"]
+StoredFormat = Literal["indexed", "npy"]
+StoredDtype = Literal["auto", "uint8", "uint16", "int32"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class PreprocessSettings:
     """The options of preprocessing.
 
     Attributes:
-        inputs: files and folders (see `functron.data.sources.find_files`). A document is encoded
+        inputs: files and folders (see `functron.data.text_files.find_files`). A document is encoded
             in one call, for which Hugging Face's tokenizers take some 130 bytes of memory per byte:
             cut files of plain text that have hundreds of MB.
         tokenizer: a path, or ``bytes`` (see `functron.data.tokenizer.open_tokenizer`).
@@ -65,7 +65,7 @@ class Settings:
         append_eod: end every document with the token that ends a text.
         prepend_bos: begin every document with what the tokenizer puts before a text, if anything.
         special_tokens: what names of special tokens in the text are: ``text``, or ``parse``: their
-            ids (see `functron.data.documents.TextRules`).
+            ids (see `functron.data.mapped_files.TextRules`).
         end_of_text: the name of that special token; empty: the tokenizer's own.
         pattern: how a tiktoken file's tokenizer splits text.
         format: ``indexed``: OUT.bin and OUT.idx, as Megatron-LM has them; ``npy``: OUT.npy, and
@@ -85,8 +85,8 @@ class Settings:
     special_tokens: SpecialTokens = "text"
     end_of_text: str = ""
     pattern: str = ""
-    format: Format = "indexed"
-    dtype: Dtype = "auto"
+    format: StoredFormat = "indexed"
+    dtype: StoredDtype = "auto"
     empty: Empty = "refuse"
     workers: int = 0
 
@@ -134,8 +134,8 @@ SETTINGS_NEEDS: Needs = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""The needs of the fields of `Settings`, to have an effect. What readers of tokens go by, such as
-the rules by which they were made, has an effect on any text; others are refused by `preprocess`."""
+"""The needs of the fields of `PreprocessSettings`, to have an effect. What readers of tokens go by,
+such as the rules by which they were made, has an effect on any text; others are refused."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Summary:
         progress: of the process that finished; None: it was complete before.
     """
 
-    settings: Settings
+    settings: PreprocessSettings
     files: int
     size: int
     documents: int
@@ -228,7 +228,7 @@ class Task:
         part: without endings.
     """
 
-    chunk: Chunk
+    chunk: TextChunk
     part: Path
 
 
@@ -258,7 +258,9 @@ class Encoder:
         tokenizer: that of the settings, where it is open already.
     """
 
-    def __init__(self, settings: Settings, end: int | None, tokenizer: TextTokenizer | None = None):
+    def __init__(
+        self, settings: PreprocessSettings, end: int | None, tokenizer: TextTokenizer | None = None
+    ):
         self._settings, self._end = settings, end
         how = {"pattern": settings.pattern, "rules": settings.rules}
         self._tokenizer = tokenizer or open_tokenizer(settings.tokenizer, **how)
@@ -342,15 +344,15 @@ class _UnreadableError(Exception):
         self.problems = problems
 
 
-def _empty_problem(chunk: Chunk, text: Text) -> Problem:
+def _empty_problem(chunk: TextChunk, text: DocumentText) -> Problem:
     got = "an empty text" if not text.text else f"a text without tokens: {text.text[:20]!r}"
     fix = "leave it out, or use --empty drop"
     return Problem(where(chunk, text.place), got, "at least one token", fix)
 
 
-def _batches(chunk: Chunk, key: str, problems: list[Problem]) -> Iterator[list[Text]]:
+def _batches(chunk: TextChunk, key: str, problems: list[Problem]) -> Iterator[list[DocumentText]]:
     """The texts of a chunk, as many as are worth one call; mistakes go to `problems`."""
-    batch: list[Text] = []
+    batch: list[DocumentText] = []
     size = 0
     for text in read(chunk, key):
         problem = text.problem or _encoding_problem(chunk, text)
@@ -368,7 +370,7 @@ def _batches(chunk: Chunk, key: str, problems: list[Problem]) -> Iterator[list[T
         yield batch
 
 
-def _encoding_problem(chunk: Chunk, text: Text) -> Problem | None:
+def _encoding_problem(chunk: TextChunk, text: DocumentText) -> Problem | None:
     """JSON can write lone surrogates, which no encoding can."""
     try:
         text.text.encode()
@@ -381,7 +383,9 @@ def _encoding_problem(chunk: Chunk, text: Text) -> Problem | None:
 BLOCK = 1 << 20
 
 
-def assemble(settings: Settings, dtype: str, parts: Sequence[Path], counts: Counts) -> None:
+def assemble(
+    settings: PreprocessSettings, dtype: str, parts: Sequence[Path], counts: Counts
+) -> None:
     """Make the targets of `settings` of parts, one after another; nothing grows in memory.
 
     They are written in the folder of parts, so that nothing is left elsewhere of what is killed.
@@ -563,7 +567,7 @@ _CANNOT = "cannot preprocess"
 
 
 def preprocess(
-    settings: Settings,
+    settings: PreprocessSettings,
     report: Callable[[Progress], None] | None = None,
     *,
     chunk_bytes: int = CHUNK_BYTES,
@@ -637,7 +641,9 @@ def _describe_rules(
     return f"{rules.describe(tokenizer, end)}; {names}"
 
 
-def _resolve(settings: Settings, tokenizer: TextTokenizer) -> tuple[Settings, int | None]:
+def _resolve(
+    settings: PreprocessSettings, tokenizer: TextTokenizer
+) -> tuple[PreprocessSettings, int | None]:
     """The settings with the path and the dtype that are meant, and the id that ends documents."""
     if settings.end_of_text and not settings.append_eod:
         refuse(_CANNOT, "end_of_text", repr(settings.end_of_text), "none, with --no-append-eod")
@@ -647,11 +653,11 @@ def _resolve(settings: Settings, tokenizer: TextTokenizer) -> tuple[Settings, in
     check_dtype("dtype", dtype, tokenizer.vocab_size)
     # folders may be named relative to this process's, which workers need not share
     path = settings.tokenizer if tokenizer.file is None else str(tokenizer.file.absolute())
-    return replace(settings, tokenizer=path, dtype=cast(Dtype, dtype.name)), end
+    return replace(settings, tokenizer=path, dtype=cast(StoredDtype, dtype.name)), end
 
 
 def _manifest(
-    settings: Settings, end: int | None, begin: Sequence[int], tasks: Sequence[Task]
+    settings: PreprocessSettings, end: int | None, begin: Sequence[int], tasks: Sequence[Task]
 ) -> dict[str, Any]:
     """All that decides the bytes of the result; two runs that agree in it make the same."""
     file = Path(settings.tokenizer)
@@ -682,7 +688,7 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
 
 
 def _complete(
-    settings: Settings, manifest: Mapping[str, Any], tokenizer: TextTokenizer
+    settings: PreprocessSettings, manifest: Mapping[str, Any], tokenizer: TextTokenizer
 ) -> tuple[Counts, TextRules] | None:
     """The counts of an earlier, complete result of the same, and its rules; None: there is none.
 
@@ -717,7 +723,7 @@ def _complete(
     return None
 
 
-def _differences_from_old(settings: Settings, tokenizer: TextTokenizer) -> Iterator[str]:
+def _differences_from_old(settings: PreprocessSettings, tokenizer: TextTokenizer) -> Iterator[str]:
     """The settings of rules by which tokens may be others than before rules were recorded."""
     if settings.rules.begin_document(tokenizer):
         yield "prepend_bos"
@@ -727,7 +733,7 @@ def _differences_from_old(settings: Settings, tokenizer: TextTokenizer) -> Itera
         yield "special_tokens"
 
 
-def _check_parts(settings: Settings, manifest: Mapping[str, Any]) -> None:
+def _check_parts(settings: PreprocessSettings, manifest: Mapping[str, Any]) -> None:
     """Check that the parts that are there are of these settings; write down of which they are."""
     file = settings.parts / MANIFEST
     found = _load(file)
@@ -752,7 +758,7 @@ def _load(file: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _lock(settings: Settings) -> AbstractContextManager[Any]:
+def _lock(settings: PreprocessSettings) -> AbstractContextManager[Any]:
     """Keeps two processes from making the same files; the lock of a process that died is free."""
     try:
         settings.parts.mkdir(parents=True, exist_ok=True)
@@ -766,7 +772,7 @@ def _lock(settings: Settings) -> AbstractContextManager[Any]:
 
 
 def _make_parts(
-    settings: Settings,
+    settings: PreprocessSettings,
     start: Callable[[], Encoder],
     tasks: Sequence[Task],
     report: Callable[[Progress], None] | None,
@@ -819,7 +825,7 @@ def _stat(file: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _name(chunk: Chunk, stats: Mapping[Path, tuple[int, int]]) -> str:
+def _name(chunk: TextChunk, stats: Mapping[Path, tuple[int, int]]) -> str:
     """A part's name follows from the text in it, so that changed files are read again."""
     files = [[str(file.absolute()), *stats[file]] for file in chunk.files]
     text = json.dumps([files, chunk.start, chunk.stop])

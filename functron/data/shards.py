@@ -23,13 +23,14 @@ import numpy as np
 
 from functron.core import tree
 from functron.core.errors import Problem, local_path, raise_problems, refuse
-from functron.data.documents import (
+from functron.data.indexed import IndexedFile, files_of, mistakes_in
+from functron.data.mapped_files import (
     MAX_LISTED,
     OLD_RULES,
     RULES,
     Concatenated,
-    Mapped,
-    Part,
+    FilePart,
+    MappedRows,
     TextRules,
     TokenFile,
     check_dtype,
@@ -38,7 +39,6 @@ from functron.data.documents import (
     ids_outside,
     raise_listed,
 )
-from functron.data.indexed import IndexedFile, files_of, mistakes_in
 from functron.data.tokenizer import BYTES
 
 SUFFIXES = MappingProxyType(
@@ -64,10 +64,10 @@ _AGAIN = "copy it again, or preprocess again"
 
 
 class Shards:
-    """Token shards, read as if concatenated: a `functron.data.documents.TokenFile`.
+    """Token shards, read as if concatenated: a `functron.data.mapped_files.TokenFile`.
 
     Opening reads the headers of the files, so it takes as long for large files as for small ones.
-    Files are mapped as `functron.data.documents.Concatenated` maps them.
+    Files are mapped as `functron.data.mapped_files.Concatenated` maps them.
 
     Documents are, in this order of preference, those of the table that stands beside an .npy file
     (``tokens.documents.npy`` of ``tokens.npy``: int64, where each document begins, and the number
@@ -123,10 +123,10 @@ class Shards:
     def _documents(self) -> np.ndarray:
         """Where documents begin, and `num_tokens`."""
         found = self._found
-        return found.values if isinstance(found, Mapped) else found
+        return found.values if isinstance(found, MappedRows) else found
 
     @functools.cached_property
-    def _found(self) -> np.ndarray | Mapped:
+    def _found(self) -> np.ndarray | MappedRows:
         tables = [_table_of(file.path) for file in self.files]
         if all(table is not None for table in tables):
             begins = [0, *self._tokens.ends.tolist()]
@@ -234,7 +234,7 @@ def _shards_in(folder: Path) -> list[Path]:
 
 def _shards_of(
     paths: Sequence[str | Path], dtype: np.dtype | None
-) -> tuple[list[Part], list[Problem]]:
+) -> tuple[list[FilePart], list[Problem]]:
     """The files, and what is wrong with them."""
     found, problems = [], []
     for path in map(Path, paths):
@@ -256,7 +256,7 @@ def _shards_of(
     return found, problems
 
 
-def _numpy_shard(path: Path) -> Part | Problem:
+def _numpy_shard(path: Path) -> FilePart | Problem:
     wanted = "a row of integers, as numpy.save writes it"
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -274,10 +274,10 @@ def _numpy_shard(path: Path) -> Part | Problem:
         got = f"{size} bytes"
         fix = f"copy or write it again: it ends at offset {size}"
         return Problem(str(path), got, f"{needed}, for the {shape[0]} tokens of its header", fix)
-    return Part(path, dtype.newbyteorder("="), offset, shape[0])
+    return FilePart(path, dtype.newbyteorder("="), offset, shape[0])
 
 
-def _raw_shard(path: Path, dtype: np.dtype | None) -> Part | Problem:
+def _raw_shard(path: Path, dtype: np.dtype | None) -> FilePart | Problem:
     size = path.stat().st_size
     with path.open("rb") as stream:
         header = np.frombuffer(stream.read(LLM_C_HEADER), np.uint8)
@@ -287,7 +287,7 @@ def _raw_shard(path: Path, dtype: np.dtype | None) -> Part | Problem:
         if kind is not None and (dtype is None or dtype == kind):
             needed = LLM_C_HEADER + count * np.dtype(kind).itemsize
             if size == needed:
-                return Part(path, np.dtype(kind), LLM_C_HEADER, count)
+                return FilePart(path, np.dtype(kind), LLM_C_HEADER, count)
             wanted = f"{needed}, for the {count} tokens of its header (llm.c's, at offset 8)"
             fix = f"copy or write it again: it ends at offset {size}"
             return Problem(str(path), f"{size} bytes", wanted, fix)
@@ -305,7 +305,7 @@ def _raw_shard(path: Path, dtype: np.dtype | None) -> Part | Problem:
         wanted = f"a multiple of {kind.itemsize}, for {kind.name}"
         fix = f"copy it again, or give its dtype: there is half a token at offset {whole}"
         return Problem(str(path), f"{size} bytes", wanted, fix)
-    return Part(path, kind, 0, size // kind.itemsize)
+    return FilePart(path, kind, 0, size // kind.itemsize)
 
 
 def _table_of(tokens: Path) -> Path | None:
@@ -313,7 +313,7 @@ def _table_of(tokens: Path) -> Path | None:
     return table if tokens.suffix == ".npy" and table.is_file() else None
 
 
-def _read_table(path: Path, shard: Part) -> Mapped:
+def _read_table(path: Path, shard: FilePart) -> MappedRows:
     """Where the documents of a shard begin: int64 ``[documents + 1]``."""
     try:
         table = np.load(path, mmap_mode="r")
@@ -325,7 +325,7 @@ def _read_table(path: Path, shard: Part) -> Mapped:
         got += f", from {table[0]} to {table[-1]}" if whole else ""
         wanted = f"int64, from 0 to the {shard.count} tokens of {shard.path}"
         refuse(_CANNOT, str(path), got, wanted, "copy or write both again")
-    return Mapped(path, table.dtype, table.offset, len(table))
+    return MappedRows(path, table.dtype, table.offset, len(table))
 
 
 _ENDINGS = (DOCUMENTS_SUFFIX, ".npy", ".bin", ".idx")

@@ -26,7 +26,13 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, local_path, nearest, on_hub, raise_problems, refuse
-from functron.data.documents import RULES, SpecialNames, TextRules, TextTokenizer, require_package
+from functron.data.mapped_files import (
+    RULES,
+    SpecialNames,
+    TextRules,
+    TextTokenizer,
+    require_package,
+)
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -786,7 +792,7 @@ END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Scheme:
+class RankScheme:
     """How an encoding splits text before merging, and its special tokens.
 
     Attributes:
@@ -807,13 +813,13 @@ _LLAMA3 = ("begin_of_text", "end_of_text", *(f"reserved_special_token_{i}" for i
 _LLAMA3 += ("start_header_id", "end_header_id", "reserved_special_token_4", "eot_id")
 _LLAMA3 += tuple(f"reserved_special_token_{i}" for i in range(5, 251))
 
-SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+SCHEMES: Mapping[str, RankScheme] = MappingProxyType(
     {
-        "gpt2": Scheme(
+        "gpt2": RankScheme(
             r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+" + rf"|{_MARKS}|\s+(?!\S)|\s+",
             {END: 50256},
         ),
-        "cl100k": Scheme(
+        "cl100k": RankScheme(
             rf"{_SHORT}|{_LETTER}\p{{L}}+|\p{{N}}{{1,3}}|{_MARKS}[\r\n]*|{_SPACES}",
             {
                 END: 100257,
@@ -823,12 +829,12 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
                 "<|endofprompt|>": 100276,
             },
         ),
-        "o200k": Scheme(
+        "o200k": RankScheme(
             rf"{_LETTER}[{_UPPER}]*[{_LOWER}]+{_SHORT}?|{_LETTER}[{_UPPER}]+[{_LOWER}]*{_SHORT}?"
             rf"|\p{{N}}{{1,3}}|{_MARKS}[\r\n/]*|{_SPACES}",
             {END: 199999, "<|endofprompt|>": 200018},
         ),
-        "llama3": Scheme(
+        "llama3": RankScheme(
             rf"{_SHORT}|{_LETTER}\p{{L}}+|\p{{N}}{{1,3}}|{_MARKS}[\r\n]*|{_SPACES}",
             {f"<|{name}|>": 128000 + index for index, name in enumerate(_LLAMA3)},
         ),
@@ -925,7 +931,7 @@ class RankFile:
         return self._encoding.decode([t for t in ids if t in self._known and t not in left_out])
 
 
-def _scheme(file: Path, pattern: str) -> Scheme:
+def _scheme(file: Path, pattern: str) -> RankScheme:
     name = pattern or STEMS.get(file.stem, "")
     if name in SCHEMES:
         return SCHEMES[name]
@@ -937,7 +943,7 @@ def _scheme(file: Path, pattern: str) -> Scheme:
     if name.replace("_", "").replace("-", "").isalnum():
         wanted = f"one of {known}, or a regular expression"
         refuse(CANNOT, "pattern", repr(name), wanted, nearest(name, SCHEMES))
-    return Scheme(name)
+    return RankScheme(name)
 
 
 def _ranks(file: Path) -> dict[bytes, int]:

@@ -28,9 +28,9 @@ from typing import Any
 from functron.core.errors import Problem
 from functron.hub.entries import (
     ACTIVATIONS,
-    Entry,
     EntryError,
-    Table,
+    HubEntry,
+    HubTable,
     activation,
     biases,
     derived,
@@ -48,8 +48,8 @@ from functron.hub.format import (
     HEADS,
     UNEMBED,
     UP,
-    Format,
-    Rule,
+    HubFormat,
+    NameRule,
     attention,
     linear,
     mlp,
@@ -60,8 +60,8 @@ from functron.models.config import GPTConfig
 # --- names of tensors
 
 LAYER = "model.layers.{layer}"
-START = (Rule("model.embed_tokens.weight", EMBED, ("embed",)),)
-END = (*norm("model.norm", "norm"), Rule("lm_head.weight", UNEMBED, ("unembed",)))
+START = (NameRule("model.embed_tokens.weight", EMBED, ("embed",)),)
+END = (*norm("model.norm", "norm"), NameRule("lm_head.weight", UNEMBED, ("unembed",)))
 NORMS = (
     *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
     *norm(f"{LAYER}.post_attention_layernorm", "blocks/mlp_norm"),
@@ -90,24 +90,24 @@ _GLM4_NORMS = (
     *norm(f"{LAYER}.post_mlp_layernorm", "blocks/mlp_out_norm"),
 )
 _NORMS_ACROSS = tuple(
-    Rule(f"{LAYER}.self_attn.{name}.weight", HEADS[1], (f"blocks/attention/{name}/scale",))
+    NameRule(f"{LAYER}.self_attn.{name}.weight", HEADS[1], (f"blocks/attention/{name}/scale",))
     for name in ("q_norm", "k_norm")
 )
 _QKV = ("blocks/attention/q/w", "blocks/attention/k/w", "blocks/attention/v/w")
 _OUT = ATTENTION[6:8]
-_FUSED_QKV = (Rule(f"{LAYER}.self_attn.qkv_proj.weight", HEADS[0], _QKV), *_OUT)
+_FUSED_QKV = (NameRule(f"{LAYER}.self_attn.qkv_proj.weight", HEADS[0], _QKV), *_OUT)
 _FUSED_MLP = (
-    Rule(f"{LAYER}.mlp.gate_up_proj.weight", UP[0], ("blocks/mlp/gate/w", "blocks/mlp/up/w")),
+    NameRule(f"{LAYER}.mlp.gate_up_proj.weight", UP[0], ("blocks/mlp/gate/w", "blocks/mlp/up/w")),
     *MLP[4:],
 )
 
 _H = "transformer.h.{layer}"
 GPT2_RULES = (  # its Conv1D stores weights as we do, [in, out]
-    Rule("transformer.wte.weight", EMBED, ("embed",)),
-    Rule("transformer.wpe.weight", "position embed -> position embed", ("positions",)),
+    NameRule("transformer.wte.weight", EMBED, ("embed",)),
+    NameRule("transformer.wpe.weight", "position embed -> position embed", ("positions",)),
     *norm(f"{_H}.ln_1", "blocks/attention_norm"),
-    Rule(f"{_H}.attn.c_attn.weight", "embed (heads head) -> embed heads head", _QKV, fused=1),
-    Rule(f"{_H}.attn.c_attn.bias", HEADS[1], tuple(f"{path[:-1]}b" for path in _QKV)),
+    NameRule(f"{_H}.attn.c_attn.weight", "embed (heads head) -> embed heads head", _QKV, fused=1),
+    NameRule(f"{_H}.attn.c_attn.bias", HEADS[1], tuple(f"{path[:-1]}b" for path in _QKV)),
     *linear(
         f"{_H}.attn.c_proj",
         "blocks/attention/out",
@@ -118,7 +118,7 @@ GPT2_RULES = (  # its Conv1D stores weights as we do, [in, out]
     *linear(f"{_H}.mlp.c_fc", "blocks/mlp/up", "embed mlp -> embed mlp", "mlp -> mlp"),
     *linear(f"{_H}.mlp.c_proj", "blocks/mlp/down", "mlp embed -> mlp embed", "embed -> embed"),
     *norm("transformer.ln_f", "norm"),
-    Rule("lm_head.weight", UNEMBED, ("unembed",)),
+    NameRule("lm_head.weight", UNEMBED, ("unembed",)),
 )
 
 # --- entries of config.json
@@ -135,7 +135,7 @@ def _write_mup(config: GPTConfig) -> dict:
 
 
 DECODER = (
-    Entry((), ("mup_base_dim", "mup_base_head_dim"), write=_write_mup),
+    HubEntry((), ("mup_base_dim", "mup_base_head_dim"), write=_write_mup),
     only("is_encoder_decoder", False, why="encoder"),
     only("add_cross_attention", False, why="attention to another sequence"),
 )
@@ -154,10 +154,10 @@ def llama(
     head_dim: int | None = None,
     norm_eps: float | None = 1e-6,
     tied: bool = False,
-    act: Entry | None = SILU,
-    positions: Entry | None = rope(),  # noqa: B008
-    heads: tuple[Entry, ...] | None = None,
-) -> tuple[Entry, ...]:
+    act: HubEntry | None = SILU,
+    positions: HubEntry | None = rope(),  # noqa: B008
+    heads: tuple[HubEntry, ...] | None = None,
+) -> tuple[HubEntry, ...]:
     """The entries that Llama and its relatives share; numbers are transformers' defaults.
 
     Args:
@@ -198,11 +198,11 @@ def _write_heads(config: GPTConfig) -> dict:
     return {}
 
 
-HEADS_DIVIDE = Entry(write=_write_heads)
+HEADS_DIVIDE = HubEntry(write=_write_heads)
 """Llama's rule that the heads divide the embedding, which only its config checks."""
 
 
-def _read_scale(_: Table, values: Mapping) -> dict:
+def _read_scale(_: HubTable, values: Mapping) -> dict:
     return {"embed_scale": math.sqrt(values["embed_dim"])} if "embed_dim" in values else {}
 
 
@@ -214,20 +214,22 @@ def _write_scale(config: GPTConfig) -> dict:
     return {}
 
 
-SCALED_EMBEDDING = Entry((), ("embed_scale",), _read_scale, _write_scale)
+SCALED_EMBEDDING = HubEntry((), ("embed_scale",), _read_scale, _write_scale)
 """Gemma's embedding, multiplied by sqrt(embed_dim)."""
 
 
-def _cap(theirs: str, ours: str, default: float | None) -> Entry:
+def _cap(theirs: str, ours: str, default: float | None) -> HubEntry:
     """A cap whose null is our 0; `default` is what transformers takes where it is missing."""
 
-    def read(table: Table, _: Mapping) -> dict:
+    def read(table: HubTable, _: Mapping) -> dict:
         value = table.get(theirs, default)
         if value is not None and not (is_a(value, float) and 0 < value < math.inf):
             raise EntryError(Problem(theirs, repr(value), "a positive number or null"))
         return {ours: float(value or 0.0)}
 
-    return Entry((theirs,), (ours,), read, lambda config: {theirs: getattr(config, ours) or None})
+    return HubEntry(
+        (theirs,), (ours,), read, lambda config: {theirs: getattr(config, ours) or None}
+    )
 
 
 _SCALAR = "query_pre_attn_scalar"
@@ -242,7 +244,7 @@ def _write_scalar(config: GPTConfig) -> dict:
     return {_SCALAR: scalar}
 
 
-_QUERY_SCALAR = Entry(
+_QUERY_SCALAR = HubEntry(
     (_SCALAR,),
     ("attention_scale",),
     lambda table, _: {"attention_scale": positive(_SCALAR, table.get(_SCALAR, 256)) ** -0.5},
@@ -260,7 +262,7 @@ def _settings(name: str, value: Any) -> Mapping[str, Any]:
     return value or {}
 
 
-def _local_rope(theta: float, local: float) -> Entry:
+def _local_rope(theta: float, local: float) -> HubEntry:
     """Gemma 3's two ropes; it comes after the entry of windows.
 
     Args:
@@ -269,7 +271,7 @@ def _local_rope(theta: float, local: float) -> Entry:
     """
     of_global = rope(theta)
 
-    def read(table: Table, values: Mapping) -> dict:
+    def read(table: HubTable, values: Mapping) -> dict:
         both = table.get("rope_parameters")
         base = table.get(_LOCAL, local)
         if both and not (isinstance(both, Mapping) and "full_attention" in both):
@@ -303,13 +305,13 @@ def _local_rope(theta: float, local: float) -> Entry:
         return {**of_global.write(config), _LOCAL: base}
 
     ours = (*of_global.ours, "local_rope_theta")
-    return Entry((*of_global.theirs, _LOCAL), ours, read, write)
+    return HubEntry((*of_global.theirs, _LOCAL), ours, read, write)
 
 
 _UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
 
 
-def _read_unrotated(table: Table, values: Mapping) -> dict:
+def _read_unrotated(table: HubTable, values: Mapping) -> dict:
     every = table.get("no_rope_layer_interval", 4)
     listed = table.get("no_rope_layers")
     count = values.get("num_layers", 0)
@@ -331,16 +333,18 @@ def _write_unrotated(config: GPTConfig) -> dict[str, Any]:
     return entries | {"no_rope_layer_interval": config.nope_every or config.num_layers + 1}
 
 
-_UNROTATED_LAYERS = Entry(_UNROTATED, ("nope_every",), _read_unrotated, _write_unrotated)
+_UNROTATED_LAYERS = HubEntry(_UNROTATED, ("nope_every",), _read_unrotated, _write_unrotated)
 """SmolLM3's layers without rope: every n-th."""
 
 
-def _read_inner(table: Table, values: Mapping) -> dict:
+def _read_inner(table: HubTable, values: Mapping) -> dict:
     value = get_whole(table, "n_inner", None)
     return {"mlp_dim": 4 * values.get("embed_dim", 1) if value is None else value}
 
 
-_INNER = Entry(("n_inner",), ("mlp_dim",), _read_inner, lambda config: {"n_inner": config.mlp_dim})
+_INNER = HubEntry(
+    ("n_inner",), ("mlp_dim",), _read_inner, lambda config: {"n_inner": config.mlp_dim}
+)
 """GPT-2's feed-forward width, whose null is 4 embed_dim."""
 
 
@@ -357,7 +361,7 @@ def _write_square_heads(config: GPTConfig) -> dict:
     return {}
 
 
-_SQUARE_HEADS = Entry(
+_SQUARE_HEADS = HubEntry(
     ours=(
         *("num_kv_heads", "head_dim", "qkv_bias"),
         *("rope_theta", "rope_scaling", "rope_fraction"),
@@ -381,7 +385,7 @@ _QWEN_WINDOW = window(4096, switched=True, layered=True)
 _GELUS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
 _BIDIRECTIONAL = only("use_bidirectional_attention", None, False, why="attention to later tokens")
 
-LLAMA = Format(
+LLAMA = HubFormat(
     "llama",
     "LlamaForCausalLM",
     LLAMA_RULES,
@@ -392,7 +396,7 @@ LLAMA = Format(
         HEADS_DIVIDE,
     ),
 )  # fmt: skip
-MISTRAL = Format(
+MISTRAL = HubFormat(
     "mistral",
     "MistralForCausalLM",
     LLAMA_RULES,
@@ -402,19 +406,19 @@ MISTRAL = Format(
         window(4096),
     ),
 )  # fmt: skip
-QWEN2 = Format(
+QWEN2 = HubFormat(
     "qwen2",
     "Qwen2ForCausalLM",
     LLAMA_RULES,
     (*llama(**_QWEN), _QWEN_WINDOW, biases("qkv_bias")),
 )
-QWEN3 = Format(
+QWEN3 = HubFormat(
     "qwen3",
     "Qwen3ForCausalLM",
     LLAMA_RULES,
     (*llama(**_QWEN, head_dim=128), fixed(qk_norm=True), _QWEN_WINDOW, NO_ATTENTION_BIAS),
 )
-PHI3 = Format(
+PHI3 = HubFormat(
     "phi3",
     "Phi3ForCausalLM",
     (*START, *NORMS, *_FUSED_QKV, *_FUSED_MLP, *END),
@@ -425,7 +429,7 @@ PHI3 = Format(
     ),
     ignored=("original_max_position_embeddings",),
 )  # fmt: skip
-GEMMA = Format(
+GEMMA = HubFormat(
     "gemma",
     "GemmaForCausalLM",
     LLAMA_RULES,
@@ -448,7 +452,7 @@ _GEMMAS = (
     _QUERY_SCALAR,
 )
 _GEMMAS_ACT = activation("hidden_activation", "gelu_pytorch_tanh")
-GEMMA2 = Format(
+GEMMA2 = HubFormat(
     "gemma2",
     "Gemma2ForCausalLM",
     (*START, *ATTENTION, *_NORMS_AROUND, *MLP, *END),
@@ -461,7 +465,7 @@ GEMMA2 = Format(
     ),
     ignored=("cache_implementation", "hidden_act"),
 )
-GEMMA3 = Format(
+GEMMA3 = HubFormat(
     "gemma3_text",
     "Gemma3ForCausalLM",
     GEMMA2.rules,
@@ -478,7 +482,7 @@ GEMMA3 = Format(
     ),
     ignored=("cache_implementation", "attn_logit_softcapping"),  # transformers applies no such cap
 )  # fmt: skip
-OLMO2 = Format(
+OLMO2 = HubFormat(
     "olmo2",
     "Olmo2ForCausalLM",
     (*START, *ATTENTION[:8], *_NORMS_ACROSS, *_NORMS_AROUND, *MLP, *END),
@@ -490,7 +494,7 @@ OLMO2 = Format(
         HEADS_DIVIDE,
     ),
 )  # fmt: skip
-NEMOTRON = Format(
+NEMOTRON = HubFormat(
     "nemotron",
     "NemotronForCausalLM",
     LLAMA_RULES,
@@ -503,7 +507,7 @@ NEMOTRON = Format(
         biases(),
     ),
 )  # fmt: skip
-SMOLLM3 = Format(
+SMOLLM3 = HubFormat(
     "smollm3",
     "SmolLM3ForCausalLM",
     LLAMA_RULES,
@@ -517,7 +521,7 @@ SMOLLM3 = Format(
     ),
     ignored=("layer_types", "sliding_window"),
 )  # fmt: skip
-OLMO = Format(
+OLMO = HubFormat(
     "olmo",
     "OlmoForCausalLM",
     LLAMA_RULES,
@@ -535,14 +539,14 @@ _GLMS = (
     fixed(rope_pairs="neighbours"),
     same("attention_bias", "qkv_bias", True),
 )
-GLM = Format("glm", "GlmForCausalLM", (*START, *NORMS, *ATTENTION, *_FUSED_MLP, *END), _GLMS)
-GLM4 = Format(
+GLM = HubFormat("glm", "GlmForCausalLM", (*START, *NORMS, *ATTENTION, *_FUSED_MLP, *END), _GLMS)
+GLM4 = HubFormat(
     "glm4",
     "Glm4ForCausalLM",
     (*START, *_GLM4_NORMS, *ATTENTION, *_FUSED_MLP, *END),
     (*_GLMS, fixed(sublayer_norms="both")),
 )
-GPT2 = Format(
+GPT2 = HubFormat(
     "gpt2",
     "GPT2LMHeadModel",
     GPT2_RULES,
@@ -571,7 +575,7 @@ GPT2 = Format(
     ),
 )
 
-DENSE: Mapping[str, Format] = MappingProxyType(
+DENSE: Mapping[str, HubFormat] = MappingProxyType(
     {
         form.model_type: form
         for form in (

@@ -1,6 +1,6 @@
 """Entries of config.json and the fields of our configs that mean the same, in both directions.
 
-An `Entry` is one such correspondence: reading it gives fields of ours, writing it gives entries of
+A `HubEntry` is one such correspondence: reading it gives fields of ours, writing it entries of
 theirs. What one of the two cannot express raises `EntryError`, of which `read_entries` and
 `write_entries` collect the problems: nothing that changes what a model computes is passed over.
 """
@@ -17,7 +17,7 @@ from functron import nn
 from functron.core.errors import Problem, nearest
 from functron.models.config import GPTConfig
 
-Table = Mapping[str, Any]
+HubTable = Mapping[str, Any]
 """config.json."""
 
 LONGEST = "_longest"
@@ -33,7 +33,7 @@ class EntryError(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class HubEntry:
     """Some entries of config.json and the fields of a config that correspond to them.
 
     Attributes:
@@ -45,7 +45,7 @@ class Entry:
 
     theirs: tuple[str, ...] = ()
     ours: tuple[str, ...] = ()
-    read: Callable[[Table, Mapping[str, Any]], dict[str, Any]] = lambda table, values: {}
+    read: Callable[[HubTable, Mapping[str, Any]], dict[str, Any]] = lambda table, values: {}
     write: Callable[[Any], dict[str, Any]] = lambda config: {}
 
 
@@ -77,9 +77,9 @@ Nor do names that end in ``_token_id``."""
 
 
 def read_entries(
-    entries: Sequence[Entry],
+    entries: Sequence[HubEntry],
     ignored: Sequence[str],
-    table: Table,
+    table: HubTable,
     problems: list[Problem],
     ignore: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -111,7 +111,9 @@ def read_entries(
     return values
 
 
-def write_entries(entries: Sequence[Entry], config: Any, problems: list[Problem]) -> dict[str, Any]:
+def write_entries(
+    entries: Sequence[HubEntry], config: Any, problems: list[Problem]
+) -> dict[str, Any]:
     """The entries of config.json of a config; what they cannot express is added to `problems`."""
     out: dict[str, Any] = {}
     for entry in entries:
@@ -174,7 +176,7 @@ def is_a(value: Any, kind: type) -> bool:
     return isinstance(value, fits) and (kind is bool or not isinstance(value, bool))
 
 
-def get(table: Table, name: str, default: Any) -> Any:
+def get(table: HubTable, name: str, default: Any) -> Any:
     """The entry `name` of the default's type, or the default where it is missing."""
     value, kind = table.get(name, default), type(default)
     if not is_a(value, kind):
@@ -182,7 +184,7 @@ def get(table: Table, name: str, default: Any) -> Any:
     return kind(value)
 
 
-def get_whole(table: Table, name: str, default: int | None) -> int | None:
+def get_whole(table: HubTable, name: str, default: int | None) -> int | None:
     """The entry `name`, a whole number or null."""
     value = table.get(name, default)
     if value is not None and not is_a(value, int):
@@ -200,7 +202,7 @@ def positive(name: str, value: Any) -> float:
 # --- entries of all architectures
 
 
-def same(theirs: str, ours: str, default: Any) -> Entry:
+def same(theirs: str, ours: str, default: Any) -> HubEntry:
     """An entry that is a field of ours under another name.
 
     Args:
@@ -208,7 +210,7 @@ def same(theirs: str, ours: str, default: Any) -> Entry:
         ours: the field.
         default: what transformers takes where the entry is missing; its type is the entry's.
     """
-    return Entry(
+    return HubEntry(
         (theirs,),
         (ours,),
         lambda table, _: {ours: get(table, theirs, default)},
@@ -216,9 +218,9 @@ def same(theirs: str, ours: str, default: Any) -> Entry:
     )
 
 
-def derived(theirs: str, ours: str, default: int | None, used: Callable[[Any], int]) -> Entry:
+def derived(theirs: str, ours: str, default: int | None, used: Callable[[Any], int]) -> HubEntry:
     """A whole number whose null is our 0; written is ``used(config)``, or null where that is 0."""
-    return Entry(
+    return HubEntry(
         (theirs,),
         (ours,),
         lambda table, _: {ours: get_whole(table, theirs, default) or 0},
@@ -226,7 +228,7 @@ def derived(theirs: str, ours: str, default: int | None, used: Callable[[Any], i
     )
 
 
-def fixed(**values: Any) -> Entry:
+def fixed(**values: Any) -> HubEntry:
     """Fields that every model of the format has the same, other than by default."""
 
     def write(config: Any) -> dict:
@@ -239,33 +241,33 @@ def fixed(**values: Any) -> Entry:
             raise EntryError(*found)
         return {}
 
-    return Entry((), tuple(values), lambda *_: values, write)
+    return HubEntry((), tuple(values), lambda *_: values, write)
 
 
-def only(theirs: str, *allowed: Any, why: str) -> Entry:
+def only(theirs: str, *allowed: Any, why: str) -> HubEntry:
     """An entry that may be missing, or have one of these values: our models have no others."""
 
-    def read(table: Table, _: Mapping) -> dict:
+    def read(table: HubTable, _: Mapping) -> dict:
         value = table.get(theirs, allowed[0])
         if value not in allowed:
             wanted = " or ".join(map(repr, allowed))
             raise EntryError(Problem(theirs, repr(value), wanted, f"our model has no {why}"))
         return {}
 
-    return Entry((theirs,), (), read)
+    return HubEntry((theirs,), (), read)
 
 
-def architecture(name: str, *others: str) -> Entry:
+def architecture(name: str, *others: str) -> HubEntry:
     """The class of model that was stored: `name`, or one of which it is a part."""
 
-    def read(table: Table, _: Mapping) -> dict:
+    def read(table: HubTable, _: Mapping) -> dict:
         found = table.get("architectures") or [name]
         if not set(found) & {name, *others}:
             fix = f"store it as one: transformers' {name}.from_pretrained, then save_pretrained"
             raise EntryError(Problem("architectures", repr(found), f"[{name!r}]", fix))
         return {}
 
-    return Entry(("architectures",), (), read)
+    return HubEntry(("architectures",), (), read)
 
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
@@ -283,7 +285,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 """Our activations by transformers' names; of several with one meaning the first is written."""
 
 
-def activation(theirs: str, default: str, names: Mapping[str, str] = ACTIVATIONS) -> Entry:
+def activation(theirs: str, default: str, names: Mapping[str, str] = ACTIVATIONS) -> HubEntry:
     """The activation, by the names of both sides.
 
     Args:
@@ -292,7 +294,7 @@ def activation(theirs: str, default: str, names: Mapping[str, str] = ACTIVATIONS
         names: ours by theirs.
     """
 
-    def read(table: Table, _: Mapping) -> dict:
+    def read(table: HubTable, _: Mapping) -> dict:
         name = table.get(theirs, default)
         if not isinstance(name, str) or name not in names:
             fix = nearest(str(name), names)
@@ -307,13 +309,13 @@ def activation(theirs: str, default: str, names: Mapping[str, str] = ACTIVATIONS
             raise EntryError(Problem("activation", repr(value), wanted))
         return {theirs: default if default in found else found[0]}
 
-    return Entry((theirs,), ("activation",), read, write)
+    return HubEntry((theirs,), ("activation",), read, write)
 
 
-def square(theirs: str, ours: str, default: int) -> Entry:
+def square(theirs: str, ours: str, default: int) -> HubEntry:
     """A side of a square: one number, or two that are equal."""
 
-    def read(table: Table, _: Mapping) -> dict:
+    def read(table: HubTable, _: Mapping) -> dict:
         value = table.get(theirs, default)
         sides = value if isinstance(value, list) and value else [value]
         if not all(is_a(side, int) and side == sides[0] for side in sides) or len(sides) > 2:
@@ -321,13 +323,13 @@ def square(theirs: str, ours: str, default: int) -> Entry:
             raise EntryError(Problem(theirs, repr(value), wanted, fix))
         return {ours: sides[0]}
 
-    return Entry((theirs,), (ours,), read, lambda config: {theirs: getattr(config, ours)})
+    return HubEntry((theirs,), (ours,), read, lambda config: {theirs: getattr(config, ours)})
 
 
 # --- entries of decoders
 
 
-def biases(always: str = "") -> Entry:
+def biases(always: str = "") -> HubEntry:
     """Biases of linear layers: ``attention_bias`` and ``mlp_bias``, or those that are always there.
 
     Args:
@@ -335,7 +337,7 @@ def biases(always: str = "") -> Entry:
             give it.
     """
 
-    def read(table: Table, _: Mapping) -> dict:
+    def read(table: HubTable, _: Mapping) -> dict:
         attention, mlp = bool(table.get("attention_bias")), bool(table.get("mlp_bias"))
         if attention != mlp:
             got = f"{attention} and {mlp}"
@@ -350,7 +352,7 @@ def biases(always: str = "") -> Entry:
             raise EntryError(Problem("biases", got, f"only {always or 'bias'} in this family"))
         return {} if always else {"attention_bias": config.bias, "mlp_bias": config.bias}
 
-    return Entry(("attention_bias", "mlp_bias"), ("bias", "qkv_bias"), read, write)
+    return HubEntry(("attention_bias", "mlp_bias"), ("bias", "qkv_bias"), read, write)
 
 
 def window(
@@ -360,7 +362,7 @@ def window(
     layered: bool = False,
     every: str = "",
     default_every: int = 2,
-) -> Entry:
+) -> HubEntry:
     """Sliding windows: in both worlds a query sees so many keys at most, its own among them.
 
     Args:
@@ -375,7 +377,7 @@ def window(
     theirs += ["layer_types"] if layered else []
     theirs += [every] if every else []
 
-    def read(table: Table, values: Mapping) -> dict:
+    def read(table: HubTable, values: Mapping) -> dict:
         size = get_whole(table, "sliding_window", default)
         wide = table.get(every, default_every) if every else default_every
         windowed = _windowed_layers(table, values.get("num_layers", 0), switched, wide)
@@ -408,10 +410,10 @@ def window(
             entries["layer_types"] = types if config.window or not switched else None
         return entries
 
-    return Entry(tuple(theirs), ("window", "global_every"), read, write)
+    return HubEntry(tuple(theirs), ("window", "global_every"), read, write)
 
 
-def _windowed_layers(table: Table, num_layers: int, switched: bool, wide: int) -> list[bool]:
+def _windowed_layers(table: HubTable, num_layers: int, switched: bool, wide: int) -> list[bool]:
     """Which layers have a window, by ``layer_types`` or as transformers would fill it in."""
     types = table.get("layer_types")
     if types:
@@ -451,7 +453,7 @@ def rope(
     theta: float = 10000.0,
     default: Mapping[str, Any] = MappingProxyType({}),
     partial: float | None = None,
-) -> Entry:
+) -> HubEntry:
     """Rotary positions: transformers 5's ``rope_parameters``, or what it replaced.
 
     Written are the entries of transformers 4, which 5 and other readers understand too.
@@ -464,7 +466,7 @@ def rope(
     """
     theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
-    def read(table: Table, values: Mapping) -> dict:
+    def read(table: HubTable, values: Mapping) -> dict:
         name = "rope_scaling" if table.get("rope_scaling") else "rope_parameters"
         inner = table.get(name) or default
         if not isinstance(inner, Mapping):
@@ -509,7 +511,7 @@ def rope(
             {} if partial is None else {"partial_rotary_factor": config.rope_fraction}
         )
 
-    return Entry(theirs, ("rope_theta", "rope_scaling", "rope_fraction"), read, write)
+    return HubEntry(theirs, ("rope_theta", "rope_scaling", "rope_fraction"), read, write)
 
 
 def _scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeScaling | None:

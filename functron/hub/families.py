@@ -24,9 +24,9 @@ from functron.core.errors import Problem, nearest
 from functron.hub.entries import (
     ACTIVATIONS,
     NO_TOKENS,
-    Entry,
     EntryError,
-    Table,
+    HubEntry,
+    HubTable,
     activation,
     architecture,
     derived,
@@ -44,8 +44,8 @@ from functron.hub.format import (
     OUT,
     SQUARE,
     UNEMBED,
-    Format,
-    Rule,
+    HubFormat,
+    NameRule,
     Surplus,
     attention,
     config_problems,
@@ -69,9 +69,9 @@ _PLACES = "place embed -> place embed"
 _ATTENTION = ("self.query", "self.key", "self.value", "output.dense")
 
 BERT_RULES = (
-    Rule(f"{_EMBEDDINGS}.word_embeddings.weight", EMBED, ("embed",)),
-    Rule(f"{_EMBEDDINGS}.position_embeddings.weight", _PLACES, ("positions",)),
-    Rule(f"{_EMBEDDINGS}.token_type_embeddings.weight", _PLACES, ("types",)),
+    NameRule(f"{_EMBEDDINGS}.word_embeddings.weight", EMBED, ("embed",)),
+    NameRule(f"{_EMBEDDINGS}.position_embeddings.weight", _PLACES, ("positions",)),
+    NameRule(f"{_EMBEDDINGS}.token_type_embeddings.weight", _PLACES, ("types",)),
     *norm(f"{_EMBEDDINGS}.LayerNorm", "embed_norm"),
     *attention("blocks/attention", *(f"{_LAYER}.attention.{name}" for name in _ATTENTION)),
     *norm(f"{_LAYER}.attention.output.LayerNorm", "blocks/attention_norm"),
@@ -79,17 +79,17 @@ BERT_RULES = (
     *norm(f"{_LAYER}.output.LayerNorm", "blocks/mlp_norm"),
     *linear(f"{_HEAD}.transform.dense", "head/dense", *SQUARE),
     *norm(f"{_HEAD}.transform.LayerNorm", "head/norm"),
-    Rule(f"{_HEAD}.bias", "vocab -> vocab", ("head/bias",)),
+    NameRule(f"{_HEAD}.bias", "vocab -> vocab", ("head/bias",)),
 )
 
 
-def _first_names(rule: Rule) -> Rule:
+def _first_names(rule: NameRule) -> NameRule:
     """The rule for the first BERTs, which have TensorFlow's names of norms."""
     name = rule.name.replace("LayerNorm.weight", "LayerNorm.gamma")
     return replace(rule, name=name.replace("LayerNorm.bias", "LayerNorm.beta"))
 
 
-BERT = Format(
+BERT = HubFormat(
     "bert",
     "BertForMaskedLM",
     BERT_RULES,
@@ -130,11 +130,11 @@ BERT = Format(
 )
 
 
-def _stack(stack: str, gated: bool) -> list[Rule]:
+def _stack(stack: str, gated: bool) -> list[NameRule]:
     """The names of T5's encoder or decoder."""
     ours, cross = f"{stack}/blocks", stack == "decoder"
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    found = [Rule(table, "bucket heads -> bucket heads", (f"{stack}/relative",))]
+    found = [NameRule(table, "bucket heads -> bucket heads", (f"{stack}/relative",))]
     parts = [("attention_norm", "attention", "SelfAttention")]
     parts += [("cross_norm", "cross", "EncDecAttention")] if cross else []
     for number, (before, path, name) in enumerate(parts):
@@ -148,11 +148,11 @@ def _stack(stack: str, gated: bool) -> list[Rule]:
     return [*found, *norm(f"{stack}.final_layer_norm", f"{stack}/norm")]
 
 
-def t5_rules(gated: bool) -> tuple[Rule, ...]:
+def t5_rules(gated: bool) -> tuple[NameRule, ...]:
     """T5's names: of version 1.1, or, without gates, of version 1.0."""
     stacks = (*_stack("encoder", gated), *_stack("decoder", gated))
-    unembed = Rule("lm_head.weight", UNEMBED, ("unembed",))
-    return (Rule("shared.weight", EMBED, ("embed",)), *stacks, unembed)
+    unembed = NameRule("lm_head.weight", UNEMBED, ("unembed",))
+    return (NameRule("shared.weight", EMBED, ("embed",)), *stacks, unembed)
 
 
 _FORWARD = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
@@ -161,7 +161,7 @@ _FORWARD_NAMES: Mapping[str, str] = {**ACTIVATIONS, "gated-gelu": "gelu_tanh", *
 """``relu``, or ``gated-gelu``, by which the tanh approximation is meant."""
 
 
-def _read_forward(table: Table, _: Mapping) -> dict:
+def _read_forward(table: HubTable, _: Mapping) -> dict:
     value = table.get(_FORWARD[0], "relu")
     if not isinstance(value, str) or value not in _FORWARD_NAMES:
         wanted, fix = "one that our model has", nearest(str(value), _FORWARD_NAMES)
@@ -188,7 +188,7 @@ def _write_forward(config: T5Config) -> dict:
 _TIED = ("tie_word_embeddings", "scale_decoder_outputs")
 
 
-def _read_tied(table: Table, _: Mapping) -> dict:
+def _read_tied(table: HubTable, _: Mapping) -> dict:
     """Whether the decoder's result is divided by sqrt(d_model), which is whether matrices are tied.
 
     Transformers 5 has true for tied in any case, and has a head of its own where files do.
@@ -205,7 +205,7 @@ def _read_tied(table: Table, _: Mapping) -> dict:
 _START = ("decoder_start_token_id", "pad_token_id")
 
 
-def _read_start(table: Table, _: Mapping) -> dict:
+def _read_start(table: HubTable, _: Mapping) -> dict:
     """The token that the decoder begins with: padding's, where it is not given."""
     start = next((table[name] for name in _START if table.get(name) is not None), 0)
     if not isinstance(start, int):
@@ -213,7 +213,7 @@ def _read_start(table: Table, _: Mapping) -> dict:
     return {"start_id": start}
 
 
-T5 = Format(
+T5 = HubFormat(
     "t5",
     "T5ForConditionalGeneration",
     (),
@@ -229,9 +229,9 @@ T5 = Format(
         same("relative_attention_num_buckets", "num_buckets", 32),
         same("relative_attention_max_distance", "max_distance", 128),
         same("layer_norm_epsilon", "norm_eps", 1e-6),
-        Entry(_FORWARD, ("activation", "gated"), _read_forward, _write_forward),
-        Entry(_TIED, ("tied",), _read_tied, lambda c: dict.fromkeys(_TIED, c.tied)),
-        Entry(_START, ("start_id",), _read_start, lambda c: dict.fromkeys(_START, c.start_id)),
+        HubEntry(_FORWARD, ("activation", "gated"), _read_forward, _write_forward),
+        HubEntry(_TIED, ("tied",), _read_tied, lambda c: dict.fromkeys(_TIED, c.tied)),
+        HubEntry(_START, ("start_id",), _read_start, lambda c: dict.fromkeys(_START, c.start_id)),
         only("is_encoder_decoder", True, why="encoder or decoder alone"),
         only("is_decoder", False, why="decoder alone"),
     ),
@@ -264,7 +264,7 @@ _ACTIVATIONS: Mapping[str, str] = {
 }
 
 
-def _block(at: str, names: tuple[str, ...]) -> tuple[Rule, ...]:
+def _block(at: str, names: tuple[str, ...]) -> tuple[NameRule, ...]:
     """A block's tensors: its norms, queries, keys, values and output, and its MLP."""
     before, after, q, k, v, out, up, down = (f"{at}.{name}" for name in names)
     return (
@@ -275,11 +275,11 @@ def _block(at: str, names: tuple[str, ...]) -> tuple[Rule, ...]:
     )
 
 
-def _vit_rules(block: tuple[Rule, ...]) -> tuple[Rule, ...]:
+def _vit_rules(block: tuple[NameRule, ...]) -> tuple[NameRule, ...]:
     at = "vit.embeddings"
     return (
-        Rule(f"{at}.cls_token", "() () embed -> embed", ("class",)),
-        Rule(f"{at}.position_embeddings", "() place embed -> place embed", ("positions",)),
+        NameRule(f"{at}.cls_token", "() () embed -> embed", ("class",)),
+        NameRule(f"{at}.position_embeddings", "() place embed -> place embed", ("positions",)),
         *linear(f"{at}.patch_embeddings.projection", "patches", *_PATCHES),
         *block,
         *norm("vit.layernorm", "norm"),
@@ -297,7 +297,7 @@ _LATER = (*_NORMS, *_LATER, "mlp.fc1", "mlp.fc2")
 _LABELS = ("id2label", "label2id", "num_labels")
 
 
-def _read_labels(table: Table, _: Mapping) -> dict:
+def _read_labels(table: HubTable, _: Mapping) -> dict:
     """The number of classes: that of labels, which are called LABEL_0 and so on."""
     labels, count = table.get(_LABELS[0]), table.get(_LABELS[2])
     found = len(labels) if isinstance(labels, Mapping) else count if count is not None else 2
@@ -324,7 +324,7 @@ _SIZES = (
 )
 """The sizes of ViT and of CLIP's vision transformer, whose defaults are the same."""
 
-VIT = Format(
+VIT = HubFormat(
     "vit",
     "ViTForImageClassification",
     _vit_rules(_block("vit.encoder.layer.{layer}", _STORED)),
@@ -335,7 +335,7 @@ VIT = Format(
         *_SIZES,
         same("layer_norm_eps", "norm_eps", 1e-12),
         activation("hidden_act", "gelu", _ACTIVATIONS),
-        Entry(_LABELS, ("num_classes",), _read_labels, _write_labels),
+        HubEntry(_LABELS, ("num_classes",), _read_labels, _write_labels),
         only("qkv_bias", True, why="attention without biases"),
         fixed(patch_bias=True, pre_norm=False, final_norm=True),
     ),
@@ -356,31 +356,31 @@ _CLIP = ("q_proj", "k_proj", "v_proj", "out_proj")
 _CLIP = ("layer_norm1", "layer_norm2", *(f"self_attn.{n}" for n in _CLIP), "mlp.fc1", "mlp.fc2")
 
 
-def _clip_rules(at: str) -> tuple[Rule, ...]:
+def _clip_rules(at: str) -> tuple[NameRule, ...]:
     """CLIP's vision transformer, without the norm after it."""
     places = f"{at}.embeddings.position_embedding.weight"
     found = (
-        Rule(f"{at}.embeddings.class_embedding", "embed -> embed", ("class",)),
+        NameRule(f"{at}.embeddings.class_embedding", "embed -> embed", ("class",)),
         *linear(f"{at}.embeddings.patch_embedding", "patches", *_PATCHES),
-        Rule(places, "place embed -> place embed", ("positions",)),
+        NameRule(places, "place embed -> place embed", ("positions",)),
         *norm(f"{at}.pre_layrnorm", "pre_norm"),
         *_block(f"{at}.encoder.layers.{{layer}}", _CLIP),
     )
     return under("vision", found)
 
 
-_LLAVA_DECODERS: Mapping[str, Format] = {
+_LLAVA_DECODERS: Mapping[str, HubFormat] = {
     name: form for name, form in DECODERS.items() if form.prefix == "model."
 }
 """Those that may be in a LLaVA: with Llama's names of a model's parts."""
 
 
-def _fitting(config: LlavaConfig) -> list[Format]:
+def _fitting(config: LlavaConfig) -> list[HubFormat]:
     """The formats that the decoder of a LLaVA may have."""
     return [form for form in _LLAVA_DECODERS.values() if not config_problems(config.text, form)]
 
 
-def _llava_namings(config: LlavaConfig, table: Table) -> list[tuple[Rule, ...]]:
+def _llava_namings(config: LlavaConfig, table: HubTable) -> list[tuple[NameRule, ...]]:
     """Names as published; as transformers 5 writes them; and as they are in its memory.
 
     Of decoders that fit, that of config.json comes first: Phi-3's names are other than Llama's.
@@ -427,7 +427,7 @@ _FIRST = {
 _UNREAD = ("projection_dim", "initializer_factor", "vocab_size", "dropout")
 
 
-def _part(table: Table, name: str, default: Table, known: Mapping | tuple) -> Table:
+def _part(table: HubTable, name: str, default: HubTable, known: Mapping | tuple) -> HubTable:
     """The config of a part, or the default where there is none, with the format it is of."""
     inner = table.get(name)
     if inner is None:
@@ -450,7 +450,7 @@ def _raise_within(part: str, found: list[Problem]) -> None:
 _VISION = ("vision_config", "vision_feature_layer")
 
 
-def _read_vision(table: Table, _: Mapping) -> dict:
+def _read_vision(table: HubTable, _: Mapping) -> dict:
     """The vision transformer, with as many blocks as come before the features that are used."""
     inner = _part(table, _VISION[0], _FIRST, ("clip_vision_model",))
     found: list[Problem] = []
@@ -474,7 +474,7 @@ def _write_vision(config: LlavaConfig) -> dict:
 _TEXT = ("text_config", "tie_word_embeddings")
 
 
-def _read_text(table: Table, _: Mapping) -> dict:
+def _read_text(table: HubTable, _: Mapping) -> dict:
     """The decoder; that matrices are tied may stand in either config."""
     inner = _part(table, _TEXT[0], {"model_type": "llama"}, _LLAVA_DECODERS)
     if table.get(_TEXT[1]):
@@ -503,7 +503,7 @@ def _write_text(config: LlavaConfig) -> dict:
 _IMAGE = ("image_token_index", "image_token_id")
 
 
-def _read_image_token(table: Table, _: Mapping) -> dict:
+def _read_image_token(table: HubTable, _: Mapping) -> dict:
     given = {table[name] for name in _IMAGE if table.get(name) is not None} or {32000}
     token = given.pop()
     if given or not is_a(token, int):
@@ -533,17 +533,17 @@ def _surplus_constants(config: LlavaConfig) -> dict[str, tuple[tuple[int, ...], 
     return {f"{_AT}.post_layernorm.weight": (shape, 1), f"{_AT}.post_layernorm.bias": (shape, 0)}
 
 
-LLAVA = Format(
+LLAVA = HubFormat(
     "llava",
     "LlavaForConditionalGeneration",
     (),
     (
         architecture("LlavaForConditionalGeneration"),
-        Entry(_VISION, ("vision",), _read_vision, _write_vision),
-        Entry(_TEXT, ("text",), _read_text, _write_text),
-        Entry(_IMAGE, ("image_token",), _read_image_token, lambda c: {_IMAGE[0]: c.image_token}),
+        HubEntry(_VISION, ("vision",), _read_vision, _write_vision),
+        HubEntry(_TEXT, ("text",), _read_text, _write_text),
+        HubEntry(_IMAGE, ("image_token",), _read_image_token, lambda c: {_IMAGE[0]: c.image_token}),
         # how many tokens an image is, which follows from its patches; processors read it
-        Entry(("image_seq_length",), write=lambda c: {"image_seq_length": c.vision.num_patches}),
+        HubEntry(("image_seq_length",), write=lambda c: {"image_seq_length": c.vision.num_patches}),
         activation("projector_hidden_act", "gelu"),
         only("multimodal_projector_bias", True, None, why="connector without biases"),
         only("vision_feature_select_strategy", "default", why="use of the class token"),
@@ -571,39 +571,41 @@ _INNER: Mapping[str, str] = {
 }
 
 
-def _fused(name: str, kind: str, parts: tuple[str, ...], at: str, dims: str) -> Rule:
+def _fuse(name: str, kind: str, parts: tuple[str, ...], at: str, dims: str) -> NameRule:
     """A tensor in which the leaves of `parts` stand one after another."""
     all_dims = tuple(dims.format(_INNER[part]) for part in parts)
-    return Rule(name, all_dims, tuple(f"mamba/mixer/{at}{part}/{kind}" for part in parts))
+    return NameRule(name, all_dims, tuple(f"mamba/mixer/{at}{part}/{kind}" for part in parts))
 
 
-def _rules(base: str) -> tuple[Rule, ...]:
+def _rules(base: str) -> tuple[NameRule, ...]:
     """The names of all layers, under ``backbone`` or ``model``."""
     layer = f"{base}.layers.{{layer}}"
     mixer, ours = f"{layer}.mixer", "mamba/mixer"
     each = "heads -> heads"
     return (
-        Rule(f"{base}.embeddings.weight", EMBED, ("embed",)),
+        NameRule(f"{base}.embeddings.weight", EMBED, ("embed",)),
         *norm(f"{layer}.norm", "mamba/norm"),
-        _fused(f"{mixer}.in_proj.weight", "w", _PROJECTED, "", "({0}) embed -> embed {0}"),
-        _fused(f"{mixer}.in_proj.bias", "b", _PROJECTED, "", "({0}) -> {0}"),
-        _fused(f"{mixer}.conv1d.weight", "w", _CONVOLVED, "conv/", "({0}) () width -> {0} width"),
-        _fused(f"{mixer}.conv1d.bias", "b", _CONVOLVED, "conv/", "({0}) -> {0}"),
-        Rule(f"{mixer}.A_log", each, (f"{ours}/a_log",)),
-        Rule(f"{mixer}.D", each, (f"{ours}/d",)),
-        Rule(f"{mixer}.dt_bias", each, (f"{ours}/dt_bias",)),
-        Rule(f"{mixer}.norm.weight", f"({_MIXER_HEAD}) -> {_MIXER_HEAD}", (f"{ours}/norm/scale",)),
+        _fuse(f"{mixer}.in_proj.weight", "w", _PROJECTED, "", "({0}) embed -> embed {0}"),
+        _fuse(f"{mixer}.in_proj.bias", "b", _PROJECTED, "", "({0}) -> {0}"),
+        _fuse(f"{mixer}.conv1d.weight", "w", _CONVOLVED, "conv/", "({0}) () width -> {0} width"),
+        _fuse(f"{mixer}.conv1d.bias", "b", _CONVOLVED, "conv/", "({0}) -> {0}"),
+        NameRule(f"{mixer}.A_log", each, (f"{ours}/a_log",)),
+        NameRule(f"{mixer}.D", each, (f"{ours}/d",)),
+        NameRule(f"{mixer}.dt_bias", each, (f"{ours}/dt_bias",)),
+        NameRule(
+            f"{mixer}.norm.weight", f"({_MIXER_HEAD}) -> {_MIXER_HEAD}", (f"{ours}/norm/scale",)
+        ),
         *linear(f"{mixer}.out_proj", f"{ours}/out", *OUT),
         *norm(f"{layer}.norm", "attention/norm"),
         *attention("attention/mixer", *(f"{mixer}.{name}_proj" for name in "qkvo")),
         *norm(f"{layer}.norm", "mlp/norm"),
         *mlp("mlp/mixer", f"{mixer}.up_proj", f"{mixer}.down_proj"),
         *norm(f"{base}.norm_f", "norm"),
-        Rule("lm_head.weight", UNEMBED, ("unembed",)),
+        NameRule("lm_head.weight", UNEMBED, ("unembed",)),
     )
 
 
-def _read_count(table: Table, _: Mapping) -> dict:
+def _read_count(table: HubTable, _: Mapping) -> dict:
     """Mamba-2's pattern, which is a number of layers."""
     count = table.get("num_hidden_layers", 64)
     if not is_a(count, int) or count < 1:
@@ -628,7 +630,7 @@ _LAYERS: Mapping[str, str] = {
 _PATTERN = ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers")
 
 
-def _read_pattern(table: Table, _: Mapping) -> dict:
+def _read_pattern(table: HubTable, _: Mapping) -> dict:
     """Nemotron-H's layers: a list of their names, or the pattern itself."""
     types, pattern = table.get(_PATTERN[0]), table.get(_PATTERN[1])
     name, found = (_PATTERN[0], types) if types is not None else (_PATTERN[1], pattern)
@@ -647,11 +649,11 @@ def _write_pattern(config: MambaConfig) -> dict:
     return dict(zip(_PATTERN, (types, config.pattern, len(types)), strict=True))
 
 
-def _step_limits(*, lower: bool) -> Entry:
+def _step_limits(*, lower: bool) -> HubEntry:
     """Limits of step sizes: the lower one is ours in Mamba-2; Nemotron-H has neither."""
     theirs = "time_step_limit"
 
-    def read(table: Table, _: Mapping) -> dict:
+    def read(table: HubTable, _: Mapping) -> dict:
         value = table.get(theirs) or [0.0, math.inf]
         limits = [_number(each) for each in value] if isinstance(value, list) else []
         if len(limits) != 2 or limits[0] is None or limits[1] != math.inf:
@@ -665,7 +667,7 @@ def _step_limits(*, lower: bool) -> Entry:
     def write(config: MambaConfig) -> dict:
         return {theirs: [config.dt_min, {"__float__": "Infinity"}]} if lower else {}
 
-    return Entry((theirs,), ("dt_min",) if lower else (), read, write)
+    return HubEntry((theirs,), ("dt_min",) if lower else (), read, write)
 
 
 def _number(value: Any) -> float | None:
@@ -675,7 +677,7 @@ def _number(value: Any) -> float | None:
     return float(value) if is_a(value, float) else None
 
 
-def _read_expand(table: Table, values: Mapping) -> dict:
+def _read_expand(table: HubTable, values: Mapping) -> dict:
     """The inner width as a multiple of the stream's, which Mamba-2 insists on."""
     expand = table.get("expand", 2)
     inner = values.get("num_heads", 0) * values.get("head_dim", 0)
@@ -696,7 +698,7 @@ def _write_expand(config: MambaConfig) -> dict:
 _BIASES: Mapping[str, str] = {"use_bias": "M", "attention_bias": "*", "mlp_bias": "-"}
 
 
-def _read_biases(table: Table, values: Mapping) -> dict:
+def _read_biases(table: HubTable, values: Mapping) -> dict:
     """Nemotron-H's biases, of each kind of layers; ours are on all of them or none."""
     pattern = values.get("pattern", "")
     used = {name: bool(table.get(name)) for name, kind in _BIASES.items() if kind in pattern}
@@ -722,13 +724,13 @@ _IGNORED = (
 )
 _TIED_HEAD = ((r"lm_head\.weight", "embed"),)
 
-MAMBA2 = Format(
+MAMBA2 = HubFormat(
     "mamba2",
     "Mamba2ForCausalLM",
     _rules("backbone"),
     (
         architecture("Mamba2ForCausalLM"),
-        Entry(("num_hidden_layers",), ("pattern",), _read_count, _write_count),
+        HubEntry(("num_hidden_layers",), ("pattern",), _read_count, _write_count),
         same("vocab_size", "vocab_size", 32768),
         *_SHARED,
         same("num_heads", "num_heads", 128),
@@ -737,7 +739,7 @@ MAMBA2 = Format(
         same("chunk_size", "chunk", 256),
         same("use_bias", "bias", False),
         _step_limits(lower=True),
-        Entry(("expand",), (), _read_expand, _write_expand),
+        HubEntry(("expand",), (), _read_expand, _write_expand),
         only("hidden_act", "silu", "swish", why="other activation of state spaces"),
         only("rms_norm", True, why="state space without its norm"),
     ),
@@ -756,13 +758,13 @@ _OF_EXPERTS = (
 """Entries about layers of experts, of which `_read_pattern` allows none, and modules for tokens
 further ahead."""
 
-NEMOTRON_H = Format(
+NEMOTRON_H = HubFormat(
     "nemotron_h",
     "NemotronHForCausalLM",
     _rules("backbone"),
     (
         architecture("NemotronHForCausalLM"),
-        Entry(_PATTERN, ("pattern",), _read_pattern, _write_pattern),
+        HubEntry(_PATTERN, ("pattern",), _read_pattern, _write_pattern),
         same("vocab_size", "vocab_size", 131072),
         *_SHARED,
         same("mamba_num_heads", "num_heads", 128),
@@ -776,7 +778,7 @@ NEMOTRON_H = Format(
         same("intermediate_size", "mlp_dim", 21504),
         activation("mlp_hidden_act", "relu2"),
         _step_limits(lower=False),
-        Entry(tuple(_BIASES), ("bias",), _read_biases, lambda c: dict.fromkeys(_BIASES, c.bias)),
+        HubEntry(tuple(_BIASES), ("bias",), _read_biases, lambda c: dict.fromkeys(_BIASES, c.bias)),
         fixed(gated=False),
         only("mamba_hidden_act", "silu", "swish", why="other activation of state spaces"),
         only("mamba_proj_bias", False, None, why="biases of state spaces alone"),

@@ -65,7 +65,7 @@ class Stored:
         return torch.from_numpy(part).view(self.dtype)
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors by name, read in slices."""
 
     def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -78,7 +78,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Tensors:
+class FolderTensors:
     """The tensors of a folder of safetensors files by name; `open_folder` makes it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Tensors:
         return self.stored[name].read(slices)
 
 
-def open_folder(path: str | Path) -> Tensors:
+def open_folder(path: str | Path) -> FolderTensors:
     """The tensors of ``model.safetensors``, or of all files of its index.
 
     Only headers are read. Every file is checked: that it is as long as its header says, and that
@@ -131,7 +131,7 @@ def open_folder(path: str | Path) -> Tensors:
     if weight_map is not None and not problems:
         problems += _misfits(weight_map, stored)
     raise_problems(f"cannot read the weights in {path}", problems)
-    return Tensors(stored)
+    return FolderTensors(stored)
 
 
 def exists(path: Path) -> bool:
@@ -335,7 +335,7 @@ def index_of(files: Sequence[Planned]) -> dict[str, Any]:
 
 
 @dataclass
-class Writer:
+class TensorWriter:
     """Writes planned files into a folder, tensor by tensor, in the planned order.
 
     Attributes:

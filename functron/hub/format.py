@@ -1,7 +1,7 @@
 """Formats of Hugging Face's models: the names and layouts of tensors, and config.json.
 
-A `Format` is a table of name rules, read in both directions, and of the entries of config.json. A
-rule's `dims` writes down, as einops would, how the dims of one tensor become those of our leaf; a
+A `HubFormat` is a table of name rules, read in both directions, and of the entries of config.json.
+A rule's `dims` writes down, as einops would, how the dims of one tensor become those of our leaf; a
 dim in parentheses is a product.
 """
 
@@ -19,11 +19,11 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem
-from functron.hub.entries import Entry, write_entries
+from functron.hub.entries import HubEntry, write_entries
 from functron.models.family import FAMILIES, Config, Family, family_of, field_text
 from functron.spmd.params import ParamDef, pieces_of
 
-Box = tuple[tuple[int, int], ...]
+LeafBox = tuple[tuple[int, int], ...]
 """From where to where, per dim."""
 
 VOCAB = "vocab"
@@ -31,7 +31,7 @@ VOCAB = "vocab"
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """One Hugging Face tensor, or one of each layer, and the leaves of ours that it holds.
 
     Attributes:
@@ -76,7 +76,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Part:
+class LeafPart:
     """One leaf of ours inside one rule's tensors.
 
     Attributes:
@@ -84,7 +84,7 @@ class Part:
         shape: of the leaf, without the stacked dims, with the padding of the vocabulary.
         real: `shape` without that padding.
         start: where the part begins along the tensor's fused dim.
-        theirs: the factors of each dim of the tensor; see `Rule`.
+        theirs: the factors of each dim of the tensor; see `NameRule`.
         ours: the dims of the leaf.
         begin: where the part begins in the leaf, per dim: at 0, but for a piece of it.
         step: from one of its entries to the next.
@@ -116,7 +116,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class HubLayout:
     """A rule with the sizes of a model filled in.
 
     Attributes:
@@ -127,9 +127,9 @@ class Layout:
         numbers: those that the rows of the rule's first field have in names.
     """
 
-    rule: Rule
+    rule: NameRule
     stacked: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[LeafPart, ...]
     shape: tuple[int, ...]
     numbers: Sequence[int] = ()
 
@@ -138,7 +138,7 @@ class Layout:
         index = (self.numbers[index[0]], *index[1:]) if index else ()
         return self.rule.name.format(**dict(zip(self.rule.fields, index, strict=True)))
 
-    def source(self, part: Part, box: Box) -> tuple[slice, ...]:
+    def source(self, part: LeafPart, box: LeafBox) -> tuple[slice, ...]:
         """The least slices of the tensor that hold `box` of the leaf; it must not reach padding."""
         within = dict(zip(part.ours, box, strict=True))
         slices = []
@@ -150,7 +150,7 @@ class Layout:
             slices.append(slice(start, stop, None if step == 1 else step))
         return tuple(slices)
 
-    def to_ours(self, part: Part, box: Box, piece: torch.Tensor) -> torch.Tensor:
+    def to_ours(self, part: LeafPart, box: LeafBox, piece: torch.Tensor) -> torch.Tensor:
         """`box` of the leaf from the slices of the tensor that `source` gives: a view."""
         order = [name for factors in part.theirs for name in factors]
         within = dict(zip(part.ours, box, strict=True))
@@ -184,11 +184,11 @@ class Layout:
 
 
 def layouts(
-    rules: Sequence[Rule],
+    rules: Sequence[NameRule],
     defs: tree.Tree,
     vocab_size: int,
     numbers: Mapping[str, Sequence[int]] = MappingProxyType({}),
-) -> list[Layout]:
+) -> list[HubLayout]:
     """The rules that a model with these `ParamDef` uses, with its sizes.
 
     A rule whose leaves the model lacks (biases, say) is left out.
@@ -221,7 +221,7 @@ _SLOT = "slot"
 """The last dim but one of leaves in which several are joined."""
 
 
-class _Place(NamedTuple):
+class _LeafPlace(NamedTuple):
     """Where a leaf that rules name is: a leaf of the model, or a piece of one.
 
     Attributes:
@@ -251,17 +251,17 @@ class _Place(NamedTuple):
         return (*dim[:at], _SLOT, *dim[at:])
 
 
-def _places(path: str, d: ParamDef) -> list[_Place]:
+def _places(path: str, d: ParamDef) -> list[_LeafPlace]:
     if not d.pieces:
-        return [_Place(path, path, d.shape, (0,) * len(d.shape), False)]
+        return [_LeafPlace(path, path, d.shape, (0,) * len(d.shape), False)]
     before = (0,) * (len(d.shape) - 2)
     return [
-        _Place(p.path, path, (*d.shape[:-2], p.size, d.shape[-1]), (*before, p.start, 0), True)
+        _LeafPlace(p.path, path, (*d.shape[:-2], p.size, d.shape[-1]), (*before, p.start, 0), True)
         for p in pieces_of(path, d)
     ]
 
 
-def tensors(found: Sequence[Layout]) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+def tensors(found: Sequence[HubLayout]) -> Iterator[tuple[HubLayout, tuple[int, ...]]]:
     """Every Hugging Face tensor, as its layout and its numbers, layer by layer."""
     for _, group in itertools.groupby(
         found, lambda layout: (layout.rule.fields[:1], tuple(layout.numbers))
@@ -277,11 +277,11 @@ def tensors(found: Sequence[Layout]) -> Iterator[tuple[Layout, tuple[int, ...]]]
 
 
 def _layout(
-    rule: Rule,
-    places: Mapping[str, _Place],
+    rule: NameRule,
+    places: Mapping[str, _LeafPlace],
     vocab_size: int,
     numbers: Mapping[str, Sequence[int]],
-) -> Layout:
+) -> HubLayout:
     count = len(rule.fields)
     parts, start = [], 0
     for turn, path in enumerate(rule.paths):
@@ -292,13 +292,13 @@ def _layout(
         theirs = tuple(place.factors(dim, alone) for dim in rule.theirs(turn))
         first, step = (turn, len(rule.paths)) if rule.interleaved else (start, 1)
         begin = place.begin[count:]
-        parts.append(Part(place.path, shape, real, first, theirs, ours, begin, step))
+        parts.append(LeafPart(place.path, shape, real, first, theirs, ours, begin, step))
         start += parts[-1].their_shape[rule.fused]
     whole = list(parts[0].their_shape)
     whole[rule.fused] = start
     stacked = places[rule.paths[0]].shape[:count]
     named = numbers.get(rule.paths[0].split("/")[0], range(stacked[0])) if count else ()
-    return Layout(rule, stacked, tuple(parts), tuple(whole), named)
+    return HubLayout(rule, stacked, tuple(parts), tuple(whole), named)
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class Surplus:
 
 
 @dataclass(frozen=True)
-class Format:
+class HubFormat:
     """The format of the models that transformers builds with one class.
 
     Attributes:
@@ -345,16 +345,16 @@ class Format:
 
     model_type: str
     architecture: str
-    rules: tuple[Rule, ...]
-    entries: tuple[Entry, ...]
-    in_memory: tuple[Rule, ...] = ()
+    rules: tuple[NameRule, ...]
+    entries: tuple[HubEntry, ...]
+    in_memory: tuple[NameRule, ...] = ()
     prefix: str = "model."
     max_seq: str = "max_position_embeddings"
     unused: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     copies: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     family: Family = FAMILIES["gpt"]
-    naming: Callable[[Any, Mapping[str, Any]], Sequence[Sequence[Rule]]] | None = None
+    naming: Callable[[Any, Mapping[str, Any]], Sequence[Sequence[NameRule]]] | None = None
     surplus: Surplus | None = None
     describes: str = "config.json"
 
@@ -365,19 +365,21 @@ class Format:
 
     def namings(
         self, config: Config, table: Mapping[str, Any] = MappingProxyType({})
-    ) -> list[Sequence[Rule]]:
+    ) -> list[Sequence[NameRule]]:
         """All namings of this model's tensors, the one that is written beside `table` first."""
         named = [self.rules] if self.naming is None else self.naming(config, table)
         return [*named, self.in_memory] if self.in_memory else [*named]
 
 
-def layouts_of(form: Format, config: Config, rules: Sequence[Rule] | None = None) -> list[Layout]:
+def layouts_of(
+    form: HubFormat, config: Config, rules: Sequence[NameRule] | None = None
+) -> list[HubLayout]:
     """The tensors of this model in files of the format, or by other `rules`; see `layouts`."""
     family, rules = form.family, form.namings(config)[0] if rules is None else rules
     return layouts(rules, family.defs(config), family.vocab_size(config), family.numbers(config))
 
 
-def config_problems(config: Config, form: Format) -> list[Problem]:
+def config_problems(config: Config, form: HubFormat) -> list[Problem]:
     """Why models of this format are not like `config`; empty where they are."""
     family = form.family
     if family_of(config) is not family:
@@ -395,19 +397,19 @@ def config_problems(config: Config, form: Format) -> list[Problem]:
     return problems
 
 
-def linear(name: str, path: str, weight: str, bias: str) -> tuple[Rule, Rule]:
+def linear(name: str, path: str, weight: str, bias: str) -> tuple[NameRule, NameRule]:
     """The rules of a linear layer: its weight ``[out, in]``, and its bias where there is one."""
     return (
-        Rule(f"{name}.weight", weight, (f"{path}/w",)),
-        Rule(f"{name}.bias", bias, (f"{path}/b",)),
+        NameRule(f"{name}.weight", weight, (f"{path}/w",)),
+        NameRule(f"{name}.bias", bias, (f"{path}/b",)),
     )
 
 
-def norm(name: str, path: str, dim: str = "embed") -> tuple[Rule, Rule]:
+def norm(name: str, path: str, dim: str = "embed") -> tuple[NameRule, NameRule]:
     """The rules of a norm: its scale, and its bias where there is one."""
     return (
-        Rule(f"{name}.weight", f"{dim} -> {dim}", (f"{path}/scale",)),
-        Rule(f"{name}.bias", f"{dim} -> {dim}", (f"{path}/bias",)),
+        NameRule(f"{name}.weight", f"{dim} -> {dim}", (f"{path}/scale",)),
+        NameRule(f"{name}.bias", f"{dim} -> {dim}", (f"{path}/bias",)),
     )
 
 
@@ -422,13 +424,13 @@ EMBED = "vocab embed -> vocab embed"
 UNEMBED = "vocab embed -> embed vocab"
 
 
-def attention(path: str, *names: str) -> tuple[Rule, ...]:
+def attention(path: str, *names: str) -> tuple[NameRule, ...]:
     """The rules of queries, keys, values and output, in this order of names."""
     layers = zip(names, ("q", "k", "v", "out"), (HEADS, HEADS, HEADS, OUT), strict=True)
     return tuple(r for name, ours, dims in layers for r in linear(name, f"{path}/{ours}", *dims))
 
 
-def mlp(path: str, *names: str) -> tuple[Rule, ...]:
+def mlp(path: str, *names: str) -> tuple[NameRule, ...]:
     """The rules of a feed-forward layer: its projections gate (where there is one), up and down."""
     layers = zip(
         names, ("gate", "up", "down")[-len(names) :], (UP, UP, DOWN)[-len(names) :], strict=True
@@ -436,6 +438,6 @@ def mlp(path: str, *names: str) -> tuple[Rule, ...]:
     return tuple(r for name, ours, dims in layers for r in linear(name, f"{path}/{ours}", *dims))
 
 
-def under(path: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def under(path: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
     """The rules of a model that is a part of another."""
     return tuple(replace(rule, paths=tuple(f"{path}/{p}" for p in rule.paths)) for rule in rules)

@@ -51,9 +51,9 @@ from functron.hub.decoders import (
     llama,
 )
 from functron.hub.entries import (
-    Entry,
     EntryError,
-    Table,
+    HubEntry,
+    HubTable,
     derived,
     fixed,
     get,
@@ -64,7 +64,7 @@ from functron.hub.entries import (
     same,
     window,
 )
-from functron.hub.format import DOWN, HEADS, UP, Format, Rule, linear, mlp, norm
+from functron.hub.format import DOWN, HEADS, UP, HubFormat, NameRule, linear, mlp, norm
 from functron.models.config import GPTConfig
 from functron.models.family import canonical_moe
 from functron.nn.moe import MoEConfig
@@ -74,27 +74,27 @@ from functron.nn.moe import MoEConfig
 _MOE = "blocks/moe"
 _MIXER, _EXPERTS = f"{LAYER}.self_attn", f"{LAYER}.mlp.experts"
 _ROUTER = ("expert embed -> embed expert", "expert -> expert")
-_PLAIN_ROUTER = Rule(f"{LAYER}.mlp.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",))
+_PLAIN_ROUTER = NameRule(f"{LAYER}.mlp.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",))
 _BLOCK = (*NORMS, *ATTENTION)
 
 
-def _each(name: str, names: tuple[str, str, str]) -> tuple[Rule, ...]:
+def _each(name: str, names: tuple[str, str, str]) -> tuple[NameRule, ...]:
     """The rules of one expert's gate, up and down projection, a tensor each."""
     kinds = zip(names, ("gate", "up", "down"), (UP, UP, DOWN), strict=True)
     return tuple(
-        Rule(f"{name}.{{expert}}.{theirs}.weight", dims[0], (f"{_MOE}/experts/{ours}/w",))
+        NameRule(f"{name}.{{expert}}.{theirs}.weight", dims[0], (f"{_MOE}/experts/{ours}/w",))
         for theirs, ours, dims in kinds
     )
 
 
 _FUSED = (
-    Rule(
+    NameRule(
         f"{_EXPERTS}.gate_up_proj",
         "expert mlp embed -> expert embed mlp",
         (f"{_MOE}/experts/gate/w", f"{_MOE}/experts/up/w"),
         fused=1,
     ),
-    Rule(
+    NameRule(
         f"{_EXPERTS}.down_proj",
         "expert embed mlp -> expert mlp embed",
         (f"{_MOE}/experts/down/w",),
@@ -102,7 +102,7 @@ _FUSED = (
 )
 
 
-def _stacked(stack: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def _stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
     """The rules of blocks for another stack of layers of that kind."""
     return tuple(
         dataclasses.replace(
@@ -112,8 +112,8 @@ def _stacked(stack: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
     )
 
 
-def _qwen3(*layers: Rule) -> tuple[Rule, ...]:
-    return (*START, *_stacked("dense", (*_BLOCK, *MLP)), *_BLOCK, _PLAIN_ROUTER, *layers, *END)
+def _qwen3(*layers: NameRule) -> tuple[NameRule, ...]:
+    return (*START, *_stack("dense", (*_BLOCK, *MLP)), *_BLOCK, _PLAIN_ROUTER, *layers, *END)
 
 
 _LATENT = ("latent embed -> embed latent", "latent -> latent")
@@ -123,62 +123,66 @@ _LATENT_BLOCK = (
     *ATTENTION[6:8],
     *linear(f"{_MIXER}.q_a_proj", "blocks/attention/q_down", *_LATENT),
     *norm(f"{_MIXER}.q_a_layernorm", "blocks/attention/q_norm", "latent"),
-    Rule(f"{_MIXER}.q_b_proj.weight", _HEADS_OF_LATENT, ("blocks/attention/q_up/w",)),
-    Rule(f"{_MIXER}.q_proj.weight", HEADS[0], ("blocks/attention/q/w",)),
+    NameRule(f"{_MIXER}.q_b_proj.weight", _HEADS_OF_LATENT, ("blocks/attention/q_up/w",)),
+    NameRule(f"{_MIXER}.q_proj.weight", HEADS[0], ("blocks/attention/q/w",)),
     *linear(f"{_MIXER}.kv_a_proj_with_mqa", "blocks/attention/kv_down", *_LATENT),
     *norm(f"{_MIXER}.kv_a_layernorm", "blocks/attention/kv_norm", "latent"),
-    Rule(f"{_MIXER}.kv_b_proj.weight", _HEADS_OF_LATENT, ("blocks/attention/kv_up/w",)),
+    NameRule(f"{_MIXER}.kv_b_proj.weight", _HEADS_OF_LATENT, ("blocks/attention/kv_up/w",)),
 )
 _AHEAD = (
     *norm(f"{LAYER}.enorm", "mtp/embed_norm"),
     *norm(f"{LAYER}.hnorm", "mtp/stream_norm"),
-    Rule(f"{LAYER}.eh_proj.weight", "embed both -> both embed", ("mtp/proj/w",)),
+    NameRule(f"{LAYER}.eh_proj.weight", "embed both -> both embed", ("mtp/proj/w",)),
     *norm(f"{LAYER}.shared_head.norm", "mtp/norm"),
 )
 
 
-def _deepseek(*layers: Rule) -> tuple[Rule, ...]:
+def _deepseek(*layers: NameRule) -> tuple[NameRule, ...]:
     sparse = (
         *_LATENT_BLOCK,
         _PLAIN_ROUTER,
-        Rule(f"{LAYER}.mlp.gate.e_score_correction_bias", _ROUTER[1], (f"{_MOE}/router/balance",)),
+        NameRule(
+            f"{LAYER}.mlp.gate.e_score_correction_bias", _ROUTER[1], (f"{_MOE}/router/balance",)
+        ),
         *layers,
         *mlp(f"{_MOE}/shared", *(f"{LAYER}.mlp.shared_experts.{name}" for name in GATED)),
     )
-    dense = _stacked("dense", (*_LATENT_BLOCK, *MLP))
-    return (*START, *dense, *sparse, *_AHEAD, *_stacked("mtp/block", sparse), *END)
+    dense = _stack("dense", (*_LATENT_BLOCK, *MLP))
+    return (*START, *dense, *sparse, *_AHEAD, *_stack("mtp/block", sparse), *END)
 
 
-def _turns(name: str, dims: str, kind: str, fused: int) -> Rule:
+def _turns(name: str, dims: str, kind: str, fused: int) -> NameRule:
     """A tensor of all experts in which gates and ups take turns."""
     paths = (f"{_MOE}/experts/gate/{kind}", f"{_MOE}/experts/up/{kind}")
-    return Rule(f"{_EXPERTS}.{name}", dims, paths, fused=fused, interleaved=True)
+    return NameRule(f"{_EXPERTS}.{name}", dims, paths, fused=fused, interleaved=True)
 
 
 GPT_OSS_RULES = (
     *START,
     *_BLOCK,
-    Rule(f"{_MIXER}.sinks", "heads -> heads", ("blocks/attention/sinks",)),
+    NameRule(f"{_MIXER}.sinks", "heads -> heads", ("blocks/attention/sinks",)),
     *linear(f"{LAYER}.mlp.router", f"{_MOE}/router", *_ROUTER),
     _turns("gate_up_proj", "expert embed mlp -> expert embed mlp", "w", 2),
     _turns("gate_up_proj_bias", "expert mlp -> expert mlp", "b", 1),
-    Rule(
+    NameRule(
         f"{_EXPERTS}.down_proj",
         "expert mlp embed -> expert mlp embed",
         (f"{_MOE}/experts/down/w",),
     ),
-    Rule(f"{_EXPERTS}.down_proj_bias", "expert embed -> expert embed", (f"{_MOE}/experts/down/b",)),
+    NameRule(
+        f"{_EXPERTS}.down_proj_bias", "expert embed -> expert embed", (f"{_MOE}/experts/down/b",)
+    ),
     *END,
 )
 
 # --- entries of config.json
 
-Setting = tuple[Sequence[str], str, Any]
+MixtureSetting = tuple[Sequence[str], str, Any]
 """Names of an entry (written under all of them, read from the first that is there), the field of
 `MoEConfig` that it is, and what transformers takes where it is missing."""
 
 
-def experts(*settings: Setting, shared: str = "", **constants: Any) -> Entry:
+def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> HubEntry:
     """Layers of experts.
 
     Args:
@@ -187,7 +191,7 @@ def experts(*settings: Setting, shared: str = "", **constants: Any) -> Entry:
         constants: fields of `MoEConfig` that every model of the format has the same.
     """
 
-    def read(table: Table, _: Mapping) -> dict:
+    def read(table: HubTable, _: Mapping) -> dict:
         values, problems = dict(constants), []
         for names, field, default in settings:
             name = next((name for name in names if name in table), names[0])
@@ -223,7 +227,7 @@ def experts(*settings: Setting, shared: str = "", **constants: Any) -> Entry:
 
     fields = {field for _, field, _ in settings}
     names = [name for setting in settings for name in setting[0]]
-    return Entry((*names, *([shared] if shared else [])), ("moe",), read, write)
+    return HubEntry((*names, *([shared] if shared else [])), ("moe",), read, write)
 
 
 def _differences(moe: MoEConfig, stored: set[str], constants: Mapping[str, Any]) -> list[Problem]:
@@ -244,7 +248,7 @@ def _differences(moe: MoEConfig, stored: set[str], constants: Mapping[str, Any])
     return found
 
 
-_DENSE_LAYERS = Entry(
+_DENSE_LAYERS = HubEntry(
     ("first_k_dense_replace",),
     ("dense_layers",),
     lambda table, values: {
@@ -259,7 +263,7 @@ _DENSE_LAYERS = Entry(
 _SPARSE = ("decoder_sparse_step", "mlp_only_layers")
 
 
-def _read_sparse(table: Table, values: Mapping) -> dict:
+def _read_sparse(table: HubTable, values: Mapping) -> dict:
     step, dense_ones = table.get(_SPARSE[0], 1), table.get(_SPARSE[1]) or []
     if not is_a(step, int) or step < 1 or not isinstance(dense_ones, list):
         got = f"{step!r} and {dense_ones!r}"
@@ -275,7 +279,7 @@ def _read_sparse(table: Table, values: Mapping) -> dict:
     return {"dense_layers": len(dense)}
 
 
-_SPARSE_LAYERS = Entry(
+_SPARSE_LAYERS = HubEntry(
     _SPARSE,
     ("dense_layers",),
     _read_sparse,
@@ -286,12 +290,12 @@ _SPARSE_LAYERS = Entry(
 _MTP = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
-def _read_tokens_ahead(table: Table, _: Mapping) -> dict:
+def _read_tokens_ahead(table: HubTable, _: Mapping) -> dict:
     name = next((name for name in _MTP if name in table), _MTP[0])
     return {"mtp_depth": get_whole(table, name, 1) or 0}
 
 
-_TOKENS_AHEAD = Entry(
+_TOKENS_AHEAD = HubEntry(
     _MTP, ("mtp_depth",), _read_tokens_ahead, lambda config: {_MTP[0]: config.mtp_depth}
 )
 """Modules of multi-token prediction, which files need not have although config.json has them."""
@@ -304,7 +308,7 @@ def _check_eps(eps: float | None) -> dict:
     return {}
 
 
-_EPS = Entry(
+_EPS = HubEntry(
     read=lambda table, values: _check_eps(values.get("norm_eps")),
     write=lambda config: _check_eps(config.norm_eps),
 )
@@ -312,13 +316,13 @@ _OF_TRAINING = ("router_aux_loss_coef", "output_router_logits", "router_jitter_n
 
 # --- formats
 
-MIXTRAL = Format(
+MIXTRAL = HubFormat(
     "mixtral",
     "MixtralForCausalLM",
     (
         *START,
         *_BLOCK,
-        Rule(f"{LAYER}.block_sparse_moe.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",)),
+        NameRule(f"{LAYER}.block_sparse_moe.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",)),
         *_each(f"{LAYER}.block_sparse_moe.experts", ("w1", "w3", "w2")),
         *END,
     ),
@@ -336,7 +340,7 @@ MIXTRAL = Format(
     in_memory=(*START, *_BLOCK, _PLAIN_ROUTER, *_FUSED, *END),
     ignored=_OF_TRAINING,
 )  # fmt: skip
-QWEN3_MOE = Format(
+QWEN3_MOE = HubFormat(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     _qwen3(*_each(_EXPERTS, GATED)),
@@ -357,7 +361,7 @@ QWEN3_MOE = Format(
     in_memory=_qwen3(*_FUSED),
     ignored=_OF_TRAINING,
 )  # fmt: skip
-DEEPSEEK_V3 = Format(
+DEEPSEEK_V3 = HubFormat(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _deepseek(*_each(_EXPERTS, GATED)),
@@ -401,7 +405,7 @@ DEEPSEEK_V3 = Format(
     ),
     ignored=(*_OF_TRAINING, "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"),
 )  # fmt: skip
-GPT_OSS = Format(
+GPT_OSS = HubFormat(
     "gpt_oss",
     "GptOssForCausalLM",
     GPT_OSS_RULES,
@@ -442,7 +446,7 @@ GPT_OSS = Format(
     ),
 )  # fmt: skip
 
-DECODERS: Mapping[str, Format] = MappingProxyType(
+DECODERS: Mapping[str, HubFormat] = MappingProxyType(
     {**DENSE, **{form.model_type: form for form in (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)}}
 )
 """All decoders, by transformers' name in config.json."""

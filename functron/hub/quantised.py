@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.hub.files import Source
-from functron.hub.format import Layout, tensors
+from functron.hub.files import TensorSource
+from functron.hub.format import HubLayout, tensors
 from functron.ops.quantise import E2M1, E4M3, E8M0, QuantisedFormat, magnitude, quantise, unpacked
 
 ENTRY = "quantization_config"
@@ -59,7 +59,7 @@ _UNUSED = re.compile(r".*\.(input_scale|activation_scale|output_scale|[qkv]_scal
 
 
 @dataclass(frozen=True)
-class Scheme:
+class QuantisedScheme:
     """How the weights of a folder are quantised, by its config.json.
 
     Attributes:
@@ -84,7 +84,7 @@ class Scheme:
 
 def read_scheme(
     table: Mapping[str, Any], problems: list[Problem], ignore: Sequence[str] = ()
-) -> Scheme | None:
+) -> QuantisedScheme | None:
     """How config.json says that weights are quantised; None where it does not.
 
     Args:
@@ -122,7 +122,7 @@ def read_scheme(
     block = _read_block(sizes, f"{ENTRY}.weight_block_size", problems)
     if method == "compressed-tensors":
         block = _read_compressed(entry, problems)
-    return Scheme(method, block, tuple(kept or ()))
+    return QuantisedScheme(method, block, tuple(kept or ()))
 
 
 def _read_block(value: Any, where: str, problems: list[Problem]) -> tuple[int, int] | None:
@@ -194,7 +194,7 @@ class _Weight:
     block: tuple[int, ...]
     pairs: bool = False
 
-    def read(self, source: Source, slices: Sequence[slice]) -> torch.Tensor:
+    def read(self, source: TensorSource, slices: Sequence[slice]) -> torch.Tensor:
         """These slices of it, in float32."""
         if self.pairs:
             return self._read_pairs(source, slices)
@@ -212,7 +212,7 @@ class _Weight:
             scales = scales.index_select(dim, at)
         return values.mul_(scales)
 
-    def _read_pairs(self, source: Source, slices: Sequence[slice]) -> torch.Tensor:
+    def _read_pairs(self, source: TensorSource, slices: Sequence[slice]) -> torch.Tensor:
         *lead, inputs, outputs = slices
         groups, at = _blocks(inputs, self.shape[-2], _GROUP)
         scales = self._read_scales(source, [*lead, outputs, groups])
@@ -226,7 +226,7 @@ class _Weight:
         within = torch.arange(*inputs.indices(self.shape[-2])) - first
         return (values if len(at) == values.shape[-1] else values[..., within]).mT
 
-    def _read_scales(self, source: Source, slices: Sequence[slice]) -> torch.Tensor:
+    def _read_scales(self, source: TensorSource, slices: Sequence[slice]) -> torch.Tensor:
         scales = source.read(self.scales, slices)
         scales = (scales.view(E8M0) if scales.dtype == torch.uint8 else scales).float()
         if not bool(scales.isfinite().all()):
@@ -249,9 +249,9 @@ def _blocks(part: slice, size: int, block: int) -> tuple[slice, torch.Tensor]:
 
 
 class Decoded:
-    """The tensors of a folder, those that are quantised as float32: a `Source`."""
+    """The tensors of a folder, those that are quantised as float32: a `TensorSource`."""
 
-    def __init__(self, source: Source, weights: Mapping[str, _Weight], hidden: Iterable[str]):
+    def __init__(self, source: TensorSource, weights: Mapping[str, _Weight], hidden: Iterable[str]):
         self._source, self._weights, self._hidden = source, weights, frozenset(hidden)
 
     @cached_property
@@ -271,7 +271,7 @@ class Decoded:
         return source.read(name, slices) if found is None else found.read(source, slices)
 
 
-def decoded(source: Source, table: Mapping[str, Any], where: str) -> Source:
+def decode(source: TensorSource, table: Mapping[str, Any], where: str) -> TensorSource:
     """`source` with the weights that config.json says are quantised as numbers in float32.
 
     Args:
@@ -309,7 +309,7 @@ _AGAIN = "are all files there? does config.json belong to these weights?"
 
 
 def _bytes_of(
-    scheme: Scheme, shapes: _Shapes, problems: list[Problem]
+    scheme: QuantisedScheme, shapes: _Shapes, problems: list[Problem]
 ) -> Iterator[tuple[str, _Weight]]:
     """Those in E4M3, and their scales."""
     for name, (shape, dtype) in shapes.items():
@@ -334,14 +334,14 @@ def _bytes_of(
 _ENDS = ("_scale_inv", "_scale")
 
 
-def _grids(scheme: Scheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _grids(scheme: QuantisedScheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shapes that scales of a tensor may have, but for one of all."""
     rows = [] if scheme.method == "fp8" else [(*shape[:-1], 1)]
     return [*rows, () if scheme.block is None else _grid(shape, scheme.block)]
 
 
 def _block(
-    scheme: Scheme, shape: tuple[int, ...], scales: tuple[int, ...]
+    scheme: QuantisedScheme, shape: tuple[int, ...], scales: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """How many elements share a scale along each dim; None: no such scales are known."""
     by_rows, block = scheme.method != "fp8", scheme.block
@@ -361,7 +361,7 @@ def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
 
 
 def _pairs_of(
-    scheme: Scheme, shapes: _Shapes, problems: list[Problem]
+    scheme: QuantisedScheme, shapes: _Shapes, problems: list[Problem]
 ) -> Iterator[tuple[str, _Weight]]:
     """Those in MXFP4."""
     del scheme
@@ -400,14 +400,14 @@ _JOINED: Mapping[str, str] = MappingProxyType(
 """Matrices that others make one of, and which one."""
 
 
-def chosen(method: str, found: Sequence[Layout]) -> set[str]:
+def chosen(method: str, found: Sequence[HubLayout]) -> set[str]:
     """The names of the tensors that `method` quantises, of those of a model.
 
     Raises:
         ValueError: there are none, or some that should be are no matrices of linear layers.
     """
     height, width = METHODS[method].block
-    groups: dict[tuple, list[Layout]] = {}
+    groups: dict[tuple, list[HubLayout]] = {}
     for layout in found:
         match = _MATRIX.fullmatch(layout.rule.paths[0])
         if match is None:
@@ -443,7 +443,7 @@ def scales_of(method: str, name: str, shape: tuple[int, ...]) -> tuple[str, tupl
     return f"{name}_scale_inv", (shape[0] // height, shape[1] // width)
 
 
-def encoded(method: str, name: str, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(method: str, name: str, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix in 8 bits, float8_e4m3fn, and its scales, float32, as `scales_of` says.
 
     Raises:

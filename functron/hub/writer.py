@@ -16,34 +16,34 @@ import torch.distributed as dist
 
 from functron.core import tree
 from functron.core.errors import Problem, local_path, nearest, public, raise_problems, refuse
-from functron.hub.config import (
+from functron.hub.files import (
+    INDEX,
+    SINGLE,
+    Planned,
+    TensorSource,
+    TensorWriter,
+    exists,
+    index_of,
+    open_folder,
+    plan,
+)
+from functron.hub.format import HubFormat, HubLayout, LeafPart, layouts_of, tensors
+from functron.hub.quantised import (
+    ENTRY,
+    check_method,
+    chosen,
+    decode,
+    encode,
+    scales_of,
+    written_entry,
+)
+from functron.hub.reader import (
     CONFIG,
     format_for,
     format_of,
     read_table,
     still_describes,
     write_config,
-)
-from functron.hub.files import (
-    INDEX,
-    SINGLE,
-    Planned,
-    Source,
-    Writer,
-    exists,
-    index_of,
-    open_folder,
-    plan,
-)
-from functron.hub.format import Format, Layout, Part, layouts_of, tensors
-from functron.hub.quantised import (
-    ENTRY,
-    check_method,
-    chosen,
-    decoded,
-    encoded,
-    scales_of,
-    written_entry,
 )
 from functron.models import lora, mup
 from functron.models.config import GPTConfig
@@ -140,11 +140,11 @@ def save(
     name = str(kind).removeprefix("torch.")
     entries = write_config(config, form, kept=kept, dtype=name)
     found = layouts_of(form, config, form.namings(config, entries)[0])
-    listed = _listed(config, found, kind, all_of_it=dtype is not None)
+    listed = _list_problems(config, found, kind, all_of_it=dtype is not None)
     source = None
     if kept is not None and like is not None and form.surplus is not None:
         same = still_describes(kept, config, form)
-        source = decoded(open_folder(like), kept, f"{like}/{CONFIG}") if same else None
+        source = decode(open_folder(like), kept, f"{like}/{CONFIG}") if same else None
     surplus = _surplus(form, config, source, kind)
     listed += [(name, value.dtype, value.shape) for name, value in surplus.items()]
     converted: set[str] = set()
@@ -171,8 +171,8 @@ def save(
         raise
 
 
-def _listed(
-    config: Config, found: Sequence[Layout], kind: torch.dtype, *, all_of_it: bool
+def _list_problems(
+    config: Config, found: Sequence[HubLayout], kind: torch.dtype, *, all_of_it: bool
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Name, dtype and shape of every tensor of a file."""
     defs = family_of(config).defs(config)
@@ -202,7 +202,7 @@ def _with_scales(
 
 
 @dataclass(frozen=True)
-class _Surplus:
+class _WriterSurplus:
     """A tensor of transformers' model that ours has not: of another folder, or a constant."""
 
     shape: tuple[int, ...]
@@ -211,13 +211,13 @@ class _Surplus:
 
 
 def _surplus(
-    form: Format, config: Config, source: Source | None, kind: torch.dtype
-) -> dict[str, _Surplus]:
+    form: HubFormat, config: Config, source: TensorSource | None, kind: torch.dtype
+) -> dict[str, _WriterSurplus]:
     """By name, those that a model is stored with; see `Surplus`."""
     if form.surplus is None:
         return {}
     found = {
-        name: _Surplus(shape, kind, partial(torch.full, shape, value, dtype=kind))
+        name: _WriterSurplus(shape, kind, partial(torch.full, shape, value, dtype=kind))
         for name, (shape, value) in form.surplus.constants(config).items()
     }
     if source is None:
@@ -226,7 +226,7 @@ def _surplus(
         if form.surplus.holds(config, name):
             whole = tuple(slice(0, size) for size in shape)
             read = partial(source.read, name, whole)
-            found[form.surplus.name(name)] = _Surplus(shape, kind, read)
+            found[form.surplus.name(name)] = _WriterSurplus(shape, kind, read)
     return found
 
 
@@ -261,14 +261,14 @@ class _Leaves:
         self._layer: tuple[int, ...] = ()
         self._shared: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
-    def whole(self, layout: Layout, index: tuple[int, ...]) -> torch.Tensor:
+    def whole(self, layout: HubLayout, index: tuple[int, ...]) -> torch.Tensor:
         """One Hugging Face tensor, on every rank."""
         if index[:1] != self._layer:
             self._layer = index[:1]
             self._shared.clear()
         return layout.to_theirs([self._row(part, index) for part in layout.parts])
 
-    def _row(self, part: Part, index: tuple[int, ...]) -> torch.Tensor:
+    def _row(self, part: LeafPart, index: tuple[int, ...]) -> torch.Tensor:
         key = part.path, index
         if key in self._shared:
             return self._shared[key]
@@ -353,7 +353,7 @@ class _Export:
         self._mesh = mesh if isinstance(mesh, BoundMesh) else None
         self._folder = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
         self._main = self._mesh is None or self._mesh.rank == 0
-        self._writer: Writer | None = None
+        self._writer: TensorWriter | None = None
         self._failure: Exception | None = None
 
     def begin(self) -> None:
@@ -369,7 +369,7 @@ class _Export:
         """Write the next tensor in 8 bits, and its scales."""
 
         def both() -> None:
-            values, scales = encoded(method, name, matrix)
+            values, scales = encode(method, name, matrix)
             if self._writer is not None:
                 self._writer.write(name, values)
                 self._writer.write(scales_of(method, name, tuple(matrix.shape))[0], scales)
@@ -421,7 +421,7 @@ class _Export:
                 "cannot export the model", str(self._target), "an existing path", "a new one", fix
             )
         self._folder.mkdir(parents=True)
-        self._writer = Writer(self._folder, self._planned)
+        self._writer = TensorWriter(self._folder, self._planned)
 
     def _finish(self) -> None:
         write_json(self._folder / CONFIG, self._entries)

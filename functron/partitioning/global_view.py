@@ -32,9 +32,8 @@ from functron.core.compat import Function
 from functron.core.errors import public
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Fresh, Scan, Var, contiguous_strides
-from functron.program.program import Program
 from functron.program.recorder import Recorder, active, aside, keeping
-from functron.program.trace import trace
+from functron.program.trace import Program, trace
 from functron.spmd.axes import Scope, enter, user_line
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp, leaves_like

@@ -74,8 +74,8 @@ from functron.partitioning.propagate import (
 from functron.partitioning.rules import ATTENTION, MakeRule, attention_over
 from functron.partitioning.shards import Travel
 from functron.program.equations import Block, Scan, Var, Where
-from functron.program.program import Program
 from functron.program.recorder import active, aside, from_line
+from functron.program.trace import Program
 from functron.spmd import spec as sharding
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction, check_spec_trees

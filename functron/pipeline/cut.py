@@ -46,8 +46,8 @@ from functron.program.equations import (
     Var,
     contiguous_strides,
 )
-from functron.program.program import Program
 from functron.program.recorder import live_equations
+from functron.program.trace import Program
 
 EFFECT = 1
 """The bit of values that lead to a side effect, such as a print."""

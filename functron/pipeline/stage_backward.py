@@ -26,9 +26,8 @@ from functron.pipeline.cut import find_sliced as sliced_of
 from functron.pipeline.partition import Part
 from functron.program.equations import Input, Var, contiguous_strides
 from functron.program.interpreter import ambient_inputs, run_block
-from functron.program.program import Program
 from functron.program.recorder import active
-from functron.program.trace import trace
+from functron.program.trace import Program, trace
 from functron.spmd.axes import BoundAxis, Scope, enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import shard_map

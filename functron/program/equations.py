@@ -279,7 +279,7 @@ class Output:
 class Code:
     """One rank's program as data, from the flat arguments to the flat results.
 
-    `functron.program.program.Program`, which `trace` makes, is this with its analyses as methods.
+    `functron.program.trace.Program`, which `trace` makes, is this with its analyses as methods.
 
     Attributes:
         name: of the function that was traced.

@@ -29,7 +29,6 @@ from functron.program.equations import (
     Where,
     contiguous_strides,
 )
-from functron.program.program import Program
 from functron.program.text import (
     DTYPES,
     Opaque,
@@ -40,6 +39,7 @@ from functron.program.text import (
     span_bytes,
     type_text,
 )
+from functron.program.trace import Program
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import P
 

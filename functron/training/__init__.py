@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from functron.training.config import TrainConfig, configure, load
     from functron.training.costs import step_report
     from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
-    from functron.training.migrate import migrate
     from functron.training.records import compare
     from functron.training.replicas import leaf_hash
     from functron.training.restarts import stop_on_signals

@@ -21,7 +21,7 @@ import torch
 
 from functron.core.errors import Problem, refuse
 from functron.core.settings import Need, Needs, setting
-from functron.data.order import Gaps
+from functron.data.sampling import Gaps
 from functron.optim import LimitState, set_limit_
 from functron.training.loop import At, LoopHook
 

@@ -30,7 +30,7 @@ from functron.core.settings import (
     value_at,
 )
 from functron.data.blend import NEWEST, is_blend
-from functron.data.order import Gaps, RampUp
+from functron.data.sampling import ARITHMETIC, Gaps, RampUp
 from functron.models.config import GPT_NEEDS
 from functron.models.family import PRESETS, TRAINED, differing_fields, dtype_of, field_text
 from functron.models.mamba import MAMBA_NEEDS
@@ -167,7 +167,9 @@ those that a section says itself, and those of more than one."""
 
 _PIPELINE = Need(lambda c: _axis(c, "pp") > 1, "pp in the mesh", "add pp=N")
 _HELD_OUT = Need(lambda c: c.evaluation.every > 0, "held-out sets", "set eval_every")
-_ORDERED = Need(lambda c: c.data.order == "megatron", "order=megatron", "set order to it")
+_ORDERED = Need(
+    lambda c: c.data.order != ARITHMETIC, "the order of an application", "name one: order=NAME"
+)
 _TOKENS = Need(data.is_on_disk, "tokens on disk", "make them with functron preprocess")
 
 TOLD_NEEDS: Needs = MappingProxyType({
@@ -627,10 +629,10 @@ def _number_problems(config: TrainConfig) -> Iterator[Problem]:
         got, fix = "true without compile on a GPU", "add --compile, or leave it out"
         yield Problem("cuda_graph", got, "a compiled step of a CUDA GPU", fix)
     if samples.blend_order != NEWEST and (
-        samples.order == "megatron" or not is_blend(samples.path)
+        samples.order != ARITHMETIC or not is_blend(samples.path)
     ):
-        got = f"{samples.blend_order} with order=megatron"
-        got = got if samples.order == "megatron" else f"{samples.blend_order} without a blend"
+        got = f"{samples.blend_order} with order={samples.order}"
+        got = got if samples.order != ARITHMETIC else f"{samples.blend_order} without a blend"
         yield Problem("blend_order", got, "nothing, or a blend as --data", "leave it out")
     if config.change_batch and not config.resume:
         fix = "add --resume, or leave it out: a new run has the batches it is given"
@@ -696,7 +698,7 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
     newest = run_folder.newest(path)
     begun_steps = newest is not None and int(newest.name) > 0  # else no sample was seen
     # converted with its steps, which took their samples elsewhere
-    elsewhere = begun.source.startswith("megatron:") and not run_folder.records(path)
+    elsewhere = begun.is_continued and not run_folder.records(path)
     fix = "leave it out, or begin a new run in another folder"
     kept = (
         (*(_SIZES if elsewhere else names_with_tag(TrainConfig, "samples")), *_LORA)
@@ -749,8 +751,8 @@ def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterat
 
 
 def _ordered_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:
-    """Another number of samples, of which Megatron-LM makes another order."""
-    if not config.data.order == begun.data.order == "megatron":
+    """Another number of samples, of which the order of an application is another one."""
+    if not config.data.order == begun.data.order != ARITHMETIC:
         return
     try:
         now, before = config.ordered_samples, begun.ordered_samples

@@ -32,7 +32,7 @@ from functron.core.settings import (
     value_at,
 )
 from functron.data.blend import is_blend
-from functron.data.sources import DataConfig
+from functron.data.text_files import DataConfig
 from functron.models import gpt
 from functron.models.bert import BertConfig
 from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, dtype_of, family_of
@@ -64,6 +64,8 @@ _LAUNCH_LINES = (
     ".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".txt", ".args", ".json", ".yaml", ".yml",
 )  # fmt: skip
 """The endings of files with launch lines, by which old runs tell them from checkpoints."""
+_OWN_FORMATS = ("hf", "run")
+"""The kinds of sources that are folders of models without an optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ class TrainConfig:
             a job that is started again until it is done.
         change_batch: with resume: go on with another global_batch or ramp_up than the run had, from
             its newest checkpoint and the next sample on. What counts samples goes on: rates of
-            rate_unit=samples and an order of order=megatron stay as they were planned, and the
+            rate_unit=samples and the order of an application stay as they were planned, and the
             samples of ramp_up are those of the whole run.
         checkpoint: when it is saved.
         evaluation: of held-out data.
@@ -265,8 +267,8 @@ class TrainConfig:
     source: str = setting(
         "",
         box="model",
-        instead="functron convert hf:PATH run:RUN loads a model (also megatron:PATH), and functron "
-        "train --resume --out RUN trains it",
+        instead="functron convert hf:PATH run:RUN loads a model, and functron train --resume --out "
+        "RUN trains it",
     )
     gpt: GPTConfig = section(lambda: gpt.PRESETS["tiny"], "shapes step", box="model")
     mamba: MambaConfig | None = setting(None, "shapes step", box="model")
@@ -325,12 +327,21 @@ class TrainConfig:
     def has_origin(self) -> bool:
         """Whether its parameters came from elsewhere, so that no run begins with random ones.
 
-        A launch line has none; functron migrate called it megatron:FILE.sh before launch:FILE.sh,
-        where checkpoints, such as of llama-3.1-8b, may have a point in their names as well.
+        A launch line has none: launch:FILE.sh, or, as it was called once, FORMAT:FILE.sh, where
+        checkpoints, such as of llama-3.1-8b, may have a point in their names as well.
         """
         kind, _, path = self.source.partition(":")
         line = "/" not in path and Path(path).suffix in _LAUNCH_LINES
-        return bool(self.source) and not (kind == "launch" or (kind == "megatron" and line))
+        return bool(self.source) and not (kind == "launch" or (line and kind not in _OWN_FORMATS))
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether its first steps may have been taken elsewhere, with the optimizer's state.
+
+        Hugging Face folders and runs that are made of others have none.
+        """
+        kind, colon, _ = self.source.partition(":")
+        return self.has_origin and bool(colon) and kind not in _OWN_FORMATS
 
     @property
     def title(self) -> str:
@@ -416,7 +427,7 @@ class TrainConfig:
 
     @property
     def ordered_samples(self) -> int:
-        """Of how many samples ``order="megatron"`` is made.
+        """Of how many samples the order of an application is made.
 
         Raises:
             ValueError: `ramp_up` describes no sizes of batches.

@@ -38,12 +38,12 @@ from functron.data import (
 from functron.data.blend import ALL, PARTS, DocumentRange, parse_blend
 from functron.data.chat import Conversations, chat_files
 from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
-from functron.data.documents import TextTokenizer, TokenFile, find
 from functron.data.indexed import IndexedFile
-from functron.data.megatron import megatron_samples, num_ordered, sequence_parts
+from functron.data.mapped_files import TextTokenizer, TokenFile, find
+from functron.data.sampling import SampleOrder
 from functron.data.shards import is_tokens, makers_of, provenance, rules_of
+from functron.data.token_datasets import Documents, StoredTokens, Texts, check_vocabulary
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
-from functron.data.windows import Documents, StoredTokens, Texts, check_vocabulary
 from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure
@@ -430,7 +430,7 @@ def open_samples(
 
 
 def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> Texts:
-    """The data of `open_samples`, to be scored text by text: see `functron.data.windows`.
+    """The data of `open_samples`, to be scored text by text: see `functron.data.token_datasets`.
 
     Files of text are texts, and conversations; tokens on disk are one text, or each document is one
     where the run keeps them apart (`mask_documents`, `pack`). Nothing is rearranged or cut off.
@@ -464,8 +464,8 @@ def _token_samples(
     config: TrainConfig, learnt: Objective, part: str, *, build: bool = True
 ) -> Samples:
     """Samples of tokens on disk, or of a blend of them, with the tables of their order if any."""
-    if config.data.order == "megatron":
-        return _megatron_samples(config, part, build)
+    if (order := config.data.sample_order) is not None:
+        return _ordered_samples(config, order, part, build)
     if config.data.format == "mock":
         file = MockTokens(_MOCK_TOKENS, learnt.vocab_size, seed=config.seed)
         return _samples(config, learnt, file, part)
@@ -480,16 +480,16 @@ def _token_samples(
     return Blend(sources, given, paths, config.data.blend_order)
 
 
-def _megatron_samples(config: TrainConfig, part: str, build: bool) -> Samples:
-    """Samples of tokens on disk in the order in which Megatron-LM draws them.
+def _ordered_samples(config: TrainConfig, order: SampleOrder, part: str, build: bool) -> Samples:
+    """Samples of tokens on disk in the order of an application.
 
     Raises:
-        ValueError: files are not Megatron-LM's, or the order has fewer samples than the run takes.
+        ValueError: files are not indexed, or the order has fewer samples than the run takes.
     """
     blend = _blend_of(config) or [(ALL, config.data.path)]
     weights = None if blend[0][0] == ALL else [float(weight) for weight, _ in blend]
-    made = megatron_samples(
-        [_indexed(path) for _, path in blend],
+    made = order.draw(
+        [_open_indexed(config, path) for _, path in blend],
         config.data.seq,
         config.ordered_samples if part == PARTS[0] else None,
         weights=weights,
@@ -507,7 +507,7 @@ def _megatron_samples(config: TrainConfig, part: str, build: bool) -> Samples:
     if part == PARTS[0]:
         last = config.data.batches.first_sample(config.steps) - 1
         needed = int(config.anomalies.gaps.number(last)) + 1
-        if needed > (count := num_ordered(made)):
+        if needed > (count := order.count(made)):
             fix = "take fewer steps" + ("; or give weights in place of all" if blend[1:] else "")
             wanted = f"at most {count}, which the order has"
             problem = Problem("steps", f"{config.steps}, up to sample {needed}", wanted, fix)
@@ -515,13 +515,14 @@ def _megatron_samples(config: TrainConfig, part: str, build: bool) -> Samples:
     return made
 
 
-def _indexed(path: str) -> IndexedFile:
+def _open_indexed(config: TrainConfig, path: str) -> IndexedFile:
     file = open_tokens(path)
     if isinstance(file, IndexedFile):
         return file
     fix = "write them again: functron preprocess --format indexed; or leave --order out"
-    problem = Problem(f"data {path}", "shards with order=megatron", "its .bin and .idx", fix)
-    raise_problems("cannot order samples as Megatron-LM does", [problem])
+    got = f"shards with order={config.data.order}"
+    problem = Problem(f"data {path}", got, "its .bin and .idx", fix)
+    raise_problems("cannot order samples so", [problem])
     raise AssertionError("unreachable")
 
 
@@ -550,8 +551,8 @@ def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
     """The documents of a file that `split` has for `part`; without `split` all of them."""
     if not config.data.split:
         return file
-    if config.data.order == "megatron":
-        return _megatron_part(config, _indexed(config.data.path), part)
+    if (order := config.data.sample_order) is not None:
+        return _divide_by(order, config, _open_indexed(config, config.data.path), part)
     parts = split(file, config.data.split)
     if part not in parts:
         fix = f"give it a weight in --split, such as {config.data.split},1"
@@ -560,13 +561,13 @@ def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
     return parts[part]
 
 
-def _megatron_part(config: TrainConfig, file: IndexedFile, part: str) -> TokenFile:
-    """The documents of a file that Megatron-LM's split has for `part`."""
-    found = sequence_parts(config.data.split, file.num_sequences).get(part)
+def _divide_by(order: SampleOrder, config: TrainConfig, file: IndexedFile, part: str) -> TokenFile:
+    """The documents of a file that `split` has for `part` by the rule of an order."""
+    found = order.divide(config.data.split, file.num_sequences).get(part)
     problem = None
     if file.num_sequences != file.num_documents:
         fix = "give the texts a file of their own: --eval-data NAME=PREFIX"
-        got = f"{config.data.split} of documents of several sequences, which Megatron-LM divides"
+        got = f"{config.data.split} of documents of several sequences, which this order divides"
         problem = Problem("split", got, "documents that are whole", fix)
     elif not found:
         fix = f"give it a larger weight in --split than {config.data.split}"
@@ -671,32 +672,35 @@ def _rule_problems(config: TrainConfig, tokenizer: Path | None) -> Iterator[Prob
 
 def _order_problems(config: TrainConfig) -> Iterator[Problem]:
     """Settings that do not go with the order of samples."""
-    default = TrainConfig()
-    if config.data.order != "megatron":
+    default, order, name_of_order = TrainConfig(), config.data.sample_order, config.data.order
+    if order is None:
         for name in ("order_samples", "order_cache", "blend_surplus"):
             if (value := value_at(config, name)) != value_at(default, name):
-                wanted = f"nothing with order={config.data.order}"
-                yield Problem(name, str(value), wanted, "leave it out, or add --order megatron")
+                wanted = f"nothing with order={name_of_order}"
+                yield Problem(name, str(value), wanted, "leave it out, or name an --order")
         return
     wanted, fix = "Megatron-LM's .bin and .idx", "name their prefix: --data PREFIX, or leave it out"
     if not is_on_disk(config) or config.data.format == "mock" or not config.data.path:
         got = "mock" if config.data.format == "mock" else repr(config.data.path)
-        yield Problem("order", f"megatron with data={got}", wanted, fix)
+        yield Problem("order", f"{name_of_order} with data={got}", wanted, fix)
     wanted, fix = "documents as they follow one another", "leave one of them out"
     for name in ("pack", "fim_rate"):
         if value := value_at(config, name):
-            yield Problem("order", f"megatron with {name}={value}", wanted, fix)
+            yield Problem("order", f"{name_of_order} with {name}={value}", wanted, fix)
     if config.family.objective != "next":
-        got, wanted = f"megatron with {config.family.title}", "a model that predicts the next token"
-        yield Problem("order", got, wanted, "leave it out: these samples it draws otherwise")
+        got = f"{name_of_order} with {config.family.title}"
+        wanted, fix = "a model that predicts the next token", "leave it out"
+        yield Problem("order", got, wanted, fix)
     if config.data.order_samples < 0:
         yield Problem("order_samples", str(config.data.order_samples), "at least 0", "leave it out")
     if not 0 <= config.data.blend_surplus < 100:
         yield Problem(
             "blend_surplus", str(config.data.blend_surplus), "at least 0", "such as 0.005"
         )
-    if not 0 <= config.seed < 1 << 32:
-        yield Problem("seed", str(config.seed), "0 to 2^32 - 1 with order=megatron", "such as 1234")
+    if not 0 <= config.seed < order.num_seeds:
+        most = f"2^{order.num_seeds.bit_length() - 1} - 1"
+        wanted = f"0 to {most} with order={name_of_order}"
+        yield Problem("seed", str(config.seed), wanted, "such as 1234")
 
 
 def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> None:

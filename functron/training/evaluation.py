@@ -24,8 +24,9 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import value_at
 from functron.data.blend import PARTS
 from functron.data.chat import IGNORED
+from functron.data.sampling import ARITHMETIC
 from functron.data.shards import provenance
-from functron.data.windows import Sliding, Texts
+from functron.data.token_datasets import Sliding, Texts
 from functron.models import gpt
 from functron.pipeline.execute import pipelined
 from functron.program.trace import trace
@@ -135,7 +136,7 @@ def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
     Raises:
         ValueError: `eval_data`, or a blend, is written wrongly.
     """
-    seed = config.seed if config.data.order == "megatron" else 0
+    seed = 0 if config.data.order == ARITHMETIC else config.seed
     if config.evaluation.data:
         kind = "tokens" if data.is_on_disk(config) else "text"
         kind = "chat" if data.is_chat(config) else kind
@@ -259,7 +260,7 @@ def _refuse_empty(held_out: HeldOut) -> NoReturn:
 
 
 def open_texts(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> dict[str, Texts]:
-    """The sets of `open_sets`, to be scored text by text; see `functron.data.windows`.
+    """The sets of `open_sets`, to be scored text by text; see `functron.data.token_datasets`.
 
     Raises:
         ValueError: one cannot be read, or does not fit the model.
@@ -284,7 +285,7 @@ def slide(
         texts: of the set.
         config: the run, with the seq and global_batch to use; of its batches, `eval_batches`.
         stride: tokens between the beginnings of two windows.
-        multiple, exact: see `functron.data.windows.Sliding`.
+        multiple, exact: see `functron.data.token_datasets.Sliding`.
 
     Raises:
         ValueError: what `Sliding` raises.

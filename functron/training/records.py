@@ -4,7 +4,8 @@ Each place is a context manager that yields a function of one record. A record i
 by name, some of them in dicts of their own: `flat` names each of them.
 
 `compare` sets several runs side by side: the settings that differ, losses, speeds, one picture. It
-reads run folders, and logs of Megatron-LM: nothing is restored or computed, and no torch is needed.
+reads run folders, and logs of other programs (`LogReader`): nothing is restored or computed, and no
+torch is needed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from functron.core import chart
 from functron.core.chart import line_chart, table
-from functron.core.errors import Problem, load_function, raise_problems, refuse
+from functron.core.errors import Problem, load_function, load_plugin, raise_problems, refuse
 from functron.core.settings import Need, setting
 
 CONFIG = "config.toml"
@@ -45,6 +45,10 @@ Record = Mapping[str, Any]
 Reporter = AbstractContextManager[Callable[[Record], None]]
 Naming = Callable[[Record], Iterable[tuple[str, Any, int]]]
 """``(record)`` to the name of each of its numbers, the number, and where it is drawn."""
+
+NAMINGS = "functron.record_names"
+"""The entry points of applications that name the numbers of records: functions of ``samples_after``
+(of a number of steps how many samples they have) that return a `Naming`."""
 
 REDRAW_SECONDS = 10.0
 
@@ -67,8 +71,9 @@ class LoggingConfig:
         tensorboard: write TensorBoard events into the run folder.
         wandb: log to Weights & Biases.
         names: what TensorBoard and Weights & Biases call the numbers of a record: empty: as
-            metrics.jsonl does; megatron: as Megatron-LM does ("lm loss", "learning-rate"), so that
-            pictures of its runs show these as well.
+            metrics.jsonl does; or the names of an application, such as another program's, so that
+            pictures of its runs show these as well; or those of your own function,
+            package.module:function (functron.training.records.NAMINGS).
         metrics: functions of your own that measure every step, package.module:function, several of
             them separated by commas: of what a step sees before its update, to numbers by name
             (functron.training.step.Metric), which are recorded.
@@ -77,7 +82,7 @@ class LoggingConfig:
     layers_every: int = setting(0, short="log_layers_every", least=0)
     tensorboard: bool = setting(False, "common", short="tensorboard")
     wandb: bool = setting(False, "common", short="wandb")
-    names: Literal["", "megatron"] = setting("", short="log_names", need=_WRITER)
+    names: str = setting("", short="log_names", need=_WRITER)
     metrics: str = setting("", "step", short="metrics")
 
     @property
@@ -93,8 +98,22 @@ class LoggingConfig:
         """
         return [load_function(name, "metrics") for name in self._metric_names]
 
+    def naming(self, samples_after: Callable[[int], int]) -> Naming:
+        """The names of a record's numbers in TensorBoard and Weights & Biases.
+
+        Args:
+            samples_after: of a number of steps how many samples they have.
+
+        Raises:
+            ValueError: `names` names none.
+        """
+        if not self.names:
+            return by_path
+        return load_plugin(NAMINGS, self.names, "log_names")(samples_after)
+
     def problems(self) -> Iterator[Problem]:
         """Everything wrong with these settings."""
+        self.naming(lambda steps: steps)
         for name in self._metric_names:
             if ":" not in name:
                 fix = "name the module of the function, too"
@@ -426,48 +445,6 @@ def by_path(record: Record) -> Iterator[tuple[str, Any, int]]:
         yield name, value, record["step"]
 
 
-_MEGATRON = MappingProxyType({
-    "loss": "lm loss", "lr": "learning-rate", "grad_norm": "grad-norm", "loss_scale": "loss-scale",
-    "step_seconds": "iteration-time", "peak_memory_bytes": "mem-max-allocated-bytes",
-})  # fmt: skip
-"""Numbers of a record, and their names in Megatron-LM (``training_log`` of its training.py)."""
-
-_BY_STEP = ("iteration-time", "mem-max-allocated-bytes")
-"""Those that Megatron-LM does not draw over samples as well."""
-
-
-def megatron_names(samples_after: Callable[[int], int]) -> Naming:
-    """Names as Megatron-LM's, over steps and, as it does, ``NAME vs samples`` over samples.
-
-    What it has no name for keeps its own.
-
-    Args:
-        samples_after: of a number of steps how many samples they have.
-    """
-
-    def named(record: Record) -> Iterator[tuple[str, Any, int]]:
-        step = record["step"]
-        seen = samples_after(step)
-        known = dict(_MEGATRON)
-        if "next_token_loss" in record:  # of a loss with other terms, which Megatron-LM leaves out
-            known |= {"next_token_loss": known.pop("loss")}
-        rows = {known.get(name, name): v for name, v in record.items() if name != EVAL}
-        rows["batch-size"] = seen - samples_after(step - 1)
-        sets = record.get(EVAL, {})
-        for name, numbers in sets.items():
-            key = "lm loss validation" if len(sets) == 1 else f"lm loss validation {name}"
-            rows |= {key: numbers["loss"], f"{key} ppl": numbers["perplexity"]}
-        drawn = (*_MEGATRON.values(), "batch-size")
-        for name, value in flat(rows).items():
-            yield name, value, step
-            over = name in drawn and name not in _BY_STEP
-            if over or name.startswith("lm loss validation"):
-                yield f"{name} vs samples", value, seen
-        yield "samples vs steps", seen, step
-
-    return named
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(inner) for name, inner in value.items()}
@@ -542,26 +519,43 @@ Nest = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Puts settings that stand at the top of a file, as all did in functron 0.1, into sections."""
 
 
-def compare(folders: Iterable[str | Path], *, nest: Nest | None = None) -> Comparison:
+@dataclass(frozen=True)
+class LogReader:
+    """A kind of files with what another program printed of a run, for `compare`.
+
+    Attributes:
+        title: such a file, for messages: ``"a log of ..."``.
+        matches: whether a file is of this kind.
+        read: the settings that it says, by their paths, and its records, which have at least
+            ``step``, ``loss`` and ``tokens``; None where it has no such number.
+    """
+
+    title: str
+    matches: Callable[[Path], bool]
+    read: Callable[[Path], tuple[dict[str, Any], list[dict[str, Any]]]]
+
+
+def compare(
+    folders: Iterable[str | Path], *, nest: Nest | None = None, logs: Iterable[LogReader] = ()
+) -> Comparison:
     """Runs side by side.
 
     Args:
-        folders: run folders, or files with what Megatron-LM printed, two or more. A log's losses
-            are means over its intervals. It has tokens, and settings to compare, where it begins
-            with the arguments of the run.
+        folders: run folders, or logs, two or more. A log may have no tokens, and says few settings.
         nest: gives settings of functron 0.1 the names of today; None: they keep their own.
+        logs: how files are read that are no run folders.
 
     Raises:
         ValueError: a folder is no run's, a file no such log, one is given twice, or its files
             cannot be read; or there are less than two. All such are listed.
     """
-    paths = [Path(folder) for folder in folders]
-    _check(paths)
+    paths, logs = [Path(folder) for folder in folders], list(logs)
+    _check(paths, logs)
     names = Counter(path.resolve().name for path in paths)
     runs = tuple(
         path.resolve().name if names[path.resolve().name] == 1 else str(path) for path in paths
     )
-    opened = [_open_run(path, nest) for path in paths]
+    opened = [_read_run(path, nest, logs) for path in paths]
     configs, records = [settings for settings, _ in opened], [rows for _, rows in opened]
     told = [config for path, config in zip(paths, configs, strict=True) if path.is_file()]
     settings = {}
@@ -588,7 +582,7 @@ def compare(folders: Iterable[str | Path], *, nest: Nest | None = None) -> Compa
     )
 
 
-def _check(paths: Sequence[Path]) -> None:
+def _check(paths: Sequence[Path], logs: Sequence[LogReader]) -> None:
     title = "cannot compare"
     if len(paths) < 2:
         got = str(paths[0]) if paths else "no run"
@@ -596,8 +590,8 @@ def _check(paths: Sequence[Path]) -> None:
     problems = []
     for index, path in enumerate(paths):
         if path.is_file():
-            if not is_log(path):
-                wanted = "a run folder, or a log of Megatron-LM with its lines of iterations"
+            if not any(log.matches(path) for log in logs):
+                wanted = ", or ".join(["a run folder", *(log.title for log in logs)])
                 problems.append(Problem(str(path), "a file of another kind", wanted))
         elif not is_run(path):
             near = nearest(path)
@@ -609,116 +603,13 @@ def _check(paths: Sequence[Path]) -> None:
     raise_problems(title, problems)
 
 
-def _open_run(path: Path, nest: Nest | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _read_run(
+    path: Path, nest: Nest | None, logs: Sequence[LogReader]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings of a run, and its records: of a run folder, or of a log."""
     if path.is_dir():
         return _settings(path / CONFIG, nest), _records(path / METRICS)
-    return read_log(path)
-
-
-def is_log(file: Path) -> bool:
-    """Whether a file has lines that Megatron-LM prints of its iterations."""
-    try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            return any(_ITERATION.search(line) for line in lines)
-    except OSError:
-        return False
-
-
-_ITERATION = re.compile(r"iteration\s+(\d{1,15})/\s*\d+\s*\|(.*)")
-_HELD_OUT = re.compile(r"validation loss at iteration\s+(\d{1,15})\b[^|]*\|(.*)")
-_MOST_SETTING = 400  # characters of a line that has one
-_SETTING = re.compile(r"^\s*(?:\S+:\s+)?(\w+) \.{2,} (\S.*?)\s*$")
-_SETTINGS = MappingProxyType({
-    "seq_length": "data.seq", "global_batch_size": "data.global_batch",
-    "train_iters": "steps", "seed": "seed",
-    "lr": "learning_rate.peak", "min_lr": "learning_rate.end",
-    "lr_warmup_iters": "learning_rate.warmup_steps", "adam_beta1": "optimizer.b1",
-    "adam_beta2": "optimizer.b2", "adam_eps": "optimizer.eps",
-    "weight_decay": "optimizer.weight_decay", "clip_grad": "optimizer.clip_norm",
-})  # fmt: skip
-"""Arguments that Megatron-LM prints, and the settings that say the same."""
-
-
-def read_log(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings and records in what Megatron-LM printed of a run.
-
-    A record has ``step``, ``loss`` (the mean since the line before), ``grad_norm``, ``lr``,
-    ``samples``, ``step_seconds``, and ``tokens`` and ``tokens_per_second`` where the arguments are
-    printed; None where a line has no such number. An iteration that comes twice, after a restart,
-    counts as it came last.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    settings: dict[str, Any] = {}
-    rows: dict[int, dict[str, Any]] = {}
-    held_out: dict[int, dict[str, Any]] = {}
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        refuse("cannot compare", str(file), error.strerror or str(error), "a readable log")
-    for line in text.splitlines():
-        if match := _ITERATION.search(line):
-            rows[int(match[1])] = _make_record(int(match[1]), _fields(match[2]))
-        elif match := _HELD_OUT.search(line):
-            numbers = _fields(match[2])
-            loss, ppl = numbers.get("lm loss value"), numbers.get("lm loss PPL")
-            held_out[int(match[1])] = {"validation": {"loss": loss, "perplexity": ppl}}
-        elif rows or len(line) > _MOST_SETTING:
-            continue
-        elif (match := _SETTING.match(line)) and match[1] in _SETTINGS:
-            value = _value(match[2])
-            settings |= {} if value is None else {_SETTINGS[match[1]]: value}
-    seq = settings.get("data.seq")
-    for step, row in rows.items():
-        if isinstance(seq, int) and row["samples"] is not None:
-            row["tokens"] = row["samples"] * seq
-            seconds, batch = row["step_seconds"], row["batch"]
-            if seconds and batch is not None:
-                row["tokens_per_second"] = batch * seq / seconds
-        row.pop("batch", None)
-        if step in held_out:
-            row[EVAL] = held_out[step]
-    return settings, [rows[step] for step in sorted(rows)]
-
-
-def _fields(text: str) -> dict[str, float | None]:
-    """The numbers of a line of ``name: number`` between bars."""
-    pairs = (part.rpartition(":") for part in text.split("|"))
-    return {name.strip(): _number_in(value) for name, colon, value in pairs if colon}
-
-
-def _number_in(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def _value(text: str) -> int | float | None:
-    """A number as a configuration has it: whole ones without a point are int."""
-    number = _number_in(text)
-    whole = number is not None and re.fullmatch(r"-?\d+", text)
-    return int(text) if whole else number
-
-
-def _make_record(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:
-    """The record of a line of an iteration."""
-    milliseconds = numbers.get("elapsed time per iteration (ms)")
-    samples, batch = numbers.get("consumed samples"), numbers.get("global batch size")
-    return {
-        "step": step,
-        "loss": numbers.get("lm loss", numbers.get("loss")),
-        "grad_norm": numbers.get("grad norm"),
-        "lr": numbers.get("learning rate"),
-        "samples": None if samples is None else int(samples),
-        "batch": None if batch is None else int(batch),
-        "tokens": None,
-        "tokens_per_second": None,
-        "step_seconds": None if milliseconds is None else milliseconds / 1000,
-    }
+    return next(log for log in logs if log.matches(path)).read(path)
 
 
 def _settings(file: Path, nest: Nest | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem
 from functron.core.settings import setting
-from functron.data.order import mix
+from functron.data.sampling import mix
 from functron.spmd import BoundMesh, collectives, shard_map
 from functron.spmd.spec import P, is_spec, spec_axes
 from functron.training.loop import At, LoopHook

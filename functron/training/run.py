@@ -23,7 +23,7 @@ from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
 from functron.data import Blend, Samples
-from functron.data.order import Gaps, RampUp, drawn
+from functron.data.sampling import Gaps, RampUp, drawn
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE

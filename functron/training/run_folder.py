@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from functron import checkpoint
 from functron.core.errors import Problem, local_path, raise_problems
 from functron.core.settings import nest_table, settings_of
-from functron.data.order import earlier_text
+from functron.data.sampling import ARITHMETIC, earlier_text
 from functron.data.tokenizer import BYTES, TOKENIZER, Tokenizer, kind_of, tokenizers_in
 from functron.hub.writer import TOKENIZER_FILES
 from functron.training.config import TrainConfig, configure, dump, load
@@ -127,7 +127,7 @@ def with_changed_batch(config: TrainConfig) -> TrainConfig:
 
     They are noted in `earlier_batches`, so that the next sample is the one after those that the
     steps so far have had. What was planned by the number of samples, once steps were taken by it,
-    stays as it was: the rates of rate_unit=samples, and the order of order=megatron. A ramp_up that
+    stays as it was: the rates of rate_unit=samples, and the order of an application. A ramp_up that
     is over is left out.
 
     Returns:
@@ -163,7 +163,7 @@ def with_changed_batch(config: TrainConfig) -> TrainConfig:
         )
     if (
         done > 0
-        and config.data.order == begun.data.order == "megatron"
+        and config.data.order == begun.data.order != ARITHMETIC
         and not config.data.order_samples
     ):
         changed["order_samples"] = begun.ordered_samples

@@ -41,8 +41,7 @@ from functron.pipeline.schedule import Schedule
 from functron.pipeline.stage_backward import stage_flops
 from functron.precision import encoder, quantised
 from functron.precision.weights import problems_of
-from functron.program.program import Program
-from functron.program.trace import trace
+from functron.program.trace import Program, trace
 from functron.spmd import FSDP_AXES, BoundMesh, Mesh, P, Rules, shard_map
 from functron.spmd.params import (
     ParamDef,

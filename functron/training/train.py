@@ -26,7 +26,7 @@ from functron.core import compat, tree
 from functron.core.errors import local_path, raise_problems
 from functron.core.settings import sections_of
 from functron.data import Blend
-from functron.data.order import earlier_text
+from functron.data.sampling import earlier_text
 from functron.models import gpt
 from functron.optim.schedules import read_schedule_count
 from functron.program.cost import peak_flops
@@ -539,7 +539,7 @@ def _make_reporters(session: Session) -> list[records.Reporter]:
         found.append(records.jsonl(out / run_folder.METRICS))
         found.append(records.loss_picture(out / "loss.svg", before, out / records.EVENTS))
         samples_after = config.data.batches.first_sample
-        named = records.megatron_names(samples_after) if config.logging.names else records.by_path
+        named = config.logging.naming(samples_after)
         if config.logging.tensorboard:
             found.append(records.tensorboard(out / "tensorboard", named, run.start, before))
         if config.logging.wandb:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 import functron as ft
+from functron.apps.megatron import name_records
 from functron.cli.main import main
 from functron.training import records, run_folder
 from functron.training.config import TrainConfig, configure, load
@@ -111,7 +112,7 @@ def test_a_step_without_targets_has_no_loss(tmp_path, loss):
         for n in ("loss", "full")
     ]
     assert [[len(line.split()) for line in found] for found in lines] == [[2], [2]]
-    named = records.megatron_names(lambda steps: steps)
+    named = name_records(lambda steps: steps)
     for row in records.read(run / "metrics.jsonl"):
         values = {name: value for name, value, _ in named(row)}
         seen.append((values["lm loss"], values["grad-norm"]))

@@ -17,7 +17,7 @@ from functron.cli import compare, doctor, plan, store
 from functron.cli import train as train_command
 from functron.cli.main import _PLACED, main
 from functron.core.errors import local_path, remote_problem
-from functron.data.preprocess import Settings, preprocess
+from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, configure, load
@@ -157,7 +157,7 @@ CALLS = {
     "writer": lambda path: data.IndexedWriter(path, np.dtype("int32")),
     "text": lambda path: data.ByteText(path, 8),
     "tokenizer": data.open_tokenizer,
-    "preprocess": lambda path: preprocess(Settings(("x",), "bytes", str(path).replace(":/", "://"))),
+    "preprocess": lambda path: preprocess(PreprocessSettings(("x",), "bytes", str(path).replace(":/", "://"))),
     "convert": lambda path: convert("run:r", f"hf:{str(path).replace(':/', '://')}"),
 }  # fmt: skip
 

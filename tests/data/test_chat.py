@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from functron.data import Chat, Tokenizer, documents
+from functron.data import Chat, Tokenizer, mapped_files
 from functron.data.chat import IGNORED
-from functron.data.documents import TextRules
-from functron.data.order import drawn
+from functron.data.mapped_files import TextRules
+from functron.data.sampling import drawn
 from functron.nn import IGNORE_INDEX
 from tests.data.chats import CHATML, MARKED, STRICT, corpus, make_tokenizer, messages, write_lines
 
@@ -231,7 +231,7 @@ def test_tokenizers_that_do_not_do(tokenizer, tmp_path, monkeypatch):
         Chat(file, tokenizer, SEQ, vocab_size=100)
     with pytest.raises(ValueError, match="overlong: got 'trim'; wanted refuse, cut or drop"):
         Chat(file, tokenizer, SEQ, overlong="trim")
-    monkeypatch.setattr(documents, "find_spec", lambda name: None)
+    monkeypatch.setattr(mapped_files, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"jinja2: got no such package.*pip install jinja2"):
         Chat(file, tokenizer, SEQ)
 

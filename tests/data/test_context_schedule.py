@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron import Mesh, gpt
-from functron.data import ContextCosts, ContextPlan, Placement, arrange, balance, pack, schedule
+from functron.data import (
+    ContextCosts,
+    ContextPlacement,
+    ContextPlan,
+    arrange,
+    balance,
+    pack,
+    schedule,
+)
 from functron.data.packing import IGNORED
 from tests.data.documents import CONFIGS, check_equal, check_whole, documents, texts
 
@@ -141,7 +149,11 @@ def test_no_plan_is_worse_than_all_ranks_for_all(lengths, cp, rows):
 
 
 def test_a_small_example():
-    places = Placement(8, 0, 0, 2), Placement(3, 0, 1, 1), Placement(5, 0, 0, 1)
+    places = (
+        ContextPlacement(8, 0, 0, 2),
+        ContextPlacement(3, 0, 1, 1),
+        ContextPlacement(5, 0, 0, 1),
+    )
     plan = ContextPlan(
         2, 1, places, tokens_per_rank=10, pairs=(33, 24), tokens=(9, 7), model=ContextCosts()
     )

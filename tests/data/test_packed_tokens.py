@@ -24,9 +24,9 @@ from functron.data import (
     verify,
 )
 from functron.data.chat import IGNORED
-from functron.data.documents import TokenFile, last_not_after
-from functron.data.order import shuffled_blocks
+from functron.data.mapped_files import TokenFile, last_not_after
 from functron.data.packing import TOGETHER, best_fit, fill
+from functron.data.sampling import shuffled_blocks
 from functron.models import gpt
 from functron.spmd.params import init_params
 from functron.training import run_folder

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron.data import permute
-from functron.data.order import Gaps
+from functron.data.sampling import Gaps
 
 
 @given(size=st.integers(1, 3000), key=st.integers(-(2**70), 2**70))

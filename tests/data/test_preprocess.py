@@ -20,7 +20,7 @@ from functron.cli.main import main
 from functron.core import tree
 from functron.data import shards
 from functron.data.indexed import IndexedFile, IndexedWriter
-from functron.data.preprocess import Settings, preprocess
+from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.data.shards import open_tokens, verify
 from functron.training.faults import flip_file
 from tests.data.chats import WORDS, make_tokenizer, tokenizers
@@ -52,9 +52,9 @@ def documents(folder: Path, texts=TEXTS, end: int | None = END) -> list[list[lis
     return [[[*reader.encode(t).ids, *([] if end is None else [end])]] for t in texts]
 
 
-def settings(text, folder, out, **options) -> Settings:
+def settings(text, folder, out, **options) -> PreprocessSettings:
     inputs = (str(text),) if isinstance(text, Path) else tuple(map(str, text))
-    return Settings(inputs, str(folder), str(out), **{"workers": 1, **options})
+    return PreprocessSettings(inputs, str(folder), str(out), **{"workers": 1, **options})
 
 
 def both(out: Path) -> tuple[bytes, bytes]:

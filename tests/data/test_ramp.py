@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functron.data import ByteText
-from functron.data.order import RampUp, drawn, earlier_text, parse_earlier, parse_ramp_up
+from functron.data.sampling import RampUp, drawn, earlier_text, parse_earlier, parse_ramp_up
 
 TEXT = ByteText(None, 8, seed=1)
 

@@ -19,11 +19,11 @@ from functron.cli.evaluate import SampleOptions, _encode_prompt
 from functron.data import Tokenizer, TokenText, open_tokens
 from functron.data.chat import IGNORED, Chat
 from functron.data.denoising import FillInTheMiddle
-from functron.data.documents import RULES, TextRules, encode_prompt
-from functron.data.preprocess import Settings, preprocess
+from functron.data.mapped_files import RULES, TextRules, encode_prompt
+from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.data.shards import provenance
+from functron.data.token_datasets import Documents
 from functron.data.tokenizer import Rendered, open_tokenizer
-from functron.data.windows import Documents
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure, load
 from functron.training.data import (
@@ -90,7 +90,7 @@ def test_where_texts_begin_and_end(tmp_path, around, kind):
     documents = [[*begin, *ids, end] for ids in plain]
     files = text_files(tmp_path)
     done = preprocess(
-        Settings((str(files),), str(tmp_path / "tok"), str(tmp_path / "d"), workers=1)
+        PreprocessSettings((str(files),), str(tmp_path / "tok"), str(tmp_path / "d"), workers=1)
     )
     assert stored(tmp_path / "d") == documents
     text = TokenText(files, ours, 4)
@@ -139,7 +139,9 @@ def test_other_kinds_begin_as_their_prompts(tmp_path, model):  # noqa: F811
     ]:  # fmt: skip
         ours = open_tokenizer(path, pattern=pattern)
         out = tmp_path / Path(str(path)).stem
-        settings = Settings((str(files),), str(path), str(out), pattern=pattern, workers=1)
+        settings = PreprocessSettings(
+            (str(files),), str(path), str(out), pattern=pattern, workers=1
+        )
         preprocess(settings)
         plain = ours.encode_batch(TEXTS)
         assert stored(out) == [[*begin, *ids, end] for ids in plain]
@@ -191,7 +193,9 @@ def test_names_are_text_to_all_kinds(tmp_path, model):  # noqa: F811
                 assert ours.decode(ids) == text
         files = tmp_path / f"{Path(str(path)).stem}.jsonl"
         write_lines(files, [{"text": text}, {"text": "a"}])
-        settings = Settings((str(files),), str(path), f"{files}-d", pattern=pattern, workers=1)
+        settings = PreprocessSettings(
+            (str(files),), str(path), f"{files}-d", pattern=pattern, workers=1
+        )
         done = preprocess(settings)
         assert joined(stored(Path(settings.out))).count(end) == 2  # of two documents
         assert done.names == 2
@@ -296,7 +300,7 @@ def test_parts_of_files_are_rearranged_as_the_whole(tmp_path):
     folder = save(tmp_path / "tok", made_of("both"))
     lines = [{"text": text} for text in TEXTS * 12]
     file = write_lines(tmp_path / "a.jsonl", lines)
-    preprocess(Settings((str(file),), str(folder), str(tmp_path / "d"), workers=1))
+    preprocess(PreprocessSettings((str(file),), str(folder), str(tmp_path / "d"), workers=1))
     ends, begins = (made_of("both").token_to_id(name) for name in ("</s>", "<s>"))
     config = configure(
         data=str(tmp_path / "d"), seq=24, mask_documents=True, fim_rate=1.0, split="3,1",
@@ -423,7 +427,7 @@ def made_by(tmp_path):
 
     def make(name: str, **rules) -> str:
         out = str(tmp_path / name)
-        preprocess(Settings((str(file),), str(tmp_path / "tok"), out, workers=1, **rules))
+        preprocess(PreprocessSettings((str(file),), str(tmp_path / "tok"), out, workers=1, **rules))
         return out
 
     return make
@@ -501,7 +505,7 @@ def test_tokens_of_before_are_those_asked_for(tmp_path, tokenizer, before):
         tokenizer = str(save(tmp_path / "tok", made_of(tokenizer)))
     text = "the quick </s> fox <|endoftext|> " * 9
     file = write_lines(tmp_path / "a.jsonl", [{"text": text}] * 4)
-    settings = Settings((str(file),), tokenizer, str(tmp_path / "old"), workers=1)
+    settings = PreprocessSettings((str(file),), tokenizer, str(tmp_path / "old"), workers=1)
     # as all was made before rules were recorded
     preprocess(replace(settings, special_tokens=before[0], prepend_bos=before[1]))
     content = (tmp_path / "old.bin").read_bytes()

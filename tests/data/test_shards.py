@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from functron.data import documents, shards
+from functron.data import mapped_files, shards
 from functron.data.shards import Shards, is_tokens, open_tokens
 from tests.data.megatron_bytes import expected, write
 
@@ -44,7 +44,7 @@ def test_every_kind(tmp_path):
 
 
 def test_many_files_are_one_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MAX_OPEN_FILES", 2)
+    monkeypatch.setattr(mapped_files, "MAX_OPEN_FILES", 2)
     pieces = [list(range(10 * i, 10 * i + 3 + i)) for i in range(5)]
     for index, piece in enumerate(pieces):
         (tmp_path / f"train_{index:06}.bin").write_bytes(llm_c(piece))

@@ -8,7 +8,7 @@ import torch
 
 from functron.data import Chat, MockTokens, Tokenizer, open_tokenizer
 from functron.data.chat import IGNORED, Conversations
-from functron.data.windows import Documents, Sliding, StoredTokens
+from functron.data.token_datasets import Documents, Sliding, StoredTokens
 from tests.data.chats import corpus, make_tokenizer, write_lines
 
 

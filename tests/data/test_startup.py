@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from functron.data import Blend, FillInTheMiddle, IndexedFile, MockTokens, TokenWindows, split
-from functron.data.indexed import Layout
+from functron.data.indexed import IndexLayout
 
 DOCUMENTS, LENGTH, SEQ = 10**9, 1000, 64
 
 
 def simulated(prefix) -> None:
     """An index of 20 GB and tokens of 2 TB, of which only the edges are there."""
-    layout = Layout(np.dtype(np.uint16), DOCUMENTS, DOCUMENTS)
+    layout = IndexLayout(np.dtype(np.uint16), DOCUMENTS, DOCUMENTS)
     with open(f"{prefix}.idx", "wb") as stream:
         stream.write(layout.header())
         last = DOCUMENTS - 1

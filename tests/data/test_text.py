@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functron.data import ByteText, check_tokens, documents
-from functron.data.documents import Mapped
+from functron.data import ByteText, check_tokens, mapped_files
+from functron.data.mapped_files import MappedRows
 
 
 @pytest.fixture
@@ -97,19 +97,19 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
 
 
 def test_a_character_cut_at_the_end_of_what_is_inspected_is_still_text(tmp_path):
-    (tmp_path / "long.txt").write_bytes(b"x" + "é".encode() * documents.SNIFFED_BYTES)
+    (tmp_path / "long.txt").write_bytes(b"x" + "é".encode() * mapped_files.SNIFFED_BYTES)
     assert ByteText(tmp_path, 8).num_skipped == 0
 
 
 def test_more_files_than_may_be_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MAX_OPEN_FILES", 3)
+    monkeypatch.setattr(mapped_files, "MAX_OPEN_FILES", 3)
     for index in range(20):
         (tmp_path / f"{index:02d}.txt").write_text(f"{index:02d}")
-    text = documents.Concatenated(documents.byte_parts(documents.find(tmp_path)[0]))
+    text = mapped_files.Concatenated(mapped_files.byte_parts(mapped_files.find(tmp_path)[0]))
     assert bytes(text.read(0, 40)) == b"".join(b"%02d" % index for index in range(20))
     assert bytes(text.read(3, 4)) == b"1020"
     assert len(text._open) == 3
-    assert all(isinstance(file, Mapped) for file in text._open.values())
+    assert all(isinstance(file, MappedRows) for file in text._open.values())
 
 
 def test_the_default_text_is_english_and_code():

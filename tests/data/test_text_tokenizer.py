@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 
-from functron.data import documents, tokenizer
+from functron.data import mapped_files, tokenizer
 from functron.data.tokenizer import (
     SCHEMES,
     ByteTokenizer,
@@ -205,7 +205,7 @@ def test_what_is_refused(tmp_path, model, monkeypatch):
         file.write_bytes(b"\n".join(changed))
         with pytest.raises(ValueError, match=said):
             open_tokenizer(file, pattern="gpt2")
-    monkeypatch.setattr(documents, "find_spec", lambda name: None)
+    monkeypatch.setattr(mapped_files, "find_spec", lambda name: None)
     for path in (file, model):
         with pytest.raises(ValueError, match=r"got no such package; .*pip install"):
             open_tokenizer(path)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from functron.data import documents
-from functron.data.documents import TextRules
+from functron.data import mapped_files
+from functron.data.mapped_files import TextRules
 from functron.data.tokenizer import Tokenizer, find_targets
 from tests.data.chats import CHATML, MARKED
 from tests.data.kinds import KINDS, TEMPLATES, TURNS, save, unmarked
@@ -366,7 +366,7 @@ def test_broken_files(tmp_path, monkeypatch):
 
     usual = importlib.util.find_spec
     monkeypatch.setattr(
-        documents, "find_spec", lambda name: None if name == "tokenizers" else usual(name)
+        mapped_files, "find_spec", lambda name: None if name == "tokenizers" else usual(name)
     )
     with pytest.raises(
         ValueError, match=r"tokenizers: got no such package.*pip install tokenizers"

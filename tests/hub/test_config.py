@@ -13,10 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import functron as ft
 from functron import gpt, hub, nn
-from functron.hub.config import FORMATS, differences, parse
 from functron.hub.decoders import LACKING
 from functron.hub.format import config_problems
 from functron.hub.mixtures import DECODERS
+from functron.hub.reader import FORMATS, differences, parse
 from functron.models.family import FAMILIES
 from tests.hub import tiny
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import functron as ft
-from functron import checkpoint, gpt, hub, tree
+from functron import apps, checkpoint, gpt, hub, tree
 from functron.cli.main import main
 from functron.hub.files import open_folder
 from functron.optim import make_optimizer, make_schedule
@@ -20,7 +20,7 @@ from functron.spmd import Mesh
 from functron.spmd.params import abstract_params, decay_mask
 from functron.training import config
 from functron.training.config import configure
-from functron.training.convert import convert, fine_tuning
+from functron.training.convert import FORMATS, convert, fine_tuning
 from functron.training.setup import make_setup
 from tests.data.chats import WORDS, make_tokenizer
 from tests.hub import tiny
@@ -309,8 +309,9 @@ def test_a_damaged_checkpoint_leaves_nothing(model, tmp_path):
 def test_what_cannot_be_converted(model, tmp_path, monkeypatch, source, target, reason):
     _, path = model
     monkeypatch.chdir(tmp_path)
+    formats = {**FORMATS, **apps.load_plugins("functron.formats")}
     with pytest.raises(ValueError, match=reason):
-        convert(source.format(path), target.format(path))
+        convert(source.format(path), target.format(path), formats=formats)
     assert os.listdir(tmp_path) == ["model"]
 
 

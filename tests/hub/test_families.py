@@ -18,9 +18,9 @@ from transformers.activations import ACT2FN
 
 import functron as ft
 from functron import DATA_AXES, P, gpt, hub, optim, tree
-from functron.hub.config import differences
 from functron.hub.entries import ACTIVATIONS
 from functron.hub.families import _ACTIVATIONS, _FORWARD_NAMES
+from functron.hub.reader import differences
 from tests.hub import tiny
 
 ALL = list(tiny.CASES)

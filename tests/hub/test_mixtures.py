@@ -15,14 +15,11 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import gpt, hub, optim, tree
-from functron.hub.config import config_problems, differences, parse
 from functron.hub.files import open_folder
 from functron.hub.format import layouts_of, tensors
-from functron.hub.megatron_files import open_checkpoint
 from functron.hub.mixtures import DECODERS
+from functron.hub.reader import config_problems, differences, parse
 from functron.nn.moe import MoEConfig
-from functron.training import config as run_config
-from functron.training.convert import convert
 from tests.hub import tiny
 from tests.hub.test_refusals import named, rewrite
 
@@ -317,27 +314,6 @@ def test_training_is_not_the_models():
     assert not differences(dropping, config)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-dense"])
-def test_to_megatron_and_back(name, tmp_path):
-    """Weights that are divided by their sum are Megatron's softmax after the choice: its default."""
-    model = tiny.make(name)
-    places = ("hf", "run", "megatron", "again", "out")
-    hf, run, there, again, out = (tmp_path / place for place in places)
-    tiny.store(model, hf)
-    convert(f"hf:{hf}", f"run:{run}")
-    convert(f"run:{run}", f"megatron:{there}")
-    args = open_checkpoint(there).args
-    assert args is not None
-    assert args["moe_router_pre_softmax"] == (not getattr(model.config, "norm_topk_prob", True))
-    convert(f"megatron:{there}", f"run:{again}")
-    configs = [run_config.load(folder / "config.toml").gpt for folder in (run, again)]
-    assert not differences(*configs)
-    convert(f"run:{again}", f"hf:{out}")
-    back = tiny.read_back(out)
-    assert_same_weights(model, back)
-    assert torch.equal(model(tiny.tokens()).logits, back(tiny.tokens()).logits)
-
-
 def test_refusals_say_the_field_of_the_experts(tmp_path):
     path = tiny.store(tiny.make("mixtral"), tmp_path / "model")
     config = hub.read_config(path)
@@ -371,7 +347,7 @@ def test_experts_that_are_missing(tmp_path):
 def ahead(tmp_path):
     """A DeepSeek-V3 with a module for tokens further ahead, and its folder."""
     made = tiny.make("deepseek-v3")
-    config = hub.config.parse(made.config.to_dict() | {"num_nextn_predict_layers": 1})
+    config = hub.reader.parse(made.config.to_dict() | {"num_nextn_predict_layers": 1})
     config = replace(config, vocab_multiple=tiny.VOCAB_MULTIPLE)
     params = ft.init_params(ft.random.key(0), gpt.defs(config))
     for leaf in tree.leaves(params):

@@ -69,7 +69,7 @@ def rewrite(path, tensors: dict, **entries) -> None:
     for file in path.glob("model*"):
         file.unlink()
     listed = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
-    writer = files.Writer(path, files.plan(listed, 10**9))
+    writer = files.TensorWriter(path, files.plan(listed, 10**9))
     for name, value in tensors.items():
         writer.write(name, value)
     config = json.loads((path / "config.json").read_text()) | entries
@@ -107,7 +107,7 @@ def test_logits_and_the_way_back(models, tmp_path, name):
         for key, value in back.state_dict().items():
             assert out == "without" or torch.equal(value, model.state_dict()[key]), key
         again, same = hub.load_model(tmp_path / out)
-        assert not hub.config.differences(again, config)
+        assert not hub.reader.differences(again, config)
         assert all(map(torch.equal, tree.leaves(same), tree.leaves(params)))
         # what is exported of that is the same to the last byte of every file
         hub.save(tmp_path / "2", again, same, like=like and tmp_path / out, max_shard_bytes=40_000)
@@ -159,7 +159,7 @@ def test_each_rank_reads_its_shards(models, name):
         for got, want, spec in rows:
             assert torch.equal(got, shard(want, spec, mesh, mesh.coordinate(rank)))
         source = Counting(files.open_folder(path))
-        family = hub.config.format_of(hub.config.read_table(path))
+        family = hub.reader.format_of(hub.reader.read_table(path))
         reader.read_params(family, config, source, reader.local_on_mesh(config, specs, bound))
         assert 0 < source.read_bytes <= sum(leaf.nbytes for leaf in tree.leaves(params)) < total
 
@@ -324,7 +324,7 @@ def test_settings_that_we_do_not_have_are_all_named(models, name):
     table = json.loads((models(name)[0] / "config.json").read_text())
     entries, names = SPOILT[name]
     with pytest.raises(ValueError, match=r"cannot use config.json") as caught:
-        hub.config.parse(table | entries)
+        hub.reader.parse(table | entries)
     text = str(caught.value)
     assert [line.split(": got")[0] for line in sorted(text.split("\n  - ")[1:])] == sorted(names)
 
@@ -334,7 +334,7 @@ def test_parts_of_a_llava_are_read_as_strictly(models):
     table["vision_config"] |= {"hidden_act": "relu", "use_registers": 4}
     table["text_config"] |= {"hidden_act": "erf", "rope_parameters": {"rope_type": "new"}}
     with pytest.raises(ValueError, match="cannot use") as caught:
-        hub.config.parse(table)
+        hub.reader.parse(table)
     for name in (
         "vision_config.hidden_act", "vision_config.use_registers", "text_config.hidden_act",
         "text_config.rope_parameters.rope_type",
@@ -343,7 +343,7 @@ def test_parts_of_a_llava_are_read_as_strictly(models):
     table["vision_config"] = {"model_type": "siglip_vision_model"}
     table["text_config"] = {"model_type": "gpt2"}
     with pytest.raises(ValueError, match=r"vision_config.model_type: got 'siglip") as caught:
-        hub.config.parse(table)
+        hub.reader.parse(table)
     assert "text_config.model_type: got 'gpt2'" in str(caught.value)
 
 
@@ -430,7 +430,7 @@ def test_published_configs():
         "position_embedding_type": "absolute", "transformers_version": "4.6.0.dev0",
         "type_vocab_size": 2, "use_cache": True, "vocab_size": 30522,
     }  # fmt: skip
-    assert replace(hub.config.parse(bert), dropout=0.1) == ft.bert.PRESETS["bert-base"]
+    assert replace(hub.reader.parse(bert), dropout=0.1) == ft.bert.PRESETS["bert-base"]
     t5 = {
         "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 512,
         "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1,
@@ -439,7 +439,7 @@ def test_published_configs():
         "output_past": True, "pad_token_id": 0, "relative_attention_num_buckets": 32,
         "task_specific_params": {"summarization": {"num_beams": 4}}, "vocab_size": 32128,
     }  # fmt: skip
-    assert not hub.config.differences(hub.config.parse(t5), ft.t5.PRESETS["t5-small"])
+    assert not hub.reader.differences(hub.reader.parse(t5), ft.t5.PRESETS["t5-small"])
     llava = {
         "architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100,
         "image_token_index": 32000, "model_type": "llava", "pad_token_id": 32001,
@@ -457,14 +457,14 @@ def test_published_configs():
         },
         "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
     }  # fmt: skip
-    config = hub.config.parse(llava)
+    config = hub.reader.parse(llava)
     preset = ft.llava.PRESETS["llava-1.5-7b"]
-    assert not hub.config.differences(
+    assert not hub.reader.differences(
         config, replace(preset, text=replace(preset.text, norm_eps=1e-5))
     )
     assert hub.write_config(config, hub.FORMATS["llava"])["torch_dtype"] == "float32"
     without = {name: value for name, value in llava.items() if name != "vision_config"}
-    assert hub.config.parse(without) == config
+    assert hub.reader.parse(without) == config
 
 
 def test_every_field_is_spoken_for():
@@ -486,7 +486,7 @@ def test_every_field_is_spoken_for():
 
 def test_infinity_as_older_versions_wrote_it(models):
     table = json.loads((models("mamba2")[0] / "config.json").read_text())
-    config = hub.config.parse(table | {"time_step_limit": [0.25, math.inf]})
+    config = hub.reader.parse(table | {"time_step_limit": [0.25, math.inf]})
     assert config.dt_min == 0.25
 
 

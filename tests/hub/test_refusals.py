@@ -44,7 +44,7 @@ def named(folder: Path) -> dict:
 def rewrite(folder: Path, tensors: dict, **entries) -> None:
     """Store other tensors, and other entries of config.json, in the folder."""
     listed = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
-    writer = files.Writer(folder, files.plan(listed, 10**9))
+    writer = files.TensorWriter(folder, files.plan(listed, 10**9))
     for name, value in tensors.items():
         writer.write(name, value)
     config = json.loads((folder / "config.json").read_text()) | entries
@@ -181,7 +181,7 @@ def test_existing_paths_are_left_alone(model):
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    usual, written = files.Writer.write, []
+    usual, written = files.TensorWriter.write, []
 
     def full(self, name, tensor):
         if len(written) == 7:
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         written.append(name)
         usual(self, name, tensor)
 
-    monkeypatch.setattr(files.Writer, "write", full)
+    monkeypatch.setattr(files.TensorWriter, "write", full)
     with pytest.raises(ValueError, match=r"got No space left on device.*choose a place with room"):
         hub.save(tmp_path / "out", LLAMA, weights())
     assert not list(tmp_path.iterdir())
@@ -199,7 +199,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(self, name, tensor):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.Writer, "write", interrupt)
+    monkeypatch.setattr(files.TensorWriter, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hub.save(tmp_path / "out", LLAMA, weights())
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import functron as ft
 from functron import gpt, hub, tree
-from functron.hub.format import Rule, layouts, layouts_of, tensors
+from functron.hub.format import NameRule, layouts, layouts_of, tensors
 from functron.hub.mixtures import DECODERS
 from functron.nn.moe import MoEConfig
 
@@ -204,7 +204,7 @@ def test_layouts_of_experts_by_hand():
 
 def test_stacks_of_two_fields():
     """A tensor for each expert of each layer: one leaf with two stacked dims."""
-    rule = Rule("l.{layer}.e.{expert}.up", "mlp embed -> embed mlp", ("up",))
+    rule = NameRule("l.{layer}.e.{expert}.up", "mlp embed -> embed mlp", ("up",))
     shape = (2, 3, 4, 5)
     leaf = torch.arange(120.0).reshape(shape)
     defs = {"up": ft.ParamDef(shape, (None,) * 4, lambda *_: leaf)}
@@ -238,12 +238,12 @@ PATTERNS = [
 @given(st.data())
 def test_any_box_of_a_leaf_is_read_from_the_slices_named(data):
     dims, sizes = data.draw(st.sampled_from(PATTERNS))
-    fused = data.draw(st.integers(0, len(Rule("", dims, ()).theirs()) - 1))
-    rule = Rule("x", dims, ("one", "two"), fused, data.draw(st.booleans()))
+    fused = data.draw(st.integers(0, len(NameRule("", dims, ()).theirs()) - 1))
+    rule = NameRule("x", dims, ("one", "two"), fused, data.draw(st.booleans()))
     shape = tuple(sizes[name] for name in rule.ours())
     one, two = torch.arange(2.0 * math.prod(shape)).reshape(2, *shape)
     if "vocab" in sizes:
-        rule = Rule("x", dims, ("one",))  # never fused with another
+        rule = NameRule("x", dims, ("one",))  # never fused with another
     defs = {path: ft.ParamDef(shape, (None,) * len(shape), lambda *_: one) for path in rule.paths}
     (layout,) = layouts([rule], defs, sizes.get("vocab", 0) - 2)
     stored = layout.to_theirs([one, two][: len(rule.paths)])

@@ -8,7 +8,7 @@ import pytest
 
 import functron as ft
 from functron import gpt, hub
-from functron.hub.config import differences, parse
+from functron.hub.reader import differences, parse
 from functron.models.config import DENSE_PRESETS
 
 # of the published files (tied matrices once)

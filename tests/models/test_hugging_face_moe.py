@@ -25,7 +25,7 @@ def case(request):
     """A model of transformers in float64, ours of it, and its weights."""
     model = tiny.make(request.param).double()
     # as it is stored it is float32 whatever the model is
-    config = hub.config.parse(model.config.to_dict(), dtype="float64")
+    config = hub.reader.parse(model.config.to_dict(), dtype="float64")
     config = replace(config, vocab_multiple=tiny.VOCAB_MULTIPLE)
     named = {k: v.detach().clone() for k, v in model.state_dict().items()}
     return model, config, hub.from_tensors(model.config.model_type, config, named)
@@ -133,7 +133,7 @@ def test_the_balance_loss_of_one_layer(name):
         name, num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=coefficient,
         **window,
     ).double()  # fmt: skip
-    config = hub.config.parse(model.config.to_dict(), dtype="float64")
+    config = hub.reader.parse(model.config.to_dict(), dtype="float64")
     config = replace(config, vocab_multiple=tiny.VOCAB_MULTIPLE)
     moe = replace(config.moe, aux="batch", aux_loss=coefficient * config.moe.top_k)
     tokens = tiny.tokens()

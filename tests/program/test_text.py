@@ -15,10 +15,9 @@ from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.core.scopes import in_phase, named_scope
 from functron.program.equations import Block, Equation, Input, Output, Scan, Var, Where
 from functron.program.parse import parse
-from functron.program.program import Program
 from functron.program.text import diff, html
 from functron.program.text import format as text_of
-from functron.program.trace import trace
+from functron.program.trace import Program, trace
 
 aten, ops = torch.ops.aten, torch.ops.functron
 

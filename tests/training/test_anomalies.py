@@ -15,7 +15,7 @@ import torch
 
 from functron import checkpoint, tree
 from functron.cli.main import main
-from functron.data.order import shuffled
+from functron.data.sampling import shuffled
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig, Detector, Guard, with_factors

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from functron.apps.megatron import name_records
 from functron.training import records
 
 RECORDS = [
@@ -57,7 +58,7 @@ def test_tensorboard_has_a_step_once_after_a_kill_and_a_resume(kept, tmp_path):
 
 
 def test_tensorboard_keeps_what_is_drawn_over_samples(tmp_path):
-    named = records.megatron_names(lambda steps: 8 * steps)
+    named = name_records(lambda steps: 8 * steps)
     before = taken(1, 2, 3, 4)
     with records.tensorboard(tmp_path, named) as write:
         for record in [*before, *taken(5, 6)]:

@@ -14,7 +14,7 @@ import torch
 from functron import random, tree
 from functron.cli.main import main
 from functron.data import Chat, PackedChat, Tokenizer
-from functron.data.order import shuffled
+from functron.data.sampling import shuffled
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.optim import OptimizerConfig, ScheduleConfig

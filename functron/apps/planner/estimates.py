@@ -39,8 +39,8 @@ from functron.pipeline.registry import make
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.timeline import Action, Costs, Timeline
 from functron.program.cost import bytes_text, count_text
-from functron.program.program import Program
 from functron.program.timeline import COMPUTE
+from functron.program.trace import Program
 from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Mesh
 
 CONFIDENCE = 0.9

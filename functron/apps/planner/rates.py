@@ -35,9 +35,9 @@ from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
 from functron.program.cost import equation_bytes, equation_flops
 from functron.program.equations import Block, Code, Equation, Scan, Var
 from functron.program.overlap import arrange_block
-from functron.program.program import Program
 from functron.program.text import axis_of, payload_bytes
 from functron.program.timeline import ProgramTimeline, timeline
+from functron.program.trace import Program
 from functron.spmd import CONTEXT_AXES, FSDP_AXES, Mesh
 from functron.spmd.params import param_specs
 from functron.spmd.spec import is_spec, local_shape, spec_axes, without_axes

@@ -16,7 +16,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.denoising import FillInTheMiddle
-from functron.data.documents import (
+from functron.data.mapped_files import (
     Concatenated,
     TextTokenizer,
     TokenFile,
@@ -30,7 +30,7 @@ from functron.data.documents import (
     raise_listed,
     refuse_order,
 )
-from functron.data.order import IGNORED, Samples, check_index, mix, rows_of, shuffled
+from functron.data.sampling import IGNORED, Samples, check_index, mix, rows_of, shuffled
 
 
 class Windows(Samples):
@@ -118,7 +118,7 @@ class ByteText(Windows):
     """Text as byte tokens, cut into windows of `seq` tokens and shuffled anew in every epoch.
 
     Args:
-        path: a file or a folder of text files (see `functron.data.documents.find`); None is the
+        path: a file or a folder of text files (see `functron.data.mapped_files.find`); None is the
             text that every Python installation carries.
         seq: tokens per sample.
         seed: selects the order of the samples.
@@ -325,7 +325,7 @@ class TokenText(Windows):
     """Text as a tokenizer's tokens, cut into windows of `seq` and shuffled anew in every epoch.
 
     Documents stand one after another, each with the tokenizer's BOS before it, if it has one, and
-    the end-of-text token after it (`functron.data.documents.TextRules`).
+    the end-of-text token after it (`functron.data.mapped_files.TextRules`).
 
     All of the text is tokenised when this is made, and its tokens stay in memory, 2 or 4 bytes
     each: some seconds and as many bytes as the text has for 10 MB of it. That is for corpora of up
@@ -441,7 +441,7 @@ def texts_of(files: Iterable[Path | bytes]) -> Iterator[str]:
 
 
 class MockTokens:
-    """Random tokens in documents of equal length, as a `functron.data.documents.TokenFile`.
+    """Random tokens in documents of equal length, as a `functron.data.mapped_files.TokenFile`.
 
     Token i is a hash of (seed, i) modulo the vocabulary: nothing is kept, so there can be 10^15 of
     them, to measure loaders and steps with, or to try out a mesh before the data is there.
@@ -520,12 +520,12 @@ class Documents:
     """Files of text, each as its tokens: bytes, or what a tokenizer gives.
 
     Of a tokenizer these are the tokens of the text with its BOS before them, if it has one, as
-    ``functron sample`` reads a prompt (`functron.data.documents.TextRules`); unlike in training
+    ``functron sample`` reads a prompt (`functron.data.mapped_files.TextRules`); unlike in training
     nothing is put after them, and what is before them is no target. All of the text is tokenised
     when this is made.
 
     Args:
-        path: a file or a folder of them (see `functron.data.documents.find`).
+        path: a file or a folder of them (see `functron.data.mapped_files.find`).
         tokenizer: what makes tokens of it; None: bytes.
         vocab_size: how many ids the model has.
 
@@ -540,7 +540,7 @@ class Documents:
             self._tokens = [np.memmap(file, np.uint8, mode="r") for file in files]
             self.num_bytes = sum(len(tokens) - 1 for tokens in self._tokens)
         else:
-            self._tokens, self.num_bytes = _tokenised(files, tokenizer, vocab_size)
+            self._tokens, self.num_bytes = _tokenise(files, tokenizer, vocab_size)
         self.lengths = np.array([len(tokens) - 1 for tokens in self._tokens], np.int64)
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -556,7 +556,7 @@ class Documents:
         return f"{total:,} tokens in {len(self.lengths):,} texts"
 
 
-def _tokenised(
+def _tokenise(
     files: list[Path], tokenizer: TextTokenizer, vocab_size: int
 ) -> tuple[list[np.ndarray], int]:
     """The tokens of each file that has some, and the bytes of all but the first ones."""
@@ -674,7 +674,7 @@ class Sliding:
         self.num_windows = num_full + len(order)
         self._gap = -num_full % global_batch if exact else 0
         if exact:
-            self._short = _grouped(self._short, global_batch)
+            self._short = _group(self._short, global_batch)
         self._num_full = num_full
         rows = num_full + self._gap + len(self._short)
         self.num_samples = -(-rows // global_batch) * global_batch
@@ -733,7 +733,7 @@ class Sliding:
         return self._texts.summary()
 
 
-def _grouped(windows: np.ndarray, together: int) -> np.ndarray:
+def _group(windows: np.ndarray, together: int) -> np.ndarray:
     """`windows` in order of their lengths, with rows of zeros so that each batch has one length."""
     pieces: list[np.ndarray] = []
     edges = np.flatnonzero(np.diff(windows[:, 2])) + 1

@@ -7,6 +7,7 @@ torch.distributed.checkpoint and safetensors; the legacy layout is our writing o
 from __future__ import annotations
 
 import argparse
+import functools
 import random as chance
 import re
 from dataclasses import dataclass, replace
@@ -19,17 +20,20 @@ from torch.distributed import checkpoint as dcp
 
 import functron as ft
 from functron import checkpoint, tree
+from functron.apps.megatron import make_format
+from functron.apps.megatron.checkpoint_files import read_pickle
+from functron.apps.megatron.runs import MASKED_VOCABULARY, read_architecture, write_arguments
 from functron.cli.main import main
 from functron.core import random
-from functron.hub.megatron_files import read_pickle
 from functron.models.config import GPTConfig
 from functron.optim import OptimizerConfig
 from functron.training import config, run_folder
-from functron.training.convert import arguments_of, convert
-from functron.training.migrate import MASKED_VOCABULARY, config_of
+from functron.training.convert import FORMATS
+from functron.training.convert import convert as convert_files
 from functron.training.setup import make_setup
 
 LAYERS, EMBED = 2, 8
+convert = functools.partial(convert_files, formats={**FORMATS, "megatron": make_format()})
 LAST = "iter_0000003"
 JOINED = re.compile(r"/(qkv|gate_up)/")
 """In paths of leaves of `GPTConfig.fused_projections`, a layout that Megatron's have not."""
@@ -294,13 +298,13 @@ def test_the_next_loss_is_that_of_the_run(tmp_path, capsys):
 def test_what_megatron_has_trained_since_counts_all_rows():
     """Its own arguments lack ours; and one that fits no padded vocabulary is refused."""
     model = GPTConfig(vocab_size=29, vocab_multiple=8)
-    args = vars(arguments_of(config.configure(gpt=model), 0))
-    assert config_of(args) == model
+    args = vars(write_arguments(config.configure(gpt=model), 0))
+    assert read_architecture(args) == model
     own = {name: value for name, value in args.items() if name != MASKED_VOCABULARY}
-    assert (config_of(own).vocab_size, config_of(own).padded_vocab) == (32, 32)
+    assert (read_architecture(own).vocab_size, read_architecture(own).padded_vocab) == (32, 32)
     for wrong in (0, 33, "29"):
         with pytest.raises(ValueError, match=r"vocab_size: got .*; wanted 1 to padded.*; fix: "):
-            config_of({**args, MASKED_VOCABULARY: wrong})
+            read_architecture({**args, MASKED_VOCABULARY: wrong})
 
 
 def test_what_was_once_written_without_padding(tmp_path):

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from functron import Mesh, optim
+from functron.apps.megatron import sample_order
+from functron.apps.megatron.sample_order import MegatronWindows, count_samples, make_samples
 from functron.cli.main import main
 from functron.cli.train import parse_train
-from functron.data import Blend, IndexedWriter, megatron
+from functron.data import Blend, IndexedWriter
 from functron.data.indexed import IndexedFile
-from functron.data.megatron import MegatronWindows, megatron_samples, num_ordered
 from functron.data.shards import verify
 from functron.models.family import PRESETS
 from functron.training import data
@@ -29,7 +30,7 @@ from functron.training.evaluation import open_sets
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 
-MADE = Path(__file__).parent / "megatron"
+MADE = Path(__file__).parents[2] / "data" / "megatron"
 SETTINGS = json.loads((MADE / "cases.json").read_text())
 CASES = {case["name"]: case for case in SETTINGS["cases"]}
 
@@ -46,10 +47,10 @@ def files():
 
 
 def opened(case: dict, part: str, files: dict, **options):
-    return megatron_samples(
+    return make_samples(
         [files[name] for name in case["data"]],
         case["seq"],
-        case["sizes"][megatron.PARTS.index(part)],
+        case["sizes"][sample_order.PARTS.index(part)],
         weights=case.get("weights"),
         names=case["data"],
         split=case.get("split") or "",
@@ -66,14 +67,14 @@ def opened(case: dict, part: str, files: dict, **options):
 @pytest.mark.parametrize("name", CASES)
 def test_samples_are_those_of_its_datasets(name, files, arrays):
     case = CASES[name]
-    for part in set(case["arrays"]) & set(megatron.PARTS):
+    for part in set(case["arrays"]) & set(sample_order.PARTS):
         tokens, targets = arrays[f"{name}/{part}"]
         samples = opened(case, part, files)
-        assert num_ordered(samples) == len(tokens)
+        assert count_samples(samples) == len(tokens)
         drawn = samples.draw(np.arange(len(tokens)))
         np.testing.assert_array_equal(drawn["tokens"], tokens)
         np.testing.assert_array_equal(drawn["targets"], targets)
-        if case["sizes"][megatron.PARTS.index(part)] is not None:
+        if case["sizes"][sample_order.PARTS.index(part)] is not None:
             with pytest.raises(ValueError, match=f"wanted below {len(tokens)}"):
                 samples.draw(np.array([len(tokens)]))
 
@@ -102,11 +103,11 @@ def test_documents_are_apart_as_by_its_three_flags(name, files, arrays):
 
 @pytest.mark.parametrize(("stretch", "passes"), [(64, 6), (64, 0), (1 << 11, 6)])
 def test_blends_are_those_of_its_compiled_helpers(stretch, passes, arrays, monkeypatch):
-    monkeypatch.setattr(megatron, "_STRETCH", stretch)
-    monkeypatch.setattr(megatron, "_PASSES", passes)
+    monkeypatch.setattr(sample_order, "_STRETCH", stretch)
+    monkeypatch.setattr(sample_order, "_PASSES", passes)
     for index, weights in enumerate(SETTINGS["weights"]):
         wanted = arrays[f"weights{index}"][: 30_000 if passes else 6_000]
-        mixture = megatron.MegatronMixture(weights, len(wanted), [10**6] * len(weights))
+        mixture = sample_order.MegatronMixture(weights, len(wanted), [10**6] * len(weights))
         numbers = np.arange(len(wanted))
         sources, own = mixture.at(numbers)
         np.testing.assert_array_equal(sources, wanted)
@@ -118,7 +119,7 @@ def test_blends_are_those_of_its_compiled_helpers(stretch, passes, arrays, monke
             counted = np.bincount(wanted[:count], minlength=len(weights))
             np.testing.assert_array_equal(mixture.positions(count), counted)
     for index, sizes in enumerate(SETTINGS["sizes"]):
-        mixture = megatron.MegatronMixture(sizes, None, sizes)
+        mixture = sample_order.MegatronMixture(sizes, None, sizes)
         found, _ = mixture.at(np.arange(mixture.size))
         np.testing.assert_array_equal(found, arrays[f"sizes{index}"])
 
@@ -130,8 +131,8 @@ def test_tables_are_kept_and_found_and_made_again(files, tmp_path, monkeypatch):
     kept = sorted((tmp_path / "kept").iterdir())
     assert len(kept) == 3 * 3 + 2
     with monkeypatch.context() as patched:
-        patched.setattr(MegatronWindows, "_shuffled", None)
-        patched.setattr(megatron, "_largest_deficits", None)
+        patched.setattr(MegatronWindows, "_shuffle", None)
+        patched.setattr(sample_order, "_choose_by_deficit", None)
         found = opened(case, "train", files, cache=tmp_path / "kept").draw(np.arange(100))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     kept[0].write_bytes(kept[0].read_bytes()[:-8])  # cut off
@@ -272,13 +273,13 @@ def test_damage_and_sizes_that_cannot_be(files, tmp_path):
     with pytest.raises(ValueError, match=r"id .* wanted ids from 0 to 99"):
         MegatronWindows(files["a"], 16, 80, vocab_size=100).draw(np.arange(80))
     with pytest.raises(ValueError, match="num_samples: got None with weights"):
-        megatron_samples([files["a"]] * 2, 8, None, weights=[1, 1])
+        make_samples([files["a"]] * 2, 8, None, weights=[1, 1])
     with pytest.raises(ValueError, match=r"weights\[1\]: got 0; wanted a finite number above 0"):
-        megatron_samples([files["a"]] * 2, 8, 9, weights=[1, 0])
+        make_samples([files["a"]] * 2, 8, 9, weights=[1, 0])
     with pytest.raises(
         ValueError, match=r"takes more of its sources .*\n.*fix: raise blend_surplus"
     ):
-        megatron.MegatronMixture([1, 1], 10, [5, 4]).build()
+        sample_order.MegatronMixture([1, 1], 10, [5, 4]).build()
     with IndexedWriter(tmp_path / "empty", np.uint16, allow_empty=True) as writer:
         writer.add([])
     with pytest.raises(ValueError, match="no tokens in 0 sequences"):

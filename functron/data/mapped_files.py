@@ -205,7 +205,7 @@ def encode_prompt(tokenizer: TextTokenizer, text: str) -> list[int]:
     return [*tokenizer.rules.begin_prompt(tokenizer), *tokenizer.encode(text, special=False)]
 
 
-class Mapped:
+class MappedRows:
     """Numbers in a file, read where they are needed.
 
     The system ends a process that touches a part of a map which its file has lost (SIGBUS), so
@@ -270,7 +270,7 @@ def require_package(package: str, extra: str, title: str, wanted: str) -> None:
         refuse(title, package, "no such package", wanted, fix)
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Numbers in a file.
 
     Attributes:
@@ -299,11 +299,11 @@ class Concatenated:
         ends: int64 ``[parts]``: where each part ends in the whole.
     """
 
-    def __init__(self, parts: Sequence[Part | np.ndarray]):
+    def __init__(self, parts: Sequence[FilePart | np.ndarray]):
         self._parts = list(parts)
         sizes = [len(p) if isinstance(p, np.ndarray) else p.count for p in self._parts]
         self.ends = np.cumsum(np.asarray(sizes, np.int64))
-        self._open: OrderedDict[int, Mapped] = OrderedDict()
+        self._open: OrderedDict[int, MappedRows] = OrderedDict()
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -329,17 +329,17 @@ class Concatenated:
         if index in self._open:
             self._open.move_to_end(index)
         else:
-            self._open[index] = Mapped(*part)
+            self._open[index] = MappedRows(*part)
             if len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)
         return self._open[index].values
 
 
-def byte_parts(files: Iterable[Path | bytes]) -> list[Part | np.ndarray]:
+def byte_parts(files: Iterable[Path | bytes]) -> list[FilePart | np.ndarray]:
     """The bytes of files, and byte strings, for `Concatenated`."""
     kind = np.dtype(np.uint8)
     return [
-        np.frombuffer(x, kind) if isinstance(x, bytes) else Part(x, kind, 0, x.stat().st_size)
+        np.frombuffer(x, kind) if isinstance(x, bytes) else FilePart(x, kind, 0, x.stat().st_size)
         for x in files
     ]
 

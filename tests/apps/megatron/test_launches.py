@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from functron.data.order import RampUp
+from functron.apps.megatron.launches import make_log_reader, name_records, read_log
+from functron.data.sampling import RampUp
 from functron.training import records, run_folder
 from functron.training.config import configure
-from functron.training.records import compare, megatron_names, read_log
+from functron.training.records import compare
 
 RECORD = {
     "step": 3, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 96, "tokens_per_second": 10.0,
@@ -26,7 +27,7 @@ RECORD = {
 def test_names_are_megatrons():
     """Batches of 4, 4 and 6 samples: the third step ends after 14."""
     ramp = RampUp(4, 2, 8, 6)
-    rows = list(megatron_names(ramp.first_sample)(RECORD))
+    rows = list(name_records(ramp.first_sample)(RECORD))
     at_step = {name: value for name, value, at in rows if at == 3}
     expected = {
         "lm loss": 2.5, "learning-rate": 1e-3, "grad-norm": 0.5, "batch-size": 6,
@@ -44,14 +45,14 @@ def test_names_are_megatrons():
     }  # fmt: skip
     several = {"a": {"loss": 1.0, "perplexity": 2.7}, "b": {"loss": 2.0, "perplexity": 7.4}}
     with_terms = {**RECORD, "next_token_loss": 2.25, "loss_scale": 8.0, "eval": several}
-    named = {name: value for name, value, _ in megatron_names(ramp.first_sample)(with_terms)}
+    named = {name: value for name, value, _ in name_records(ramp.first_sample)(with_terms)}
     assert (named["lm loss"], named["loss"], named["loss-scale"]) == (2.25, 2.5, 8.0)
     assert named["lm loss validation b"] == 2.0
 
 
 def test_reporters_write_them(tmp_path, monkeypatch):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    named = megatron_names(lambda steps: 4 * steps)
+    named = name_records(lambda steps: 4 * steps)
     with records.tensorboard(tmp_path, named) as write:
         write(RECORD)
     events = accumulators.EventAccumulator(str(tmp_path))
@@ -119,7 +120,7 @@ def test_a_log_is_compared_with_a_run(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     log = tmp_path / "megatron.log"
     log.write_text(LOG)
-    found = compare([run, log])
+    found = compare([run, log], logs=[make_log_reader()])
     assert found.runs == ("ours", "megatron.log")
     # of the settings that the log tells those that differ
     assert found.settings == {"seed": (8, 7), "learning_rate.peak": (0.002, 0.001)}
@@ -130,9 +131,9 @@ def test_a_log_is_compared_with_a_run(tmp_path):
     assert found.x_label == "tokens"
     assert found.curves["megatron.log"] == [(640, 5.5), (1280, 4.5)]
     log.write_text("".join(line for line in LOG.splitlines(True) if "seq_length" not in line))
-    again = compare([run, log])
+    again = compare([run, log], logs=[make_log_reader()])
     assert (again.x_label, again.results["tokens"]) == ("step", (1280, None))
     assert again.curves["megatron.log"] == [(10, 5.5), (20, 4.5)]
     (tmp_path / "other.txt").write_text("iteration without numbers\n")
     with pytest.raises(ValueError, match="a file of another kind"):
-        compare([run, tmp_path / "other.txt"])
+        compare([run, tmp_path / "other.txt"], logs=[make_log_reader()])

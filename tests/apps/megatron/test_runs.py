@@ -1,6 +1,6 @@
 """Megatron's checkpoints in and out, against what megatron-core 0.16.1 computed with them.
 
-The fixtures are its own (tests/hub/make_megatron.py); the legacy layout is our writing of it.
+The fixtures are its own (tests/apps/megatron/make_megatron.py); the legacy layout is our writing of it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from torch.distributed import checkpoint as dcp
 
 import functron as ft
 from functron import checkpoint, gpt
+from functron.apps.megatron import make_format, tensors
+from functron.apps.megatron.checkpoint_files import (
+    METADATA,
+    ChunkedTensors,
+    OpenedCheckpoint,
+    TensorChunk,
+    open_checkpoint,
+    read_pickle,
+)
+from functron.apps.megatron.runs import read_architecture, write_architecture, write_arguments
 from functron.cli.main import main
 from functron.core import random
 from functron.core.settings import value_at
 from functron.data import IndexedFile, IndexedWriter
-from functron.hub import megatron
-from functron.hub.megatron_files import (
-    METADATA,
-    Chunk,
-    Opened,
-    Tensors,
-    open_checkpoint,
-    read_pickle,
-)
 from functron.models.config import GPTConfig
 from functron.nn.moe import MoEConfig
 from functron.training import config, run_folder
-from functron.training.convert import arguments_of, convert
+from functron.training.convert import FORMATS
+from functron.training.convert import convert as convert_files
 from functron.training.data import open_samples
-from functron.training.migrate import architecture_arguments, config_of
 from functron.training.resume import restore_state
 from functron.training.setup import make_setup
 
-FIXTURES = Path(__file__).parent / "megatron"
+FIXTURES = Path(__file__).parent / "checkpoints"
 NAMES = sorted(path.name.removesuffix(".tar.xz") for path in FIXTURES.glob("*.tar.xz"))
 MESHES = ("", "tp=2", "pp=2")
 LAYOUTS = ("torch_dist", "torch")
@@ -67,6 +68,8 @@ ALL = [
     for case in ((n, layout, mesh) for n in NAMES for layout in LAYOUTS for mesh in MESHES)
 ]
 
+convert = functools.partial(convert_files, formats={**FORMATS, "megatron": make_format()})
+
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
@@ -83,7 +86,7 @@ def unpacked(tmp_path_factory):
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """As tests/hub/make_megatron.py draws it."""
+    """As tests/apps/megatron/make_megatron.py draws it."""
     drawn = np.random.default_rng(step).integers(0, REAL, (ROWS, SEQ + 1))
     drawn[:, 1::2] = (drawn[:, 0::2][:, : drawn[:, 1::2].shape[1]] * 3 + 1) % REAL
     tokens = torch.from_numpy(drawn)
@@ -144,7 +147,7 @@ def test_both_layouts_have_the_same_numbers(name, unpacked):
     """Whatever divided them: tp, pp, virtual stages, ep, and the distributed optimizer's buffers."""
     one, other = (open_checkpoint(unpacked(name) / layout) for layout in LAYOUTS)
     assert (one.step, other.step) == (5, 5)
-    states = [megatron.state_of(each) for each in (one, other)]
+    states = [tensors.read_state(each) for each in (one, other)]
     assert states[0].keys() == states[1].keys() >= {"exp_avg", "exp_avg_sq"}
     pairs = [(one.weights, other.weights), *((states[0][k], states[1][k]) for k in states[0])]
     for ours, theirs in pairs:
@@ -156,18 +159,18 @@ def test_both_layouts_have_the_same_numbers(name, unpacked):
             assert torch.equal(ours.read(key, whole), theirs.read(key, whole)), key
 
 
-def whole(**named: torch.Tensor) -> Tensors:
+def whole(**named: torch.Tensor) -> ChunkedTensors:
     """Tensors of one shard each, by their names."""
-    made = Tensors()
+    made = ChunkedTensors()
     for name, value in named.items():
         start = (0,) * value.dim()
-        chunk = Chunk(start, tuple(value.shape), lambda value=value: value, Path("shard"))
+        chunk = TensorChunk(start, tuple(value.shape), lambda value=value: value, Path("shard"))
         made.add(name.replace("__", "."), value.dtype, chunk)
     assert not made.close()
     return made
 
 
-def in_buckets(**changes: torch.Tensor) -> Opened:
+def in_buckets(**changes: torch.Tensor) -> OpenedCheckpoint:
     """Two equal norms and a matrix of three numbers a row, the last first, each at a multiple of 64."""
     ones, w = torch.ones(8, dtype=torch.bfloat16), torch.arange(6.0).view(2, 3).bfloat16()
     flat = torch.full((64 * 2 + 8,), 7.0)
@@ -178,12 +181,12 @@ def in_buckets(**changes: torch.Tensor) -> Opened:
     buckets = {f"b__{key}": value for key, value in {"param": flat, **moments, **changes}.items()}
     common = {"args": {"tensor_model_parallel_size": 1}}
     weights = whole(a__weight=ones, c__weight=ones, z__weight=w)
-    return Opened(Path("folder"), common, weights, {}, 1, whole(**buckets))
+    return OpenedCheckpoint(Path("folder"), common, weights, {}, 1, whole(**buckets))
 
 
 def test_buckets_by_hand():
     """Parameters are known by the numbers that masters are rounded to, in whatever order."""
-    state = megatron.state_of(in_buckets())
+    state = tensors.read_state(in_buckets())
     assert state.keys() == {"exp_avg", "exp_avg_sq", "master"}
     for name, values in {
         "z.weight": torch.arange(6.0).view(2, 3), "a.weight": torch.ones(8),
@@ -201,10 +204,10 @@ def test_buckets_that_fit_no_parameters():
     with pytest.raises(
         ValueError, match=r"b: got numbers of no parameter from 0 on; .*reshardable"
     ):
-        megatron.state_of(in_buckets(param=unknown))
+        tensors.read_state(in_buckets(param=unknown))
     # two norms of the same numbers, of which one was updated otherwise
     with pytest.raises(ValueError, match=r"b: got other moments from 128 on than elsewhere of"):
-        megatron.state_of(in_buckets(exp_avg=torch.arange(136.0)))
+        tensors.read_state(in_buckets(exp_avg=torch.arange(136.0)))
 
 
 def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
@@ -243,7 +246,7 @@ def test_comes_back_as_it_was(name, unpacked, tmp_path, monkeypatch):
     for key, value in before.items():
         assert torch.equal(after[key], value), key
     # of buckets each parameter's part
-    states = [megatron.state_of(open_checkpoint(folder)) for folder in (source, back)]
+    states = [tensors.read_state(open_checkpoint(folder)) for folder in (source, back)]
     assert states[0].keys() <= states[1].keys()  # masters are written in any case
     for one, other in ((state, states[1][kind]) for kind, state in states[0].items()):
         assert one.sizes.keys() == other.sizes.keys()
@@ -265,7 +268,7 @@ def test_comes_back_as_it_was(name, unpacked, tmp_path, monkeypatch):
     same, args = open_checkpoint(back).args, open_checkpoint(source).args
     assert same is not None
     assert args is not None
-    assert config_of(same) == config_of(args)
+    assert read_architecture(same) == read_architecture(args)
     assert same["consumed_train_samples"] == args["consumed_train_samples"] == 20
 
 
@@ -484,7 +487,7 @@ def test_says_what_it_cannot_take(unpacked, tmp_path, capsys):
     assert "averaged: got True; wanted nothing" in capsys.readouterr().err
 
 
-ORDERED = Path(__file__).parents[1] / "data" / "megatron"
+ORDERED = Path(__file__).parents[2] / "data" / "megatron"
 
 
 def test_goes_on_with_the_next_sample(unpacked, tmp_path, capsys):
@@ -590,7 +593,7 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures_there_and_back(name):
     made = ARCHITECTURES[name]
-    back = config_of(architecture_arguments(made, seq=128))
+    back = read_architecture(write_architecture(made, seq=128))
     assert back.mtp_weight == pytest.approx(made.mtp_weight)
     same = replace(made, vocab_size=made.padded_vocab, vocab_multiple=made.padded_vocab)
     canonical = ft.hub.family_of(made).canonical
@@ -604,9 +607,9 @@ def test_capacity_of_a_microbatch_there_and_back():
     """Megatron's is that of a rank's samples: of all of a microbatch, on one data-parallel rank."""
     moe = MoEConfig(8, 2, 64, normalise="after", capacity_factor=1.5, capacity_over="batch")
     run = config.configure(gpt=GPTConfig(moe=moe), global_batch=8, microbatches=2)
-    args = vars(arguments_of(run, 3))
+    args = vars(write_arguments(run, 3))
     assert (args["micro_batch_size"], args["moe_expert_capacity_factor"]) == (4, 1.5)
-    assert config_of(args).moe == moe
+    assert read_architecture(args).moe == moe
 
 
 def test_architectures_that_megatron_has_not():
@@ -614,7 +617,7 @@ def test_architectures_that_megatron_has_not():
         with pytest.raises(
             ValueError, match=f"Megatron has no such model\n  - {next(iter(change))}.*; fix: keep"
         ):
-            architecture_arguments(replace(GPTConfig(), **change))
+            write_architecture(replace(GPTConfig(), **change))
 
 
 def test_refusals_say_the_field_of_a_part():
@@ -639,7 +642,7 @@ def test_refusals_say_the_field_of_a_part():
         ),
     ):
         with pytest.raises(ValueError, match=wanted) as caught:
-            architecture_arguments(replace(GPTConfig(), **{part: change}))
+            write_architecture(replace(GPTConfig(), **{part: change}))
         assert "Config(" not in str(caught.value)
         assert len(str(caught.value).splitlines()) == 2
 
@@ -649,7 +652,7 @@ def test_groups_that_logits_rank_are_refused():
     moe = MoEConfig(
         8, 4, 64, num_groups=4, top_groups=2, score="softmax", normalise="before", scale=2.0
     )
-    args = architecture_arguments(GPTConfig(moe=moe))
-    assert config_of(args).moe == replace(moe, aux="sequence")
+    args = write_architecture(GPTConfig(moe=moe))
+    assert read_architecture(args).moe == replace(moe, aux="sequence")
     with pytest.raises(ValueError, match=r"moe_router_group_topk: got 2; wanted --moe-router-pre"):
-        config_of({**args, "moe_router_pre_softmax": False})
+        read_architecture({**args, "moe_router_pre_softmax": False})

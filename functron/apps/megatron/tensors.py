@@ -13,9 +13,9 @@
 Rows that pad our vocabulary are written too, as the parameters have them: Megatron has as many rows
 as its argument ``padded_vocab_size`` says, and no mask over them.
 
-`load` reads weights, moments and masters, each as a tree like the parameters; `state_of` finds out
-whose they are where the distributed optimizer's buckets do not say; `save` writes all as
-`torch_dist`, one tensor in memory at a time.
+`load_tensors` reads weights, moments and masters, each as a tree like the parameters; `read_state`
+finds out whose they are where the distributed optimizer's buckets do not say; `save_tensors` writes
+all as `torch_dist`, one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,19 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
+from functron.apps.megatron.checkpoint_files import (
+    COMMON,
+    METADATA,
+    MOMENTS,
+    CheckpointBox,
+    ChunkedTensors,
+    OpenedCheckpoint,
+    TensorChunk,
+    list_boxes,
+    name_state,
+)
 from functron.core.errors import Problem, raise_problems
-from functron.hub.files import Source
+from functron.hub.files import TensorSource
 from functron.hub.format import (
     DOWN,
     EMBED,
@@ -46,25 +57,14 @@ from functron.hub.format import (
     OUT,
     UNEMBED,
     UP,
-    Format,
-    Layout,
-    Rule,
+    HubFormat,
+    HubLayout,
+    NameRule,
     attention,
     layouts,
     linear,
     norm,
     tensors,
-)
-from functron.hub.megatron_files import (
-    COMMON,
-    METADATA,
-    MOMENTS,
-    Box,
-    Chunk,
-    Opened,
-    Tensors,
-    boxes_of_ranks,
-    named_state,
 )
 from functron.hub.reader import local_on_mesh, match, read_layouts
 from functron.models.config import GPTConfig
@@ -82,98 +82,108 @@ BALANCE = "router/balance"
 """The end of paths that Megatron has no optimizer's state of."""
 
 
-def _fc(name: str, path: str, config: GPTConfig) -> tuple[Rule, ...]:
+def _list_mlp_rules(name: str, path: str, config: GPTConfig) -> tuple[NameRule, ...]:
     """The two linear layers of a feed-forward layer, of an expert or of a shared one."""
     paths = ("gate", "up") if config.gated else ("up",)
     wide = tuple(
-        Rule(f"{name}.linear_fc1.{theirs}", dims, tuple(f"{path}/{each}/{ours}" for each in paths))
+        NameRule(
+            f"{name}.linear_fc1.{theirs}", dims, tuple(f"{path}/{each}/{ours}" for each in paths)
+        )
         for theirs, ours, dims in (("weight", "w", UP[0]), ("bias", "b", UP[1]))
     )
     return (*wide, *linear(f"{name}.linear_fc2", f"{path}/down", *DOWN))
 
 
-def _block(name: str, stack: str, config: GPTConfig, *, experts: bool) -> tuple[Rule, ...]:
+def _list_block_rules(
+    name: str, stack: str, config: GPTConfig, *, experts: bool
+) -> tuple[NameRule, ...]:
     """The rules of a layer: ``name`` has the field of its number."""
-    own = f"{name}.self_attention"
-    mixer = attention(f"{stack}/attention", *(f"{own}.{each}" for each in _QKV))
-    mixer += norm(f"{own}.q_layernorm", f"{stack}/attention/q_norm", "head")
-    mixer += norm(f"{own}.k_layernorm", f"{stack}/attention/k_norm", "head")
+    own, ours = f"{name}.self_attention", f"{stack}/attention"
+    mixer = attention(ours, *(f"{own}.{each}" for each in _QKV))
+    mixer += norm(f"{own}.q_layernorm", f"{ours}/q_norm", "head")
+    mixer += norm(f"{own}.k_layernorm", f"{ours}/k_norm", "head")
     if config.kv_rank:
         mixer = (
-            *linear(f"{own}.linear_proj", f"{stack}/attention/out", *OUT),
-            Rule(f"{own}.linear_q_proj.weight", HEADS[0], (f"{stack}/attention/q/w",)),
-            Rule(f"{own}.linear_q_down_proj.weight", _LATENT, (f"{stack}/attention/q_down/w",)),
-            *norm(f"{own}.q_layernorm", f"{stack}/attention/q_norm", "latent"),
-            Rule(f"{own}.linear_q_up_proj.weight", _OF_LATENT, (f"{stack}/attention/q_up/w",)),
-            Rule(f"{own}.linear_kv_down_proj.weight", _LATENT, (f"{stack}/attention/kv_down/w",)),
-            *norm(f"{own}.kv_layernorm", f"{stack}/attention/kv_norm", "latent"),
-            Rule(f"{own}.linear_kv_up_proj.weight", _OF_LATENT, (f"{stack}/attention/kv_up/w",)),
+            *linear(f"{own}.linear_proj", f"{ours}/out", *OUT),
+            NameRule(f"{own}.linear_q_proj.weight", HEADS[0], (f"{ours}/q/w",)),
+            NameRule(f"{own}.linear_q_down_proj.weight", _LATENT, (f"{ours}/q_down/w",)),
+            *norm(f"{own}.q_layernorm", f"{ours}/q_norm", "latent"),
+            NameRule(f"{own}.linear_q_up_proj.weight", _OF_LATENT, (f"{ours}/q_up/w",)),
+            NameRule(f"{own}.linear_kv_down_proj.weight", _LATENT, (f"{ours}/kv_down/w",)),
+            *norm(f"{own}.kv_layernorm", f"{ours}/kv_norm", "latent"),
+            NameRule(f"{own}.linear_kv_up_proj.weight", _OF_LATENT, (f"{ours}/kv_up/w",)),
         )  # fmt: skip
     norms = (
         *norm(f"{name}.input_layernorm", f"{stack}/attention_norm"),
         *norm(f"{name}.pre_mlp_layernorm", f"{stack}/mlp_norm"),
     )
     if not experts:
-        return (*norms, *mixer, *_fc(f"{name}.mlp", f"{stack}/mlp", config))
+        return (*norms, *mixer, *_list_mlp_rules(f"{name}.mlp", f"{stack}/mlp", config))
     moe = f"{stack}/moe"
     return (
         *norms,
         *mixer,
-        Rule(f"{name}.mlp.router.weight", _ROUTER[0], (f"{moe}/router/w",)),
-        Rule(f"{name}.mlp.router.bias", _ROUTER[1], (f"{moe}/router/b",)),
-        Rule(f"{name}.mlp.router.expert_bias", _ROUTER[1], (f"{moe}/{BALANCE}",)),
-        *_fc(f"{name}.mlp.experts.{{expert}}", f"{moe}/experts", config),
-        *_fc(f"{name}.mlp.shared_experts", f"{moe}/shared", config),
-        Rule(f"{name}.mlp.shared_experts.gate_weight", "one embed -> embed one",
+        NameRule(f"{name}.mlp.router.weight", _ROUTER[0], (f"{moe}/router/w",)),
+        NameRule(f"{name}.mlp.router.bias", _ROUTER[1], (f"{moe}/router/b",)),
+        NameRule(f"{name}.mlp.router.expert_bias", _ROUTER[1], (f"{moe}/{BALANCE}",)),
+        *_list_mlp_rules(f"{name}.mlp.experts.{{expert}}", f"{moe}/experts", config),
+        *_list_mlp_rules(f"{name}.mlp.shared_experts", f"{moe}/shared", config),
+        NameRule(f"{name}.mlp.shared_experts.gate_weight", "one embed -> embed one",
              (f"{moe}/shared_gate/w",)),
     )  # fmt: skip
 
 
-def _rules(config: GPTConfig) -> tuple[Rule, ...]:
+def _list_rules(config: GPTConfig) -> tuple[NameRule, ...]:
     layer, ahead = "decoder.layers.{layer}", "mtp.layers.{layer}"
     sparse = config.moe is not None
     return (
-        Rule(EMBEDDING, EMBED, ("embed",)),
-        Rule("embedding.position_embeddings.weight", "at embed -> at embed", ("positions",)),
-        *_block(layer, "dense", config, experts=False),
-        *_block(layer, "blocks", config, experts=sparse),
+        NameRule(EMBEDDING, EMBED, ("embed",)),
+        NameRule("embedding.position_embeddings.weight", "at embed -> at embed", ("positions",)),
+        *_list_block_rules(layer, "dense", config, experts=False),
+        *_list_block_rules(layer, "blocks", config, experts=sparse),
         *norm("decoder.final_layernorm", "norm"),
         *norm(f"{ahead}.enorm", "mtp/embed_norm"),
         *norm(f"{ahead}.hnorm", "mtp/stream_norm"),
-        Rule(f"{ahead}.eh_proj.weight", "embed both -> both embed", ("mtp/proj/w",)),
-        *_block(f"{ahead}.transformer_layer", "mtp/block", config, experts=sparse),
+        NameRule(f"{ahead}.eh_proj.weight", "embed both -> both embed", ("mtp/proj/w",)),
+        *_list_block_rules(f"{ahead}.transformer_layer", "mtp/block", config, experts=sparse),
         *norm(f"{ahead}.final_layernorm", "mtp/norm"),
-        Rule("output_layer.weight", UNEMBED, ("unembed",)),
+        NameRule("output_layer.weight", UNEMBED, ("unembed",)),
     )
 
 
-def _layouts(config: GPTConfig, rows: int | None = None) -> list[Layout]:
+def _layouts(config: GPTConfig, rows: int | None = None) -> list[HubLayout]:
     """The tensors of a model whose embedding has so many rows; None: those of padding too."""
     family = FAMILIES["gpt"]
     numbers = {**family.numbers(config), "mtp": range(config.mtp_depth)}
     rows = config.padded_vocab if rows is None else rows
-    return layouts(_rules(config), family.defs(config), rows, numbers)
+    return layouts(_list_rules(config), family.defs(config), rows, numbers)
 
 
-def _rows_in(opened: Opened, config: GPTConfig) -> int:
+def _count_rows(opened: OpenedCheckpoint, config: GPTConfig) -> int:
     """Rows of the embedding in a checkpoint: all, or those of tokens, as we once wrote it."""
     stored, *_ = opened.weights.sizes.get(EMBEDDING) or (config.padded_vocab,)
     return stored if stored == config.vocab_size else config.padded_vocab
 
 
-def _form(config: GPTConfig) -> Format:
-    return Format(
-        "Megatron", "GPTModel", _rules(config), (), prefix="", unused=(), describes="its arguments"
+def _make_format(config: GPTConfig) -> HubFormat:
+    return HubFormat(
+        "Megatron",
+        "GPTModel",
+        _list_rules(config),
+        (),
+        prefix="",
+        unused=(),
+        describes="its arguments",
     )
 
 
-class _Split:
+class _SplitHeads:
     """Tensors with queries, keys and values by themselves.
 
     Megatron has the heads of one group together: its queries, then its key, then its value.
     """
 
-    def __init__(self, inner: Source, config: GPTConfig):
+    def __init__(self, inner: TensorSource, config: GPTConfig):
         per = config.num_heads // config.kv_heads
         self._inner, self._head = inner, config.head_size
         self._rows = {"q": (0, per), "k": (per, per + 1), "v": (per + 1, per + 2)}
@@ -215,28 +225,28 @@ _HEAD = 16
 """The numbers at its beginning by which a parameter is looked for."""
 
 
-class _Piece(NamedTuple):
+class _BucketPiece(NamedTuple):
     """The part of a parameter that a rank of tensor parallelism has: boxes, one after another."""
 
     name: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[CheckpointBox, ...]
 
     @property
     def numel(self) -> int:
         return sum(_numel(box) for box in self.boxes)
 
-    def read(self, tensors: Tensors) -> torch.Tensor:
+    def read(self, tensors: ChunkedTensors) -> torch.Tensor:
         """Its numbers in whole tensors, flat."""
         parts = [tensors.read(self.name, [slice(*span) for span in box]) for box in self.boxes]
         return torch.cat([part.flatten() for part in parts])
 
-    def head(self, tensors: Tensors) -> tuple[int, bytes]:
+    def head(self, tensors: ChunkedTensors) -> tuple[int, bytes]:
         """How many numbers it has, and its first ones."""
         (start, stop), *rest = self.boxes[0]
         rows = -(-_HEAD // max(_numel(rest), 1))
         if _numel(self.boxes[0]) < _HEAD:
             return self.numel, _bytes(self.read(tensors)[:_HEAD])
-        some = _Piece(self.name, (((start, min(start + rows, stop)), *rest),))
+        some = _BucketPiece(self.name, (((start, min(start + rows, stop)), *rest),))
         return self.numel, _bytes(some.read(tensors)[:_HEAD])
 
 
@@ -248,58 +258,58 @@ def _bytes(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-class _Pieces:
+class _BucketPieces:
     """The parts of all parameters, to be found by their numbers."""
 
-    def __init__(self, weights: Tensors, args: Mapping[str, Any]):
+    def __init__(self, weights: ChunkedTensors, args: Mapping[str, Any]):
         self._weights = weights
-        self._by_head: dict[tuple[torch.dtype, int, bytes], list[_Piece]] = {}
+        self._by_head: dict[tuple[torch.dtype, int, bytes], list[_BucketPiece]] = {}
         for name, shape in weights.sizes.items():
             floating = weights.dtypes[name].is_floating_point
             if name.endswith("router.expert_bias") or not (floating and shape and math.prod(shape)):
                 continue  # they are no parameters
             for piece in dict.fromkeys(
-                _Piece(name, own) for own in boxes_of_ranks(name, shape, args)
+                _BucketPiece(name, own) for own in list_boxes(name, shape, args)
             ):
                 key = (weights.dtypes[name], *piece.head(weights))
                 self._by_head.setdefault(key, []).append(piece)
         kinds = {(dtype, numel) for dtype, numel, _ in self._by_head}
         self._kinds = sorted(kinds, key=lambda kind: kind[1], reverse=True)
 
-    def at(self, masters: Tensors, key: str, start: int) -> list[_Piece]:
+    def at(self, masters: ChunkedTensors, key: str, start: int) -> list[_BucketPiece]:
         """Those whose numbers the masters from `start` on are rounded to: of the largest size."""
         end = masters.sizes[key][0]
-        head = _flat(masters, key, start, min(start + _HEAD, end))
+        head = _read_flat(masters, key, start, min(start + _HEAD, end))
         for dtype, numel in self._kinds:
             near = self._by_head.get((dtype, numel, _bytes(head[:numel].to(dtype))), [])
             if not near or start + numel > end:
                 continue
-            whole = _flat(masters, key, start, start + numel).to(dtype)
+            whole = _read_flat(masters, key, start, start + numel).to(dtype)
             if found := [each for each in near if torch.equal(whole, each.read(self._weights))]:
                 return found
         return []
 
 
-def _flat(tensors: Tensors, key: str, start: int, stop: int) -> torch.Tensor:
+def _read_flat(tensors: ChunkedTensors, key: str, start: int, stop: int) -> torch.Tensor:
     return tensors.read(key, (slice(start, stop),))
 
 
-def state_of(opened: Opened) -> dict[str, Tensors]:
-    """The optimizer's state of a checkpoint by parameter, under the names of `Opened.state`.
+def read_state(opened: OpenedCheckpoint) -> dict[str, ChunkedTensors]:
+    """The optimizer's state of a checkpoint by parameter, named as in `OpenedCheckpoint.state`.
 
     Raises:
         ValueError: it lies in buckets whose parameters cannot be told; all such are listed.
     """
     if not opened.buckets.sizes or opened.args is None:  # then the model is not said either
         return dict(opened.state)
-    state, problems = _from_buckets(opened.buckets, opened.weights, opened.args)
+    state, problems = _read_buckets(opened.buckets, opened.weights, opened.args)
     raise_problems(f"cannot read the Megatron checkpoint {opened.folder}", problems)
-    return named_state(state)
+    return name_state(state)
 
 
-def _from_buckets(
-    buckets: Tensors, weights: Tensors, args: Mapping[str, Any]
-) -> tuple[dict[str, Tensors], list[Problem]]:
+def _read_buckets(
+    buckets: ChunkedTensors, weights: ChunkedTensors, args: Mapping[str, Any]
+) -> tuple[dict[str, ChunkedTensors], list[Problem]]:
     """The state by parameter of a checkpoint in Megatron-Core's form `dp_reshardable`.
 
     A bucket has parameters one after another, each of which begins at a multiple of 64 numbers, and
@@ -307,9 +317,9 @@ def _from_buckets(
     numbers: neither the division of layers among stages nor the order of modules, which differ by
     version, is needed. Parameters that have the same numbers must have the same moments too.
     """
-    pieces, problems = _Pieces(weights, args), []
-    state: dict[str, Tensors] = {key: Tensors() for key in (*MOMENTS, "param")}
-    taken: dict[_Piece, tuple[str, int, int]] = {}
+    pieces, problems = _BucketPieces(weights, args), []
+    state: dict[str, ChunkedTensors] = {key: ChunkedTensors() for key in (*MOMENTS, "param")}
+    taken: dict[_BucketPiece, tuple[str, int, int]] = {}
     for bucket in sorted({key.rpartition(".")[0] for key in buckets.sizes}):
         if lacks := [key for key in state if f"{bucket}.{key}" not in buckets.sizes]:
             got, wanted = f"no {', '.join(lacks)}", "Adam's two moments, and masters"
@@ -330,7 +340,7 @@ def _from_buckets(
                 break
             place = (bucket, at, at + group[0].numel)
             known = next((taken[each] for each in group if each in taken), place)
-            if not all(_same(buckets, key, place, known) for key in MOMENTS):
+            if not all(_is_same(buckets, key, place, known) for key in MOMENTS):
                 got = f"other moments from {at} on than elsewhere of {group[0].name}"
                 wanted = "the same, of parameters that have the same numbers"
                 problems.append(Problem(bucket, got, wanted))
@@ -345,24 +355,28 @@ def _from_buckets(
     return state, problems
 
 
-def _same(
-    buckets: Tensors, key: str, one: tuple[str, int, int], other: tuple[str, int, int]
+def _is_same(
+    buckets: ChunkedTensors, key: str, one: tuple[str, int, int], other: tuple[str, int, int]
 ) -> bool:
     if one == other:
         return True
-    return torch.equal(*(_flat(buckets, f"{name}.{key}", *span) for name, *span in (one, other)))
+    return torch.equal(
+        *(_read_flat(buckets, f"{name}.{key}", *span) for name, *span in (one, other))
+    )
 
 
-def _add_piece(into: Tensors, piece: _Piece, buckets: Tensors, key: str, start: int) -> None:
+def _add_piece(
+    into: ChunkedTensors, piece: _BucketPiece, buckets: ChunkedTensors, key: str, start: int
+) -> None:
     """Add a part of a bucket as the boxes of a parameter."""
     for box in piece.boxes:
         stop, shape = start + _numel(box), tuple(b - a for a, b in box)
 
         def load(start=start, stop=stop, shape=shape) -> torch.Tensor:
-            return _flat(buckets, key, start, stop).view(shape)
+            return _read_flat(buckets, key, start, stop).view(shape)
 
         first = tuple(a for a, _ in box)
-        into.add(piece.name, buckets.dtypes[key], Chunk(first, shape, load, Path(METADATA)))
+        into.add(piece.name, buckets.dtypes[key], TensorChunk(first, shape, load, Path(METADATA)))
         start = stop
 
 
@@ -373,7 +387,7 @@ _WITHOUT = "save it in Megatron-LM with --no-save-optim: the parameters alone ar
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedTensors:
     """The tensors of a Megatron checkpoint, each a tree like the parameters.
 
     Attributes:
@@ -389,24 +403,24 @@ class Loaded:
     masters: dict | None = None
 
 
-def load(opened: Opened, config: GPTConfig) -> Loaded:
+def load_tensors(opened: OpenedCheckpoint, config: GPTConfig) -> LoadedTensors:
     """All tensors of a checkpoint, whole. Of experts' biases the moments are zeros.
 
     Raises:
         ValueError: tensors are missing, unknown, or of another shape; all offenders are listed.
     """
-    found, form = _layouts(config, _rows_in(opened, config)), _form(config)
+    found, form = _layouts(config, _count_rows(opened, config)), _make_format(config)
     local = local_on_mesh(config, None, None)
 
-    def read(source: Tensors, kind: GPTConfig, chosen: list[Layout]) -> dict:
-        split = _Split(source, config)
+    def read(source: ChunkedTensors, kind: GPTConfig, chosen: list[HubLayout]) -> dict:
+        split = _SplitHeads(source, config)
         stored = match(form, config, chosen, split)
         return read_layouts(chosen, stored, kind, split, local)
 
     params = read(opened.weights, config, found)
-    state = state_of(opened)
+    state = read_state(opened)
     if not state:
-        return Loaded(params)
+        return LoadedTensors(params)
     missing = [
         Problem(f"optimizer.state.{name}", "nothing", "it beside the other moment")
         for name in ("exp_avg", "exp_avg_sq")
@@ -427,7 +441,7 @@ def load(opened: Opened, config: GPTConfig) -> Loaded:
         for path in (part.path for layout in rest for part in layout.parts):
             _put(made, path, torch.zeros_like(_at(params, path)))
         kept[name] = made
-    return Loaded(params, kept["exp_avg"], kept["exp_avg_sq"], kept.get("master"))
+    return LoadedTensors(params, kept["exp_avg"], kept["exp_avg_sq"], kept.get("master"))
 
 
 def _at(params: Any, path: str) -> torch.Tensor:
@@ -447,8 +461,8 @@ def _put(params: dict, path: str, leaf: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Saving:
-    """The things of a run that `save` writes.
+class SavedTensors:
+    """The things of a run that `save_tensors` writes.
 
     Attributes:
         config: the architecture.
@@ -464,7 +478,7 @@ class Saving:
     common: Mapping[str, Any]
 
 
-def save(folder: Path, saving: Saving) -> None:
+def save_tensors(folder: Path, saving: SavedTensors) -> None:
     """Write a `torch_dist` checkpoint into an empty folder; one tensor at a time is in memory.
 
     Megatron-Core loads it on any division, with the distributed optimizer or without.
@@ -473,12 +487,12 @@ def save(folder: Path, saving: Saving) -> None:
     found = _layouts(config)
     stacked = not config.dense_layers
     with (folder / _SHARD).open("wb") as stream:
-        writer = _Shards(stream)
+        writer = _ShardFile(stream)
         _write_tree(writer, "", config, found, saving.params, stacked)
         trained = [layout for layout in found if not layout.rule.paths[0].endswith(BALANCE)]
         for name, values in saving.state.items():
             _write_tree(writer, f"optimizer.state.{name}.", config, trained, values, stacked)
-        for key in _extra_states(config, found, stacked):
+        for key in _list_extra_states(config, found, stacked):
             writer.add_bytes(key, [None])
         stream.flush()
         os.fsync(stream.fileno())
@@ -493,7 +507,7 @@ def save(folder: Path, saving: Saving) -> None:
 _SHARD = "__0_0.distcp"
 
 
-class _Shards:
+class _ShardFile:
     """A file of shards, and the metadata of what was written into it."""
 
     def __init__(self, stream: Any):
@@ -531,25 +545,30 @@ class _Shards:
 
 
 def _write_tree(
-    writer: _Shards, prefix: str, config: GPTConfig, found: list[Layout], params: Any, stacked: bool
+    writer: _ShardFile,
+    prefix: str,
+    config: GPTConfig,
+    found: list[HubLayout],
+    params: Any,
+    stacked: bool,
 ) -> None:
     """Write a tree like the parameters, layer by layer."""
-    for name, tensor in _fused(config, _named(found, params)):
-        for each in _names_of_norm(name):
-            key, start, lead = _sharded(each, config, stacked)
+    for name, tensor in _fuse_heads(config, _name_tensors(found, params)):
+        for each in _list_norm_names(name):
+            key, start, lead = _place_shard(each, config, stacked)
             made = tensor.reshape((*[1] * len(lead), *tensor.shape)).clone()
             whole = (*lead, *tensor.shape)
             writer.add(prefix + key, made, (*start, *[0] * tensor.dim()), whole)
 
 
-def _named(found: list[Layout], params: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _name_tensors(found: list[HubLayout], params: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Megatron's tensors one by one, by their names."""
     for layout, index in tensors(found):
         leaves = [_at(params, part.path)[index if index else ...] for part in layout.parts]
         yield layout.name(index), layout.to_theirs(leaves)
 
 
-def _fused(
+def _fuse_heads(
     config: GPTConfig, named: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors, with queries, keys and values of a layer as one by groups."""
@@ -569,7 +588,7 @@ _NUMBER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)$")
 _EXPERT_NUMBER = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(.*)$")
 
 
-def _sharded(
+def _place_shard(
     name: str, config: GPTConfig, stacked: bool
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The key of a tensor in `torch_dist`, and of stacked dims its places and their sizes."""
@@ -594,7 +613,7 @@ _NORMS = MappingProxyType(
 )
 
 
-def _names_of_norm(name: str) -> list[str]:
+def _list_norm_names(name: str) -> list[str]:
     """The names of a tensor: of a norm also as a part of the layer after it.
 
     It depends on the layers (local or Transformer Engine's) and the model which one is asked for;
@@ -604,7 +623,7 @@ def _names_of_norm(name: str) -> list[str]:
     return [name, *others]
 
 
-def _extra_states(config: GPTConfig, found: list[Layout], stacked: bool) -> list[str]:
+def _list_extra_states(config: GPTConfig, found: list[HubLayout], stacked: bool) -> list[str]:
     """Keys of the states of FP8 scaling, empty ones, without which Megatron does not load."""
     modules: dict[str, None] = {}
     for layout, index in tensors(found):
@@ -615,7 +634,7 @@ def _extra_states(config: GPTConfig, found: list[Layout], stacked: bool) -> list
                 modules[name.replace("linear_proj", "core_attention")] = None
     keys = []
     for name in modules:
-        key, place, sizes = _sharded(f"{name}.", config, stacked)
+        key, place, sizes = _place_shard(f"{name}.", config, stacked)
         places = [".".join(map(str, each or (end,))) for each, end in ((place, 0), (sizes, 1))]
         keys.append(f"{key}_extra_state/shard_{'_'.join(places)}")
     return keys

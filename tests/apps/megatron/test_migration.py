@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 import yaml
 
+from functron.apps.megatron import Migration, migrate
+from functron.apps.megatron import arguments as megatron
+from functron.apps.megatron.architecture import parse_pattern
+from functron.apps.megatron.launches import LaunchLine, read_script, record_script, show_open
 from functron.core.settings import value_at
 from functron.data import preprocess
 from functron.models.config import PRESETS
 from functron.optim.config import make_schedule
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
-from functron.training import megatron
 from functron.training.config import TrainConfig, load
 from functron.training.data import open_samples
-from functron.training.launch_line import read_script, shown
-from functron.training.megatron_model import pattern
-from functron.training.migrate import Migration, migrate
 from functron.training.setup import make_setup
 
 LAUNCHES = Path(__file__).parent / "launches"
@@ -44,9 +44,12 @@ LEAST = "--train-iters 1000 --lr 1e-4 --mock-data"  # what those of Megatron-LM'
 PUBLIC = {
     # the parameters that are published, and to how many digits; the mesh, worked out by hand
     "gpt3_175b.sh": (175e9, 3, "pp=16,tp=8", {"1": "/ck", "5": "/data/text"}, {}),
-    "llama3_8b.sh": (8.03e9, 3, "dp=8", {}, {}),
+    "llama3_8b.sh": (8.03e9, 3, "dp=8", {}, {"run": True}),
     "llama3_70b.yaml": (70.6e9, 3, "pp=4,dp=2,cp=2,tp=4", {}, {"processes": 64}),
-    "mixtral_8x7b.sh": (46.7e9, 3, "pp=4,ep=8", {"NNODES": "4", "1": "/ck", "3": "/text"}, {}),
+    "mixtral_8x7b.sh": (
+        46.7e9, 3, "pp=4,ep=8", {"NNODES": "4", "1": "/ck", "2": "/model", "3": "/text"},
+        {"run": True},
+    ),
     "mixtral_8x22b.yaml": (
         141e9, 3, "pp=4,dp=4,ep=4,tp=2", {**ZOO, "GBS": "256"}, {"processes": 128},
     ),
@@ -199,17 +202,17 @@ def test_what_lines_say_is_there(made):
 
 
 def test_what_is_not_supported_is_said(made):
-    rows = {row.name: row for row in made["gpt3_175b.sh"].of("not supported")}
+    rows = {row.name: row for row in made["gpt3_175b.sh"].rows_of("not supported")}
     assert list(rows) == ["attention-dropout"]  # a default that the line does not even have
     text = made["gpt3_175b.sh"].toml()
     assert text.splitlines()[1].startswith("# not supported: attention-dropout 0.1: attention prob")
-    said = {row.name for row in made["t5_220m.sh"].of("not supported")}
+    said = {row.name for row in made["t5_220m.sh"].rows_of("not supported")}
     assert {"normalization", "add-bias-linear", "position-embedding-type"} <= said
-    taken = {row.name: row.ours for row in made["llama3_8b.sh"].of("taken")}
+    taken = {row.name: row.ours for row in made["llama3_8b.sh"].rows_of("taken")}
     assert taken["--hidden-size"] == "gpt.embed_dim = 4096"
-    same = {row.name for row in made["llama3_8b.sh"].of("same")}
+    same = {row.name for row in made["llama3_8b.sh"].rows_of("same")}
     assert {"--clip-grad", "--rotary-percent", "--log-throughput"} <= same
-    defaults = {row.name: row.ours for row in made["llama3_8b.sh"].of("default")}
+    defaults = {row.name: row.ours for row in made["llama3_8b.sh"].rows_of("default")}
     assert defaults["normalization"] == "gpt.norm = layer"
 
 
@@ -246,7 +249,7 @@ def line(tmp_path):
 def test_every_argument_is_explained_or_refused(line, monkeypatch):
     """Each has a row, or a problem, beside those that a line needs; configurations are not checked."""
     monkeypatch.setattr(sys.modules[migrate.__module__], "validate", lambda config: None)
-    arguments = megatron.table().arguments.values()
+    arguments = megatron.load_table().arguments.values()
     assert len(arguments) > 600
     refused = []
     for argument in arguments:
@@ -265,7 +268,7 @@ def test_every_argument_is_explained_or_refused(line, monkeypatch):
             assert names[f"--{one.options[0]}"] == {"same": "same", "need": "not needed"}[one.fate]
 
 
-def written(argument: megatron.Argument) -> str:
+def written(argument: megatron.MegatronArgument) -> str:
     return f"--{argument.options[0]} {SAMPLE[argument.kind]}"
 
 
@@ -413,7 +416,7 @@ def test_tokens_that_are_here_are_looked_into(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         Path(f"{name}.txt").write_text("some words of a text " * 60)
-        settings = preprocess.Settings((f"{name}.txt",), "bytes", name, workers=1)
+        settings = preprocess.PreprocessSettings((f"{name}.txt",), "bytes", name, workers=1)
         preprocess.preprocess(settings, lambda progress: None)
     text = BASE.replace(
         "--mock-data", "--train-data-path 0.3 a 0.7 b --valid-data-path b --eval-iters 1"
@@ -475,7 +478,7 @@ def test_samples_of_a_ramp_are_counted(line, tmp_path):
 
 # --- data, against samples that Megatron-Core drew (tests/data/make_megatron.py)
 
-ORDERED = Path(__file__).parents[1] / "data" / "megatron"
+ORDERED = Path(__file__).parents[2] / "data" / "megatron"
 
 
 @pytest.mark.parametrize(
@@ -552,16 +555,27 @@ torchrun --nproc_per_node=8 --nnodes $E pretrain_gpt.py \\
 
 
 def words_of(text: str, **variables: str) -> list[str]:
-    line = read_script(text, megatron.table().options, variables)
-    return [shown(word) for word in line.words]
+    line = read_script(text, megatron.load_table().options, variables)
+    return [show_open(word) for word in line.words]
 
 
-def test_scripts_are_read_as_bash_does():
+@pytest.fixture
+def recorded(tmp_path):
+    """A function of a script and variables to the launch line that its run records."""
+
+    def of(text: str, **variables: str) -> LaunchLine:
+        (tmp_path / "run.sh").write_text(text)
+        return record_script(tmp_path / "run.sh", megatron.load_table().options, variables)
+
+    return of
+
+
+def test_scripts_are_run_as_bash_does(recorded):
     """Compared with bash itself, which prints the same command."""
     printed = SCRIPT.replace("torchrun", "printf '%s\\n' torchrun").replace("> file", "> /dev/null")
     bash = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
     _, _, *wanted = bash.stdout.splitlines()
-    mine = read_script(SCRIPT, megatron.table().options)
+    mine = recorded(SCRIPT)
     assert mine.program == "pretrain_gpt.py"
     assert list(mine.words) == wanted[wanted.index("pretrain_gpt.py") + 1 :]
     assert mine.processes == 64
@@ -572,7 +586,7 @@ def test_kinds_of_scripts():
     assert words_of("ARGS='--num-layers 4'\nMORE=(--bf16)\n") == ["--num-layers", "4", "--bf16"]
     nested = 'X="pretrain_gpt.py --lr $LR --bf16"\nsrun -n 16 bash -c "cd /x; python -u $X"\n'
     assert words_of(nested, LR="1") == ["--lr", "1", "--bf16"]
-    assert read_script(nested, megatron.table().options).processes == 16
+    assert read_script(nested, megatron.load_table().options).processes == 16
     assert words_of("python a.py --lr $1 --bf16", **{"1": "3"}) == ["--lr", "3", "--bf16"]
     assert words_of("python a.py --lr $LR --save $(pwd)/x") == [
         "--lr",
@@ -582,7 +596,7 @@ def test_kinds_of_scripts():
     ]
     assert words_of("python a.py --lr $(a b) --bf16") == ["--lr", "${(a b)}", "--bf16"]
     batch = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun python pretrain_gpt.py --bf16\n"
-    assert read_script(batch, megatron.table().options).processes == 8
+    assert read_script(batch, megatron.load_table().options).processes == 8
 
 
 @pytest.mark.parametrize(
@@ -594,7 +608,10 @@ def test_kinds_of_scripts():
             ["line 1", "only a shell can tell"],
         ),
         ("A='--bf16\npython a.py", ["nothing closes"]),
-        ('[ "$#" -eq 0 ] && exit 1\npython a.py --bf16', ["exit in line 1", "--env"]),
+        ("f() { python a.py --bf16; }\nf", ["line 1", "a function", "--run"]),
+        ("A=(--bf16)\npython a.py ${A[0]} --lr 1", ["line 2", "${A[0]}", "--run"]),
+        ("A=xx\n" + "A=$A$A\n" * 40 + "python a.py --bf16 $A", ["A of 131072 characters"]),
+        ("#" * 100_001, ["100001 characters; wanted at most 100000"]),
         ("echo hello", ["no command with options"]),
         ("", ["no command with options"]),
     ],
@@ -606,13 +623,77 @@ def test_scripts_that_cannot_be_read(text, words):
         assert word in str(error.value)
 
 
+PLAIN = """
+A=1; export B="two words" C='$A' D=(x "y z")  # don't
+D+=(w)  D=("${D[@]}" '#') # a comment
+E="$A" E+=5
+cat <<END > file
+--num-layers 77
+END
+F=" --bf16 \\
+  --fp16 "
+cd x && torchrun --nproc_per_node=$A${E} pretrain_gpt.py --load "$B" --save $B --spec "${D[@]}" \\
+    --split ${D[*]} ${NONE:-"fall back"} ${A:+set}${A:-unset} ${NONE:+x} "\\$A"'\\$A' $F"$C" >log 2>&1 | tee x
+"""
+
+
+def test_plain_scripts_are_read_as_bash_does():
+    """Without running anything: what it simply sets, and the command; compared with bash."""
+    printed = PLAIN.replace("torchrun", "printf '%s\\n' torchrun").replace(">log 2>&1 | tee x", "")
+    printed = printed.replace("> file", "> /dev/null").replace("cd x", "true")
+    bash = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
+    _, _, _, *wanted = bash.stdout.splitlines()
+    mine = read_script(PLAIN, megatron.load_table().options)
+    assert (mine.program, mine.processes, list(mine.words)) == ("pretrain_gpt.py", 115, wanted)
+
+
+def test_the_output_of_a_command_is_no_argument(line):
+    """Nothing is known of it; a variable that nothing sets is nothing, as in a shell."""
+    assert "--with" not in {row.name for row in line("$MORE").rows}
+    for text in ("$(cat more.txt)", "--seed $(date +%s)"):
+        with pytest.raises(ValueError, match=r"wanted what needs no shell to evaluate.*--run"):
+            line(text)
+
+
+def test_nothing_but_recorders_is_started(recorded, tmp_path):
+    """Launchers, commands by their place, and what is not there: none of them writes the file."""
+    made = tmp_path / "made"
+    text = f"""
+set -e
+export PATH=/usr/bin:/bin; PATH=/bin
+touch {made}; /usr/bin/touch {made}; PATH=/bin touch {made}; command -p touch {made}
+env -i touch {made}; ( /bin/touch {made} ); X=$(/bin/touch {made}); T=/bin/touch; $T {made}
+sh -c "touch {made}"; python3 -c "open('{made}', 'w')"; exec_it() {{ exec /bin/touch {made}; }}
+for n in 1 2; do torchrun --nproc-per-node 4 x.py --num-layers $n --bf16 --save "$PWD"; done
+exec_it
+"""
+    line = recorded(text)
+    assert (line.program, line.processes) == ("x.py", 4)
+    assert line.words == ("--num-layers", "1", "--bf16", "--save", str(tmp_path))
+    assert not made.exists()
+
+
+def test_runs_without_a_launch_say_how_they_ended(recorded, monkeypatch):
+    for text, words in (
+        ('[ "$#" -eq 0 ] && exit 1\npython a.py --bf16', "status 1, without a launch.*--env"),
+        ("echo --bf16; no_such_program --bf16", "status 0, without a launch"),
+        (": ${DATA:?is not set}\npython a.py --bf16", "DATA: is not set"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            recorded(text)
+    assert recorded('[ "$#" -eq 0 ] && exit 1\npython a.py --bf16', **{"2": "x"}).words
+    monkeypatch.setattr(sys.modules[record_script.__module__], "_SECONDS", 0.2)
+    with pytest.raises(ValueError, match=r"none after 0\.2 seconds"):
+        recorded("while :; do :; done")
+
+
 def test_patterns_of_layers():
     """Python's own reading of the expressions that Megatron-LM evaluates."""
     for text in ("[1]", "([0]*3+[1]*2)", "([1]*3+[0]*1)*3", "[1,1,0]*2+[0]", "[0]+([1]*2+[0])*2"):
-        assert pattern(text) == eval(text)
-    assert (pattern("4"), pattern("'4'")) == (4, 4)
+        assert parse_pattern(text) == eval(text)
+    assert (parse_pattern("4"), parse_pattern("'4'")) == (4, 4)
     for text in ("", "x", "[1]*", "([1]", "[1]*99999", "__import__('os')", "[]", "*3"):
-        assert pattern(text) is None
+        assert parse_pattern(text) is None
 
 
 def test_yaml_of_megatron_and_nemo(tmp_path):

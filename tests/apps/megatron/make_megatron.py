@@ -3,9 +3,9 @@
     python -m venv oracle && echo torch==2.13.0 > pins
     oracle/bin/pip install -c pins torch==2.13.0 numpy einops packaging psutil
     oracle/bin/pip install --no-deps megatron-core==0.16.1
-    oracle/bin/python tests/hub/make_megatron.py make tests/hub/megatron
-    oracle/bin/python tests/hub/make_megatron.py go-on FIXTURE CHECKPOINT OUT  # from there on
-    oracle/bin/python tests/hub/make_megatron.py shared-step  # a defect that `Loader` repairs
+    oracle/bin/python tests/apps/megatron/make_megatron.py make tests/apps/megatron/checkpoints
+    oracle/bin/python tests/apps/megatron/make_megatron.py go-on FIXTURE CHECKPOINT OUT  # from there on
+    oracle/bin/python tests/apps/megatron/make_megatron.py shared-step  # a defect that `Loader` repairs
 
 megatron-core trains tiny models for 5 steps on a CPU (gloo, its local layers: Transformer Engine and
 Apex are absent) and writes them; then it makes logits, and takes 5 further steps. `torch_dist` is

@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from functron import nn
+from functron.apps.megatron.arguments import Reading
+from functron.apps.megatron.launches import is_open
 from functron.data.tokenizer import open_tokenizer
 from functron.models.bert import BertConfig
 from functron.models.config import GPTConfig
@@ -21,8 +23,6 @@ from functron.models.family import TrainedConfig
 from functron.models.mamba import KINDS, MambaConfig
 from functron.models.t5 import T5Config
 from functron.nn.moe import MoEConfig
-from functron.training.launch_line import is_open
-from functron.training.megatron import Reading
 
 FamilyName = Literal["gpt", "bert", "t5", "mamba"]
 
@@ -38,7 +38,7 @@ PROGRAMS: Mapping[str, FamilyName] = MappingProxyType(
 """Programs of Megatron-LM, and what they train."""
 
 
-def family_of_line(reading: Reading, program: str) -> FamilyName:
+def find_family(reading: Reading, program: str) -> FamilyName:
     """The family that a line trains: by its program, or else by its arguments."""
     name = Path(program).stem
     if name in PROGRAMS:
@@ -50,7 +50,7 @@ def family_of_line(reading: Reading, program: str) -> FamilyName:
     return "gpt"
 
 
-def architecture(reading: Reading, family: FamilyName) -> TrainedConfig:
+def read_model(reading: Reading, family: FamilyName) -> TrainedConfig:
     """The model that the arguments describe; its dtype is that of the default.
 
     Args:
@@ -63,10 +63,10 @@ def architecture(reading: Reading, family: FamilyName) -> TrainedConfig:
     makers: Mapping[str, Callable[[Reading], TrainedConfig]] = {
         "gpt": _gpt, "bert": _bert, "t5": _t5, "mamba": _mamba,
     }  # fmt: skip
-    reading.say("not needed", "the layers are functron's own", "spec")
-    reading.say("not needed", "the program says it", "export_model_type")
+    reading.explain("not needed", "the layers are functron's own", "spec")
+    reading.explain("not needed", "the program says it", "export_model_type")
     for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
-        reading.unused(name)
+        reading.ignore(name)
     return makers[family](reading)
 
 
@@ -75,7 +75,7 @@ def _size(reading: Reading, name: str, setting: str, *, least: int = 1) -> int:
     value = reading.take(name, setting)
     if value is None or value < least:
         reading.refuse(
-            name, f"a number of at least {least}", f"--with {reading.spelled(name).lstrip('-')}=N"
+            name, f"a number of at least {least}", f"--with {reading.spell(name).lstrip('-')}=N"
         )
         return max(least, 1)
     return value
@@ -96,7 +96,7 @@ def _common(reading: Reading, family: FamilyName) -> dict[str, Any]:
     if family != "t5":
         found["init_stddev"] = reading.take("init_method_std", f"{family}.init_stddev")
     found["norm_eps"] = reading.take("norm_epsilon", f"{family}.norm_eps")
-    found["vocab_size"], found["vocab_multiple"] = vocabulary(reading, family)
+    found["vocab_size"], found["vocab_multiple"] = read_vocabulary(reading, family)
     hidden = found["embed_dim"]
     width = reading.take("ffn_hidden_size", f"{family}.mlp_dim")
     gated = reading("swiglu") or reading("quick_geglu") or reading("gated_linear_unit")
@@ -112,20 +112,20 @@ def _common(reading: Reading, family: FamilyName) -> dict[str, Any]:
 def _activation(reading: Reading, setting: str, family: FamilyName) -> str:
     """The activation of feed-forward layers."""
     names = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu", "activation_func")
-    reading.taken(setting, *names, "gated_linear_unit")
+    reading.note(setting, *names, "gated_linear_unit")
     fusion = (
         "bias_activation_fusion" if reading.has("bias_activation_fusion") else "bias_gelu_fusion"
     )
     fused = reading(fusion) and reading("add_bias_linear")
-    reading.unused("bias_activation_fusion", "bias_gelu_fusion")
-    reading.taken(setting, fusion, why="Megatron-LM's fused kernel is GELU by tanh")
+    reading.ignore("bias_activation_fusion", "bias_gelu_fusion")
+    reading.note(setting, fusion, why="Megatron-LM's fused kernel is GELU by tanh")
     clamp, offset = reading("activation_func_clamp_value"), reading("glu_linear_offset")
-    reading.unused("activation_func_clamp_value", "glu_linear_offset")
+    reading.ignore("activation_func_clamp_value", "glu_linear_offset")
     word = reading("activation_func")
     if reading("quick_geglu") or word == "quick_gelu":
         name = "quick_geglu" if reading("quick_geglu") else "activation_func"
         if (clamp, offset) == (7.0, 1.0) and reading("num_experts") and family == "gpt":
-            reading.taken(setting, "activation_func_clamp_value", "glu_linear_offset")
+            reading.note(setting, "activation_func_clamp_value", "glu_linear_offset")
             return "clamped_swiglu"
         wanted = "silu, gelu or relu2; or of experts GPT-OSS's: clamped at 7, with an offset of 1"
         reading.refuse(name, wanted)
@@ -150,13 +150,13 @@ _SIZES: Mapping[str, int] = MappingProxyType({
 """Of tokenizers whose published files have one size."""
 
 
-def vocabulary(reading: Reading, family: FamilyName) -> tuple[int, int]:
+def read_vocabulary(reading: Reading, family: FamilyName) -> tuple[int, int]:
     """Ids of tokens, and the number that the rows of the embedding are a multiple of."""
     setting = f"{family}.vocab_size"
     padded, written = reading("padded_vocab_size"), reading("vocab_size")
     kind = reading("tokenizer_type")
     kind = kind or ("BertWordPieceLowerCase" if family in ("bert", "t5") else "GPT2BPETokenizer")
-    size, source = _counted(reading, kind)
+    size, source = _count_vocabulary(reading, kind)
     if size is None:
         size, source = (written, "vocab_size") if written else (padded, "padded_vocab_size")
         if size is not None and source == "vocab_size" and kind.startswith("Null"):
@@ -165,28 +165,30 @@ def vocabulary(reading: Reading, family: FamilyName) -> tuple[int, int]:
         size, source = _SIZES.get(kind), "tokenizer_type"
         extra = 2 if size and kind.startswith("BertWordPiece") else 0  # [BOS] and [EOS]
         size = None if size is None else size + extra + (reading("vocab_extra_ids") or 0)
-    known = {name: f"of {reading.spelled(source)}" for name in ("vocab_size", "padded_vocab_size")}
+    known = {name: f"of {reading.spell(source)}" for name in ("vocab_size", "padded_vocab_size")}
     for name in ("vocab_size", "padded_vocab_size", "vocab_extra_ids", "vocab_file", "merge_file"):
-        reading.say("not needed", f"the vocabulary is known {known.get(name, '')}".strip(), name)
+        reading.explain(
+            "not needed", f"the vocabulary is known {known.get(name, '')}".strip(), name
+        )
     if size is None or size < 1:
         fix = "--with vocab-size=N, or tokenizer-model=FOLDER, one that is here"
         reading.refuse(
             "vocab_size", "the number of the tokenizer's ids, which no file here tells", fix
         )
         return 256, 1
-    reading.taken(setting, source)
+    reading.note(setting, source)
     if reading("vocab_extra_ids") and source == "tokenizer_type":
-        reading.taken(setting, "vocab_extra_ids")
+        reading.note(setting, "vocab_extra_ids")
     multiple = reading.take("make_vocab_size_divisible_by", f"{family}.vocab_multiple", "times tp")
     multiple = max(multiple, 1) * max(reading("tensor_model_parallel_size"), 1)
     if padded:
-        reading.taken(f"{family}.vocab_multiple", "padded_vocab_size")
-        reading.say("not needed", "the padded size is given", "make_vocab_size_divisible_by")
+        reading.note(f"{family}.vocab_multiple", "padded_vocab_size")
+        reading.explain("not needed", "the padded size is given", "make_vocab_size_divisible_by")
         multiple = padded if size <= padded else multiple
     return size, multiple
 
 
-def _counted(reading: Reading, kind: str) -> tuple[int | None, str]:
+def _count_vocabulary(reading: Reading, kind: str) -> tuple[int | None, str]:
     """The ids of a tokenizer whose files are here, and the argument that names them."""
     for name in ("tokenizer_model", "vocab_file"):
         path = reading(name)
@@ -229,13 +231,13 @@ def _gpt(reading: Reading) -> GPTConfig:
     own |= {"mtp_depth": depth, "mtp_weight": weight} if depth else {}
     if reading.take("apply_residual_connection_post_layernorm", ""):
         reading.refuse("apply_residual_connection_post_layernorm", "norms before sublayers")
-    reading.say(
+    reading.explain(
         "not needed", "norms are before sublayers", "apply_residual_connection_post_layernorm"
     )
     for name in ("decoder_num_layers", "decoder_seq_length", "bert_binary_head"):
-        reading.unused(name)
-    reading.unused("relative_attention_num_buckets", "relative_attention_max_distance")
-    reading.unused("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
+        reading.ignore(name)
+    reading.ignore("relative_attention_num_buckets", "relative_attention_max_distance")
+    reading.ignore("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
     return GPTConfig(**own)
 
 
@@ -249,8 +251,8 @@ def _positions(reading: Reading) -> dict[str, Any]:
     """Fields of positions."""
     kind = _kind_of_positions(reading)
     names = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")
-    reading.unused(*names, "rope_scaling_factor", "rotary_seq_len_interpolation_factor")
-    reading.unused("no_rope_freq", "mrope_section", "rope_type", *_YARN)
+    reading.ignore(*names, "rope_scaling_factor", "rotary_seq_len_interpolation_factor")
+    reading.ignore("no_rope_freq", "mrope_section", "rope_type", *_YARN)
     if kind in ("learned_absolute", "none"):
         return {"positions": "learned" if kind == "learned_absolute" else "none"}
     if kind not in ("rope", "mrope"):
@@ -260,13 +262,13 @@ def _positions(reading: Reading) -> dict[str, Any]:
     own["rope_theta"] = float(reading.take("rotary_base", "gpt.rope_theta"))
     own["rope_scaling"] = _scaling(reading)
     if reading("multi_latent_attention"):
-        reading.say("not needed", "rotated dims are --qk-pos-emb-head-dim", "rotary_percent")
-        reading.say("same", "latent attention rotates neighbours", "rotary_interleaved")
+        reading.explain("not needed", "rotated dims are --qk-pos-emb-head-dim", "rotary_percent")
+        reading.explain("same", "latent attention rotates neighbours", "rotary_interleaved")
         return own
     own["rope_fraction"] = reading.take("rotary_percent", "gpt.rope_fraction")
     if reading.take("rotary_interleaved", "gpt.rope_pairs"):
         own["rope_pairs"] = "neighbours"
-    reading.say("same", "rotary positions are the plain ones", "rope_type")
+    reading.explain("same", "rotary positions are the plain ones", "rope_type")
     if reading("rope_type") not in (None, "rope"):
         reading.refuse("rope_type", "rope", "stretched positions: --use-rope-scaling")
     if kind == "mrope" and reading.take("mrope_section", "gpt.rope_sections"):
@@ -278,7 +280,7 @@ def _positions(reading: Reading) -> dict[str, Any]:
 
 
 def _kind_of_positions(reading: Reading) -> str:
-    reading.taken("gpt.positions", "position_embedding_type", "use_rotary_position_embeddings")
+    reading.note("gpt.positions", "position_embedding_type", "use_rotary_position_embeddings")
     rotary = reading("use_rotary_position_embeddings")
     return "rope" if rotary else reading("position_embedding_type")
 
@@ -287,17 +289,17 @@ def _scaling(reading: Reading) -> nn.RopeScaling | None:
     """How rotary wavelengths are stretched."""
     latent = reading("multi_latent_attention")
     if latent and reading("rope_type") != "rope":
-        reading.taken("gpt.rope_scaling", *_YARN, "rope_type", why="YaRN")
+        reading.note("gpt.rope_scaling", *_YARN, "rope_type", why="YaRN")
         factor = reading("rotary_scaling_factor")
         return None if factor <= 1 else nn.RopeScaling(
             float(factor), original_max_seq=reading("original_max_position_embeddings"),
             kind="yarn", beta_fast=reading("beta_fast"), beta_slow=reading("beta_slow"),
             mscale=reading("mscale"), mscale_all_dim=reading("mscale_all_dim"),
         )  # fmt: skip
-    reading.say("same", "rotary positions are the plain ones", "rope_type")
+    reading.explain("same", "rotary positions are the plain ones", "rope_type")
     if reading.take("use_rope_scaling", "gpt.rope_scaling"):
         factor = reading.take("rope_scaling_factor", "gpt.rope_scaling")
-        reading.say(
+        reading.explain(
             "not supported", "one stretching at a time", "rotary_seq_len_interpolation_factor"
         )
         return nn.RopeScaling(factor=factor)
@@ -311,14 +313,14 @@ def _attention(reading: Reading, own: Mapping[str, Any], norm: str) -> dict[str,
     found: dict[str, Any] = {}
     if reading.take("qk_l2_norm", ""):
         reading.refuse("qk_l2_norm", "an RMSNorm with scales: --qk-layernorm, or none")
-    reading.say("not needed", "it is off", "qk_l2_norm")
+    reading.explain("not needed", "it is off", "qk_l2_norm")
     latent = _latent(reading)
     if latent:
         return latent
     if reading.take("group_query_attention", "gpt.num_kv_heads"):
         found["num_kv_heads"] = reading.take("num_query_groups", "gpt.num_kv_heads")
     else:
-        reading.unused("num_query_groups")
+        reading.ignore("num_query_groups")
     size = reading.take("kv_channels", "gpt.head_dim")
     found["head_dim"] = 0 if size is None or size * heads == hidden else size
     found["qk_norm"] = reading.take("qk_layernorm", "gpt.qk_norm")
@@ -337,7 +339,7 @@ def _windows(reading: Reading) -> dict[str, Any]:
     """Fields of windows: ours count a query's own key, Megatron-LM's those before it."""
     text = reading.take("window_size", "gpt.window", "ours counts a query's own key")
     if text is None:
-        reading.unused("window_attn_skip_freq")
+        reading.ignore("window_attn_skip_freq")
         return {}
     match = re.fullmatch(r"[(\[]?\s*(-?\d{1,9})\s*,\s*(-?\d{1,9})\s*[)\]]?", text)
     if match is None or int(match[1]) < 0 or int(match[2]) not in (0, -1):
@@ -353,20 +355,22 @@ def _latent(reading: Reading) -> dict[str, Any]:
     """Fields of latent attention; none where there is none."""
     names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     if not reading.take("multi_latent_attention", "gpt.kv_rank"):
-        reading.unused(*names)
+        reading.ignore(*names)
         return {}
     settings = ("gpt.q_rank", "gpt.kv_rank", "gpt.head_dim", "gpt.rope_head_dim", "gpt.v_head_dim")
     values = [reading.take(*pair) for pair in zip(names, settings, strict=True)]
     others = ("group_query_attention", "num_query_groups", "kv_channels")
-    reading.say("not needed", "heads of latent attention have sizes of their own", *others)
+    reading.explain("not needed", "heads of latent attention have sizes of their own", *others)
     for name in ("attention_output_gate", "softmax_scale", "window_size", "window_attn_skip_freq"):
-        reading.unused(name)
+        reading.ignore(name)
         if reading(name):
             reading.refuse(name, "nothing with latent attention")
-    reading.say("same", "scores go into a softmax", "softmax_type")
+    reading.explain("same", "scores go into a softmax", "softmax_type")
     if reading("softmax_type") != "vanilla":
         reading.refuse("softmax_type", "vanilla with latent attention")
-    reading.say("same", "latent attention norms what it makes queries and keys of", "qk_layernorm")
+    reading.explain(
+        "same", "latent attention norms what it makes queries and keys of", "qk_layernorm"
+    )
     if not reading("qk_layernorm"):
         reading.refuse("qk_layernorm", "norms of what queries and keys are made of", "add it")
     fields = (setting.removeprefix("gpt.") for setting in settings)
@@ -376,7 +380,7 @@ def _latent(reading: Reading) -> dict[str, Any]:
 def _every(reading: Reading, name: str, what: str, skipped: int) -> int:
     """N of "every N-th layer is one of `what`": of the number, or of a pattern of all layers."""
     layers = reading("num_layers") or 0
-    values = pattern(str(reading(name)))
+    values = parse_pattern(str(reading(name)))
     if values is None:
         reading.refuse(name, "a number, or a list such as ([0]*3+[1])*8")
         return 0
@@ -393,7 +397,7 @@ _MOST_LAYERS = 10_000
 _ITEM = re.compile(r"\s*(\[[\d\s,]*\]|\(|\)|\+|\*\s*\d{1,5}|,)")
 
 
-def pattern(text: str) -> list[int] | int | None:
+def parse_pattern(text: str) -> list[int] | int | None:
     """A number, or the list that an expression such as ``([0]*3+[1]*1)*8`` stands for.
 
     None: it is neither. Nothing is evaluated but lists, sums and repetitions.
@@ -455,7 +459,7 @@ def _experts(reading: Reading, own: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of experts; none where there are none."""
     count = reading.take("num_experts", "gpt.moe.num_experts")
     if not count:
-        reading.unused(*_MOE_NAMES)
+        reading.ignore(*_MOE_NAMES)
         return {}
 
     def take(name: str, setting: str, why: str = "") -> Any:
@@ -486,14 +490,14 @@ def _experts(reading: Reading, own: Mapping[str, Any]) -> dict[str, Any]:
         "jitter": take("moe_input_jitter_eps", "jitter") or 0.0,
     }
     if sigmoid:
-        reading.say("not needed", "weights of sigmoid scores are divided by their sum",
+        reading.explain("not needed", "weights of sigmoid scores are divided by their sum",
                     "moe_router_pre_softmax")  # fmt: skip
     dispatch = take("moe_token_dispatcher_type", "dispatch")
     fields["dispatch"] = "gather" if dispatch == "allgather" else "alltoall"
     dtype = take("moe_router_dtype", "router_dtype", "float32 at least")
     fields["router_dtype"] = "float64" if dtype == "fp64" else "float32"
     fields |= _groups(reading, topk) | _balance(reading) | _capacity(reading)
-    reading.say("not needed", "memory alone: --remat full", "moe_layer_recompute")
+    reading.explain("not needed", "memory alone: --remat full", "moe_layer_recompute")
     return {"moe": MoEConfig(**fields), "dense_layers": _dense_layers(reading, own)}
 
 
@@ -501,7 +505,7 @@ def _groups(reading: Reading, topk: int) -> dict[str, Any]:
     groups = reading.take("moe_router_num_groups", "gpt.moe.num_groups")
     top = reading.take("moe_router_group_topk", "gpt.moe.top_groups")
     if not groups or not top:
-        reading.unused("moe_router_num_groups", "moe_router_group_topk")
+        reading.ignore("moe_router_num_groups", "moe_router_group_topk")
         return {}
     # a group is ranked by its best topk / top experts
     score = {1: "max", 2: "top2"}.get(topk // top)
@@ -525,12 +529,12 @@ def _balance(reading: Reading) -> dict[str, Any]:
     why = _BALANCE_NOTES.get(kind, "")
     reading.take("moe_router_load_balancing_type", "gpt.moe.aux", why)
     if kind == "sinkhorn":
-        reading.taken("gpt.moe.routing", "moe_router_load_balancing_type")
-        reading.unused("moe_aux_loss_coeff")
+        reading.note("gpt.moe.routing", "moe_router_load_balancing_type")
+        reading.ignore("moe_aux_loss_coeff")
         return {"routing": "sinkhorn"}
     if kind == "none":
-        reading.taken("gpt.moe.aux_loss", "moe_router_load_balancing_type")
-        reading.unused("moe_aux_loss_coeff")
+        reading.note("gpt.moe.aux_loss", "moe_router_load_balancing_type")
+        reading.ignore("moe_aux_loss_coeff")
         return {}
     if kind not in (*_BALANCE, "global_aux_loss") or len(weights) != 1:
         name = "moe_router_load_balancing_type" if len(kinds) != 1 else "moe_aux_loss_coeff"
@@ -555,7 +559,7 @@ def _capacity(reading: Reading) -> dict[str, Any]:
     factor = reading.take("moe_expert_capacity_factor", "gpt.moe.capacity_factor", why)
     policy = reading.take("moe_token_drop_policy", "gpt.moe.drop")
     if not factor or factor < 0:
-        reading.unused("moe_token_drop_policy", "moe_expert_capacity_factor")
+        reading.ignore("moe_token_drop_policy", "moe_expert_capacity_factor")
         return {}
     drop = "probability" if policy == "probs" else "position"
     over = "sequence" if one else "batch"
@@ -565,7 +569,7 @@ def _capacity(reading: Reading) -> dict[str, Any]:
 def _dense_layers(reading: Reading, own: Mapping[str, Any]) -> int:
     """How many of the first layers have no experts."""
     layers = own["num_layers"]
-    values = pattern(str(reading.take("moe_layer_freq", "gpt.dense_layers")))
+    values = parse_pattern(str(reading.take("moe_layer_freq", "gpt.dense_layers")))
     if isinstance(values, int):
         values = [int(i % max(values, 1) == 0) for i in range(layers)]
     first = 0 if values is None else values.index(1) if 1 in values else len(values)
@@ -593,7 +597,7 @@ _OF_GPT = (
 
 def _plain(reading: Reading, title: str) -> None:
     """Refuse what only GPTs have a place for."""
-    reading.unused(*_OF_GPT, *_PLAIN_LAYERS, "softmax_type")
+    reading.ignore(*_OF_GPT, *_PLAIN_LAYERS, "softmax_type")
     for name in _PLAIN_LAYERS:
         if reading(name):
             reading.refuse(name, f"nothing with {title}")
@@ -611,9 +615,9 @@ def _expect(reading: Reading, wanted: Mapping[str, tuple[Sequence[Any], str]], t
     """
     for name, (values, what) in wanted.items():
         if reading(name) in values:
-            reading.say("same", f"{title} has {what}", name)
+            reading.explain("same", f"{title} has {what}", name)
         else:
-            reading.differs(name, f"{what}, as {title} has")
+            reading.refuse_unless_closest(name, f"{what}, as {title} has")
 
 
 def _bert(reading: Reading) -> BertConfig:
@@ -635,14 +639,14 @@ def _bert(reading: Reading) -> BertConfig:
         "use_rotary_position_embeddings": ((False,), "learned positions"),
         "group_query_attention": ((False,), "as many key as query heads"),
     }, title)  # fmt: skip
-    reading.say("same", "all linear layers have biases", "add_qkv_bias")
+    reading.explain("same", "all linear layers have biases", "add_qkv_bias")
     heads = "heads have hidden-size / num-attention-heads dims"
-    reading.say("same", heads, "kv_channels")
+    reading.explain("same", heads, "kv_channels")
     if reading("kv_channels") not in (None, own["embed_dim"] // own["num_heads"]):
         reading.refuse("kv_channels", heads)
-    reading.unused("num_query_groups", "decoder_num_layers", "decoder_seq_length")
-    reading.unused("relative_attention_num_buckets", "relative_attention_max_distance")
-    reading.unused("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
+    reading.ignore("num_query_groups", "decoder_num_layers", "decoder_seq_length")
+    reading.ignore("relative_attention_num_buckets", "relative_attention_max_distance")
+    reading.ignore("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
     return BertConfig(**own)
 
 
@@ -668,13 +672,13 @@ def _t5(reading: Reading) -> T5Config:
         "group_query_attention": ((False,), "as many key as query heads"),
     }, title)  # fmt: skip
     why = "initial matrices have the paper's deviations: --t5.init-factor multiplies them"
-    reading.say("not supported", why, "init_method_std")
-    reading.unused("num_query_groups", "bert_binary_head")
-    reading.say("not needed", "positions are relative", "max_position_embeddings")
-    reading.say(
+    reading.explain("not supported", why, "init_method_std")
+    reading.ignore("num_query_groups", "bert_binary_head")
+    reading.explain("not needed", "positions are relative", "max_position_embeddings")
+    reading.explain(
         "not needed", "norms are before sublayers", "apply_residual_connection_post_layernorm"
     )
-    reading.unused("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
+    reading.ignore("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
     return T5Config(**own)
 
 
@@ -683,7 +687,7 @@ def _mamba(reading: Reading) -> MambaConfig:
     _plain(reading, "a Mamba-2 model")
     layers = reading.take("num_layers", "mamba.pattern")
     names = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
-    reading.unused(*names, "encoder_num_layers")
+    reading.ignore(*names, "encoder_num_layers")
     text = reading.take("hybrid_layer_pattern", "mamba.pattern")
     if text is None and any(reading(name) for name in names):
         fix = "write the pattern out: --with hybrid-override-pattern=M-M*..."
@@ -701,7 +705,7 @@ def _mamba(reading: Reading) -> MambaConfig:
         groups = reading.take("num_query_groups", "mamba.attention_kv_heads")
         own["attention_kv_heads"] = groups
     else:
-        reading.unused("num_query_groups")
+        reading.ignore("num_query_groups")
     own["attention_head_dim"] = reading.take("kv_channels", "mamba.attention_head_dim") or 0
     own["bias"] = reading.take("add_bias_linear", "mamba.bias")
     _expect(reading, {
@@ -711,10 +715,10 @@ def _mamba(reading: Reading) -> MambaConfig:
         "position_embedding_type": (("none",), "no positions"),
         "use_rotary_position_embeddings": ((False,), "no positions"),
     }, "functron's hybrid")  # fmt: skip
-    reading.unused("bert_binary_head", "decoder_num_layers", "decoder_seq_length")
-    reading.unused("relative_attention_num_buckets", "relative_attention_max_distance")
-    reading.say("same", "sequences may be of any length", "max_position_embeddings")
-    reading.say(
+    reading.ignore("bert_binary_head", "decoder_num_layers", "decoder_seq_length")
+    reading.ignore("relative_attention_num_buckets", "relative_attention_max_distance")
+    reading.explain("same", "sequences may be of any length", "max_position_embeddings")
+    reading.explain(
         "not needed", "norms are before sublayers", "apply_residual_connection_post_layernorm"
     )
     return MambaConfig(**own)

@@ -1,7 +1,8 @@
 """The order of samples: shuffled epochs, and the rows of batches, by arithmetic alone.
 
 Shuffles are keyed pseudorandom permutations of 0 ... size-1 in O(1) memory: they need no table.
-Batch sizes may grow during training, as a pure function of the step.
+Batch sizes may grow during training, as a pure function of the step. Applications add orders of
+their own, with or without tables (`SampleOrder`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import bisect
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -183,6 +184,35 @@ class Samples(Protocol):
         ...
 
 
+ARITHMETIC = "arithmetic"
+"""The name of the order that this module computes."""
+ORDERS = "functron.sample_orders"
+"""The entry points of others: functions without arguments that return a `SampleOrder`."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """An order of the samples in indexed files (`functron.data.IndexedFile`), as plain functions.
+
+    Attributes:
+        draw: ``draw(files, seq, num_samples, *, weights, names, split, part, surplus, cache, build,
+            seed, vocab_size, extra_token, mask_documents)`` gives the `Samples` of a part of these
+            files. Settings of the same names are those of `functron.data.text_files.DataConfig`;
+            `num_samples` is how many the run takes, None: every sample once; `weights` are of the
+            files, None: all of each; `names` are the user's for them; `cache` is a folder for
+            tables; with `build` they are made now rather than with the first batch.
+        count: ``count(samples)`` says how many samples the order of such `Samples` has.
+        divide: ``divide(split, num_sequences)`` gives the sequences of a file that each part of
+            `split` has, by its name.
+        num_seeds: seeds are 0 to num_seeds - 1.
+    """
+
+    draw: Callable[..., Samples]
+    count: Callable[[Any], int]
+    divide: Callable[[str, int], Mapping[str, range]]
+    num_seeds: int = 1 << 63
+
+
 def drawn(
     samples: Samples,
     first: int,
@@ -197,7 +227,7 @@ def drawn(
     Args:
         samples: their source.
         first: the number of the batch's first sample, from 0: ``step * count`` where all batches
-            have one size, or `functron.data.order.RampUp.first_sample`.
+            have one size, or `functron.data.sampling.RampUp.first_sample`.
         count: rows of all parts together.
         part: ``(index, count)``: which of how many contiguous parts.
         gaps: samples that the run leaves out; `first` counts those that it does not.

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from functron.data import documents, sources
-from functron.data.sources import cut, find_files, read, read_jsonl, where
+from functron.data import mapped_files, text_files
+from functron.data.text_files import cut, find_files, read, read_jsonl, where
 
 TEXTS = ["one", "", "zwei Äpfel", "三 🙂\nlines", "x" * 50, "last"]
 
@@ -81,7 +81,7 @@ def test_lines_that_cannot_be_read(tmp_path):
         for number, (got, said) in enumerate(zip(problems(chunks), wrong.values(), strict=True), 1):
             assert got.startswith(f"{file}:{2 * number}: {said}")
     texts = list(read_jsonl(file))
-    assert sources.where_in_jsonl(file, texts[2].place) == f"{file}:3"
+    assert text_files.where_in_jsonl(file, texts[2].place) == f"{file}:3"
     assert where(cut([file], "text", 10)[0], texts[0].place) == f"{file}:1"
 
 
@@ -96,7 +96,7 @@ def table(tmp_path, columns, name="a.parquet", **options):
 
 def test_parquet(tmp_path):
     file = table(tmp_path, {"text": TEXTS, "n": range(6)}, row_group_size=2)
-    assert len(sources.row_groups(file)) == 3
+    assert len(text_files.row_groups(file)) == 3
     for size, count in [(1, 3), (10**9, 1)]:
         chunks = cut(find_files([tmp_path]), "text", size)
         assert len(chunks) == count
@@ -117,7 +117,7 @@ def test_parquet_that_cannot_be_read(tmp_path):
     )
     assert f"{nulls}, row group 2, row 1: got null" in got[1]
     assert len(got) == 2
-    assert sources.where_in_parquet(nulls, 3) == f"{nulls}, row group 1, row 1"
+    assert text_files.where_in_parquet(nulls, 3) == f"{nulls}, row group 1, row 1"
     numbers = table(tmp_path, {"text": [float("nan")] * 2, "texts": ["a", "b"]}, "b.parquet")
     with pytest.raises(
         ValueError, match=r"column 'text': got double; wanted strings; .*NaN"
@@ -177,9 +177,9 @@ def test_plain_files_and_what_folders_hold(tmp_path):
 
 
 def test_missing_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "find_spec", lambda name: None)
+    monkeypatch.setattr(mapped_files, "find_spec", lambda name: None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"zstandard: got no such package.*functron\[zstd\]"):
         list(read_jsonl(tmp_path / "a.jsonl.zst"))
     with pytest.raises(ValueError, match=r"pyarrow: got no such package.*functron\[parquet\]"):
-        sources.cut([tmp_path / "a.parquet"], "text", 1)
+        text_files.cut([tmp_path / "a.parquet"], "text", 1)

@@ -15,12 +15,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from functron.core.errors import Problem, local_path, nearest, refuse
+from functron.core.errors import Problem, load_plugin, local_path, nearest, refuse
 from functron.core.settings import Need, setting
-from functron.data.blend import NEWEST, Order
-from functron.data.documents import SpecialTokens, TextRules, find, require_package
-from functron.data.megatron import SURPLUS
-from functron.data.order import RampUp, parse_ramp_up
+from functron.data.blend import NEWEST, BlendOrder
+from functron.data.mapped_files import SpecialTokens, TextRules, find, require_package
+from functron.data.sampling import ARITHMETIC, ORDERS, RampUp, SampleOrder, parse_ramp_up
 
 _MIDDLE = Need(lambda data: data.fim_rate > 0, "filling in the middle", "set fim_rate")
 
@@ -34,39 +33,37 @@ class DataConfig:
             empty: the English and code of this Python. Several files of tokens in proportions, as
             Megatron-LM writes them: "0.3 PREFIX1 0.7 PREFIX2"; or all of each, every sample once an
             epoch: "all PREFIX1 all PREFIX2".
-        tokenizer: what makes tokens of text: tokenizer.json, a SentencePiece .model, a .tiktoken
-            file or a folder with one of these, which the run folder then keeps a copy of; bytes:
-            nothing, text is read as bytes; empty: what the run folder `out` has from the model that
-            it was converted from, what functron preprocess made the tokens with, or else bytes.
+        tokenizer: tokenizer file or folder: tokenizer.json, a SentencePiece .model, a .tiktoken
+            file, or a folder with one of these, which the run folder then keeps a copy of; bytes:
+            text is read as bytes; empty: the tokenizer in the run folder `out` (of a converted
+            model), the one that functron preprocess used, or else bytes.
         tokenizer_pattern: how the tokenizer splits text, where it is a .tiktoken file that has not
             one of the usual names: gpt2, cl100k, o200k, llama3 or a regular expression.
-        special_tokens: what names of special tokens in text and messages are, such as <|endoftext|>
-            on a page about it: text; parse: the tokens of that name, as in what a template of
-            conversations writes. Tokens on disk have it as they were made.
+        special_tokens: how names of special tokens inside of text and messages are read, such as
+            <|endoftext|> on a page about it: text: as ordinary text; parse: as the special tokens,
+            as in what a template of conversations writes. Tokens on disk keep how they were made.
         prepend_bos: documents, prompts and texts to evaluate begin with what the tokenizer puts
-            before a text (BOS), if anything; see functron.data.documents.TextRules.
-        text_rules: by which version of these rules text becomes tokens. 1 is for runs that began
-            before there was a 2, which keep it: documents without BOS, names of special tokens as
+            before a text (BOS), if anything; see functron.data.mapped_files.TextRules.
+        text_rules: version of these rules. 1 is for runs that began before there was a 2, which
+            keep it: documents without BOS, names of special tokens as
             the kind of tokenizer has it, and targets of conversations by tokens' first characters.
         format: how `data` is read: text; chat: JSONL files of conversations, of which the model
             learns the tokens of the assistant; tokens: files of functron preprocess or Megatron-LM,
             a prefix of .bin and .idx, or shards; mock: random tokens, without any file; auto: chat
             where it ends in .jsonl, and tokens where there is such a file.
-        overlong: what becomes of conversations that do not fit into seq tokens: refuse (it is an
-            error), cut (off their end) or drop.
+        overlong: conversations longer than seq tokens are refused (an error), cut at their end, or
+            dropped.
         split: which documents of tokens on disk are for training, validation and test, such as
             969,30,1: training has the first of these parts; empty: all of them.
-        order: arithmetic: every epoch shuffled by itself, without tables; megatron: the very order
-            in which Megatron-LM draws from its .bin and .idx with this seed, seq and number of
-            samples (functron.data.megatron), for a run that goes on from one of its. `split` then
-            rounds as it does, and `data` without `split` is its --train-data-path. Held-out sets
-            come as under its --full-validation.
-        order_samples: of how many samples Megatron-LM made its order: its --train-samples, or
-            --train-iters times the batch; 0: those of `steps`.
+        order: arithmetic: every epoch shuffled by itself, without tables; or the order of an
+            application by its name, of .bin and .idx files, with its rule for `split`; or that of
+            your own function, package.module:function, which returns a
+            functron.data.sampling.SampleOrder.
+        order_samples: of how many samples an application makes its order; 0: those of `steps`.
         order_cache: a folder for the tables of that order, which all processes of a machine map;
             empty: each process makes them, and keeps them in memory.
-        blend_surplus: how many more samples than a blend takes its sources have in that order: its
-            --mid-level-dataset-surplus.
+        blend_surplus: the share of samples by which the sources of a blend have more in that order
+            than the blend takes.
         blend_order: the version of the order in which the sources of a blend take turns, which a
             run keeps as it began: 2: of the first samples, however many, each has its share to
             within 2; 1: that of runs before it, blocks of 2^16 samples that repeat, whose shares
@@ -85,13 +82,13 @@ class DataConfig:
             none but themselves, as with mask_documents; conversations share samples, whole and
             without seeing one another; empty: documents as they follow one another, and one
             conversation a sample.
-        mask_rate: the share of tokens that a BERT is to find, or a T5 to restore.
+        mask_rate: share of tokens that a BERT predicts, or a T5 restores.
         mask_token: the id that hides them, or the first of a T5's sentinels, from which others go
             down; -1: the tokenizer's [MASK], <mask> or <extra_id_0>, or else the last of the
             vocabulary.
-        mean_span: how many tokens a T5 is to restore at a place, in the mean.
+        mean_span: mean length in tokens of the spans that a T5 restores.
         end_token: the id that ends what a T5 reads and writes; -1: the tokenizer's end of text.
-        prefetch: batches that a thread makes ahead of the steps that need them; 0: none.
+        prefetch: number of batches that a background thread prepares ahead; 0: none.
         seq: tokens per sample.
         global_batch: samples per step, over all ranks and microbatches.
         ramp_up: begin with fewer samples per step: "START INCREMENT SAMPLES", as Megatron-LM has
@@ -111,11 +108,11 @@ class DataConfig:
     format: Literal["auto", "text", "chat", "tokens", "mock"] = setting("auto", "common samples")
     overlong: Literal["refuse", "cut", "drop"] = setting("refuse", "samples")
     split: str = setting("", "samples")
-    order: Literal["arithmetic", "megatron"] = setting("arithmetic", "samples")
+    order: str = setting(ARITHMETIC, "samples")
     order_samples: int = 0
     order_cache: str = setting("", "path")
-    blend_surplus: float = setting(SURPLUS, "samples")
-    blend_order: Order = setting(NEWEST, "kept samples")
+    blend_surplus: float = setting(0.005, "samples")
+    blend_order: BlendOrder = setting(NEWEST, "kept samples")
     extra_token: bool = setting(True, "samples")
     mask_documents: bool = setting(False, "samples step")
     fim_rate: float = setting(0.0, "samples")
@@ -147,12 +144,23 @@ class DataConfig:
         return TextRules(self.special_tokens, self.prepend_bos, self.text_rules)
 
     @property
+    def sample_order(self) -> SampleOrder | None:
+        """The order of an application; None: the arithmetic one.
+
+        Raises:
+            ValueError: `order` names none.
+        """
+        if self.order == ARITHMETIC:
+            return None
+        return load_plugin(ORDERS, self.order, "order", [ARITHMETIC])()
+
+    @property
     def packed(self) -> bool:
         """Whether batches say which tokens are of the same document, which alone they attend to."""
         return self.mask_documents or bool(self.pack)
 
 
-class Text(NamedTuple):
+class DocumentText(NamedTuple):
     """One document of a file.
 
     Attributes:
@@ -193,7 +201,7 @@ def is_compressed(path: Path) -> bool:
 
 def read_jsonl(
     file: Path, key: str = "text", start: int = 0, stop: int | None = None
-) -> Iterator[Text]:
+) -> Iterator[DocumentText]:
     """The texts of the lines that begin at bytes `start` to `stop`; blank lines are passed over.
 
     So the ranges of a file that is cut anywhere have each line once. A line that cannot be read
@@ -219,7 +227,7 @@ def read_jsonl(
             place += len(line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         got = f"{error or 'the end'} after {place} bytes of text"
-        yield Text(
+        yield DocumentText(
             "", place, Problem(where_in_jsonl(file, place), got, "the rest of the file", _AGAIN)
         )
 
@@ -241,18 +249,18 @@ def _lines(file: Path, start: int) -> Iterator[tuple[int, bytes]]:
     """Where lines begin, and they, from the first that begins at `start` or after."""
     if file.suffix == ".gz":
         with gzip.open(file, "rb") as stream:
-            yield from _placed(stream, 0)
+            yield from _number_lines(stream, 0)
     elif file.suffix == ".zst":
-        yield from _placed(_split(_unpacked(file)), 0)
+        yield from _number_lines(_split(_unpack(file)), 0)
     else:
         with file.open("rb") as stream:
             if start:
                 stream.seek(start - 1)
                 start += len(stream.readline()) - 1  # the rest of a line that began before
-            yield from _placed(stream, start)
+            yield from _number_lines(stream, start)
 
 
-def _placed(lines: Any, place: int) -> Iterator[tuple[int, bytes]]:
+def _number_lines(lines: Any, place: int) -> Iterator[tuple[int, bytes]]:
     for line in lines:
         yield place, line
         place += len(line)
@@ -271,7 +279,7 @@ def _split(blocks: Iterator[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _unpacked(file: Path) -> Iterator[bytes]:
+def _unpack(file: Path) -> Iterator[bytes]:
     """The bytes in a Zstandard file, frame after frame.
 
     Raises:
@@ -298,7 +306,7 @@ def _unpacked(file: Path) -> Iterator[bytes]:
         raise EOFError("the end of the file in the middle of a frame")
 
 
-def _text(file: Path, key: str, place: int, line: bytes) -> Text:
+def _text(file: Path, key: str, place: int, line: bytes) -> DocumentText:
     try:
         found = json.loads(line.rstrip().decode("utf-8-sig" if place == 0 else "utf-8"))
     except UnicodeDecodeError as error:
@@ -316,11 +324,11 @@ def _text(file: Path, key: str, place: int, line: bytes) -> Text:
     text = found[key]
     if not isinstance(text, str):
         return _wrong(file, place, f"{json_kind(text)} as {key!r}", "text")
-    return Text(text, place)
+    return DocumentText(text, place)
 
 
-def _wrong(file: Path, place: int, got: str, wanted: str, fix: str = "") -> Text:
-    return Text("", place, Problem(where_in_jsonl(file, place), got, wanted, fix))
+def _wrong(file: Path, place: int, got: str, wanted: str, fix: str = "") -> DocumentText:
+    return DocumentText("", place, Problem(where_in_jsonl(file, place), got, wanted, fix))
 
 
 ROWS = 256
@@ -340,7 +348,7 @@ def row_groups(file: Path, key: str = "text") -> list[int]:
 
 def read_parquet(
     file: Path, key: str = "text", start: int = 0, stop: int | None = None
-) -> Iterator[Text]:
+) -> Iterator[DocumentText]:
     """The texts of row groups `start` to `stop`, some rows at a time; a text's place is its row.
 
     A row that has none (null: None or NaN in pandas) comes with its problem, and a damaged row
@@ -364,7 +372,7 @@ def read_parquet(
             got = f"damaged data ({str(error).splitlines()[0]})"
             place = f"{file}, row group {group}, row {row - sum(counts[:group])} or after"
             problem = Problem(place, got, "rows of text", "copy or download the file again")
-            yield Text("", row, problem)
+            yield DocumentText("", row, problem)
 
 
 def where_in_parquet(file: Path, place: int) -> str:
@@ -387,21 +395,23 @@ def _where(file: Path, place: int, counts: list[int]) -> str:
     raise AssertionError("unreachable")
 
 
-def _texts(file: Path, key: str, row: int, column: Any, counts: list[int]) -> Iterator[Text]:
+def _texts(
+    file: Path, key: str, row: int, column: Any, counts: list[int]
+) -> Iterator[DocumentText]:
     try:
         values = column.to_pylist()
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} in column {key!r}"
         place = f"{_where(file, row, counts)} or one of the {len(column) - 1} after it"
-        yield Text("", row, Problem(place, got, "UTF-8"))
+        yield DocumentText("", row, Problem(place, got, "UTF-8"))
         return
     for place, text in enumerate(values, row):
         if text is None:
             fix = "leave such rows out when writing the file"
             got = f"null (None or NaN) in column {key!r}"
-            yield Text("", place, Problem(_where(file, place, counts), got, "text", fix))
+            yield DocumentText("", place, Problem(_where(file, place, counts), got, "text", fix))
         else:
-            yield Text(text, place)
+            yield DocumentText(text, place)
 
 
 def _open(file: Path, key: str) -> Any:
@@ -429,12 +439,12 @@ def _open(file: Path, key: str) -> Any:
     return opened
 
 
-Kind = Literal["jsonl", "parquet", "text"]
+TextKind = Literal["jsonl", "parquet", "text"]
 _CANNOT = "cannot read the text"
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """A part of the text that one process reads at a time.
 
     Attributes:
@@ -445,7 +455,7 @@ class Chunk:
         size: its bytes, roughly.
     """
 
-    kind: Kind
+    kind: TextKind
     files: tuple[Path, ...]
     start: int = 0
     stop: int | None = None
@@ -458,7 +468,7 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     The kind of a file follows from its name: ``.jsonl``, ``.ndjson``, ``.json`` (perhaps with
     ``.gz`` or ``.zst`` after it), ``.parquet``, or else one document of plain text. Of a folder,
     its JSONL and Parquet files at any depth, if it has any; else its text files (see
-    `functron.data.documents.find`).
+    `functron.data.mapped_files.find`).
 
     Raises:
         ValueError: nothing is there, or nothing to read. All inputs at fault are named.
@@ -493,14 +503,14 @@ def _raise(mistakes: Sequence[str]) -> None:
         raise ValueError("\n".join([_CANNOT, *mistakes]))
 
 
-def kind_of(file: Path) -> Kind:
+def kind_of(file: Path) -> TextKind:
     """The kind of a file, by its name."""
     if file.suffix == ".parquet":
         return "parquet"
     return "jsonl" if is_jsonl(file) or file.suffix == ".json" else "text"
 
 
-def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[Chunk]:
+def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[TextChunk]:
     """Chunks of about `chunk_bytes` each, in order, that have every document once.
 
     JSONL is cut anywhere, between lines; Parquet between row groups; compressed files, which can
@@ -509,7 +519,7 @@ def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[Chunk]:
     Raises:
         ValueError: a Parquet file cannot be read, or lacks the column `key`. All such are named.
     """
-    chunks: list[Chunk] = []
+    chunks: list[TextChunk] = []
     mistakes: list[str] = []
     for kind, group in groupby(files, kind_of):
         if kind == "text":
@@ -524,7 +534,7 @@ def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[Chunk]:
     return chunks
 
 
-def _together(files: Sequence[Path], chunk_bytes: int) -> Iterator[Chunk]:
+def _together(files: Sequence[Path], chunk_bytes: int) -> Iterator[TextChunk]:
     """Files of plain text, several to a chunk."""
     taken: list[Path] = []
     size = 0
@@ -532,33 +542,33 @@ def _together(files: Sequence[Path], chunk_bytes: int) -> Iterator[Chunk]:
         taken.append(file)
         size += file.stat().st_size
         if size >= chunk_bytes:
-            yield Chunk("text", tuple(taken), size=size)
+            yield TextChunk("text", tuple(taken), size=size)
             taken, size = [], 0
     if taken:
-        yield Chunk("text", tuple(taken), size=size)
+        yield TextChunk("text", tuple(taken), size=size)
 
 
-def _parts(file: Path, kind: Kind, key: str, chunk_bytes: int) -> Iterator[Chunk]:
+def _parts(file: Path, kind: TextKind, key: str, chunk_bytes: int) -> Iterator[TextChunk]:
     """The chunks of one file."""
     if kind == "jsonl":
         size = file.stat().st_size
         if is_compressed(file):
-            yield Chunk(kind, (file,), size=size)
+            yield TextChunk(kind, (file,), size=size)
             return
         for start in range(0, size, chunk_bytes):
             stop = min(start + chunk_bytes, size)
-            yield Chunk(kind, (file,), start, stop, stop - start)
+            yield TextChunk(kind, (file,), start, stop, stop - start)
         return
     start = total = 0
     sizes = row_groups(file, key)
     for group, size in enumerate(sizes, 1):
         total += size
         if total >= chunk_bytes or group == len(sizes):
-            yield Chunk(kind, (file,), start, group, total)
+            yield TextChunk(kind, (file,), start, group, total)
             start, total = group, 0
 
 
-def read(chunk: Chunk, key: str = "text") -> Iterator[Text]:
+def read(chunk: TextChunk, key: str = "text") -> Iterator[DocumentText]:
     """The documents of a chunk, right or wrong."""
     if chunk.kind == "jsonl":
         return read_jsonl(chunk.files[0], key, chunk.start, chunk.stop)
@@ -567,7 +577,7 @@ def read(chunk: Chunk, key: str = "text") -> Iterator[Text]:
     return _plain(chunk.files)
 
 
-def where(chunk: Chunk, place: int) -> str:
+def where(chunk: TextChunk, place: int) -> str:
     """The user's name of the document at `place` of a chunk: its file, and line or row."""
     if chunk.kind == "jsonl":
         return where_in_jsonl(chunk.files[0], place)
@@ -576,14 +586,14 @@ def where(chunk: Chunk, place: int) -> str:
     return str(chunk.files[place])
 
 
-def _plain(files: Sequence[Path]) -> Iterator[Text]:
+def _plain(files: Sequence[Path]) -> Iterator[DocumentText]:
     for place, file in enumerate(files):
         try:
-            yield Text(file.read_bytes().decode("utf-8"), place)
+            yield DocumentText(file.read_bytes().decode("utf-8"), place)
         except UnicodeDecodeError as error:
             got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
             fix = "convert it, or leave it out"
-            yield Text("", place, Problem(str(file), got, "UTF-8", fix))
+            yield DocumentText("", place, Problem(str(file), got, "UTF-8", fix))
         except OSError as error:
             problem = Problem(str(file), error.strerror or str(error), "a readable file")
-            yield Text("", place, problem)
+            yield DocumentText("", place, problem)

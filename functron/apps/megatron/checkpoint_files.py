@@ -100,7 +100,9 @@ _METADATA: Mapping[str, Any] = {
 """The names that a ``.metadata`` may have, and what stands for them."""
 
 
-def _fail(file: Path, error: BaseException | str, wanted: str = "a file of Megatron's") -> NoReturn:
+def _refuse(
+    file: Path, error: BaseException | str, wanted: str = "a file of Megatron's"
+) -> NoReturn:
     got = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):
         found = re.search(r"GLOBAL (\S+)", got)
@@ -140,7 +142,7 @@ def read_metadata(file: Path) -> Any:
     try:
         return _Metadata(io.BytesIO(file.read_bytes())).load()
     except _BROKEN as error:
-        _fail(file, error)
+        _refuse(file, error)
 
 
 def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
@@ -175,20 +177,22 @@ def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
                 where, map_location="cpu", weights_only=True, mmap=True if length is None else None
             )
     except _BROKEN as error:
-        _fail(file, error)
+        _refuse(file, error)
 
 
-def _checked(tensor: Any, file: Path, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+def _check_tensor(tensor: Any, file: Path, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """A tensor that has all the numbers that it claims."""
     if type(tensor) is torch.nn.Parameter:
         tensor = tensor.detach()
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
-        _fail(file, f"{type(tensor).__name__} in the place of a tensor", "a plain tensor")
+        _refuse(file, f"{type(tensor).__name__} in the place of a tensor", "a plain tensor")
     if tensor.is_meta or tensor.numel() > tensor.untyped_storage().nbytes() // tensor.itemsize:
         got = f"a tensor of shape {list(tensor.shape)} without so many numbers"
-        _fail(file, got, "as many as its shape says")
+        _refuse(file, got, "as many as its shape says")
     if shape is not None and tuple(tensor.shape) != shape:
-        _fail(file, f"a shard of shape {list(tensor.shape)}", f"{list(shape)}, as {METADATA} says")
+        _refuse(
+            file, f"a shard of shape {list(tensor.shape)}", f"{list(shape)}, as {METADATA} says"
+        )
     return tensor.detach()
 
 
@@ -196,7 +200,7 @@ def _checked(tensor: Any, file: Path, shape: tuple[int, ...] | None = None) -> t
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """One box of a tensor.
 
     Attributes:
@@ -213,19 +217,19 @@ class Chunk:
 
 
 @dataclass
-class Tensors:
-    """Whole tensors by name, made of chunks: a `functron.hub.files.Source`.
+class ChunkedTensors:
+    """Whole tensors by name, made of chunks: a `functron.hub.files.TensorSource`.
 
     Attributes:
         chunks: of each tensor.
         sizes: the shapes and dtypes of the whole ones, which `close` fills in.
     """
 
-    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    chunks: dict[str, list[TensorChunk]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def add(self, name: str, dtype: torch.dtype, chunk: Chunk) -> None:
+    def add(self, name: str, dtype: torch.dtype, chunk: TensorChunk) -> None:
         """Add a chunk of the tensor `name`; one that is there already is passed over."""
         known = self.chunks.setdefault(name, [])
         if all(each.start != chunk.start for each in known):
@@ -272,7 +276,7 @@ class Tensors:
             ]
             if any(first >= last for first, last in box):
                 continue
-            part = _checked(chunk.load(), chunk.file, chunk.shape)
+            part = _check_tensor(chunk.load(), chunk.file, chunk.shape)
             view = out
             for dim, (first, last) in enumerate(box):
                 part = part.narrow(dim, first - chunk.start[dim], last - first)
@@ -282,7 +286,7 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedCheckpoint:
     """A Megatron checkpoint.
 
     Attributes:
@@ -292,15 +296,15 @@ class Opened:
         state: the optimizer's by the names of `MOMENTS` and "master"; empty: it has none.
         step: the updates that the optimizer has made.
         buckets: its state in the form `dp_reshardable`, which does not say of which parameters it
-            is: `functron.hub.megatron.state_of` finds it out.
+            is: `functron.apps.megatron.tensors.read_state` finds it out.
     """
 
     folder: Path
     common: Mapping[str, Any]
-    weights: Tensors
-    state: Mapping[str, Tensors]
+    weights: ChunkedTensors
+    state: Mapping[str, ChunkedTensors]
     step: int
-    buckets: Tensors = field(default_factory=Tensors)
+    buckets: ChunkedTensors = field(default_factory=ChunkedTensors)
 
     @property
     def args(self) -> Mapping[str, Any] | None:
@@ -311,14 +315,14 @@ class Opened:
         return dict(found) if isinstance(found, Mapping) else dict(vars(found))
 
 
-def open_checkpoint(path: str | Path) -> Opened:
+def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
     """The checkpoint in a folder: of an iteration, or the latest in a folder of several.
 
     Raises:
         ValueError: there is none, or some files are missing, broken, of another format, or have
             more in them than a checkpoint has; all offenders are listed.
     """
-    folder = _iteration(local_path(path))
+    folder = _find_iteration(local_path(path))
     if (folder / METADATA).is_file():
         return _open_sharded(folder)
     ranks = sorted(p for p in folder.glob("mp_rank_*") if (p / MODEL).is_file())
@@ -335,18 +339,18 @@ def _refuse_other(folder: Path) -> NoReturn:
     refuse(title, str(folder), ", ".join(names) or "an empty folder", wanted, fix)
 
 
-def _iteration(path: Path) -> Path:
+def _find_iteration(path: Path) -> Path:
     latest = path / LATEST
     if not latest.is_file():
         return path
     try:
         text = latest.read_text(encoding="utf-8").strip()
     except _BROKEN as error:
-        _fail(latest, error, "the number of an iteration")
+        _refuse(latest, error, "the number of an iteration")
     if text == "release":
         return path / "release"
     if not text.isascii() or not text.isdigit() or len(text) > 12:
-        _fail(latest, repr(text[:40]), "the number of an iteration, or release")
+        _refuse(latest, repr(text[:40]), "the number of an iteration, or release")
     return path / f"iter_{int(text):07d}"
 
 
@@ -375,14 +379,14 @@ _PASSED = re.compile(
 """Names that nothing is read from: states of FP8 scaling, generators, counters of one step."""
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """The name that a tensor has here."""
     for pattern, new in _ALIASES:
         name = re.sub(pattern, new, name)
     return name
 
 
-def _unstacked(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple]:
+def _unstack(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple]:
     """The tensors in a chunk of stacked ones: name, index within the chunk, start and shape."""
     prefix = re.match(r"decoder\.layers\.(?!\d)", name)
     experts = re.search(r"\.mlp\.experts\.experts\.(?!\d)", name)
@@ -403,43 +407,45 @@ def _unstacked(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Ite
 # --- torch_dist
 
 
-def _open_sharded(folder: Path) -> Opened:
+def _open_sharded(folder: Path) -> OpenedCheckpoint:
     file = folder / METADATA
     metadata, common = read_metadata(file), read_pickle(folder / COMMON)
     if not isinstance(common, dict):
-        _fail(folder / COMMON, type(common).__name__, "a dict")
-    weights, buckets, state, problems = Tensors(), Tensors(), {}, []
+        _refuse(folder / COMMON, type(common).__name__, "a dict")
+    weights, buckets, state, problems = ChunkedTensors(), ChunkedTensors(), {}, []
     optimizers = []
     try:
-        places = _places(folder, metadata)
+        places = _list_places(folder, metadata)
         entries = dict(metadata.state_dict_metadata)
         for key, entry in entries.items():
             if type(entry).__name__ != "TensorStorageMetadata":
                 if re.search(r"optimizer\.distributed\.\w+\.optimizer/", key):
-                    optimizers.append(_object(places[key, None]))
+                    optimizers.append(_read_object(places[key, None]))
                 elif "optimizer.distributed." not in key and not _PASSED.match(key):
                     problems.append(Problem(key, "an object", "a tensor: nothing would use it"))
                 continue
             parts = re.match(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.*)$", key)
-            into = state.setdefault(parts[1], Tensors()) if parts else weights
+            into = state.setdefault(parts[1], ChunkedTensors()) if parts else weights
             into = buckets if "optimizer.distributed." in key else into
             _add_chunks(into, parts[2] if parts else key, key, entry, places)
     except _BROKEN as error:
         if isinstance(error, ValueError) and "\n" in str(error):
             raise
-        _fail(file, error, "the metadata of tensors")
+        _refuse(file, error, "the metadata of tensors")
     for tensors in (weights, buckets, *state.values()):
         problems += tensors.close()
-    problems += _other_forms(common)
+    problems += _find_other_forms(common)
     raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
     common = {**common, "optimizer": optimizers} if optimizers else common
-    return Opened(folder, common, weights, named_state(state), _step_of(common), buckets)
+    return OpenedCheckpoint(folder, common, weights, name_state(state), _find_step(common), buckets)
 
 
-def _other_forms(common: Mapping[str, Any]) -> Iterator[Problem]:
+def _find_other_forms(common: Mapping[str, Any]) -> Iterator[Problem]:
     """Forms of the distributed optimizer's state that are not read."""
     read = ("fully_reshardable", "dp_reshardable", "fully_sharded_bucket_space")
-    found = {repr(each.get("param_state_sharding_type", read[0])) for each in _optimizers(common)}
+    found = {
+        repr(each.get("param_state_sharding_type", read[0])) for each in _list_optimizers(common)
+    }
     for form in sorted(found):
         if form not in map(repr, read):
             fix = "load it in a Megatron-Core that reads it, and save it as fully_reshardable; or "
@@ -448,47 +454,47 @@ def _other_forms(common: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("param_state_sharding_type", form[:100], wanted, fix)
 
 
-def _object(place: tuple[Path, int, int]) -> Any:
+def _read_object(place: tuple[Path, int, int]) -> Any:
     """An object that lies among shards: a list of one, as Megatron-Core writes it."""
     found = read_pickle(*place)
     found = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(found, Mapping):
-        _fail(place[0], type(found).__name__, "the settings of an optimizer")
+        _refuse(place[0], type(found).__name__, "the settings of an optimizer")
     return found
 
 
-def _places(folder: Path, metadata: Any) -> dict[tuple, tuple[Path, int, int]]:
+def _list_places(folder: Path, metadata: Any) -> dict[tuple, tuple[Path, int, int]]:
     """Where each chunk lies, by key and start: file, first byte and number of bytes."""
     found, sizes = {}, {}
     for index, info in dict(metadata.storage_data).items():
         name, start, length = info.relative_path, info.offset, info.length
         if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
-            _fail(folder / METADATA, f"a shard in {name!r}", "files of this folder alone")
+            _refuse(folder / METADATA, f"a shard in {name!r}", "files of this folder alone")
         if getattr(info, "transform_descriptors", None):
-            _fail(folder / METADATA, "compressed shards", "plain ones")
+            _refuse(folder / METADATA, "compressed shards", "plain ones")
         if name not in sizes:
             file = folder / name
             if file.is_symlink() and folder.resolve() not in file.resolve().parents:
-                _fail(file, f"a link to {file.resolve()}", "a file of this folder")
+                _refuse(file, f"a link to {file.resolve()}", "a file of this folder")
             sizes[name] = file.stat().st_size if file.is_file() else -1
         numbers = all(type(n) is int and n >= 0 for n in (start, length))
         if not numbers or start + length > sizes[name]:
             size = sizes[name]
             got = "no such file" if size < 0 else f"{size} bytes, of which one shard ends at "
             got = got if size < 0 else f"{got}{start + length if numbers else (start, length)}"
-            _fail(folder / name, got, f"all shards that {METADATA} lists")
+            _refuse(folder / name, got, f"all shards that {METADATA} lists")
         offset = getattr(index, "offset", None)
         key = (index.fqn, tuple(offset) if offset is not None else None)
         found[key] = (folder / name, start, length)
     return found
 
 
-def _add_chunks(into: Tensors, name: str, key: str, entry: Any, places: Mapping) -> None:
+def _add_chunks(into: ChunkedTensors, name: str, key: str, entry: Any, places: Mapping) -> None:
     dtype, whole = entry.properties, tuple(entry.size)
     dtype = dtype.state[0] if isinstance(dtype.state, tuple) else dtype.dtype
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key} has the dtype {dtype!r}")
-    name, total = canonical(name), 0
+    name, total = canonical_name(name), 0
     for chunk in entry.chunks:
         start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
         if not all(type(n) is int and n >= 0 for n in (*start, *shape, *whole)):
@@ -502,32 +508,32 @@ def _add_chunks(into: Tensors, name: str, key: str, entry: Any, places: Mapping)
         if any(a + n > size for a, n, size in zip(start, shape, whole, strict=True)):
             raise ValueError(f"{key} has a shard beyond its shape {list(whole)}")
         total += math.prod(shape)
-        for made, index, first, size in _unstacked(name, start, shape):
+        for made, index, first, size in _unstack(name, start, shape):
             half = re.match(r"(.*linear_fc1\.(?:weight|bias))_([wv])$", made)
             if half:  # gate and up of their own
                 made, before = half[1], whole[len(index)] if half[2] == "v" else 0
                 first = (first[0] + before, *first[1:])
-            load = _loader(file, at, length, shape, index)
-            into.add(made, dtype, Chunk(first, size, load, file))
+            load = _make_loader(file, at, length, shape, index)
+            into.add(made, dtype, TensorChunk(first, size, load, file))
     if total != math.prod(whole):
         raise ValueError(f"{key} has shards of {total} numbers, and is {list(whole)}")
 
 
-def _loader(file: Path, start: int, length: int, shape: tuple, index: tuple) -> Callable:
+def _make_loader(file: Path, start: int, length: int, shape: tuple, index: tuple) -> Callable:
     def load() -> torch.Tensor:
-        return _checked(read_pickle(file, start, length), file, shape)[index]
+        return _check_tensor(read_pickle(file, start, length), file, shape)[index]
 
     return load
 
 
-def named_state(state: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def name_state(state: Mapping[str, ChunkedTensors]) -> dict[str, ChunkedTensors]:
     """The optimizer's state, with one name for masters."""
     found = {name: tensors for name, tensors in state.items() if name not in MASTERS}
     masters = [state[name] for name in MASTERS if name in state]
     return found | ({"master": masters[0]} if masters else {})
 
 
-def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _list_optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The states of optimizers that a checkpoint has side by side: of experts and of the rest."""
     found = common.get("optimizer")
     if isinstance(found, Mapping) and found and all(isinstance(key, int) for key in found):
@@ -535,16 +541,16 @@ def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return found if isinstance(found, list) else [found] if isinstance(found, Mapping) else []
 
 
-def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+def _unwrap(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """torch's state dict within that of one of Megatron's optimizers."""
     return optimizer["optimizer"] if isinstance(optimizer.get("optimizer"), Mapping) else optimizer
 
 
-def _step_of(common: Mapping[str, Any]) -> int:
+def _find_step(common: Mapping[str, Any]) -> int:
     """How many updates the optimizer made; the iteration where it does not say."""
     steps = set()
-    for optimizer in _optimizers(common):
-        inner = _inner(optimizer)
+    for optimizer in _list_optimizers(common):
+        inner = _unwrap(optimizer)
         state = inner.get("state", {})
         found = [state.get("common_step")] if isinstance(state, Mapping) else []
         if isinstance(state, Mapping):
@@ -571,7 +577,7 @@ _NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)(\..*)$")
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _ModelRank:
     """One file of the legacy layout, and which part of the model it has."""
 
     file: Path
@@ -602,36 +608,41 @@ class _Owned:
     trained: bool
 
 
-def _open_ranks(folder: Path, paths: Sequence[Path]) -> Opened:
+def _open_ranks(folder: Path, paths: Sequence[Path]) -> OpenedCheckpoint:
     first = read_pickle(paths[0] / MODEL)
     if not isinstance(first, dict) or "args" not in first:
         fix = "save it again with --ckpt-format torch_dist, in the Megatron-LM that made it"
         got, wanted = "no args in it", "those of a Megatron-LM run, which say how it is divided"
         refuse("cannot read the Megatron checkpoint", str(paths[0] / MODEL), got, wanted, fix)
-    args = Opened(folder, first, Tensors(), {}, 0).args or {}
-    ranks = _ranks(folder, paths, args, first)
-    weights, state, problems = Tensors(), {}, []
+    args = OpenedCheckpoint(folder, first, ChunkedTensors(), {}, 0).args or {}
+    ranks = _open_rank_files(folder, paths, args, first)
+    weights, state, problems = ChunkedTensors(), {}, []
     offsets = _layer_offsets(ranks, args)
     for rank in ranks:
         try:
-            owned = _owned(rank, args, offsets)
+            owned = _list_owned(rank, args, offsets)
             for each in owned:
-                _place(weights, each, each.tensor, rank.file, repeated=problems)
-            for name, number, flat in _rank_state(rank, owned, args):
-                _place(state.setdefault(name, Tensors()), owned[number], flat, rank.file)
+                _place_tensor(weights, each, each.tensor, rank.file, repeated=problems)
+            for name, number, flat in _read_rank_state(rank, owned, args):
+                _place_tensor(
+                    state.setdefault(name, ChunkedTensors()), owned[number], flat, rank.file
+                )
         except _BROKEN as error:
             if isinstance(error, ValueError) and "\n" in str(error):
                 raise
-            _fail(rank.file, error)
+            _refuse(rank.file, error)
     for tensors in (weights, *state.values()):
         problems += tensors.close()
     raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
-    return Opened(folder, first, weights, named_state(state), _step_of(first))
+    return OpenedCheckpoint(folder, first, weights, name_state(state), _find_step(first))
 
 
-def _ranks(folder: Path, paths: Sequence[Path], args: Mapping, first: Mapping) -> list[_Rank]:
+def _open_rank_files(
+    folder: Path, paths: Sequence[Path], args: Mapping, first: Mapping
+) -> list[_ModelRank]:
     sizes = [
-        _whole(args, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")
+        _parse_whole(args, f"{kind}_model_parallel_size")
+        for kind in ("tensor", "pipeline", "expert")
     ]
     tp, pp, ep = sizes
     etp = args.get("expert_tensor_parallel_size") or tp
@@ -651,8 +662,8 @@ def _ranks(folder: Path, paths: Sequence[Path], args: Mapping, first: Mapping) -
             continue
         table = first if file.parent == paths[0] else read_pickle(file)
         if not isinstance(table, dict):
-            _fail(file, type(table).__name__, "a dict")
-        found.append(_Rank(file, table, t, p, e))
+            _refuse(file, type(table).__name__, "a dict")
+        found.append(_ModelRank(file, table, t, p, e))
     known = {rank.file.parent.name for rank in found}
     missing += [
         Problem(path.name, "a rank", f"none but those of tp={tp}, pp={pp}, ep={ep}")
@@ -663,7 +674,7 @@ def _ranks(folder: Path, paths: Sequence[Path], args: Mapping, first: Mapping) -
     return found
 
 
-def _whole(args: Mapping, name: str, default: int = 1) -> int:
+def _parse_whole(args: Mapping, name: str, default: int = 1) -> int:
     value = args.get(name)
     value = default if value is None else value
     if type(value) is not int or not 0 < value < 1 << 20:
@@ -671,14 +682,14 @@ def _whole(args: Mapping, name: str, default: int = 1) -> int:
     return value
 
 
-def _layer_offsets(ranks: Sequence[_Rank], args: Mapping) -> dict[tuple[int, int], int]:
+def _layer_offsets(ranks: Sequence[_ModelRank], args: Mapping) -> dict[tuple[int, int], int]:
     """The number in the whole model of the first layer of each chunk, by pipeline rank and chunk.
 
     Chunks follow one another first over ranks and then over virtual stages, whatever each has.
     """
     counts = {
         (number, rank.pp): 1 + max(
-            (int(m[2]) for m in map(_NUMBERED.match, map(canonical, model)) if m), default=-1
+            (int(m[2]) for m in map(_NUMBERED.match, map(canonical_name, model)) if m), default=-1
         )
         for rank in ranks
         if rank.tp == rank.ep == 0
@@ -694,50 +705,52 @@ def _layer_offsets(ranks: Sequence[_Rank], args: Mapping) -> dict[tuple[int, int
     return found
 
 
-def _owned(rank: _Rank, args: Mapping, offsets: Mapping[tuple[int, int], int]) -> list[_Owned]:
+def _list_owned(
+    rank: _ModelRank, args: Mapping, offsets: Mapping[tuple[int, int], int]
+) -> list[_Owned]:
     """The tensors of a rank, in the order of its model, which is that of its optimizer."""
     found = []
-    experts = (args.get("num_experts") or 0) // _whole(args, "expert_model_parallel_size")
+    experts = (args.get("num_experts") or 0) // _parse_whole(args, "expert_model_parallel_size")
     for number, model in enumerate(rank.models):
         if not isinstance(model, Mapping):
-            _fail(rank.file, type(model).__name__, "the state dict of a model")
+            _refuse(rank.file, type(model).__name__, "the state dict of a model")
         for key, value in model.items():
             if not isinstance(key, str) or _PASSED.match(key):
                 continue
-            name = canonical(key)
+            name = canonical_name(key)
             if m := _NUMBERED.match(name):
                 name = f"{m[1]}{int(m[2]) + offsets[rank.pp, number]}{m[3]}"
             expert = _EXPERT.match(name)
             if expert:
                 name = f"{expert[1]}{int(expert[2]) + rank.ep * experts}{expert[3]}"
-            tensor = _checked(value, rank.file)
-            parts = _parts(name, tensor, rank, args)
+            tensor = _check_tensor(value, rank.file)
+            parts = _split_tensor(name, tensor, rank, args)
             trained = not name.endswith("router.expert_bias")
             found.append(_Owned(name, tensor, parts, bool(expert), trained))
     return found
 
 
-def _division(name: str, args: Mapping) -> tuple[int | None, int]:
+def _find_division(name: str, args: Mapping) -> tuple[int | None, int]:
     """The dim that tensor parallelism divides, None: none, and how many matrices lie along it."""
     if _COLUMNS.match(name):
         return 0, 2 if "linear_fc1." in name and args.get("swiglu") else 1
     return (1, 1) if _ROWS.match(name) else (None, 1)
 
 
-def _spans(size: int, count: int, parts: int, rank: int) -> list[tuple[int, int]]:
+def _split_spans(size: int, count: int, parts: int, rank: int) -> list[tuple[int, int]]:
     """Where the rank's part of each of `count` matrices begins and ends along a dim of `size`."""
     each = size // count // parts
     starts = [(at * parts + rank) * each for at in range(count)]
     return [(start, start + each) for start in starts]
 
 
-Box = tuple[tuple[int, int], ...]
+CheckpointBox = tuple[tuple[int, int], ...]
 """Where a part of a tensor begins and ends, per dim."""
 
 
-def boxes_of_ranks(
+def list_boxes(
     name: str, shape: Sequence[int], args: Mapping[str, Any]
-) -> Iterator[tuple[Box, ...]]:
+) -> Iterator[tuple[CheckpointBox, ...]]:
     """The boxes that a rank of tensor parallelism may have of a parameter, for all ranks.
 
     Args:
@@ -745,10 +758,10 @@ def boxes_of_ranks(
         shape: the whole one's.
         args: of the run.
     """
-    tp = _whole(args, "tensor_model_parallel_size")
+    tp = _parse_whole(args, "tensor_model_parallel_size")
     if _EXPERT.match(name):
-        tp = _whole(args, "expert_tensor_parallel_size", tp)
-    dim, count = _division(name, args)
+        tp = _parse_whole(args, "expert_tensor_parallel_size", tp)
+    dim, count = _find_division(name, args)
     if tp == 1 or dim is None:
         yield (tuple((0, size) for size in shape),)
     if _DOWN.match(name):
@@ -758,15 +771,15 @@ def boxes_of_ranks(
     for rank in range(tp):
         yield tuple(
             tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(shape))
-            for start, stop in _spans(shape[dim], count, tp, rank)
+            for start, stop in _split_spans(shape[dim], count, tp, rank)
         )
 
 
-def _parts(name: str, tensor: torch.Tensor, rank: _Rank, args: Mapping) -> tuple:
+def _split_tensor(name: str, tensor: torch.Tensor, rank: _ModelRank, args: Mapping) -> tuple:
     """Where boxes of this rank's tensor begin in the whole one, and where they are in it."""
-    tp = _whole(args, "tensor_model_parallel_size")
+    tp = _parse_whole(args, "tensor_model_parallel_size")
     zeros, all_of = (0,) * tensor.dim(), (slice(None),) * tensor.dim()
-    dim, count = _division(name, args)
+    dim, count = _find_division(name, args)
     if down := _DOWN.match(name):
         ranks = {"linear_q_down_proj": args.get("q_lora_rank")}
         both = (args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim"))
@@ -776,7 +789,7 @@ def _parts(name: str, tensor: torch.Tensor, rank: _Rank, args: Mapping) -> tuple
         return ((zeros, all_of),)
     size, found = tensor.shape[dim], []
     for (start, _), own in zip(
-        _spans(size * tp, count, tp, rank.tp), _spans(size, count, 1, 0), strict=True
+        _split_spans(size * tp, count, tp, rank.tp), _split_spans(size, count, 1, 0), strict=True
     ):
         place, box = list(zeros), list(all_of)
         place[dim], box[dim] = start, slice(*own)
@@ -784,8 +797,8 @@ def _parts(name: str, tensor: torch.Tensor, rank: _Rank, args: Mapping) -> tuple
     return tuple(found)
 
 
-def _place(
-    into: Tensors,
+def _place_tensor(
+    into: ChunkedTensors,
     owned: _Owned,
     value: torch.Tensor,
     file: Path,
@@ -797,7 +810,7 @@ def _place(
         known = into.chunks.get(owned.name, [])
         same = next((c for c in known if c.start == start), None)
         if same is None:
-            chunk = Chunk(start, tuple(view.shape), lambda view=view: view, file)
+            chunk = TensorChunk(start, tuple(view.shape), lambda view=view: view, file)
             into.add(owned.name, value.dtype, chunk)
         elif repeated is not None and not torch.equal(same.load(), view):
             got, fix = f"other numbers than in {same.file.parent.name}", _AGAIN
@@ -808,62 +821,62 @@ def _place(
 # --- the optimizer of the legacy layout
 
 
-def _rank_state(
-    rank: _Rank, owned: Sequence[_Owned], args: Mapping
+def _read_rank_state(
+    rank: _ModelRank, owned: Sequence[_Owned], args: Mapping
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The optimizer's state of a rank: its name, the number in `owned`, and the tensor."""
-    optimizers = _optimizers(rank.table)
+    optimizers = _list_optimizers(rank.table)
     split = len(optimizers) > 1  # that of experts by itself
     if not optimizers:
         return
-    groups = [_inner(each).get("param_groups", ()) for each in optimizers]
+    groups = [_unwrap(each).get("param_groups", ()) for each in optimizers]
     flags = [any(group.get("is_expert_parallel") for group in each) for each in groups]
     members = [
         [n for n, each in enumerate(owned) if each.trained and (not split or each.expert == flag)]
         for flag in flags
     ]
     if args.get("use_distributed_optimizer"):
-        yield from _flat_state(rank, owned, args, members)
+        yield from _read_flat_state(rank, owned, args, members)
         return
     for optimizer, mine in zip(optimizers, members, strict=True):
-        yield from _plain_state(rank, owned, optimizer, mine)
+        yield from _read_plain_state(rank, owned, optimizer, mine)
 
 
-def _plain_state(
-    rank: _Rank, owned: Sequence[_Owned], optimizer: Mapping, members: Sequence[int]
+def _read_plain_state(
+    rank: _ModelRank, owned: Sequence[_Owned], optimizer: Mapping, members: Sequence[int]
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    inner, masters = _inner(optimizer), optimizer.get("fp32_from_fp16_params")
+    inner, masters = _unwrap(optimizer), optimizer.get("fp32_from_fp16_params")
     state, places = inner.get("state", {}), {}
     for number, group in enumerate(inner.get("param_groups", ())):
         plain = group.get("wd_mult", 1.0) == 0.0
-        mine = [n for n in members if _undecayed(owned[n]) == plain]
+        mine = [n for n in members if _is_undecayed(owned[n]) == plain]
         ids = list(group.get("params", ()))
         if len(ids) != len(mine):
             got = f"{len(ids)} parameters {'without' if plain else 'with'} weight decay"
             wanted = f"{len(mine)}, the model's: all matrices decay, and what has one dim does not"
-            _fail(rank.file, got, wanted)
+            _refuse(rank.file, got, wanted)
         places |= dict(zip(ids, mine, strict=True))
         for at, n in enumerate(mine if masters is not None else ()):
-            yield "fp32_param", n, _like((masters or ())[number][at], owned[n], rank.file)
+            yield "fp32_param", n, _match_shape((masters or ())[number][at], owned[n], rank.file)
     for key, n in places.items():
         for name in MOMENTS:
-            yield name, n, _like(state[key][name], owned[n], rank.file)
+            yield name, n, _match_shape(state[key][name], owned[n], rank.file)
 
 
-def _undecayed(owned: _Owned) -> bool:
+def _is_undecayed(owned: _Owned) -> bool:
     return owned.name.endswith(".bias") or owned.tensor.dim() == 1
 
 
-def _like(value: Any, owned: _Owned, file: Path) -> torch.Tensor:
-    found = _checked(value, file)
+def _match_shape(value: Any, owned: _Owned, file: Path) -> torch.Tensor:
+    found = _check_tensor(value, file)
     if found.shape != owned.tensor.shape:
         got = f"state of shape {list(found.shape)} for {owned.name}"
-        _fail(file, got, f"{list(owned.tensor.shape)}, as the parameter")
+        _refuse(file, got, f"{list(owned.tensor.shape)}, as the parameter")
     return found
 
 
-def _flat_state(
-    rank: _Rank, owned: Sequence[_Owned], args: Mapping, members: Sequence[Sequence[int]]
+def _read_flat_state(
+    rank: _ModelRank, owned: Sequence[_Owned], args: Mapping, members: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The state in ``distrib_optim.pt``: of all parameters one after another, the last first.
 
@@ -877,20 +890,24 @@ def _flat_state(
         and 0 not in tables[0]
         and "buckets_coalesced" not in tables[0]
     ):
-        _fail(file, "an older format of the distributed optimizer", "that of Megatron-Core 0.7 on")
+        _refuse(
+            file, "an older format of the distributed optimizer", "that of Megatron-Core 0.7 on"
+        )
     tables += [None] * (len(members) - len(tables))
     for table, mine in zip(tables, members, strict=True):
         if table is None:  # other ranks of expert parallelism have the same
             continue
         buffers = [table[key] for key in sorted(key for key in table if isinstance(key, int))]
-        for buffer, numbers in zip(buffers, _by_chunk(rank, owned, mine), strict=True):
+        for buffer, numbers in zip(buffers, _group_by_chunk(rank, owned, mine), strict=True):
             if len(buffer) != 1:
-                _fail(file, f"buffers of {len(buffer)} dtypes", "of one")
+                _refuse(file, f"buffers of {len(buffer)} dtypes", "of one")
             (flat,) = buffer.values()
-            yield from _from_flat(file, flat, owned, numbers, args)
+            yield from _read_flat(file, flat, owned, numbers, args)
 
 
-def _by_chunk(rank: _Rank, owned: Sequence[_Owned], mine: Sequence[int]) -> list[list[int]]:
+def _group_by_chunk(
+    rank: _ModelRank, owned: Sequence[_Owned], mine: Sequence[int]
+) -> list[list[int]]:
     """`mine` in the chunks of the model that they are of."""
     sizes = [sum(not _PASSED.match(key) for key in model) for model in rank.models]
     ends = list(itertools.accumulate(sizes, initial=0))
@@ -898,17 +915,17 @@ def _by_chunk(rank: _Rank, owned: Sequence[_Owned], mine: Sequence[int]) -> list
     return [each for each in made if each]
 
 
-def _from_flat(
+def _read_flat(
     file: Path, flat: Mapping, owned: Sequence[_Owned], numbers: Sequence[int], args: Mapping
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    tensors = {key: _checked(flat[key], file) for key in (*MOMENTS, "param")}
+    tensors = {key: _check_tensor(flat[key], file) for key in (*MOMENTS, "param")}
     start = 0
     for n in reversed(numbers):
         parameter = owned[n].tensor
         start = -(-start // 64) * 64
         stop = start + parameter.numel()
         if any(stop > each.numel() for each in tensors.values()):
-            _fail(file, "fewer numbers than the parameters have", "as many, in their order")
+            _refuse(file, "fewer numbers than the parameters have", "as many, in their order")
         own = {key: each[start:stop].view(parameter.shape) for key, each in tensors.items()}
         if not torch.equal(own["param"].to(parameter.dtype), parameter):
             got = f"another parameter in the place of {owned[n].name}"

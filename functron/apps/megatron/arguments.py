@@ -1,13 +1,13 @@
 """The arguments of Megatron-LM: their spellings, kinds, defaults, and what becomes of each here.
 
-They are a table, ``megatron.txt`` beside this module. A row is an argument of Megatron-LM's
+They are a table, ``arguments.txt`` beside this module. A row is an argument of Megatron-LM's
 ``megatron/training/arguments.py``, of the versions 0.8 to 0.16, or a field of Megatron-Core's
 configurations: its spellings on a command line, its kind, its value where a line is silent (``-``:
 None, or off), its fate, and a reason:
 
 | fate     | the argument                                                                     |
 |----------|----------------------------------------------------------------------------------|
-| take     | is translated by `functron.training.migrate`                                     |
+| take     | is translated by `functron.apps.megatron.migrate`                                     |
 | same     | says what functron does in any case                                              |
 | need     | has nothing to do here; the reason says why                                      |
 | lack     | has no counterpart; the reason says what to do. ``lack=V``: but for the value V  |
@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from functron.apps.megatron.launches import RUN_IT, is_open, list_open, show_open
 from functron.core.errors import Problem
-from functron.training.launch_line import is_open, open_names, shown
 
 Fate = Literal["take", "same", "need", "lack"]
 
@@ -40,7 +40,7 @@ TABLE = Path(__file__).with_suffix(".txt")
 
 
 @dataclass(frozen=True)
-class Argument:
+class MegatronArgument:
     """An argument of Megatron-LM.
 
     Attributes:
@@ -63,7 +63,7 @@ class Argument:
     why: str
 
 
-class Given(NamedTuple):
+class GivenValue(NamedTuple):
     """A value as it was given: under which name, the value, and the text that says it."""
 
     spelled: str
@@ -72,34 +72,34 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arguments:
+class GivenArguments:
     """The values that a line or a configuration gives.
 
     Attributes:
-        given: by `Argument.name`; of an argument that is given twice the last one.
+        given: by `MegatronArgument.name`; of an argument that is given twice the last one.
         idle: keys of a configuration that have nothing to do here, and why.
         problems: words and keys that nothing is known of, and values of the wrong kind.
     """
 
-    given: dict[str, Given] = field(default_factory=dict)
-    idle: dict[str, tuple[Given, str]] = field(default_factory=dict)
+    given: dict[str, GivenValue] = field(default_factory=dict)
+    idle: dict[str, tuple[GivenValue, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
-class _Table(NamedTuple):
-    arguments: Mapping[str, Argument]
-    options: Mapping[str, tuple[Argument, bool]]
+class _ArgumentTable(NamedTuple):
+    arguments: Mapping[str, MegatronArgument]
+    options: Mapping[str, tuple[MegatronArgument, bool]]
     """By spelling: the argument, and whether the spelling turns it off."""
     keys: Mapping[str, tuple[str, str]]
     """By another name in YAML: its sign and what follows it."""
 
 
 @functools.cache
-def table() -> _Table:
-    """The table in ``megatron.txt``."""
+def load_table() -> _ArgumentTable:
+    """The table in ``arguments.txt``."""
     reasons: dict[str, str] = {}
-    arguments: dict[str, Argument] = {}
-    options: dict[str, tuple[Argument, bool]] = {}
+    arguments: dict[str, MegatronArgument] = {}
+    options: dict[str, tuple[MegatronArgument, bool]] = {}
     keys: dict[str, tuple[str, str]] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
@@ -111,14 +111,14 @@ def table() -> _Table:
             sign, name, text = line.split(None, 2)
             keys[name] = (sign, reasons.get(text, text))
         else:
-            one, off = _row(line, reasons)
+            one, off = _parse_row(line, reasons)
             # a switch and its opposite are two rows, and one argument, of the first
             kept = arguments.setdefault(one.name, one)
             options |= dict.fromkeys(one.options, (kept, off))
-    return _Table(arguments, options, keys)
+    return _ArgumentTable(arguments, options, keys)
 
 
-def _row(line: str, reasons: Mapping[str, str]) -> tuple[Argument, bool]:
+def _parse_row(line: str, reasons: Mapping[str, str]) -> tuple[MegatronArgument, bool]:
     """The argument of a row, and whether its options turn it off."""
     spelled, kind, default, fate, *rest = line.split(None, 4)
     options = tuple(spelled.split(","))
@@ -127,31 +127,31 @@ def _row(line: str, reasons: Mapping[str, str]) -> tuple[Argument, bool]:
     fate, _, neutral = fate.partition("=")
     off = kind == "off"
     why = reasons.get("".join(rest), "".join(rest))
-    silent = _silent(kind, default)
-    calm = _silent(kind, neutral) if neutral else silent
+    silent = _parse_default(kind, default)
+    calm = _parse_default(kind, neutral) if neutral else silent
     kind = "flag" if off else kind
-    return Argument(name, options, kind, silent, _fate(fate), calm, why), off
+    return MegatronArgument(name, options, kind, silent, _check_fate(fate), calm, why), off
 
 
-def _fate(word: str) -> Fate:
+def _check_fate(word: str) -> Fate:
     assert word in ("take", "same", "need", "lack"), word
     return word
 
 
-def _silent(kind: str, text: str) -> Any:
+def _parse_default(kind: str, text: str) -> Any:
     """The value of a column of the table."""
     if kind in ("flag", "off"):
         return text == "on" or kind == "off"
-    return None if text == "-" else _converted(kind, [text])
+    return None if text == "-" else _convert(kind, [text])
 
 
-def _converted(kind: str, words: Sequence[str]) -> Any:
+def _convert(kind: str, words: Sequence[str]) -> Any:
     """The value of an argument's words.
 
     Raises:
         ValueError: they are not of its kind.
     """
-    makers = {"int": _whole, "ints": _whole, "float": float, "floats": float}
+    makers = {"int": _parse_whole, "ints": _parse_whole, "float": float, "floats": float}
     make = makers.get(kind, str)
     if kind.endswith("s"):
         return tuple(make(word) for word in words)
@@ -159,7 +159,7 @@ def _converted(kind: str, words: Sequence[str]) -> Any:
     return None if word == "None" else make(word)
 
 
-def _whole(word: str) -> int:
+def _parse_whole(word: str) -> int:
     value = float(word)
     if not value.is_integer():
         raise ValueError(word)
@@ -172,11 +172,11 @@ _KINDS |= {"ints": "whole numbers", "floats": "numbers", "strs": "values"}
 
 # --- what becomes of values
 
-Kind = Literal["taken", "default", "same", "not needed", "not supported"]
+FateKind = Literal["taken", "default", "same", "not needed", "not supported"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ArgumentRow:
     """The fate of one argument.
 
     Attributes:
@@ -188,7 +188,7 @@ class Row:
         why: the reason, or what differs, or what to do.
     """
 
-    kind: Kind
+    kind: FateKind
     name: str
     value: str
     ours: str = ""
@@ -208,27 +208,27 @@ class Reading:
         fates: by name: the kind, the setting that it became, and the reason.
     """
 
-    arguments: Arguments
+    arguments: GivenArguments
     closest: bool = False
     problems: list[Problem] = field(default_factory=list)
-    fates: dict[str, tuple[Kind, str, str]] = field(default_factory=dict)
+    fates: dict[str, tuple[FateKind, str, str]] = field(default_factory=dict)
 
     def __call__(self, name: str) -> Any:
         """The value of an argument."""
         given = self.arguments.given.get(name)
         if given is not None:
             return given.value
-        return None if name in DERIVED else table().arguments[name].default
+        return None if name in DERIVED else load_table().arguments[name].default
 
     def has(self, name: str) -> bool:
         """Whether the line gives an argument."""
         return name in self.arguments.given
 
-    def spelled(self, name: str) -> str:
+    def spell(self, name: str) -> str:
         """An argument as the line spells it, or as a command line does."""
         if name in self.arguments.given:
             return self.arguments.given[name].spelled
-        return name if name in DERIVED else f"--{table().arguments[name].options[0]}"
+        return name if name in DERIVED else f"--{load_table().arguments[name].options[0]}"
 
     def take(self, name: str, setting: str, why: str = "") -> Any:
         """The value of an argument that becomes a setting, a path such as ``gpt.num_layers``."""
@@ -237,36 +237,36 @@ class Reading:
         words = value if isinstance(value, tuple) else (value,)
         for word in words:
             if isinstance(word, str) and is_open(word):
-                self.problems.append(unset_problem(self.spelled(name), word))
+                self.problems.append(describe_unset(self.spell(name), word))
         return value
 
-    def taken(self, setting: str, *names: str, why: str = "") -> None:
+    def note(self, setting: str, *names: str, why: str = "") -> None:
         """Arguments that became a setting together."""
         for name in names:
             self.fates[name] = ("taken", setting, why)
 
-    def say(self, kind: Kind, why: str, *names: str) -> None:
+    def explain(self, kind: FateKind, why: str, *names: str) -> None:
         """Arguments that become no setting, and why."""
         for name in names:
             self.fates[name] = (kind, "", why)
 
-    def unused(self, *names: str) -> None:
+    def ignore(self, *names: str) -> None:
         """Arguments of an option that is not in force."""
-        self.say("not needed", "of an option that is not in force", *names)
+        self.explain("not needed", "of an option that is not in force", *names)
 
     def refuse(self, name: str, wanted: str, fix: str = "") -> None:
         """An argument with a value that cannot be translated."""
         self.fates[name] = ("not supported", "", wanted)
-        self.problems.append(Problem(self.spelled(name), _text(self(name)), wanted, fix))
+        self.problems.append(Problem(self.spell(name), _show(self(name)), wanted, fix))
 
-    def differs(self, name: str, wanted: str) -> None:
+    def refuse_unless_closest(self, name: str, wanted: str) -> None:
         """An argument of a model that functron does not have: refused, but for the closest."""
         if self.closest:
-            self.say("not supported", f"the model has {wanted}", name)
+            self.explain("not supported", f"the model has {wanted}", name)
         else:
             self.refuse(name, wanted, "--closest makes the nearest model that there is, a new one")
 
-    def rows(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Row]:
+    def rows(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[ArgumentRow]:
         """The fate of every argument, in the order of the line, and of silent ones that differ.
 
         Args:
@@ -275,59 +275,63 @@ class Reading:
         """
         found = [self._row(name, settings, defaults) for name in self.arguments.given]
         found += [
-            Row("not needed", given.spelled, given.text, why=why)
+            ArgumentRow("not needed", given.spelled, given.text, why=why)
             for given, why in self.arguments.idle.values()
         ]
         said = {fate[1] for name, fate in self.fates.items() if name in self.arguments.given}
-        silent: dict[str, Row] = {}
+        silent: dict[str, ArgumentRow] = {}
         for name, (kind, setting, why) in self.fates.items():
             if kind != "taken" or setting not in settings or setting in said:
                 continue
             value = self(name)
             if value is not None and settings[setting] != defaults.get(setting):
-                ours = f"{setting} = {_text(settings[setting])}"
-                row = Row("default", name.replace("_", "-"), _text(value), ours, why)
+                ours = f"{setting} = {_show(settings[setting])}"
+                row = ArgumentRow("default", name.replace("_", "-"), _show(value), ours, why)
                 # of several arguments that make a setting the one that says most
                 if setting not in silent or why or silent[setting].value == "false":
                     silent[setting] = row
         found += silent.values()
         for name, (kind, _, why) in self.fates.items():
             if kind == "not supported" and name not in self.arguments.given:
-                value = _text(self(name))
-                found.append(Row("not supported", name.replace("_", "-"), value, "", why))
-        for name, one in table().arguments.items():
+                value = _show(self(name))
+                found.append(ArgumentRow("not supported", name.replace("_", "-"), value, "", why))
+        for name, one in load_table().arguments.items():
             if (
                 one.fate == "lack"
                 and name not in self.arguments.given
                 and one.default != one.neutral
             ):
-                row = Row("not supported", name.replace("_", "-"), _text(one.default), "", one.why)
+                row = ArgumentRow(
+                    "not supported", name.replace("_", "-"), _show(one.default), "", one.why
+                )
                 found.append(row)
         return found
 
-    def _row(self, name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> Row:
+    def _row(
+        self, name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]
+    ) -> ArgumentRow:
         spelled, value, text = self.arguments.given[name]
         if name in self.fates:
             kind, setting, why = self.fates[name]
             if kind == "taken" and setting in settings:
-                ours = f"{setting} = {_text(settings[setting])}"
+                ours = f"{setting} = {_show(settings[setting])}"
                 kind = "same" if settings[setting] == defaults.get(setting, _MISSING) else kind
-                return Row(kind, spelled, text, ours, why)
-            return Row(kind, spelled, text, setting, why)
-        argument = table().arguments[name]
+                return ArgumentRow(kind, spelled, text, ours, why)
+            return ArgumentRow(kind, spelled, text, setting, why)
+        argument = load_table().arguments[name]
         if argument.fate == "lack":
             if value == argument.neutral:
-                return Row("same", spelled, text, "", "it asks for nothing")
-            return Row("not supported", spelled, text, "", argument.why)
+                return ArgumentRow("same", spelled, text, "", "it asks for nothing")
+            return ArgumentRow("not supported", spelled, text, "", argument.why)
         assert argument.fate in ("same", "need"), f"{name} is translated by nothing"
         kind = "same" if argument.fate == "same" else "not needed"
-        return Row(kind, spelled, text, "", argument.why)
+        return ArgumentRow(kind, spelled, text, "", argument.why)
 
 
 _MISSING = object()
 
 
-def _text(value: Any) -> str:
+def _show(value: Any) -> str:
     """A value as a table shows it."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -338,7 +342,7 @@ def _text(value: Any) -> str:
     if value is None:
         return "none"
     text = repr(value) if isinstance(value, float) else str(value)
-    return shown(text)
+    return show_open(text)
 
 
 # --- the words of a command line
@@ -352,18 +356,21 @@ def is_option(word: str) -> bool:
     return word.startswith("-") and len(word) > 1 and not _VALUE.match(word)
 
 
-def read_words(words: Sequence[str]) -> Arguments:
+def read_words(words: Sequence[str]) -> GivenArguments:
     """The values that the words after the program give, as Megatron-LM's parser reads them.
 
-    Nothing is raised: `Arguments.problems` lists what cannot be read.
+    Nothing is raised: `GivenArguments.problems` lists what cannot be read.
     """
-    found = Arguments()
+    found = GivenArguments()
     index = 0
     while index < len(words) and len(found.problems) < _MOST_PROBLEMS:
         word = words[index]
         index += 1
         if not is_option(word):
-            if is_open(word):  # nothing, where nothing sets it
+            if is_open(word):
+                if all(re.fullmatch(r"\w+", name) for name in list_open(word)):
+                    continue  # nothing, where nothing sets it
+                found.problems.append(describe_unset("arguments", word))
                 continue
             fix = "leave it out, or quote a value that has spaces"
             found.problems.append(Problem(repr(word), "a value of no option", "an option", fix))
@@ -373,25 +380,28 @@ def read_words(words: Sequence[str]) -> Arguments:
         while end < len(words) and not is_option(words[end]):
             end += 1
         values = [value] if equals else list(words[index:end])
-        entry = table().options.get(name)
+        entry = load_table().options.get(name)
         if entry is None:
-            found.problems.append(unknown(f"--{name}", name, table().options))
+            found.problems.append(describe_unknown(f"--{name}", name, load_table().options))
             index = end
             continue
         kind = entry[0].kind
         count = 0 if kind == "flag" else len(values) if kind.endswith("s") else 1
         index += 0 if equals else min(count, len(values))
-        _note(found, f"--{name}", entry, values[:count] if not equals else values)
+        _note_value(found, f"--{name}", entry, values[:count] if not equals else values)
     return found
 
 
-def unset_problem(spelled: str, word: str) -> Problem:
-    """The problem of a value with a variable that nothing sets."""
-    fix = " ".join(f"{name}=VALUE" for name in dict.fromkeys(open_names(word)))
-    return Problem(spelled, shown(word), "variables that are set", f"--env {fix}")
+def describe_unset(spelled: str, word: str) -> Problem:
+    """The problem of a value with a variable that nothing sets, or with a command's output."""
+    names = dict.fromkeys(list_open(word))
+    if any(name.startswith("(") for name in names):
+        return Problem(spelled, show_open(word), "what needs no shell to evaluate", RUN_IT)
+    fix = " ".join(f"{name}=VALUE" for name in names)
+    return Problem(spelled, show_open(word), "variables that are set", f"--env {fix}")
 
 
-def unknown(spelled: str, name: str, known: Iterable[str]) -> Problem:
+def describe_unknown(spelled: str, name: str, known: Iterable[str]) -> Problem:
     """The problem of a name that Megatron-LM does not have."""
     close = difflib.get_close_matches(name, list(known), n=1)
     fix = f"did you mean {close[0]!r}? " if close else ""
@@ -399,8 +409,8 @@ def unknown(spelled: str, name: str, known: Iterable[str]) -> Problem:
     return Problem(spelled, "an unknown argument", "one of Megatron-LM's", fix)
 
 
-def _note(
-    found: Arguments, spelled: str, entry: tuple[Argument, bool], words: Sequence[str]
+def _note_value(
+    found: GivenArguments, spelled: str, entry: tuple[MegatronArgument, bool], words: Sequence[str]
 ) -> None:
     """Note the value of an option, or why it is none."""
     argument, off = entry
@@ -409,20 +419,20 @@ def _note(
             fix = "leave the value out"
             problem = Problem(spelled, repr(" ".join(words)), "no value: it is a switch", fix)
             found.problems.append(problem)
-        found.given[argument.name] = Given(spelled, not off)  # a switch has no text
+        found.given[argument.name] = GivenValue(spelled, not off)  # a switch has no text
         return
-    unset = [name for word in words for name in open_names(word)]
+    unset = [name for word in words for name in list_open(word)]
     if unset and argument.fate in ("take", "lack") and not argument.kind.startswith("str"):
-        found.problems.append(unset_problem(spelled, " ".join(words)))
+        found.problems.append(describe_unset(spelled, " ".join(words)))
         return
     try:
-        value = None if unset and argument.kind != "strs" else _converted(argument.kind, words)
+        value = None if unset and argument.kind != "strs" else _convert(argument.kind, words)
         value = words[0] if unset and argument.kind == "str" else value
     except (ValueError, OverflowError):
         got = repr(" ".join(words)) if words else "nothing"
         found.problems.append(Problem(spelled, got, _KINDS[argument.kind]))
         return
-    found.given[argument.name] = Given(spelled, value, shown(" ".join(words)))
+    found.given[argument.name] = GivenValue(spelled, value, show_open(" ".join(words)))
 
 
 # --- the keys and values of a configuration
@@ -444,23 +454,23 @@ _ADAPTERS = "peft"
 _NOTHING = (None, "", [], {}, "null")
 
 
-def read_mapping(config: Mapping[str, Any]) -> Arguments:
+def read_mapping(config: Mapping[str, Any]) -> GivenArguments:
     """The values in a configuration in YAML, whose sections may be nested.
 
     It is Megatron-LM's (``--yaml-cfg``), a ``ConfigContainer`` of Megatron-Bridge, NeMo's with
     ``trainer`` and ``model``, or has options of a command line as keys, as Megatron-LM's own tests
-    (``MODEL_ARGS``). Nothing is raised: `Arguments.problems` lists what cannot be read.
+    (``MODEL_ARGS``). Nothing is raised: `GivenArguments.problems` lists what cannot be read.
     """
-    found = Arguments()
+    found = GivenArguments()
     if isinstance(config.get("MODEL_ARGS"), Mapping):
-        return read_words(list(_as_words(config["MODEL_ARGS"])))
-    for path, key, value in _leaves(config, ""):
+        return read_words(list(_list_words(config["MODEL_ARGS"])))
+    for path, key, value in _list_leaves(config, ""):
         if len(found.problems) < _MOST_PROBLEMS:
             _read_key(found, path, key, value)
     return found
 
 
-def _as_words(table_: Mapping[str, Any]) -> Iterator[str]:
+def _list_words(table_: Mapping[str, Any]) -> Iterator[str]:
     """The command line that a mapping of options writes."""
     for name, value in table_.items():
         if value is True or value == "true":
@@ -478,33 +488,33 @@ def _as_words(table_: Mapping[str, Any]) -> Iterator[str]:
             yield from (name, repr(value) if isinstance(value, float) else str(value))
 
 
-def _leaves(config: Mapping[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
+def _list_leaves(config: Mapping[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
     """Of every value that is no section: its path, its key and itself."""
     for key, value in config.items():
         where = f"{path}{key}"
         if isinstance(value, Mapping) and key in _SECTIONS:
-            yield from _leaves(value, f"{where}.")
+            yield from _list_leaves(value, f"{where}.")
         else:
             yield where, key, value
 
 
-def _read_key(found: Arguments, path: str, key: str, value: Any) -> None:
+def _read_key(found: GivenArguments, path: str, key: str, value: Any) -> None:
     """Note the value of a key of a configuration."""
     if key.startswith("_"):  # of what makes objects of it
         return
     if special := _SPECIAL.get(key):
         for name, one in special(path, value):
-            if name in table().arguments or name in DERIVED:
-                found.given[name] = Given(path, one, _text(one))
+            if name in load_table().arguments or name in DERIVED:
+                found.given[name] = GivenValue(path, one, _show(one))
             else:
                 found.problems.append(Problem(path, repr(value), name))
         return
-    sign, other = table().keys.get(key, ("=", key))
+    sign, other = load_table().keys.get(key, ("=", key))
     if sign == "~":
-        text = "" if isinstance(value, Mapping) else _text(value)
-        found.idle[path] = (Given(path, value, text), other)
+        text = "" if isinstance(value, Mapping) else _show(value)
+        found.idle[path] = (GivenValue(path, value, text), other)
         return
-    argument, off = _argument(other)
+    argument, off = _find_argument(other)
     if argument is None:
         if value in (*_NOTHING, False):  # what asks for nothing need not be known
             return
@@ -512,15 +522,15 @@ def _read_key(found: Arguments, path: str, key: str, value: Any) -> None:
             fix = f"--without {key}, and then functron train --lora-rank N"
             found.problems.append(Problem(path, "low-rank adapters", "nothing", fix))
             return
-        known = [*table().arguments, *table().keys, *_SPECIAL]
-        found.problems.append(unknown(path, key, known))
+        known = [*load_table().arguments, *load_table().keys, *_SPECIAL]
+        found.problems.append(describe_unknown(path, key, known))
         return
     if value is None:
         return
-    if (made := _of_kind(argument, value)) is None:
+    if (made := _convert_value(argument, value)) is None:
         found.problems.append(Problem(path, repr(value), _KINDS[argument.kind]))
         return
-    one = Given(path, not made if (sign == "!") != off else made, _text(value))
+    one = GivenValue(path, not made if (sign == "!") != off else made, _show(value))
     before = found.given.get(argument.name, one)
     section = path.partition(".")[0]
     if before.value != one.value and not {section, before.spelled.partition(".")[0]} & _WINNING:
@@ -530,36 +540,36 @@ def _read_key(found: Arguments, path: str, key: str, value: Any) -> None:
         found.given[argument.name] = one
 
 
-def read_arguments(values: Mapping[str, Any]) -> Arguments:
+def read_arguments(values: Mapping[str, Any]) -> GivenArguments:
     """The values of a checkpoint's ``args``, under the names where Megatron-LM keeps them.
 
     Those that are None have their defaults, and other names are passed over: Megatron-LM derives
-    many. Nothing is raised: `Arguments.problems` lists values of other kinds.
+    many. Nothing is raised: `GivenArguments.problems` lists values of other kinds.
     """
-    found = Arguments()
+    found = GivenArguments()
     for name, value in values.items():
-        argument = table().arguments.get(name)
+        argument = load_table().arguments.get(name)
         if argument is None or value is None:
             continue
         value = list(value) if isinstance(value, tuple) else value
         if argument.kind == "str" and isinstance(value, list):
             value = str(value)
-        if (made := _of_kind(argument, value)) is None:
+        if (made := _convert_value(argument, value)) is None:
             found.problems.append(Problem(name, repr(value), _KINDS[argument.kind]))
         else:
-            found.given[name] = Given(name, made, _text(value))
+            found.given[name] = GivenValue(name, made, _show(value))
     return found
 
 
-def _argument(name: str) -> tuple[Argument | None, bool]:
+def _find_argument(name: str) -> tuple[MegatronArgument | None, bool]:
     """The argument of a name with underscores, and whether the name is of turning it off."""
-    here = table()
+    here = load_table()
     if name in here.arguments:
         return here.arguments[name], False
     return here.options.get(name.replace("_", "-"), (None, False))
 
 
-def _of_kind(argument: Argument, value: Any) -> Any:
+def _convert_value(argument: MegatronArgument, value: Any) -> Any:
     """A value of YAML as one of the argument; None where it is of another kind."""
     kind = argument.kind
     if kind == "flag":
@@ -576,21 +586,21 @@ def _of_kind(argument: Argument, value: Any) -> Any:
     if any(isinstance(word, Mapping | list | bool) for word in words):
         return None
     try:
-        return _converted(kind, [str(word) for word in words])
+        return _convert(kind, [str(word) for word in words])
     except (ValueError, OverflowError):
         return None
 
 
-def _word(value: Any) -> str:
+def _last_name(value: Any) -> str:
     """The last name of a function or class: of ``torch.nn.functional.silu`` ``silu``."""
     if isinstance(value, Mapping):
         value = value.get("_target_", "")
     return str(value).rpartition(".")[2].lower()
 
 
-def _activation(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_activation(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of ``activation_func`` or ``activation``: gating is another key of Megatron-Core's."""
-    word = _word(value).replace("-", "_")
+    word = _last_name(value).replace("-", "_")
     known = {"silu": "silu", "gelu": "gelu", "squared_relu": "relu2", "quick_gelu": "quick_gelu"}
     if word in ("swiglu", "fast_swiglu"):
         yield "swiglu", True
@@ -602,7 +612,7 @@ def _activation(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"one of {', '.join(known)} and swiglu", None
 
 
-def _precision(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_precision(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of ``precision`` and ``mixed_precision`` by name."""
     text = str(value).lower().replace("-", "_")
     if text in ("bf16", "bf16_mixed", "bf16_with_fp8_mixed"):
@@ -613,7 +623,7 @@ def _precision(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield "bf16, 16, 32 or their mixed forms", None
 
 
-def _moments(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_moments(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of ``betas``."""
     if isinstance(value, list) and len(value) == 2 and all(_is_number(x) for x in value):
         yield from zip(("adam_beta1", "adam_beta2"), map(float, value), strict=True)
@@ -625,7 +635,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _sched(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_schedule(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of NeMo's ``sched``."""
     value = value if isinstance(value, Mapping) else {}
     styles = {"cosineannealing": "cosine", "": "constant", "warmupholdpolicy": "constant"}
@@ -641,7 +651,7 @@ def _sched(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield "no steps of the last rate within those of the decay: 0", None
 
 
-def _normalization(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_normalization(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     word = str(value).lower()
     if word not in ("layernorm", "rmsnorm", "layernorm1p"):
         yield "LayerNorm or RMSNorm", None
@@ -651,7 +661,7 @@ def _normalization(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield "apply_layernorm_1p", True
 
 
-def _groups(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_groups(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of ``num_query_groups``, which needs no switch in a configuration."""
     if value is None:
         return
@@ -662,7 +672,7 @@ def _groups(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield "a whole number", None
 
 
-def _optim(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_optimizer(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of ``name`` of NeMo's ``optim``: its optimizers are forms of Adam's."""
     if ".optim" in path or path.startswith("optim"):
         word = str(value).lower()
@@ -670,13 +680,13 @@ def _optim(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield ("optimizer", known) if known else ("a known one: distributed_fused_adam", None)
 
 
-def _tokenizer_type(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_tokenizer(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of ``type`` of NeMo's ``tokenizer``, which is a name or a folder."""
     if isinstance(value, str) and "tokenizer" in path:
         yield "tokenizer_model", value
 
 
-def _rope_scaling(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_rope_scaling(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of ``scale_factor`` and the like of Megatron-Bridge's Llama 3.1."""
     if _is_number(value):
         yield "use_rope_scaling", True
@@ -685,16 +695,16 @@ def _rope_scaling(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield "a number", None
 
 
-def _blend(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_blend(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Of Megatron-Bridge's ``blend``: files, and weights where there are any."""
-    words = _blended(value)
+    words = _join_blend(value)
     if words:
         yield "data_path", words
     elif value:
         yield "a list of files, and one of weights", None
 
 
-def _blend_per_split(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _read_blends(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     names = ("train_data_path", "valid_data_path", "test_data_path")
     if not value:
         return
@@ -702,13 +712,13 @@ def _blend_per_split(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield "a blend for training, validation and test", None
         return
     for name, one in zip(names, value, strict=False):
-        if words := _blended(one):
+        if words := _join_blend(one):
             yield name, words
         elif one:
             yield "a list of files, and one of weights", None
 
 
-def _blended(value: Any) -> tuple[str, ...]:
+def _join_blend(value: Any) -> tuple[str, ...]:
     """A blend as a command line has it; (): it is none."""
     if not isinstance(value, list) or not value:
         return ()
@@ -724,19 +734,19 @@ def _blended(value: Any) -> tuple[str, ...]:
 
 
 _SPECIAL = {
-    "blend": _blend,
-    "blend_per_split": _blend_per_split,
-    "activation_func": _activation,
-    "activation": _activation,
-    "betas": _moments,
-    "sched": _sched,
-    "precision": _precision,
-    "mixed_precision": _precision,
-    "normalization": _normalization,
-    "num_query_groups": _groups,
-    "name": _optim,
-    "type": _tokenizer_type,
-    "scale_factor": _rope_scaling,
+    "blend": _read_blend,
+    "blend_per_split": _read_blends,
+    "activation_func": _read_activation,
+    "activation": _read_activation,
+    "betas": _read_moments,
+    "sched": _read_schedule,
+    "precision": _read_precision,
+    "mixed_precision": _read_precision,
+    "normalization": _read_normalization,
+    "num_query_groups": _read_groups,
+    "name": _read_optimizer,
+    "type": _read_tokenizer,
+    "scale_factor": _read_rope_scaling,
     "devices": lambda path, value: [("devices", value)],
     "num_nodes": lambda path, value: [("num_nodes", value)],
 }

@@ -1,28 +1,36 @@
-"""The steps that Megatron-LM's arguments describe: mesh, batches, rates, optimizer, precision."""
+"""The training that Megatron-LM's arguments describe: mesh, batches, optimizer, precision, data."""
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from functron.apps.megatron.architecture import FamilyName, read_vocabulary
+from functron.apps.megatron.arguments import Reading
+from functron.apps.megatron.launches import is_open
 from functron.core.errors import Problem
-from functron.data.order import parse_ramp_up
+from functron.data.sampling import parse_ramp_up
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import MuonConfig
 from functron.optim.loss_scaling import LossScale
 from functron.spmd import Mesh
-from functron.training.config import TrainConfig, configure, with_precision
-from functron.training.megatron import Reading
-from functron.training.megatron_model import FamilyName
+from functron.training.config import TrainConfig, configure, read_yaml, with_precision
 from functron.training.watchdog import WatchdogConfig
 
+NONE = ("none", "None", "null", "")
+"""Values that stand for nothing."""
 
-def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[str, Any]]:
-    """The mesh, and the settings of `TrainConfig` that say what its steps are.
+
+def read_step_settings(
+    reading: Reading, family: FamilyName, ranks: int
+) -> tuple[Mesh, dict[str, Any]]:
+    """The mesh, and the settings of `TrainConfig` for the training step.
 
     Args:
         reading: the line; what becomes of its arguments is noted there.
@@ -30,11 +38,11 @@ def step_settings(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mes
         ranks: processes; 0: as few as the sizes allow.
     """
     mesh, settings = _mesh(reading, family, ranks)
-    return mesh, settings | update_settings(reading, family, mesh) | _memory(reading)
+    return mesh, settings | read_update_settings(reading, family, mesh) | _memory(reading)
 
 
-def update_settings(reading: Reading, family: FamilyName, mesh: Mesh) -> dict[str, Any]:
-    """The settings that say what updates are, on whatever mesh: batches, rates, optimizer."""
+def read_update_settings(reading: Reading, family: FamilyName, mesh: Mesh) -> dict[str, Any]:
+    """The settings of the updates, which no mesh changes: batches, learning rate, optimizer."""
     settings = {"seq": _seq(reading, family)} | _batches(reading, mesh)
     return settings | _rate(reading, settings) | {"optimizer": _optimizer(reading)}
 
@@ -54,7 +62,7 @@ def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[
         for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
             if sizes[axis] > 1:
                 why = f"this model has no {axis} here: its ranks are left out"
-                reading.say("not supported", why, name)
+                reading.explain("not supported", why, name)
                 ranks //= sizes[axis]
                 sizes[axis] = 1
     model = math.prod(sizes.values())
@@ -72,9 +80,9 @@ def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[
     settings |= {"mesh": str(mesh)} | context | _pipeline(reading, sizes["pp"])
     split = reading.take("sequence_parallel", "sequence_parallel") and sizes["tp"] > 1
     if not split:
-        reading.say("not needed", "there is one rank of tp", "sequence_parallel")
+        reading.explain("not needed", "there is one rank of tp", "sequence_parallel")
     settings["sequence_parallel"] = bool(split)
-    reading.say(
+    reading.explain(
         "not needed", "--mesh is the order of ranks, dp before pp there", "use_tp_pp_dp_mapping"
     )
     return mesh, settings | _zero(reading, mesh)
@@ -88,7 +96,7 @@ def _expert_axes(
     own = reading.take("expert_tensor_parallel_size", "expert_axes")
     tp, cp = sizes["tp"], sizes["cp"]
     if not reading("num_experts"):
-        reading.unused("expert_tensor_parallel_size")
+        reading.ignore("expert_tensor_parallel_size")
         if whole > 1:
             reading.refuse("expert_model_parallel_size", "1 for a model without experts")
         return 1, {}
@@ -107,16 +115,14 @@ def _expert_axes(
         if whole % inner == 0 and data % (whole // inner) == 0 and (len(axes) == 1 or cp > 1):
             if folded > 1:
                 why = "tokens are divided over tp for it: --sequence-parallel"
-                reading.taken("expert_axes", "expert_tensor_parallel_size", why=why)
+                reading.note("expert_axes", "expert_tensor_parallel_size", why=why)
             return whole // inner, {"expert_axes": ",".join(names)} if len(names) > 1 else {}
     most = data * folded * cp
     got = f"{whole} of {data} data-parallel ranks, tp={tp}, cp={cp}, expert tp={own}"
     fitting = whole // math.gcd(whole, most) * data * tp * cp * sizes["pp"]
     fix = f"--processes {fitting}, or another size"
     wanted = "ranks that experts can be divided over"
-    reading.problems.append(
-        Problem(reading.spelled("expert_model_parallel_size"), got, wanted, fix)
-    )
+    reading.problems.append(Problem(reading.spell("expert_model_parallel_size"), got, wanted, fix))
     return 1, {}
 
 
@@ -125,7 +131,7 @@ def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int
     kinds = set(reading.take("cp_comm_type", "context") or ("p2p",))
     levels = reading.take("hierarchical_context_parallel_sizes", "mesh") or ()
     if size == 1:
-        reading.unused("cp_comm_type", "hierarchical_context_parallel_sizes")
+        reading.ignore("cp_comm_type", "hierarchical_context_parallel_sizes")
         return {}, {}
     if len(kinds) > 1:
         reading.refuse("cp_comm_type", "one for all layers")
@@ -134,10 +140,10 @@ def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int
         if len(levels) != 2 or math.prod(levels) != size:
             reading.refuse("hierarchical_context_parallel_sizes", f"two numbers of product {size}")
             return {}, {}
-        reading.taken("mesh", "cp_comm_type", why="ulysses exchanges heads")
+        reading.note("mesh", "cp_comm_type", why="ulysses exchanges heads")
         return {}, {"cp": levels[1], "ulysses": levels[0]}
     if kind == "a2a":
-        reading.taken("mesh", "cp_comm_type", why="ulysses exchanges heads")
+        reading.note("mesh", "cp_comm_type", why="ulysses exchanges heads")
         return {}, {"ulysses": size}
     if kind not in ("p2p", "allgather", "all_gather"):
         reading.refuse("cp_comm_type", "p2p, allgather, a2a or a2a+p2p")
@@ -145,20 +151,20 @@ def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int
 
 
 def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
-    """Schedule and layout."""
+    """The pipeline schedule, and which layers each stage has."""
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     counts = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     text = reading.take("pipeline_model_parallel_layout", "layout")
     names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     names = (*names, "virtual_pipeline_model_parallel_size")
-    reading.taken("chunks", *names)
-    reading.taken("layout", *ends, *counts)
+    reading.note("chunks", *names)
+    reading.note("layout", *ends, *counts)
     group = "microbatch_group_size_per_vp_stage"
-    reading.say(
+    reading.explain(
         "not needed", "the interleaved schedule takes groups of the pipeline's ranks", group
     )
     if stages == 1:
-        reading.unused(*names, *ends, *counts, "pipeline_model_parallel_layout", group)
+        reading.ignore(*names, *ends, *counts, "pipeline_model_parallel_layout", group)
         return {}
     if reading(group) not in (None, stages):
         reading.refuse(group, f"{stages}, the ranks of the pipeline: groups of the schedule")
@@ -167,13 +173,13 @@ def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
     first, last = (reading(name) for name in ends)
     if text is not None:
         text = text.strip("\"'")
-        chunks = max(_stages_of(text) // stages, 1)
-        return _interleaved(chunks) | {"layout": text}
+        chunks = max(_count_stages(text) // stages, 1)
+        return _set_interleaved(chunks) | {"layout": text}
     total = layers + sum(extra)
     chunks = reading(names[1]) or reading(names[2]) or 1
     if per := reading(names[0]):
         chunks = max(total // stages // per, 1)
-    settings = _interleaved(chunks)
+    settings = _set_interleaved(chunks)
     if first or last:
         both = (("first", first), ("last", last))
         return settings | {"layout": ",".join(f"{k}={n}" for k, n in both if n)}
@@ -189,15 +195,15 @@ def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
         got = f"{total} layers in {stages * chunks} stages"
         fix = "--with decoder-last-pipeline-num-layers=N, or another number of stages"
         wanted = f"a multiple of {stages * chunks}"
-        reading.problems.append(Problem(reading.spelled("num_layers"), got, wanted, fix))
+        reading.problems.append(Problem(reading.spell("num_layers"), got, wanted, fix))
     return settings
 
 
-def _interleaved(chunks: int) -> dict[str, Any]:
+def _set_interleaved(chunks: int) -> dict[str, Any]:
     return {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {}
 
 
-def _stages_of(text: str) -> int:
+def _count_stages(text: str) -> int:
     """The stages of a layout, whose repetitions are written out."""
     for _ in range(20):
         grown = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), text)
@@ -214,7 +220,7 @@ _STRATEGIES: Mapping[str, int] = MappingProxyType(
 
 
 def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
-    """The state that data-parallel ranks divide."""
+    """The ZeRO stage, and how gradients are reduced."""
     fsdp = reading.take("use_megatron_fsdp", "zero")
     strategy = reading.take("data_parallel_sharding_strategy", "zero")
     torchs = reading.take("use_torch_fsdp2", "zero")
@@ -226,14 +232,14 @@ def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
             reading.refuse("data_parallel_sharding_strategy", f"one of {', '.join(_STRATEGIES)}")
             level = 0
     else:
-        reading.unused("data_parallel_sharding_strategy")
+        reading.ignore("data_parallel_sharding_strategy")
     level = 3 if torchs else level
     if not torchs:
-        reading.unused("torch_fsdp2_reshard_after_forward")
+        reading.ignore("torch_fsdp2_reshard_after_forward")
     copies = math.prod(mesh[axis] for axis in ("dp", "ep", "cp", "ulysses"))
     if (mesh["dp"] if level == 3 else copies) == 1:
         names = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
-        reading.say("not needed", "there is one data-parallel rank", *names)
+        reading.explain("not needed", "there is one data-parallel rank", *names)
         return {}
     found: dict[str, Any] = {"zero": level}
     return found | ({"gather": "keep"} if torchs and not kept else {})
@@ -244,11 +250,11 @@ def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
 
 def _seq(reading: Reading, family: FamilyName) -> int:
     name = "seq_length" if reading("seq_length") else "encoder_seq_length"
-    reading.unused("encoder_seq_length", "decoder_seq_length")
+    reading.ignore("encoder_seq_length", "decoder_seq_length")
     value = reading.take(name, "seq")
     if family == "t5":
         why = "targets are as long as what --mask-rate takes out of a sample"
-        reading.say("not needed", why, "decoder_seq_length")
+        reading.explain("not needed", why, "decoder_seq_length")
     if not value or value < 1:
         reading.refuse("seq_length", "a number of at least 1", "--with seq-length=N")
         return 1
@@ -282,7 +288,7 @@ def _batches(reading: Reading, mesh: Mesh) -> dict[str, Any]:
 def _ramp(
     reading: Reading, numbers: Sequence[int], batch: int, ranks: int, parts: int
 ) -> dict[str, Any]:
-    """A growing batch: ours has as many microbatches throughout, of more and more samples."""
+    """A batch that grows: here its microbatches grow, there their number does."""
     start, increment, _ = numbers
     most = math.gcd(start, increment, batch) // ranks
     fitting = max((n for n in range(1, most + 1) if most % n == 0 and parts % n == 0), default=1)
@@ -292,8 +298,8 @@ def _ramp(
     if fitting < parts:
         why = f"microbatches stay {fitting} and grow to {batch // ranks // fitting} samples; "
         why += f"without the ramp they are {parts}"
-        reading.taken("microbatches", "micro_batch_size", why=why)
-    reading.taken("ramp_up", "rampup_batch_size")
+        reading.note("microbatches", "micro_batch_size", why=why)
+    reading.note("ramp_up", "rampup_batch_size")
     return {"ramp_up": " ".join(map(str, numbers)), "microbatches": fitting}
 
 
@@ -303,15 +309,15 @@ def _steps(reading: Reading, found: Mapping[str, Any], batch: int) -> int:
     if steps and samples:
         reading.refuse("train_samples", "one of it and --train-iters", "leave one out")
     if not steps and samples:
-        steps = _step_of(found, batch, samples)
+        steps = _find_step(found, batch, samples)
     if not steps or steps < 1:
         reading.refuse("train_iters", "a number of at least 1", "--with train-iters=N")
         return 1
     return steps
 
 
-def _step_of(found: Mapping[str, Any], batch: int, samples: int) -> int:
-    """How many whole steps so many samples are."""
+def _find_step(found: Mapping[str, Any], batch: int, samples: int) -> int:
+    """The number of steps after which `samples` samples were taken."""
     try:
         ramp = parse_ramp_up(found.get("ramp_up", ""), batch)
     except ValueError:
@@ -331,7 +337,7 @@ WSD: Mapping[str, str] = MappingProxyType({
 
 
 def _rate(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The schedule of the learning rate, and what its counts are."""
+    """The schedule of the learning rate, and whether it counts steps or samples."""
     batch = settings["global_batch"]
 
     counted = _counts_samples(reading, settings)
@@ -367,12 +373,12 @@ def _rate(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
     shape = reading.take("lr_wsd_decay_style", "learning_rate.decay")
     if style != "WSD":
         names = ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
-        reading.unused(*names)
+        reading.ignore(*names)
         if style == "constant":
-            reading.say("not needed", "a constant rate has no end", "min_lr")
+            reading.explain("not needed", "a constant rate has no end", "min_lr")
         if style == "inverse-square-root" and not warmup:
             why = "without a warm-up Megatron-LM divides by the root of samples, ours of steps"
-            reading.taken("learning_rate.name", "lr_decay_style", why=why)
+            reading.note("learning_rate.name", "lr_decay_style", why=why)
         return {"learning_rate": ScheduleConfig(**found), "rate_unit": unit}
     if not length or shape not in WSD:
         fix = "--with lr-wsd-decay-iters=N"
@@ -402,7 +408,7 @@ _SCALE_MODES = MappingProxyType({("spectral", 0.2): "adamw", ("shape_scaling", 1
 
 
 def _optimizer(reading: Reading) -> OptimizerConfig:
-    """The optimizer, without what follows of the precision."""
+    """The optimizer, without the dtypes that the precision sets."""
     kind = reading.take("optimizer", "optimizer.name", "AdamW: its decay is decoupled")
     names = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
     if kind not in names:
@@ -416,25 +422,25 @@ def _optimizer(reading: Reading) -> OptimizerConfig:
     for theirs, ours in pairs.items():
         found[ours] = reading.take(theirs, f"optimizer.{ours}")
     if kind == "sgd":
-        reading.unused("adam_beta1", "adam_beta2", "adam_eps")
+        reading.ignore("adam_beta1", "adam_beta2", "adam_eps")
         if reading("weight_decay"):
-            reading.say("not supported", "sgd has no weight decay", "weight_decay")
+            reading.explain("not supported", "sgd has no weight decay", "weight_decay")
     else:
-        reading.unused("sgd_momentum")
+        reading.ignore("sgd_momentum")
         found["momentum"] = OptimizerConfig.momentum
     found |= _increase(reading) | _muon(reading, name) | _decoupled(reading)
     found["offload"] = reading.take("optimizer_cpu_offload", "optimizer.offload")
     why = "all of the state lies in host memory"
-    reading.say("not needed", why, "optimizer_offload_fraction")
+    reading.explain("not needed", why, "optimizer_offload_fraction")
     return OptimizerConfig(**found)
 
 
 def _increase(reading: Reading) -> dict[str, Any]:
-    """A weight decay that changes."""
+    """A weight decay that grows over the run."""
     style = reading.take("weight_decay_incr_style", "optimizer.weight_decay_incr_style")
     ends = ("start_weight_decay", "end_weight_decay")
     if style == "constant":
-        reading.unused(*ends)
+        reading.ignore(*ends)
         return {}
     values = [reading.take(name, f"optimizer.{name}") for name in ends]
     if None in values:
@@ -443,7 +449,7 @@ def _increase(reading: Reading) -> dict[str, Any]:
     total = reading("lr_decay_iters") or reading("lr_decay_samples")
     if total not in (None, reading("train_iters"), reading("train_samples")):
         why = "ours changes until the learning rate's end, Megatron-LM's until that of training"
-        reading.taken("optimizer.weight_decay_incr_style", "weight_decay_incr_style", why=why)
+        reading.note("optimizer.weight_decay_incr_style", "weight_decay_incr_style", why=why)
     return {"weight_decay_incr_style": style, **dict(zip(ends, values, strict=True))}
 
 
@@ -451,7 +457,7 @@ def _muon(reading: Reading, name: str) -> dict[str, Any]:
     """Options of Muon."""
     names = ("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode")
     if name != "muon":
-        reading.unused(*names, "muon_extra_scale_factor", "muon_tp_mode")
+        reading.ignore(*names, "muon_extra_scale_factor", "muon_tp_mode")
         return {}
     fields = ("momentum", "nesterov", "steps", "scale")
     values = [
@@ -467,30 +473,30 @@ def _muon(reading: Reading, name: str) -> dict[str, Any]:
     mode = reading.take("muon_tp_mode", "optimizer.muon.distributed")
     if mode == "blockwise" and reading("tensor_model_parallel_size") > 1:
         why = "matrices are orthogonalised whole, not by the blocks of tp"
-        reading.say("not supported", why, "muon_tp_mode")
+        reading.explain("not supported", why, "muon_tp_mode")
     own: dict[str, Any] = dict(zip(fields, [*values[:3], scale or "adamw"], strict=True))
     return {"muon": MuonConfig(**own, distributed=mode == "distributed")}
 
 
 def _decoupled(reading: Reading) -> dict[str, Any]:
-    """A learning rate of embedding and output of their own."""
+    """A separate learning rate for the embedding and the output layer."""
     own = reading.take("decoupled_lr", "optimizer.groups")
     end, peak = reading.take("decoupled_min_lr", "optimizer.groups"), reading("lr")
     if own is None or not peak:
-        reading.unused("decoupled_lr", "decoupled_min_lr")
+        reading.ignore("decoupled_lr", "decoupled_min_lr")
         return {}
     ratio = own / peak
     last = (end or 0.0) / reading("min_lr") if reading("min_lr") else ratio
     if not math.isclose(last, ratio, rel_tol=1e-3):
         why = f"ours is {ratio:.4g} times the rate throughout, at the end too"
-        reading.say("not supported", why, "decoupled_min_lr")
+        reading.explain("not supported", why, "decoupled_min_lr")
     both = ["embed"] if not reading("untie_embeddings_and_output_weights") else ["embed", "unembed"]
     return {"groups": "; ".join(f"{name} lr={ratio:.6g}" for name in both)}
 
 
-def recast(reading: Reading, config: TrainConfig) -> TrainConfig:
+def apply_precision(reading: Reading, config: TrainConfig) -> TrainConfig:
     """`config` in the precision of the line."""
-    reading.taken("precision", "fp16", "bf16", "params_dtype")
+    reading.note("precision", "fp16", "bf16", "params_dtype")
     name = "fp16" if reading("fp16") else "bf16" if reading("bf16") else "float32"
     if reading("fp16") and reading("bf16"):
         reading.refuse("fp16", "one of it and --bf16", "leave one out")
@@ -503,7 +509,7 @@ def recast(reading: Reading, config: TrainConfig) -> TrainConfig:
     gathers = [n for n in ("fp8_param_gather", "fp4_param_gather") if reading.take(n, "gather_as")]
     if gathers and made.parallelism.zero == 3 and made.precision.products:
         return configure(made, gather_as="quantised")
-    reading.say("not needed", "parameters are gathered where --zero is 3", *gathers)
+    reading.explain("not needed", "parameters are gathered where --zero is 3", *gathers)
     return made
 
 
@@ -514,16 +520,16 @@ _RECIPES: Mapping[str, str] = MappingProxyType({
 
 
 def _products(reading: Reading, name: str) -> tuple[str, str]:
-    """The precision with quantised products, and its recipe where the name has another."""
+    """The precision with quantised matmuls, and its recipe where it is not that of the name."""
     four = reading.take("fp4", "precision")
     eight = None if four else reading.take("fp8", "precision")
     ends = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     details = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad")
     if not four and not eight:
-        reading.unused("fp8", "fp8_recipe", "fp4_recipe", *ends, *details)
+        reading.ignore("fp8", "fp8_recipe", "fp4_recipe", *ends, *details)
         return name, ""
     kind = reading.take("fp4_recipe" if four else "fp8_recipe", "precision")
-    reading.unused("fp8_recipe" if four else "fp4_recipe")
+    reading.ignore("fp8_recipe" if four else "fp4_recipe")
     known: Mapping[str, str] = {"nvfp4": "nvfp4"} if four else _RECIPES
     if kind not in known:
         reading.refuse("fp4_recipe" if four else "fp8_recipe", f"one of {', '.join(known)}")
@@ -534,35 +540,35 @@ def _products(reading: Reading, name: str) -> tuple[str, str]:
     own = {"delayed": "hybrid", "tensorwise": "hybrid"}.get(kind, "e4m3")
     if eight and eight != own:
         why = f"{recipe} is {own}: write the formats out, --products 'fprop=...'"
-        reading.say("not supported", why, "fp8")
+        reading.explain("not supported", why, "fp8")
     if not reading.take("fp8_wgrad", "products"):
         words.append("wgrad=high")
     why = "scales are of the largest magnitude of 256 steps"
     for detail in details[:2]:
-        reading.say("not needed", "scales are those of this step", detail)
+        reading.explain("not needed", "scales are those of this step", detail)
         if kind == "delayed":
-            reading.say("not supported", why, detail)
+            reading.explain("not supported", why, detail)
     if reading.take(ends[0], "products"):
         first, last = (reading.take(n, "products") for n in ends[1:])
         words += [f"first={first}", f"last={last}"]
     else:
-        reading.unused(*ends[1:])
+        reading.ignore(*ends[1:])
         words += ["last=0"] if four else []
     return recipe, " ".join([recipe, *words]) if words else ""
 
 
 def _scale(reading: Reading, name: str) -> dict[str, Any]:
-    """The factor of the loss."""
+    """The loss scale."""
     pairs = {"initial_loss_scale": "initial", "loss_scale_window": "growth_interval",
              "hysteresis": "hysteresis", "min_loss_scale": "minimum"}  # fmt: skip
     fixed = reading.take("loss_scale", "optimizer.loss_scale.initial")
     values = {o: reading.take(t, f"optimizer.loss_scale.{o}") for t, o in pairs.items()}
     if name != "fp16":
-        reading.unused("loss_scale", *pairs)
+        reading.ignore("loss_scale", *pairs)
         return {}
     values["growth_interval"] = int(values["growth_interval"])
     if fixed:
-        reading.unused("initial_loss_scale", "loss_scale_window")
+        reading.ignore("initial_loss_scale", "loss_scale_window")
         values |= {"initial": fixed, "growth_interval": 0, "minimum": fixed}
     return {"loss_scale": LossScale(**values)}
 
@@ -571,7 +577,7 @@ def _sums(reading: Reading, name: str) -> dict[str, Any]:
     """The dtypes that gradients are summed in."""
     low = reading.take("grad_reduce_in_bf16", "optimizer.grad_dtype")
     why = "gradients are summed in float32"
-    reading.say("same", why, "accumulate_allreduce_grads_in_fp32")
+    reading.explain("same", why, "accumulate_allreduce_grads_in_fp32")
     main = _dtype(reading, "main_grads_dtype", "optimizer.grad_dtype")
     if name == "float32":
         return {}
@@ -585,7 +591,7 @@ def _moments(reading: Reading, name: str) -> dict[str, Any]:
     aware = reading.take("use_precision_aware_optimizer", "optimizer.mu_dtype")
     names = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "store_param_remainders")
     if not aware:
-        reading.unused(*names)
+        reading.ignore(*names)
         return {}
     found: dict[str, Any] = {}
     for theirs, ours in zip(names, ("mu_dtype", "nu_dtype"), strict=False):
@@ -606,14 +612,16 @@ def _dtype(reading: Reading, name: str, setting: str) -> str:
 
 
 def _memory(reading: Reading) -> dict[str, Any]:
-    """The policy of recomputation, and how steps run."""
+    """Activation checkpointing, determinism, CUDA graphs, and timeouts."""
     kind = reading.take("recompute_granularity", "remat")
     if reading.take("recompute_activations", "remat"):
         kind = kind or "selective"
     if reading.take("checkpoint_activations", "remat"):
         kind = "full"
     why = "memory alone: every block is computed again, or its core of attention"
-    reading.say("not needed", why, "recompute_method", "recompute_num_layers", "recompute_modules")
+    reading.explain(
+        "not needed", why, "recompute_method", "recompute_num_layers", "recompute_modules"
+    )
     if kind not in (None, "none", "full", "selective"):
         reading.refuse("recompute_granularity", "full or selective")
     found: dict[str, Any] = {"remat": kind or "none"}
@@ -622,9 +630,206 @@ def _memory(reading: Reading) -> dict[str, Any]:
     if any((*graphs, reading("external_cuda_graph"))):
         found |= {"compile": True, "cuda_graph": True, "device": "cuda"}
     names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-    reading.taken("cuda_graph", *names, why="of a compiled step")
+    reading.note("cuda_graph", *names, why="of a compiled step")
     minutes = reading.take("distributed_timeout_minutes", "timeout_seconds")
     if reading.has("distributed_timeout_minutes"):
         found["timeout_seconds"] = 60.0 * minutes
         found["hang_after"] = min(WatchdogConfig.hang_after, 30.0 * minutes)
     return found
+
+
+# --- data
+
+DATA_ARGUMENTS = (
+    "data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "mock_data",
+    "valid_data_path", "test_data_path", "split", "dataloader_type", "data_cache_path",
+    "mid_level_dataset_surplus", "add_extra_token_to_sequence", "reset_position_ids",
+    "reset_attention_mask", "eod_mask_loss", "train_samples", "train_iters",
+)  # fmt: skip
+"""The arguments that `read_data_settings` reads, of a model that predicts the next token."""
+
+
+def read_data_settings(reading: Reading, family: FamilyName, batch: int) -> dict[str, Any]:
+    """The settings of `TrainConfig` for the data: files, split, tokenizer and order of samples.
+
+    Args:
+        reading: the line; what becomes of its arguments is noted there.
+        family: what it trains.
+        batch: samples of a step, in the end.
+    """
+    found: dict[str, Any] = _documents(reading)
+    why = "of a BERT's samples: they have all --seq tokens"
+    reading.explain("not supported" if family == "bert" else "not needed", why, "short_seq_prob")
+    rate = reading.take("mask_prob", "mask_rate")
+    found |= {"mask_rate": rate} if family in ("bert", "t5") else {}
+    if family == "gpt":
+        reading.ignore("mask_prob")
+    found |= _special_tokens(reading, family)
+    names = ("train_data_path", "valid_data_path", "test_data_path")
+    blend = _paths_of(reading, "data_path", "data_args_path")
+    train = _paths_of(reading, "train_data_path", "per_split_data_args_path")
+    reading.explain("not supported", "functron evaluate RUN --data PREFIX, afterwards", names[2])
+    if not reading.has(names[2]):
+        reading.ignore(names[2])
+    split = reading.take("split", "split")
+    mock = reading("mock_data")
+    if mock:
+        reading.note("format", "mock_data")
+    else:
+        reading.ignore("mock_data")
+    if sum(map(bool, (blend, train, mock))) > 1:
+        reading.refuse("data_path", "one of --data-path, --train-data-path and --mock-data")
+    text = "" if split is None else ",".join(re.findall(r"[\d.]+", split))
+    if split is None and (blend or mock):
+        text = "969,30,1"  # Megatron-LM's own
+        reading.note("split", "split")
+    if not (mock or blend or train):
+        fix = "--with data-path=PREFIX, or mock-data for random tokens"
+        reading.refuse("data_path", "files of tokens", fix)
+    if mock or not (blend or train):
+        found |= _order(reading, "", batch)
+        return found | _tokens(reading, True) | {"format": "mock", "split": text or "969,30,1"}
+    found |= {"data": blend or train, "format": "tokens", "split": text if blend else ""}
+    found |= _order(reading, found["data"] if family in ("gpt", "mamba") else "", batch)
+    if train:
+        reading.ignore("split")
+    return found | _tokens(reading, False)
+
+
+def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
+    """The order of samples: Megatron-LM's, or the arithmetic one where `data` is empty."""
+    names = ("data_cache_path", "mid_level_dataset_surplus", "add_extra_token_to_sequence")
+    reading.ignore(*names)
+    kind = reading.take("dataloader_type", "order")
+    if kind not in (None, "single"):
+        why = "samples come in one shuffled order, and again in another for the next epoch"
+        reading.explain("not supported", why, "dataloader_type")
+        return {}
+    reading.explain("same", "samples come in one shuffled order", "dataloader_type")
+    samples = reading("train_samples") or (reading("train_iters") or 0) * batch
+    if not data or samples < 1:  # no number of steps is said elsewhere
+        return {}
+    found: dict[str, Any] = {"order": "megatron", "order_samples": samples}
+    why = f"order = megatron, of {samples} samples: the same ones in every step"
+    for name in ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path"):
+        if reading.has(name) and reading.fates.get(name, ("",))[0] == "taken":
+            reading.note("data", name, why=why)
+    cache = reading("data_cache_path")
+    if cache and cache not in NONE and not is_open(cache):
+        found["order_cache"] = reading.take("data_cache_path", "order_cache")
+    if len(data.split()) > 1:
+        found["blend_surplus"] = reading.take("mid_level_dataset_surplus", "blend_surplus")
+    found["extra_token"] = reading.take("add_extra_token_to_sequence", "extra_token")
+    return found
+
+
+def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
+    """The ids of BERT's [MASK] and of T5's end token in Megatron-LM's tokenizers."""
+    kind = reading("tokenizer_type") or "BertWordPieceLowerCase"
+    words = kind.startswith("BertWordPiece")
+    if family == "bert" and words:
+        return {"mask_token": 103}  # in both published vocabularies
+    if family != "t5" or not (words or kind.startswith("Null")):
+        return {}
+    size, _ = read_vocabulary(reading, family)
+    # [BOS], [EOS] and the sentinels follow the words
+    return {"end_token": size - (reading("vocab_extra_ids") if words else 0) - 1}
+
+
+def _documents(reading: Reading) -> dict[str, Any]:
+    """Whether attention crosses the boundaries of documents."""
+    names = ("reset_position_ids", "reset_attention_mask")
+    both = [reading.take(name, "mask_documents") for name in names]
+    unlearnt = reading.take("eod_mask_loss", "mask_documents")
+    if any(both) and not all(both):
+        name = names[both.index(True)]
+        other = reading.spell(names[both.index(False)])
+        reading.refuse(name, f"{other} with it", "documents see themselves alone, or all that came")
+    if all(both) and not unlearnt:
+        why = "a document's last token predicts nothing, as with --eod-mask-loss"
+        reading.note("mask_documents", *names, why=why)
+    if unlearnt and not all(both):
+        why = "the end of a document is a target like others, where documents are not kept apart"
+        reading.explain("not supported", why, "eod_mask_loss")
+    return {"mask_documents": True} if all(both) else {}
+
+
+def _paths_of(reading: Reading, name: str, file: str) -> str:
+    """The files of a blend and their weights, as the setting `data` has them; "" without any."""
+    reading.ignore(file)
+    words = list(reading.take(name, "data") or ())
+    path = reading(file)
+    if not words and path and not is_open(path):
+        reading.note("data", file)
+        words = _read_list(reading, file, path, name)
+    words = [word.strip("\"'") for word in words]
+    words = [piece for word in words for piece in word.split()]
+    if len(words) < 2 or any(map(is_open, words)):
+        return " ".join(words)
+    if len(words) % 2 == 0 and all(map(is_weight, words[::2])):
+        return " ".join(map(shlex.quote, words))
+    return " ".join(f"all {shlex.quote(word)}" for word in words)
+
+
+def _read_list(reading: Reading, file: str, path: str, name: str) -> list[str]:
+    """The words of a file that lists data."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if file.startswith("per_split"):
+            key = name.partition("_")[0]
+            found = read_yaml(Path(path)).get(key) or []
+            return [str(word) for word in (found if isinstance(found, list) else [found])]
+        return text.split()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        reading.refuse(file, f"a readable list of data ({reason})")
+        return []
+
+
+def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
+    """The tokenizer: a run on tokenised data uses it only to show text."""
+    why = "tokens on disk are made already; --tokenizer FOLDER shows samples as text"
+    for name in ("tokenizer_type", "tokenizer_model", "tiktoken_pattern"):
+        if reading.fates.get(name, ("",))[0] != "taken":  # of which the vocabulary is known
+            reading.explain("not needed", why, name)
+    path = reading("tokenizer_model")
+    if mock or not path or is_open(path) or not Path(path).exists():
+        return {}
+    reading.note("tokenizer", "tokenizer_model")
+    return {"tokenizer": path}
+
+
+def read_evaluation_settings(
+    reading: Reading, settings: Mapping[str, Any], family: FamilyName
+) -> dict[str, Any]:
+    """When, and on which held-out data, the run is evaluated."""
+    every = reading.take("eval_interval", "eval_every") or 0
+    batches = reading.take("eval_iters", "eval_batches")
+    whole = reading.take("full_validation", "eval_batches")
+    if whole and settings["format"] == "mock":
+        reading.explain("not needed", "random tokens have no end: --eval-iters", "full_validation")
+        whole = False
+    reading.explain("same", "every held-out set has a loss of its own", "multiple_validation_sets")
+    valid = [w for word in reading.take("valid_data_path", "eval_data") or () for w in word.split()]
+    weights = len(valid) > 1 and len(valid) % 2 == 0 and all(map(is_weight, valid[::2]))
+    if weights and len(valid) > 2:
+        why = "each of its files is a held-out set: a blend has no loss of its own"
+        reading.note("eval_data", "valid_data_path", why=why)
+    paths = valid[1::2] if weights else valid
+    names = [Path(path).name for path in paths]
+    names = names if len(set(names)) == len(names) else [f"valid-{n}" for n in range(len(names))]
+    names = [re.sub(r"[^\w.-]", "-", name) for name in names]
+    pairs = zip(names, map(shlex.quote, paths), strict=True)
+    named = " ".join(f"{name}={path}" for name, path in pairs)
+    shares = [float(x) for x in re.findall(r"\d+\.?\d*|\.\d+", settings.get("split", ""))]
+    some = bool(named) or (len(shares) > 1 and shares[1] > 0)
+    if every < 1 or not some or (not whole and (batches or 0) < 1):
+        why = "there is no held-out data"
+        reading.explain("not needed", why, "eval_interval", "eval_iters", "full_validation")
+        return {}
+    found: dict[str, Any] = {"eval_every": every, "eval_batches": 0 if whole else batches}
+    return found | ({"eval_data": named} if named else {})
+
+
+def is_weight(word: str) -> bool:
+    return word == "all" or re.fullmatch(r"[\d.]+(e-?\d+)?", word) is not None

@@ -51,10 +51,10 @@ import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.blend import PARTS, Blend
-from functron.data.documents import check_ids
 from functron.data.indexed import IndexedFile
-from functron.data.order import IGNORED, Samples
-from functron.data.windows import mark_documents
+from functron.data.mapped_files import check_ids
+from functron.data.sampling import IGNORED, SampleOrder, Samples
+from functron.data.token_datasets import mark_documents
 
 SURPLUS = 0.005
 """By how much more samples a blend's sources have than it takes: mid_level_dataset_surplus."""
@@ -77,7 +77,7 @@ class MegatronWindows(Samples):
         num_samples: how many the run takes at least, on which the order depends; None: one epoch,
             which then comes round in the same order (a validation set under ``--full-validation``).
         seed: of the shuffles, 0 to 2^32 - 1 (``--seed``).
-        sequences: those to use (see `sequence_parts`); None: all.
+        sequences: those to use (see `divide_sequences`); None: all.
         vocab_size: how many ids the model has; None: any.
         extra_token: as of `Windows`; False is ``add_extra_token_to_sequence=False``, whose last
             label Megatron-LM pads, without a loss.
@@ -118,7 +118,7 @@ class MegatronWindows(Samples):
         self._extra, self._drop_last, self._most = int(extra_token), drop_last, vocab_size
         self.mask_documents, self._cache, self.vocab_size = mask_documents, cache, vocab_size or 0
         self.num_tokens = 0
-        raise_problems(_CANNOT, [*self._problems(), *self._counted()])
+        raise_problems(_CANNOT, [*self._problems(), *self._count_tokens()])
         needed = self._extra + (num_samples or 0) * seq
         self.num_epochs = max(-(-needed // self.num_tokens), 1)
         per_epoch = self._count(1)
@@ -137,8 +137,8 @@ class MegatronWindows(Samples):
         if self._wanted is not None and self._wanted < 1:
             yield Problem("num_samples", str(self._wanted), "at least 1")
 
-    def _counted(self) -> Iterator[Problem]:
-        """Count the tokens of an epoch; what is wrong with the lengths of its sequences."""
+    def _count_tokens(self) -> Iterator[Problem]:
+        """Count the tokens of an epoch; yields the sequences whose lengths cannot be."""
         where, again = f"data {self._file.path}", "copy or write it again"
         for begin in range(self._sequences.start, self._sequences.stop, _SCANNED):
             some = np.arange(begin, min(begin + _SCANNED, self._sequences.stop))
@@ -180,9 +180,9 @@ class MegatronWindows(Samples):
         total = self.num_epochs * len(self._sequences)
         kinds = {"sequences": ("int32", (total,)), "samples": _samples_kind(self.num_ordered)}
         kinds["begins"] = ("int64", (-(-total // _TOGETHER) + 1,))
-        return _kept(self._cache, about, kinds, self._shuffled)
+        return _load_or_make(self._cache, about, kinds, self._shuffle)
 
-    def _shuffled(self) -> dict[str, np.ndarray]:
+    def _shuffle(self) -> dict[str, np.ndarray]:
         numbers = np.random.RandomState(self.seed)
         apart = self._num_first < self.num_ordered
         epochs = [self.num_epochs - 1, 1] if apart else [self.num_epochs]
@@ -331,7 +331,7 @@ class MegatronMixture:
         }
         shape = (-(-self.size // _BLOCK) + 1, len(self.weights))
         kinds = {"sources": ("int16", (self.size,)), "counts": ("int64", shape)}
-        found = _kept(self._cache, about, kinds, self._made)
+        found = _load_or_make(self._cache, about, kinds, self._made)
         totals = found["counts"][-1]
         raise_problems("the blend takes more of its sources than Megatron-LM gives them", [
             Problem(f"source {i}", f"{totals[i]} samples of it", f"at most {self._limits[i]}",
@@ -341,7 +341,7 @@ class MegatronMixture:
         return found
 
     def _made(self) -> dict[str, np.ndarray]:
-        sources = _largest_deficits(self.weights, self.size, self._spent)
+        sources = _choose_by_deficit(self.weights, self.size, self._spent)
         blocks = range(0, self.size, _BLOCK)
         rows = [np.bincount(sources[i : i + _BLOCK], minlength=len(self.weights)) for i in blocks]
         counts = np.cumsum([np.zeros(len(self.weights), np.int64), *rows], axis=0)
@@ -401,7 +401,7 @@ _STRETCH = 1 << 11
 _PASSES = 6
 
 
-def _largest_deficits(
+def _choose_by_deficit(
     weights: np.ndarray, size: int, limits: np.ndarray | None = None
 ) -> np.ndarray:
     """The source of each sample, int16 ``[size]``; with limits those that have given all drop out.
@@ -411,11 +411,11 @@ def _largest_deficits(
     """
     step = max(_STRETCH, math.isqrt(size))
     begins = np.arange(0, size, step)
-    starts = _near(weights, begins, limits)
+    starts = _guess_counts(weights, begins, limits)
     order, ends = np.empty((len(begins), step), np.int16), np.empty_like(starts)
     some, passes = np.arange(len(begins)), 0
     while some.size:
-        order[some], ends[some] = _one_by_one(weights, begins[some], starts[some], step, limits)
+        order[some], ends[some] = _choose_sources(weights, begins[some], starts[some], step, limits)
         some, passes = np.flatnonzero((starts[1:] != ends[:-1]).any(1)) + 1, passes + 1
         # where many are wrong again and again, one after another is faster
         some = some if passes < _PASSES else some[:1]
@@ -423,7 +423,7 @@ def _largest_deficits(
     return order.reshape(-1)[:size]
 
 
-def _near(weights: np.ndarray, totals: np.ndarray, limits: np.ndarray | None) -> np.ndarray:
+def _guess_counts(weights: np.ndarray, totals: np.ndarray, limits: np.ndarray | None) -> np.ndarray:
     """Counts near the sources' shares of so many samples: whole numbers as float64 ``[n, k]``."""
     shares = totals[:, None] * weights
     found = np.floor(shares)
@@ -433,7 +433,7 @@ def _near(weights: np.ndarray, totals: np.ndarray, limits: np.ndarray | None) ->
     return found if limits is None else np.minimum(found, limits)
 
 
-def _one_by_one(
+def _choose_sources(
     weights: np.ndarray,
     begins: np.ndarray,
     starts: np.ndarray,
@@ -454,7 +454,7 @@ def _one_by_one(
     return order.T, counts
 
 
-def sequence_parts(weights: str, num_sequences: int) -> dict[str, range]:
+def divide_sequences(weights: str, num_sequences: int) -> dict[str, range]:
     """Which sequences the parts of ``--split`` have: as Megatron-LM's, rounded in float64.
 
     Args:
@@ -483,7 +483,7 @@ def sequence_parts(weights: str, num_sequences: int) -> dict[str, range]:
     return {name: range(*pair) for name, share, pair in pairs if share}
 
 
-def megatron_samples(
+def make_samples(
     files: Sequence[IndexedFile],
     seq: int,
     num_samples: int | None,
@@ -510,7 +510,7 @@ def megatron_samples(
         weights: of the files, as they are written; None: as many of each as it has, at most
             `num_samples` in all.
         names: the user's, for the files; None: their numbers.
-        split: the weights of training, validation and test; see `sequence_parts`.
+        split: the weights of training, validation and test; see `divide_sequences`.
         part: of these.
         surplus: ``mid_level_dataset_surplus``.
         cache: as of `MegatronWindows`.
@@ -526,7 +526,7 @@ def megatron_samples(
 
     def windows(file: IndexedFile, count: int | None) -> MegatronWindows:
         count_all = file.num_sequences
-        parts = {part: range(count_all)} if not split else sequence_parts(split, count_all)
+        parts = {part: range(count_all)} if not split else divide_sequences(split, count_all)
         if not parts.get(part):
             got = f"{split or 'empty'}: none of {count_all} sequences of {file.path} for {part}"
             fix = "give it a larger weight in --split"
@@ -557,8 +557,8 @@ def megatron_samples(
     return Blend(sources, mixture, names)
 
 
-def num_ordered(samples: Samples) -> int:
-    """How many samples an order of `megatron_samples` has."""
+def count_samples(samples: Samples) -> int:
+    """How many samples an order of `make_samples` has."""
     if isinstance(samples, MegatronWindows):
         return samples.num_ordered
     assert isinstance(samples, Blend)
@@ -566,7 +566,12 @@ def num_ordered(samples: Samples) -> int:
     return samples.mixture.size
 
 
-def _kept(
+def make_order() -> SampleOrder:
+    """This order, for the setting ``order = "megatron"``."""
+    return SampleOrder(make_samples, count_samples, divide_sequences, _SEEDS)
+
+
+def _load_or_make(
     folder: Path | None,
     about: Mapping[str, Any],
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -590,7 +595,7 @@ def _kept(
         return make()
     mark = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
     files = {name: folder / f"{mark}.{name}.npy" for name in kinds}
-    found = {name: _mapped(files[name], *kind) for name, kind in kinds.items()}
+    found = {name: _map_table(files[name], *kind) for name, kind in kinds.items()}
     if all(table is not None for table in found.values()):
         return found  # type: ignore[return-value]  (none is None)
     made = make()
@@ -612,7 +617,7 @@ def _kept(
     return {name: np.load(file, mmap_mode="r") for name, file in files.items()}
 
 
-def _mapped(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
+def _map_table(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
     """The table in a file; None where it is not there, or not whole."""
     try:
         found = np.load(path, mmap_mode="r")
