@@ -1,6 +1,6 @@
-"""The cost of a training step before it runs: of a rank, of stages, its bubble; as text.
+"""The cost of a training step before it runs: FLOPs and memory by rank and stage, the bubble.
 
-Of a `RunSetup` on a simulated mesh; everything is counted in programs that are traced without data.
+Everything is counted in programs of a `RunSetup` that are traced without data.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from functron.training.setup import RunSetup
 
 @dataclass(frozen=True)
 class StageCost:
-    """The work of one rank for one microbatch at one stage.
+    """The cost of a microbatch at one stage, on one rank.
 
     Attributes:
         part: what the stage computes.
-        flops: of F, I and W, by the traced program.
-        held_bytes: of activations after F and after I, until W.
-        sent_bytes: of what it hands on.
+        flops: of the actions F, I and W.
+        held_bytes: activations held after F and after I, until W.
+        sent_bytes: activations sent to the next stage.
     """
 
     part: Part
@@ -47,12 +47,12 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """The memory of one rank of the pipeline.
+    """The memory of one pipeline rank.
 
     Attributes:
-        stages: its stages, by number.
-        state_bytes: of parameters, optimizer state and sums of gradients.
-        activation_bytes: of activations at their peak, by the table.
+        stages: numbers of its stages.
+        state_bytes: parameters, optimizer state and accumulated gradients.
+        activation_bytes: activations at their peak under the schedule.
     """
 
     stages: tuple[int, ...]
@@ -62,13 +62,13 @@ class RankCost:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """A training step on one rank of every other axis; prints as tables.
+    """The cost of a step on one pipeline (one rank of every other axis); prints as tables.
 
     Attributes:
         schedule: of the pipeline.
         stages: by number.
         ranks: by number.
-        timeline: of the step, in floating-point operations, transfers free.
+        timeline: of the step, in FLOPs, with free transfers.
     """
 
     schedule: Schedule
@@ -107,7 +107,7 @@ def step_report(setup: RunSetup, *, program: bool = False) -> str:
 
     Args:
         setup: of the run, on a simulated mesh.
-        program: have the whole program in it as well (not with pp).
+        program: include the whole program (not with pp).
 
     Raises:
         ValueError: the model cannot run on the mesh, or the batch does not divide.
@@ -132,10 +132,10 @@ def step_report(setup: RunSetup, *, program: bool = False) -> str:
 def pipeline_cost(setup: RunSetup) -> PipelineCost:
     """The cost of a training step on the ranks of a pipeline.
 
-    Each kind of stage is traced once, without data, memory or processes.
+    Each kind of stage is traced once.
 
     Raises:
-        ValueError: the model cannot run on the mesh, or under the schedule.
+        ValueError: the model cannot run on the mesh, or with the schedule.
     """
     partition, schedule = setup.partition, setup.schedule
     known: dict[tuple, StageCost] = {}
@@ -160,7 +160,7 @@ def pipeline_cost(setup: RunSetup) -> PipelineCost:
 
 
 def _stage_cost(setup: RunSetup, number: int) -> StageCost:
-    stage, x = _traced(setup, number)
+    stage, x = _trace_stage(setup, number)
     part = setup.partition.layout[number]
     programs = [piece.program(stage.program) for piece in stage.pieces]
     flops = tuple(float(program.cost().hardware_flops) for program in programs)
@@ -175,8 +175,8 @@ def _stage_cost(setup: RunSetup, number: int) -> StageCost:
     return StageCost(part, (flops[0], flops[1], flops[2]), held, sent)
 
 
-def _traced(setup: RunSetup, number: int) -> tuple[Stage, torch.Tensor]:
-    """The pieces of a stage, and what it would be sent by the one before."""
+def _trace_stage(setup: RunSetup, number: int) -> tuple[Stage, torch.Tensor]:
+    """The traced actions of a stage, and an activation as the stage before sends it."""
     config, mesh, partition = setup.config, setup.mesh, setup.partition
     model, plain, part = config.gpt, setup.without_pipeline, partition.layout[number]
     rank = partition.holders(number)[0]
@@ -206,7 +206,7 @@ def _traced(setup: RunSetup, number: int) -> tuple[Stage, torch.Tensor]:
 
 
 def _state_bytes(setup: RunSetup, rank: int) -> int:
-    """The bytes that a pipeline's rank holds between steps, and the sums of its gradients."""
+    """Bytes of a pipeline rank's state between steps, and of its accumulated gradients."""
     mesh, partition = setup.plain_mesh, setup.partition
     here = next(r for r in range(mesh.size) if mesh.coordinate(r)["pp"] == rank)
     defs = partition.local_defs(setup.whole_defs, rank)
@@ -225,7 +225,7 @@ def _state_bytes(setup: RunSetup, rank: int) -> int:
 
 
 def _activation_bytes(schedule: Schedule, stages: Sequence[StageCost], rank: int) -> int:
-    """The most that a rank holds between the actions of its column."""
+    """The peak of activation bytes that a rank holds under the schedule."""
     held: dict[tuple[int, int], int] = {}
     most = 0
     for _, action in schedule.column(rank):
@@ -238,19 +238,19 @@ def _activation_bytes(schedule: Schedule, stages: Sequence[StageCost], rank: int
 
 
 LARGE_BUBBLE = 0.25
-"""Of the time of a pipeline's ranks: from there on `bubble_note` says what would leave less."""
+"""Idle fraction of pipeline ranks from which on `bubble_note` suggests other settings."""
 
 
 def bubble_note(setup: RunSetup) -> str | None:
-    """How long the ranks of a pipeline wait for one another, and what makes that less.
+    """The bubble of the pipeline, and settings that make it smaller.
 
-    Schedules are timed on stages that take equally long, backward twice as long as forward. Of
-    those that this model and batch admit, it names the fewest microbatches that leave less than
-    `LARGE_BUBBLE` (or the most there are), and the schedule that leaves the least, with as many
-    microbatches as now and with so many more: of those that hold parameters once.
+    Schedules are timed on stages of equal cost, backward twice as long as forward. Suggested are
+    the fewest microbatches with a bubble below `LARGE_BUBBLE` (or the most that fit the batch), and
+    for the present and that number of microbatches the schedule with the smallest bubble, among
+    those that hold parameters once.
 
     Returns:
-        A line; None without a pipeline, and where it is less than `LARGE_BUBBLE`.
+        A line; None without a pipeline, or where the bubble is below `LARGE_BUBBLE`.
     """
     if not setup.is_pipelined:
         return None
@@ -282,7 +282,7 @@ def bubble_note(setup: RunSetup) -> str | None:
 
 
 def _more_microbatches(setup: RunSetup) -> Iterator[tuple[TrainConfig, float]]:
-    """The configs with more microbatches that the batch can be cut into, and their bubbles."""
+    """Configurations with more microbatches, as far as the batch divides, and their bubbles."""
     config = setup.config
     sizes = config.data.batches.sizes[len(config.data.batches.earlier) :]
     samples = math.gcd(*sizes) // math.prod(setup.mesh[axis] for axis in DATA_AXES)
@@ -293,12 +293,12 @@ def _more_microbatches(setup: RunSetup) -> Iterator[tuple[TrainConfig, float]]:
 
 
 def _bubble(setup: RunSetup, config: TrainConfig, pipes: int = 0) -> float | None:
-    """The bubble of a schedule; None where it, the model or these counts do not go together.
+    """The bubble of a schedule; None where it does not fit the model or the counts.
 
     Args:
         setup: of the model on its mesh.
         config: with the schedule.
-        pipes: how many times parameters are held, at most; 0: as often as it likes.
+        pipes: the most copies of the parameters; 0: any number.
     """
     changed = replace(setup, config=config)
     try:
@@ -309,7 +309,7 @@ def _bubble(setup: RunSetup, config: TrainConfig, pipes: int = 0) -> float | Non
 
 
 def _options(config: TrainConfig, changed: TrainConfig) -> str:
-    """The options that make one config of another."""
+    """The options that turn `config` into `changed`."""
     given = {name: value_at(changed, name) for name in ("schedule", "microbatches")}
     return " ".join(
         f"--{name} {value}" for name, value in given.items() if value != value_at(config, name)

@@ -1,8 +1,7 @@
-"""The data of a run: bytes, tokens of text, tokens on disk or none at all, or conversations.
+"""The data of a run: text, tokens on disk, conversations or random tokens, as samples of a model.
 
-What a model learns from text: the next token, or what is hidden of it.
-
-Batches made in the background, a few ahead of the steps that need them.
+Objectives make samples of text: next tokens, masked tokens, or spans that are taken out. `prefetch`
+makes batches in a background thread, a few steps ahead.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ _USELESS: dict[str | None, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Objective:
-    """How samples of text become those that a model learns from.
+    """A training objective: how text becomes a model's inputs and targets.
 
     Attributes:
         length: tokens of text in a sample.
-        vocab_size: ids of the text are below it.
-        over: ``(samples, seed)`` to the samples that are made of them.
+        vocab_size: upper bound of the text's token ids; ids above are masks and sentinels.
+        over: ``(samples of text, seed)`` to the samples of the model.
     """
 
     length: int
@@ -73,14 +72,14 @@ class Objective:
 
 
 def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Objective:
-    """The objective of a run: how samples are made of its text.
+    """The objective of a run.
 
     Args:
-        config: what is to be run.
-        tokenizer: of its text; None: tokens on disk whose maker is not known.
+        config: the run.
+        tokenizer: of its text; None: tokens on disk whose tokenizer is not known.
 
     Raises:
-        ValueError: the model has no id for what it needs beside text; all such are listed.
+        ValueError: the vocabulary has no room for masks or sentinels; all such are listed.
     """
     plain = Objective(config.data.seq, config.architecture.vocab_size, lambda samples, _: samples)
     made = {"next": lambda *_: plain, "masked": _masked, "spans": _spans}
@@ -90,7 +89,7 @@ def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Object
 
 
 def target_length(config: TrainConfig) -> int:
-    """How many targets a sample has: `seq`, or what the decoder says to so many tokens."""
+    """The number of targets of a sample: `seq`, or the length of the decoder's output for it."""
     return spans_in(config).targets if config.family.objective == "spans" else config.data.seq
 
 
@@ -103,21 +102,21 @@ def flops_per_token(config: TrainConfig) -> int:
 
 
 def spans_in(config: TrainConfig) -> Spans:
-    """The spans that are taken out of a sample.
+    """The number and lengths of the spans that are taken out of a sample.
 
     Raises:
-        ValueError: there is no room for them.
+        ValueError: the sample is too short for them.
     """
     return spans_of(config.data.seq, config.data.mask_rate, config.data.mean_span)
 
 
 def useless_of(config: TrainConfig) -> tuple[str, ...]:
-    """The fields that the objective of this model has no use for."""
+    """The settings of the data that the objective of this model does not read."""
     return _USELESS[config.family.objective]
 
 
 def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
-    """Settings of the objective that do not fit, as far as can be told without reading."""
+    """Settings that do not fit the objective; no file is read."""
     family, default = config.family, TrainConfig()
     for name in useless_of(config):
         if (value := value_at(config, name)) != value_at(default, name):
@@ -153,14 +152,14 @@ def _length_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem
             for seq in longer
             if not seq % parts and not target_length(configure(config, seq=seq)) % parts
         )
-        got = f"{config.data.seq}, to which the decoder says {said} tokens"
-        wanted = f"a multiple of tp={parts} said under sequence_parallel"
+        got = f"{config.data.seq}, for which the decoder has {said} targets"
+        wanted = f"a multiple of tp={parts} of them with sequence_parallel"
         fix = f"set it to {next(fits, 'another')}, or leave sequence_parallel out"
         yield Problem("seq", got, wanted, fix)
 
 
 def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objective) -> Objective:
-    """Some tokens are to be found from those on both sides of them."""
+    """Masked tokens are predicted from those on both sides (BERT)."""
     mask, text = _id_of(config, tokenizer, _MASKS, 1)
     end = None if tokenizer is None else tokenizer.end_of_text
     special = () if end is None else (end,)
@@ -181,7 +180,7 @@ def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objecti
 
 
 def _spans(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objective) -> Objective:
-    """Spans are taken out of the text, and to be said."""
+    """Spans are replaced by sentinels in the input, and are the decoder's targets (T5)."""
     spans, (sentinel, text) = spans_in(config), sentinels(config, tokenizer)
     end = end_of(config, tokenizer)
 
@@ -196,19 +195,19 @@ def _spans(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objectiv
 
 
 def sentinels(config: TrainConfig, tokenizer: TextTokenizer | None) -> tuple[int, int]:
-    """The id of a T5's first sentinel, from which the others go down, and below which id text is.
+    """The id of a T5's first sentinel (the others count down from it), and the bound of text ids.
 
     Raises:
-        ValueError: there is no room for as many as a sample has spans.
+        ValueError: the vocabulary has fewer free ids than a sample has spans.
     """
     return _id_of(config, tokenizer, _SENTINELS, spans_in(config).count)
 
 
 def end_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> int:
-    """The id that ends what a T5 reads and says.
+    """The id that ends the inputs and targets of a T5.
 
     Raises:
-        ValueError: the tokenizer has none, or it is not of the vocabulary.
+        ValueError: the tokenizer has none, or it is outside the vocabulary.
     """
     size = config.architecture.vocab_size
     own = None if tokenizer is None else tokenizer.end_of_text
@@ -226,13 +225,13 @@ def end_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> int:
 def _id_of(
     config: TrainConfig, tokenizer: TextTokenizer | None, names: tuple[str, ...], count: int
 ) -> tuple[int, int]:
-    """The id of the first token that hides others, and below which id text is.
+    """The id of the mask or first sentinel, and the bound of text ids.
 
-    `mask_token`, or the tokenizer's token with one of these names, or the last of the vocabulary,
-    where text then has none of the last `count`.
+    That is `mask_token`; or the tokenizer's token with one of `names`; or the last id of the
+    vocabulary, in which case text has none of the last `count` ids.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such id.
     """
     size, table = config.architecture.vocab_size, config.family.name
     known = {} if tokenizer is None else tokenizer.special_tokens
@@ -269,10 +268,10 @@ def is_chat(config: TrainConfig) -> bool:
 
 
 def is_on_disk(config: TrainConfig) -> bool:
-    """Whether `data` has been tokenised: by `format`, or by the names of files; blends have.
+    """Whether `data` is tokens on disk, by `format` or by the names of files; blends always are.
 
     Raises:
-        ValueError: it is a blend that is written wrongly.
+        ValueError: it is a blend with a syntax error.
     """
     if config.data.format != "auto":
         return config.data.format in ("tokens", "mock")
@@ -285,7 +284,7 @@ def sources_of(config: TrainConfig) -> list[str]:
     """The files of tokens that `data` names: several of a blend.
 
     Raises:
-        ValueError: it is a blend that is written wrongly.
+        ValueError: it is a blend with a syntax error.
     """
     blend = _blend_of(config)
     return [config.data.path] if blend is None else [path for _, path in blend]
@@ -296,7 +295,7 @@ def _blend_of(config: TrainConfig) -> list[tuple[str, str]] | None:
 
 
 def _is_one(data: str) -> bool:
-    """Whether `data` names one file of tokens, or folder of them, even if it reads as a blend."""
+    """Whether `data` is the path of one file or folder of tokens, rather than a blend."""
     try:
         return is_tokens(data)
     except OSError:  # longer than names of files can be
@@ -304,7 +303,7 @@ def _is_one(data: str) -> bool:
 
 
 def tokenizer_of(config: TrainConfig) -> TextTokenizer | None:
-    """The run's tokenizer; None where it reads text as bytes, or its tokens' maker is not known.
+    """The run's tokenizer; None: text is read as bytes, or the tokenizer of the tokens is unknown.
 
     Raises:
         ValueError: it cannot be read.
@@ -317,19 +316,18 @@ def tokenizer_of(config: TrainConfig) -> TextTokenizer | None:
 
 
 def with_tokenizer(config: TrainConfig, given: Collection[str] = ()) -> TrainConfig:
-    """`config` with the tokenizer that its tokens on disk were made with, and the rules of text.
+    """`config` with the tokenizer and the text rules by which its tokens on disk were made.
 
-    It keeps a tokenizer that it names or its run folder has. It is unchanged where nothing says
-    what made the tokens, or the tokenizer's file has changed since then.
+    A tokenizer that it names, or that its run folder has, stays. It is unchanged where the tokens
+    have no record of their tokenizer, or the tokenizer's file has changed since.
 
     Args:
         config: of the run.
-        given: the fields that somebody set, to whatever value; those of the rules that have other
-            values than usual count as set.
+        given: the fields that the user set; rules that differ from the defaults count as set.
 
     Raises:
-        ValueError: `data` is a blend of tokens of different tokenizers, or made by different rules,
-            or is written wrongly; or they were made by other rules than were set.
+        ValueError: `data` is a blend with a syntax error, or of several tokenizers or rules; or
+            the tokens were made by other rules than were set.
     """
     if not config.data.path or not is_on_disk(config) or config.data.format == "mock":
         return config
@@ -344,7 +342,7 @@ def with_tokenizer(config: TrainConfig, given: Collection[str] = ()) -> TrainCon
 
 
 def _with_rules(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """`config` with the rules by which its tokens on disk were made, if these are recorded."""
+    """`config` with the recorded text rules of its tokens on disk, if there are any."""
     found = rules_of(sources_of(config))
     if found is None or config.data.text_rules != found.version:
         return config
@@ -360,11 +358,11 @@ def _with_rules(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 
 
 def describe_rules(config: TrainConfig, tokenizer: TextTokenizer | None) -> str:
-    """By what rules a run's text became tokens, and its prompts do, in words; none of random ones.
+    """The rules that make tokens of a run's text and prompts, in words; empty for random tokens.
 
     Args:
         config: the run.
-        tokenizer: as `reader_of` finds it.
+        tokenizer: as `reader_of` returns it.
     """
     if config.data.format == "mock":
         return ""
@@ -387,7 +385,7 @@ def describe_rules(config: TrainConfig, tokenizer: TextTokenizer | None) -> str:
 
 
 def reader_of(config: TrainConfig) -> TextTokenizer | None:
-    """The run's tokenizer, be it that of bytes; None: tokens on disk whose maker is not known.
+    """The run's tokenizer, or that of bytes; None: tokens on disk of an unknown tokenizer.
 
     Raises:
         ValueError: it cannot be read.
@@ -397,21 +395,21 @@ def reader_of(config: TrainConfig) -> TextTokenizer | None:
 
 
 Reader = Callable[[TrainConfig], TextTokenizer | None]
-"""Opens the tokenizer of a run: `reader_of`, or a function that has it open already."""
+"""Opens the tokenizer of a run: `reader_of`, or a function that returns an open one."""
 
 
 def open_samples(
     config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of
 ) -> Samples:
-    """The samples that the run draws its batches from; text with a tokenizer is read as a whole.
+    """The samples that the run draws its batches from; text with a tokenizer is read whole.
 
     Args:
-        config: what is to be run.
-        part: of tokens that `split` divides: train, validation or test.
+        config: the run.
+        part: of the tokens that `split` divides: train, validation or test.
         reader: opens the tokenizer.
 
     Raises:
-        ValueError: it cannot be read, does not fit the model, or has no such part.
+        ValueError: the data cannot be read, does not fit the model, or has no such part.
     """
     raise_problems("cannot train on this", problems_of(config))
     seed, tokenizer = config.seed, reader(config)
@@ -430,18 +428,18 @@ def open_samples(
 
 
 def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> Texts:
-    """The data of `open_samples`, to be scored text by text: see `functron.data.token_datasets`.
+    """The data of `open_samples` as texts to be scored: see `functron.data.token_datasets`.
 
-    Files of text are texts, and conversations; tokens on disk are one text, or each document is one
-    where the run keeps them apart (`mask_documents`, `pack`). Nothing is rearranged or cut off.
+    A file of text is one text, and so is a conversation. Tokens on disk are one text, or one per
+    document where the run separates documents (`mask_documents`, `pack`). Nothing is cut off.
 
     Args:
-        config: what is to be run, on one source of data.
-        part: of tokens that `split` divides: train, validation or test.
+        config: the run, on one source of data.
+        part: of the tokens that `split` divides: train, validation or test.
         reader: opens the tokenizer.
 
     Raises:
-        ValueError: it cannot be read, does not fit the model, or has no such part.
+        ValueError: the data cannot be read, does not fit the model, or has no such part.
     """
     raise_problems("cannot evaluate on this", problems_of(config))
     size = config.architecture.vocab_size
@@ -463,7 +461,7 @@ def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = re
 def _token_samples(
     config: TrainConfig, learnt: Objective, part: str, *, build: bool = True
 ) -> Samples:
-    """Samples of tokens on disk, or of a blend of them, with the tables of their order if any."""
+    """Samples of tokens on disk or of a blend; `build`: also make the tables of their order."""
     if (order := config.data.sample_order) is not None:
         return _ordered_samples(config, order, part, build)
     if config.data.format == "mock":
@@ -530,9 +528,9 @@ def _samples(
     config: TrainConfig, learnt: Objective, file: TokenFile, part: str, index: int = 0
 ) -> Samples:
     """Samples of a part of one file, the blend's source `index`."""
-    path = file.path  # whose record says how documents begin; a part has none of its own
+    path = file.path  # its record says how documents begin; a part has no record
     file = _part_of(config, file, part)
-    seed = config.seed + (index << 32)  # sources of one size have orders of their own
+    seed = config.seed + (index << 32)  # sources of equal size get different orders
     if config.data.pack:
         return PackedTokens(file, config.data.seq, seed=seed, vocab_size=learnt.vocab_size)
     windows = TokenWindows(
@@ -548,7 +546,7 @@ def _samples(
 
 
 def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
-    """The documents of a file that `split` has for `part`; without `split` all of them."""
+    """The documents of a file that are `part` of `split`; all of them without `split`."""
     if not config.data.split:
         return file
     if (order := config.data.sample_order) is not None:
@@ -562,7 +560,7 @@ def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
 
 
 def _divide_by(order: SampleOrder, config: TrainConfig, file: IndexedFile, part: str) -> TokenFile:
-    """The documents of a file that `split` has for `part` by the rule of an order."""
+    """The documents of a file that are `part` of `split`, as the order divides them."""
     found = order.divide(config.data.split, file.num_sequences).get(part)
     problem = None
     if file.num_sequences != file.num_documents:
@@ -603,7 +601,7 @@ def _middle(config: TrainConfig, path: Path) -> FillInTheMiddle | None:
 
 
 def problems_of(config: TrainConfig) -> Iterator[Problem]:
-    """Settings of data, tokenizer and model that do not fit, as far as is known unread.
+    """Settings of data, tokenizer and model that do not fit together; no data is read.
 
     Raises:
         ValueError: the run folder's configuration cannot be read.
@@ -658,7 +656,7 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _rule_problems(config: TrainConfig, tokenizer: Path | None) -> Iterator[Problem]:
-    """Settings of the rules of text that change nothing."""
+    """Settings of text rules that have no effect."""
     default, fix = TrainConfig(), "leave it out"
     bare = config.data.format == "mock" or (tokenizer is None and not is_on_disk(config))
     for name in ("special_tokens", "prepend_bos"):
@@ -671,7 +669,7 @@ def _rule_problems(config: TrainConfig, tokenizer: Path | None) -> Iterator[Prob
 
 
 def _order_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Settings that do not go with the order of samples."""
+    """Settings that cannot be combined with the order of samples."""
     default, order, name_of_order = TrainConfig(), config.data.sample_order, config.data.order
     if order is None:
         for name in ("order_samples", "order_cache", "blend_surplus"):
@@ -704,15 +702,15 @@ def _order_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_of) -> None:
-    """Check what can be known of the data at little cost, such as that it is there.
+    """Check the data as far as is cheap, such as that its files exist.
 
     Args:
-        config: what is to be run.
-        part: of tokens that `split` divides.
+        config: the run.
+        part: of the tokens that `split` divides.
         reader: opens the tokenizer.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the data is not there, or does not fit the model.
     """
     if is_on_disk(config):
         if config.data.path or config.data.format == "mock":
@@ -727,7 +725,7 @@ def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_
 
 
 def check_tokenizer(config: TrainConfig, tokenizer: TextTokenizer | None) -> None:
-    """Check that a tokenizer writes conversations if need be, and suits the model.
+    """Check that a tokenizer fits the model, and has a chat template where one is needed.
 
     Raises:
         ValueError: it does not.
@@ -735,7 +733,7 @@ def check_tokenizer(config: TrainConfig, tokenizer: TextTokenizer | None) -> Non
     objective_of(config, tokenizer)
     if tokenizer is None or (isinstance(tokenizer, ByteTokenizer) and not is_on_disk(config)):
         return
-    # tokens added for images and the like may lie beyond the vocabulary of a model of text
+    # tokens that were added, as for images, may lie beyond the vocabulary of a text model
     needed = min(tokenizer.num_ordinary, tokenizer.vocab_size)
     check_vocabulary(needed, config.architecture.vocab_size)
     if is_chat(config):
@@ -743,7 +741,7 @@ def check_tokenizer(config: TrainConfig, tokenizer: TextTokenizer | None) -> Non
 
 
 def _with_template(tokenizer: TextTokenizer) -> Tokenizer:
-    """The same tokenizer, which is of the kind that has templates of conversations.
+    """The tokenizer, which must be of the kind that has chat templates.
 
     Raises:
         ValueError: it is of another kind.
@@ -765,21 +763,19 @@ T = TypeVar("T")
 def prefetch(
     batch: Callable[[int], T], start: int, stop: int, depth: int = 2
 ) -> Iterator[Callable[[int], T]]:
-    """`batch`, whose values for steps `start` to ``stop - 1`` one thread makes before they are due.
+    """`batch`, with the values of steps `start` to ``stop - 1`` made ahead by a background thread.
 
-    Since a batch is a pure function of its step, this changes no value: steps that nobody was
-    expected to ask for are made when asked for. At the end of the block the thread ends, after the
-    batch that it is at.
+    A batch is a pure function of its step, so no value changes; any other step is made when it is
+    asked for. The thread ends with the block, after the batch that it is making.
 
     Args:
-        batch: what makes the batch of a step; called by one thread, in the order of the steps.
+        batch: makes the batch of a step; the thread calls it in the order of the steps.
         start: the first step.
         stop: one more than the last.
-        depth: the most batches that wait, beside the one being made; 0: no thread, the block has
-            `batch` itself.
+        depth: how many finished batches may wait; 0: no thread, `batch` itself is yielded.
 
     Yields:
-        A function of the step; what `batch` raised for a step, it raises when asked for that step.
+        A function of the step. An exception of `batch` is raised for the step that it belongs to.
     """
     if depth < 1 or stop <= start:
         yield batch
@@ -792,7 +788,7 @@ def prefetch(
 
 
 class _Ahead(Generic[T]):
-    """The thread, and the batches that wait: what it has made and nobody has taken."""
+    """The thread, and the queue of batches that it has made."""
 
     def __init__(self, batch: Callable[[int], T], start: int, stop: int, depth: int):
         self._batch, self._next, self._stop, self._depth = batch, start, stop, depth
@@ -832,7 +828,7 @@ class _Ahead(Generic[T]):
         return value  # type: ignore[return-value]  (there is one unless there is an error)
 
     def close(self) -> None:
-        """End the thread, and drop what waits."""
+        """End the thread, and drop the batches in the queue."""
         with self._changed:
             self._closed = True
             self._made.clear()

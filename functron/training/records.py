@@ -1,7 +1,7 @@
-"""The records of a run: where they go (a bar, metrics.jsonl, loss.svg, TensorBoard, W&B), and back.
+"""Records of a run: to a progress bar, metrics.jsonl, loss.svg, TensorBoard, W&B, and read back.
 
-Each place is a context manager that yields a function of one record. A record is a dict of numbers
-by name, some of them in dicts of their own: `flat` names each of them.
+Each writer is a context manager that yields a function of one record. A record is a dict of numbers
+by name, some in nested dicts: `flat` makes paths of them.
 
 `compare` sets several runs side by side: the settings that differ, losses, speeds, one picture. It
 reads run folders, and logs of other programs (`LogReader`): nothing is restored or computed, and no
@@ -44,11 +44,11 @@ EVAL = "eval"
 Record = Mapping[str, Any]
 Reporter = AbstractContextManager[Callable[[Record], None]]
 Naming = Callable[[Record], Iterable[tuple[str, Any, int]]]
-"""``(record)`` to the name of each of its numbers, the number, and where it is drawn."""
+"""``(record)`` to ``(name, number, position on the x axis)`` of each of its numbers."""
 
 NAMINGS = "functron.record_names"
-"""The entry points of applications that name the numbers of records: functions of ``samples_after``
-(of a number of steps how many samples they have) that return a `Naming`."""
+"""The group of plugins that name the numbers of records: functions of ``samples_after`` (number
+of steps to number of samples) that return a `Naming`."""
 
 REDRAW_SECONDS = 10.0
 
@@ -62,21 +62,20 @@ _WRITER = Need(
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Records beside the usual ones, and where they go.
+    """What is recorded beside the usual numbers, and where.
 
     Attributes:
-        layers_every: at the first step and at multiples of this one, records also have by layer the
-            norms of the parameters that train and of their gradients, and, of a GPT, the root mean
-            square of the residual stream after the layer; 0: never.
+        layers_every: at the first step and at multiples of this one, record by layer the norms of
+            trained parameters and of their gradients, and, of a GPT, the root mean square of the
+            residual stream after the layer; 0: never.
         tensorboard: write TensorBoard events into the run folder.
         wandb: log to Weights & Biases.
-        names: what TensorBoard and Weights & Biases call the numbers of a record: empty: as
-            metrics.jsonl does; or the names of an application, such as another program's, so that
-            pictures of its runs show these as well; or those of your own function,
-            package.module:function (functron.training.records.NAMINGS).
-        metrics: functions of your own that measure every step, package.module:function, several of
-            them separated by commas: of what a step sees before its update, to numbers by name
-            (functron.training.step.Metric), which are recorded.
+        names: the names of numbers in TensorBoard and Weights & Biases: empty: as in metrics.jsonl;
+            those of another program, so that its charts show these runs as well; or those that your
+            own function gives, package.module:function (functron.training.records.NAMINGS).
+        metrics: functions of your own, package.module:function, separated by commas, that measure
+            every step before its update and return numbers by name
+            (functron.training.step.Metric).
     """
 
     layers_every: int = setting(0, short="log_layers_every", least=0)
@@ -102,10 +101,10 @@ class LoggingConfig:
         """The names of a record's numbers in TensorBoard and Weights & Biases.
 
         Args:
-            samples_after: of a number of steps how many samples they have.
+            samples_after: the number of samples in so many first steps.
 
         Raises:
-            ValueError: `names` names none.
+            ValueError: `names` is unknown.
         """
         if not self.names:
             return by_path
@@ -122,7 +121,7 @@ class LoggingConfig:
 
 @contextmanager
 def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
-    """A bar on standard error: loss, gradient norm, tokens per second, losses of held-out sets."""
+    """A progress bar on standard error: loss, gradient norm, tokens/s, losses of held-out sets."""
     from tqdm import tqdm
 
     # into a file or a pipe, a line every ten seconds is enough
@@ -147,9 +146,9 @@ def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
 
 @contextmanager
 def report_missing_targets() -> Iterator[Callable[[Record], None]]:
-    """Says of the first step whose samples have no target that it has none, at the end of how many.
+    """Warns at the first step without targets, and at the end with the number of such steps.
 
-    The record of such a step has ``targets``, 0, and None for its loss; see `functron.make_step`.
+    The record of such a step has ``targets`` 0 and the loss None; see `functron.make_step`.
     """
     steps: list[int] = []
 
@@ -172,10 +171,7 @@ def report_missing_targets() -> Iterator[Callable[[Record], None]]:
 
 @contextmanager
 def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
-    """One JSON object a line, flushed at once so that a run can be followed.
-
-    A number that is not finite becomes null: JSON has no word for it.
-    """
+    """One JSON object a line, flushed at once; a number that is not finite becomes null."""
     with path.open("a", encoding="utf-8") as stream:
 
         def write(record: Record) -> None:
@@ -187,12 +183,11 @@ def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
 
 @contextmanager
 def event_log(path: Path) -> Iterator[Callable[..., None]]:
-    """A function ``write(kind, step, **about)`` that adds an event of a run as a line to a file.
+    """A function ``write(kind, step, **about)`` that appends an event of a run to a file.
 
-    A line has ``step``, ``kind``, ``time`` (in seconds, of the system's clock), ``rank`` (None:
-    of no rank in particular) and what `about` says; a number that is not finite becomes null. It
-    is one write at the end of the file, so that processes which share the file do not mix their
-    lines, and there is no file before the first event.
+    A line has ``step``, ``kind``, ``time`` (Unix time in seconds), ``rank`` (None: of the whole
+    run) and `about`; a number that is not finite becomes null. Each line is a single write, so
+    processes that share the file do not mix lines. The first event creates the file.
     """
     file = None
 
@@ -214,12 +209,12 @@ def event_log(path: Path) -> Iterator[Callable[..., None]]:
 def loss_picture(
     path: Path, before: Sequence[Record] = (), events: Path | None = None
 ) -> Iterator[Callable[[Record], None]]:
-    """The loss curve as SVG, and those of held-out sets, redrawn every ten seconds and at the end.
+    """Loss curves of training and held-out sets as SVG, redrawn every ten seconds and at the end.
 
     Args:
         path: the file.
-        before: the records of steps that were taken earlier.
-        events: a file of `event_log`, whose events are marked at their steps; None: none are.
+        before: records of earlier steps.
+        events: a file of `event_log`, whose events are marked at their steps; None: no marks.
     """
     steps: list[float] = [record["step"] for record in before]
     losses: list[float | None] = [record["loss"] for record in before]
@@ -268,15 +263,14 @@ def loss_picture(
 def tensorboard(
     folder: Path, named: Naming | None = None, start: int = 0, before: Sequence[Record] = ()
 ) -> Iterator[Callable[[Record], None]]:
-    """Event files for TensorBoard in `folder`: each record is there as soon as it is written.
+    """Event files for TensorBoard in `folder`, flushed at every record.
 
-    Where there are some already, those of steps after `start` no longer count: they are taken
-    again.
+    Events of steps after `start` that are there already are purged: those steps are taken again.
 
     Args:
-        folder: where they go.
-        named: what numbers are called, and where they are drawn; None: `by_path`.
-        start: how many steps were taken earlier, and stay.
+        folder: of the event files.
+        named: names of the numbers; None: `by_path`.
+        start: the number of earlier steps, which stay.
         before: their records.
 
     Raises:
@@ -299,7 +293,7 @@ def tensorboard(
         writer.flush()
 
     for record in before if purge is not None else ():
-        write(record, first)  # what is drawn over samples, whose numbers are larger, is purged too
+        write(record, first)  # numbers drawn over samples lie beyond `start`, and were purged
     try:
         yield shown
     finally:
@@ -312,15 +306,14 @@ def wandb(
 ) -> Iterator[Callable[[Record], None]]:
     """A Weights & Biases run named after `folder`, which also holds its local files and its id.
 
-    Whoever goes on with the run in `folder` goes on with that run of Weights & Biases, by its id in
-    the file `WANDB_ID`; without that file it is another run, and so is one whose folder is a copy
-    of another, or was moved: the file says where it was written. Steps that it has and that are
-    taken again stay as they are, since Weights & Biases takes none twice.
+    A run that is resumed in `folder` continues the run of Weights & Biases whose id is in the file
+    `WANDB_ID`. Without that file, or in a folder that was copied or moved, it is a new run. Steps
+    that are taken again keep their first records, since Weights & Biases accepts a step once.
 
     Args:
-        folder: where they go.
+        folder: of its local files.
         config: the settings of the run.
-        named: what numbers are called; those that are not drawn at steps are left out. None:
+        named: names of the numbers; those that are not drawn over steps are left out. None:
             `by_path`.
 
     Raises:
@@ -346,7 +339,7 @@ def wandb(
 
 
 def _claim_wandb_id(folder: Path) -> str:
-    """The id in a run folder, of the run at Weights & Biases that began there; else a new one."""
+    """The id of the Weights & Biases run that began in a folder, or a new one."""
     file, here = folder / WANDB_ID, str(folder.resolve())
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     known = bool(lines) and lines[1:] in ([], [here])  # older files have the id alone
@@ -361,10 +354,9 @@ def is_run(path: Path) -> bool:
 
 
 def nearest(path: Path) -> Path | None:
-    """The run folder that `path` may have been meant for; None where there is none around it.
+    """The run folder that `path` was probably meant for; None where there is none nearby.
 
-    The one that it lies in, or else that of the closest name among those in it, beside it, or in
-    the folders beside it.
+    The one that contains it, or else the closest name inside it, beside it, or one level further.
     """
     above = next((folder for folder in path.parents if is_run(folder)), None)
     if above is not None:
@@ -379,7 +371,7 @@ def nearest(path: Path) -> Path | None:
 
 
 def _folders_in(path: Path) -> list[Path]:
-    """Folders in a folder, if there is one to look into."""
+    """The folders in a folder; none if it cannot be read."""
     try:
         return [entry for entry in path.iterdir() if entry.is_dir()]
     except OSError:
@@ -389,11 +381,11 @@ def _folders_in(path: Path) -> list[Path]:
 def read(file: Path) -> list[dict[str, Any]]:
     """The records in a metrics.jsonl, in order; none where there is no such file.
 
-    The last line may have been cut off by the end of its process; such a line is left out. Older
-    records of steps without targets have losses of 0, which are None here.
+    A last line that was cut off is left out. Losses of 0 in older records of steps without targets
+    become None.
 
     Raises:
-        ValueError: another line is no JSON.
+        ValueError: another line is not JSON.
     """
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     found = []
@@ -410,9 +402,9 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def blank_empty_losses(record: Any) -> Any:
-    """A record; of a step whose samples had no target, None in place of losses and gradient norms.
+    """A record, with None for losses and gradient norms of a step without targets.
 
-    A mean over no target is no number: 0, as the step has it, would be the best loss of all.
+    A mean over no targets is undefined, and the step's 0 would be the best loss of all.
     """
     if not isinstance(record, Mapping) or record.get("targets") != 0:
         return record
@@ -431,7 +423,7 @@ _TERM = re.compile(r"next_token_loss|ahead_loss_\d+")
 
 
 def flat(record: Record, under: str = "") -> dict[str, Any]:
-    """The numbers of a record by paths: ``layers/blocks/3/grad_norm``."""
+    """The numbers of a record by path, such as ``layers/blocks/3/grad_norm``."""
     found: dict[str, Any] = {}
     for name, value in record.items():
         inner = isinstance(value, Mapping)
@@ -454,10 +446,10 @@ def _finite(value: Any) -> Any:
 
 
 def require(package: str) -> None:
-    """Raise ValueError, with the command that helps, unless the optional `package` is installed."""
+    """Raise ValueError with the command to install it unless the optional `package` is there."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(
-            f"{package}: got no such package; wanted it, since it is asked for; "
+            f"{package}: got no such package; wanted it installed, since a setting asks for it; "
             f"fix: pip install 'functron[{package}]', or leave it out"
         )
 
@@ -468,20 +460,19 @@ _TOKENS_A_STEP = ("data.seq", "data.global_batch", "data.ramp_up", "data.earlier
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side; it prints as a table, and notebooks show its picture.
+    """Runs side by side; prints as a table, and shows as a chart in notebooks.
 
     Attributes:
-        runs: their names: of their folders, or the paths where several folders have one name.
-        settings: by path, as ``optimizer.b1``, the values of all runs where they are not the same;
-            None where a run has no such setting.
+        runs: names of their folders, or paths where several folders have the same name.
+        settings: by path, such as ``optimizer.b1``, the values of all runs where they differ; None
+            where a run has no such setting.
         results: by name, the numbers of all runs: ``steps``; ``tokens`` trained on; ``first loss``,
             ``last loss``, ``best loss`` (nats per token) and ``best step``, of steps whose samples
-            had targets; ``NAME loss`` and
-            ``NAME best loss`` of the held-out set NAME, at its last evaluation and its best;
-            ``tokens/s`` and ``step seconds``, medians over the steps; ``peak memory bytes`` of a
-            rank. None where a run has none: no step, no such set, or a loss that is not finite.
-        curves: by run, its training losses as points (step, loss), or (tokens, loss) where the
-            steps of the runs have not as many tokens.
+            had targets; ``NAME loss`` and ``NAME best loss`` of the held-out set NAME, at its last
+            and best evaluation; ``tokens/s`` and ``step seconds``, medians over the steps; ``peak
+            memory bytes`` of a rank. None where a run has no such number.
+        curves: by run, its training losses as points (step, loss), or (tokens, loss) where steps of
+            the runs differ in tokens.
         x_label: ``"step"`` or ``"tokens"``.
     """
 
@@ -516,18 +507,18 @@ class Comparison:
 
 
 Nest = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Puts settings that stand at the top of a file, as all did in functron 0.1, into sections."""
+"""Sorts the settings of a file of functron 0.1, which had no sections, into sections."""
 
 
 @dataclass(frozen=True)
 class LogReader:
-    """A kind of files with what another program printed of a run, for `compare`.
+    """A format of logs that another program writes, for `compare`.
 
     Attributes:
-        title: such a file, for messages: ``"a log of ..."``.
-        matches: whether a file is of this kind.
-        read: the settings that it says, by their paths, and its records, which have at least
-            ``step``, ``loss`` and ``tokens``; None where it has no such number.
+        title: of such a file in messages: ``"a log of ..."``.
+        matches: whether a file has this format.
+        read: a file to the settings in it, by path, and its records with at least ``step``,
+            ``loss`` and ``tokens`` (None: unknown).
     """
 
     title: str
@@ -541,13 +532,13 @@ def compare(
     """Runs side by side.
 
     Args:
-        folders: run folders, or logs, two or more. A log may have no tokens, and says few settings.
-        nest: gives settings of functron 0.1 the names of today; None: they keep their own.
-        logs: how files are read that are no run folders.
+        folders: two or more run folders or logs.
+        nest: renames settings of functron 0.1; None: they keep their names.
+        logs: formats of files that are not run folders.
 
     Raises:
-        ValueError: a folder is no run's, a file no such log, one is given twice, or its files
-            cannot be read; or there are less than two. All such are listed.
+        ValueError: fewer than two are given, one is given twice, or is neither a run folder nor
+            such a log, or cannot be read. All such are listed.
     """
     paths, logs = [Path(folder) for folder in folders], list(logs)
     _check(paths, logs)
@@ -562,7 +553,7 @@ def compare(
     for name in dict.fromkeys(name for config in configs for name in config):
         values = tuple(config.get(name) for config in configs)
         if any(name not in config for config in told):
-            continue  # a log says little of its run
+            continue  # a log has few of its run's settings
         if any(value != values[0] or type(value) is not type(values[0]) for value in values):
             settings[name] = values
     sets = dict.fromkeys(name for of_run in records for r in of_run for name in r.get(EVAL, {}))
@@ -606,14 +597,14 @@ def _check(paths: Sequence[Path], logs: Sequence[LogReader]) -> None:
 def _read_run(
     path: Path, nest: Nest | None, logs: Sequence[LogReader]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings of a run, and its records: of a run folder, or of a log."""
+    """The settings and records of a run folder or log."""
     if path.is_dir():
         return _settings(path / CONFIG, nest), _records(path / METRICS)
     return next(log for log in logs if log.matches(path)).read(path)
 
 
 def _settings(file: Path, nest: Nest | None) -> dict[str, Any]:
-    """The settings in a file, by paths."""
+    """The settings in a file, by path."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
         is_old = not isinstance(table.get("data"), Mapping)
@@ -625,7 +616,7 @@ def _settings(file: Path, nest: Nest | None) -> dict[str, Any]:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """The records in a file, which all have a step, its loss and the tokens until then."""
+    """The records in a file, each of which must have step, loss and tokens."""
     found = read(file)
     for number, record in enumerate(found, 1):
         if not (isinstance(record, dict) and {"step", "loss", "tokens"} <= record.keys()):
@@ -635,7 +626,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 
 def _results(records: Sequence[Record], sets: Iterable[str]) -> dict[str, float | None]:
-    """The numbers of a run, of these held-out sets as well, as `Comparison.results` has them."""
+    """The numbers of a run and its held-out sets, as in `Comparison.results`."""
     losses = [(r["loss"], r["step"]) for r in records if r["loss"] is not None]
     best, best_step = min(losses, default=(None, None))
     with_targets = [r for r in records if r.get("targets") != 0]

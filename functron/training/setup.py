@@ -1,8 +1,7 @@
-"""Everything that follows of a configuration on a mesh, derived once: `RunSetup`.
+"""`RunSetup`: everything that a configuration and a mesh determine, derived once.
 
-It is what training, tracing, evaluating, saving and restoring read; it needs no data and no memory.
-Its parts are worked out where they are first asked for, and kept. What a step of it costs before it
-runs is in `functron.training.costs`.
+Training, tracing, evaluation and checkpoints read it. It allocates nothing and reads no data; its
+properties are computed at first use and cached. `functron.training.costs` has the cost of a step.
 """
 
 from __future__ import annotations
@@ -78,16 +77,16 @@ from functron.transforms import (
 
 @dataclass(frozen=True)
 class Watch:
-    """A step that says more than the usual one, of which it is a twin, and when it is taken.
+    """A training step that also measures layers, and how often it replaces the usual step.
 
-    Only its own program computes what it says: other steps cost what they cost without it.
+    It is a program of its own, so the other steps cost nothing more.
 
     Attributes:
-        step: ``(state, batch) -> (state, metrics)``, metrics with ``layers``, the norms of `update`
-            (see `functron.make_step`), and perhaps ``aux`` with ``stream`` of `gpt.Details`.
-        every: it is taken in place of the usual step at multiples of this step, and at the first.
-        names: what the entries of the norms are of.
-        stream: what the entries of the residual stream's sizes are of; empty: nothing says them.
+        step: ``(state, batch) -> (state, metrics)``; metrics have ``layers``, norms by layer
+            (see `functron.make_step`), and of a GPT ``aux`` with ``stream`` of `gpt.Details`.
+        every: it is taken at the first step, and at multiples of this one.
+        names: the layers of the norms, in order.
+        stream: the layers of the residual stream's sizes, in order; empty: not measured.
     """
 
     step: Callable
@@ -96,11 +95,11 @@ class Watch:
     stream: Sequence[str] = ()
 
     def due(self, index: int) -> bool:
-        """Whether step `index` (from 0) is one of these."""
+        """Whether step `index` (from 0) is measured."""
         return index == 0 or (index + 1) % self.every == 0
 
     def layers(self, metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """The measurements of a step, by layer, in numbers on the host.
+        """The measurements of a step by layer, as Python numbers.
 
         Returns:
             For each layer of a stack (``blocks/3``) and each other entry of the parameters
@@ -123,15 +122,15 @@ class Watch:
 
 @dataclass(frozen=True, eq=False)
 class RunSetup:
-    """Everything that follows of a configuration on a mesh; made by `setup`.
+    """Everything that a configuration and a mesh determine; made by `make_setup`.
 
-    ``dataclasses.replace(setup, mesh=...)``, or ``config=...``, is the set-up of the same model
-    elsewhere, or run otherwise. Names with "whole" are about the whole model; others about what
-    this process holds: its rank's stages of a pipeline on a bound mesh, else everything.
+    ``dataclasses.replace(setup, mesh=...)``, or ``config=...``, is the set-up of the same model on
+    another mesh, or with other settings. Names with "whole" are about the whole model; others are
+    about what this process holds: on a bound mesh with pp its rank's stages, else everything.
 
     Attributes:
-        config: the run.
-        mesh: its ranks, simulated or bound to processes.
+        config: of the run.
+        mesh: simulated, or bound to processes.
         whole_defs: the definitions of the model's parameters, with those of LoRA where it has any.
     """
 
@@ -158,7 +157,7 @@ class RunSetup:
 
     @cached_property
     def rules(self) -> Rules:
-        """How parameters are split over the mesh, by the names of their dims.
+        """The mesh axes of each logical axis of the parameters.
 
         Raises:
             ValueError: the model cannot run on the mesh.
@@ -181,7 +180,7 @@ class RunSetup:
 
     @cached_property
     def options(self) -> ModelOptions:
-        """How the model is run: the options of its family's functions."""
+        """The options that the family's functions take."""
         config = self.config
         gather = gpt.WHOLE  # the step has gathered them
         if config.parallelism.gather != "step":
@@ -211,10 +210,10 @@ class RunSetup:
 
     @cached_property
     def encode(self) -> Callable | None:
-        """The function that makes codes of weights once per step; None: products make them.
+        """Quantises the weights once a step; None: each matrix product quantises its operands.
 
         Raises:
-            ValueError: weights of this recipe, or as they are split, cannot be read in codes.
+            ValueError: the recipe, or how weights are split, does not allow it.
         """
         config = self.config
         title, fix = "parameters cannot be gathered like this", "leave it out"
@@ -240,19 +239,19 @@ class RunSetup:
 
     @property
     def batch_specs(self) -> dict[str, P]:
-        """How the entries of a batch are split."""
+        """The specs of a batch."""
         return gpt.batch_specs(packed=self.config.data.packed)
 
     # --- the pipeline
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether ranks of a pipeline divide the layers."""
+        """Whether the mesh has pipeline stages."""
         return self.mesh["pp"] > 1
 
     @property
     def rank(self) -> int | None:
-        """This process's rank of the pipeline; None where this process has all of its stages."""
+        """This process's pipeline rank; None where this process has all stages."""
         if not self.is_pipelined or not isinstance(self.mesh, BoundMesh):
             return None
         return self.mesh.coordinate["pp"]
@@ -262,7 +261,7 @@ class RunSetup:
         """The schedule of the pipeline.
 
         Raises:
-            ValueError: there is no such schedule, or it does not admit these counts.
+            ValueError: there is no such schedule, or not for this number of stages or microbatches.
         """
         own = self.config.parallelism
         found = make(own.schedule, self.mesh["pp"], own.microbatches, own.chunks or None)
@@ -273,7 +272,7 @@ class RunSetup:
 
     @cached_property
     def partition(self) -> Partition:
-        """The stages of the pipeline, and who holds which parameters.
+        """The stages of the pipeline, and the parameters that each rank holds.
 
         Raises:
             ValueError: the layout does not fit, the vocabulary does not divide, or a process would
@@ -307,7 +306,7 @@ class RunSetup:
         return balanced_layout(num_stages, self.layer_flops(), embed=embed, loss=loss)
 
     def stage(self, part: Part, params: tree.Tree, x: Any, batch: Any, key: Any, total: Any) -> Any:
-        """A stage of the pipeline; the last divides its loss by `total`."""
+        """The output of a pipeline stage; of the last one, its loss divided by `total`."""
         return self._stage(part, params, x, batch, key, total)
 
     def _stage(self, part, params, x, batch, key, total, watch: bool = False) -> Any:
@@ -318,7 +317,7 @@ class RunSetup:
         return (y[0] / total, y[1]) if isinstance(y, tuple) else y / total
 
     def stage_flops(self, part: Part) -> float:
-        """Floating-point operations of one rank for one microbatch of a part, with its backward."""
+        """FLOPs of one rank for a microbatch of a stage, forward and backward."""
         setup, config, model = self.without_pipeline, self.config, self.config.gpt
         alone = Partition((part,), (((0, 0),),), gpt.uses(model))
         names = alone.names(0)
@@ -339,7 +338,7 @@ class RunSetup:
         )
 
     def layer_flops(self) -> list[float]:
-        """`stage_flops` of every layer; of those that are alike one is traced."""
+        """`stage_flops` of every layer; layers of the same kind are traced once."""
         known: dict[tuple, float] = {}
         out = []
         for layer in range(self.config.gpt.num_layers):
@@ -352,7 +351,7 @@ class RunSetup:
         return out
 
     def high(self, part: Part) -> tuple[bool, ...]:
-        """Which layers of a part have torch's products, in their order."""
+        """For each layer of a stage, whether its products stay in high precision."""
         made, count = self.options.products, self.config.gpt.num_layers
         return tuple(made.of_layer(at, count) is nn.PRODUCTS for at in part.layers)
 
@@ -377,7 +376,7 @@ class RunSetup:
         return param_specs(self.defs, self.rules)
 
     def used(self, specs: tree.Tree) -> tree.Tree:
-        """The specs with which a step's microbatches get parameters of these: perhaps gathered."""
+        """The specs of parameters within a step: without fsdp where the step has gathered them."""
         return without_axes(specs, FSDP_AXES) if self.config.parallelism.gather == "step" else specs
 
     @cached_property
@@ -386,7 +385,7 @@ class RunSetup:
         return self.specs if self.rank is None else self.partition.storage_specs(self.specs)
 
     def trained(self, defs: tree.Tree) -> tree.Tree:
-        """Which of these parameters train: True, or a tree of bools."""
+        """Which parameters are trained: True for all, or a tree of bools."""
         return True if self.config.lora.adapters is None else trainable(defs)
 
     # --- the optimizer and its state
@@ -398,7 +397,7 @@ class RunSetup:
 
     @cached_property
     def zero_specs(self) -> tree.Tree:
-        """How ZeRO splits the optimizer's state, of what this process holds; None without it."""
+        """The specs of this process's optimizer state under ZeRO; None without ZeRO."""
         return self._zero_specs(self.defs, self.stored_specs)
 
     def _zero_specs(self, defs: dict, stored: dict) -> tree.Tree:
@@ -444,7 +443,7 @@ class RunSetup:
     def _limit_updates(
         self, made: optim.GradientTransformation, weights: dict
     ) -> optim.GradientTransformation:
-        """`made`, whose updates are left out where that is asked for and gradients are spikes."""
+        """`made`, which skips the updates of spikes where the configuration says so."""
         skips = self.config.anomalies.on_spike == "skip"
         return optim.with_limit(made, of=weights) if skips else made
 
@@ -460,10 +459,10 @@ class RunSetup:
         *,
         mesh: Mesh | BoundMesh | None = None,
     ) -> State:
-        """The state before the first step, with these parameters or random ones.
+        """The state before the first step, with given or random parameters.
 
-        Where the optimizer keeps float32 masters, of which the first parameters are the rounded
-        values, parameters in float32 are taken for these.
+        Where the optimizer keeps float32 masters, float32 parameters become the masters, and the
+        parameters are their rounded values.
 
         Args:
             key: a key of `functron.random`; the state lives on its device.
@@ -484,10 +483,10 @@ class RunSetup:
 
     @cached_property
     def placement(self) -> checkpoint.Placement:
-        """Where each part of the whole state lies between steps.
+        """The ranks that hold each part of the whole state between steps.
 
-        The processes of a pipeline have optimizers of what each of them holds: the layout of the
-        whole state is that of one more, of all parameters.
+        Each process of a pipeline has an optimizer of its own parameters only; the layout of the
+        whole state is that of an optimizer of all parameters.
         """
         if self.rank is None:
             like = self.init(random.key(0).to("meta"), mesh=Mesh())  # whole, and not padded
@@ -496,7 +495,7 @@ class RunSetup:
 
     @cached_property
     def pipeline_placement(self) -> checkpoint.Placement:
-        """`placement` where the ranks of the pipeline are processes, or if they were."""
+        """`placement`, with every pipeline rank in a process of its own."""
         partition = self.partition
         specs, zero_specs = {}, {}
         for rank in range(self.mesh["pp"]):  # ZeRO goes by the shapes that a rank has
@@ -514,7 +513,7 @@ class RunSetup:
 
     @cached_property
     def step(self) -> Callable:
-        """The training step ``(state, batch) -> (state, metrics)``, of batches with targets.
+        """The training step ``(state, batch) -> (state, metrics)`` for batches with targets.
 
         Raises:
             ValueError: the model cannot run on the mesh.
@@ -523,39 +522,39 @@ class RunSetup:
 
     @property
     def reads_targets(self) -> bool:
-        """Whether a step itself reads how many targets its batch has.
+        """Whether the step itself counts the targets of its batch.
 
-        So it is in processes on CPUs, where reading a number costs nothing. Elsewhere the caller
-        counts the targets in host memory, before the step, which would have to wait for a GPU.
+        It does in processes on CPUs, where reading a number is free. Otherwise the caller counts
+        them in host memory beforehand, since reading a number would wait for the GPU.
         """
         bound = isinstance(self.mesh, BoundMesh) and self.mesh.device_type == "cpu"
         return bound and not self.config.compute.compile
 
     @cached_property
     def watch(self) -> Watch | None:
-        """The twin of `step` that also measures layers, if it is asked for."""
+        """`step` with measurements of layers, where the configuration asks for them."""
         every = self.config.logging.layers_every
         return self._watching(every) if every else None
 
     @cached_property
     def idle_step(self) -> Callable:
-        """The twin of `step` for batches without targets; nothing of it is compiled."""
+        """`step` for batches without targets; it is not compiled."""
         return self._step(None, idle=True)
 
     @cached_property
     def idle_watch(self) -> Callable:
-        """The twin of the step of `watch` for batches without targets."""
+        """The step of `watch` for batches without targets."""
         return self._step(self._layers(), idle=True)
 
     def overflowing(self, state: State, batch: Any) -> list[str]:
-        """The layers whose gradients are not finite; takes a step, and gives up the state."""
+        """The layers whose gradients are not finite; takes a step, which consumes the state."""
         watch = self._watching(1)
         _, metrics = watch.step(state, batch)
         norms = watch.layers(metrics).items()
         return [name for name, row in norms if not math.isfinite(row.get("grad_norm", 0.0))]
 
     def watching(self) -> Watch:
-        """The twin of `step` that also measures layers, at every step."""
+        """`step` with measurements of layers at every step."""
         return self._watching(1)
 
     def _watching(self, every: int) -> Watch:
@@ -594,7 +593,7 @@ class RunSetup:
         )
 
     def _wrap_gradients(self, g: GradientFunction) -> GradientFunction:
-        """The gradients of all parameters in the wrappers that the configuration asks for."""
+        """A gradient function in the wrappers that the configuration asks for."""
         trained = self.trained(self.defs)
         g = scattered(g) if self.config.parallelism.zero == 2 else g
         g = g if trained is True else frozen(g, trained)
@@ -602,7 +601,7 @@ class RunSetup:
         return g if self.encode is None else encoded(g, self.encode)
 
     def _loss(self, watch: bool) -> GradientFunction:
-        # of other families nothing says how large the stream is after a layer
+        # only GPTs measure the residual stream
         watch = watch and self.family.name == "gpt"
         details = watch or self.family.has_details(self.model)
         options = replace(self.options, watch=watch)
@@ -638,7 +637,7 @@ class RunSetup:
 
     @cached_property
     def averaged(self) -> Callable | None:
-        """``state -> params``, the averages that the optimizer keeps; None: it keeps none."""
+        """``state -> params``, the moving averages in the optimizer state; None without them."""
         if not self.config.optimizer.ema_decay:
             return None
 
@@ -650,7 +649,7 @@ class RunSetup:
         return shard_map(read, self.mesh, (layout,), self.specs, stages=stages)
 
     def program(self) -> Program:
-        """One rank's program of the step; needs no memory or data, nor processes.
+        """One rank's program of the step, traced without memory, data or processes.
 
         Raises:
             ValueError: the model cannot run on the mesh, or the batch does not divide.
@@ -667,7 +666,7 @@ class RunSetup:
 
 
 def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Problems of float32 parameters that are computed with in bfloat16."""
+    """Problems of gathering float32 parameters in bfloat16."""
     path, got, moe = "gather_as", "bfloat16", config.gpt.moe
     if config.family.name != "gpt":
         fix = "leave it out, or store them in bfloat16: --precision bf16"
@@ -690,22 +689,22 @@ def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def make_setup(config: TrainConfig, mesh: Mesh | BoundMesh) -> RunSetup:
-    """The `RunSetup` of the run that `config` describes, on `mesh`.
+    """The `RunSetup` of a run on a mesh.
 
     Raises:
-        ValueError: the model cannot run on the mesh, or LoRA's targets are none of its layers.
+        ValueError: the model cannot run on the mesh, or a LoRA target is no layer of it.
     """
     defs = config.family.defs(config.architecture)
     made = RunSetup(config, mesh, with_additions(config, defs))
-    _ = made.rules  # whether the mesh is one for this model
+    _ = made.rules  # raises where the model cannot run on the mesh
     return made
 
 
 def with_additions(config: TrainConfig, defs: dict) -> dict:
-    """The definitions of a model's parameters, with those of LoRA and histories, if a run has any.
+    """The definitions of a model's parameters, with LoRA's and delayed scaling's where used.
 
     Raises:
-        ValueError: LoRA's targets are none of its layers.
+        ValueError: a LoRA target is no layer of the model.
     """
     if config.lora.adapters is not None:
         return lora_defs(defs, config.lora.adapters)
@@ -715,7 +714,7 @@ def with_additions(config: TrainConfig, defs: dict) -> dict:
 
 
 def _check_trained(partition: Partition, defs: dict) -> None:
-    """Raise ValueError for processes without adapters: norms are summed over those with some."""
+    """Raise ValueError for processes without adapters, which could not take part in norms."""
     local = {rank: partition.local(defs, rank) for rank in range(partition.num_ranks)}
     wanted = "some in every process of the pipeline"
     fix = "give one of its stages a layer that has adapters, or simulate: --nproc 0"
