@@ -1,9 +1,7 @@
-"""Held-out data: the sets whose loss a run reports as it trains; each sample counts once.
+"""Evaluation on held-out sets during a run: their samples, each once, and the loss on its mesh.
 
-A run's `eval_data` names them, or `split` leaves a part for validation. Their batches are as large
-as those that the run trains on, so that they fit into the same memory.
-
-The loss of held-out data on the run's mesh: the forwards of what the training step runs.
+The sets are named by `eval_data`, or are the validation part of `split`. Their batches have the
+size of the training batches, so that they fit into the same memory.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _FIX = 'write --eval-data "NAME=PATH", several separated by spaces, paths with s
 
 
 class Epoch(Protocol):
-    """Samples that come round: all of `functron.data` but blends.
+    """Samples with epochs: all of `functron.data` except blends.
 
     Attributes:
         num_samples: samples in an epoch.
@@ -71,11 +69,11 @@ class HeldOut:
     """A set of held-out samples, in batches.
 
     Attributes:
-        name: what its loss is called.
-        samples: one epoch of them.
-        global_batch: rows of every batch, over all ranks; the last one may need some more samples
-            than there are, and has rows of the next epoch then, without targets.
-        num_batches: how many there are.
+        name: of the set, in records.
+        samples: one epoch is evaluated.
+        global_batch: rows of a batch, over all ranks; the last batch is filled up with rows of the
+            next epoch, without targets.
+        num_batches: in the set.
     """
 
     name: str
@@ -84,7 +82,7 @@ class HeldOut:
     num_batches: int
 
     def batch(self, index: int, part: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
-        """This part's rows of batch `index`: the same samples however many parts there are.
+        """This part's rows of batch `index`, which is the same for any number of parts.
 
         Args:
             index: from 0, below `num_batches`.
@@ -105,7 +103,7 @@ def parse_sets(text: str) -> dict[str, str]:
     Paths with spaces are quoted as in a shell.
 
     Raises:
-        ValueError: a word is no name and path, or a name comes twice; all such are listed.
+        ValueError: a word is not NAME=PATH, or a name comes twice; all such are listed.
     """
     try:
         words = shlex.split(text)
@@ -129,12 +127,12 @@ def parse_sets(text: str) -> dict[str, str]:
 def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
     """The sets that a run evaluates, each as the configuration of a run on its data.
 
-    With `eval_data` these are its sets; else the validation part of `split`, or of every source of
-    a blend. Their samples come in an order that is the same for all seeds, so that the first
-    `eval_batches` are, too; but in Megatron-LM's they are those that it draws with the run's.
+    They are the sets of `eval_data`; or else the validation part of `split`, of every source of a
+    blend separately. The order of their samples does not depend on the run's seed, so the first
+    `eval_batches` do not either; an order of an application draws them with the run's seed.
 
     Raises:
-        ValueError: `eval_data`, or a blend, is written wrongly.
+        ValueError: `eval_data` or a blend has a syntax error.
     """
     seed = 0 if config.data.order == ARITHMETIC else config.seed
     if config.evaluation.data:
@@ -158,7 +156,7 @@ def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
 
 
 def problems_of(config: TrainConfig) -> Iterator[Problem]:
-    """Settings of evaluation and data that do not fit, as far as it can be told without reading.
+    """Settings of evaluation and data that do not fit together; no data is read.
 
     Raises:
         ValueError: what `sets_of` raises.
@@ -193,10 +191,11 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> None:
-    """Check what can be known of the sets at little cost, such as that they are there.
+    """Check the sets as far as is cheap, such as that their files exist.
 
     Raises:
-        ValueError: one is not, or has tokens of another tokenizer than `data`; all such are told.
+        ValueError: a set is missing, or has tokens of another tokenizer than `data`; all such are
+            listed.
     """
     messages = []
     sets = sets_of(config) if config.evaluation.every > 0 else {}
@@ -206,7 +205,7 @@ def check(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> None:
         and config.data.format != "mock"
         and data.is_on_disk(config)
     ):
-        # other tokenizers' tokens would have a perplexity, too
+        # tokens of another tokenizer would give a perplexity that means nothing
         provenance([*data.sources_of(config), *(one.data.path for one in sets.values())])
     for name, one in sets.items():
         try:
@@ -242,7 +241,7 @@ def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> l
 
 
 def require_targets(held_out: HeldOut) -> None:
-    """Refuse a set without any target; of almost every other one the first batch has some.
+    """Refuse a set without any target; usually only its first batch is read.
 
     Raises:
         ValueError: no batch has a target.
@@ -254,13 +253,13 @@ def require_targets(held_out: HeldOut) -> None:
 
 def _refuse_empty(held_out: HeldOut) -> NoReturn:
     got = f"{held_out.num_batches} batches without any target"
-    fix = "evaluate on longer documents, on more batches, or with more that is masked"
-    wanted = "a target at least, or there is no loss"
+    fix = "evaluate on longer documents, on more batches, or with a higher mask_rate"
+    wanted = "at least one target"
     refuse("cannot evaluate on this", f"held-out set {held_out.name!r}", got, wanted, fix)
 
 
 def open_texts(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> dict[str, Texts]:
-    """The sets of `open_sets`, to be scored text by text; see `functron.data.token_datasets`.
+    """The sets of `open_sets` as texts to be scored; see `functron.data.token_datasets`.
 
     Raises:
         ValueError: one cannot be read, or does not fit the model.
@@ -284,7 +283,7 @@ def slide(
         name: of the set.
         texts: of the set.
         config: the run, with the seq and global_batch to use; of its batches, `eval_batches`.
-        stride: tokens between the beginnings of two windows.
+        stride: tokens from the beginning of a window to that of the next.
         multiple, exact: see `functron.data.token_datasets.Sliding`.
 
     Raises:
@@ -302,14 +301,14 @@ def slide(
 
 
 def loss_program(setup: RunSetup) -> Callable:
-    """The function ``(params, batch) -> (sum, count)`` of a batch's targets, replicated.
+    """The function ``(params, batch) -> (sum, count)`` of a batch, replicated.
 
-    ``sum = sum of -log p(target)`` over the targets of the batch of all ranks, in float32 at least;
-    ``count``, int64, how many there are. It is the cross-entropy of the next token alone: without
-    dropout and jitter, without z-loss, and without losses of routers and of tokens further ahead.
+    ``sum = sum of -log p(target)`` over the targets of all ranks, in float32 at least; ``count``,
+    int64, is their number. It is the next-token cross-entropy alone: no dropout, jitter, z-loss,
+    router losses or multi-token prediction.
 
-    Parameters and batches are those of the run's step, split and cut into microbatches as there;
-    the forwards of a pipeline's schedule are run, and stages on processes not compiled.
+    Parameters and batches are split, and cut into microbatches, as in the training step. A
+    pipeline runs the forwards of its schedule; stages on processes are not compiled.
 
     Collectives: those of the model's forward and of gathering parameters.
     """
@@ -332,9 +331,9 @@ def loss_program(setup: RunSetup) -> Callable:
 
 
 def loss_memory_bytes(setup: RunSetup, rows: int, seq: int) -> int:
-    """The most that `loss_program` holds at once in a process, of its traced program.
+    """Peak memory of `loss_program` in a process, from its traced program.
 
-    Of a pipeline it is that of a rank with all layers, which is more than any of its ranks holds.
+    For a pipeline it is that of a rank with all layers, an upper bound.
 
     Args:
         setup: of the run.
@@ -353,7 +352,7 @@ def loss_memory_bytes(setup: RunSetup, rows: int, seq: int) -> int:
 
 
 def _of_all(setup: RunSetup) -> Callable:
-    """The sum over microbatches of a model that every rank has all layers of."""
+    """The loss summed over microbatches, without pipeline stages."""
     model, family = _without_extras(setup.model), setup.family
     loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
     options = dataclasses.replace(setup.options, remat="none")
@@ -365,7 +364,7 @@ def _of_all(setup: RunSetup) -> Callable:
 
 
 def _of_stages(setup: RunSetup) -> Callable:
-    """The sum over microbatches of a model in stages."""
+    """The loss summed over microbatches, in pipeline stages."""
     model = _without_extras(setup.model)
     options = dataclasses.replace(setup.options, remat="none")
 
@@ -378,14 +377,14 @@ def _of_stages(setup: RunSetup) -> Callable:
 
 
 def _without_extras(model: Any) -> Any:
-    """The model without the terms of the loss that only training needs."""
+    """The model without the terms of the loss that are for training only."""
     if isinstance(model, gpt.GPTConfig):
         return dataclasses.replace(model, z_loss=0.0, mtp_depth=0)
     return model
 
 
 def _next_token(y: Any) -> torch.Tensor:
-    """The loss of the next token out of what a model returns."""
+    """The next-token loss out of a model's return value."""
     return y[1]["next_token"] if isinstance(y, tuple) else y
 
 
@@ -395,17 +394,17 @@ def evaluate(
     sets: Sequence[HeldOut],
     batch: Callable[[HeldOut, int], dict[str, torch.Tensor]],
 ) -> dict[str, dict[str, float]]:
-    """The mean loss of every set, ``sum / count`` over all of its batches, added up in float64.
+    """The mean loss of every set, ``sum / count`` over all its batches, added up in float64.
 
     Args:
         program: of `loss_program`.
         params: of the run.
-        sets: what to evaluate.
-        batch: this process's part of a set's batch of this number, where `params` are.
+        sets: to evaluate.
+        batch: ``(set, index)`` to this process's part of that batch, on the device of `params`.
 
     Returns:
-        By name, ``loss`` in nats per target, ``perplexity``, its exponential, and ``tokens``, the
-        number of targets.
+        By name of the set ``loss`` in nats per target, ``perplexity``, its exponential, and
+        ``tokens``, the number of targets.
 
     Raises:
         ValueError: a set has no target.
@@ -427,14 +426,15 @@ def evaluate(
 
 
 class EvaluationHook(LoopHook):
-    """Evaluates held-out sets every so many steps, and after the last of the run: ``eval``.
+    """Evaluates held-out sets every n steps and after the last: ``eval`` in records.
 
-    Collective. Not where the loop is to stop at once, nor where the loss is not finite; the loop is
-    asked again afterwards, since it may have taken long. Before the hooks that write records.
+    Collective. Skipped where the loop stops at once or the loss is not finite. Afterwards the loop
+    looks for stop requests again, since evaluation may take long. Stands before the hooks that
+    write records.
 
     Args:
-        evaluate: of a step to the numbers of every set, by name.
-        every: after multiples of so many steps.
+        evaluate: ``(At)`` to the numbers of every set, by name.
+        every: n.
     """
 
     def __init__(self, evaluate: Callable[[At], Mapping[str, Mapping[str, float]]], every: int):
@@ -445,8 +445,8 @@ class EvaluationHook(LoopHook):
         return step % self._every == 0
 
     def after(self, at: At) -> None:
-        """Evaluate where it is due, and add it to the record."""
-        hurries = at.stopped_by not in (0, RESHAPE)  # that is asked for at checkpoints
+        """Evaluate where it is due, and add the numbers to the record."""
+        hurries = at.stopped_by not in (0, RESHAPE)  # RESHAPE waits for a checkpoint anyway
         finite = math.isfinite(at.record.get("loss") or 0.0)
         if hurries or not finite or not (at.last or self.due(at.step)):
             return

@@ -25,18 +25,16 @@ from functron.training.records import CONFIG, METRICS, is_run, read
 
 CHECKPOINTS = "checkpoints"
 AGAIN = "again"
-"""Where a state lies while ranks compute the step after it by themselves."""
+"""The folder of a state while ranks replay the step after it one by one."""
 HUB = "hub"
-"""Where the config.json and tokenizer lie that a run's model came with."""
+"""The folder of the config.json and tokenizer that a run's model came with."""
 
 
 def claim(config: TrainConfig) -> Path:
-    """The folder that `config` names, or the first unused of runs/MODEL-1, runs/MODEL-2, ...
-
-    It exists afterwards, so that no other run takes it.
+    """Create the folder that `config` names, or the first free of runs/MODEL-1, runs/MODEL-2, ...
 
     Raises:
-        ValueError: it cannot be made, or nothing may be written in it.
+        ValueError: it cannot be created or written to.
     """
     numbered = (Path("runs") / f"{config.model}-{number}" for number in itertools.count(1))
     for path in [local_path(config.out, "out")] if config.out else numbered:
@@ -63,43 +61,43 @@ def _refuse(path: Path, got: str, where: str | Path) -> NoReturn:
 
 
 def origin_problems(config: TrainConfig, begins_with: Path | None) -> Iterator[Problem]:
-    """Random parameters of a model that came from elsewhere, by its configuration."""
+    """A converted model whose run would begin with random parameters."""
     if config.has_origin and begins_with is None:
-        wanted = "nothing of a run that begins with random parameters, which are not that model's"
+        wanted = "no source for a run that begins with random parameters"
         instead = next(x.mark.instead for x in settings_of(type(config)) if x.name == "source")
         fix = f"{instead}; or take source and model out, to train its architecture anew"
         yield Problem("source", repr(config.source), wanted, fix)
 
 
 def newest(path: Path) -> Path | None:
-    """The newest complete checkpoint of the run in `path`; None where there is none."""
+    """The newest complete checkpoint of the run in `path`, or None."""
     folder = path / CHECKPOINTS
     found = checkpoint.steps(folder)
     return folder / str(found[-1]) if found else None
 
 
 def write_config(path: Path, config: TrainConfig) -> None:
-    """Write the whole configuration, without where this run happens to lie and how it went on."""
-    _replace(path / CONFIG, _lasting(config))
+    """Write the whole configuration, except for out, resume and change_batch."""
+    _replace(path / CONFIG, _dump_lasting(config))
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
     """The settings that `write_config` writes, as plain nested dicts."""
-    return tomllib.loads(_lasting(config))
+    return tomllib.loads(_dump_lasting(config))
 
 
-def _lasting(config: TrainConfig) -> str:
+def _dump_lasting(config: TrainConfig) -> str:
     return dump(configure(config, out="", resume=False, change_batch=False))
 
 
 def steps_done(config: TrainConfig) -> int:
-    """The steps that a run has behind it where it goes on; 0 where it begins."""
+    """The number of steps in the checkpoint that a run resumes from; 0 where it begins."""
     found = newest(Path(config.out)) if config.resume and config.out else None
     return 0 if found is None else int(found.name)
 
 
 def describe_old_targets(config: TrainConfig) -> str | None:
-    """A line on `lora_targets` of a run from before they were refused; None: they stay."""
+    """A line about `lora_targets` of an older run that are refused now; None: they stay."""
     file = Path(config.out) / CONFIG
     if not (config.resume and config.out and config.lora.rank and file.is_file()):
         return None
@@ -114,7 +112,7 @@ def describe_old_targets(config: TrainConfig) -> str | None:
 
 
 def sizes_to_come(config: TrainConfig) -> tuple[int, ...]:
-    """The sizes of the batches that are still to be taken, which the mesh must be able to divide.
+    """The sizes of the batches of the remaining steps, which the mesh must divide.
 
     Raises:
         ValueError: ramp_up or earlier_batches describes no such sizes.
@@ -123,15 +121,14 @@ def sizes_to_come(config: TrainConfig) -> tuple[int, ...]:
 
 
 def with_changed_batch(config: TrainConfig) -> TrainConfig:
-    """`config` with the batches that its run took before it changes them (`change_batch`).
+    """`config` with the batches that its run had before they change (`change_batch`).
 
-    They are noted in `earlier_batches`, so that the next sample is the one after those that the
-    steps so far have had. What was planned by the number of samples, once steps were taken by it,
-    stays as it was: the rates of rate_unit=samples, and the order of an application. A ramp_up that
-    is over is left out.
+    They go into `earlier_batches`, so that the run continues with its next sample. Once steps were
+    taken, plans that count samples stay as they were: the rates of rate_unit=samples, and the order
+    of an application. A ramp_up that is over is left out.
 
     Returns:
-        `config` itself where it does not go on with a run, or changes nothing.
+        `config` itself where it resumes no run, or nothing changes.
 
     Raises:
         ValueError: the configuration of the run cannot be read.
@@ -171,7 +168,7 @@ def with_changed_batch(config: TrainConfig) -> TrainConfig:
 
 
 def tokenizer_path(config: TrainConfig) -> Path | None:
-    """Where the tokenizer of a run lies, which its folder keeps once it began; None: bytes.
+    """The path of a run's tokenizer, in its folder once it began; None: bytes.
 
     Raises:
         ValueError: the configuration of the run cannot be read.
@@ -182,16 +179,16 @@ def tokenizer_path(config: TrainConfig) -> Path | None:
     if kept is None or not tokenizers_in(kept):
         return Path(config.data.tokenizer) if config.data.tokenizer else None
     run = Path(config.out)
-    # a run that begins may have another than the model that it begins from came with
+    # a new run may use another tokenizer than the one that its model came with
     begun = load(run / CONFIG, kind=type(config)) if is_run(run) else None
     same = begun is not None and begun.data.tokenizer == config.data.tokenizer
     return kept if same or not config.data.tokenizer else Path(config.data.tokenizer)
 
 
 def keep_tokenizer(path: Path, config: TrainConfig) -> None:
-    """Copy the tokenizer of a run into its folder, if it has one of its own.
+    """Copy the tokenizer of a run into its folder.
 
-    Must precede `write_config`, after which the copy is what other processes read.
+    Must precede `write_config`, after which other processes read the copy.
     """
     source = tokenizer_path(configure(config, out=str(path)))
     kept = path / HUB
@@ -210,7 +207,7 @@ def keep_tokenizer(path: Path, config: TrainConfig) -> None:
 
 
 def _files_of(source: Path) -> dict[str, Path]:
-    """The files of a tokenizer, by the names that they have in a run folder."""
+    """The files of a tokenizer, by their names in a run folder."""
     file = source if source.is_file() else tokenizers_in(source)[0]
     if kind_of(file) is not Tokenizer:
         return {file.name: file}
@@ -226,7 +223,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def rewind(path: Path, step: int) -> list[dict[str, Any]]:
-    """Forget the records of the steps after `step`, which will be taken again; those that stay."""
+    """Drop the records of steps after `step`, which will be taken again; returns the others."""
     kept = [record for record in records(path) if record["step"] <= step]
     if (path / METRICS).is_file():
         _replace(path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
@@ -234,7 +231,7 @@ def rewind(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file so that it has at any moment its old or its new content."""
+    """Write a file atomically."""
     beside = file.with_name(file.name + ".new")
     with beside.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -244,7 +241,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 def refuse_existing(out: Path, title: str) -> None:
-    """Raise ValueError, with this title, where there is something at `out` already."""
+    """Raise ValueError with this title if `out` exists."""
     local_path(out, "out")
     if out.exists():
         problem = Problem(str(out), "an existing path", "a new one", "choose another")
@@ -252,7 +249,7 @@ def refuse_existing(out: Path, title: str) -> None:
 
 
 def make(out: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder under another name, and name it `out` when it is complete.
+    """Fill a folder under a temporary name, and rename it to `out` when it is complete.
 
     Raises:
         ValueError: it cannot be written.

@@ -1,8 +1,8 @@
 """The training step: loss, gradients, their reduction and the update, as one per-rank program.
 
 `make_step` fits on a screen, and is meant to be read, copied into a notebook, and changed: all that
-it calls is public. What makes gradients is a gradient function (`functron.mean_gradients` and its
-wrappers), and what is measured are plain functions, a `Metric` each.
+it calls is public. Its gradients come from a gradient function (`functron.mean_gradients` and its
+wrappers); each measurement is a plain function, a `Metric`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class State(NamedTuple):
     Attributes:
         step: int64 scalar, the number of steps taken.
         params: the parameters.
-        opt_state: what the optimizer remembers.
+        opt_state: the optimizer's state.
         key: the key that every step's randomness is derived from.
     """
 
@@ -70,8 +70,8 @@ def init_state(
 ) -> State:
     """The state before the first step: the same numbers on every mesh.
 
-    Its parameters are not those of ``init_params(key, defs)``: one half of the key makes them,
-    ``init_params(random.split(key)[0], defs)``, and the other is the state's, for its steps.
+    The key is split: parameters are ``init_params(random.split(key)[0], defs)``, and the second
+    half is the key of the steps.
 
     Args:
         key: a key of `functron.random`; the state lives on its device.
@@ -79,13 +79,13 @@ def init_state(
         specs: their specs, one per parameter.
         optimizer: the gradient transformation that will update them.
         mesh: simulated (global values) or bound (this rank's shards).
-        params: to begin with; None: random ones. Those of a module (`torch.nn.Parameter`) are
-            trained in the module's own memory, and torch's tape sees nothing of that.
-        masters: what the parameters are rounded from, for an optimizer that keeps float32 masters
-            of those in low precision (``optim.with_fp32_masters(inner, dtypes)``, or
-            `optim.make_optimizer` with `defs`): without, masters begin with rounded values. A tree
-            like the parameters, such as a pretrained model in float32, in place of `params`; True:
-            random ones, drawn in float32.
+        params: initial values; None: random ones. Those of a module (`torch.nn.Parameter`) are
+            updated in the module's own memory, without torch's autograd.
+        masters: initial float32 masters, for an optimizer that keeps them
+            (``optim.with_fp32_masters(inner, dtypes)``, or `optim.make_optimizer` with `defs`); the
+            parameters are their rounded values. A tree like the parameters, such as a pretrained
+            model in float32, in place of `params`; True: random ones, drawn in float32; False: the
+            masters begin as the parameters.
 
     Raises:
         ValueError: masters for an optimizer that keeps none; `params` and masters; or an optimizer
@@ -95,10 +95,10 @@ def init_state(
     optimizer = optimizer.bind(specs)
     refuse_parts("init_state: the optimizer takes parts for whole ones", optimizer, specs, mesh)
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
-    # every rank makes its own part; axes of a pipeline are as good as any others for that
+    # every rank makes its own part, over pipeline axes as over any other
     init = shard_map(optimizer.init, mesh, (specs,), optimizer.specs(specs), check=False)
     if masters is False:
-        given = tree.map(_off_tape, params)
+        given = tree.map(_detach_parameter, params)
         weights = init_params(init_key, defs, specs, mesh) if params is None else given
         return State(zero, weights, init(weights), step_key)
     if params is not None:
@@ -111,8 +111,8 @@ def init_state(
     return State(zero, weights, init(masters), step_key)
 
 
-def _off_tape(leaf: Any) -> Any:
-    """A module's parameter without its tape, which would keep every step that is taken from it."""
+def _detach_parameter(leaf: Any) -> Any:
+    """A module's parameter without its tape, which would keep all later steps alive."""
     return leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf
 
 
@@ -126,10 +126,10 @@ def _abstract(value: tree.Tree) -> tree.Tree:
 
 
 def _check_masters(made: tree.Tree, wanted: tree.Tree) -> None:
-    """Check that an optimizer made the same kind of state of masters as of parameters.
+    """Check that masters and parameters lead to states of the same dtypes and shapes.
 
     Raises:
-        ValueError: it keeps no masters, so that their dtypes went into its moments.
+        ValueError: the optimizer keeps no masters: its moments took their dtypes.
     """
     layouts = [[(leaf.dtype, leaf.shape) for leaf in tree.leaves(x)] for x in (made, wanted)]
     if layouts[0] != layouts[1]:
@@ -140,16 +140,16 @@ def _check_masters(made: tree.Tree, wanted: tree.Tree) -> None:
 
 
 class Seen(NamedTuple):
-    """A step as its metrics see it, before the update overwrites it.
+    """The arguments of a metric: a step before its update.
 
     Attributes:
         state: before the step.
         grads: the gradients, summed over ranks, and without the loss's scale.
         specs: of the parameters.
         grad_specs: of the gradients.
-        copies: how many ranks of a pipeline hold each parameter.
-        found: the mean ``loss``, and what was found beside it; empty where a pipeline's stages are
-            compiled on processes, whose update is a program of its own.
+        copies: the number of pipeline ranks that hold each parameter.
+        found: the mean ``loss`` and ``aux``; empty where a pipeline's stages are compiled on
+            processes, since the update is a separate program there.
     """
 
     state: State
@@ -161,10 +161,10 @@ class Seen(NamedTuple):
 
 
 Metric = Callable[[Seen], Mapping[str, Any]]
-"""``metric(seen) -> {name: value}``: numbers of a step, the same on all ranks: a per-rank program.
+"""``metric(seen) -> {name: value}``: a per-rank program whose values are equal on all ranks.
 
-A value may be a tree of tensors; a part of a parameter or gradient is copied. One that is an
-`optim.Norm` is given to the optimizer as well, which need not compute it again.
+A value may be a tree of tensors; a part of a parameter or gradient is copied. An `optim.Norm` is
+also given to the optimizer, which then does not compute it again.
 """
 
 
@@ -178,7 +178,7 @@ def grad_norm_of(mask: tree.Tree = True, kernels: Kernels = AUTO) -> Metric:
     """The metric ``grad_norm`` of some gradients.
 
     Args:
-        mask: whose, a tree or prefix tree of bools, such as `weight_mask`.
+        mask: the gradients that count, a tree or prefix tree of bools, such as `weight_mask`.
         kernels: of "global_norm"; see `functron.ops.use`.
     """
 
@@ -191,11 +191,11 @@ def grad_norm_of(mask: tree.Tree = True, kernels: Kernels = AUTO) -> Metric:
 
 
 def layer_norms(layers: optim.Layers, mask: tree.Tree = True) -> Metric:
-    """The metric ``layers``: layer by layer the norms of parameters and of their gradients.
+    """The metric ``layers``: norms of parameters and of their gradients by layer.
 
     Args:
-        layers: of the parameters that train and count.
-        mask: these, a tree or prefix tree of bools.
+        layers: the layers of the parameters that count.
+        mask: the parameters that count, a tree or prefix tree of bools.
     """
 
     def metric(seen: Seen) -> Mapping[str, Any]:
@@ -211,10 +211,10 @@ def layer_norms(layers: optim.Layers, mask: tree.Tree = True) -> Metric:
 
 
 def _check_tensors(of: str, given: Any) -> None:
-    """Raise TypeError unless these are tensors by name, which ranks are seen to agree on."""
+    """Raise TypeError unless these are tensors by name, whose replication can be checked."""
     named = given if isinstance(given, Mapping) else {}
     fix = "return a dict of tensors: torch.tensor(number)"
-    wanted = "a tensor, which is seen to be the same on all ranks"
+    wanted = "a tensor, which is checked to be the same on all ranks"
     problems = [
         Problem(f"metric {of}", f"{name!r}: {type(leaf).__name__}", wanted, fix)
         for name, value in named.items()
@@ -227,18 +227,18 @@ def _check_tensors(of: str, given: Any) -> None:
 
 
 def _copy_part(value: Any, kept: Collection[Any]) -> Any:
-    """A copy of what shares memory with a state or gradients, which the update overwrites."""
+    """`value`, copied where the update would overwrite its memory."""
     if isinstance(value, torch.Tensor) and storage_key(compat.plain(value)) in kept:
         return value.clone()
     return value
 
 
 class Measured(NamedTuple):
-    """The numbers that metrics give of a step.
+    """The values of all metrics at a step.
 
     Attributes:
-        record: their numbers, for the step's metrics.
-        extra: arguments for the optimizer: ``norm`` where one of them is an `optim.Norm`, and
+        record: for the metrics of the step.
+        extra: extra arguments of the optimizer: ``norm`` where a value is an `optim.Norm`, and
             ``value``, the loss, where it is known.
     """
 
@@ -251,15 +251,15 @@ _TAKEN = frozenset({
     "tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes", "samples", "sources", "batch",
     "eval",
 })  # fmt: skip
-"""Names that a step itself has in its metrics, or a run in its records."""
+"""Names that steps use in their metrics, or runs in their records."""
 
 
 def measure(metrics: Sequence[Metric], seen: Seen) -> Measured:
-    """The numbers of all metrics.
+    """The values of all metrics.
 
     Raises:
-        ValueError: two of them, or one and the step itself, have numbers of the same name.
-        TypeError: a metric returns something else than tensors by name.
+        ValueError: two metrics, or a metric and the step, have values of the same name.
+        TypeError: a metric returns anything but tensors by name.
     """
     found: dict[str, Any] = {}
     problems = []
@@ -296,40 +296,39 @@ def make_step(
 ) -> Callable:
     """The function ``(state, batch) -> (state, metrics)`` that takes one optimization step.
 
-    Donates the state: its tensors are updated in place and returned, and the old ones are gone:
-    using them raises. Under a transform of torch.func, and where torch's tape tracks the state, the
-    batch or what the loss closes over (so within `functron.grad`), it is pure, and nothing is gone:
-    derivatives have all terms, and a ``vmap(step)`` of stacked states and batches trains an
-    ensemble. On a bound mesh state and batch are this rank's shards, on a simulated one global
-    values. From here on the C library keeps the memory that this process frees, up to 2 GiB.
+    Donates the state: its tensors are updated in place and returned, and using the old ones raises.
+    Under a transform of torch.func, and where autograd tracks the state, the batch or what the loss
+    closes over (as within `functron.grad`), the step is pure instead: it can be differentiated, and
+    ``vmap(step)`` of stacked states and batches trains an ensemble. On a bound mesh state and batch
+    are this rank's shards, on a simulated one global values. From the first call on the C library
+    keeps up to 2 GiB of memory that this process frees.
 
     Args:
-        gradients: of `mean_gradients` or `pipeline.gradients`, and their wrappers. Of
-            `with_targets` and `without_targets` nothing waits for the number of a batch's targets;
-            otherwise it is read on the host in every step (by `jit` before it runs what it
-            compiled).
-        optimizer: the gradient transformation. A batch without any target changes neither
-            parameters nor its state, but for the counts of schedules, which go by batches seen.
+        gradients: `mean_gradients` or `pipeline.gradients`, perhaps in wrappers. The number of
+            targets is read on the host in every step (by `jit` before it runs the compiled
+            program), unless `with_targets` or `without_targets` is the outermost wrapper.
+        optimizer: the gradient transformation. A batch without targets changes neither parameters
+            nor its state, except for the counts of schedules, which count batches.
         mesh: the ranks; the batch is split over its data axes.
         specs: the specs of the parameters that this process holds, one per parameter.
-        batch_specs: how the batch is split, a spec or a tree of them, such as ``gpt.batch_specs()``
-            where axes split sequences as well.
-        metrics: what is measured of a step, before the update; see `Metric`. (): nothing is.
-        replicated_over: axes whose ranks are all meant to do the same work. Any other axis with
-            more than one rank must split parameters, the optimizer's state, the batch or stages.
+        batch_specs: a spec or tree of specs, such as ``gpt.batch_specs()`` where axes split
+            sequences as well.
+        metrics: measurements before the update; see `Metric`.
+        replicated_over: axes whose ranks may all do the same work. Any other axis with more than
+            one rank must split parameters, the optimizer's state, the batch or stages.
 
     Returns:
         The step. Its metrics are float scalars ``loss`` (mean over targets) and those of `metrics`;
-        with `optim.with_loss_scale` these are of the loss without its scale, and there are
-        ``loss_scale`` and ``stuck``, of the next step. Of a batch without any target
-        loss and gradients are 0, as are ``targets``, which no other has.
-        (A program of `functron.trace` is for batches with targets: others have a loss of NaN.)
+        with `optim.with_loss_scale` these are of the unscaled loss, and ``loss_scale`` and
+        ``stuck`` of the next step are added. For a batch without targets loss and gradients are 0,
+        and so is ``targets``, which other steps do not have. (A program of `functron.trace` is for
+        batches with targets; without any its loss is NaN.)
         Raises ValueError where the batch does not divide, or the loss is a mean (`check_sum`).
         Collectives: those of the gradients, `sync_gradients`, the optimizer and the metrics.
 
     Raises:
         ValueError: an axis of the mesh splits nothing; or parameters are split, and `optimizer` is
-            neither elementwise nor told how (`optim.transformation`).
+            neither elementwise nor declares how it works on parts (`optim.transformation`).
     """
     wanted = optimizer.bind(specs).grad_specs(specs)
     g = gradients.bind(mesh, specs, wanted)
@@ -369,14 +368,15 @@ def map_step(
 ) -> Callable:
     """The step of all ranks: ``update(state, *compute(state, batch))``, mapped over `mesh`.
 
-    It is one program; where a pipeline's stages are compiled on a bound mesh, two: every rank's
-    shares leave the first as they are, and enter the second, which is compiled.
+    It is one program. Where a pipeline's stages are compiled on a bound mesh it is two: `compute`
+    returns every rank's own gradients, which are the inputs of `update`, compiled separately.
 
     Args:
-        compute: ``(state, batch) -> (found, grads, num_targets)`` of a rank, before ranks talk.
+        compute: ``(state, batch) -> (found, grads, num_targets)`` of a rank, before gradients are
+            reduced.
         update: ``(state, found, grads, num_targets) -> (state, metrics)`` of a rank.
-        g: whose gradients these are. Where it reads the number of targets on the host, so does
-            `jit`, and calls the step uncompiled for a batch without any.
+        g: the bound gradient function. Where it reads the number of targets on the host, `jit` does
+            too, and runs the step uncompiled for a batch without targets.
         mesh: the ranks.
         specs: of the parameters.
         layout: of the state.
@@ -421,7 +421,7 @@ def _two_programs(
     left = split(lambda s, grads: update(s, {}, grads, 0), **ends, donate=0)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
-        with JointCall("step", mesh, alike=False):  # no rank is left between the two
+        with JointCall("step", mesh, alike=False):  # an interrupt cannot fall between the two
             found, grads, num_targets = made(state, batch)
             state, more = (left if g.lacks_targets(num_targets) else taken)(state, grads)
             if look is not None:
@@ -439,19 +439,19 @@ def check_layout(
     stages: str | None = None,
     replicated_over: AxisNames = (),
 ) -> None:
-    """Refuse a step that would compute other numbers on this mesh, or the same on several ranks.
+    """Refuse a mesh on which the step would be wrong, or ranks would repeat the same work.
 
     Args:
         mesh: the ranks.
         optimizer: bound to the specs of the parameters.
         layout: of the state.
         batch_specs: of the batch.
-        stages: the axis of a pipeline's ranks.
-        replicated_over: axes whose ranks are meant to do the same work.
+        stages: the axis of pipeline stages.
+        replicated_over: axes whose ranks may do the same work.
 
     Raises:
-        ValueError: the optimizer takes parts of parameters for whole ones, or an axis of the mesh
-            splits neither state nor batch.
+        ValueError: the optimizer would treat parts of parameters as whole ones, or an axis of the
+            mesh splits neither state nor batch.
     """
     title = "make_step: the optimizer takes parts for whole ones"
     refuse_parts(title, optimizer, layout.params, mesh, stages)
@@ -465,11 +465,12 @@ def check_layout(
 def check_sum(
     g: BoundGradients, mesh: Mesh | BoundMesh, specs: tree.Tree, batch_specs: tree.Tree
 ) -> Callable[[State, tree.Tree], None]:
-    """``(state, batch)``: raises, once, where the loss is a mean: the same for a batch twice.
+    """A check ``(state, batch)`` that raises, once, where the loss is a mean over the batch.
 
-    Exact but for what samples do to one another (dropout without ``rows``, experts' capacities),
-    so a mean is told from a sum in the middle between 1 and 2. A mean of one target by declaration
-    (`num_targets` is the same for the batch twice) is a sum, unless microbatches add it up.
+    A sum doubles when every sample is given twice, and a mean stays. Samples may influence one
+    another a little (dropout without ``rows``, capacities of experts), so the threshold is 1.5. A
+    mean is accepted where `num_targets` does not grow with the batch either, unless microbatches
+    are added up.
     """
     num_microbatches = g.num_microbatches
 

@@ -203,7 +203,7 @@ def test_what_a_run_records_of_its_origin_loads_no_model(tmp_path, source):
     config = load(path)
     for begins in (config, configure(config, out=str(tmp_path / "new"))):
         text = problems(begins)
-        assert f"source: got {source!r}; wanted nothing of a run that begins" in text
+        assert f"source: got {source!r}; wanted no source for a run that begins" in text
         assert "functron convert hf:PATH run:RUN" in text
     with pytest.raises(ValueError, match="functron convert hf:PATH run:RUN"):
         train(prepare(configure(config, steps=1, seq=16), Mesh()), None)
