@@ -1,22 +1,22 @@
-"""The state of a run from a checkpoint: of its own precision or of another, or of parameters alone.
+"""Resuming: the state of a run from a checkpoint of its own or another precision, or of parameters.
 
-And what a run that goes on is told of its learning rate, where that comes by another schedule.
+It also describes how the learning rate changes where a run resumes under another schedule.
 
-| leaf                     | where the checkpoint lacks it, or has it in another dtype             |
-|--------------------------|-----------------------------------------------------------------------|
-| parameter                | its master, or else the parameter, rounded to nearest                 |
-| master                   | the parameter, in float32, or what it lacks of that                   |
-| moments, averages, sums  | converted to their dtype, from 8 bits and to them as well             |
-| loss scale, its counts   | as a run begins                                                       |
-| key of stochastic rounds | as a run begins                                                       |
-| history of a product     | empty, as a run begins; nobody need say so                            |
+| leaf                       | where the checkpoint lacks it, or has it in another dtype           |
+|----------------------------|---------------------------------------------------------------------|
+| parameter                  | its master, or else the parameter, rounded to nearest               |
+| master                     | the parameter in float32, or the lower half of that                 |
+| moments, averages, sums    | converted to their dtype, also from and to 8 bits                   |
+| loss scale, its counts     | initial value                                                       |
+| key of stochastic rounding | initial value                                                       |
+| history of delayed scaling | empty, also without `recast`                                        |
 
-What only the checkpoint has of these is left out. So a run in float32 that goes on as bf16 has its
-parameters for masters, and comes back to float32 without a change. But for histories of delayed
-scaling a quantised product keeps nothing between steps: fp8-block has the state of bf16.
+Leaves that only the checkpoint has are left out. So a float32 run that resumes as bf16 takes its
+parameters as masters, and can return to float32 unchanged. Quantised products have no state except
+for histories of delayed scaling: fp8-block has the state of bf16.
 
-The levels that masters, stochastic rounding, a loss scale, `optim.apply_if_finite` and
-`optim.with_limit` add to paths are found by what these states have beside what they wrap.
+Masters, stochastic rounding, a loss scale, `optim.apply_if_finite` and `optim.with_limit` wrap the
+optimizer's state, which adds levels to paths; they are recognised by their own leaves.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ _SAYING = "--precision NAME (or --products) beside --resume says so; in Python r
 def restore_state(
     path: Path, setup: RunSetup, key: torch.Tensor, device: torch.device, *, recast: bool = False
 ) -> tuple[State, tuple[str, ...]]:
-    """The state in a checkpoint, for the next step of `setup`, and what was converted, in words.
+    """The state in a checkpoint for the next step of `setup`, and the conversions in words.
 
-    No collectives; every process of a bound mesh reads its own boxes, in the memory of its state.
+    No collectives; every process of a bound mesh reads its own shards.
 
     Args:
-        path: of this run, made on any mesh, or of parameters alone.
+        path: of a checkpoint of this run, from any mesh, or of parameters alone.
         setup: of the run.
         key: of the run's seed.
         device: of the state.
-        recast: whether the checkpoint may be of another precision.
+        recast: whether to convert a checkpoint of another precision.
 
     Raises:
         ValueError: the checkpoint is damaged, another model's or optimizer's, or of another
@@ -82,14 +82,14 @@ def restore_state(
     adapted = lora.has_adapters(leaf.path for leaf in setup.placement.leaves)
     new = adapted and not lora.has_adapters(names)
     if new or not any(name.startswith("opt_state/") for name in names):
-        return _of_params(path, setup, key, device, new=new, recast=recast)
+        return _restore_params(path, setup, key, device, new=new, recast=recast)
     like = abstract_state(setup, key)
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
     histories = _new_histories(setup, stored)
-    sources = _sources(wanted, stored) | dict.fromkeys(histories)
-    done = [*_products(stored, setup), *_words(wanted, stored)]
-    _check_said(done, stored, recast)
+    sources = _find_sources(wanted, stored) | dict.fromkeys(histories)
+    done = [*_describe_recipes(stored, setup), *_describe_conversions(wanted, stored)]
+    _require_recast(done, stored, recast)
     kept = {name: leaf for name, leaf in wanted.items() if sources[name] is not None}
     found = checkpoint.restore(
         path,
@@ -99,16 +99,18 @@ def restore_state(
         sources={name: source for name, source in sources.items() if source is not None},
         device=device,
     )
-    fresh = {name: _first(name, leaf, setup) for name, leaf in wanted.items() if name not in kept}
+    fresh = {
+        name: _make_initial(name, leaf, setup) for name, leaf in wanted.items() if name not in kept
+    }
     found |= {name: leaf.to(device) for name, leaf in fresh.items()}
     state = tree.unflatten(tree.structure(like), [found[name] for name in wanted])
     if done:
         _check_range(state.params)
-    return state, (*done, *_empty(histories))
+    return state, (*done, *_describe_empty(histories))
 
 
 def abstract_state(setup: RunSetup, key: torch.Tensor) -> State:
-    """The state of this process, of meta tensors: no numbers are drawn for it."""
+    """The state of this process as meta tensors."""
     mesh = setup.mesh
 
     def one(d: ParamDef, spec: P) -> torch.Tensor:
@@ -121,13 +123,13 @@ def abstract_state(setup: RunSetup, key: torch.Tensor) -> State:
     return setup.init(key.to("meta"), params)
 
 
-def _of_params(
+def _restore_params(
     path: Path, setup: RunSetup, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
 ) -> tuple[State, tuple[str, ...]]:
-    """The state that begins with a checkpoint's parameters; `new` adapters are added to them."""
+    """An initial state with a checkpoint's parameters, to which `new` adapters are added."""
     where, params = setup.placement, abstract_state(setup, key).params
-    if setup.config.optimizer.fp32_masters:  # which begin with what is stored in float32
-        params = _as_stored(params, path)
+    if setup.config.optimizer.fp32_masters:  # masters take what is stored in float32
+        params = _widen_as_stored(params, path)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _name_leaves(params)}
         leaves = [
             dataclasses.replace(leaf, dtype=dtypes.get(leaf.path, leaf.dtype))
@@ -142,11 +144,11 @@ def _of_params(
         mask = history_mask(setup.defs)
         empty, chosen["params"] = tree.partition(chosen["params"], mask)
     own = {f"params/{name}": leaf for name, leaf in _name_leaves(chosen["params"])}
-    done = _words(own, stored)
-    _check_said(done, stored, recast)
+    done = _describe_conversions(own, stored)
+    _require_recast(done, stored, recast)
     read = checkpoint.restore(path, chosen, placement=where, cast=recast, device=device)
     params = read["params"]
-    if new:  # the model's own parameters are there, and nothing was added to them yet
+    if new:  # the checkpoint has the model's own parameters only
         init_key, _ = random.split(key.to(device)).unbind(0)
         defs = lora.split(setup.defs)[1]
         adapters = init_params(init_key, defs, setup.stored_specs, setup.mesh)
@@ -157,30 +159,30 @@ def _of_params(
     state = setup.init(key.to(device), params)
     if done:
         _check_range(state.params)
-    return state, (*done, *_empty(histories))
+    return state, (*done, *_describe_empty(histories))
 
 
 def _new_histories(setup: RunSetup, stored: checkpoint.Checkpoint) -> list[str]:
-    """The leaves that quantised products remember steps in, where the checkpoint has none."""
+    """The histories of delayed scaling, where the checkpoint has none."""
     found = tree.paths(tree.partition(setup.defs, history_mask(setup.defs))[0])
     names = [f"params/{name}" for name in found]
     return [] if any(name in stored for name in names) else names
 
 
-def _empty(histories: Sequence[str]) -> list[str]:
+def _describe_empty(histories: Sequence[str]) -> list[str]:
     text = "histories of quantised products begin empty: the checkpoint has none"
     return [text] if histories else []
 
 
-def _check_said(done: Sequence[str], stored: checkpoint.Checkpoint, recast: bool) -> None:
-    """Refuse to convert what nobody said was to be converted."""
+def _require_recast(done: Sequence[str], stored: checkpoint.Checkpoint, recast: bool) -> None:
+    """Refuse conversions unless `recast` is set."""
     title, wanted = f"the checkpoint {stored.path} is of another precision", "nothing to convert"
     found = [Problem("precision", text, wanted, _SAYING) for text in done]
     raise_problems(title, [] if recast else found)
 
 
 def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
-    """Refuse parameters that are joined where the model's are not, or the other way."""
+    """Refuse fused projections where the model's are not, and the other way round."""
     stored = any({"qkv", "gate_up"} & {*name.split("/")} for name in names)
     if isinstance(model, GPTConfig) and stored != model.fused_projections:
         way = "" if stored else " --fused-projections"
@@ -196,8 +198,8 @@ def _name_leaves(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
     return zip(tree.paths(params), tree.leaves(params), strict=True)
 
 
-def _as_stored(params: tree.Tree, path: Path) -> tree.Tree:
-    """`params`, in float32 where the checkpoint is and they are in less."""
+def _widen_as_stored(params: tree.Tree, path: Path) -> tree.Tree:
+    """`params`, in float32 where the checkpoint is and theirs is a lower precision."""
     stored = checkpoint.Checkpoint(path)
 
     def one(name: str, leaf: torch.Tensor) -> torch.Tensor:
@@ -210,7 +212,7 @@ def _as_stored(params: tree.Tree, path: Path) -> tree.Tree:
 
 def _check_range(params: tree.Tree) -> None:
     found = [
-        Problem(f"params/{name}", "values that float16 has not", "at most 65504", "choose bf16")
+        Problem(f"params/{name}", "values too large for float16", "at most 65504", "choose bf16")
         for name, leaf in _name_leaves(params)
         if leaf.dtype == torch.float16 and not bool(leaf.isfinite().all())
     ]
@@ -221,12 +223,12 @@ def _check_range(params: tree.Tree) -> None:
 
 
 class _Wrapper(NamedTuple):
-    """A state around another one.
+    """A state that wraps another one.
 
     Attributes:
-        own: its leaves, or subtrees, beside the state that it wraps.
-        inner: where that is.
-        title: in words; empty: nobody need be told that it is new, or gone.
+        own: its leaves or subtrees beside the wrapped state.
+        inner: the field of the wrapped state.
+        title: in words; empty: its coming and going is not reported.
     """
 
     own: tuple[str, ...]
@@ -244,12 +246,12 @@ _WRAPPERS: tuple[_Wrapper, ...] = (
 
 
 class _Role(NamedTuple):
-    """The part that a leaf plays, whatever surrounds it.
+    """What a leaf is, independent of the wrappers around it.
 
     Attributes:
         path: without the levels that wrappers add.
-        wrapper: the one that it is of; None: it is of what is wrapped.
-        field: its name in that state.
+        wrapper: that it belongs to; None: it belongs to the wrapped state.
+        field: its name in the wrapper's state.
     """
 
     path: str
@@ -257,7 +259,7 @@ class _Role(NamedTuple):
     field: str = ""
 
 
-def _roles(names: Collection[str]) -> dict[str, _Role]:
+def _find_roles(names: Collection[str]) -> dict[str, _Role]:
     """The role of each leaf of a state."""
     known = set(names)
     levels = {name[: at + 1] for name in names for at, letter in enumerate(name) if letter == "/"}
@@ -286,19 +288,22 @@ def _roles(names: Collection[str]) -> dict[str, _Role]:
 
 
 _Source = str | Computed | None
-"""Of a leaf: a stored one, or what is computed of stored ones; None: it begins anew."""
+"""Of a leaf: a stored leaf, or a computation of stored leaves; None: its initial value."""
 
 _NOWHERE = ""
-"""The path of no leaf: restoring says that it is missing."""
+"""A path that no leaf has, so that restoring reports it as missing."""
 
 
-def _sources(
+def _find_sources(
     wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint
 ) -> dict[str, _Source]:
-    """The source of each leaf that is wanted."""
-    held = {role: name for name, role in _roles(list(stored)).items()}
-    masters, after = _masters(stored, held), _roles(wanted)
-    before, now = _codings(held, stored), _codings({r: name for name, r in after.items()}, wanted)
+    """The source of each leaf of the wanted state."""
+    held = {role: name for name, role in _find_roles(list(stored)).items()}
+    masters, after = _find_masters(stored, held), _find_roles(wanted)
+    before, now = (
+        _find_codings(held, stored),
+        _find_codings({r: name for name, r in after.items()}, wanted),
+    )
     halved = {
         role.path
         for name, role in after.items()
@@ -314,7 +319,7 @@ def _sources(
         half = master is not None and stored[master].dtype == torch.int16
         if path in halved:
             wide = stored[master or param]
-            return (param if is_param else master) if half else _half(wide, upper=is_param)
+            return (param if is_param else master) if half else _take_half(wide, upper=is_param)
         if is_param and stored[param].dtype == wanted[name].dtype:
             return param
         return _join_halves(stored[param], stored[master]) if half and master else master or param
@@ -326,28 +331,27 @@ def _sources(
         elif role in held and before.get(_find_moment(role)) == now.get(_find_moment(role)):
             found[name] = held[role]
         else:
-            kept = (
-                None if role.wrapper else _in_bytes(role, now.get(_find_moment(role)), held, stored)
-            )
-            found[name] = None if role.wrapper else kept or _NOWHERE
+            coding = now.get(_find_moment(role))
+            made = None if role.wrapper else _convert_moment(role, coding, held, stored)
+            found[name] = None if role.wrapper else made or _NOWHERE
     return found
 
 
 _MASTERS = "masters"
 
 
-def _masters(stored: checkpoint.Checkpoint, held: Mapping[_Role, str]) -> dict[str, str]:
+def _find_masters(stored: checkpoint.Checkpoint, held: Mapping[_Role, str]) -> dict[str, str]:
     """The stored masters, by the paths of their parameters."""
     return {role.path: name for role, name in held.items() if role.field == _MASTERS}
 
 
 def _join_halves(high: Any, low: Any) -> Computed:
-    """Masters in float32, of parameters and of what these lack of them."""
+    """Masters in float32 from their upper halves (the parameters) and lower halves."""
     return Computed(high.shape, torch.float32, lambda where: joined(high[where], low[where]))
 
 
-def _half(wide: Any, *, upper: bool) -> Computed:
-    """Parameters in bfloat16, or what they lack of masters."""
+def _take_half(wide: Any, *, upper: bool) -> Computed:
+    """The upper halves of masters (parameters in bfloat16), or the lower ones."""
     dtype = torch.bfloat16 if upper else torch.int16
     return Computed(wide.shape, dtype, lambda where: halves(wide[where].float())[not upper])
 
@@ -356,39 +360,39 @@ _CODES, _SCALES = QuantisedMoment._fields
 
 
 def _find_moment(role: _Role) -> str:
-    """The path of the moment that a leaf is, or in 8 bits is a part of."""
+    """The path of the moment that a leaf is, or is the codes or scales of."""
     whole, _, last = role.path.rpartition("/")
     return whole if last in QuantisedMoment._fields else role.path
 
 
-def _codings(names: Mapping[_Role, str], leaves: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """The dtype of the codes of each moment in 8 bits, by its path."""
+def _find_codings(names: Mapping[_Role, str], leaves: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """The dtype of the codes of each 8-bit moment, by its path."""
     rows = ((role, name) for role, name in names.items() if role.path.endswith(f"/{_CODES}"))
     return {_find_moment(role): leaves[name].dtype for role, name in rows}
 
 
-def _in_bytes(
+def _convert_moment(
     role: _Role,
     coding: torch.dtype | None,
     held: Mapping[_Role, str],
     stored: checkpoint.Checkpoint,
 ) -> Computed | None:
-    """A moment that the checkpoint has in 8 bits, or a part of one that it has otherwise.
+    """Converts a moment between 8 bits and other dtypes, or between kinds of 8 bits.
 
     Args:
-        role: of the moment, or of its codes or scales.
-        coding: the dtype of the codes that are wanted; None: no codes are.
+        role: of the wanted moment, or of its codes or scales.
+        coding: the wanted dtype of the codes; None: the moment is not in 8 bits.
         held: the leaves of the checkpoint.
-        stored: that checkpoint.
+        stored: the checkpoint.
 
     Returns:
-        What computes it; None where the checkpoint lacks it.
+        The computation; None where the checkpoint has no such moment.
     """
     whole = _find_moment(role)
-    signed = "/nu/" not in whole  # squares are not
+    signed = "/nu/" not in whole  # squares are unsigned
 
     def blocks(where: tuple[slice, ...], size: int) -> tuple[tuple, tuple, slice]:
-        """The blocks of these elements, all elements of these, and where among them those are."""
+        """The blocks that cover `where`, all elements of these blocks, and `where` in these."""
         *lead, part = where
         first, end = part.start // size, -(-part.stop // size)
         inside = slice(part.start - first * size, part.stop - first * size)
@@ -426,22 +430,24 @@ def _in_bytes(
     return Computed((*shape[:-1], shape[-1] // BLOCK), torch.float32, make)
 
 
-def _words(wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint) -> list[str]:
-    """The conversions, in words; none where the checkpoint has each leaf as it is wanted."""
-    before, after = _roles(list(stored)), _roles(wanted)
+def _describe_conversions(
+    wanted: Mapping[str, torch.Tensor], stored: checkpoint.Checkpoint
+) -> list[str]:
+    """The conversions in words; none where the checkpoint has every leaf in the wanted dtype."""
+    before, after = _find_roles(list(stored)), _find_roles(wanted)
     held = {role: name for name, role in before.items()}
-    masters = _masters(stored, held)
-    coded = _codings({role: name for name, role in after.items()}, wanted)
+    masters = _find_masters(stored, held)
+    coded = _find_codings({role: name for name, role in after.items()}, wanted)
     changed: dict[str, None] = {}
     for name, leaf in wanted.items():
-        role, was, now = after[name], None, _kind(leaf.dtype)
+        role, was, now = after[name], None, _name_dtype(leaf.dtype)
         source = held.get(role)
         if source is not None:
-            was = _kind(stored[source].dtype)
+            was = _name_dtype(stored[source].dtype)
         elif (dense := held.get(_Role(role.path.rpartition("/")[0]))) is not None:
-            was, now = _kind(stored[dense].dtype), _kind(coded[_find_moment(role)])
+            was, now = _name_dtype(stored[dense].dtype), _name_dtype(coded[_find_moment(role)])
         elif (codes := held.get(_Role(f"{role.path}/{_CODES}"))) is not None:
-            was = _kind(stored[codes].dtype)
+            was = _name_dtype(stored[codes].dtype)
         if role.field == _MASTERS and source is None:
             changed["masters made of the parameters"] = None
         elif was not in (None, now) and role.wrapper in (None, _WRAPPERS[0]):
@@ -465,13 +471,13 @@ _BITS: Mapping[torch.dtype, str] = MappingProxyType(
 )
 
 
-def _kind(dtype: torch.dtype | None) -> str:
+def _name_dtype(dtype: torch.dtype | None) -> str:
     """A dtype in words."""
     return _BITS.get(dtype, str(dtype).removeprefix("torch.")) if dtype else "another dtype"
 
 
-def _products(stored: checkpoint.Checkpoint, setup: RunSetup) -> Iterator[str]:
-    """A change of the recipe of quantised products, which no state tells."""
+def _describe_recipes(stored: checkpoint.Checkpoint, setup: RunSetup) -> Iterator[str]:
+    """A change of the recipe of quantised products, which leaves no trace in the state."""
     settings = stored.metadata.get("config")
     if not isinstance(settings, Mapping):
         return
@@ -482,15 +488,15 @@ def _products(stored: checkpoint.Checkpoint, setup: RunSetup) -> Iterator[str]:
 
 
 def recipe_text(products: str) -> str:
-    """A recipe by name or as text, as text; an unknown one as it is."""
+    """The text of a recipe that is given by name or as text; an unknown one unchanged."""
     try:
         return str(Recipe.parse(products)) if products else ""
     except ValueError:
         return products
 
 
-def _first(name: str, leaf: torch.Tensor, setup: RunSetup) -> torch.Tensor:
-    """The value that a leaf of a wrapper begins with."""
+def _make_initial(name: str, leaf: torch.Tensor, setup: RunSetup) -> torch.Tensor:
+    """The initial value of a leaf of a wrapper."""
     field, rules = name.rpartition("/")[2], setup.config.optimizer.loss_scale
     if field == "key":
         return random.key(0)  # as optim.with_stochastic_rounding begins
@@ -503,9 +509,9 @@ def _first(name: str, leaf: torch.Tensor, setup: RunSetup) -> torch.Tensor:
 
 
 def begun_with(out: Path, step: int, kind: type[TrainConfig] = TrainConfig) -> TrainConfig | None:
-    """The configuration under which a run took its steps up to `step`; None: nothing tells.
+    """The configuration under which a run took its steps up to `step`; None: unknown.
 
-    That of the checkpoint of this step, or else of the folder.
+    It is that of the checkpoint of this step, or else of the folder.
     """
     saved = out / run_folder.CHECKPOINTS / str(step)
     try:
@@ -517,17 +523,17 @@ def begun_with(out: Path, step: int, kind: type[TrainConfig] = TrainConfig) -> T
         return None
 
 
-_ENOUGH = 1e-6  # of the peak: what float32 may differ by
+_ENOUGH = 1e-6  # of the peak: rounding of float32
 _JUMP = 0.01  # of the peak
 _LOOKS = 16
 
 
 def rate_notes(before: TrainConfig, now: TrainConfig, start: int) -> list[str]:
-    """How the rates of a run that goes on after `start` steps differ from those it would have had.
+    """How the learning rates of a run that resumes after `start` steps differ from its old ones.
 
-    Both curves' numbers, and what keeps the old one or goes over to the new one where the rate
-    jumps; empty where nothing changes. Of an optimizer that has a rate of its own the weight decay
-    alone.
+    Lines with the rates of both schedules and, where the rate jumps, the options that keep the old
+    schedule or change to the new one gradually. Empty where nothing changes. For an optimizer with
+    a rate of its own only the weight decay is compared.
     """
     if not start or now.steps <= start:
         return []
@@ -540,7 +546,7 @@ def rate_notes(before: TrainConfig, now: TrainConfig, start: int) -> list[str]:
 
 
 def _describe_rates(before: TrainConfig, now: TrainConfig, start: int) -> list[str]:
-    """Those of a learning rate that the optimizer reads: first the numbers of both curves."""
+    """The lines about the learning rate; the first has the rates of both schedules."""
     old, new = before.rate, now.rate
     peak = max(before.learning_rate.peak, now.learning_rate.peak)
     looks = {start, *(start + (now.steps - 1 - start) * i // _LOOKS for i in range(_LOOKS + 1))}
@@ -569,7 +575,7 @@ def _describe_rates(before: TrainConfig, now: TrainConfig, start: int) -> list[s
 
 
 def _keep_schedule(before: TrainConfig, now: TrainConfig) -> Iterator[str]:
-    """The options with which a run goes on under the schedule that it had."""
+    """The options that keep the schedule that the run had."""
     if before.rate_unit != now.rate_unit:
         yield f"--rate-unit {before.rate_unit}"
     for field in dataclasses.fields(before.rate_schedule):
@@ -582,7 +588,7 @@ _BETWEEN = 0.1  # of the steps that are left
 
 
 def _transition_options(now: TrainConfig, start: int, rate: float) -> Iterator[str]:
-    """The options with which a run goes over from this rate to its schedule's, up or down."""
+    """The options that move gradually from this rate to that of the new schedule."""
     more = max(round(_BETWEEN * (now.steps - start)), 1)
     count = now.data.batches.first_sample if now.rate_unit == "samples" else int
     yield f"--learning-rate.rewarm-at {count(start)}"
