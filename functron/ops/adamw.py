@@ -23,7 +23,7 @@ from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.random import Index, fold_in, sample, threefry
 from functron.ops.foreach import laid_out
-from functron.ops.operations import PACK_BYTES, Launch, define, leading, one_by_one, type_name
+from functron.ops.operations import PACK_BYTES, Launch, define, leading, map_one_by_one, type_name
 
 _SMALLEST_NORMAL = 2.0**-14  # of float16
 _STEP = 2.0**-24  # between its subnormal numbers
@@ -396,7 +396,7 @@ def _fake(*args) -> tuple:
 def _batch(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
     """One step of all that is mapped, unless what it shares is mapped, or bits go by positions."""
     if any(dim is not None for dim in in_dims[5:10]) or args[9] is not None:
-        return one_by_one(size, (*in_dims[:10], *[None] * len(args[10:])), args, op)
+        return map_one_by_one(size, (*in_dims[:10], *[None] * len(args[10:])), args, op)
     rows = zip(args[:5], in_dims[:5], strict=True)
     leaves = [None if x is None else leading(x, dim, size).contiguous() for x, dim in rows]
     return op(*leaves, *args[5:]), (0, None if args[1] is None else 0, 0, 0)

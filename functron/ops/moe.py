@@ -21,7 +21,8 @@ from functron.ops.operations import (
     Launch,
     define,
     leading,
-    one_by_one,
+    map_batch,
+    map_one_by_one,
     packable,
     type_name,
 )
@@ -294,7 +295,7 @@ SORT = define(
     kernel=_sort_kernel,
     reference=sorted_assignments,
     fake=_sort_fake,
-    batch=one_by_one,
+    batch=map_one_by_one,
 )
 """`sorted_assignments`; the kernel counts, and does not compare."""
 
@@ -577,19 +578,10 @@ def _router_fake(logits: Tensor, balance: Tensor | None, top_k: int, *modes: int
     return chosen, logits.new_empty(tokens, top_k), logits.new_empty(tokens, experts)
 
 
-def _router_batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
-    if in_dims[1] is not None:  # a ranking of its own for every element
-        return one_by_one(size, in_dims, args, op)
-    rows = args[0].movedim(in_dims[0], 0)
-    found = op(rows.flatten(0, 1), *args[1:])
-    return tuple(x.unflatten(0, rows.shape[:2]) for x in found), (0, 0, 0)
-
-
-def _router_backward_batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
-    pairs = zip(args[:5], in_dims[:5], strict=True)
-    tensors = [leading(x, dim, size) for x, dim in pairs]
-    rows = op(*[x.flatten(0, 1) for x in tensors], *args[5:])
-    return rows.unflatten(0, tensors[1].shape[:2]), 0
+def _map_tokens(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
+    # a ranking of its own for every element, or more tokens
+    rule = map_one_by_one if in_dims[1] is not None else map_batch(1)
+    return rule(size, in_dims, args, op)
 
 
 ROUTER_BACKWARD = define(
@@ -598,7 +590,7 @@ ROUTER_BACKWARD = define(
     kernel=_router_backward_kernel,
     reference=_backward_reference,
     fake=lambda d_weights, d_scores, *rest: d_scores.new_empty(d_scores.shape),
-    batch=_router_backward_batch,
+    batch=map_batch(5),
     gradient=_backward_reference,
 )
 
@@ -616,7 +608,7 @@ ROUTER = define(
     kernel=_router_kernel,
     reference=_router_reference,
     fake=_router_fake,
-    batch=_router_batch,
+    batch=_map_tokens,
     gradient=Gradient(
         save=lambda args, outputs: (*outputs, args[3], args[4]), backward=_router_backward
     ),

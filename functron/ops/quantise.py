@@ -51,7 +51,15 @@ from torch.nn import functional as F
 from functron.core import compat
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.random import fold_in, threefry
-from functron.ops.operations import PACK_BYTES, TYPES, Launch, define, leading, type_name
+from functron.ops.operations import (
+    PACK_BYTES,
+    TYPES,
+    Launch,
+    define,
+    leading,
+    map_batch,
+    type_name,
+)
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1 = torch.float4_e2m1fn_x2
@@ -441,21 +449,9 @@ HADAMARD = define(
     kernel=lambda launch, *args: _hadamard(*args),
     reference=_hadamard,
     fake=lambda x, key, places, salt: x.new_empty(x.shape, dtype=torch.float32),
-    batch=lambda size, in_dims, args, op: as_batch(3, size, in_dims, args, op),
+    batch=map_batch(3),
 )
 """Of x [batch, rows, cols], with keys [batch, 2] and places [batch, cols]."""
-
-
-def as_batch(tensors: int, size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    """The rule of an op on many matrices, whose first arguments are tensors: more of them."""
-    parts = [
-        part if part is None else leading(part, dim, size).flatten(0, 1)
-        for part, dim in zip(args[:tensors], in_dims[:tensors], strict=True)
-    ]
-    out = op(*parts, *args[tensors:])
-    if isinstance(out, torch.Tensor):
-        return out.unflatten(0, (size, len(out) // size)), 0
-    return tuple(part.unflatten(0, (size, len(part) // size)) for part in out), (0,) * len(out)
 
 
 def _check_format(
@@ -675,7 +671,7 @@ QUANTISE = define(
     kernel=_format_kernel,
     reference=_format_reference,
     fake=_format_fake,
-    batch=functools.partial(as_batch, 5),
+    batch=map_batch(5),
 )
 """Of x, [batch, rows, cols]: values, scales, and the scale of all, empty where there is none; amax
 is [batch] or [batch, rows], and what bits are drawn by is of each matrix its own."""

@@ -23,7 +23,7 @@ from functron.ops.operations import (
     Launch,
     check_shapes,
     define,
-    of_rows,
+    map_rows,
     rows_of,
     type_name,
 )
@@ -202,7 +202,7 @@ LSE_MERGE_BACKWARD = define(
     kernel=_merge_kernel_backward,
     reference=_merge_backward,
     fake=_merge_fake_backward,
-    batch=of_rows(whole=()),
+    batch=map_rows(whole=()),
     gradient=_merge_backward,
 )
 LSE_MERGE = define(
@@ -210,7 +210,7 @@ LSE_MERGE = define(
     kernel=_merge_kernel,
     reference=_merge_reference,
     fake=_merge_fake,
-    batch=of_rows(whole=()),
+    batch=map_rows(whole=()),
     gradient=Gradient(
         backward=lambda saved, cotangents: LSE_MERGE_BACKWARD(*cotangents, *saved),
     ),
