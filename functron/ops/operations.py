@@ -371,6 +371,20 @@ def check_shapes(op: str, **operands: tuple[torch.Tensor | None, Sequence[int]])
             )
 
 
+def check_contiguous(op: str, *tensors: torch.Tensor) -> None:
+    """Refuse to write over tensors that are not contiguous.
+
+    Raises:
+        ValueError: one of them.
+    """
+    for x in tensors:
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{op}: got strides {x.stride()}; wanted contiguous tensors, to write to; "
+                "fix: use the op that returns results"
+            )
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """`x` as ``[rows, dim]`` with a contiguous last dim; a view where the layout allows it."""
     dim = x.shape[-1]

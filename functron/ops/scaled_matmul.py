@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from functron.core.errors import refuse
-from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
+from functron.ops.grouped_matmul import clear_rows, grouped_matmul, grouped_matmul_weight
 from functron.ops.operations import Launch, define, map_batch, map_one_by_one
 from functron.ops.quantise import E2M1, Quantised, QuantisedFormat, dequantise
 
@@ -375,10 +375,7 @@ def grouped_on_cuda(
         offs=ends.to(torch.int32),
         out_dtype=dtype,
     )
-    if not zeros:
-        return y
-    real = torch.arange(len(a), device=a.device) < ends[-1]
-    return torch.where(real.unsqueeze(1), y, torch.zeros((), dtype=dtype, device=a.device))
+    return clear_rows(y, ends[-1]) if zeros else y
 
 
 SCALED_GROUPED_MATMUL = define(

@@ -17,8 +17,8 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
+from functron.ops.adamw import AdamwNumbers, adamw_
 from functron.ops.adamw import adamw as adamw_op
-from functron.ops.adamw import adamw_
 from functron.ops.foreach import foreach_
 from functron.ops.operations import AUTO, Kernels
 from functron.optim.low_precision import (
@@ -467,22 +467,21 @@ def fused_adamw_(
     structure, none = tree.structure(params), [None] * len(columns[0])
     own, hows = (none if x is None else structure.flatten_up_to(x) for x in (masters, rounding))
     rows = list(zip(*columns, own, hows, decays, strict=True))
-    known: dict[tuple, dict[str, Any]] = {}
+    known: dict[tuple, AdamwNumbers] = {}
 
-    def numbers(leaf: torch.Tensor) -> dict[str, Any]:
-        real = torch.float64 if leaf.dtype == torch.float64 else torch.float32
-        if (leaf.device, real) not in known:
-            clip = None if factor is None else _scalar(factor, real, leaf.device)
-            made = {"rate": _scalar(rate, real, leaf.device), "clip": clip}
-            made |= {"b1": rule.b1, "b2": rule.b2, "eps": rule.eps}
-            known[leaf.device, real] = {"count": count.to(leaf.device), **made}
-        return known[leaf.device, real]
+    def numbers(leaf: torch.Tensor) -> AdamwNumbers:
+        place = leaf.device, torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        if place not in known:
+            clip = None if factor is None else _scalar(factor, *place)
+            own = rule.b1, rule.b2, rule.eps, clip
+            known[place] = AdamwNumbers(count.to(leaf.device), _scalar(rate, *place), *own)
+        return known[place]
 
     if not purely():
         _by_kernel_(rows, numbers, tree.paths(params))
         return params, mu, nu, masters
     found = [
-        adamw_op(*row, **numbers(row[0]), master=master, rounding=how, weight_decay=decay)
+        adamw_op(*row, numbers(row[0]), decay, master=master, rounding=how)
         for *row, master, how, decay in rows
     ]
     new = [tree.unflatten(structure, list(column)) for column in zip(*found, strict=True)]
@@ -501,7 +500,7 @@ def _by_kernel_(rows: list[tuple], numbers: Callable, paths: Sequence[str]) -> N
             *masters, grads = rest
             for row in zip(params, grads, mu, nu, *masters, strict=True):
                 master = row[4] if masters else None
-                adamw_(*row[:4], **numbers(row[0]), master=master, rounding=how, weight_decay=decay)
+                adamw_(*row[:4], numbers(row[0]), decay, master=master, rounding=how)
 
         return fn
 
@@ -521,7 +520,7 @@ def _by_kernel_(rows: list[tuple], numbers: Callable, paths: Sequence[str]) -> N
         )
 
 
-def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _scalar(value: float | torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype)
     return torch.full((), value, dtype=dtype, device=device)
