@@ -287,10 +287,9 @@ def _no_flash(q: Tensor, v: Tensor, on: Gpu | None) -> str:
 
 def _no_flex(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels, on: Gpu | None) -> str:
     """Why FlexAttention does not compute a masked block; empty where it does."""
-    asked = kernels.by_op.get("attention")
-    if "reference" in (asked, kernels.choice if asked is None else asked):
+    if kernels.wants_reference("attention"):
         return "the reference is asked for"
-    if asked == "kernel":
+    if kernels.by_op.get("attention") == "kernel":
         return ""
     if kernels.by_op.get("softmax") == "kernel":
         return "chunks by functron's softmax kernel are asked for"

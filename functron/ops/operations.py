@@ -447,6 +447,10 @@ class Kernels:
         floats = [x.dtype for x in tensors if x.is_floating_point()]
         return all(d in _HALF_AND_SINGLE for d in floats) and usable(tensors[0].device) is None
 
+    def wants_reference(self, op: str) -> bool:
+        """Whether the reference of the operation `op` is asked for."""
+        return self.by_op.get(op, self.choice) == "reference"
+
 
 AUTO = Kernels()
 """Kernels where there are, torch's operations elsewhere."""
