@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,7 +32,7 @@ from functron.ops.qk_norm_rope import (
     QKV_NORM_ROPE,
     QKV_NORM_ROPE_BACKWARD,
 )
-from functron.ops.quantise import DEQUANTISE_FP8, QUANTISE_FP8
+from functron.ops.quantise import QUANTISE, QuantisedFormat, magnitude
 from functron.ops.softmax import LSE_MERGE, LSE_MERGE_BACKWARD, SOFTMAX, SOFTMAX_BACKWARD
 
 
@@ -261,26 +262,14 @@ def sum_of_squares(g: Given) -> Case:
     return Case(SUM_OF_SQUARES, args, shape_of(x), nbytes(x), builtin=builtin)
 
 
-def quantise(g: Given, blocks: tuple[int, int], transpose: bool) -> Case:
-    x = g.normal(1, g.sizes.tokens, g.sizes.dim)
-    args = (x, None, *blocks, False, blocks == (1, 32), transpose)
-    written = x.numel() * (2 if transpose else 1)
-    scale_bytes = 1 if blocks == (1, 32) else 4
-    scales = written // (blocks[0] * blocks[1]) * scale_bytes
-    return Case(QUANTISE_FP8, args, shape_of(x), nbytes(x) + written + scales, compared=(0, 1))
-
-
-def quantise_by_tensor(g: Given) -> Case:
-    x = g.normal(1, g.sizes.tokens, g.sizes.dim)
-    args = (x, g.scalar(50.0).reshape(1), 0, 0, False, False, True)
-    return Case(QUANTISE_FP8, args, shape_of(x), nbytes(x) + 2 * x.numel(), compared=(0, 2, 4))
-
-
-def dequantise(g: Given) -> Case:
-    x = g.normal(1, g.sizes.tokens, g.sizes.dim)
-    y, scales, *_ = QUANTISE_FP8.reference(x, None, 1, 128, False, False, False)
-    args = (y, scales.mT, x[:0, :0, :0].reshape(-1), 1, 128)
-    return Case(DEQUANTISE_FP8, args, shape_of(x), nbytes(x, y, scales))
+def quantise(g: Given, text: str, columns: bool = False) -> Case:
+    """Of rows, or of a matrix that lies column by column, whose transpose is read."""
+    form = QuantisedFormat.parse(text)
+    rows, cols = (-(-size // 128) * 128 for size in (g.sizes.tokens, g.sizes.dim))
+    x = g.normal(1, cols, rows).mT if columns else g.normal(1, rows, cols)
+    args = (x, magnitude(x, form), None, None, None, 0, text, False)
+    scales = 4 if form.shared else x.numel() // math.prod(form.block) * form.scale_dtype.itemsize
+    return Case(QUANTISE, args, shape_of(x), nbytes(x) + x.numel() + scales, compared=(0, 1))
 
 
 def moe_router(g: Given) -> Case:
@@ -405,14 +394,11 @@ CASES: Mapping[str, Callable[[Given], Case]] = MappingProxyType(
         "adamw, float32 master": adamw,
         "adamw, no master": functools.partial(adamw, master=False),
         "sum of squares": sum_of_squares,
-        "quantise 1x128": functools.partial(quantise, blocks=(1, 128), transpose=False),
-        "quantise 1x128 + transpose": functools.partial(quantise, blocks=(1, 128), transpose=True),
-        "quantise 128x128 + transpose": functools.partial(
-            quantise, blocks=(128, 128), transpose=True
-        ),
-        "quantise MX 1x32 + transpose": functools.partial(quantise, blocks=(1, 32), transpose=True),
-        "quantise by tensor + transpose": quantise_by_tensor,
-        "dequantise 1x128": dequantise,
+        "quantise 1x128": functools.partial(quantise, text="e4m3@1x128"),
+        "quantise 1x128 of columns": functools.partial(quantise, text="e4m3@1x128", columns=True),
+        "quantise 128x128": functools.partial(quantise, text="e4m3@128x128"),
+        "quantise MX 1x32": functools.partial(quantise, text="e4m3@1x32"),
+        "quantise by tensor": functools.partial(quantise, text="e4m3@tensor"),
         "moe_router": moe_router,
         "moe_router backward": moe_router_backward,
         "moe_sort": moe_sort,

@@ -1,5 +1,5 @@
 // Quantisation to 8-bit floating point, by blocks of 1x32, 1x128 or 128x128 elements, by rows or by whole
-// tensors, of a matrix and, in the same pass, of its transpose; and back.
+// tensors, of a matrix and, in the same pass, of its transpose.
 //
 // A product of matrices in FP8 wants both operands with the contracted dim last. The gradients of
 // a weight contract the other dim than the forward pass, so the transpose is needed as well, and
@@ -112,13 +112,6 @@ __device__ inline void put(byte* to, const Lot& x, Scale scale, i64 left, bool p
 }
 
 __device__ inline byte exponent(float power) { return (byte)(__float_as_uint(power) >> 23); }  // E8M0
-
-__device__ inline float power_of_two(byte e8m0) {
-    if (e8m0 == 255) return CUDART_NAN_F;
-    return __uint_as_float(e8m0 ? (unsigned)e8m0 << 23 : 0x400000u);  // 2^-127 is subnormal
-}
-
-__device__ inline float widened(byte x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, FORMAT))); }
 
 // x: [batch, rows, cols], elements of a row together; y: the same shape, and turned: [batch, cols, rows], or null, both
 // without gaps. block: 32 or 128 elements of a row of y (of turned: of its rows); 0: whole tiles where `given` is null;
@@ -263,39 +256,4 @@ quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* _
     __syncthreads();
     if (threadIdx.x < num_cols)
         static_cast<float*>(turned_scales)[(batch * row_tiles + row_tile) * cols + col0 + threadIdx.x] = of_cols[threadIdx.x];
-}
-
-// y = x times its block's scale, rounded to nearest. x: [matrices, rows, cols] without gaps; blocks of
-// 2^row_shift x 2^col_shift elements, at least 16 in a row, whose scales are so many elements apart. Grid: any.
-extern "C" __global__ void __launch_bounds__(THREADS)
-dequantise(const byte* __restrict__ x, const void* __restrict__ scales, ELEMENT* __restrict__ y, i64 matrices, i64 rows,
-           i64 cols, i64 row_shift, i64 col_shift, i64 matrix_stride, i64 row_stride, i64 col_stride, i64 e8m0, i64 packed) {
-    constexpr int MANY = 16;
-    for (i64 at = blockIdx.x; at < matrices * rows; at += gridDim.x) {
-        const i64 start = at / rows * matrix_stride + (at % rows >> row_shift) * row_stride;
-        for (i64 col = threadIdx.x * MANY; col < cols; col += THREADS * MANY) {
-            const i64 where = start + (col >> col_shift) * col_stride;
-            const float scale = e8m0 ? power_of_two(static_cast<const byte*>(scales)[where])
-                                     : static_cast<const float*>(scales)[where];
-            const byte* from = x + at * cols + col;
-            ELEMENT* to = y + at * cols + col;
-            if (!packed) {
-#pragma unroll 1
-                for (int k = 0; k < MANY && col + k < cols; ++k) to[k] = from_float<ELEMENT>(widened(from[k]) * scale);
-                continue;
-            }
-            const uint4 four = *reinterpret_cast<const uint4*>(from);
-            const unsigned words[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int part = 0; part < MANY / LOT; ++part) {
-                Floats<ELEMENT> out;
-#pragma unroll
-                for (int k = 0; k < LOT; ++k) {
-                    const int i = part * LOT + k;
-                    out.at[k] = widened((byte)(words[i / 4] >> 8 * (i % 4))) * scale;
-                }
-                store_part<true>(to, part * LOT, MANY, rounded<ELEMENT>(out));
-            }
-        }
-    }
 }

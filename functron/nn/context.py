@@ -46,8 +46,8 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.ops.attention import attention, block, block_backward
 from functron.ops.chunked_attention import Visible
-from functron.ops.operations import AUTO, Kernels
-from functron.ops.softmax import merge, upcast
+from functron.ops.operations import AUTO, Kernels, upcast
+from functron.ops.softmax import merge
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.primitives import Ppermute

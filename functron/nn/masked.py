@@ -20,7 +20,7 @@ from functron.nn.attention import AttentionConfig
 from functron.nn.layers import column_parallel, gather_sequence, row_parallel, weights
 from functron.ops.attention import attention, block, block_backward
 from functron.ops.chunked_attention import Visible, attend
-from functron.ops.softmax import upcast
+from functron.ops.operations import upcast
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp
 

@@ -23,7 +23,7 @@ from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.random import Index, fold_in, sample, threefry
 from functron.ops.foreach import laid_out
-from functron.ops.operations import PACK_BYTES, Launch, define, leading, one_by_one, type_name
+from functron.ops.operations import PACK_BYTES, Launch, define, leading, map_one_by_one, type_name
 
 _SMALLEST_NORMAL = 2.0**-14  # of float16
 _STEP = 2.0**-24  # between its subnormal numbers
@@ -114,9 +114,8 @@ class _Bits(Function):
 
     @staticmethod
     def forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return x.view(
-            dtype
-        ).clone()  # a Function whose results are views is treated as one in place
+        # a Function whose results are views is treated as one in place
+        return x.view(dtype).clone()
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -187,20 +186,33 @@ def place_of(
     return (offset, n0, p1, n1, p2, n2, p3)
 
 
+class AdamwNumbers(NamedTuple):
+    """The numbers of an update that all leaves share.
+
+    Attributes:
+        count: of updates, this one included; int64, 0-dim.
+        rate: the learning rate; float32, 0-dim.
+        b1, b2, eps: as in `functron.optim.adamw`.
+        clip: what gradients are multiplied by; float32, 0-dim. None: 1.
+    """
+
+    count: torch.Tensor
+    rate: torch.Tensor
+    b1: float
+    b2: float
+    eps: float
+    clip: torch.Tensor | None = None
+
+
 def adamw_(
     param: torch.Tensor,
     grad: torch.Tensor,
     mu: torch.Tensor,
     nu: torch.Tensor,
-    *,
-    count: torch.Tensor,
-    rate: torch.Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
+    numbers: AdamwNumbers,
     weight_decay: float,
+    *,
     master: torch.Tensor | None = None,
-    clip: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
     rounding: Stochastic | None = None,
 ) -> None:
@@ -220,11 +232,9 @@ def adamw_(
     Args:
         param: bfloat16, float16 or float32, of any shape that is dense.
         grad, mu, nu: of the same shape and strides; each of any of these dtypes.
-        count: of updates, this one included; int64, 0-dim.
-        rate: the learning rate; float32, 0-dim.
-        b1, b2, eps, weight_decay: as in `functron.optim.adamw`.
+        numbers: count, rate and the like; on param's device.
+        weight_decay: as in `functron.optim.adamw`.
         master: float32, shaped like param.
-        clip: what gradients are multiplied by; float32, 0-dim. None: 1.
         found_inf: where it is not 0, nothing is changed; float32, 0-dim. The caller adds
             ``1 - found_inf`` to its count.
         rounding: stochastic; None: to nearest.
@@ -233,13 +243,20 @@ def adamw_(
         ValueError: shapes, strides, dtypes or devices differ from these; all are listed.
     """
     operands = {"grad": grad, "mu": mu, "nu": nu, "master": master}
+    count, rate, *_, clip = numbers
     scalars = {"count": count, "rate": rate, "clip": clip, "found_inf": found_inf}
     _check(param, operands, scalars, rounding)
+    ADAMW_(param, master, mu, nu, grad, *_order(numbers, weight_decay, found_inf, rounding))
+
+
+def _order(
+    numbers: AdamwNumbers, weight_decay: float, found_inf: Any, rounding: Stochastic | None
+) -> tuple:
+    """What both ops are given besides tensors of the leaf."""
+    count, rate, b1, b2, eps, clip = numbers
     key, salt, place = rounding or (None, 0, ())
-    ADAMW_(
-        param, master, mu, nu, grad, rate, clip, found_inf, count, key, b1, b2, eps, weight_decay,
-        salt, list(place or _WHOLE),
-    )  # fmt: skip
+    place = list(place or _WHOLE)
+    return rate, clip, found_inf, count, key, b1, b2, eps, weight_decay, salt, place
 
 
 def adamw(
@@ -247,15 +264,10 @@ def adamw(
     grad: torch.Tensor,
     mu: torch.Tensor,
     nu: torch.Tensor,
-    *,
-    count: torch.Tensor,
-    rate: torch.Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
+    numbers: AdamwNumbers,
     weight_decay: float,
+    *,
     master: torch.Tensor | None = None,
-    clip: torch.Tensor | None = None,
     rounding: Stochastic | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """The parameter, master, mu and nu that `adamw_` would leave, as new tensors.
@@ -269,11 +281,8 @@ def adamw(
     def dense(x: torch.Tensor | None) -> Any:
         return x if x is None else (x if straight else x.permute(order)).contiguous()
 
-    key, salt, place = rounding or (None, 0, ())
-    out = ADAMW(
-        *map(dense, (param, master, mu, nu, grad)), rate, clip, None, count, key, b1, b2, eps,
-        weight_decay, salt, list(place or _WHOLE),
-    )  # fmt: skip
+    leaves = map(dense, (param, master, mu, nu, grad))
+    out = ADAMW(*leaves, *_order(numbers, weight_decay, None, rounding))
     back = [order.index(dim) for dim in range(len(order))]
 
     def like(x: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -396,7 +405,7 @@ def _fake(*args) -> tuple:
 def _batch(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
     """One step of all that is mapped, unless what it shares is mapped, or bits go by positions."""
     if any(dim is not None for dim in in_dims[5:10]) or args[9] is not None:
-        return one_by_one(size, (*in_dims[:10], *[None] * len(args[10:])), args, op)
+        return map_one_by_one(size, (*in_dims[:10], *[None] * len(args[10:])), args, op)
     rows = zip(args[:5], in_dims[:5], strict=True)
     leaves = [None if x is None else leading(x, dim, size).contiguous() for x, dim in rows]
     return op(*leaves, *args[5:]), (0, None if args[1] is None else 0, 0, 0)

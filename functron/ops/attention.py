@@ -33,6 +33,8 @@ from functron.core.compat import Function
 from functron.core.typing import Float, Tensor
 from functron.ops.chunked_attention import (
     CHUNK,
+    BlockCotangents,
+    BlockResult,
     Visible,
     attend,
     attend_backward,
@@ -48,8 +50,8 @@ from functron.ops.flex_attention import (
     tests_of,
     unfold,
 )
-from functron.ops.operations import AUTO, Kernels
-from functron.ops.softmax import finite, upcast
+from functron.ops.operations import AUTO, Kernels, leading, upcast
+from functron.ops.softmax import finite
 from functron.program.recorder import active
 
 _aten = torch.ops.aten
@@ -65,7 +67,7 @@ def block(
     scale: float,
     cap: float = 0.0,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
+) -> BlockResult:
     """softmax(scale q k^T + mask) v, and the logsumexp of the masked scores.
 
     Args:
@@ -110,11 +112,7 @@ def block_backward(
     scale: float,
     cap: float = 0.0,
     kernels: Kernels = AUTO,
-) -> tuple[
-    Float[Tensor, "batch heads seq head_dim"],
-    Float[Tensor, "batch kv_heads keys head_dim"],
-    Float[Tensor, "batch kv_heads keys value_dim"],
-]:
+) -> BlockCotangents:
     """This block's part of the cotangents of q, k and v.
 
     Args:
@@ -289,10 +287,9 @@ def _no_flash(q: Tensor, v: Tensor, on: Gpu | None) -> str:
 
 def _no_flex(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels, on: Gpu | None) -> str:
     """Why FlexAttention does not compute a masked block; empty where it does."""
-    asked = kernels.by_op.get("attention")
-    if "reference" in (asked, kernels.choice if asked is None else asked):
+    if kernels.wants_reference("attention"):
         return "the reference is asked for"
-    if asked == "kernel":
+    if kernels.by_op.get("attention") == "kernel":
         return ""
     if kernels.by_op.get("softmax") == "kernel":
         return "chunks by functron's softmax kernel are asked for"
@@ -457,12 +454,16 @@ def _backward(
     return narrow(dq, q), narrow(dk, k), narrow(dv, v)
 
 
-def _fold_mask(hidden: Tensor | None, dim: int | None, size: int, batch: int) -> Tensor | None:
-    """`hidden` ``[batch or 1, ...]`` for operands of a batch that was folded."""
-    if hidden is None or (dim is None and hidden.shape[0] == 1):
-        return hidden
-    hidden = hidden.expand(size, *hidden.shape) if dim is None else hidden.movedim(dim, 0)
-    return hidden.expand(size, batch, *hidden.shape[2:]).flatten(0, 1)
+def _fold_samples(function: Any, size: int, in_dims: tuple, operands: tuple) -> tuple:
+    """The vmap rule of both functions: simulated ranks among the samples."""
+    *tensors, hidden, causal, scale, name = operands
+    *dims, dim, _, _, _ = in_dims
+    folded = [fold(x, d, size) for x, d in zip(tensors, dims, strict=True)]
+    if hidden is not None and (dim is not None or hidden.shape[0] > 1):
+        ranks, batch = leading(hidden, dim, size), folded[0].shape[0] // size
+        hidden = ranks.expand(size, batch, *ranks.shape[2:]).flatten(0, 1)
+    out = unfold(function.apply(*folded, hidden, causal, scale, name), size)
+    return out, (0,) * len(out)
 
 
 class _Flash(Function):
@@ -470,9 +471,7 @@ class _Flash(Function):
 
     generate_vmap_rule = False
 
-    @staticmethod
-    def forward(q, k, v, hidden, causal, scale, name):
-        return _forward(q, k, v, hidden, causal, scale, name)
+    forward = staticmethod(_forward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -506,11 +505,8 @@ class _Flash(Function):
         return _push(_formula(hidden, *ctx.static), primals, tangents)
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, hidden, *static):
-        size = info.batch_size
-        folded = [fold(x, d, size) for x, d in zip((q, k, v), in_dims[:3], strict=True)]
-        mask = _fold_mask(hidden, in_dims[3], size, folded[0].shape[0] // size)
-        return unfold(_Flash.apply(*folded, mask, *static), size), (0, 0)
+    def vmap(info, in_dims, *operands):
+        return _fold_samples(_Flash, info.batch_size, in_dims, operands)
 
 
 class _FlashBackward(Function):
@@ -518,9 +514,7 @@ class _FlashBackward(Function):
 
     generate_vmap_rule = False
 
-    @staticmethod
-    def forward(cotangent, q, k, v, out, lse, hidden, causal, scale, name):
-        return _backward(cotangent, q, k, v, out, lse, hidden, causal, scale, name)
+    forward = staticmethod(_backward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -543,11 +537,7 @@ class _FlashBackward(Function):
 
     @staticmethod
     def vmap(info, in_dims, *operands):
-        *tensors, hidden, causal, scale, name = operands
-        size = info.batch_size
-        folded = [fold(x, d, size) for x, d in zip(tensors, in_dims[:6], strict=True)]
-        mask = _fold_mask(hidden, in_dims[6], size, folded[0].shape[0] // size)
-        return unfold(_FlashBackward.apply(*folded, mask, causal, scale, name), size), (0, 0, 0)
+        return _fold_samples(_FlashBackward, info.batch_size, in_dims, operands)
 
 
 def _saved(ctx: Any) -> list:

@@ -16,7 +16,7 @@ import torch
 from functron.core import compat
 from functron.core.scopes import in_phase
 from functron.core.typing import Bool, Float, Int, Tensor
-from functron.ops.operations import AUTO, Kernels
+from functron.ops.operations import AUTO, Kernels, upcast
 from functron.ops.softmax import (
     SOFTMAX,
     SOFTMAX_,
@@ -24,8 +24,20 @@ from functron.ops.softmax import (
     SOFTMAX_BLOCK_BACKWARD_,
     finite,
     merge,
-    upcast,
 )
+
+BlockResult = tuple[
+    Float[Tensor, "batch heads seq value_dim"],
+    Float[Tensor, "batch heads seq"],
+]
+"""What queries see of a block of keys, and the logsumexp of their scores."""
+
+BlockCotangents = tuple[
+    Float[Tensor, "batch heads seq head_dim"],
+    Float[Tensor, "batch kv_heads keys head_dim"],
+    Float[Tensor, "batch kv_heads keys value_dim"],
+]
+"""A block's parts of the cotangents of q, k and v."""
 
 CHUNK = 512
 """Queries and keys of one chunk; scores take batch * heads * CHUNK ** 2 numbers."""
@@ -132,11 +144,9 @@ def _scores(
     if cap:
         bent = torch.tanh(s / cap)
         s, slope = bent * cap, 1 - bent.square()
-    if hidden is None:
-        return s, slope
-    return _fold_groups(
-        _unfold_groups(s, heads).masked_fill(hidden, float("-inf")), kv_heads
-    ), slope
+    if hidden is not None:
+        s = _fold_groups(_unfold_groups(s, heads).masked_fill(hidden, float("-inf")), kv_heads)
+    return s, slope
 
 
 def attend(
@@ -147,7 +157,7 @@ def attend(
     scale: float,
     kernels: Kernels = AUTO,
     cap: float = 0.0,
-) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
+) -> BlockResult:
     """softmax(scale q k^T) v without the keys that are `hidden`, and the logsumexp.
 
     The whole matrix of scores at once; softmax by the op ``"softmax"`` where `kernels` takes it.
@@ -183,11 +193,7 @@ def attend_backward(
     scale: float,
     kernels: Kernels = AUTO,
     cap: float = 0.0,
-) -> tuple[
-    Float[Tensor, "batch heads seq head_dim"],
-    Float[Tensor, "batch kv_heads keys head_dim"],
-    Float[Tensor, "batch kv_heads keys value_dim"],
-]:
+) -> BlockCotangents:
     """The cotangents of q, k and v, from the result and the logsumexp over all keys.
 
     P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = scale dS K, dK = scale
@@ -196,7 +202,7 @@ def attend_backward(
     """
     delta = (upcast(cotangent) * upcast(out)).sum(-1)
     if not cap and kernels.takes("softmax", q, k, v):
-        return _chunk_backward(cotangent, q, k, v, delta, lse, hidden, scale)
+        return _backward_by_op(cotangent, q, k, v, delta, lse, hidden, scale)
     lse, delta = (_fold_groups(x, k.shape[1]).unsqueeze(-1) for x in (finite(lse), delta))
     queries, given = (_fold_groups(x, k.shape[1]) for x in (q, cotangent))
     with in_phase("recompute"):
@@ -208,17 +214,8 @@ def attend_backward(
     return _unfold_groups(upcast(ds @ k), q.shape[1]), upcast(ds.mT @ queries), upcast(dv)
 
 
-def _chunk_backward(
-    cotangent: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    hidden: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` by the op, from delta = rowsum(dO O)."""
+def _backward_by_op(cotangent, q, k, v, delta, lse, hidden, scale) -> BlockCotangents:
+    """`attend_backward` by the op ``"softmax"``, from delta = rowsum(dO O)."""
     heads, kv_heads = q.shape[1], k.shape[1]
     queries, given = _fold_groups(q, kv_heads), _fold_groups(cotangent.to(v.dtype), kv_heads)
     with in_phase("recompute"):
@@ -242,7 +239,7 @@ def chunked_block(
     scale: float,
     fn: Callable = attend,
     kernels: Kernels = AUTO,
-) -> tuple[Float[Tensor, "batch heads seq value_dim"], Float[Tensor, "batch heads seq"]]:
+) -> BlockResult:
     """`block`, every chunk by `fn`, which is as `attend`.
 
     Memory grows with CHUNK squared. `kernels` is that of merges; that of `fn` is its own.
@@ -276,16 +273,10 @@ def chunked_block_backward(
     causal: bool,
     scale: float,
     fn: Callable = attend_backward,
-) -> tuple[
-    Float[Tensor, "batch heads seq head_dim"],
-    Float[Tensor, "batch kv_heads keys head_dim"],
-    Float[Tensor, "batch kv_heads keys value_dim"],
-]:
+) -> BlockCotangents:
     """`block_backward`, every chunk by `fn`, which is as `attend_backward`."""
     mask = _ChunkMask(visible, causal, q.device)
-    dq: dict[int, Tensor] = {}
-    dk: dict[int, Tensor] = {}
-    dv: dict[int, Tensor] = {}
+    sums: tuple[dict[int, Tensor], ...] = ({}, {}, {})
     for rows in slices(q.shape[2]):
         given, mine, out_mine = (x[..., rows, :] for x in (cotangent, q, out))
         for columns in mask.past(rows, k.shape[2]):
@@ -294,9 +285,10 @@ def chunked_block_backward(
                 given, mine, *there, out_mine, lse[..., rows], mask.hidden(rows, columns), scale
             )
             places = (rows.start, columns.start, columns.start)
-            for total, at, part in zip((dq, dk, dv), places, moved, strict=True):
+            for total, at, part in zip(sums, places, moved, strict=True):
                 total[at] = upcast(part) + total[at] if at in total else upcast(part)
-    return _join_chunks(dq, q), _join_chunks(dk, k), _join_chunks(dv, v)
+    dq, dk, dv = (_join_chunks(*row) for row in zip(sums, (q, k, v), strict=True))
+    return dq, dk, dv
 
 
 def _join_chunks(parts: dict[int, Tensor], like: Tensor) -> Tensor:

@@ -37,10 +37,14 @@ from functron.ops.operations import (
     Gradient,
     Kernels,
     Launch,
+    check_contiguous,
     check_shapes,
     define,
+    leading,
     rows_of,
+    statistics,
     type_name,
+    upcast,
 )
 from functron.program.recorder import active
 from functron.transforms.custom_vjp import custom_vjp
@@ -129,10 +133,6 @@ def _mask(valid: Tensor | None, logits: Tensor) -> Tensor | None:
     return columns < valid.unsqueeze(-1)
 
 
-def _upcast(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _floor(dtype: torch.dtype) -> float:
     # finite: a rank whose columns are all padding must give exp(lse - max) = 0, not nan
     return torch.finfo(dtype).min / 4
@@ -147,11 +147,22 @@ def _places(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return (ids >= 0) & (ids < columns), ids.clamp(0, columns - 1).unsqueeze(-1)
 
 
+def _pick(x: Tensor, ids: Tensor) -> Tensor:
+    """x[id] of each row, 0 of ids that are no columns."""
+    inside, at = _places(ids, x.shape[-1])
+    found = torch.gather(x, -1, at).squeeze(-1)
+    return torch.where(inside, found, torch.zeros_like(found))
+
+
+def _targets(d_target: Tensor, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Where each row's cotangent of its target goes, and that cotangent; 0 of ids outside."""
+    inside, at = _places(ids, columns)
+    return at, torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
+
+
 def _statistics(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    inside, at = _places(ids, logits.shape[-1])
-    target = torch.gather(_upcast(logits), -1, at).squeeze(-1)
-    lse = torch.logsumexp(_mask_columns(_upcast(logits), valid), -1)
-    return lse, torch.where(inside, target, torch.zeros_like(target))
+    target = _pick(upcast(logits), ids)
+    return torch.logsumexp(_mask_columns(upcast(logits), valid), -1), target
 
 
 def _shares(d_lse: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,10 +183,9 @@ def _pullback(
     if compat.transforms_active() and not (torch.is_grad_enabled() or compat.differentiating()):
         made: Any = _Cotangent.apply(d_lse, d_target, logits, ids, lse, valid)
         return made
-    x = _mask_columns(_upcast(logits), valid)
-    inside, at = _places(ids, logits.shape[-1])
+    x = _mask_columns(upcast(logits), valid)
+    at, d_target = _targets(d_target, ids, logits.shape[-1])
     d_lse, lse = _shares(d_lse, lse)
-    d_target = torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
     if torch.is_grad_enabled() or compat.transforms_active():
         grad = (x - lse.unsqueeze(-1)).exp() * d_lse
         return torch.scatter_add(grad, -1, at, d_target).to(logits.dtype)
@@ -204,7 +214,7 @@ class _Cotangent(Function):
     def vmap(info, in_dims, *operands) -> Any:
         *rest, valid = operands
         size = info.batch_size
-        rest = [_lead(x, dim, size) for x, dim in zip(rest, in_dims, strict=False)]
+        rest = [leading(x, dim, size) for x, dim in zip(rest, in_dims, strict=False)]
         return _Cotangent.apply(*rest, _lead_mask(valid, in_dims[-1], size, rest[2])), 0
 
 
@@ -234,33 +244,27 @@ class _LogSumExpTarget(Function):
     def jvp(ctx, d_logits, *_) -> Any:
         compat.refuse_nested_jvp()
         logits, ids, lse, *rest = ctx.saved_tensors
-        x = _mask_columns(_upcast(logits), rest[0] if rest else None)
-        inside, at = _places(ids, logits.shape[-1])
-        moved = torch.gather(_upcast(d_logits), -1, at).squeeze(-1)
-        return (
-            ((x - lse.unsqueeze(-1)).exp() * _upcast(d_logits)).sum(-1),
-            torch.where(inside, moved, torch.zeros_like(moved)),
-        )
+        x = _mask_columns(upcast(logits), rest[0] if rest else None)
+        d_lse = ((x - lse.unsqueeze(-1)).exp() * upcast(d_logits)).sum(-1)
+        return d_lse, _pick(upcast(d_logits), ids)
 
     @staticmethod
     def vmap(info, in_dims, logits, ids, valid) -> Any:
         # torch's generated rule counts d_lse once per row where only the ids are batched
         size = info.batch_size
-        logits, ids = (_lead(x, dim, size) for x, dim in zip((logits, ids), in_dims, strict=False))
+        logits, ids = (
+            leading(x, dim, size) for x, dim in zip((logits, ids), in_dims, strict=False)
+        )
         valid = _lead_mask(valid, in_dims[2], size, logits)
         return _LogSumExpTarget.apply(logits, ids, valid), (0, 0)
 
 
-def _lead(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
-def _lead_mask(valid: Tensor | None, dim: int | None, size: int, logits: Tensor) -> Tensor | None:
-    """A mask of columns with a dim for `size` ranks, where they have masks of their own."""
+def _lead_mask(valid: Tensor | None, dim: int | None, size: int, like: Tensor) -> Tensor | None:
+    """`valid` with a dim for `size` ranks, and those of `like`, where ranks have their own."""
     if valid is None or dim is None:
         return valid
     valid = valid.movedim(dim, 0)
-    return valid.reshape(size, *[1] * (logits.dim() - valid.dim()), *valid.shape[1:])
+    return valid.reshape(size, *[1] * (like.dim() - valid.dim()), *valid.shape[1:])
 
 
 class _LossShares(torch.autograd.Function):
@@ -276,10 +280,8 @@ class _LossShares(torch.autograd.Function):
         shares = torch.softmax(logits, -1)
         # the largest share is 1 / sum_j exp(x_j - max)
         lse = logits.amax(-1) - shares.amax(-1).log()
-        inside, at = _places(ids, logits.shape[-1])
-        target = torch.gather(logits, -1, at).squeeze(-1)
         ctx.save_for_backward(logits, ids, lse, shares)
-        return lse, torch.where(inside, target, torch.zeros_like(target))
+        return lse, _pick(logits, ids)
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
@@ -287,11 +289,9 @@ class _LossShares(torch.autograd.Function):
         d_lse, d_target = cotangents
         if torch.is_grad_enabled():  # to be differentiated again
             return _pullback(d_lse, d_target, logits, ids, lse, None), None
-        inside, at = _places(ids, logits.shape[-1])
         multiply = torch.mul if compat.keeps_graph() else torch.Tensor.mul_
         grad = multiply(shares, d_lse.unsqueeze(-1))
-        d_target = torch.where(inside, d_target, torch.zeros_like(d_target))
-        return grad.scatter_add_(-1, at, d_target.unsqueeze(-1)), None
+        return grad.scatter_add_(-1, *_targets(d_target, ids, logits.shape[-1])), None
 
 
 # --- the op: `valid` is an int64 scalar, or has the dims of ids, of size 1 or theirs
@@ -313,20 +313,16 @@ def _kernel(
     return lse, target
 
 
-def _write(
-    launch: Launch,
-    d_lse: Tensor,
-    d_target: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    lse: Tensor,
-    valid: Tensor | None,
-    out: Tensor,
-) -> None:
-    """The cotangent, into the contiguous `out`, which may be `logits`."""
-    tokens = logits.shape[:-1]
-    per_token = {"d_lse": d_lse, "d_target": d_target, "ids": ids, "lse": lse}
-    check_shapes("cross_entropy_backward", **{name: (v, tokens) for name, v in per_token.items()})
+def _kernel_backward(
+    launch: Launch, d_lse, d_target, logits: Tensor, ids, lse, valid, *, in_place: bool = False
+) -> Tensor:
+    """The cotangent of logits; over them if `in_place`."""
+    operands = {"d_lse": d_lse, "d_target": d_target, "ids": ids, "lse": lse}
+    shapes = {name: (x, logits.shape[:-1]) for name, x in operands.items()}
+    check_shapes("cross_entropy_backward", **shapes)
+    if in_place:
+        check_contiguous("cross_entropy_backward_", logits)
+    out = logits if in_place else logits.new_empty(logits.shape)
     x = rows_of(logits)
     limits, step = _limits(valid, ids)
     if len(x):
@@ -337,21 +333,11 @@ def _write(
             x.shape[1], x.stride(0), x.shape[1], step,
             defines={"ELEMENT": type_name(x, "cross_entropy")},
         )  # fmt: skip
-
-
-def _kernel_backward(launch: Launch, d_lse, d_target, logits: Tensor, ids, lse, valid) -> Tensor:
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write(launch, d_lse, d_target, logits, ids, lse, valid, out)
     return out
 
 
-def _kernel_overwrite(launch: Launch, d_lse, d_target, logits: Tensor, ids, lse, valid) -> None:
-    if not logits.is_contiguous():
-        raise ValueError(
-            f"cross_entropy_backward_: got logits of strides {logits.stride()}; wanted contiguous "
-            "ones, to write to; fix: overwrite=False"
-        )
-    _write(launch, d_lse, d_target, logits, ids, lse, valid, logits)
+def _kernel_backward_(*args: Any) -> None:
+    _kernel_backward(*args, in_place=True)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -383,15 +369,9 @@ def _reference(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tenso
     return _statistics(logits, ids, _mask(valid, logits))
 
 
-def _pullback_of_number(
-    d_lse: Tensor,
-    d_target: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    lse: Tensor,
-    valid: Tensor | None,
-) -> Tensor:
-    return _pullback(d_lse, d_target, logits, ids, lse, _mask(valid, logits)).contiguous()
+def _pullback_of_number(*operands: Any) -> Tensor:
+    *rest, valid = operands
+    return _pullback(*rest, _mask(valid, rest[2])).contiguous()
 
 
 def _overwrite(
@@ -402,34 +382,22 @@ def _overwrite(
     lse: Tensor,
     valid: Tensor | None,
 ) -> None:
-    if _upcast(logits) is not logits:
+    if upcast(logits) is not logits:
         logits.copy_(_pullback_of_number(d_lse, d_target, logits, ids, lse, valid))
         return
-    inside, at = _places(ids, logits.shape[-1])
+    at, d_target = _targets(d_target, ids, logits.shape[-1])
     d_lse, lse = _shares(d_lse, lse)
-    d_target = torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
     mask = _mask(valid, logits)
     if mask is not None:
         logits.masked_fill_(~mask, _floor(logits.dtype))
     logits.sub_(lse.unsqueeze(-1)).exp_().mul_(d_lse).scatter_add_(-1, at, d_target)
 
 
-def _fake(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    made = [logits.new_empty(ids.shape, dtype=_upcast(logits[..., :0]).dtype) for _ in range(2)]
-    return made[0], made[1]
-
-
-def _fake_backward(d_lse: Tensor, d_target: Tensor, logits: Tensor, *rest: Tensor | None) -> Tensor:
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
 def _batch(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
     *tensors, valid = args
-    tensors = [_lead(x, dim, size) for x, dim in zip(tensors, in_dims, strict=False)]
+    tensors = [leading(x, dim, size) for x, dim in zip(tensors, in_dims, strict=False)]
     if in_dims[-1] is not None:
-        dims = tensors[1].dim()  # of ids, or of a cotangent, which has as many
-        valid = valid.movedim(in_dims[-1], 0)
-        valid = valid.reshape(size, *[1] * (dims - valid.dim()), *valid.shape[1:])
+        valid = _lead_mask(valid, in_dims[-1], size, tensors[1])  # of ids, or of as many cotangents
     elif valid is not None and valid.dim():
         valid = valid.unsqueeze(0)
     out = op(*tensors, valid)
@@ -441,14 +409,14 @@ CROSS_ENTROPY_BACKWARD = define(
     "Tensor? valid) -> Tensor",
     kernel=_kernel_backward,
     reference=_pullback_of_number,
-    fake=_fake_backward,
+    fake=lambda d_lse, d_target, logits, *rest: logits.new_empty(logits.shape),
     batch=_batch,
     gradient=_pullback_of_number,
 )
 CROSS_ENTROPY_BACKWARD_ = define(
     "cross_entropy_backward_(Tensor d_lse, Tensor d_target, Tensor(a!) logits, Tensor ids, "
     "Tensor lse, Tensor? valid) -> ()",
-    kernel=_kernel_overwrite,
+    kernel=_kernel_backward_,
     reference=_overwrite,
     fake=lambda *args: None,
 )
@@ -456,7 +424,7 @@ CROSS_ENTROPY = define(
     "cross_entropy(Tensor logits, Tensor ids, Tensor? valid) -> (Tensor, Tensor)",
     kernel=_kernel,
     reference=_reference,
-    fake=_fake,
+    fake=lambda logits, *rest: (statistics(logits), statistics(logits)),
     batch=_batch,
     gradient=Gradient(
         save=lambda args, outputs: (*args, outputs[0]),
@@ -520,10 +488,26 @@ def linear_log_sum_exp_and_target(
 
     def backward(residuals, cotangents):
         x, w, ids, valid, lse = residuals
-        d_lse, d_target = cotangents
-        pieces = -(-x.shape[0] // chunk_tokens)
-        moved = _backward(x, w, ids, valid, lse, d_lse, d_target, pieces, kernels)
-        return *moved, None, None
+        alone = compat.unobserved()
+        dw = torch.empty_like(w) if alone else None
+        dx, dws = None, []
+        width = _block_width(x, w.shape[1], -(-x.shape[0] // chunk_tokens))
+        for columns in _slices(w.shape[1], width):
+            part, first = w[:, columns], columns.start
+            with in_phase("recompute"):
+                logits = x @ part
+            moved = logits_cotangent(
+                *cotangents, logits, ids - first, lse, None if valid is None else valid - first,
+                overwrite=alone, kernels=kernels,
+            )  # fmt: skip
+            more = moved @ part.mT
+            dx = upcast(more) if dx is None else dx.add_(more) if alone else dx + more
+            if dw is None:
+                dws.append(x.mT @ moved)
+            else:
+                torch.mm(x.mT, moved, out=dw[:, columns])
+        assert dx is not None
+        return dx.to(x.dtype), torch.cat(dws, 1) if dw is None else dw, None, None
 
     if compat.pushing_forward():  # which custom_vjp has no rule for
         return forward(x, w, ids, valid)[0]
@@ -535,43 +519,10 @@ def _slices(size: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, max(size, 1), step))
 
 
-def _width(x: Tensor, columns: int, pieces: int) -> int:
+def _block_width(x: Tensor, columns: int, blocks: int) -> int:
     """Columns of a block, for so many blocks or fewer: a block costs no less than x does."""
-    width = max(-(-columns // max(pieces, 1)), min(x.shape[1], columns))
+    width = max(-(-columns // max(blocks, 1)), min(x.shape[1], columns))
     return -(-width // _ALIGNMENT) * _ALIGNMENT
-
-
-def _backward(
-    x: Tensor,
-    w: Tensor,
-    ids: Tensor,
-    valid: Tensor | int | None,
-    lse: Tensor,
-    d_lse: Tensor,
-    d_target: Tensor,
-    pieces: int,
-    kernels: Kernels,
-) -> tuple[Tensor, Tensor]:
-    """The cotangents of x and w, in at most `pieces` blocks of columns."""
-    alone = compat.unobserved()
-    dw = torch.empty_like(w) if alone else None
-    dx, dws = None, []
-    for columns in _slices(w.shape[1], _width(x, w.shape[1], pieces)):
-        part = w[:, columns]
-        with in_phase("recompute"):
-            logits = x @ part
-        moved = logits_cotangent(
-            d_lse, d_target, logits, ids - columns.start, lse,
-            None if valid is None else valid - columns.start, overwrite=alone, kernels=kernels,
-        )  # fmt: skip
-        more = moved @ part.mT
-        dx = _upcast(more) if dx is None else dx.add_(more) if alone else dx + more
-        if dw is None:
-            dws.append(x.mT @ moved)
-        else:
-            torch.mm(x.mT, moved, out=dw[:, columns])
-    assert dx is not None
-    return dx.to(x.dtype), torch.cat(dws, 1) if dw is None else dw
 
 
 # --- ids

@@ -33,7 +33,7 @@ from functron.ops.chunked_attention import (
     chunked_block,
     chunked_block_backward,
 )
-from functron.ops.operations import Gradient, define, statistics
+from functron.ops.operations import Gradient, define, leading, map_batch, statistics
 from functron.program.equations import Var
 
 SIZE = 128
@@ -208,8 +208,7 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     """`x` with its vmap dim folded into the batch dim."""
-    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.flatten(0, 1)
+    return leading(x, dim, size).flatten(0, 1)
 
 
 def unfold(outputs: Any, size: int) -> tuple[Tensor, ...]:
@@ -322,16 +321,6 @@ def _masked_backward_fake(cotangent, q, k, v, *rest) -> tuple[Tensor, ...]:
     return tuple(_empty(x, x.shape[-1]) for x in (q, k, v))
 
 
-def _of_samples(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
-    """The op with simulated ranks among the samples."""
-    folded = [
-        fold(x, dim, size) if isinstance(x, Tensor) else x
-        for x, dim in zip(args, in_dims, strict=True)
-    ]
-    made = unfold(op(*folded), size)
-    return made, (0,) * len(made)
-
-
 def _masked_pullback(saved: Sequence[Any], cotangents: tuple) -> tuple:
     q, k, v, *rest, out, lse = saved
     moved = MASKED_ATTENTION_BACKWARD(cotangents[0], q, k, v, out, lse, cotangents[1], *rest)
@@ -347,7 +336,7 @@ MASKED_ATTENTION_BACKWARD = define(
     reference=_masked_backward,
     kernel=_masked_backward_kernel,
     fake=_masked_backward_fake,
-    batch=_of_samples,
+    batch=map_batch(11),
     gradient=_masked_backward,
 )
 """`block_backward` with masks and caps in one kernel: FlexAttention on CUDA."""
@@ -358,7 +347,7 @@ MASKED_ATTENTION = define(
     reference=_attend_in_chunks,
     kernel=_masked_kernel,
     fake=_masked_fake,
-    batch=_of_samples,
+    batch=map_batch(7),
     gradient=Gradient(_masked_pullback, save=lambda args, outputs: (*args, *outputs)),
 )
 """`block` with masks and caps in one kernel: FlexAttention on CUDA.

@@ -27,9 +27,10 @@ from functron.ops.operations import (
     PACK_BYTES,
     Gradient,
     Launch,
+    Op,
     check_columns,
     define,
-    of_rows,
+    map_rows,
     packable,
     rows_of,
     type_name,
@@ -60,7 +61,7 @@ def _launch(
     tensors: Sequence[Any],
     rest: Sequence[int],
     kind: str,
-    count: Tensor | None,
+    count: Tensor | None = None,
 ) -> None:
     """Run a kernel on rows: of `tensors` the first has the shape, all decide on packs."""
     rows, dim = tensors[0].shape
@@ -74,87 +75,6 @@ def _launch(
         *tensors, rows, dim, *rest, lanes, _number(kind), int(packed), count,
         defines={"ELEMENT": type_name(tensors[0], "glu")},
     )  # fmt: skip
-
-
-def _kernel(
-    launch: Launch, gate: Tensor, up: Tensor, activation: str, count: Tensor | None = None
-) -> Tensor:
-    hidden = gate.new_empty(gate.shape)
-    if gate.numel():
-        gate, up = rows_of(gate), rows_of(up)
-        strides = gate.stride(0), up.stride(0)
-        tensors = gate, up, hidden.view(gate.shape)
-        _launch(launch, "glu_forward", tensors, strides, activation, count)
-    return hidden
-
-
-def _backward_into(
-    launch: Launch,
-    d_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    out: Sequence[Tensor],
-    kind: str,
-    count: Tensor | None,
-    hidden: Tensor | None = None,
-) -> None:
-    """The gradients of gate and up, to rows `out` of one stride; and to `hidden` what it is."""
-    d_hidden, gate, up = (rows_of(x) for x in (d_hidden, gate, up))
-    tensors = d_hidden, gate, up, *out, hidden
-    strides = [x.stride(0) for x in (d_hidden, gate, up, *out[:1])]
-    _launch(launch, "glu_backward", tensors, strides, kind, count)
-
-
-def _backward_kernel(
-    launch: Launch,
-    d_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    count: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    out = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    if gate.numel():
-        flat = [rows_of(x) for x in out]
-        _backward_into(launch, d_hidden, gate, up, flat, activation, count)
-    return out
-
-
-def _packed_again_kernel(
-    launch: Launch, d_hidden: Tensor, gate_up: Tensor, activation: str, count: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    out, hidden = gate_up.new_empty(gate_up.shape), gate_up.new_empty(d_hidden.shape)
-    if out.numel():
-        into = rows_of(out).chunk(2, -1)
-        _backward_into(
-            launch, d_hidden, *_halves(gate_up), into, activation, count, rows_of(hidden)
-        )
-    return out, hidden
-
-
-def _again_kernel(
-    launch: Launch,
-    d_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    count: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out = gate.new_empty(gate.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    if gate.numel():
-        *flat, hidden = (rows_of(x) for x in out)
-        _backward_into(launch, d_hidden, gate, up, flat, activation, count, hidden)
-    return out
-
-
-def _packed_backward_kernel(
-    launch: Launch, d_hidden: Tensor, gate_up: Tensor, activation: str, count: Tensor | None = None
-) -> Tensor:
-    out = gate_up.new_empty(gate_up.shape)
-    if out.numel():
-        halves = rows_of(out).chunk(2, -1)
-        _backward_into(launch, d_hidden, *_halves(gate_up), halves, activation, count)
-    return out
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,9 +125,7 @@ def _reference(gate: Tensor, up: Tensor, activation: str, count: Tensor | None =
     return (_act(upcast(gate), activation)[0] * lifted).to(gate.dtype).contiguous()
 
 
-def _backward(
-    d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, count: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _gradients(d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple:
     wide = upcast(d_hidden)
     value, slope = _act(upcast(gate), activation)
     lifted, lift_slope = _lift(upcast(up), activation)
@@ -215,26 +133,7 @@ def _backward(
     return d_gate.to(gate.dtype).contiguous(), d_up.to(up.dtype).contiguous()
 
 
-def _again(
-    d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, count: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *_backward(d_hidden, gate, up, activation), _reference(gate, up, activation)
-
-
-def _packed_again(
-    d_hidden: Tensor, gate_up: Tensor, activation: str, count: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    *both, hidden = _again(d_hidden, *_halves(gate_up), activation)
-    return torch.cat(both, -1), hidden
-
-
-def _packed_backward(
-    d_hidden: Tensor, gate_up: Tensor, activation: str, count: Tensor | None = None
-) -> Tensor:
-    return torch.cat(_backward(d_hidden, *_halves(gate_up), activation), -1)
-
-
-def _of_rows(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
+def _map_rows(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
     """The rule of rows: of joined ones the real ones do not come first, so all are computed."""
     kept = [
         (x, dim)
@@ -242,79 +141,103 @@ def _of_rows(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tupl
         if not isinstance(x, torch.Tensor) or x.is_floating_point()
     ]
     args, in_dims = zip(*kept, strict=True)
-    return of_rows(whole=())(size, in_dims, args, op)
+    return map_rows(whole=())(size, in_dims, args, op)
 
 
-GLU_BACKWARD = define(
-    f"glu_backward(Tensor d_hidden, Tensor gate, Tensor up, {_REST}) -> (Tensor, Tensor)",
-    kernel=_backward_kernel,
-    reference=_backward,
-    fake=lambda d_hidden, gate, *rest: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
-    batch=_of_rows,
-    gradient=_backward,
-)
-"""(d_gate, d_up) = d_hidden (up act'(gate), act(gate))."""
+def _split(args: tuple, packed: bool) -> tuple:
+    """Gate and up, and what comes after them among the arguments of an op."""
+    return (*_halves(args[0]), *args[1:]) if packed else args
 
-GLU_BACKWARD_AGAIN = define(
-    f"glu_backward_again(Tensor d_hidden, Tensor gate, Tensor up, {_REST}) "
-    "-> (Tensor, Tensor, Tensor)",
-    kernel=_again_kernel,
-    reference=_again,
-    fake=lambda d_hidden, gate, *rest: tuple(gate.new_empty(gate.shape) for _ in range(3)),
-    batch=_of_rows,
-    gradient=_again,
-)
-"""(d_gate, d_up, hidden): `GLU_BACKWARD`, and `GLU` again."""
 
-GLU = define(
-    f"glu(Tensor gate, Tensor up, {_REST}) -> Tensor",
-    kernel=_kernel,
-    reference=_reference,
-    fake=lambda gate, *rest: gate.new_empty(gate.shape),
-    batch=_of_rows,
-    gradient=Gradient(
-        backward=lambda saved, given: (*GLU_BACKWARD(given[0], *saved), *[None] * (len(saved) - 2)),
-    ),
-)
-"""act(gate) * up of tensors ``[..., dim]`` of one shape and dtype; see `GLU_ACTIVATIONS`."""
+def _define_backward(name: str, operands: str, packed: bool, again: bool) -> Op:
+    num = 1 if packed else 2
 
-GLU_PACKED_BACKWARD = define(
-    f"glu_packed_backward(Tensor d_hidden, Tensor gate_up, {_REST}) -> Tensor",
-    kernel=_packed_backward_kernel,
-    reference=_packed_backward,
-    fake=lambda d_hidden, gate_up, *rest: gate_up.new_empty(gate_up.shape),
-    batch=_of_rows,
-    gradient=_packed_backward,
-)
-"""`GLU_BACKWARD`, both side by side."""
+    def results(found: Sequence[Tensor]) -> Any:
+        return tuple(found) if len(found) > 1 else found[0]
 
-GLU_PACKED_BACKWARD_AGAIN = define(
-    f"glu_packed_backward_again(Tensor d_hidden, Tensor gate_up, {_REST}) -> (Tensor, Tensor)",
-    kernel=_packed_again_kernel,
-    reference=_packed_again,
-    fake=lambda d_hidden, gate_up, *rest: (
-        gate_up.new_empty(gate_up.shape),
-        gate_up.new_empty(d_hidden.shape),
-    ),
-    batch=_of_rows,
-    gradient=_packed_again,
-)
-"""`GLU_BACKWARD_AGAIN`, the gradients side by side."""
+    def reference(d_hidden: Tensor, *args: Any) -> Any:
+        gate, up, activation, *_ = _split(args, packed)
+        grads = _gradients(d_hidden, gate, up, activation)
+        found = [torch.cat(grads, -1)] if packed else [*grads]
+        return results([*found, _reference(gate, up, activation)] if again else found)
 
-GLU_PACKED = define(
-    f"glu_packed(Tensor gate_up, {_REST}) -> Tensor",
-    kernel=lambda launch, x, *rest: _kernel(launch, *_halves(x), *rest),
-    reference=lambda x, *rest: _reference(*_halves(x), *rest),
-    fake=lambda x, *rest: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
-    batch=_of_rows,
-    gradient=Gradient(
-        backward=lambda saved, given: (
-            GLU_PACKED_BACKWARD(given[0], *saved),
-            *[None] * (len(saved) - 1),
-        ),
-    ),
-)
-"""`GLU` of the halves of ``[..., 2 dim]``: gate's columns, then up's."""
+    def empty(d_hidden: Tensor, *args: Any) -> list[Tensor]:
+        shapes = [x.shape for x in (*args[:num], *[d_hidden] * again)]
+        return [args[0].new_empty(shape) for shape in shapes]
+
+    def kernel(launch: Launch, d_hidden: Tensor, *args: Any) -> Any:
+        gate, up, activation, *count = _split(args, packed)
+        found = empty(d_hidden, *args)
+        if d_hidden.numel():
+            rows = [rows_of(x) for x in found]
+            into = rows[0].chunk(2, -1) if packed else rows[:2]
+            read = [rows_of(x) for x in (d_hidden, gate, up)]
+            tensors = *read, *into, rows[-1] if again else None
+            strides = [x.stride(0) for x in (*read, into[0])]
+            _launch(launch, "glu_backward", tensors, strides, activation, *count)
+        return results(found)
+
+    made = ", ".join(["Tensor"] * (num + again))
+    return define(
+        f"{name}_backward{'_again' * again}(Tensor d_hidden, {operands}, {_REST}) -> "
+        + (f"({made})" if num + again > 1 else made),
+        kernel=kernel,
+        reference=reference,
+        fake=lambda d_hidden, *args: results(empty(d_hidden, *args)),
+        batch=_map_rows,
+        gradient=reference,
+    )
+
+
+def _define_glu(packed: bool) -> tuple[Op, Op, Op]:
+    """The op, its backward, and a backward that computes the result again beside the gradients.
+
+    Args:
+        packed: one operand has gate's columns, then up's; False: they are two operands.
+    """
+    name = "glu_packed" if packed else "glu"
+    operands = "Tensor gate_up" if packed else "Tensor gate, Tensor up"
+    backward, again = (_define_backward(name, operands, packed, each) for each in (False, True))
+
+    def kernel(launch: Launch, *args: Any) -> Tensor:
+        gate, up, activation, *count = _split(args, packed)
+        hidden = gate.new_empty(gate.shape)
+        if gate.numel():
+            gate, up = rows_of(gate), rows_of(up)
+            strides = gate.stride(0), up.stride(0)
+            tensors = gate, up, hidden.view(gate.shape)
+            _launch(launch, "glu_forward", tensors, strides, activation, *count)
+        return hidden
+
+    def gradient(saved: Sequence, cotangents: tuple) -> tuple:
+        found = backward(cotangents[0], *saved)
+        grads = (found,) if packed else found
+        return *grads, *[None] * (len(saved) - len(grads))
+
+    def fake(x: Tensor, *rest: Any) -> Tensor:
+        return x.new_empty(*x.shape[:-1], x.shape[-1] // (2 if packed else 1))
+
+    op = define(
+        f"{name}({operands}, {_REST}) -> Tensor",
+        kernel=kernel,
+        reference=lambda *args: _reference(*_split(args, packed)),
+        fake=fake,
+        batch=_map_rows,
+        gradient=Gradient(gradient),
+    )
+    return op, backward, again
+
+
+GLU, GLU_BACKWARD, GLU_BACKWARD_AGAIN = _define_glu(packed=False)
+"""act(gate) * up of tensors ``[..., dim]`` of one shape and dtype, see `GLU_ACTIVATIONS`; backward
+
+(d_gate, d_up) = d_hidden (up act'(gate), act(gate)); and
+
+(d_gate, d_up, hidden): these, and `GLU` again."""
+
+GLU_PACKED, GLU_PACKED_BACKWARD, GLU_PACKED_BACKWARD_AGAIN = _define_glu(packed=True)
+"""The same of the halves of ``[..., 2 dim]``, gate's columns and then up's, and so their gradients.
+"""
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -329,9 +252,13 @@ def glu(
     count: Int[Tensor, ""] | None = None,
 ) -> Float[Tensor, "*batch hidden"]:
     """`GLU`, or `GLU_PACKED` of gate alone where that has both; of the first `count` rows."""
-    halves = (gate,) if up is None else (gate, up)
+    operands = (gate,) if up is None else (gate, up)
     op = GLU_PACKED if up is None else GLU
-    return op(*halves, activation) if count is None else op(*halves, activation, count)
+    return op(*operands, activation, *_if_given(count))
+
+
+def _if_given(count: Tensor | None) -> tuple[Tensor, ...]:
+    return () if count is None else (count,)
 
 
 def glu_linear(
@@ -368,20 +295,20 @@ def glu_linear(
         rows = dy.flatten(0, -2)
         flat = rows @ w.mT if sizes is None else grouped_matmul(rows, w.mT, sizes, False)
         d_hidden = flat.view(*gate.shape[:-1], w.shape[-2])
-        how = (activation,) if sizes is None else (activation, sizes.sum())
-        if not trained:
-            if up is None:
-                return GLU_PACKED_BACKWARD(d_hidden, gate, *how), None, None, None
-            return *GLU_BACKWARD(d_hidden, gate, up, *how), None, None
         if up is None:
-            d_gate, hidden = GLU_PACKED_BACKWARD_AGAIN(d_hidden, gate, *how)
-            d_up = None
+            operands, op = (gate,), GLU_PACKED_BACKWARD_AGAIN if trained else GLU_PACKED_BACKWARD
         else:
-            d_gate, d_up, hidden = GLU_BACKWARD_AGAIN(d_hidden, gate, up, *how)
-        again = hidden.flatten(0, -2)
+            operands, op = (gate, up), GLU_BACKWARD_AGAIN if trained else GLU_BACKWARD
+        count = None if sizes is None else sizes.sum()
+        found = op(d_hidden, *operands, activation, *_if_given(count))
+        d_gate, *rest = (found,) if isinstance(found, Tensor) else found
+        d_up = None if up is None else rest[0]
+        if not trained:
+            return d_gate, d_up, None, None
+        hidden = rest[-1].flatten(0, -2)
         if sizes is None:
-            return d_gate, d_up, again.mT @ rows, None
-        return d_gate, d_up, grouped_matmul_weight(again, rows, sizes, w.shape[0]), None
+            return d_gate, d_up, hidden.mT @ rows, None
+        return d_gate, d_up, grouped_matmul_weight(hidden, rows, sizes, w.shape[0]), None
 
     if compat.pushing_forward():  # which custom_vjp has no rule for
         return product(gate, up, w, sizes)

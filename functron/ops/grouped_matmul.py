@@ -13,6 +13,7 @@ and one batched product (wasted work, or dropped tokens), and torch's own rules 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from functron.core import compat
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Float, Int, Tensor
+from functron.ops.operations import leading
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("grouped_matmul(Tensor x, Tensor w, Tensor sizes, bool zeros=True) -> Tensor")
@@ -162,9 +164,13 @@ def kernel_product(x: Tensor, w: Tensor, sizes: Tensor, zeros: bool = True) -> T
     """`grouped_matmul` by torch's kernel; nothing waits for sizes."""
     ends = sizes.cumsum(0)
     y = F.grouped_mm(x.contiguous(), w, offs=ends.to(torch.int32))
-    if not zeros:  # the kernel leaves rows beyond the last group as it finds them
-        return y
-    real = torch.arange(x.shape[0], device=x.device) < ends[-1]
+    # the kernel leaves rows beyond the last group as it finds them
+    return clear_rows(y, ends[-1]) if zeros else y
+
+
+def clear_rows(y: Tensor, count: Tensor) -> Tensor:
+    """`y` with zeros in all rows but the first `count`."""
+    real = torch.arange(y.shape[0], device=y.device) < count
     return torch.where(real.unsqueeze(1), y, torch.zeros((), dtype=y.dtype, device=y.device))
 
 
@@ -203,6 +209,13 @@ def _weight_flops(x, y, sizes, groups, *args, out_shape=None, **kwargs) -> int:
 # --- derivatives and batching
 
 
+def _push(product: Callable[[Any, Any], Any], a: Tensor, b: Tensor, da: Any, db: Any) -> Any:
+    """The tangent of a product of a and b, linear in each; a tangent of None is zero."""
+    parts = [] if da is None else [product(da, b)]
+    parts += [] if db is None else [product(a, db)]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
 class _Grouped(Function):
     """``(x [B M, D], w [W G, D, F], sizes [G] or [B, G])`` to ``[B M, F]``, W dividing B."""
 
@@ -231,11 +244,8 @@ class _Grouped(Function):
     def jvp(ctx, *tangents) -> Any:
         compat.refuse_nested_jvp()
         x, w, sizes = ctx.saved_tensors
-        dx, dw = tangents[:2]
         flags = ctx.zeros, ctx.zeros_back
-        parts: list[Any] = [] if dx is None else [_Grouped.apply(dx, w, sizes, *flags)]
-        parts += [] if dw is None else [_Grouped.apply(x, dw, sizes, *flags)]
-        return sum(parts[1:], parts[0]) if parts else None
+        return _push(lambda x, w: _Grouped.apply(x, w, sizes, *flags), x, w, *tangents[:2])
 
     @staticmethod
     def vmap(info, in_dims, x, w, sizes, zeros, zeros_back):
@@ -274,13 +284,8 @@ class _GroupedWeight(Function):
     def jvp(ctx, *tangents) -> Any:
         compat.refuse_nested_jvp()
         x, y, sizes = ctx.saved_tensors
-        dx, dy = tangents[:2]
-        parts: list[Any] = []
-        if dx is not None:
-            parts.append(_GroupedWeight.apply(dx, y, sizes, ctx.groups))
-        if dy is not None:
-            parts.append(_GroupedWeight.apply(x, dy, sizes, ctx.groups))
-        return sum(parts[1:], parts[0]) if parts else None
+        product = lambda x, y: _GroupedWeight.apply(x, y, sizes, ctx.groups)  # noqa: E731
+        return _push(product, x, y, *tangents[:2])
 
     @staticmethod
     def vmap(info, in_dims, x, y, sizes, groups):
@@ -305,10 +310,6 @@ torch.library.register_vmap("functron::grouped_matmul", _batch_product, lib=_LIB
 torch.library.register_vmap("functron::grouped_matmul_weight", _batch_weight_product, lib=_LIBRARY)
 
 
-def _lead(value: Tensor, dim: int | None, size: int) -> Tensor:
-    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-
-
 def _fold_rows(
     x: Tensor, x_dim: int | None, sizes: Tensor, sizes_dim: int | None, size: int, *, outer: bool
 ) -> tuple[Tensor, Tensor]:
@@ -316,9 +317,9 @@ def _fold_rows(
 
     Outside, all share one set of weights; within each block, block b n + s has the weights of s.
     """
-    sizes = _lead(sizes, sizes_dim, size)
+    sizes = leading(sizes, sizes_dim, size)
     sizes = sizes.reshape(size, -1, sizes.shape[-1])  # [n, B, G]
-    x = _lead(x, x_dim, size)
+    x = leading(x, x_dim, size)
     x = x.unflatten(1, (sizes.shape[1], x.shape[1] // sizes.shape[1]))  # [n, B, M, D]
     if not outer:
         x, sizes = x.transpose(0, 1), sizes.transpose(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,6 @@ import torch
 
 from functron.core import compat
 from functron.ops import nvrtc
-from functron.ops import nvrtc as cubins
-from functron.ops import nvrtc as sources
 
 KernelArgument = torch.Tensor | int | float | None
 Dims = int | Sequence[int]
@@ -32,7 +31,7 @@ class Launcher:
     """Runs kernels of ``functron/kernels`` on the GPU that holds their operands.
 
     Attributes:
-        cache: folder of compiled kernels; None: `cubins.default_folder`.
+        cache: folder of compiled kernels; None: `functron.ops.nvrtc.default_folder`.
     """
 
     cache: Path | None = None
@@ -47,7 +46,7 @@ class Launcher:
         defines: Mapping[str, str] = _NO_DEFINES,
         shared_bytes: int = 0,
     ) -> None:
-        """Run ``kernel`` of ``kernels/<source>.cu``, as ``Launch`` of define.py says.
+        """Run ``kernel`` of ``kernels/<source>.cu``, as `functron.ops.operations.Launch` says.
 
         It is compiled and loaded at the first call on a device, and returns before it is done.
 
@@ -63,8 +62,7 @@ class Launcher:
             return
         macros = tuple(defines.items())
         function = _load(self.cache, source, kernel, macros, index)
-        if _exceeds(blocks, threads, shared_bytes, function):
-            raise _limits(kernel, blocks, threads, shared_bytes, function)
+        _check_limits(kernel, blocks, threads, shared_bytes, function)
         with torch.cuda.device(index):
             stream = compat.current_raw_stream(index)
             call = (function.handle, *blocks, *threads, shared_bytes, stream, (values, types), 0)
@@ -196,7 +194,7 @@ def _load(
     device = torch.device("cuda", index)
     if reason := usable(device):
         raise ValueError(f"{kernel}: {reason}")
-    compiled = cubins.cubin(sources.read(source), dict(macros), arch_of(device), cache)
+    compiled = nvrtc.cubin(nvrtc.read(source), dict(macros), arch_of(device), cache)
     driver = importlib.import_module("cuda.bindings.driver")
     with torch.cuda.device(index):
         _make_current(driver, index)
@@ -212,9 +210,7 @@ def _load(
 def _load_kernel(driver: Any, cubin: bytes, kernel: str, index: int) -> KernelFunction:
     library = _check_result(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
     found = _check_result(driver.cuLibraryGetKernel(library, kernel.encode()))
-    handle = _check_result(
-        driver.cuKernelGetFunction(found)
-    )  # in the current context: loads it now
+    handle = _check_result(driver.cuKernelGetFunction(found))  # loads it in the current context
     names = driver.CUfunction_attribute
     threads = driver.cuFuncGetAttribute(names.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, handle)
     static = driver.cuFuncGetAttribute(names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle)
@@ -233,24 +229,16 @@ def _make_current(driver: Any, index: int) -> None:
     _check_result(driver.cuCtxSetCurrent(_check_result(driver.cuDevicePrimaryCtxRetain(device))))
 
 
-def _exceeds(blocks: Sequence[int], threads: Sequence[int], shared: int, f: KernelFunction) -> bool:
-    x, y, z = blocks
-    a, b, c = _GRID_LIMITS
-    return (
-        x > a or y > b or z > c
-        or threads[0] * threads[1] * threads[2] > f.threads
-        or shared > f.shared
-    )  # fmt: skip
-
-
-def _limits(
+def _check_limits(
     kernel: str, blocks: Sequence[int], threads: Sequence[int], shared: int, f: KernelFunction
-) -> ValueError:
-    return ValueError(
-        f"{kernel}: got a grid of {tuple(blocks)}, blocks of {tuple(threads)} and {shared} bytes "
-        f"of shared memory; wanted at most {_GRID_LIMITS}, {f.threads} threads and {f.shared} "
-        f"bytes on this GPU; fix: smaller operands, or {_FALLBACK}"
-    )
+) -> None:
+    within = all(size <= most for size, most in zip(blocks, _GRID_LIMITS, strict=True))
+    if not within or math.prod(threads) > f.threads or shared > f.shared:
+        raise ValueError(
+            f"{kernel}: got a grid of {tuple(blocks)}, blocks of {tuple(threads)} and {shared} "
+            f"bytes of shared memory; wanted at most {_GRID_LIMITS}, {f.threads} threads and "
+            f"{f.shared} bytes on this GPU; fix: smaller operands, or {_FALLBACK}"
+        )
 
 
 def _check_result(result: tuple) -> Any:

@@ -19,11 +19,16 @@ from functron.core.typing import Tensor
 from functron.ops.operations import (
     Gradient,
     Launch,
+    Op,
+    as_rows,
     define,
     leading,
-    one_by_one,
+    map_batch,
+    map_one_by_one,
     packable,
+    rows_of,
     type_name,
+    upcast,
 )
 from functron.spmd.ragged import inverse, pick, shift_indices
 
@@ -32,7 +37,7 @@ _MOST_COLUMNS = 2**30
 
 
 def _permute_kernel(launch: Launch, x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-    (x,) = _rows_of(x)
+    x = rows_of(x)
     rows, dim = source.shape[0], x.shape[1]
     y = x.new_empty(rows, dim)
     launch(
@@ -43,16 +48,8 @@ def _permute_kernel(launch: Launch, x: Tensor, source: Tensor, slots: Tensor) ->
     return y
 
 
-def _permute(x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-    return pick(x, source)
-
-
-def _add_kernel(launch: Launch, rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-    return _sum_kernel(launch, rows, None, slots)
-
-
 def _sum_kernel(launch: Launch, rows: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:
-    (rows,) = _rows_of(rows)
+    rows = rows_of(rows)
     (tokens, choices), dim = slots.shape, rows.shape[1]
     if weights is not None:
         weights = weights.to(torch.float32).contiguous()
@@ -65,32 +62,20 @@ def _sum_kernel(launch: Launch, rows: Tensor, weights: Tensor | None, slots: Ten
     return y
 
 
-def _add(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-    return _sum(rows, None, slots)
-
-
 def _sum(rows: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:
-    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=_wide(rows), device=rows.device)
+    total = torch.zeros(
+        slots.shape[0], rows.shape[1], dtype=upcast(rows[:0]).dtype, device=rows.device
+    )
     for choice in range(slots.shape[1]):
         row = pick(rows, slots[:, choice]).to(total.dtype)
         total = total + (row if weights is None else row * weights[:, choice : choice + 1])
     return total.to(rows.dtype)
 
 
-def _unpermute_kernel(
-    launch: Launch, rows: Tensor, weights: Tensor, assignment: Tensor, slots: Tensor
-) -> Tensor:
-    return _sum_kernel(launch, rows, weights, slots)
-
-
-def _unpermute(rows: Tensor, weights: Tensor, assignment: Tensor, slots: Tensor) -> Tensor:
-    return _sum(rows, weights, slots)
-
-
 def _unpermute_backward_kernel(
     launch: Launch, dy: Tensor, rows: Tensor, weights: Tensor, assignment: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dy, rows = _rows_of(dy, rows)
+    dy, rows = as_rows(dy, rows)
     num_rows, dim = rows.shape
     d_rows = rows.new_empty(num_rows, dim)
     # assignments without a row get what is here
@@ -108,21 +93,12 @@ def _unpermute_backward_kernel(
 def _unpermute_backward(
     dy: Tensor, rows: Tensor, weights: Tensor, assignment: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    wide = _wide(rows)
     tokens = torch.div(assignment, max(slots.shape[1], 1), rounding_mode="floor")
-    arrived = pick(dy, tokens).to(wide)
+    arrived = upcast(pick(dy, tokens))
     d_rows = arrived * pick(weights.reshape(-1, 1), assignment)
     product = (arrived * rows).sum(1, keepdim=True)
     d_weights = pick(product, slots.flatten()).view(slots.shape)
     return d_rows.to(rows.dtype), d_weights.to(weights.dtype)
-
-
-def _wide(rows: Tensor) -> torch.dtype:
-    return torch.promote_types(rows.dtype, torch.float32)
-
-
-def _rows_of(*tensors: Tensor) -> list[Tensor]:
-    return [x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous() for x in tensors]
 
 
 def _permute_grid(rows: int, dim: int) -> int:
@@ -150,22 +126,18 @@ def _fold_mapped_rows(assignments: bool) -> Callable:
             shift_indices(of_rows, tokens * choices if assignments else tokens).flatten(),
             shift_indices(slots, of_rows.shape[1]).flatten(0, 1),
         )
-        if isinstance(found, tuple):
-            return tuple(_split(x, size) for x in found), (0, 0)
-        return _split(found, size), 0
+        made = [found] if isinstance(found, Tensor) else found
+        apart = [x.unflatten(0, (size, x.shape[0] // size)) for x in made]
+        return (apart[0], 0) if isinstance(found, Tensor) else (tuple(apart), (0, 0))
 
     return rule
 
 
-def _split(x: Tensor, size: int) -> Tensor:
-    return x.unflatten(0, (size, x.shape[0] // size))
-
-
-def _transpose(of: Callable) -> Gradient:
-    """Of an op that is linear in its first argument, and otherwise of (source, slots)."""
+def _transpose_to(op: Callable[[], Op]) -> Gradient:
+    """The gradient of an op of (x, source, slots) that is linear in x: its transpose is `op`."""
 
     def backward(saved: Any, cotangents: tuple) -> tuple:
-        return of()(cotangents[0], *saved), None, None
+        return op()(cotangents[0], *saved), None, None
 
     return Gradient(save=lambda args, outputs: args[1:], backward=backward)
 
@@ -173,21 +145,21 @@ def _transpose(of: Callable) -> Gradient:
 PERMUTE = define(
     "moe_permute(Tensor x, Tensor source, Tensor slots) -> Tensor",
     kernel=_permute_kernel,
-    reference=_permute,
+    reference=lambda x, source, slots: pick(x, source),
     fake=lambda x, source, slots: x.new_empty(source.shape[0], x.shape[1]),
     batch=_fold_mapped_rows(assignments=False),
-    gradient=_transpose(lambda: ADD_ROWS),
+    gradient=_transpose_to(lambda: ADD_ROWS),
 )
 """y[r] = x[source[r]], zeros where source[r] < 0. Of x [N, D] and int64 source [R]; slots [N, K]
 are, for each token, the rows with its number, then -1, as in `functron.spmd.ragged.copy_rows`."""
 
 ADD_ROWS = define(
     "moe_add_rows(Tensor rows, Tensor source, Tensor slots) -> Tensor",
-    kernel=_add_kernel,
-    reference=_add,
+    kernel=lambda launch, rows, source, slots: _sum_kernel(launch, rows, None, slots),
+    reference=lambda rows, source, slots: _sum(rows, None, slots),
     fake=lambda rows, source, slots: rows.new_empty(slots.shape[0], rows.shape[1]),
     batch=_fold_mapped_rows(assignments=False),
-    gradient=_transpose(lambda: PERMUTE),
+    gradient=_transpose_to(lambda: PERMUTE),
 )
 """y[n] = sum over j of rows[slots[n, j]], without those below 0."""
 
@@ -203,17 +175,15 @@ UNPERMUTE_BACKWARD = define(
 """(d_rows, d_weights): weights[a] dy[n] and dy[n] . rows[r], of the assignment a of each row r."""
 
 
-def _unpermute_gradient(saved: Any, cotangents: tuple) -> tuple:
-    return *UNPERMUTE_BACKWARD(cotangents[0], *saved), None, None
-
-
 UNPERMUTE = define(
     "moe_unpermute(Tensor rows, Tensor weights, Tensor assignment, Tensor slots) -> Tensor",
-    kernel=_unpermute_kernel,
-    reference=_unpermute,
+    kernel=lambda launch, rows, weights, _, slots: _sum_kernel(launch, rows, weights, slots),
+    reference=lambda rows, weights, _, slots: _sum(rows, weights, slots),
     fake=lambda rows, *rest: rows.new_empty(rest[-1].shape[0], rows.shape[1]),
     batch=_fold_mapped_rows(assignments=True),
-    gradient=Gradient(backward=_unpermute_gradient),
+    gradient=Gradient(
+        lambda saved, cotangents: (*UNPERMUTE_BACKWARD(cotangents[0], *saved), None, None)
+    ),
 )
 """y[n] = sum over j of weights[n, j] rows[slots[n, j]], without slots below 0. assignment [R]: the
 place n K + j of each row among the weights, or -1."""
@@ -294,7 +264,7 @@ SORT = define(
     kernel=_sort_kernel,
     reference=sorted_assignments,
     fake=_sort_fake,
-    batch=one_by_one,
+    batch=map_one_by_one,
 )
 """`sorted_assignments`; the kernel counts, and does not compare."""
 
@@ -577,19 +547,10 @@ def _router_fake(logits: Tensor, balance: Tensor | None, top_k: int, *modes: int
     return chosen, logits.new_empty(tokens, top_k), logits.new_empty(tokens, experts)
 
 
-def _router_batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
-    if in_dims[1] is not None:  # a ranking of its own for every element
-        return one_by_one(size, in_dims, args, op)
-    rows = args[0].movedim(in_dims[0], 0)
-    found = op(rows.flatten(0, 1), *args[1:])
-    return tuple(x.unflatten(0, rows.shape[:2]) for x in found), (0, 0, 0)
-
-
-def _router_backward_batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
-    pairs = zip(args[:5], in_dims[:5], strict=True)
-    tensors = [leading(x, dim, size) for x, dim in pairs]
-    rows = op(*[x.flatten(0, 1) for x in tensors], *args[5:])
-    return rows.unflatten(0, tensors[1].shape[:2]), 0
+def _map_tokens(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
+    # a ranking of its own for every element, or more tokens
+    rule = map_one_by_one if in_dims[1] is not None else map_batch(1)
+    return rule(size, in_dims, args, op)
 
 
 ROUTER_BACKWARD = define(
@@ -598,7 +559,7 @@ ROUTER_BACKWARD = define(
     kernel=_router_backward_kernel,
     reference=_backward_reference,
     fake=lambda d_weights, d_scores, *rest: d_scores.new_empty(d_scores.shape),
-    batch=_router_backward_batch,
+    batch=map_batch(5),
     gradient=_backward_reference,
 )
 
@@ -616,7 +577,7 @@ ROUTER = define(
     kernel=_router_kernel,
     reference=_router_reference,
     fake=_router_fake,
-    batch=_router_batch,
+    batch=_map_tokens,
     gradient=Gradient(
         save=lambda args, outputs: (*outputs, args[3], args[4]), backward=_router_backward
     ),

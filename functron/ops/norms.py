@@ -25,9 +25,9 @@ from functron.ops.operations import (
     define,
     dense,
     layout,
+    map_one_by_one,
+    map_rows,
     multiplier,
-    of_rows,
-    one_by_one,
     packable,
     row_stride,
     statistics,
@@ -202,7 +202,7 @@ def _define_norm(
         kernel=functools.partial(_backward_kernel, name, moments_of),
         reference=functools.partial(_backward, moments_of, False),
         fake=lambda dy, d_sum, *like: tuple(v.new_empty(v.shape) for v in like[: 1 + count]),
-        batch=one_by_one,
+        batch=map_one_by_one,
         gradient=functools.partial(_backward, moments_of, True),
     )
 
@@ -218,7 +218,7 @@ def _define_norm(
         kernel=lambda launch, x, *rest: kernel(launch, x, None, *rest),
         reference=lambda x, *rest: reference(x, None, *rest),
         fake=lambda x, *rest: (x.new_empty(x.shape), *fakes(x)),
-        batch=of_rows(whole=range(1, 1 + count)),
+        batch=map_rows(whole=range(1, 1 + count)),
         gradient=Gradient(
             save=lambda args, outputs: (*args[: 1 + count], *outputs[1:], *args[1 + count :]),
             backward=lambda saved, ct: (*backward(ct[0], None, *saved), None, None),
@@ -230,7 +230,7 @@ def _define_norm(
         kernel=kernel,
         reference=reference,
         fake=lambda x, *rest: (x.new_empty(x.shape), x.new_empty(x.shape), *fakes(x)),
-        batch=of_rows(whole=range(2, 2 + count)),
+        batch=map_rows(whole=range(2, 2 + count)),
         gradient=Gradient(
             save=lambda args, outputs: (
                 outputs[1],

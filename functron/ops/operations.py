@@ -10,7 +10,8 @@ Rejected: ``torch.library.register_autograd``, whose Function refuses torch.func
 2.13); and a Function alone over an entry without derivatives, which gives zero gradients, silently,
 in torch.compile(torch.func.grad).
 
-`define` registers an op, with one of the vmap rules `one_by_one` and `of_rows` or its own. `use`
+`define` registers an op, with one of the vmap rules `map_one_by_one`, `map_rows` and
+`map_batch` or its own. `use`
 and `Kernels` choose what computes it: a CUDA kernel of functron, or torch's operations. Below are
 what host code of kernels asks about its operands (`rows_of`, `packable`, `type_name`), and how rows
 are given to the threads of kernels (`layout`): the host's side of ``kernels/rows.cuh``.
@@ -274,7 +275,7 @@ def _of_formula(formula: Any) -> Gradient:
     return Gradient(backward)
 
 
-def one_by_one(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
+def map_one_by_one(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
     """The op called once for each element of the mapped dim, results stacked: always right."""
     calls = [
         op(*[x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)])
@@ -285,7 +286,7 @@ def one_by_one(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tu
     return tuple(torch.stack(column) for column in zip(*calls, strict=True)), (0,) * len(calls[0])
 
 
-def of_rows(whole: Sequence[int]) -> Callable:
+def map_rows(whole: Sequence[int]) -> Callable:
     """The rule of an op whose operands are rows, except those at the positions `whole`.
 
     Rows are independent of each other, and have any number of dims in front: the mapped dim becomes
@@ -294,13 +295,32 @@ def of_rows(whole: Sequence[int]) -> Callable:
 
     def rule(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
         if any(in_dims[i] is not None for i in whole):
-            return one_by_one(size, in_dims, args, op)
+            return map_one_by_one(size, in_dims, args, op)
         folded = [
             x if i in whole or not isinstance(x, torch.Tensor) else leading(x, dim, size)
             for i, (x, dim) in enumerate(zip(args, in_dims, strict=True))
         ]
         out = op(*folded)
         return out, (0,) * len(out) if isinstance(out, tuple) else 0
+
+    return rule
+
+
+def map_batch(num: int) -> Callable:
+    """The rule of an op whose first `num` operands and whose results have a batch dim in front.
+
+    The mapped dim becomes a part of it, of all of them; the other arguments are not mapped.
+    """
+
+    def rule(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
+        folded = [
+            leading(x, dim, size).flatten(0, 1) if isinstance(x, torch.Tensor) else x
+            for x, dim in zip(args[:num], in_dims[:num], strict=True)
+        ]
+        out = op(*folded, *args[num:])
+        if isinstance(out, torch.Tensor):
+            return out.unflatten(0, (size, len(out) // size)), 0
+        return tuple(x.unflatten(0, (size, len(x) // size)) for x in out), (0,) * len(out)
 
     return rule
 
@@ -348,6 +368,20 @@ def check_shapes(op: str, **operands: tuple[torch.Tensor | None, Sequence[int]])
             raise ValueError(
                 f"{op}: got {name} of shape {tuple(x.shape)}; wanted {tuple(wanted)}; "
                 "fix: expand it, or correct the operand"
+            )
+
+
+def check_contiguous(op: str, *tensors: torch.Tensor) -> None:
+    """Refuse to write over tensors that are not contiguous.
+
+    Raises:
+        ValueError: one of them.
+    """
+    for x in tensors:
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{op}: got strides {x.stride()}; wanted contiguous tensors, to write to; "
+                "fix: use the op that returns results"
             )
 
 
@@ -412,6 +446,10 @@ class Kernels:
             return False
         floats = [x.dtype for x in tensors if x.is_floating_point()]
         return all(d in _HALF_AND_SINGLE for d in floats) and usable(tensors[0].device) is None
+
+    def wants_reference(self, op: str) -> bool:
+        """Whether the reference of the operation `op` is asked for."""
+        return self.by_op.get(op, self.choice) == "reference"
 
 
 AUTO = Kernels()

@@ -29,7 +29,7 @@ from functron.ops.operations import (
     Launch,
     define,
     leading,
-    one_by_one,
+    map_one_by_one,
     packable,
     summed_rows,
     type_name,
@@ -408,7 +408,7 @@ def _batch(num_mapped: int, scales: int) -> Callable:
         # scales of their own, or sums of scales, which are of each alone
         alone = in_dims if scales == num_mapped else args
         if any(each is not None for each in alone[scales : scales + 2]):
-            return one_by_one(size, in_dims, args, op)
+            return map_one_by_one(size, in_dims, args, op)
         mapped = zip(args[:num_mapped], in_dims[:num_mapped], strict=True)
         given, at = [leading(x, dim, size) for x, dim in mapped], scales + 2
         like = given[0][..., 0, :] if scales == 1 else given[0]  # of joined projections

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -51,7 +51,15 @@ from torch.nn import functional as F
 from functron.core import compat
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.random import fold_in, threefry
-from functron.ops.operations import PACK_BYTES, Launch, define, leading, type_name
+from functron.ops.operations import (
+    PACK_BYTES,
+    TYPES,
+    Launch,
+    define,
+    leading,
+    map_batch,
+    type_name,
+)
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 E2M1 = torch.float4_e2m1fn_x2
@@ -64,18 +72,13 @@ MOST: Mapping[torch.dtype, float] = MappingProxyType({E4M3: 448.0, E5M2: 57344.0
 
 _MACROS = {E4M3: "__NV_E4M3", E5M2: "__NV_E5M2"}
 _BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
-)
-_SQUARES: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {**_BLOCKS, "1x16": (1, 16), "16x16": (16, 16)}
+    {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "1x16": (1, 16), "16x16": (16, 16)}
 )
 _TWO_LEVELS = ("1x16", "16x16")
-_GIVEN = ("tensor", "row", *_TWO_LEVELS)  # scales need a magnitude that the caller knows
 _TILE, _THREADS, _PAD = 128, 256, 4
 _OF_MAGNITUDE = 2
 _LARGEST = torch.finfo(torch.float32).max
 _NAN = 0x7F  # in both formats
-_ROWS_OF_A_GRID = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -104,28 +107,20 @@ class QuantisedFormat:
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
-        found = []
-        if self.element not in ELEMENTS:
-            found.append(
-                Problem(
-                    "element",
-                    repr(self.element),
-                    "one of 8 or 4 bits",
-                    nearest(self.element, ELEMENTS),
-                )
-            )
-        if self.blocks not in ("tensor", "row", *_SQUARES):
-            known = ("tensor", "row", *_SQUARES)
-            found.append(
-                Problem("blocks", repr(self.blocks), "known ones", nearest(self.blocks, known))
-            )
-        if not found and self.element == "e2m1" and self.blocks not in ("1x32", *_TWO_LEVELS):
+        known = {"element": tuple(ELEMENTS), "blocks": ("tensor", "row", *_BLOCKS)}
+        found = [
+            Problem(name, repr(value), "a known one", nearest(value, allowed))
+            for name, allowed in known.items()
+            if (value := getattr(self, name)) not in allowed
+        ]
+        small = self.blocks in ("1x32", *_TWO_LEVELS)
+        if not found and self.element == "e2m1" and not small:
             fix = "take 1x16, 16x16 (of weights) or 1x32, or e4m3"
             found.append(Problem("blocks", self.blocks, "small blocks for 4 bits", fix))
         if not found and self.element != "e2m1" and self.blocks in _TWO_LEVELS:
             fix = "take 1x32, or e2m1"
             found.append(Problem("element", self.element, f"e2m1 by blocks of {self.blocks}", fix))
-        if not found and self.power_of_two and self.blocks in ("1x32", *_TWO_LEVELS):
+        if not found and self.power_of_two and small:
             fix = "leave pow2 out: scales of 1x32 always are powers of two, those of e2m1 in E4M3"
             found.append(Problem("power_of_two", "True", "scales in float32", fix))
         raise_problems("a format", found)
@@ -144,14 +139,14 @@ class QuantisedFormat:
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block; (1, 1) where the tensor or the row shares a scale."""
-        return _SQUARES.get(self.blocks, (1, 1))
+        return _BLOCKS.get(self.blocks, (1, 1))
 
     @property
     def shared(self) -> Literal["tensor", "row", ""]:
         """Whose largest magnitude `quantise` must be given; "" where blocks find their own."""
         if self.blocks == "row":
             return "row"
-        return "tensor" if self.blocks in _GIVEN else ""
+        return "tensor" if self.blocks in ("tensor", *_TWO_LEVELS) else ""
 
     def __str__(self) -> str:
         flags = "+stochastic" * self.stochastic + "+pow2" * self.power_of_two
@@ -196,15 +191,15 @@ class Quantised(NamedTuple):
     @property
     def block(self) -> tuple[int, int]:
         """As of `QuantisedFormat`."""
-        return _SQUARES.get(self.blocks, (1, 1))
+        return _BLOCKS.get(self.blocks, (1, 1))
 
     def mm_scales(self) -> torch.Tensor:
         """The scales of a matrix in the layout that `torch.nn.functional.scaled_mm` takes.
 
-        No copy of what `quantise_fp8` made. Of ``values`` ``[rows, cols]``, as the left operand, or
-        as ``values.mT`` the right one: of 1x128 (``ScalingType.BlockWise1x128``) ``[rows, cols /
-        128]`` with strides ``[1, rows]``; of 128x128 (``BlockWise128x128``) ``[padded, rows /
-        128]`` with strides ``[1, padded]``, where padded is ``cols / 128`` rounded up to 4.
+        Of ``values`` ``[rows, cols]``, as the left operand, or as ``values.mT`` the right one: of
+        1x128 (``ScalingType.BlockWise1x128``) ``[rows, cols / 128]`` with strides ``[1, rows]``; of
+        128x128 (``BlockWise128x128``) ``[padded, rows / 128]`` with strides ``[1, padded]``, where
+        padded is ``cols / 128`` rounded up to 4.
 
         Raises:
             ValueError: a batch of matrices, or other blocks (of those of 32 and 16 it wants scales
@@ -214,242 +209,15 @@ class Quantised(NamedTuple):
             got = f"blocks of {self.blocks} and scales of shape {tuple(self.scales.shape)}"
             wanted = 'one matrix, by blocks of "1x128" or "128x128"'
             refuse("no layout for scaled_mm", "quantised", got, wanted, "multiply one at a time")
-        tall, wide = self.scales.shape
-        if self.blocks == "1x128":
-            turned = self.scales.mT.contiguous()
-            return turned.as_strided((tall, wide), (1, tall), turned.storage_offset())
-        whole, padded = self.scales, -(-wide // _PAD) * _PAD
-        known = all(
-            size == 1 or found == made
-            for size, found, made in zip((tall, wide), whole.stride(), (padded, 1), strict=True)
-        )
-        end = (whole.storage_offset() + tall * padded) * whole.element_size()
-        if not known or whole.untyped_storage().nbytes() < end:
-            whole = F.pad(whole, (0, padded - wide))
-        return whole.as_strided((padded, tall), (1, padded), whole.storage_offset())
-
-
-def quantise_fp8(
-    x: torch.Tensor,
-    blocks: str = "1x128",
-    format: str = "e4m3",  # noqa: A002  (what it is called)
-    *,
-    power_of_two: bool = False,
-    transpose: bool = False,
-) -> tuple[Quantised, Quantised | None]:
-    """x in 8 bits, and its transpose in 8 bits, from one pass over x.
-
-    Every block's scale is its largest magnitude over that of the format, 448 or 57344. Blocks of
-    the transpose lie along its rows, that is x's columns, so that of "1x128" and "1x32" it holds
-    other values; of "128x128" it is the transpose. See the module for what is not finite. No
-    derivative: it is piecewise constant. No collectives.
-
-    Args:
-        x: [..., rows, cols], of any size; bfloat16, float16 or float32.
-        blocks: what shares a scale: "1x128", "128x128", or "1x32": 1x32 with scales in E8M0. At the
-            edges they are smaller.
-        format: "e4m3", or "e5m2" with more range and less precision.
-        power_of_two: round scales up to powers of two, which lose no digits; always so with "1x32".
-        transpose: whether to make the second result, None without.
-
-    Raises:
-        ValueError: x is no matrix or of another dtype, or unknown blocks or format.
-    """
-    _check(x, blocks, format)
-    rows, cols = _BLOCKS[blocks]
-    power = power_of_two or blocks == "1x32"
-    y, scales, turned, turned_scales, _ = QUANTISE_FP8(
-        x.reshape(-1, *x.shape[-2:]), None, rows, cols, format == "e5m2", power, transpose
-    )
-
-    def whole(values: torch.Tensor, scales: torch.Tensor) -> Quantised:
-        if blocks == "1x32":
-            scales = scales.view(E8M0)
-        elif blocks == "1x128":
-            scales = scales.mT
-        else:
-            scales = scales[..., : -(-values.shape[-1] // cols)]
-        lead = x.shape[:-2]
-        return Quantised(_with_lead(lead, values), _with_lead(lead, scales), blocks)
-
-    return whole(y, scales), whole(turned, turned_scales) if transpose else None
-
-
-def cast_fp8(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    format: str = "e4m3",  # noqa: A002
-    *,
-    transpose: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """``x * scale`` in 8 bits, saturating; its transpose; and the largest magnitude of x.
-
-    One pass over x. The last result is not finite where an element of x is not; such elements
-    become NaN, alone. No derivative, no collectives.
-
-    Args:
-        x: [..., rows, cols].
-        scale: float32, [...]: one per matrix.
-        format: "e4m3" or "e5m2".
-        transpose: whether to make the second result, None without.
-
-    Returns:
-        float8 [..., rows, cols], float8 [..., cols, rows] or None, and float32 [...].
-
-    Raises:
-        ValueError: x is no matrix or of another dtype; scale is not float32 or of another shape.
-    """
-    _check(x, "1x128", format)
-    lead = x.shape[:-2]
-    if scale.dtype != torch.float32 or scale.shape != lead:
-        raise ValueError(
-            f"cast_fp8: got scale of {scale.dtype} and shape {tuple(scale.shape)}; wanted float32 "
-            f"of shape {tuple(lead)}, one per matrix; fix: scale.float().expand(x.shape[:-2])"
-        )
-    y, _, turned, _, amax = QUANTISE_FP8(
-        x.reshape(-1, *x.shape[-2:]), scale.reshape(-1), 0, 0, format == "e5m2", False, transpose
-    )
-    turned = _with_lead(lead, turned) if transpose else None
-    return _with_lead(lead, y), turned, _with_lead(lead, amax)
-
-
-def dequantise_fp8(x: Quantised, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """``values * scales`` of every block, in float32, rounded to `dtype`. No derivative.
-
-    Raises:
-        TypeError: on CUDA, a dtype that is none of bfloat16, float16 and float32.
-    """
-    values, scales, blocks, _ = x
-    rows, cols = _BLOCKS[blocks]
-    lead = values.shape[:-2]
-    scales = scales.view(torch.uint8) if blocks == "1x32" else scales
-    like = torch.empty(0, dtype=dtype, device=values.device)
-    y = DEQUANTISE_FP8(
-        values.reshape(-1, *values.shape[-2:]), scales.reshape(-1, *scales.shape[-2:]), like,
-        rows, cols,
-    )  # fmt: skip
-    return y.reshape(*lead, *y.shape[1:])
-
-
-def _with_lead(lead: Sequence[int], part: torch.Tensor) -> torch.Tensor:
-    return part.reshape(*lead, *part.shape[1:])
-
-
-def _check(x: torch.Tensor, blocks: str, name: str) -> None:
-    found = []
-    if x.dim() < 2:
-        found.append(Problem("x", f"shape {tuple(x.shape)}", "a matrix", "use x[None]"))
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        wanted = "bfloat16, float16 or float32"
-        found.append(Problem("x", str(x.dtype), wanted, "use x.float()"))
-    for what, value, known in (("blocks", blocks, _BLOCKS), ("format", name, FORMATS)):
-        if value not in known:
-            found.append(Problem(what, repr(value), "a known one", nearest(value, known)))
-    raise_problems("FP8", found)
-
-
-def _kernel(
-    launch: Launch, x, given, block_rows, block_cols, e5m2, power, transpose, of_magnitude=False
-) -> tuple:
-    out = _fake(x, given, block_rows, block_cols, e5m2, power, transpose)
-    y, scales, turned, turned_scales, amax = out
-    if of_magnitude:
-        # of each row of the one result that is wanted, or of each matrix
-        scales = x.new_empty((*given.shape, *[1] * (3 - given.dim())), dtype=torch.float32)
-        out = (y, scales, turned, turned_scales, amax)
-    else:
-        amax.zero_()
-    batch, rows, cols = x.shape
-    if not x.numel():
-        return out
-    x = x if x.stride(2) == 1 or cols == 1 else x.contiguous()
-    aligned = [x.data_ptr(), *(x.stride(i) * x.element_size() for i in (0, 1) if x.shape[i] > 1)]
-    tiles = batch * -(-rows // _TILE) * -(-cols // _TILE)
-    pitch = _TILE + 4 // x.element_size()
-    by_rows = of_magnitude and given.dim() > 1
-    flags = int(power) + _OF_MAGNITUDE * (of_magnitude and not by_rows)
-    launch(
-        "quantise", "quantise", tiles, _THREADS,
-        x, given, y.view(torch.uint8), scales, turned.view(torch.uint8) if transpose else None,
-        turned_scales, amax, rows, cols, x.stride(0), x.stride(1),
-        0 if block_rows != 1 else block_cols, flags,
-        int(not any(n % PACK_BYTES for n in aligned)),
-        int(cols * x.element_size() % PACK_BYTES == 0), int(rows % PACK_BYTES == 0),
-        defines={**_defines(x, y), "ROWS": str(int(by_rows))},
-        shared_bytes=_TILE * pitch * x.element_size(),
-    )  # fmt: skip
-    return out
-
-
-def _defines(wide: torch.Tensor, narrow: torch.Tensor) -> dict[str, str]:
-    return {"ELEMENT": type_name(wide, "quantise_fp8"), "FORMAT": _MACROS[narrow.dtype]}
-
-
-def _fake(x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
-    batch, rows, cols = x.shape
-    dtype = E5M2 if e5m2 else E4M3
-    kind = torch.uint8 if block_cols == 32 else torch.float32
-    sizes = back = (0, 0)
-    if block_rows:
-        sizes = _as_stored(-(-rows // block_rows), -(-cols // block_cols), block_rows, block_cols)
-    if block_rows and transpose:
-        back = _as_stored(-(-cols // block_rows), -(-rows // block_cols), block_rows, block_cols)
-    return (
-        x.new_empty((batch, rows, cols), dtype=dtype),
-        x.new_empty((batch, *sizes), dtype=kind),
-        x.new_empty((batch, cols, rows) if transpose else (batch, 0, 0), dtype=dtype),
-        x.new_empty((batch, *back), dtype=kind),
-        x.new_empty(batch if given is not None else 0, dtype=torch.float32),
-    )
-
-
-def _as_stored(tall: int, wide: int, block_rows: int, block_cols: int) -> tuple[int, int]:
-    """How a matrix of scales lies in memory: turned for 1x128, padded for 128x128."""
-    if block_cols != _TILE:
-        return tall, wide
-    return (wide, tall) if block_rows == 1 else (tall, -(-wide // _PAD) * _PAD)
-
-
-def _reference(x, given, block_rows, block_cols, e5m2, power, transpose) -> tuple:
-    dtype = E5M2 if e5m2 else E4M3
-    x = x.float()
-    none = x.new_empty((len(x), 0, 0), dtype=dtype)
-    if given is not None:
-        y = _cast(x, given[:, None, None], dtype)
-        amax = x.abs().flatten(1).amax(1) if x[0:1].numel() else x.new_zeros(len(x))
-        empty = x.new_empty((len(x), 0, 0))
-        turned = _copy(y.view(torch.uint8).mT).view(dtype) if transpose else none
-        return y, empty, turned, empty.clone(), amax
-    y, scales = _by_blocks(x, block_rows, block_cols, dtype, power)
-    turned, turned_scales = none, scales.new_empty((len(x), 0, 0))
-    if transpose:
-        turned, turned_scales = _by_blocks(x.mT, block_rows, block_cols, dtype, power)
-    return y, scales, turned, turned_scales, x.new_empty(0)
+        found = self.scales
+        if self.blocks == "128x128":
+            found = F.pad(found, (0, -found.shape[1] % _PAD)).mT
+        return found.new_empty_strided(found.shape, (1, found.shape[0])).copy_(found)
 
 
 def _copy(y: torch.Tensor) -> torch.Tensor:
     """In memory of its own, with the strides that a new tensor has: also of dims of size 1."""
     return torch.empty(y.shape, dtype=y.dtype, device=y.device).copy_(y)
-
-
-def _by_blocks(x: torch.Tensor, rows: int, cols: int, dtype: torch.dtype, power: bool) -> tuple:
-    batch, height, width = x.shape
-    padded = F.pad(x, (0, -width % cols, 0, -height % rows))
-    tall, wide = padded.shape[1] // rows, padded.shape[2] // cols
-    parts = padded.reshape(batch, tall, rows, wide, cols)
-    if parts.numel():
-        amax = parts.abs().amax((2, 4))
-    else:
-        amax = x.new_zeros(batch, tall, wide)
-    by, back = _scales(amax, MOST[dtype], power)
-    y = _cast(parts, by[:, :, None, :, None], dtype).reshape(padded.shape)
-    if cols == 32:
-        back = (back.view(torch.int32) >> 23).to(torch.uint8)
-    elif rows == 1:
-        back = back.mT
-    else:
-        back = F.pad(back, (0, -wide % _PAD))
-    return _copy(y.view(torch.uint8)[:, :height, :width]).view(dtype), _copy(back)
 
 
 def _scales(amax: torch.Tensor, largest: float, power: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -467,83 +235,6 @@ def _scales(amax: torch.Tensor, largest: float, power: bool) -> tuple[torch.Tens
     nan = torch.full_like(amax, torch.nan)
     by, back = (torch.where(bad, nan, part.masked_fill(zero, 1.0)) for part in (by, back))
     return by, back
-
-
-def _cast(x: torch.Tensor, by: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    scaled = x * by + x * 0  # NaN of infinities
-    most = MOST[dtype]
-    y = scaled.clamp(-most, most).to(dtype)
-    return y.view(torch.uint8).masked_fill(scaled.isnan(), _NAN).view(dtype)
-
-
-def _batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    x, given, *rest = args
-    x = x.movedim(in_dims[0], 0) if in_dims[0] is not None else x.expand(size, *x.shape)
-    if given is not None:
-        given = given.expand(size, -1) if in_dims[1] is None else given.movedim(in_dims[1], 0)
-        given = given.reshape(-1)
-    out = op(x.reshape(-1, *x.shape[2:]), given, *rest)
-    parts = [part.reshape(size, len(part) // size, *part.shape[1:]) for part in out]
-    return tuple(parts), (0,) * 5
-
-
-def _dequantise(launch: Launch, x, scales, like, block_rows, block_cols) -> torch.Tensor:
-    y = x.new_empty(x.shape, dtype=like.dtype)
-    batch, rows, cols = x.shape
-    x = x.contiguous()
-    if not x.numel():
-        return y
-    packed = cols % PACK_BYTES == 0 and x.data_ptr() % PACK_BYTES == 0
-    launch(
-        "quantise", "dequantise", min(batch * rows, _ROWS_OF_A_GRID), _THREADS,
-        x.view(torch.uint8), scales, y, batch, rows, cols,
-        block_rows.bit_length() - 1, block_cols.bit_length() - 1, *scales.stride(),
-        int(scales.dtype == torch.uint8), int(packed),
-        defines={**_defines(like, x), "ROWS": "0"},
-    )  # fmt: skip
-    return y
-
-
-def _dequantise_reference(x, scales, like, block_rows, block_cols) -> torch.Tensor:
-    if scales.dtype == torch.uint8:
-        scales = scales.view(E8M0).float()
-    rows = scales.repeat_interleave(block_rows, 1)[:, : x.shape[1]]
-    return (x.float() * rows.repeat_interleave(block_cols, 2)[:, :, : x.shape[2]]).to(like.dtype)
-
-
-def _dequantise_batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    x, scales, like, *rest = args
-    x, scales = (
-        y.expand(size, *y.shape) if dim is None else y.movedim(dim, 0)
-        for y, dim in zip((x, scales), in_dims[:2], strict=True)
-    )
-    y = op(x.reshape(-1, *x.shape[2:]), scales.reshape(-1, *scales.shape[2:]), like, *rest)
-    return y.reshape(x.shape), 0
-
-
-QUANTISE_FP8 = define(
-    "quantise_fp8(Tensor x, Tensor? scale, int block_rows, int block_cols, bool e5m2, "
-    "bool power_of_two, bool transpose) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    kernel=_kernel,
-    reference=_reference,
-    fake=_fake,
-    batch=_batch,
-)
-"""Of x, [batch, rows, cols]: values, scales, those of the transpose, amax; empty where not asked
-for. With `scale`, [batch], blocks are 0; MX scales are bytes."""
-
-DEQUANTISE_FP8 = define(
-    "dequantise_fp8(Tensor values, Tensor scales, Tensor like, int block_rows, int block_cols) "
-    "-> Tensor",
-    kernel=_dequantise,
-    reference=_dequantise_reference,
-    fake=lambda x, scales, like, block_rows, block_cols: x.new_empty(x.shape, dtype=like.dtype),
-    batch=_dequantise_batch,
-)
-"""Of values [batch, rows, cols], in the dtype of `like`."""
-
-
-# --- any format
 
 
 class RoundingDraw(NamedTuple):
@@ -615,7 +306,7 @@ def quantise(
     values, scales, whole = QUANTISE(
         x.reshape(many, rows, cols), flat, *places, salt, str(format), emulate
     )
-    parts = [_with_lead(batch, part) for part in (values, scales, whole)]
+    parts = [part.reshape(*batch, *part.shape[1:]) for part in (values, scales, whole)]
     two_levels = format.blocks in _TWO_LEVELS
     return Quantised(parts[0], parts[1], format.blocks, parts[2] if two_levels else None)
 
@@ -758,21 +449,9 @@ HADAMARD = define(
     kernel=lambda launch, *args: _hadamard(*args),
     reference=_hadamard,
     fake=lambda x, key, places, salt: x.new_empty(x.shape, dtype=torch.float32),
-    batch=lambda size, in_dims, args, op: as_batch(3, size, in_dims, args, op),
+    batch=map_batch(3),
 )
 """Of x [batch, rows, cols], with keys [batch, 2] and places [batch, cols]."""
-
-
-def as_batch(tensors: int, size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    """The rule of an op on many matrices, whose first arguments are tensors: more of them."""
-    parts = [
-        part if part is None else leading(part, dim, size).flatten(0, 1)
-        for part, dim in zip(args[:tensors], in_dims[:tensors], strict=True)
-    ]
-    out = op(*parts, *args[tensors:])
-    if isinstance(out, torch.Tensor):
-        return out.unflatten(0, (size, len(out) // size)), 0
-    return tuple(part.unflatten(0, (size, len(part) // size)) for part in out), (0,) * len(out)
 
 
 def _check_format(
@@ -858,7 +537,7 @@ def _format_rows(f: QuantisedFormat, x, amax, key, outer, inner, salt) -> tuple:
     else:
         power = f.power_of_two or f.blocks == "1x32"
         by, scales = _scales(_largest(parts), MOST[f.dtype], power)
-    scaled = parts * by[:, :, None, :, None] if f.blocks in _SQUARES else x * by
+    scaled = parts * by[:, :, None, :, None] if f.blocks in _BLOCKS else x * by
     # 0 times an infinity is NaN, which a largest magnitude from elsewhere does not tell
     scaled = scaled.reshape(x.shape).add_(x, alpha=0)
     if f.blocks == "1x32":
@@ -918,37 +597,58 @@ def _round_to_dtype(x: torch.Tensor, dtype: torch.dtype, bits: torch.Tensor | No
 
 def _format_kernel(launch: Launch, x, amax, key, outer, inner, salt, text, emulate) -> tuple:
     f = QuantisedFormat.parse(text)
-    known = f.blocks in _BLOCKS or f.blocks in ("tensor", "row")
-    if (
-        emulate
-        or key is not None
-        or not known
-        or f.element == "e2m1"
-        or x.dtype not in _KERNEL_DTYPES
-        or not x.numel()
-    ):
+    plain = not emulate and key is None and f.element in FORMATS and x.dtype in TYPES
+    if not plain or not x.numel():
         return _format_reference(x, amax, key, outer, inner, salt, text, emulate)
-    whole = x.new_empty(len(x), 0, 0, dtype=torch.float32)
-    # what is a view of columns is read by its rows, and written turned
-    turn = x.stride(2) != 1 and x.stride(1) == 1
-    rows, cols = (0, 0) if f.shared else f.block
-    power = f.power_of_two or f.blocks == "1x32"
-    made = _kernel(
-        launch, x.mT if turn else x, amax, rows, cols, f.element == "e5m2", power, turn,
-        of_magnitude=amax is not None,
-    )  # fmt: skip
-    if amax is not None:
-        return made[2] if turn else made[0], made[1], whole
-    values, found = (made[2], made[3]) if turn else (made[0], made[1])
+    # a view of columns is read by its rows, and its transpose is the result
+    turned = x.stride(2) != 1 and x.stride(1) == 1
+    read = x.mT if turned else x
+    y, scales = _kernel_results(read, f, amax)
+    back, back_scales = _kernel_results(x, f, amax) if turned else (None, None)
+    _launch(launch, f, read, amax, (y, scales), (back, back_scales))
+    values, found = (back, scales if f.shared else back_scales) if turned else (y, scales)
     if f.blocks == "1x128":
         found = found.mT
     elif f.blocks == "128x128":
-        found = found[..., : -(-x.shape[2] // cols)]
-    found = _copy(found)
-    return values, found.view(E8M0) if f.blocks == "1x32" else found, whole
+        found = found[..., : x.shape[2] // f.block[1]]
+    found = found if f.shared else _copy(found)
+    found = found.view(E8M0) if f.blocks == "1x32" else found
+    return values, found, x.new_empty(len(x), 0, 0, dtype=torch.float32)
 
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+def _kernel_results(x: torch.Tensor, f: QuantisedFormat, amax: torch.Tensor | None) -> tuple:
+    """Room for values and scales as the kernel writes them; see ``kernels/quantise.cu``."""
+    (height, width), (rows, cols) = x.shape[1:], f.block
+    tall, wide = -(-height // rows), -(-width // cols)
+    if amax is not None:
+        sizes = (*amax.shape[1:], *[1] * (3 - amax.dim()))
+    else:
+        padded = (tall, -(-wide // _PAD) * _PAD)
+        sizes = {"1x128": (wide, tall), "128x128": padded}.get(f.blocks, (tall, wide))
+    kind = torch.uint8 if f.blocks == "1x32" else torch.float32
+    return x.new_empty(x.shape, dtype=f.dtype), x.new_empty((len(x), *sizes), dtype=kind)
+
+
+def _launch(
+    launch: Launch, f: QuantisedFormat, x, amax: torch.Tensor | None, made: tuple, turned: tuple
+) -> None:
+    batch, rows, cols = x.shape
+    x = x if x.stride(2) == 1 or cols == 1 else x.contiguous()
+    aligned = [x.data_ptr(), *(x.stride(i) * x.element_size() for i in (0, 1) if x.shape[i] > 1)]
+    values = [None if y is None else y.view(torch.uint8) for y in (made[0], turned[0])]
+    by_rows = f.shared == "row"
+    power = int(f.power_of_two or f.blocks == "1x32")
+    macros = {"ELEMENT": type_name(x, "quantise"), "FORMAT": _MACROS[f.dtype]}
+    launch(
+        "quantise", "quantise", batch * -(-rows // _TILE) * -(-cols // _TILE), _THREADS,
+        x, amax, values[0], made[1], values[1], turned[1], None, rows, cols, x.stride(0),
+        x.stride(1), f.block[1] if f.block[0] == 1 < f.block[1] else 0,
+        power + _OF_MAGNITUDE * (f.shared == "tensor"),
+        int(not any(n % PACK_BYTES for n in aligned)),
+        int(cols * x.element_size() % PACK_BYTES == 0), int(rows % PACK_BYTES == 0),
+        defines={**macros, "ROWS": str(int(by_rows))},
+        shared_bytes=_TILE * (_TILE * x.element_size() + 4),
+    )  # fmt: skip
 
 
 def _format_fake(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
@@ -971,7 +671,7 @@ QUANTISE = define(
     kernel=_format_kernel,
     reference=_format_reference,
     fake=_format_fake,
-    batch=functools.partial(as_batch, 5),
+    batch=map_batch(5),
 )
 """Of x, [batch, rows, cols]: values, scales, and the scale of all, empty where there is none; amax
 is [batch] or [batch, rows], and what bits are drawn by is of each matrix its own."""

@@ -25,8 +25,8 @@ weights, whose groups would have to begin at multiples of 16 rows.
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from functron.core.errors import refuse
-from functron.ops.grouped_matmul import grouped_matmul, grouped_matmul_weight
-from functron.ops.operations import Launch, define, one_by_one
-from functron.ops.quantise import E2M1, Quantised, QuantisedFormat, as_batch, dequantise
+from functron.ops.grouped_matmul import clear_rows, grouped_matmul, grouped_matmul_weight
+from functron.ops.operations import Launch, define, map_batch, map_one_by_one
+from functron.ops.quantise import E2M1, Quantised, QuantisedFormat, dequantise
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BY_128 = (("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128"))
@@ -170,11 +170,7 @@ def operands(x: Quantised, *, wide: Quantised | None = None) -> tuple[list, list
         which = kind.BlockWise1x128 if x.blocks == "1x128" else kind.BlockWise128x128
         return [x.mm_scales()], [which], [order.NO_SWIZZLE]
     if x.blocks == "1x32":
-        return (
-            [swizzled(scales)],
-            [kind.BlockWise1x32],
-            [order.SWIZZLE_32_4_4],
-        )
+        return [swizzled(scales)], [kind.BlockWise1x32], [order.SWIZZLE_32_4_4]
     assert x.whole is not None, x.blocks
     if x.blocks == "16x16":
         scales = scales.view(torch.uint8).repeat_interleave(16, 0).view(scales.dtype)
@@ -214,37 +210,43 @@ def _pad_with_zeros(x: Quantised, rows: int, cols: int) -> Quantised:
     return x._replace(values=values, scales=scales)
 
 
-def _matrices(parts: tuple, blocks: str) -> list[Quantised]:
-    values, scales, whole = parts
-    wholes = [None] * len(values) if whole is None else list(whole)
-    return [Quantised(v, s, blocks, w) for v, s, w in zip(values, scales, wholes, strict=True)]
+def _of_parts(parts: Sequence, left: str, right: str) -> tuple[Quantised, Quantised]:
+    """The two operands, or two batches of them, of their values, scales and scales of all."""
+    a, a_scales, a_whole, b, b_scales, b_whole = parts
+    return Quantised(a, a_scales, left, a_whole), Quantised(b, b_scales, right, b_whole)
 
 
-def _reference(
-    a, a_scales, a_whole, b, b_scales, b_whole, a_blocks, b_blocks, dtype, emulate
-) -> torch.Tensor:
+def _matrices(x: Quantised) -> list[Quantised]:
+    wholes = [None] * len(x.values) if x.whole is None else list(x.whole)
+    rows = zip(x.values, x.scales, wholes, strict=True)
+    return [x._replace(values=v, scales=s, whole=w) for v, s, w in rows]
+
+
+def _reference(*args) -> torch.Tensor:
+    *parts, a_blocks, b_blocks, dtype, _ = args
     wide = torch.promote_types(dtype, torch.float32)
-    left = dequantise(Quantised(a, a_scales, a_blocks, a_whole)).to(wide)
-    right = dequantise(Quantised(b, b_scales, b_blocks, b_whole)).to(wide)
+    left, right = (dequantise(x).to(wide) for x in _of_parts(parts, a_blocks, b_blocks))
     y = left.new_empty(len(left), left.shape[1], right.shape[1])
     for one, x, w in zip(y, left, right, strict=True):  # the same bits for one and for many
         torch.mm(x, w.mT, out=one)
     return y.to(dtype)
 
 
-def _kernel(
-    launch: Launch, a, a_scales, a_whole, b, b_scales, b_whole, a_blocks, b_blocks, dtype, emulate
-) -> torch.Tensor:
+def _kernel(launch: Launch, *args) -> torch.Tensor:
+    *parts, a_blocks, b_blocks, dtype, emulate = args
     if emulate:
-        return _reference(
-            a, a_scales, a_whole, b, b_scales, b_whole, a_blocks, b_blocks, dtype, emulate
-        )
-    formats = [QuantisedFormat(_element(x), blocks) for x, blocks in ((a, a_blocks), (b, b_blocks))]
-    _refuse(why_not(formats[0], formats[1], dtype, torch.cuda.get_device_capability(a.device)))
-    left = _matrices((a, a_scales, a_whole), a_blocks)
-    right = _matrices((b, b_scales, b_whole), b_blocks)
-    made = [on_cuda(x, w, dtype) for x, w in zip(left, right, strict=True)]
+        return _reference(*args)
+    a, b = _of_parts(parts, a_blocks, b_blocks)
+    _check_gpu(a, b, dtype)
+    rows = zip(_matrices(a), _matrices(b), strict=True)
+    made = [on_cuda(x, w, dtype) for x, w in rows]
     return made[0].contiguous().unsqueeze(0) if len(made) == 1 else torch.stack(made)
+
+
+def _check_gpu(a: Quantised, b: Quantised, dtype: torch.dtype, *, grouped: bool = False) -> None:
+    left, right = (QuantisedFormat(_element(x.values), x.blocks) for x in (a, b))
+    capability = torch.cuda.get_device_capability(a.values.device)
+    _refuse(why_not(left, right, dtype, capability, grouped=grouped))
 
 
 def _refuse(reason: str | None) -> None:
@@ -257,12 +259,6 @@ def _element(x: torch.Tensor) -> str:
     return {_FP8[0]: "e4m3", _FP8[1]: "e5m2"}.get(x.dtype, "e2m1")
 
 
-def _fake(
-    a, a_scales, a_whole, b, b_scales, b_whole, a_blocks, b_blocks, dtype, emulate
-) -> torch.Tensor:
-    return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=dtype)
-
-
 _OPERAND = "Tensor {0}, Tensor {0}_scales, Tensor? {0}_whole"
 
 SCALED_MATMUL = define(
@@ -270,8 +266,8 @@ SCALED_MATMUL = define(
     "ScalarType dtype, bool emulate) -> Tensor",
     kernel=_kernel,
     reference=_reference,
-    fake=_fake,
-    batch=functools.partial(as_batch, 6),
+    fake=lambda a, _, __, b, *rest: a.new_empty((*a.shape[:2], b.shape[1]), dtype=rest[-2]),
+    batch=map_batch(6),
 )
 """Of a ``[batch, M, K]`` and b ``[batch, N, K]``: ``[batch, M, N]``."""
 
@@ -344,28 +340,20 @@ def scaled_grouped_weight(
     return SCALED_GROUPED_WEIGHT(x, x_scales, y, y_scales, sizes, dtype, emulate)
 
 
-def _grouped_reference(
-    a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype, zeros, emulate
-) -> torch.Tensor:
+def _grouped_reference(*args) -> torch.Tensor:
+    *parts, sizes, a_blocks, b_blocks, dtype, zeros, _ = args
     wide = torch.promote_types(dtype, torch.float32)
-    rows = dequantise(Quantised(a, a_scales, a_blocks, a_whole)).to(wide).squeeze(1)
-    w = dequantise(Quantised(b, b_scales, b_blocks, b_whole)).to(wide)
-    return grouped_matmul(rows, w.mT, sizes, zeros).to(dtype)
+    rows, w = (dequantise(x).to(wide) for x in _of_parts(parts, a_blocks, b_blocks))
+    return grouped_matmul(rows.squeeze(1), w.mT, sizes, zeros).to(dtype)
 
 
-def _grouped_kernel(
-    launch: Launch, a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype,
-    zeros, emulate,
-) -> torch.Tensor:  # fmt: skip
+def _grouped_kernel(launch: Launch, *args) -> torch.Tensor:
+    *parts, sizes, a_blocks, b_blocks, dtype, zeros, emulate = args
     if emulate:
-        return _grouped_reference(
-            a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype, zeros,
-            emulate,
-        )  # fmt: skip
-    formats = [QuantisedFormat(_element(x), blocks) for x, blocks in ((a, a_blocks), (b, b_blocks))]
-    capability = torch.cuda.get_device_capability(a.device)
-    _refuse(why_not(formats[0], formats[1], dtype, capability, grouped=True))
-    return grouped_on_cuda(a, a_scales, b, b_scales, sizes, dtype, zeros)
+        return _grouped_reference(*args)
+    a, b = _of_parts(parts, a_blocks, b_blocks)
+    _check_gpu(a, b, dtype, grouped=True)
+    return grouped_on_cuda(a.values, a.scales, b.values, b.scales, sizes, dtype, zeros)
 
 
 def grouped_on_cuda(
@@ -387,16 +375,7 @@ def grouped_on_cuda(
         offs=ends.to(torch.int32),
         out_dtype=dtype,
     )
-    if not zeros:
-        return y
-    real = torch.arange(len(a), device=a.device) < ends[-1]
-    return torch.where(real.unsqueeze(1), y, torch.zeros((), dtype=dtype, device=a.device))
-
-
-def _grouped_fake(
-    a, a_scales, a_whole, b, b_scales, b_whole, sizes, a_blocks, b_blocks, dtype, zeros, emulate
-) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    return clear_rows(y, ends[-1]) if zeros else y
 
 
 SCALED_GROUPED_MATMUL = define(
@@ -404,8 +383,8 @@ SCALED_GROUPED_MATMUL = define(
     "str a_blocks, str b_blocks, ScalarType dtype, bool zeros, bool emulate) -> Tensor",
     kernel=_grouped_kernel,
     reference=_grouped_reference,
-    fake=_grouped_fake,
-    batch=one_by_one,
+    fake=lambda a, _, __, b, *rest: a.new_empty((len(a), b.shape[1]), dtype=rest[-3]),
+    batch=map_one_by_one,
 )
 """Of a ``[R, 1, K]`` and b ``[G, N, K]``: ``[R, N]``."""
 
@@ -430,7 +409,7 @@ SCALED_GROUPED_WEIGHT = define(
     fake=lambda x, x_scales, y, y_scales, sizes, dtype, emulate: x.new_empty(
         (len(sizes), x.shape[1], y.shape[1]), dtype=dtype
     ),
-    batch=one_by_one,
+    batch=map_one_by_one,
 )
 """Of x ``[R, D]`` and y ``[R, F]``: ``[G, D, F]``."""
 

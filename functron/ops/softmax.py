@@ -10,6 +10,7 @@ torch takes the mask.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,16 @@ from functron.ops.operations import (
     Gradient,
     Kernels,
     Launch,
+    check_contiguous,
     check_shapes,
     define,
-    of_rows,
+    dense,
+    leading,
+    map_rows,
     rows_of,
+    statistics,
     type_name,
+    upcast,
 )
 
 _ROWS, _THREADS, _QUAD, _MOST_ROWS = 8, 256, 4, 2**31 - 1
@@ -47,12 +53,7 @@ def merge(
     """
     if kernels.takes("lse_merge", out1, out2):
         return LSE_MERGE(out1, lse1, out2, lse2)
-    return _formula(out1, lse1, out2, lse2)
-
-
-def upcast(x: Tensor) -> Tensor:
-    """`x` in float32 at least."""
-    return x if x.dtype == torch.float64 else x.float()
+    return _merge(out1, lse1, out2, lse2)
 
 
 def finite(x: Tensor) -> Tensor:
@@ -70,31 +71,22 @@ def _weights(lse1: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first / positive, second / positive, lse
 
 
-def _formula(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+def _merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     first, second, lse = _weights(lse1, lse2)
     return upcast(out1) * first.unsqueeze(-1) + upcast(out2) * second.unsqueeze(-1), lse
 
 
-def _merge_reference(
-    out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
-) -> tuple[Tensor, Tensor]:
-    out, lse = _formula(out1, lse1, out2, lse2)
-    return out.contiguous(), lse.contiguous()
-
-
 def _merge_backward(
     d_out: Tensor, d_lse: Tensor, out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     first, second, _ = _weights(lse1, lse2)
     apart = (d_out * (upcast(out1) - upcast(out2))).sum(-1)
-    moved = (
+    return dense(
         (d_out * first.unsqueeze(-1)).to(out1.dtype),
         first * (d_lse + second * apart),
         (d_out * second.unsqueeze(-1)).to(out2.dtype),
         second * (d_lse - first * apart),
     )
-    one, two, three, four = (x.contiguous() for x in moved)
-    return one, two, three, four
 
 
 # --- the kernels: rows are [outer, middle, inner], wherever they lie
@@ -103,10 +95,7 @@ def _merge_backward(
 def _three(x: Tensor, own: int) -> Tensor:
     """`x`, whose last `own` dims are of a row, with three dims of rows."""
     dims = x.dim() - own
-    x = x.reshape(1, *x.shape) if dims < 3 else x
-    x = x.reshape(1, *x.shape) if dims < 2 else x
-    x = x.reshape(1, *x.shape) if dims < 1 else x
-    return x.flatten(0, dims - 3) if dims > 3 else x
+    return x.flatten(0, dims - 3) if dims > 3 else x.reshape(*[1] * (3 - dims), *x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -125,9 +114,9 @@ def _is_packable(*rows: Tensor) -> bool:
 
 
 def _launch(
-    launch: Launch, kernel: str, given: tuple, operands: tuple, made: tuple, aligned: tuple
+    launch: Launch, kernel: str, given: Sequence, operands: Sequence, made: Sequence, wide: Sequence
 ) -> None:
-    """`given` and `made` are contiguous; `operands` are out1, lse1, out2 and lse2."""
+    """`given` and `made` are contiguous; `operands` are out1, lse1, out2, lse2; `wide` are rows."""
     out1, _, out2, _ = operands
     count = out1.shape[:-1].numel()
     if count > _MOST_ROWS:
@@ -140,60 +129,35 @@ def _launch(
     strides = [stride for x in operands for stride in x.stride()[:3]]
     launch(
         "lse_merge", kernel, -(-count // _ROWS), _THREADS, *given, *operands, *made, count,
-        out1.shape[-1], *out1.shape[1:3], *strides, int(_is_packable(out1, out2, *aligned)),
+        out1.shape[-1], *out1.shape[1:3], *strides, int(_is_packable(out1, out2, *wide)),
         defines={"ELEMENT": type_name(out2, "lse_merge")},
     )  # fmt: skip
 
 
 def _merge_operands(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, ...]:
+    shapes = (out1.shape, out1.shape[:-1])
     check_shapes(
-        "lse_merge",
-        out2=(out2, out1.shape),
-        lse1=(lse1, out1.shape[:-1]),
-        lse2=(lse2, out1.shape[:-1]),
+        "lse_merge", out2=(out2, shapes[0]), lse1=(lse1, shapes[1]), lse2=(lse2, shapes[1])
     )
     return _rows(out1.float()), _three(lse1.float(), 0), _rows(out2), _three(lse2.float(), 0)
 
 
-def _merge_kernel(
-    launch: Launch, out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty(out1.shape, dtype=torch.float32, device=out1.device)
-    lse = torch.empty(lse1.shape, dtype=torch.float32, device=out1.device)
-    operands = _merge_operands(out1, lse1, out2, lse2)
+def _merge_kernel(launch: Launch, out1: Tensor, lse1: Tensor, *rest: Tensor) -> tuple:
+    out, lse = (x.new_empty(x.shape, dtype=torch.float32) for x in (out1, lse1))
+    operands = _merge_operands(out1, lse1, *rest)
     _launch(launch, "lse_merge_forward", (), operands, (out, lse), (out,))
     return out, lse
 
 
-def _merge_kernel_backward(
-    launch: Launch,
-    d_out: Tensor,
-    d_lse: Tensor,
-    out1: Tensor,
-    lse1: Tensor,
-    out2: Tensor,
-    lse2: Tensor,
-) -> tuple[Tensor, ...]:
+def _merge_kernel_backward(launch: Launch, d_out: Tensor, d_lse: Tensor, *given: Tensor) -> tuple:
+    out1, lse1, *_ = given
     check_shapes("lse_merge", d_out=(d_out, out1.shape), d_lse=(d_lse, lse1.shape))
-    given = d_out.float().contiguous(), d_lse.float().contiguous()
-    operands = _merge_operands(out1, lse1, out2, lse2)
-    made = tuple(
-        torch.empty(x.shape, dtype=like.dtype, device=x.device)
-        for x, like in zip((out1, lse1, out2, lse2), operands, strict=True)
-    )
-    aligned = given[0], made[0], made[2]
-    _launch(launch, "lse_merge_backward", given, operands, made, aligned)
+    cotangents = d_out.float().contiguous(), d_lse.float().contiguous()
+    operands = _merge_operands(*given)
+    made = [x.new_empty(x.shape, dtype=like.dtype) for x, like in zip(given, operands, strict=True)]
+    wide = cotangents[0], made[0], made[2]
+    _launch(launch, "lse_merge_backward", cotangents, operands, made, wide)
     return made[0].to(out1.dtype), *made[1:]
-
-
-def _merge_fake(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    return _empty(out1, out1.shape, upcast(out1[..., :0]).dtype), _empty(
-        lse1, lse1.shape, lse1.dtype
-    )
-
-
-def _merge_fake_backward(d_out: Tensor, d_lse: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_empty(x, x.shape, x.dtype) for x in operands)
 
 
 LSE_MERGE_BACKWARD = define(
@@ -201,16 +165,19 @@ LSE_MERGE_BACKWARD = define(
     "Tensor lse2) -> (Tensor, Tensor, Tensor, Tensor)",
     kernel=_merge_kernel_backward,
     reference=_merge_backward,
-    fake=_merge_fake_backward,
-    batch=of_rows(whole=()),
+    fake=lambda d_out, d_lse, *operands: tuple(x.new_empty(x.shape) for x in operands),
+    batch=map_rows(whole=()),
     gradient=_merge_backward,
 )
 LSE_MERGE = define(
     "lse_merge(Tensor out1, Tensor lse1, Tensor out2, Tensor lse2) -> (Tensor, Tensor)",
     kernel=_merge_kernel,
-    reference=_merge_reference,
-    fake=_merge_fake,
-    batch=of_rows(whole=()),
+    reference=lambda *operands: dense(*_merge(*operands)),
+    fake=lambda out1, lse1, *rest: (
+        out1.new_empty(out1.shape, dtype=statistics(out1).dtype),
+        lse1.new_empty(lse1.shape),
+    ),
+    batch=map_rows(whole=()),
     gradient=Gradient(
         backward=lambda saved, cotangents: LSE_MERGE_BACKWARD(*cotangents, *saved),
     ),
@@ -244,10 +211,8 @@ def _reference(
     return (weights / positive).to(scores.dtype).contiguous(), lse.squeeze(-1).contiguous()
 
 
-def _overwrite(
-    scores: Tensor, scale: float, hidden: Tensor | None, causal: bool, sinks: Tensor | None
-) -> Tensor:
-    p, lse = _reference(scores, scale, hidden, causal, sinks)
+def _overwrite(scores: Tensor, *rest: Any) -> Tensor:
+    p, lse = _reference(scores, *rest)
     scores.copy_(p)
     return lse
 
@@ -307,12 +272,17 @@ def _mask(hidden: Tensor | None, scores: Tensor) -> tuple[Tensor | None, tuple[i
     return hidden, hidden.stride()[:3]
 
 
-def _write(launch: Launch, scores, scale, hidden, causal, sinks, p: Tensor) -> Tensor:
-    """The weights, into `p` of contiguous rows, and the logsumexp."""
+def _kernel(
+    launch: Launch, scores, scale, hidden, causal, sinks, *, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The weights, over the scores if `in_place`, and the logsumexp."""
     check_shapes("softmax", sinks=(sinks, scores.shape[1:2]))
+    if in_place:
+        check_contiguous("softmax_", scores)
+    p = scores if in_place else scores.new_empty(scores.shape)
     x = rows_of(scores)
     mask, strides = _mask(hidden, scores)
-    lse = torch.empty(scores.shape[:3], dtype=torch.float32, device=scores.device)
+    lse = scores.new_empty(scores.shape[:3], dtype=torch.float32)
     if len(x):
         launch(
             "softmax", "softmax_forward", len(x), _threads(x),
@@ -320,33 +290,13 @@ def _write(launch: Launch, scores, scale, hidden, causal, sinks, p: Tensor) -> T
             *scores.shape[1:], x.stride(0), x.shape[1], *strides, int(causal), float(scale),
             defines={"ELEMENT": type_name(x, "softmax")},
         )  # fmt: skip
-    return lse
-
-
-def _kernel(launch: Launch, scores, scale, hidden, causal, sinks) -> tuple[Tensor, Tensor]:
-    p = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
-    return p, _write(launch, scores, scale, hidden, causal, sinks, p)
-
-
-def _kernel_overwrite(launch: Launch, scores, scale, hidden, causal, sinks) -> Tensor:
-    _check_contiguous("softmax_", scores)
-    return _write(launch, scores, scale, hidden, causal, sinks, scores)
-
-
-def _check_contiguous(name: str, *tensors: Tensor) -> None:
-    for x in tensors:
-        if not x.is_contiguous():
-            raise ValueError(
-                f"{name}: got strides {x.stride()}; wanted contiguous tensors, to write to; "
-                "fix: use the op that returns results"
-            )
+    return p, lse
 
 
 def _kernel_backward(launch: Launch, d_p, d_lse, p, scale) -> tuple[Tensor, Tensor]:
     check_shapes("softmax_backward", d_p=(d_p, p.shape), d_lse=(d_lse, p.shape[:-1]))
     given, weights = rows_of(d_p.to(p.dtype)), rows_of(p)
-    d_x = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-    rest = torch.empty(d_lse.shape, dtype=torch.float32, device=p.device)
+    d_x, rest = p.new_empty(p.shape), p.new_empty(d_lse.shape, dtype=torch.float32)
     if len(given):
         launch(
             "softmax", "softmax_backward", len(given), _threads(given),
@@ -357,20 +307,22 @@ def _kernel_backward(launch: Launch, d_p, d_lse, p, scale) -> tuple[Tensor, Tens
     return d_x, rest
 
 
-def _block_write(
-    launch: Launch, scores, d_p, lse, delta, scale, hidden, causal, p: Tensor, d_x: Tensor
-) -> None:
-    check_shapes(
-        "softmax_block_backward",
-        d_p=(d_p, scores.shape),
-        lse=(lse, scores.shape[:-1]),
-        delta=(delta, scores.shape[:-1]),
-    )
-    if d_p.dtype != scores.dtype:
-        raise TypeError(
-            f"softmax_block_backward: got {d_p.dtype} cotangents of {scores.dtype} weights; wanted "
-            "one dtype; fix: convert them"
-        )
+def _block_kernel(
+    launch: Launch, scores, d_p, lse, delta, scale, hidden, causal, *, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The weights, and the cotangent of scores; over the first two operands if `in_place`."""
+    tokens = scores.shape[:-1]
+    operands = {"d_p": (d_p, scores.shape), "lse": (lse, tokens), "delta": (delta, tokens)}
+    check_shapes("softmax_block_backward", **operands)
+    if in_place:
+        check_contiguous("softmax_block_backward_", scores, d_p)
+        if d_p.dtype != scores.dtype:
+            raise TypeError(
+                f"softmax_block_backward_: got {d_p.dtype} cotangents of {scores.dtype} weights; "
+                "wanted one dtype; fix: convert them"
+            )
+    d_p = d_p.to(scores.dtype)
+    p, d_x = (scores, d_p) if in_place else (x.new_empty(x.shape) for x in (scores, d_p))
     x, given = rows_of(scores), rows_of(d_p)
     mask, strides = _mask(hidden, scores)
     if len(x):
@@ -380,50 +332,19 @@ def _block_write(
             *scores.shape[1:], x.stride(0), given.stride(0), x.shape[1], x.shape[1], *strides,
             int(causal), float(scale), defines={"ELEMENT": type_name(x, "softmax")},
         )  # fmt: skip
-
-
-def _kernel_block_backward(
-    launch: Launch, scores, d_p, lse, delta, scale, hidden, causal
-) -> tuple[Tensor, Tensor]:
-    p, d_x = (torch.empty(scores.shape, dtype=scores.dtype, device=scores.device) for _ in "12")
-    d_p = d_p.to(scores.dtype)
-    _block_write(launch, scores, d_p, lse, delta, scale, hidden, causal, p, d_x)
     return p, d_x
 
 
-def _kernel_block_overwrite(launch: Launch, scores, d_p, lse, delta, scale, hidden, causal) -> None:
-    _check_contiguous("softmax_block_backward_", scores, d_p)
-    _block_write(launch, scores, d_p, lse, delta, scale, hidden, causal, scores, d_p)
+def _block_kernel_(*args: Any) -> None:
+    _block_kernel(*args, in_place=True)
 
 
 # --- shapes and vmaps: a mapped dim joins the heads, which have sinks of their own
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def _fake(scores, scale, hidden, causal, sinks) -> tuple[Tensor, Tensor]:
-    wide = upcast(scores[..., :0]).dtype
-    return _empty(scores, scores.shape, scores.dtype), _empty(scores, scores.shape[:-1], wide)
-
-
-def _fake_backward(d_p, d_lse, p, scale) -> tuple[Tensor, Tensor]:
-    return _empty(p, p.shape, p.dtype), _empty(p, d_lse.shape, upcast(p[..., :0]).dtype)
-
-
-def _fake_block_backward(scores, d_p, *rest) -> tuple[Tensor, Tensor]:
-    one, two = (_empty(scores, scores.shape, scores.dtype) for _ in "12")
-    return one, two
-
-
 def _heads(x: Tensor, dim: int | None, size: int, at: int = 1) -> Tensor:
     """`x` with its vmap dim joined to the heads, which are dim `at`."""
-    if dim is None:
-        x = x.unsqueeze(at).expand(*x.shape[:at], size, *x.shape[at:])
-    else:
-        x = x.movedim(dim, at)
-    return x.flatten(at, at + 1)
+    return leading(x, dim, size).movedim(0, at).flatten(at, at + 1)
 
 
 def _mapped_mask(hidden: Tensor | None, dim: int | None, size: int, heads: int) -> Tensor | None:
@@ -443,15 +364,6 @@ def _batch(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
     hidden = _mapped_mask(hidden, in_dims[2], size, scores.shape[1] // size)
     sinks = None if sinks is None else _heads(sinks, in_dims[4], size, 0)
     return _unfold_mapped(op(scores, scale, hidden, causal, sinks), size)
-
-
-def _batch_backward(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
-    *tensors, scale = args
-    lead = [
-        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(tensors, in_dims, strict=False)
-    ]
-    return op(*lead, scale), (0, 0)
 
 
 def _batch_block_backward(size: int, in_dims: tuple, args: tuple, op: Any) -> tuple:
@@ -475,8 +387,8 @@ SOFTMAX_BACKWARD = define(
     "softmax_backward(Tensor d_p, Tensor d_lse, Tensor p, float scale) -> (Tensor, Tensor)",
     kernel=_kernel_backward,
     reference=_backward,
-    fake=_fake_backward,
-    batch=_batch_backward,
+    fake=lambda d_p, d_lse, p, scale: (p.new_empty(p.shape), statistics(p)),
+    batch=map_rows(whole=()),
     gradient=_backward,
 )
 """The cotangent of scores ``[..., columns]``, and d_lse less the row sum of p d_p."""
@@ -485,7 +397,7 @@ SOFTMAX = define(
     "-> (Tensor, Tensor)",
     kernel=_kernel,
     reference=_reference,
-    fake=_fake,
+    fake=lambda x, *rest: (x.new_empty(x.shape), statistics(x)),
     batch=_batch,
     gradient=Gradient(save=lambda args, outputs: (*outputs, args[1], args[4]), backward=_pullback),
 )
@@ -497,17 +409,17 @@ True for what is not seen; causal: column j > row i is hidden; sinks: ``[heads]`
 SOFTMAX_ = define(
     "softmax_(Tensor(a!) scores, float scale, Tensor? hidden, bool causal, Tensor? sinks) "
     "-> Tensor",
-    kernel=_kernel_overwrite,
+    kernel=lambda *args: _kernel(*args, in_place=True)[1],
     reference=_overwrite,
-    fake=lambda *args: _fake(*args)[1],
+    fake=lambda scores, *rest: statistics(scores),
 )
 """`SOFTMAX` over contiguous scores in place; returns lse."""
 SOFTMAX_BLOCK_BACKWARD = define(
     "softmax_block_backward(Tensor scores, Tensor d_p, Tensor lse, Tensor delta, float scale, "
     "Tensor? hidden, bool causal) -> (Tensor, Tensor)",
-    kernel=_kernel_block_backward,
+    kernel=_block_kernel,
     reference=_block_backward,
-    fake=_fake_block_backward,
+    fake=lambda *args: tuple(args[0].new_empty(args[0].shape) for _ in "12"),
     batch=_batch_block_backward,
     gradient=_block_backward,
 )
@@ -515,7 +427,7 @@ SOFTMAX_BLOCK_BACKWARD = define(
 SOFTMAX_BLOCK_BACKWARD_ = define(
     "softmax_block_backward_(Tensor(a!) scores, Tensor(b!) d_p, Tensor lse, Tensor delta, "
     "float scale, Tensor? hidden, bool causal) -> ()",
-    kernel=_kernel_block_overwrite,
+    kernel=_block_kernel_,
     reference=_block_overwrite,
     fake=lambda *args: None,
 )

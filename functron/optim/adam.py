@@ -11,14 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
+from functron.ops.adamw import AdamwNumbers, adamw_
 from functron.ops.adamw import adamw as adamw_op
-from functron.ops.adamw import adamw_
 from functron.ops.foreach import foreach_
 from functron.ops.operations import AUTO, Kernels
 from functron.optim.low_precision import (
@@ -33,7 +33,7 @@ from functron.optim.low_precision import (
     quantisable,
     quantise,
 )
-from functron.optim.masking import Mask, add_decayed_weights, mask_leaves
+from functron.optim.masking import Mask, decoupled, mask_leaves
 from functron.optim.norms import find_norm, norm_scale
 from functron.optim.schedules import (
     LearningRate,
@@ -42,15 +42,14 @@ from functron.optim.schedules import (
     incremented,
     new_count,
     rate_and_count,
-    scale_by_learning_rate,
 )
 from functron.optim.transformation import (
     GradientTransformation,
-    chain,
     keep_dtypes,
     keep_specs,
     purely,
     transformation,
+    unflatten_columns,
     with_step,
 )
 from functron.optim.zero import join_parts_, take_parts
@@ -130,11 +129,10 @@ def scale_by_adam(
             out = (mean / bias1.to(wide)) / ((square / bias2.to(wide)).sqrt() + eps)
             return out.to(g.dtype), _like(mean, mu, signed=True), _like(square, nu, signed=False)
 
-        flat, shape = tree.flatten(updates)
-        rest = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
-        rows = [one(*row) for row in zip(flat, *rest, strict=True)]
-        parts = [tree.unflatten(shape, [row[i] for row in rows]) for i in range(3)]
-        return parts[0], ScaleByAdamState(count, parts[1], parts[2])
+        parts = (tree.same_structure(updates, part) for part in (updates, state.mu, state.nu))
+        rows = [one(*row) for row in zip(*parts, strict=True)]
+        out, mu, nu = unflatten_columns(updates, rows, 3)
+        return out, ScaleByAdamState(count, mu, nu)
 
     return transformation(
         init,
@@ -174,11 +172,9 @@ def adamw(
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
         kernels: whether the kernel of "adamw" is used; see `functron.ops.use`.
     """
-    plain = chain(
-        scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype, nu_dtype=nu_dtype, quantised=quantised),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
+    how: Any = {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype, "quantised": quantised}
+    direction = scale_by_adam(b1, b2, eps, **how)
+    plain = decoupled(direction, learning_rate, weight_decay, mask)
 
     def step_(grads, state, params):
         adam, decay, schedule = state
@@ -250,7 +246,7 @@ def in_one_pass(
             return composed.step_(grads, state, params, **extra)  # which says what is wrong
         *before, around = state if max_norm else (state,)
         rounds = isinstance(around, StochasticState)
-        adam, decay, schedule = around.inner if rounds or _is_masters(around) else around
+        adam, decay, schedule = getattr(around, "inner", around)
         if not _takes(rule.kernels, _columns(grads, adam, params)):
             return composed.step_(grads, state, params, **extra)
         factor = rounding = None
@@ -270,14 +266,14 @@ def in_one_pass(
         steps, *later = incremented([adam.count] if count is None else [adam.count, count])
         mine, mu, nu, masters = fused_adamw_(
             mine, grads, adam.mu, adam.nu, count=steps, rate=rate, rule=rule, decays=decays,
-            factor=factor, masters=around.masters if _is_masters(around) else None,
+            factor=factor, masters=around.masters if isinstance(around, MastersState) else None,
             rounding=rounding,
         )  # fmt: skip
         schedule = ScaleByScheduleState(*later) if later else schedule
         new: Any = (ScaleByAdamState(steps, mu, nu), decay, schedule)
         if rounds:
             new = StochasticState(around.key, incremented([around.count])[0], new)
-        elif _is_masters(around):
+        elif isinstance(around, MastersState):
             new = MastersState(masters, new)
         params = mine if shards is None else join_parts_(mine, params, specs, shards)
         return params, keep_dtypes((*before, new) if before else new, state)
@@ -404,10 +400,6 @@ def _takes(kernels: Kernels, columns: list[list]) -> bool:
     return bool(leaves) and not _is_quantised(columns) and kernels.takes("adamw", *leaves)
 
 
-def _is_masters(state: Any) -> TypeGuard[MastersState]:
-    return isinstance(state, MastersState)
-
-
 def _fusable(columns: list[list], count: torch.Tensor, rate: float | torch.Tensor) -> bool:
     """Whether one fused call per dtype computes the step: one count, one rate, equal dtypes."""
     if _is_batched(count, rate) or _is_quantised(columns):
@@ -467,22 +459,21 @@ def fused_adamw_(
     structure, none = tree.structure(params), [None] * len(columns[0])
     own, hows = (none if x is None else structure.flatten_up_to(x) for x in (masters, rounding))
     rows = list(zip(*columns, own, hows, decays, strict=True))
-    known: dict[tuple, dict[str, Any]] = {}
+    known: dict[tuple, AdamwNumbers] = {}
 
-    def numbers(leaf: torch.Tensor) -> dict[str, Any]:
-        real = torch.float64 if leaf.dtype == torch.float64 else torch.float32
-        if (leaf.device, real) not in known:
-            clip = None if factor is None else _scalar(factor, real, leaf.device)
-            made = {"rate": _scalar(rate, real, leaf.device), "clip": clip}
-            made |= {"b1": rule.b1, "b2": rule.b2, "eps": rule.eps}
-            known[leaf.device, real] = {"count": count.to(leaf.device), **made}
-        return known[leaf.device, real]
+    def numbers(leaf: torch.Tensor) -> AdamwNumbers:
+        place = leaf.device, torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        if place not in known:
+            clip = None if factor is None else _scalar(factor, *place)
+            own = rule.b1, rule.b2, rule.eps, clip
+            known[place] = AdamwNumbers(count.to(leaf.device), _scalar(rate, *place), *own)
+        return known[place]
 
     if not purely():
         _by_kernel_(rows, numbers, tree.paths(params))
         return params, mu, nu, masters
     found = [
-        adamw_op(*row, **numbers(row[0]), master=master, rounding=how, weight_decay=decay)
+        adamw_op(*row, numbers(row[0]), decay, master=master, rounding=how)
         for *row, master, how, decay in rows
     ]
     new = [tree.unflatten(structure, list(column)) for column in zip(*found, strict=True)]
@@ -501,7 +492,7 @@ def _by_kernel_(rows: list[tuple], numbers: Callable, paths: Sequence[str]) -> N
             *masters, grads = rest
             for row in zip(params, grads, mu, nu, *masters, strict=True):
                 master = row[4] if masters else None
-                adamw_(*row[:4], **numbers(row[0]), master=master, rounding=how, weight_decay=decay)
+                adamw_(*row[:4], numbers(row[0]), decay, master=master, rounding=how)
 
         return fn
 
@@ -521,7 +512,7 @@ def _by_kernel_(rows: list[tuple], numbers: Callable, paths: Sequence[str]) -> N
         )
 
 
-def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _scalar(value: float | torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype)
     return torch.full((), value, dtype=dtype, device=device)

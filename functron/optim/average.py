@@ -15,6 +15,7 @@ from functron.optim.transformation import (
     GradientTransformation,
     apply_updates,
     bindable,
+    need_params,
     transformation,
 )
 from functron.spmd.spec import P, cut_tree, join
@@ -124,11 +125,7 @@ def with_average(
         return torch.as_tensor(decay(state.count)).to(torch.float64) if callable(decay) else decay
 
     def update(updates, state, params=None, **extra):
-        if params is None:
-            raise ValueError(
-                "with_average: got params=None; wanted the parameters to average; fix: call "
-                "update(grads, state, params)"
-            )
+        need_params("with_average", params, "to average")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         average = _mix_average(state.average, apply_updates(params, updates), now(state))
         return updates, _next(state, average, inner_state, now(state))

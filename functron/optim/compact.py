@@ -31,7 +31,7 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.ops.foreach import foreach_
 from functron.optim.average import ema
-from functron.optim.masking import Mask, add_decayed_weights
+from functron.optim.masking import Mask, add_decayed_weights, decoupled
 from functron.optim.schedules import (
     LearningRate,
     increment_,
@@ -44,9 +44,11 @@ from functron.optim.transformation import (
     bindable,
     chain,
     identity,
+    need_params,
     scale,
     stateless,
     transformation,
+    unflatten_columns,
     with_step,
 )
 from functron.optim.zero import (
@@ -132,7 +134,7 @@ def scale_by_factored_rms(
             _zeros(p, leaf, dims_of(leaf))
             for p, leaf in zip(tree.leaves(params), wholes(params, defs, specs), strict=True)
         ]
-        return FactoredState(new_count(params), *_columns(params, rows, 3))
+        return FactoredState(new_count(params), *unflatten_columns(params, rows, 3))
 
     def update(updates, state, params=None):
         # float64, as the decay is near 1 and 1 minus it is what matters
@@ -144,29 +146,19 @@ def scale_by_factored_rms(
             _update_factored(g, (r, c, v), leaf, dims_of(leaf), decay, epsilon)
             for g, r, c, v, leaf in zip(tree.leaves(updates), *parts, leaves, strict=True)
         ]
-        out, *new = _columns(updates, rows, 4)
+        out, *new = unflatten_columns(updates, rows, 4)
         return out, FactoredState(state.count + 1, *new)
 
     def state_specs(param_specs):
         if defs is None:
             return FactoredState(P(), *[_replicate_state(param_specs)] * 3)
-        leaves = [WholeLeaf(p, tuple(d.shape), num_stacked(d)) for p, d in _named(defs)]
-        rows = [
-            _specs(spec, dims_of(leaf))
-            for spec, leaf in zip(flat_specs(param_specs, defs), leaves, strict=True)
-        ]
-        return FactoredState(P(), *_columns(defs, rows, 3))
+        named = zip(tree.paths(defs), tree.leaves(defs), strict=True)
+        leaves = [WholeLeaf(path, tuple(d.shape), num_stacked(d)) for path, d in named]
+        pairs = zip(flat_specs(param_specs, defs), leaves, strict=True)
+        rows = [_specs(spec, dims_of(leaf)) for spec, leaf in pairs]
+        return FactoredState(P(), *unflatten_columns(defs, rows, 3))
 
     return transformation(init, update, state_specs)
-
-
-def _named(defs: tree.Tree):
-    return zip(tree.paths(defs), tree.leaves(defs), strict=True)
-
-
-def _columns(like: tree.Tree, rows: list[tuple], count: int) -> list[tree.Tree]:
-    structure = tree.structure(like)
-    return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(count)]
 
 
 def _replicate_state(param_specs: tree.Tree) -> tree.Tree:
@@ -237,7 +229,7 @@ def clip_by_block_rms(
         wide = u.to(torch.promote_types(u.dtype, torch.float32))
         return (wide / (root_mean_square(wide, leaf) / threshold).clamp(min=1)).to(u.dtype)
 
-    return stateless(lambda updates, params: _each(one, updates, defs, specs))
+    return stateless(lambda updates, params: _map_wholes(one, defs, specs, updates))
 
 
 @public
@@ -262,20 +254,16 @@ def scale_by_param_block_rms(
         return (u * root_mean_square(wide, leaf).clamp(min=min_scale)).to(u.dtype)
 
     def run(updates, params):
-        if params is None:
-            raise ValueError(
-                "scale_by_param_block_rms: got params=None; wanted the parameters whose size "
-                "scales their updates; fix: call update(grads, state, params)"
-            )
-        leaves = wholes(updates, defs, specs)
-        rows = zip(tree.leaves(updates), tree.same_structure(updates, params), leaves, strict=True)
-        return tree.unflatten(tree.structure(updates), [one(*row) for row in rows])
+        need_params("scale_by_param_block_rms", params, "whose size scales their updates")
+        return _map_wholes(one, defs, specs, updates, params)
 
     return stateless(run)
 
 
-def _each(fn, updates: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> tree.Tree:
-    rows = zip(tree.leaves(updates), wholes(updates, defs, specs), strict=True)
+def _map_wholes(fn, defs: tree.Tree, specs: tree.Tree, updates: tree.Tree, *rest: tree.Tree):
+    """The tree of ``fn(update, ..., whole)``, with the `WholeLeaf` of each."""
+    columns = (tree.same_structure(updates, part) for part in (updates, *rest))
+    rows = zip(*columns, wholes(updates, defs, specs), strict=True)
     return tree.unflatten(tree.structure(updates), [fn(*row) for row in rows])
 
 
@@ -466,11 +454,9 @@ def scale_by_adam_mini(
             out = (m / bias1.to(m.dtype)) / ((v / bias2.to(v.dtype)).sqrt() + eps)
             return out.to(g.dtype), m.to(mu.dtype), _first(v, block.dims)
 
-        flat, structure = tree.flatten(updates)
-        parts = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
-        rows = zip(flat, *parts, blocks_of(updates), wholes(updates, defs, specs), strict=True)
-        done = [one(*row) for row in rows]
-        out, mu, nu = (tree.unflatten(structure, [row[i] for row in done]) for i in range(3))
+        parts = (tree.same_structure(updates, part) for part in (updates, state.mu, state.nu))
+        rows = zip(*parts, blocks_of(updates), wholes(updates, defs, specs), strict=True)
+        out, mu, nu = unflatten_columns(updates, [one(*row) for row in rows], 3)
         return out, ScaleByAdamMiniState(count, mu, nu)
 
     def state_specs(param_specs):
@@ -516,11 +502,8 @@ def adam_mini(
         blocks, b1, b2, eps, mu_dtype, defs, specs: see `scale_by_adam_mini`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
     """
-    return chain(
-        scale_by_adam_mini(blocks, b1, b2, eps, mu_dtype=mu_dtype, defs=defs, specs=specs),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
+    direction = scale_by_adam_mini(blocks, b1, b2, eps, mu_dtype=mu_dtype, defs=defs, specs=specs)
+    return decoupled(direction, learning_rate, weight_decay, mask)
 
 
 class ScaleByLionState(NamedTuple):
@@ -608,11 +591,8 @@ def lion(
         b1, b2, mu_dtype: see `scale_by_lion`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
     """
-    return chain(
-        scale_by_lion(b1, b2, mu_dtype=mu_dtype),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
+    direction = scale_by_lion(b1, b2, mu_dtype=mu_dtype)
+    return decoupled(direction, learning_rate, weight_decay, mask)
 
 
 class TraceState(NamedTuple):

@@ -100,14 +100,15 @@ def apply_if_finite(
         finite = torch.ones_like(count, dtype=torch.bool)
         return ApplyIfFiniteState(count, finite, torch.zeros_like(count), inner_state)
 
-    def judged(finite, state):
-        finite = finite.to(state.last_finite.device)
+    def judge(updates, state, extra, specs, copies):
+        finite = all_finite(updates, specs).to(state.last_finite.device)
         errors = torch.where(finite, 0, state.notfinite_count + 1)
         skipped = torch.where(finite, state.total_notfinite, state.total_notfinite + 1)
         go = finite | (errors > max_consecutive_errors)
-        return go, ApplyIfFiniteState(errors, finite, skipped, state.inner_state)
+        return go, ApplyIfFiniteState(errors, finite, skipped, state.inner_state), extra
 
-    return _skipping(inner, first, judged, specs)
+    refuse_scaled("apply_if_finite", "inner", ask(inner))
+    return _step_where(judge, inner, first, specs)
 
 
 @dataclass(frozen=True)
@@ -206,12 +207,12 @@ def with_loss_scale(
         left = torch.full_like(count, config.hysteresis)
         return LossScaleState(scale, count, left, torch.zeros_like(count), inner_state)
 
-    def judged(finite, state):
-        finite = finite.to(state.scale.device)
+    def judge(updates, state, extra, specs, copies):
+        finite = all_finite(updates, specs).to(state.scale.device)
         lowest = state.scale <= config.minimum if config.growth_interval else True
         stuck = torch.where(finite, 0, state.stuck + lowest)
         if not config.growth_interval:
-            return finite, state._replace(stuck=stuck)
+            return finite, state._replace(stuck=stuck), extra
         good = torch.where(finite, state.good_steps + 1, 0)
         left = torch.where(finite, state.hysteresis, (state.hysteresis - 1).clamp(min=0))
         fallen = (state.scale * 0.5).clamp(min=config.minimum)
@@ -221,9 +222,10 @@ def with_loss_scale(
         scale = torch.where(grows, doubled, scale)
         left = torch.where(grows, config.hysteresis, left)
         good = torch.where(grows, 0, good)
-        return finite, LossScaleState(scale, good, left, stuck, state.inner_state)
+        return finite, LossScaleState(scale, good, left, stuck, state.inner_state), extra
 
-    return _skipping(inner, first, judged, specs, scales=True)
+    refuse_scaled("with_loss_scale", "inner", ask(inner))
+    return _step_where(judge, inner, first, specs, scales=True)
 
 
 def loss_scale(state: tree.Tree) -> torch.Tensor | None:
@@ -307,32 +309,18 @@ def with_limit(
         copies: how many ranks of a pipeline hold each parameter.
     """
 
-    def judge(updates, state, extra):
+    def judge(updates, state, extra, specs, copies):
         counted = tree.partition(updates, of)[0]
         value = find_norm(counted, name_norm(extra, updates).get("norm"), specs, copies)
         go = ~(value.isfinite() & (value > state.limit.to(value.device)))
         left_out = torch.where(go.to(state.left_out.device), state.left_out, state.left_out + 1)
         return go, state._replace(left_out=left_out), {**extra, "norm": Norm(value, counted)}
 
-    def first(params):
-        count = new_count(params)
+    def first(count: torch.Tensor, inner_state: tree.Tree) -> LimitState:
         limit = torch.full_like(count, math.inf, dtype=torch.float32)
-        return LimitState(limit, torch.zeros_like(count), inner.init(params))
+        return LimitState(limit, torch.zeros_like(count), inner_state)
 
-    def bind(param_specs, counts):
-        bound = inner.bind(param_specs, counts)
-        if specs is None:
-            return with_limit(bound, of=of, specs=bound.grad_specs(param_specs), copies=counts)
-        return None if bound is inner else with_limit(bound, of=of, specs=specs, copies=copies)
-
-    update, step_ = _build_conditional(judge, inner)
-    return transformation(
-        first,
-        update,
-        lambda param_specs: LimitState(P(), P(), inner.specs(param_specs)),
-        step_=step_,
-        grad_specs=inner.grad_specs,
-    )._replace(bind=bind)
+    return _step_where(judge, inner, first, specs, copies)
 
 
 def set_limit_(state: LimitState, limit: float) -> None:
@@ -344,67 +332,29 @@ _MOST = 2.0**100
 """The scale grows no further: times any loss it is still finite in float32."""
 
 
-def _skipping(
+def _step_where(
+    judge: Callable[..., tuple[torch.Tensor, Any, dict]],
     inner: GradientTransformation,
     first: Callable[[torch.Tensor, tree.Tree], Any],
-    judged: Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]],
     specs: tree.Tree,
+    copies: tree.Tree = 1,
     *,
     scales: bool = False,
 ) -> GradientTransformation:
-    """`inner` in the steps that go on.
+    """`inner` in the steps that go on; the others change nothing but its counts.
 
     Args:
-        inner: what is left out.
+        judge: ``(updates, state, extra, specs, copies)`` to whether to go on, the state with its
+            counts, and the extra arguments, with the norm if it is known then.
+        inner: what is left out of the others.
         first: ``(count, inner_state)`` to the state, of 0-dim tensors and ``inner_state``; count is
             an int64 0 on the parameters' device.
-        judged: ``(finite, state)`` to whether to go on, and the state with its counts.
-        specs: of the gradients; None: as `bind` says.
+        specs, copies: of the gradients; None: as `bind` says.
         scales: whether it scales the loss.
-    """
-    refuse_scaled("with_loss_scale and apply_if_finite", "inner", ask(inner))
-
-    def judge(updates, state, extra):
-        return *judged(all_finite(updates, specs), state), extra
-
-    def state_specs(param_specs):
-        made = first(torch.zeros((), dtype=torch.int64), ())
-        scalars = made._replace(**dict.fromkeys(made._fields, P()))
-        return scalars._replace(inner_state=inner.specs(param_specs))
-
-    def bind(param_specs, copies):
-        if scales and (answers := find_answers(param_specs)) is not None:
-            answers.scales += 1
-        bound = inner.bind(param_specs, copies)
-        if bound is inner and specs is not None:
-            return None
-        seen = bound.grad_specs(param_specs) if specs is None else specs
-        return _skipping(bound, first, judged, seen, scales=scales)
-
-    update, step_ = _build_conditional(judge, inner)
-    return transformation(
-        lambda params: first(new_count(params), inner.init(params)),
-        update,
-        state_specs,
-        step_=step_,
-        grad_specs=inner.grad_specs,
-    )._replace(bind=bind)
-
-
-def _build_conditional(
-    judge: Callable[[tree.Tree, Any, Any], tuple[torch.Tensor, Any, Any]],
-    inner: GradientTransformation,
-) -> tuple[Callable, Callable]:
-    """`update` and `step_` of `inner`, in the steps that go on.
-
-    Args:
-        judge: ``(updates, state, extra)`` to whether to go on, the state with its counts, and the
-            extra arguments, with the norm if it is known then.
-        inner: what is left out of the others.
     """
 
     def update(updates, state, params=None, *, donated=False, **extra):
-        go, counted, extra = judge(updates, state, extra)
+        go, counted, extra = judge(updates, state, extra, specs, copies)
         if not readable(go):
             out, kept = inner.update(updates, state.inner_state, params, **extra)
             out = _select(go, out, tree.map(torch.zeros_like, out))
@@ -415,7 +365,7 @@ def _build_conditional(
         return updates, counted._replace(inner_state=kept)
 
     def step_(grads, state, params, **extra):
-        go, counted, extra = judge(grads, state, extra)
+        go, counted, extra = judge(grads, state, extra, specs, copies)
         if not readable(go):
             out, kept = inner.update(grads, state.inner_state, params, **extra)
             params = _select(go, apply_updates(params, out), params)
@@ -425,7 +375,27 @@ def _build_conditional(
         params, kept = inner.step_(grads, state.inner_state, params, **extra)
         return params, counted._replace(inner_state=kept)
 
-    return update, step_
+    def state_specs(param_specs):
+        made = first(torch.zeros((), dtype=torch.int64), ())
+        scalars = made._replace(**dict.fromkeys(made._fields, P()))
+        return scalars._replace(inner_state=inner.specs(param_specs))
+
+    def bind(param_specs, counts):
+        if scales and (answers := find_answers(param_specs)) is not None:
+            answers.scales += 1
+        bound = inner.bind(param_specs, counts)
+        if bound is inner and specs is not None:
+            return None
+        given = (bound.grad_specs(param_specs), counts) if specs is None else (specs, copies)
+        return _step_where(judge, bound, first, *given, scales=scales)
+
+    return transformation(
+        lambda params: first(new_count(params), inner.init(params)),
+        update,
+        state_specs,
+        step_=step_,
+        grad_specs=inner.grad_specs,
+    )._replace(bind=bind)
 
 
 def _select(flag: torch.Tensor, chosen: tree.Tree, other: tree.Tree) -> tree.Tree:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -45,7 +45,9 @@ from functron.optim.schedules import increment_, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
+    need_params,
     transformation,
+    unflatten_columns,
 )
 from functron.optim.zero import leaf_specs
 from functron.program.recorder import active
@@ -122,11 +124,7 @@ def with_fp32_masters(
         return MastersState(masters, inner.init(_effective(params, masters)))
 
     def update(updates, state, params=None, **extra):
-        if params is None:
-            raise ValueError(
-                "with_fp32_masters: got params=None; wanted the parameters that the masters round "
-                "to; fix: call update(grads, state, params)"
-            )
+        need_params("with_fp32_masters", params, "that the masters round to")
         effective = _effective(params, state.masters)
         wide = widen(updates, params)
         updates, inner_state = inner.update(wide, state.inner, effective, **extra)
@@ -187,10 +185,9 @@ def _split_masters(params: tree.Tree, masters: tree.Tree, bits: int) -> tuple[tr
             return halves(master)
         return master, master
 
-    leaves, structure = tree.flatten(params)
-    pairs = [one(*row) for row in zip(leaves, tree.leaves(masters), strict=True)]
-    rounded, kept = zip(*pairs, strict=True) if pairs else ((), ())
-    return tree.unflatten(structure, list(rounded)), tree.unflatten(structure, list(kept))
+    rows = zip(tree.leaves(params), tree.leaves(masters), strict=True)
+    rounded, kept = unflatten_columns(params, [one(*row) for row in rows], 2)
+    return rounded, kept
 
 
 def _effective(params: tree.Tree, masters: tree.Tree) -> tree.Tree:
@@ -259,11 +256,7 @@ def with_stochastic_rounding(
         return StochasticState(key, new_count(params), inner.init(tree.map(_wide, params)))
 
     def update(updates, state, params=None, **extra):
-        if params is None:
-            raise ValueError(
-                "with_stochastic_rounding: got params=None; wanted the parameters to be rounded; "
-                "fix: call update(grads, state, params)"
-            )
+        need_params("with_stochastic_rounding", params, "to be rounded")
         before, count = tree.map(_wide, params), state.count + 1
         wide = widen(updates, params)
         updates, inner_state = inner.update(wide, state.inner, before, **extra)
@@ -507,21 +500,15 @@ def check_blocks(
     Raises:
         ValueError: some shard does; all offenders are listed.
     """
-    raise_problems(
-        "moments in 8 bits cannot be sharded like this", _split(defs, specs, mesh, block)
-    )
-
-
-def _split(defs, specs, mesh, block) -> Iterator[Problem]:
+    found = []
     flat = tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs", wanted="a P")
     chosen = tree.leaves(quantisable(defs, block))
     for path, d, spec, flag in zip(tree.paths(defs), tree.leaves(defs), flat, chosen, strict=True):
         parts = num_shards(dim_axes(spec, len(d.shape))[-1], mesh) if flag else 1
         size = padded_shape(d.shape, spec, mesh)[-1] // parts if flag else 0
         if size % block:
-            yield Problem(
-                path,
-                f"shards of {size} along the last dim of shape {tuple(d.shape)}, split by {spec}",
-                f"a multiple of {block}, the elements that share a scale",
-                "split it over fewer ranks, or choose moments in bfloat16",
-            )
+            got = f"shards of {size} along the last dim of shape {tuple(d.shape)}, split by {spec}"
+            wanted = f"a multiple of {block}, the elements that share a scale"
+            fix = "split it over fewer ranks, or choose moments in bfloat16"
+            found.append(Problem(path, got, wanted, fix))
+    raise_problems("moments in 8 bits cannot be sharded like this", found)

@@ -19,14 +19,21 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
-from functron.optim.schedules import LearningRate, ScaleByScheduleState, new_count
+from functron.optim.schedules import (
+    LearningRate,
+    ScaleByScheduleState,
+    new_count,
+    scale_by_learning_rate,
+)
 from functron.optim.transformation import (
     GradientTransformation,
     Params,
     ask,
+    chain,
     find_answers,
     keep_specs,
     name_norm,
+    need_params,
     stateless,
     transformation,
 )
@@ -55,11 +62,7 @@ def add_decayed_weights(
     """
 
     def decay(updates, params, factor):
-        if params is None:
-            raise ValueError(
-                "add_decayed_weights: got params=None; wanted the parameters to decay; fix: call "
-                "update(grads, state, params)"
-            )
+        need_params("add_decayed_weights", params, "to decay")
         flags = tree.unflatten(tree.structure(params), mask_leaves(mask, params))
         return tree.map(
             lambda u, p, flag: (u + factor * p.to(u.dtype)).to(u.dtype) if flag else u,
@@ -86,6 +89,17 @@ def add_decayed_weights(
         specs=lambda param_specs: ScaleByScheduleState(P()),
         elementwise=elementwise,
     )._replace(bind=keep_specs)
+
+
+def decoupled(
+    direction: GradientTransformation,
+    learning_rate: LearningRate,
+    weight_decay: LearningRate,
+    mask: Mask,
+) -> GradientTransformation:
+    """`direction`, decoupled weight decay and the learning rate, one after the other."""
+    decay = add_decayed_weights(weight_decay, mask)
+    return chain(direction, decay, scale_by_learning_rate(learning_rate))
 
 
 def _some(weight_decay: float | torch.Tensor) -> bool:
@@ -383,8 +397,8 @@ def _side_by_side(
         leaves = tree.same_structure(labels, value, names=(what, name))
         return [_only(labels, leaves, label) for label in transforms]
 
-    def merge(sides: Iterable[tree.Tree], labels: tree.Tree) -> tree.Tree:
-        columns = [tree.same_structure(labels, side, names=(what, "updates")) for side in sides]
+    def merge(columns: Iterable[list], labels: tree.Tree) -> tree.Tree:
+        """Of each label's leaves those that are its own."""
         by_label = dict(zip(transforms, columns, strict=True))
         rows = enumerate(tree.leaves(labels))
         return tree.unflatten(tree.structure(labels), [by_label[label][i] for i, label in rows])
@@ -395,8 +409,8 @@ def _side_by_side(
         parts = split(updates, labels, "updates")
         rows = zip(methods, parts, unpack(state), sides, strict=True)
         results = [method(*row, **extra) for method, *row in rows]
-        updates = merge([updates for updates, _ in results], labels)
-        return updates, pack([state for _, state in results])
+        found = [tree.same_structure(labels, out, names=(what, "updates")) for out, _ in results]
+        return merge(found, labels), pack([state for _, state in results])
 
     def update(updates, state, params=None, **extra):
         return run([t.update for t in several], updates, state, params, **extra)
@@ -417,9 +431,7 @@ def _side_by_side(
             tree.broadcast_prefix(t.grad_specs(side), labels, is_leaf=is_spec, what="specs")
             for t, side in zip(several, sides, strict=True)
         ]
-        by_label = dict(zip(transforms, rows, strict=True))
-        pairs = enumerate(tree.leaves(labels))
-        return tree.unflatten(tree.structure(labels), [by_label[label][i] for i, label in pairs])
+        return merge(rows, labels)
 
     def specs(param_specs):
         _, sides = divided(param_specs)

@@ -20,9 +20,9 @@ from functron.core import tree
 from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.ops.foreach import squares
 from functron.optim.adam import adamw
-from functron.optim.masking import Mask, add_decayed_weights, where
-from functron.optim.schedules import LearningRate, scale_by_learning_rate
-from functron.optim.transformation import GradientTransformation, bindable, chain, transformation
+from functron.optim.masking import Mask, decoupled, where
+from functron.optim.schedules import LearningRate
+from functron.optim.transformation import GradientTransformation, bindable, transformation
 from functron.optim.zero import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
@@ -231,14 +231,11 @@ def muon(
     Raises:
         ValueError: as `scale_by_muon`.
     """
-    hidden = chain(
-        scale_by_muon(
-            matrices, momentum, nesterov, scale=scale, steps=steps, coefficients=coefficients,
-            eps=eps, specs=specs, distributed=distributed, dtype=dtype,
-        ),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
+    direction = scale_by_muon(
+        matrices, momentum, nesterov, scale=scale, steps=steps, coefficients=coefficients,
+        eps=eps, specs=specs, distributed=distributed, dtype=dtype,
     )  # fmt: skip
+    hidden = decoupled(direction, learning_rate, weight_decay, mask)
     rest = others or adamw(learning_rate, weight_decay=weight_decay, mask=mask)
     return where(tree.map(lambda matrix: matrix is not False, matrices), hidden, rest)
 

@@ -54,58 +54,32 @@ def constant(peak: float, *, warmup_steps: int = 0, init: float = 0.0) -> RateSc
     return _with_warmup(lambda now: torch.full_like(_tensor(now), peak), peak, warmup_steps, init)
 
 
-@public
-def linear(
-    peak: float,
-    total_steps: int,
-    *,
-    warmup_steps: int = 0,
-    end: float = 0.0,
-    init: float = 0.0,
-) -> RateSchedule:
-    """From `peak` at the end of the warm-up in a straight line to `end` at `total_steps`.
+def _make_decay(name: str, decay: str, course: str):
+    """A public schedule: warm-up, then one of `_DECAYS` over all steps after it."""
+
+    def schedule(
+        peak: float,
+        total_steps: int,
+        *,
+        warmup_steps: int = 0,
+        end: float = 0.0,
+        init: float = 0.0,
+    ) -> RateSchedule:
+        return _decay(name, peak, total_steps, warmup_steps, end, init, decay)
+
+    schedule.__name__ = schedule.__qualname__ = name
+    schedule.__doc__ = f"""From `peak` after the warm-up to `end` at `total_steps`, {course}.
 
     Raises:
         ValueError: negative or non-finite arguments, or no steps after the warm-up; all are named.
     """
-    return _decay("linear", peak, total_steps, warmup_steps, end, init)
+    return public(schedule)
 
 
-@public
-def cosine_decay(
-    peak: float,
-    total_steps: int,
-    *,
-    warmup_steps: int = 0,
-    end: float = 0.0,
-    init: float = 0.0,
-) -> RateSchedule:
-    """Half a cosine from `peak` at the end of the warm-up to `end` at `total_steps`.
-
-    Raises:
-        ValueError: negative or non-finite arguments, or no steps after the warm-up; all are named.
-    """
-    return _decay("cosine_decay", peak, total_steps, warmup_steps, end, init, "cosine")
-
-
-@public
-def exponential(
-    peak: float,
-    total_steps: int,
-    *,
-    warmup_steps: int = 0,
-    end: float,
-    init: float = 0.0,
-) -> RateSchedule:
-    """From `peak` at the end of the warm-up to `end` at `total_steps`, by one factor per step.
-
-    Optax's `exponential` with ``decay_rate=end / peak`` over the steps of the decay.
-
-    Raises:
-        ValueError: negative or non-finite arguments, an end of 0, or no steps after the warm-up;
-            all are named.
-    """
-    return _decay("exponential", peak, total_steps, warmup_steps, end, init, "exponential")
+linear = _make_decay("linear", "linear", "in a straight line")
+cosine_decay = _make_decay("cosine_decay", "cosine", "along half a cosine")
+exponential = _make_decay("exponential", "exponential", "by one factor per step; `end` is above 0")
+"""Optax's `exponential` with ``decay_rate=end / peak`` over the steps of the decay."""
 
 
 @public

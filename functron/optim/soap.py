@@ -18,14 +18,14 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.optim.adam import adamw
-from functron.optim.masking import Mask, add_decayed_weights, where
+from functron.optim.masking import Mask, decoupled, where
 from functron.optim.muon import Matrix, matrix_cuts
-from functron.optim.schedules import LearningRate, new_count, scale_by_learning_rate
+from functron.optim.schedules import LearningRate, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
-    chain,
     transformation,
+    unflatten_columns,
 )
 from functron.optim.zero import flat_specs, leaf_specs
 from functron.program.recorder import readable
@@ -56,17 +56,6 @@ class ScaleBySoapState(NamedTuple):
     right: tree.Tree
     left_basis: tree.Tree
     right_basis: tree.Tree
-
-
-class _SoapMoments(NamedTuple):
-    """The state of one parameter."""
-
-    mu: Any
-    nu: Any
-    left: Any
-    right: Any
-    left_basis: Any
-    right_basis: Any
 
 
 @public
@@ -130,7 +119,7 @@ def scale_by_soap(
             _zeros(layout.gather(torch.zeros_like(p)), max_dim)
             for p, layout in zip(tree.leaves(params), layouts_of(params), strict=True)
         ]
-        return _state(new_count(params), tree.structure(params), rows)
+        return ScaleBySoapState(new_count(params), *unflatten_columns(params, rows, 6))
 
     def update(updates, state, params=None):
         first = _read_flag(state.count == 0)
@@ -141,24 +130,24 @@ def scale_by_soap(
         for g, layout, *parts in zip(flat, layouts_of(updates), *columns, strict=True):
             whole = layout.gather(g)
             moments, direction = _step(
-                whole.to(parts[0].dtype), _SoapMoments(*parts),
+                whole.to(parts[0].dtype), ScaleBySoapState(None, *parts),
                 (b1, b2, decay, eps), state.count, first, due,
             )  # fmt: skip
             out.append(layout.give(direction.to(g.dtype)))
-            rows.append(moments)
-        return tree.unflatten(structure, out), _state(state.count + 1, structure, rows)
+            rows.append(moments[1:])
+        new = ScaleBySoapState(state.count + 1, *unflatten_columns(updates, rows, 6))
+        return tree.unflatten(structure, out), new
 
     def state_specs(param_specs):
-        flat, structure = tree.flatten(matrices)
-        rows = []
-        for matrix, spec in zip(flat, flat_specs(param_specs, matrices), strict=True):
+        rows, known = [], flat_specs(param_specs, matrices)
+        for matrix, spec in zip(tree.leaves(matrices), known, strict=True):
             entry = None
             if spec is not None and isinstance(matrix, Matrix):
                 entry = _stack_spec(spec, matrix, distributed)
             left = entry if matrix and matrix.inputs <= max_dim else None
             right = entry if matrix and matrix.outputs <= max_dim else None
-            rows.append(_SoapMoments(entry, entry, left, right, left, right))
-        return _state(P(), structure, rows)
+            rows.append((entry, entry, left, right, left, right))
+        return ScaleBySoapState(P(), *unflatten_columns(matrices, rows, 6))
 
     return transformation(init, update, state_specs)
 
@@ -175,11 +164,6 @@ def _check(b1: float, b2: float, decay: float, frequency: int, max_dim: int) -> 
         if value < 1
     ]
     raise_problems("scale_by_soap", problems)
-
-
-def _state(count: Any, structure: tree.Structure, rows: list[_SoapMoments]) -> ScaleBySoapState:
-    columns = zip(*rows, strict=True) if rows else ([] for _ in _SoapMoments._fields)
-    return ScaleBySoapState(count, *(tree.unflatten(structure, column) for column in columns))
 
 
 def _read_flag(flag: torch.Tensor) -> bool | torch.Tensor:
@@ -237,17 +221,17 @@ class _SoapLayout:
         return trim(y, 0, self.names, stack).reshape(self.shape)
 
 
-def _zeros(like: torch.Tensor, max_dim: int) -> _SoapMoments:
+def _zeros(like: torch.Tensor, max_dim: int) -> tuple:
     """The state of matrices like these before the first update."""
     zeros = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
     gram = lambda x: torch.zeros_like(x @ x.mT) if x.shape[-2] <= max_dim else None  # noqa: E731
     left, right = gram(zeros), gram(zeros.mT)
     copies = [None if x is None else torch.zeros_like(x) for x in (left, right)]
-    return _SoapMoments(zeros, torch.zeros_like(zeros), left, right, copies[0], copies[1])
+    return zeros, torch.zeros_like(zeros), left, right, *copies
 
 
-def _step(g, state: _SoapMoments, decays, count, first, due) -> tuple[_SoapMoments, torch.Tensor]:
-    """The state after an update, and its direction."""
+def _step(g, state: ScaleBySoapState, decays, count, first, due) -> tuple[tuple, torch.Tensor]:
+    """The state of one parameter after an update, and its direction."""
     b1, b2, decay, eps = decays
     bases = state.left_basis, state.right_basis
     steps = count.to(torch.float64).clamp(min=1)  # the first update is not one of Adam's
@@ -260,8 +244,8 @@ def _step(g, state: _SoapMoments, decays, count, first, due) -> tuple[_SoapMomen
         None if before is None else decay * before + (1 - decay) * (x @ x.mT)
         for x, before in ((g, state.left), (g.mT, state.right))
     ]
-    usual = _SoapMoments(mu, nu, kept[0], kept[1], *bases)
-    begun = lambda: (_begun(state, kept), torch.zeros_like(direction))  # noqa: E731
+    usual = state._replace(mu=mu, nu=nu, left=kept[0], right=kept[1])
+    begun = lambda: (_start_bases(state, kept), torch.zeros_like(direction))  # noqa: E731
     turned = lambda: (_rotate_bases(usual), direction)  # noqa: E731
     return _choose(first, begun, lambda: _choose(due, turned, lambda: (usual, direction)))
 
@@ -278,10 +262,10 @@ def _rotate_matrix(x, left, right) -> torch.Tensor:
     return x if right is None else x @ right
 
 
-def _begun(before: _SoapMoments, grams: list) -> _SoapMoments:
+def _start_bases(before: ScaleBySoapState, grams: list) -> ScaleBySoapState:
     """The state after the first update: eigenvectors, those of large eigenvalues first."""
-    bases = [None if x is None else _eigenvectors(x) for x in grams]
-    return _SoapMoments(before.mu, before.nu, grams[0], grams[1], bases[0], bases[1])
+    left, right = (None if x is None else _eigenvectors(x) for x in grams)
+    return before._replace(left=grams[0], right=grams[1], left_basis=left, right_basis=right)
 
 
 def _eigenvectors(gram: torch.Tensor) -> torch.Tensor:
@@ -303,7 +287,7 @@ def _eigenvectors(gram: torch.Tensor) -> torch.Tensor:
     return vectors.flip(-1).contiguous()
 
 
-def _rotate_bases(state: _SoapMoments) -> _SoapMoments:
+def _rotate_bases(state: ScaleBySoapState) -> ScaleBySoapState:
     """The state with its bases a step of the power iteration nearer to the eigenvectors."""
     nu, bases = state.nu, []
     sides = ((state.left, state.left_basis, -2), (state.right, state.right_basis, -1))
@@ -351,13 +335,10 @@ def soap(
     Raises:
         ValueError: as `scale_by_soap`.
     """
-    hidden = chain(
-        scale_by_soap(
-            matrices, b1, b2, eps, precondition_decay=precondition_decay, frequency=frequency,
-            max_dim=max_dim, specs=specs, distributed=distributed,
-        ),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
+    direction = scale_by_soap(
+        matrices, b1, b2, eps, precondition_decay=precondition_decay, frequency=frequency,
+        max_dim=max_dim, specs=specs, distributed=distributed,
     )  # fmt: skip
+    hidden = decoupled(direction, learning_rate, weight_decay, mask)
     rest = others or adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     return where(tree.map(lambda matrix: matrix is not False, matrices), hidden, rest)

@@ -401,6 +401,12 @@ def _filter_extra(fn: Callable) -> Callable:
     return lambda *args, **extra: fn(*args, **{k: v for k, v in extra.items() if k in named})
 
 
+def unflatten_columns(like: tree.Tree, rows: Sequence[tuple], count: int) -> list[tree.Tree]:
+    """Trees like `like` of the columns of `rows`, which has a row of `count` for each leaf."""
+    structure = tree.structure(like)
+    return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(count)]
+
+
 def _of_tensors(init: Callable[[Params], State]) -> Callable[[Params], State]:
     """`init`, which refuses objects with tensors that trees take for one leaf."""
 
@@ -624,6 +630,21 @@ def apply_updates_(params: Params, updates: Updates) -> Params:
         paths=lambda: tree.paths(params),
     )
     return params
+
+
+def need_params(what: str, params: Params | None, use: str) -> None:
+    """Raise ValueError where `update` of this transformation was given no parameters.
+
+    Args:
+        what: its name.
+        params: what it was given.
+        use: what they are wanted for.
+    """
+    if params is None:
+        raise ValueError(
+            f"{what}: got params=None; wanted the parameters {use}; fix: call "
+            "update(grads, state, params)"
+        )
 
 
 def multiply(updates: Updates, factor: float | torch.Tensor) -> Updates:

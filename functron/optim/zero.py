@@ -37,6 +37,7 @@ from functron.optim.transformation import (
     GradientTransformation,
     ask,
     find_answers,
+    need_params,
     purely,
     refuse_scaled,
     refuse_shards,
@@ -87,8 +88,8 @@ def shard_specs(
         ValueError: a shape cannot be split as its spec says; all offenders are listed.
     """
     leaves, structure = tree.flatten(defs)
-    flat = tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs", wanted="a P")
-    found = [_shard(leaf, spec, mesh, axes) for leaf, spec in zip(leaves, flat, strict=True)]
+    rows = zip(leaves, flat_specs(specs, defs), strict=True)
+    found = [_shard(leaf, spec or P(), mesh, axes) for leaf, spec in rows]
     return tree.unflatten(structure, found)
 
 
@@ -164,11 +165,7 @@ def zero(
         return inner.init(tree.map(lambda part: part.clone(memory_format=layout), own))
 
     def update(updates, state, params=None, **extra):
-        if params is None:
-            raise ValueError(
-                "zero: got params=None; wanted the parameters, whose parts are updated; fix: call "
-                "update(grads, state, params)"
-            )
+        need_params("zero", params, "whose parts are updated")
         mine = take_parts(params, specs, shards)
         updates, state = inner.update(updates, state, mine, **extra)
         return _join_all(updates, params, specs, shards), state
@@ -207,16 +204,12 @@ def join_parts_(
     """All ranks' parts as they are now: `params`, overwritten, unless `purely`."""
     if purely():
         return tree.map(laid_out, _join_all(mine, params, specs, shards), params)
-    rows = zip(
-        tree.paths(params),
-        tree.leaves(params),
-        tree.leaves(mine),
-        _cuts(params, specs, shards),
-        strict=True,
-    )
+    columns = tree.paths(params), tree.leaves(params), tree.leaves(mine)
+    rows = zip(*columns, _cuts(params, specs, shards), strict=True)
     for path, param, part, cuts in rows:
         if cuts:  # one after another, so that one leaf at a time is there twice
-            _overwrite(param, join(part, cuts, param.shape), path)
+            whole = {"updates": [join(part, cuts, param.shape)]}
+            foreach_(torch._foreach_copy_, {"params": [param]}, whole, paths=lambda at=path: [at])
     return params
 
 
@@ -228,13 +221,8 @@ def _join_all(
     return tree.unflatten(tree.structure(params), joined)
 
 
-def _overwrite(param: torch.Tensor, value: torch.Tensor, path: str) -> None:
-    foreach_(torch._foreach_copy_, {"params": [param]}, {"updates": [value]}, paths=lambda: [path])
-
-
 def _full(specs: tree.Tree, like: tree.Tree) -> tree.Tree:
-    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs", wanted="a P")
-    return tree.unflatten(tree.structure(like), flat)
+    return tree.unflatten(tree.structure(like), flat_specs(specs, like))
 
 
 def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:

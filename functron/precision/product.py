@@ -1,10 +1,10 @@
 """Linear layers with quantised products, whose numbers do not depend on the mesh.
 
-`product` makes of a `Recipe` a plain function ``(x, w) -> y``, to stand where a layer computes ``x
-@ w``. Forward quantises x and w; backward quantises dy and w for the gradient of x, and x and dy
-for that of w, each by its formats. Nothing is kept for backward but x, w and the magnitudes found.
+`product` makes a plain function ``(x, w) -> y`` of a `Recipe`, for layers to call in place of
+``x @ w``. Forward quantises x and w; backward quantises dy and w for the gradient of x, and x and
+dy for that of w, each in its format. Saved for backward are x, w and the magnitudes found.
 
-**On a mesh** a scale is that of the whole tensor wherever its elements are:
+**On a mesh** scales are those of the whole tensor, however it is sharded:
 
 * Of "tensor" formats it comes from the largest magnitude over all ranks: those of x and w travel in
   one `pmax` of 8 bytes, that of dy in another. Ranks that hold the same part change no maximum, so
@@ -20,22 +20,19 @@ A magnitude is of the tokens that a layer is given at once. So with current scal
 numbers depend on how many microbatches a batch is cut into, on one device as on any mesh; by rows
 and blocks, and with delayed scaling, they do not.
 
-**What must not be quantised** is a part of a sum. The cotangents of column- and row-parallel
-products are whole on every rank: that of a column-parallel y is split as y is; that of a
-row-parallel one went through the transpose of the sum after it. The cotangent of a y that an axis
-neither splits nor sums (x and w are both replicated over it) is a part of a sum there:
-such axes are named in ``partial``, which sums it first, and a program that does not name them is
-refused where it is simulated.
+**Partial sums must not be quantised.** The cotangents of column- and row-parallel products are
+complete on every rank. Where x and w are both replicated over an axis, the cotangent of y is a
+partial sum over it: name such axes in ``partial``, which sums it first. Programs that do not are
+refused where they are simulated.
 
-With ``scaling=local`` magnitudes are this rank's: nothing is sent for them, and numbers depend on
-the mesh. With ``scaling=delayed`` they are those of the steps before: the function takes a third
-operand, a float32 ``[3, 256]`` of histories for x, w and dy (`history_def`), and what it saw comes
-back as that operand's cotangent, as histograms whose sum over ranks, microbatches and layers the
-update of the step reads (`functron.ops.quantise.remember`; see there). Nothing else is sent. Of
-experts each has histories of its own, and the operand is ``[experts, 3, 256]``.
+With ``scaling=local`` magnitudes are this rank's: no communication, and numbers depend on the mesh.
+With ``scaling=delayed`` they are those of earlier steps: the function takes a third operand, the
+float32 ``[3, 256]`` histories of x, w and dy (`history_def`; ``[experts, 3, 256]`` for experts),
+and returns the magnitudes of this step as that operand's cotangent: histograms, whose sum over
+ranks, microbatches and layers updates the histories (`functron.ops.quantise.remember`).
 
-Where w is an `Encoded`, as `functron.precision.encoder` makes it once per step, its codes are read
-in forward and backward; it is quantised in neither, and its magnitude is not sent.
+Where w is an `Encoded`, as `functron.precision.encoder` makes it once per step, forward and
+backward read its codes instead of quantising it.
 """
 
 from __future__ import annotations
@@ -108,44 +105,44 @@ def product(
     the module; none with ``scaling=local`` and no `partial`.
 
     Args:
-        recipe: of the three products.
-        inner: the mesh axes that split inputs; results are then parts of a sum, as of any
+        recipe: the formats of the three products.
+        inner: the mesh axes that split inputs; results are then partial sums, as in any
             row-parallel layer.
-        outer: those that split outputs.
-        rows: the spec of x's leading dims, which tells the axes that split tokens; needed where
-            numbers are drawn. None: all axes in force but these two.
-        partial: the axes over which x and w are the same and the results' cotangents are parts of
-            a sum; one psum of a cotangent's bytes each.
-        key: of what is drawn: one of this layer and step. None where nothing is, such as where
-            no gradients are taken and fprop draws nothing.
-        index: of each leading dim of x the global positions, or None where `rows` tells them.
-        runs: of how many runs of consecutive tokens this rank's part of a sequence consists: 2 in
-            the zigzag order of context parallelism. No block along tokens may lie in two.
-        path: of the layer, for messages.
+        outer: the mesh axes that split outputs.
+        rows: the spec of x's leading dims, which tells the axes that split tokens; needed for
+            random numbers. None: all axes in force but `inner`, `outer` and `partial`.
+        partial: the axes over which x and w are replicated and cotangents of the result are partial
+            sums; one psum of a cotangent's bytes each.
+        key: the random key of this layer and step; None where nothing random is needed, such as
+            without gradients if fprop rounds to nearest.
+        index: the global positions along each leading dim of x, or None where `rows` tells them.
+        runs: number of runs of consecutive tokens in this rank's part of a sequence: 2 in the
+            zigzag order of context parallelism. No block along tokens may lie in two.
+        path: the layer's name in messages.
         kernels: of ``"scaled_matmul"``: "reference" computes exactly on GPUs too, slowly.
 
     Raises:
-        ValueError: fprop draws and there is no key, or no spec; where the function is called:
-            another product draws and there is none, blocks do not divide the sizes, the GPU has no
-            such product, or an axis is not named.
+        ValueError: fprop is random and there is no key or no `rows`; when called: another product
+            is random without them, blocks do not divide the sizes, the GPU has no such product, or
+            an axis is missing from `partial`.
     """
     if recipe.fprop is not None and recipe.fprop.draws:
         _check_draws(recipe, key, rows, path)
-    split = _MatmulSplit(_named(inner), _named(outer), rows, _named(partial))
-    emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
+    split = _MatmulSplit(_as_axes(inner), _as_axes(outer), rows, _as_axes(partial))
+    emulate = kernels.wants_reference("scaled_matmul")
     layer = _QuantisedLayer(recipe, split, runs, path, emulate)
 
     def value(
         x: Tensor, w: Tensor, codes: Codes | None, history: Tensor | None, places: tuple
     ) -> Tensor:
-        return layer.forward(x, w, codes, _known(history), places)[0]
+        return layer.forward(x, w, codes, _read_history(history), places)[0]
 
     def forward(
         x: Tensor, w: Tensor, codes: Codes | None, history: Tensor | None, places: tuple
     ) -> tuple[Tensor, tuple]:
         _check_draws(recipe, key, rows, path)  # forward alone may draw nothing
         layer.check(x, w, codes)
-        y, known = layer.forward(x, w, codes, _known(history), places)
+        y, known = layer.forward(x, w, codes, _read_history(history), places)
         return y, (x, w, codes, places, known)
 
     def backward(residuals: tuple, dy: Tensor) -> tuple:
@@ -158,22 +155,22 @@ def product(
     def multiply(x: Tensor, w: Tensor | Encoded, history: Tensor | None = None) -> Tensor:
         check_sizes(recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=path, backward=False)
         _check_history(recipe, history, path)
-        like, codes = _apart(w)
+        like, codes = _split_codes(w)
         return call(x, like, codes, history, (key, None if index is None else tuple(index)))
 
     return multiply
 
 
 def history_def(layers: int | None = None, *, experts: int | None = None) -> ParamDef:
-    """The memory of a layer with ``scaling=delayed``: of x, w and dy the magnitudes of 256 steps.
+    """The histories of a layer with ``scaling=delayed``: magnitudes of x, w and dy in 256 steps.
 
     A leaf of the state beside the layer's weight, replicated, in float32 on every device. It is no
     weight (`functron.spmd.params.weight_mask`): its cotangent is a histogram, it has no part in the
     gradients' norm, and the optimizer replaces it by `functron.ops.quantise.remember`.
 
     Args:
-        layers: of stacked layers, how many; None: of one.
-        experts: of a layer of experts, how many; None: of a linear layer.
+        layers: number of stacked layers; None: one layer.
+        experts: number of experts of the layer; None: a linear layer.
     """
     lead = () if layers is None else ((layers, "layers"),)
     lead += () if experts is None else ((experts, "expert"),)
@@ -183,7 +180,7 @@ def history_def(layers: int | None = None, *, experts: int | None = None) -> Par
 
 
 _REMEMBERED = ("x", "w", "dy")
-_WHOLE = QuantisedFormat("e4m3", "tensor")
+_BY_TENSOR = QuantisedFormat("e4m3", "tensor")
 
 
 def _check_draws(recipe: Recipe, key: Tensor | None, rows: P | None, path: str) -> None:
@@ -208,12 +205,12 @@ def _check_history(
         refuse(f"a quantised product of {path}", "history", what, known, fix)
 
 
-def _apart(w: Tensor | Encoded) -> tuple[Tensor, Codes | None]:
+def _split_codes(w: Tensor | Encoded) -> tuple[Tensor, Codes | None]:
     """The weight that the gradient is of, and codes."""
     return (w.like, Codes(w.codes, w.split)) if isinstance(w, Encoded) else (w, None)
 
 
-def _named(axes: Axes) -> tuple[str, ...]:
+def _as_axes(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
@@ -249,10 +246,10 @@ class _Operand(NamedTuple):
         name: "x", "w" or "dy".
         matrix: ``[rows, summed]``.
         format: of it.
-        mixed: it is multiplied by a Hadamard matrix.
-        summed: the axes that split what is summed.
-        draw: the bits of stochastic rounding.
-        made: it, quantised before; None: it is to be.
+        mixed: whether it has been multiplied by a Hadamard matrix.
+        summed: the mesh axes that split the summed dim.
+        draw: the random bits of stochastic rounding.
+        made: the quantised operand, if it exists already.
     """
 
     number: int
@@ -266,29 +263,29 @@ class _Operand(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Under what name its magnitude is known: of whole tensors it is one for all products."""
+        """The name of its magnitude, which for tensors is the same in all products."""
         state = "mixed " * self.mixed
         if self.format.shared == "tensor":
             return f"{state}{self.name}"
         return f"{state}{self.name} of product {self.number}"
 
 
-def _known(history: Tensor | None) -> dict[str, Tensor]:
-    """The magnitudes that histories tell."""
+def _read_history(history: Tensor | None) -> dict[str, Tensor]:
+    """The magnitudes of x, w and dy that histories give; {} without."""
     if history is None:
         return {}
     return dict(zip(_REMEMBERED, remembered(history).unbind(-1), strict=True))
 
 
-def maxima(
+def _find_magnitudes(
     operands: Sequence[_Operand],
     known: Mapping[str, Tensor],
     everywhere: tuple[str, ...],
     scaling: Scaling,
 ) -> dict[str, Tensor]:
-    """The magnitudes that operands need: those that are known, and others.
+    """The magnitudes that operands need: those known already, and the others over ranks.
 
-    Of whole tensors over the axes `everywhere`; of rows over those that split what is summed.
+    Those of tensors over the axes `everywhere`; those of rows over the axes of the summed dim.
     """
     found: dict[str, Tensor] = {}
     parts: list[tuple[Tensor, tuple[str, ...]]] = []
@@ -298,9 +295,8 @@ def maxima(
         most = magnitude(operand.matrix, operand.format)
         if most is not None:
             found[operand.key] = most
-            parts.append(
-                (most, everywhere if operand.format.shared == "tensor" else operand.summed)
-            )
+            whole = operand.format.shared == "tensor"
+            parts.append((most, everywhere if whole else operand.summed))
     return {**known, **dict(zip(found, agreed(parts, scaling), strict=True))}
 
 
@@ -314,7 +310,7 @@ class _QuantisedLayer(NamedTuple):
     emulate: bool
 
     def check(self, x: Tensor, w: Tensor, codes: Codes | None) -> None:
-        """Refuse what cannot be differentiated: sizes, and cotangents that are parts of sums."""
+        """Refuse what cannot be differentiated: sizes, and cotangents that are partial sums."""
         sizes = (w.shape[0], w.shape[1])
         check_sizes(self.recipe, tuple(x.shape), sizes, path=self.path, runs=self.runs)
         if self.recipe.dgrad is None and self.recipe.wgrad is None:
@@ -327,8 +323,8 @@ class _QuantisedLayer(NamedTuple):
                     f"a quantised product of {self.path}",
                     f"axis {name!r}",
                     "x and w that are the same on all its ranks",
-                    "to know that its result's cotangents are parts of a sum there, which must be "
-                    "added up before they are quantised",
+                    "the axis in partial=, as cotangents of the result are partial sums over it, "
+                    "which must be added up before they are quantised",
                     f"name it in partial=({name!r},), or split x or w by it",
                 )
 
@@ -340,14 +336,14 @@ class _QuantisedLayer(NamedTuple):
         known: dict[str, Tensor],
         places: tuple,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The result, and the magnitudes of whole tensors that are known by then."""
+        """The result, and the magnitudes of tensors, which backward reads."""
         part = self.recipe.fprop
         if part is None:
             return x @ w, known
         where = _DrawPlaces(self.split, x.shape, w.shape, places, x.device)
         sides = ("x", x.flatten(0, -2)), ("w", w.mT)
-        pair = self._pair(0, part, *sides, self.split.inner, where, codes)
-        known = maxima(pair, known, self.split.everywhere(), self.recipe.scaling)
+        pair = self._make_operands(0, part, *sides, self.split.inner, where, codes)
+        known = _find_magnitudes(pair, known, self.split.everywhere(), self.recipe.scaling)
         y = self._multiply(pair, known, x.dtype)
         kept = {name: value for name, value in known.items() if name in _REMEMBERED}
         return y.unflatten(0, x.shape[:-1]), kept
@@ -361,7 +357,7 @@ class _QuantisedLayer(NamedTuple):
         known: dict[str, Tensor],
         dy: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """This rank's shares of the cotangents of x and w, and histograms of what was seen."""
+        """This rank's cotangents of x and w, and the histograms of this step's magnitudes."""
         split, recipe = self.split, self.recipe
         if split.partial:
             dy = lax.psum(dy, split.partial)
@@ -369,20 +365,24 @@ class _QuantisedLayer(NamedTuple):
         where = _DrawPlaces(split, x.shape, w.shape, places, x.device)
         for_x, for_w = (), ()
         if recipe.dgrad is not None:
-            for_x = self._pair(1, recipe.dgrad, ("dy", d), ("w", w), split.outer, where, codes)
+            for_x = self._make_operands(
+                1, recipe.dgrad, ("dy", d), ("w", w), split.outer, where, codes
+            )
         if recipe.wgrad is not None:
             tokens = split.tokens()
-            for_w = self._pair(2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, where)
-        known = maxima((*for_x, *for_w), known, split.everywhere(), recipe.scaling)
+            for_w = self._make_operands(
+                2, recipe.wgrad, ("x", flat.mT), ("dy", d.mT), tokens, where
+            )
+        known = _find_magnitudes((*for_x, *for_w), known, split.everywhere(), recipe.scaling)
         dx = self._multiply(for_x, known, x.dtype) if for_x else d @ w.mT
         dw = self._multiply(for_w, known, w.dtype) if for_w else flat.mT @ d
         dx = dx.unflatten(0, x.shape[:-1])
-        if split.partial:  # each of the ranks that are the same has its share
+        if split.partial:  # replicas share the cotangent equally
             size = lax.axis_size(split.partial)
             dx, dw = dx / size, dw / size
         if recipe.scaling != "delayed":
             return dx, dw, None
-        seen = [magnitude(m.flatten(0, -2), _WHOLE) for m in (x, w, dy)]
+        seen = [magnitude(m.flatten(0, -2), _BY_TENSOR) for m in (x, w, dy)]
         return dx, dw, histogram(torch.stack([most for most in seen if most is not None]))
 
     def _multiply(
@@ -397,7 +397,7 @@ class _QuantisedLayer(NamedTuple):
         a, b = map(made, pair)
         return scaled_matmul(a, b, dtype, emulate=self.emulate)
 
-    def _pair(
+    def _make_operands(
         self,
         number: int,
         part: Contraction,
@@ -413,9 +413,7 @@ class _QuantisedLayer(NamedTuple):
         for side, ((name, matrix), form) in enumerate(sides):
             if part.hadamard:
                 matrix = hadamard(matrix, *where.summed(number))
-            draw = None
-            if form.stochastic:
-                draw = where.draw(number, side, name)
+            draw = where.draw(number, side, name) if form.stochastic else None
             made.append(_Operand(number, name, matrix, form, part.hadamard, summed, draw))
         if codes is not None:
             made[1] = made[1]._replace(made=codes.read(self.recipe, number))
@@ -423,7 +421,7 @@ class _QuantisedLayer(NamedTuple):
 
 
 class _DrawPlaces:
-    """The global positions of a layer's tokens, inputs and outputs, and what is drawn by them."""
+    """The global positions of a layer's tokens, inputs and outputs, and their random numbers."""
 
     def __init__(
         self,
@@ -462,14 +460,14 @@ class _DrawPlaces:
         return self._key, (self._inputs, self._outputs, self._tokens)[number], 8 + number
 
     def draw(self, number: int, side: int, name: str) -> RoundingDraw:
-        """Of an operand, with what product `number` sums over last."""
+        """The random bits of an operand whose last dim is the one that product `number` sums."""
         salt = 2 * number + side
         if name == "w":
             by, along = self._inputs * self._sizes[1], self._outputs
         else:
             width = self._sizes[0] if name == "x" else self._sizes[1]
             by, along = self._tokens * width, self._inputs if name == "x" else self._outputs
-        # as tables they have tokens, or inputs of w, first; dgrad alone sums over what is second
+        # matrices have tokens, or inputs of w, first; only dgrad sums over the second dim
         straight = {"x": number == 0, "w": number == 1, "dy": number == 1}[name]
         return RoundingDraw(self._key, *((by, along) if straight else (along, by)), salt)
 
@@ -479,14 +477,14 @@ def quantised(
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The functions ``linear`` and ``grouped`` of `functron.nn.Products`, by a recipe.
 
-    ``nn.Products(*quantised(recipe), draws=recipe.draws)`` are those of a model's layers: `product`
-    and `grouped_product` with what each layer says about itself. With ``scaling=delayed`` both take
-    ``histories`` too, by name: say ``remembers=True``, and give the model's parameters the leaves
-    of `functron.models.decoder.with_histories`.
+    ``nn.Products(*quantised(recipe), draws=recipe.draws)`` serves all layers of a model. With
+    ``scaling=delayed`` pass ``remembers=True`` and add the leaves of
+    `functron.models.decoder.with_histories` to the parameters: both functions then take
+    ``histories`` by name.
 
     Args:
-        recipe: of the three products of each layer.
-        kernels: of ``"scaled_matmul"``; as of `product`.
+        recipe: the formats of the three products of each layer.
+        kernels: as in `product`.
     """
 
     def linear(
@@ -541,21 +539,18 @@ def grouped_product(
     per expert (wgrad by rows: and feature).
 
     Args:
-        recipe: of the three products.
-        experts: the mesh axes that split experts.
-        inner: those that split their inputs.
-        outer: those that split their outputs.
-        path: of the layer, for messages.
-        kernels: of ``"scaled_matmul"``; as of `product`.
+        recipe: the formats of the three products.
+        experts, inner, outer: the mesh axes that split experts, their inputs and their outputs.
+        path, kernels: as in `product`.
 
     Raises:
         ValueError: where the function is called: sizes that blocks do not divide, or a GPU without
             such products.
     """
     recipe = recipe.grouped()
-    emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
-    split = _MatmulSplit(_named(inner), _named(outer), None, _named(experts))
-    layer = _Experts(recipe, split, emulate)
+    emulate = kernels.wants_reference("scaled_matmul")
+    split = _MatmulSplit(_as_axes(inner), _as_axes(outer), None, _as_axes(experts))
+    layer = _QuantisedExperts(recipe, split, emulate)
 
     def multiply(
         x: Tensor,
@@ -568,15 +563,10 @@ def grouped_product(
         check_sizes(recipe, tuple(x.shape), (w.shape[1], w.shape[2]), path=path)
         _check_history(recipe, history, path, (len(w),))
 
-        def value(
-            x: Tensor, w: Tensor, codes: Codes | None, sizes: Tensor, history: Tensor | None
-        ) -> Tensor:
-            return layer.forward(x, w, codes, sizes, zeros, _known(history))
-
         def forward(
             x: Tensor, w: Tensor, codes: Codes | None, sizes: Tensor, history: Tensor | None
         ) -> tuple[Tensor, tuple]:
-            known = _known(history)
+            known = _read_history(history)
             y = layer.forward(x, w, codes, sizes, zeros, known)
             return y, (x, w, codes, sizes, known)
 
@@ -585,20 +575,20 @@ def grouped_product(
             dx, dw, seen = layer.backward(x, w, codes, sizes, dy, zeros_back, known)
             return dx, dw, None, None, seen
 
-        like, codes = _apart(w)
+        like, codes = _split_codes(w)
+        value = lambda *args: forward(*args)[0]  # noqa: E731
         return custom_vjp(value, forward, backward)(x, like, codes, sizes, history)
 
     return multiply
 
 
-class _Experts(NamedTuple):
+class _QuantisedExperts(NamedTuple):
     """The three products of experts.
 
     Attributes:
-        recipe: `Recipe.grouped`.
-        split: of one expert; as ``partial`` it has the axes that split experts, over which nothing
-            of one is anywhere else.
-        emulate: as of `product`.
+        recipe: as `Recipe.grouped` returns it.
+        split: the axes of one expert; ``partial`` has those that split experts.
+        emulate: whether GPUs compute the reference.
     """
 
     recipe: Recipe
@@ -614,12 +604,14 @@ class _Experts(NamedTuple):
         zeros: bool,
         known: Mapping[str, Tensor],
     ) -> Tensor:
-        """The rows' products; known are magnitudes that histories tell, of every expert."""
+        """Rows times their expert's w; `known` has the magnitudes that histories give."""
         if self.recipe.fprop is None:
             return grouped_matmul(x, w, sizes, zeros)
         made = None if codes is None else codes.read(self.recipe, 0)
         most = known.get("x"), known.get("w")
-        return self._rows(x, w.mT, made, sizes, self.recipe.fprop, self.split.inner, zeros, most)
+        return self._multiply_rows(
+            x, w.mT, made, sizes, self.recipe.fprop, self.split.inner, zeros, most
+        )
 
     def backward(
         self,
@@ -631,7 +623,7 @@ class _Experts(NamedTuple):
         zeros_back: bool,
         known: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The cotangents of x and w, and histograms of what was seen."""
+        """The cotangents of x and w, and the histograms of this step's magnitudes."""
         recipe = self.recipe
         if recipe.dgrad is None:
             dx = grouped_matmul(dy, w.mT, sizes, zeros_back)
@@ -639,19 +631,19 @@ class _Experts(NamedTuple):
             made = None if codes is None else codes.read(recipe, 1)
             most = known.get("dy"), known.get("w")
             outer = self.split.outer
-            dx = self._rows(dy, w, made, sizes, recipe.dgrad, outer, zeros_back, most)
-        groups = _groups(x, sizes)
-        dw = self._weight(x, w, sizes, dy, groups, known)
+            dx = self._multiply_rows(dy, w, made, sizes, recipe.dgrad, outer, zeros_back, most)
+        groups = _find_groups(x, sizes)
+        dw = self._weight_cotangent(x, w, sizes, dy, groups, known)
         if recipe.scaling != "delayed":
             return dx, dw, None
-        of_x, of_dy = (_of_groups(m, _WHOLE, groups, len(w)) for m in (x, dy))
-        of_w = magnitude(w, _WHOLE)
+        of_x, of_dy = (_group_magnitudes(m, _BY_TENSOR, groups, len(w)) for m in (x, dy))
+        of_w = magnitude(w, _BY_TENSOR)
         assert of_x is not None
         assert of_w is not None
         assert of_dy is not None
         return dx, dw, histogram(torch.stack([of_x[:-1, 0], of_w, of_dy[:-1, 0]], -1))
 
-    def _weight(
+    def _weight_cotangent(
         self,
         x: Tensor,
         w: Tensor,
@@ -668,7 +660,7 @@ class _Experts(NamedTuple):
         sides = tuple(zip(("x", "dy"), (x, dy), forms, strict=True))
         most = [_pad_magnitudes(known.get(name)) for name, _, _ in sides]
         if not known:
-            rows = [(_of_groups(m, f, groups, len(w), along=True), f) for _, m, f in sides]
+            rows = [(_group_magnitudes(m, f, groups, len(w), along=True), f) for _, m, f in sides]
             most = self._share_magnitudes(rows, self.split.tokens())
         flat: list[tuple[Tensor, Tensor]] = []
         for (_, matrix, form), amax in zip(sides, most, strict=True):
@@ -680,7 +672,7 @@ class _Experts(NamedTuple):
         left, right = flat
         return scaled_grouped_weight(*left, *right, sizes, w.dtype, emulate=self.emulate)
 
-    def _rows(
+    def _multiply_rows(
         self,
         rows: Tensor,
         w: Tensor,
@@ -691,11 +683,11 @@ class _Experts(NamedTuple):
         zeros: bool,
         known: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        """Rows times their expert's w, ``[experts, outputs, summed]``, or times what it is made."""
-        groups = _groups(rows, sizes)
+        """Rows times their expert's w, ``[experts, outputs, summed]``, or times its codes."""
+        groups = _find_groups(rows, sizes)
         amax, of_w = _pad_magnitudes(known[0]), known[1]
         if of_w is None:
-            left = _of_groups(rows, part.left, groups, len(w))
+            left = _group_magnitudes(rows, part.left, groups, len(w))
             right = magnitude(w, part.right) if made is None else None
             amax, of_w = self._share_magnitudes([(left, part.left), (right, part.right)], summed)
         if amax is not None and part.left.shared == "tensor":
@@ -717,29 +709,29 @@ class _Experts(NamedTuple):
 
 
 def _pad_magnitudes(known: Tensor | None) -> Tensor | None:
-    """Magnitudes of experts as `_of_groups` has them: [E + 1, 1] of [E]."""
+    """Magnitudes of experts as `_group_magnitudes` has them: [E + 1, 1] of [E]."""
     if known is None:
         return None
     return torch.cat([known, torch.ones_like(known[:1])]).unsqueeze(1)
 
 
-def _groups(rows: Tensor, sizes: Tensor) -> Tensor:
+def _find_groups(rows: Tensor, sizes: Tensor) -> Tensor:
     """The group of each row, int64 [R]; of rows that belong to none, how many groups there are."""
     at = torch.arange(rows.shape[0], device=rows.device)
     return (at.unsqueeze(1) >= sizes.cumsum(0)).sum(1)
 
 
-def _of_groups(
+def _group_magnitudes(
     x: Tensor, form: QuantisedFormat, groups: Tensor, num: int, *, along: bool = False
 ) -> Tensor | None:
-    """The magnitudes that rows need: [num + 1, 1] of groups, [R] of rows, or None.
+    """The magnitudes that a format needs: [num + 1, 1] by group, [R] by row, or None.
 
     Args:
         x: ``[R, D]``; rows of no group may be anything, and count in the last of the results.
-        form: what they are quantised to.
-        groups: of each row.
-        num: how many there are.
-        along: what is summed are rows: "row" is one of each group and column, [num + 1, D].
+        form: the format.
+        groups: the group of each row.
+        num: number of groups.
+        along: whether rows are summed: "row" then is each column of a group, [num + 1, D].
     """
     if form.shared == "row" and not along:
         return magnitude(x, form)
@@ -751,6 +743,6 @@ def _of_groups(
     at = groups.unsqueeze(1).expand(size.shape)
     start = torch.zeros_like(size[:1]).expand(num + 1, -1)
     most = start.scatter_reduce(0, at, size, "amax")
-    # what rows of no group hold is no magnitude of anything
+    # rows of no group have undefined contents
     own = torch.arange(num + 1, device=x.device).unsqueeze(1) < num
     return torch.where(own, most, torch.ones_like(most))

@@ -1,4 +1,4 @@
-"""Recipes and policies: which products are quantised, and which dtypes a step has, as values.
+"""Recipes (which matrix products are quantised) and policies (the dtypes of a step), as values.
 
 A linear layer y = x w has three products, and each sums over another dim:
 
@@ -12,8 +12,9 @@ A `Recipe` names the formats of all six, and is one line of text:
 
     fprop=e4m3@tensor*e4m3@tensor dgrad=e5m2@tensor*e4m3@tensor wgrad=... scaling=global
 
-`RECIPES` has the published ones by name. Of a model, a recipe also says which layers it leaves
-high, and whether it is for logits too: ``nvfp4 first=1 last=4`` is that of the name, with these.
+`RECIPES` has the published ones by name. A recipe also says which layers stay in high precision,
+and whether logits are quantised: ``nvfp4 first=1 last=4`` is the recipe of that name with these
+changes.
 
 A `PrecisionPolicy` has the dtypes of parameters, sums, masters and moments; `POLICIES` by name:
 
@@ -25,11 +26,11 @@ A `PrecisionPolicy` has the dtypes of parameters, sums, masters and moments; `PO
 | fp16      | float16                 | float32             | float32        | float32  | float16  |
 | fp8-tensor, ... | bfloat16          | float32             | float32        | float32  | a recipe |
 
-The last are those of `RECIPES`, of the projections of attention, feed-forward layers and experts;
-nvfp4 leaves the last 15% of layers high. Embedding, unembedding, norms, softmax, losses and routers
-are not quantised, and compute in float32 inside in all of them, or as parameters are stored. Under
-fp16 the loss is scaled, by a number that follows overflows (Micikevicius et al. 2018, "Mixed
-Precision Training", https://arxiv.org/abs/1710.03740).
+The last are those of `RECIPES`, for the projections of attention, feed-forward layers and experts;
+nvfp4 keeps the last 15% of layers in high precision. Embedding, unembedding, norms, softmax, losses
+and routers are never quantised: they compute in float32, or in the parameters' dtype. fp16 scales
+the loss by a factor that follows overflows (Micikevicius et al. 2018, "Mixed Precision Training",
+https://arxiv.org/abs/1710.03740).
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from functron.ops.quantise import WIDTH, QuantisedFormat, undivided
 from functron.ops.scaled_matmul import why_not
 
 Scaling = Literal["global", "local", "delayed"]
-"""Whose magnitude scales are of: the whole tensor's, over all ranks that have a part of it; this
-rank's part's; or the whole tensor's in the steps before. "global" and "delayed" numbers are those
-of one device; "local" ones depend on the mesh. "local" and "delayed" send nothing."""
+"""The magnitude that scales are made of: that of the whole tensor over all its shards; that of this
+rank's shard; or that of the whole tensor in earlier steps. "global" and "delayed" give the numbers
+of one device, "local" depends on the mesh. "local" and "delayed" need no communication."""
 
 HIGH = "high"
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -63,11 +64,10 @@ class Contraction:
     """How one of the three products is computed: ``e4m3@1x128*e4m3@128x128``.
 
     Attributes:
-        left: of the first operand in the module's table.
-        right: of the second one.
-        hadamard: both are first multiplied by a random Hadamard matrix along what is summed, which
-            leaves the product as it is and spreads large elements (`functron.ops.quantise`); as
-            text ``hadamard(...)``.
+        left, right: the formats of the first and second operand in the module's table.
+        hadamard: whether both are first multiplied by a random Hadamard matrix along the summed
+            dim, which keeps the product and spreads outliers (`functron.ops.quantise`); as text
+            ``hadamard(...)``.
     """
 
     left: QuantisedFormat
@@ -80,21 +80,21 @@ class Contraction:
 
     @property
     def draws(self) -> bool:
-        """Whether it takes random numbers."""
+        """Whether it needs random numbers."""
         return self.hadamard or self.left.stochastic or self.right.stochastic
 
     @property
     def depth(self) -> int:
-        """The number that the size that is summed must be a multiple of."""
+        """The number that the size of the summed dim must be a multiple of."""
         sizes = [self.left.block[1], self.right.block[1], WIDTH if self.hadamard else 1]
         return max(sizes)
 
     @classmethod
     def parse(cls, text: str) -> Contraction | None:
-        """Of its text; None of "high".
+        """The contraction that the text describes; None of "high".
 
         Raises:
-            ValueError: it is none.
+            ValueError: it describes none.
         """
         if text == HIGH:
             return None
@@ -113,10 +113,8 @@ class Recipe:
     ``str(recipe)`` is one line, which `Recipe.parse` reads back.
 
     Attributes:
-        fprop: of x and w.
-        dgrad: of dy and w.
-        wgrad: of x and dy.
-        scaling: whose magnitudes; see `Scaling`.
+        fprop, dgrad, wgrad: the product of x and w, of dy and w, and of x and dy.
+        scaling: see `Scaling`.
         first: number of leading layers kept in high precision, the parameters' dtype; below 1 a
             share of all layers, rounded to the nearest number.
         last: number of trailing layers kept in high precision likewise; with any, also the modules
@@ -124,9 +122,9 @@ class Recipe:
         logits: "low": the product that makes logits is quantised as layers' are; else "high".
 
     Raises:
-        ValueError: blocks of the two operands of a product differ in how many elements that are
-            summed share a scale; magnitudes are to be remembered that are not of tensors; or
-            numbers of layers are negative or broken.
+        ValueError: the two operands of a product have blocks of different length along the summed
+            dim; delayed scaling of formats other than "tensor"; or numbers of layers that are
+            negative or not whole.
     """
 
     fprop: Contraction | None
@@ -162,7 +160,7 @@ class Recipe:
         raise_problems("a recipe", found)
 
     def products(self) -> Iterator[tuple[str, Contraction]]:
-        """The names and contractions of those that are quantised."""
+        """The products that are quantised, with their names."""
         for name in _PRODUCTS:
             part = getattr(self, name)
             if part is not None:
@@ -170,11 +168,11 @@ class Recipe:
 
     @property
     def draws(self) -> bool:
-        """Whether it takes random numbers, and so a key."""
+        """Whether it needs random numbers, and so a key."""
         return any(part.draws for _, part in self.products())
 
     def high(self, num_layers: int) -> tuple[int, int]:
-        """How many of the first and of the last of a model's layers stay high."""
+        """How many of a model's first and of its last layers stay in high precision."""
 
         def count(share: float) -> int:
             return int(share * num_layers + 0.5) if share < 1 else int(share)
@@ -192,10 +190,10 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """The recipe of its text, or of a name of `RECIPES`, perhaps followed by other fields.
+        """The recipe that the text describes: fields, or a name of `RECIPES` and changed fields.
 
         Raises:
-            ValueError: it is none; all that is wrong with its fields is listed.
+            ValueError: it describes none; all problems of its fields are listed.
         """
         name, *words = text.split() or [text]
         base = None if "=" in name else RECIPES.get(name)
@@ -226,11 +224,10 @@ class Recipe:
     def grouped(self) -> Recipe:
         """The recipe for the experts of a layer, whose rows are sorted by expert.
 
-        How many rows an expert has is data, and which ranks they come from depends on the mesh. So
-        no block of wgrad may lie along rows: there its operands have one scale for each expert and
-        feature, in the e4m3 (or e5m2) of theirs, instead of "1x128", "1x32" and "1x16"; rows are
-        padded nowhere. What goes by the global positions of tokens is left out, as rows do not
-        know theirs: Hadamard matrices along rows, and stochastic rounding, which is to nearest.
+        The number of rows of an expert is data, and depends on the mesh. So blocks of wgrad cannot
+        lie along rows: instead of "1x128", "1x32" and "1x16" its operands have one scale for each
+        expert and feature, in e4m3 (or e5m2). Rows do not know their tokens' global positions, so
+        there are no Hadamard matrices along rows, and no stochastic rounding (but to nearest).
         """
 
         def along_rows(f: QuantisedFormat) -> QuantisedFormat:
@@ -258,10 +255,10 @@ def problems_on(
     """The products of a recipe that a GPU of this compute capability cannot compute.
 
     Args:
-        recipe: which.
+        recipe: of a model's layers.
         dtype: of activations.
-        capability: of the GPU.
-        grouped: of experts.
+        capability: the compute capability of the GPU.
+        grouped: whether the products are those of experts.
     """
     found = []
     for name, part in recipe.products():
@@ -281,9 +278,7 @@ def check_gpu(
     """Refuse a recipe that a GPU of this compute capability cannot compute, before anything starts.
 
     Args:
-        recipe: of the model's layers.
-        dtype: of activations.
-        capability: of the GPU.
+        recipe, dtype, capability: as in `problems_on`.
         experts: whether the model has layers of experts.
 
     Raises:
@@ -308,12 +303,12 @@ def check_sizes(
     """Refuse sizes of a linear layer on one rank that a recipe's blocks do not divide.
 
     Args:
-        recipe: which.
+        recipe: of the layer.
         x: the shape of this rank's activations, [..., tokens, inputs].
         w: the shape of this rank's weight, [inputs, outputs].
-        path: of the layer, for the message.
+        path: the layer's name in messages.
         backward: whether gradients are taken.
-        runs: of consecutive tokens, of one length, that x's are.
+        runs: number of runs of consecutive tokens, all of one length, in x.
 
     Raises:
         ValueError: with every dim, the nearest sizes that fit, and for which product.
@@ -377,18 +372,18 @@ class PrecisionPolicy:
 
     Attributes:
         params: of parameters and activations.
-        masters: "float32": copies in float32 that the optimizer updates, of parameters in low
-            precision; "remainder": of these the 16 bits that bfloat16 parameters lack;
-            "stochastic": none, updates are rounded stochastically; empty: none, and what
-            is smaller than a parameter's last bit is lost.
-        grads: in which gradients of microbatches are added up; empty: the parameters'.
-        reduce: in which they are summed over ranks; empty: that in which they were added up.
-        mu: of the optimizer's mean of gradients; empty: that of the masters, or of parameters.
-        nu: of the mean of their squares, likewise.
-        loss_scale: the first factor of the loss, which then follows overflows; 0: none.
+        masters: "float32": the optimizer updates float32 copies of parameters in low precision;
+            "remainder": only the 16 bits of these that bfloat16 parameters lack are kept;
+            "stochastic": none, parameters are rounded stochastically; empty: none, and updates
+            below a parameter's last bit are lost.
+        grads: in which gradients of microbatches are accumulated; empty: the parameters'.
+        reduce: in which they are summed over ranks; empty: as they were accumulated.
+        mu: of Adam's first moment; empty: that of the masters, or of parameters.
+        nu: of Adam's second moment, likewise.
+        loss_scale: the initial loss scale, which then follows overflows; 0: none.
         products: the `Recipe` of quantised products, as text; empty: none are quantised.
-        gather_as: as what fully sharded parameters are sent: empty: as they are; "bfloat16": in
-            that dtype, in which is computed, of those in float32; "quantised": the weights of
+        gather_as: how fully sharded parameters are gathered: empty: in their dtype; "bfloat16":
+            float32 parameters rounded to it, and computed with in it; "quantised": the weights of
             quantised products as codes, made once per step (`functron.precision.encoder`).
     """
 
@@ -450,25 +445,25 @@ Precision = Literal[
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The dtypes that compute, sum and keep.
+    """The dtypes of computation, sums and storage.
 
     Attributes:
-        name: which dtypes compute, sum and keep, by name: float32, bf16 (float32 masters and sums),
-            bf16-pure (neither; updates are rounded stochastically), fp16 (float32 masters and sums,
-            and a loss scale that follows overflows), or as bf16 with quantised products:
-            fp8-tensor, fp8-delayed, fp8-row, fp8-block, mxfp8, nvfp4. It fills the options beside
-            it, which change it where they are given. auto: bf16 on a GPU, where nothing else names
-            a dtype; otherwise these options as they are.
-        products: how products of attention's projections, feed-forward layers and experts are
-            quantised, as functron.precision.Recipe: a name such as fp8-block, or a line such as
-            "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high", and which of a GPT's layers stay high,
-            such as "nvfp4 first=1 last=4" (nvfp4 alone: last=0.15 of them), or logits=low; empty:
-            they are not.
-        gather_as: as what they are sent: empty: in their own dtype; bfloat16: rounded to it, and
-            computed in it, where shards are in float32; quantised: as the codes of quantised
-            products, made once per step, which microbatches and backward read again: of 8 bits half
-            of bfloat16's bytes, and the same numbers. Of fp8-row and mxfp8 a weight has two codes:
-            gather=keep and step, which send both, save nothing.
+        name: the precision policy: float32, bf16 (float32 masters and sums), bf16-pure (neither;
+            parameters are rounded stochastically), fp16 (float32 masters and sums, and a loss scale
+            that follows overflows), or bf16 with quantised matrix products: fp8-tensor,
+            fp8-delayed, fp8-row, fp8-block, mxfp8, nvfp4. It sets the other dtype options, which
+            override it where they are given. auto: bf16 on a GPU if no option names a dtype;
+            otherwise the other options as they are.
+        products: how the matrix products of attention's projections, feed-forward layers and
+            experts are quantised (functron.precision.Recipe): a name such as fp8-block, or a line
+            such as "fprop=e4m3@row*e4m3@row dgrad=high wgrad=high"; and which layers of a GPT stay
+            in high precision, such as "nvfp4 first=1 last=4" (nvfp4 alone: last=0.15 of them), or
+            logits=low; empty: not quantised.
+        gather_as: how fully sharded parameters are gathered: empty: in their own dtype; bfloat16:
+            float32 shards are rounded to it, and computed with in it; quantised: as codes of
+            quantised products, made once per step and read by all microbatches: in 8 bits half of
+            bfloat16's bytes, and the same numbers. Weights of fp8-row and mxfp8 have two codes, so
+            that gather=keep and step, which send both, save nothing.
     """
 
     name: Precision = setting("auto", "common shapes step", short="precision")

@@ -1,9 +1,9 @@
-"""The weights of quantised products in codes: made once per step, and gathered in place of weights.
+"""Quantised weights ("codes"): made once per step, and gathered in place of the weights.
 
-`functron.precision.product` quantises a weight in every forward and backward of every microbatch,
-and fully sharded parameters travel in their own dtype. An `encoder` makes the codes before the
-first microbatch, of this rank's part alone, and products read these: the same bits, as a scale is
-agreed by the ranks that have parts of what shares it, and no block lies in two parts. Sent are
+Without them `functron.precision.product` quantises a weight in every forward and backward of every
+microbatch, and fully sharded parameters are gathered in their own dtype. An `encoder` quantises
+this rank's shards before the first microbatch. Results have the same bits, as ranks agree on the
+scales that they share, and no block spans two shards. Bytes that are gathered:
 
 | format of w in fprop and dgrad     | codes | bytes per weight, of bfloat16's 2      |
 |------------------------------------|-------|----------------------------------------|
@@ -12,11 +12,10 @@ agreed by the ranks that have parts of what shares it, and no block lies in two 
 | row, 1x128, 1x32                   | two   | 1 where each is read, and scales       |
 | 1x16                               | two   | 0.5 likewise                           |
 
-as fprop sums over inputs and dgrad over outputs: a square of a scale is one for both, a row or a
-block along what is summed is not. Of two codes forward gathers one and backward the other, and what
-recomputes forward its one again; where parameters stay gathered until backward, or for a step, both
-are sent: 2 bytes, no saving. Between its making and the end of the step a rank holds the codes
-of its part beside the parameters.
+There are two codes where scales lie along the summed dim, as fprop sums over inputs and dgrad over
+outputs. Of two codes forward (also when recomputed) gathers one and backward the other; where
+parameters stay gathered until backward, or for a step, both are gathered: 2 bytes, no saving.
+During a step a rank holds the codes of its shards beside the parameters.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _SQUARES = ("tensor", "128x128", "16x16")
 
 
 def serves_both(recipe: Recipe) -> bool:
-    """Whether one code of a weight is what fprop and dgrad read."""
+    """Whether fprop and dgrad read the same code of a weight."""
     fprop, dgrad = recipe.fprop, recipe.dgrad
     assert fprop is not None
     assert dgrad is not None
@@ -70,11 +69,11 @@ def encoder(
     and rows; with ``scaling=local``, over the axes of fully sharded parameters alone.
 
     Args:
-        recipe: one without `problems`.
-        defs: of the parameters.
-        kernels: of ``"scaled_matmul"``; as of `functron.precision.product`.
+        recipe: one without `problems_of`.
+        defs: the parameters' `ParamDef`s.
+        kernels: as in `functron.precision.product`.
     """
-    emulate = kernels.by_op.get("scaled_matmul", kernels.choice) == "reference"
+    emulate = kernels.wants_reference("scaled_matmul")
 
     def encode(params: tree.Tree, specs: tree.Tree) -> tree.Tree:
         leaves, structure = tree.flatten(params)
@@ -88,21 +87,21 @@ def encoder(
             amax = None if code.magnitude is None else next(most)
             return quantise(code.matrix, code.format, amax, emulate=emulate)
 
-        out = [_encode_codes(row, [made(code) for code in row]) if row else None for row in found]
-        return tree.unflatten(structure, out)
+        rows = [tuple(_store_code(code.turned, made(code)) for code in row) for row in found]
+        return tree.unflatten(structure, [Encoded(None, row) if row else None for row in rows])
 
     return encode
 
 
 class _WeightCode(NamedTuple):
-    """One code that is to be made of a weight.
+    """A weight, or its transpose, that is to be quantised.
 
     Attributes:
         matrix: ``[..., rows, summed]``.
-        format: of it.
-        turned: its rows are the weight's outputs.
-        magnitude: of this rank's part.
-        axes: over whose ranks it is to be agreed.
+        format: of the code.
+        turned: whether its rows are the weight's outputs.
+        magnitude: of this rank's shard.
+        axes: the mesh axes over which ranks agree on the magnitude.
     """
 
     matrix: Tensor
@@ -158,19 +157,14 @@ def agreed(parts: Sequence[tuple[Tensor, tuple[str, ...]]], scaling: Scaling) ->
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The integers of x's bits: what collectives send as it is, and nothing differentiates."""
+    """x's bits as integers, which collectives send unchanged and nothing differentiates."""
     return copied(x, torch.int32 if x.dtype == torch.float32 else torch.uint8)
 
 
-def _encode_codes(codes: Sequence[_WeightCode], made: Sequence[Quantised]) -> Encoded:
-    """Codes as matrices like the weight."""
-    return Encoded(None, tuple(_code(c.turned, x) for c, x in zip(codes, made, strict=True)))
-
-
-def _code(over: bool, x: Quantised) -> MatrixCode:
-    parts: dict[str, tuple[Tensor, ...]] = {"both": (), "shared": ()}
+def _store_code(over: bool, x: Quantised) -> MatrixCode:
+    """A code as a `MatrixCode`, of matrices that lie as the weight does."""
     values, scales = (_bits(part).mT if over else _bits(part) for part in (x.values, x.scales))
-    parts["both"] = (values,)
+    parts: dict[str, tuple[Tensor, ...]] = {"both": (values,), "shared": ()}
     where = _place(x.blocks, over)
     parts[where] = (*parts.get(where, ()), scales)
     if x.whole is not None:
@@ -179,7 +173,7 @@ def _code(over: bool, x: Quantised) -> MatrixCode:
 
 
 def _place(blocks: str, over: bool) -> str:
-    """In which field of a `MatrixCode` the scales are."""
+    """The field of a `MatrixCode` that has the scales."""
     return {"tensor": "shared", "row": "columns" if over else "rows"}.get(blocks, "both")
 
 
@@ -211,13 +205,13 @@ class Codes(NamedTuple):
         return Quantised(values, scales, form.blocks, whole)
 
 
-# --- what cannot be sent in codes
+# --- weights that cannot be gathered as codes
 
 
 def problems_of(
     recipe: Recipe, defs: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh
 ) -> Iterator[Problem]:
-    """The problems of weights in codes: of the recipe, and of the parts that ranks have.
+    """Why weights cannot be gathered as codes: problems of the recipe, and of how they are sharded.
 
     Args:
         recipe: of the products.
@@ -254,7 +248,7 @@ def _recipe_problems(recipe: Recipe) -> Iterator[Problem]:
 def _split_problems(
     recipe: Recipe, path: str, d: ParamDef, spec: P, mesh: Mesh | BoundMesh
 ) -> Iterator[Problem]:
-    """Parts of a weight that blocks do not divide, or that are no runs of rows or columns."""
+    """Shards of a weight that blocks do not divide, or that are not runs of rows or columns."""
     inputs, outputs = d.matrix
     local = local_shape(d.shape, spec, mesh)
     first = len(local) - inputs - outputs

@@ -13,7 +13,14 @@ import torch
 
 from functron import random
 from functron.ops import adamw
-from functron.ops.adamw import Stochastic, adamw_, place_of, random_bits, stochastic_round
+from functron.ops.adamw import (
+    AdamwNumbers,
+    Stochastic,
+    adamw_,
+    place_of,
+    random_bits,
+    stochastic_round,
+)
 from tests.kernels.emulator import Emulator, emulated
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -147,10 +154,8 @@ def test_sizes_and_alignments_give_the_same_bits(size, shift, random_):
 def test_empty():
     empty = torch.empty(0)
     step(Emulator(0), empty, None, empty.clone(), empty.clone(), empty.clone(), 1)
-    adamw_(
-        *[torch.empty(0) for _ in range(4)], count=scalar(1, torch.int64), rate=scalar(1.0), b1=B1,
-        b2=B2, eps=EPS, weight_decay=0.0,
-    )  # fmt: skip
+    numbers = AdamwNumbers(scalar(1, torch.int64), scalar(1.0), B1, B2, EPS)
+    adamw_(*[torch.empty(0) for _ in range(4)], numbers, 0.0)
 
 
 @pytest.mark.parametrize("launch", [None, Emulator(0)], ids=["reference", "kernel"])
@@ -323,8 +328,8 @@ def test_small_updates_add_up_without_masters():
 
 def test_errors():
     x = torch.ones(4, 6)
-    given = {"count": scalar(1, torch.int64), "rate": scalar(0.1), "b1": B1, "b2": B2, "eps": EPS}
-    call = functools.partial(adamw_, **given, weight_decay=0.0)
+    given = AdamwNumbers(scalar(1, torch.int64), scalar(0.1), B1, B2, EPS)
+    call = functools.partial(adamw_, numbers=given, weight_decay=0.0)
     with pytest.raises(
         ValueError,
         match=r"(?s)grad: got shape \(3,\).*nu: got shape \(4, 6\) with strides \(1, 4\)",
@@ -335,11 +340,11 @@ def test_errors():
         match=r"param: got shape \(4, 3\) with strides \(6, 2\); wanted a tensor without gaps",
     ):
         call(*[torch.ones(4, 6)[:, ::2] for _ in range(4)])
+    wrong = given._replace(rate=scalar(0.1, torch.float64))
     with pytest.raises(
         ValueError, match=r"(?s)rate: got torch.float64.*master: got torch.bfloat16"
     ):
-        adamw_(x, x.clone(), x.clone(), x.clone(), **given | {"rate": scalar(0.1, torch.float64)},
-               weight_decay=0.0, master=x.to(BF16))  # fmt: skip
+        adamw_(x, x.clone(), x.clone(), x.clone(), wrong, 0.0, master=x.to(BF16))
     with pytest.raises(ValueError, match="a contiguous one, to round it"):
         call(*[x.t()] * 4, rounding=Stochastic(random.key(0), 0))
     with pytest.raises(

@@ -161,7 +161,7 @@ def test_in_place(dtype):
 
     def overwritten(launch):
         mine = logits.clone()
-        cross_entropy._kernel_overwrite(launch, d_lse, d_target, mine, ids, lse, count)
+        cross_entropy._kernel_backward_(launch, d_lse, d_target, mine, ids, lse, count)
         return (mine,)
 
     assert torch.equal(emulated(overwritten)[0], wanted)
@@ -203,7 +203,7 @@ def test_bad_operands_are_refused():
     with pytest.raises(TypeError, match=r'ops\.use\("reference"\)'):
         emulated(cross_entropy._kernel, logits.double(), ids, None)
     with pytest.raises(ValueError, match="contiguous"):
-        emulated(cross_entropy._kernel_overwrite, d_lse, d_target, logits[:, ::2], ids, d_lse, None)
+        emulated(cross_entropy._kernel_backward_, d_lse, d_target, logits[:, ::2], ids, d_lse, None)
     with pytest.raises(ValueError, match="as optim's step_ does"):
         torch.func.vmap(lambda x: CROSS_ENTROPY_BACKWARD_(d_lse, d_target, x, ids, d_lse, None))(
             torch.stack([logits, logits])

@@ -149,15 +149,15 @@ def test_there_and_back(dim, routed, dtype):
     order, source, slots = order_of(*routed)
     x, weights = draw(routed[0], dim, dtype=dtype), draw(*slots.shape, dtype=torch.float32, seed=1)
     seeds = (0, 1, 2) if dim < 1000 else (0, 3)
-    rows = emulated(moe._permute_kernel, x, source, slots, seeds=seeds)
+    rows = emulated(PERMUTE.kernel, x, source, slots, seeds=seeds)
     assert torch.equal(rows[:-3], x[source[:-3]])
     assert (rows[-3:] == 0).all()
 
     rows = draw(*rows.shape, dtype=dtype, seed=2)
-    y = emulated(moe._unpermute_kernel, rows, weights, order, slots, seeds=seeds)
+    y = emulated(UNPERMUTE.kernel, rows, weights, order, slots, seeds=seeds)
     size = loop(rows.abs(), weights.abs(), slots)
     assert_rounded(y, loop(rows, weights, slots), size, slots.shape[1])
-    y = emulated(moe._add_kernel, rows, source, slots, seeds=seeds)
+    y = emulated(ADD_ROWS.kernel, rows, source, slots, seeds=seeds)
     assert_rounded(y, loop(rows, None, slots), loop(rows.abs(), None, slots), slots.shape[1])
 
 
@@ -192,8 +192,8 @@ def test_the_same_bits_where_memory_is_not_aligned(dtype):
         return memory[:, 3:75]
 
     for kernel, args in (
-        (moe._permute_kernel, (x, source, slots)),
-        (moe._unpermute_kernel, (rows, weights, order, slots)),
+        (PERMUTE.kernel, (x, source, slots)),
+        (UNPERMUTE.kernel, (rows, weights, order, slots)),
         (moe._unpermute_backward_kernel, (x, rows, weights, order, slots)),
     ):
         other = [unaligned(a) if a.dtype == dtype and a.shape[-1] == 72 else a for a in args]
@@ -213,7 +213,7 @@ def test_rows_that_no_token_has_may_be_nan():
     rows = draw(order.shape[0], 8, dtype=torch.float32)
     rows[-3:] = math.nan
     weights = draw(4, 2, dtype=torch.float32)
-    assert emulated(moe._unpermute_kernel, rows, weights, order, slots).isfinite().all()
+    assert emulated(UNPERMUTE.kernel, rows, weights, order, slots).isfinite().all()
     args = (draw(4, 8, dtype=torch.float32), rows, weights, order, slots)
     d_rows, d_weights = emulated(moe._unpermute_backward_kernel, *args)
     assert (d_rows[-3:] == 0).all()
@@ -226,10 +226,10 @@ def test_nothing_to_move(tokens, rows, dim):
     slots = torch.full((tokens, 2), -1)
     x, there = torch.ones(tokens, dim), torch.ones(rows, dim)
     weights = torch.ones(tokens, 2)
-    y = emulated(moe._permute_kernel, x, source, slots)
+    y = emulated(PERMUTE.kernel, x, source, slots)
     assert y.shape == (rows, dim)
     assert (y == 0).all()
-    y = emulated(moe._unpermute_kernel, there, weights, source, slots)
+    y = emulated(UNPERMUTE.kernel, there, weights, source, slots)
     assert y.shape == (tokens, dim)
     assert (y == 0).all()
     d_rows, d_weights = emulated(moe._unpermute_backward_kernel, x, there, weights, source, slots)
@@ -241,7 +241,7 @@ def test_nothing_to_move(tokens, rows, dim):
 def test_what_kernels_refuse():
     order, source, slots = order_of(2, 2, 4)
     with pytest.raises(TypeError, match=r"moe_permute: got torch\.float64"):
-        moe._permute_kernel(Emulator(), draw(2, 4), source, slots)
+        PERMUTE.kernel(Emulator(), draw(2, 4), source, slots)
     wide = torch.zeros(1, dtype=torch.float32).expand(2, 2**30)
     with pytest.raises(ValueError, match="rows of 1073741824 elements; wanted fewer"):
         moe._permute_grid(2, wide.shape[1])
@@ -252,9 +252,9 @@ def cases() -> list[Case]:
     order, source, slots = order_of(5, 3, 4, 0.7, 0.7)
     x, rows, weights = draw(5, 4), draw(order.shape[0], 4, seed=1), draw(5, 3, seed=2)
     return [
-        Case(PERMUTE, moe._permute, (x, source, slots)),
-        Case(ADD_ROWS, moe._add, (rows, source, slots)),
-        Case(UNPERMUTE, moe._unpermute, (rows, weights, order, slots), moving=(0, 1)),
+        Case(PERMUTE, PERMUTE.reference, (x, source, slots)),
+        Case(ADD_ROWS, ADD_ROWS.reference, (rows, source, slots)),
+        Case(UNPERMUTE, UNPERMUTE.reference, (rows, weights, order, slots), moving=(0, 1)),
         Case(
             UNPERMUTE_BACKWARD,
             moe._unpermute_backward,

@@ -64,7 +64,10 @@ RUNS = {
         (draw(40, 64), None, draw(40, 64, seed=1), draw(64), draw(40).abs(), 1e-5, False),
     ),
     "squares": Run(foreach._kernel, (draw(1, 70_000),)),
-    "quantise": Run(quantise._kernel, (draw(1, 144, 140), None, 1, 128, False, False, True)),
+    "quantise": Run(
+        quantise._format_kernel,
+        (draw(1, 256, 140).mT, None, None, None, None, 0, "e4m3@1x128", False),
+    ),
 }
 
 READ = "    __syncthreads();  // an earlier call may still be reading\n    if (lane == 0) parts[warp] = x;"

@@ -151,7 +151,7 @@ def test_blocks(dtype, columns):
         lse[0, 0, 1] = torch.finfo(lse.dtype).max / 4
         lse[0, 0, 2], hidden[0, 0, 2] = float("-inf"), True
         operands = scores, d_p, lse, delta, SCALE, hidden, causal
-        p, d_x = emulated(softmax._kernel_block_backward, *operands)
+        p, d_x = emulated(softmax._block_kernel, *operands)
         logs = torch.where(lse == float("-inf"), 0.0, lse).double().unsqueeze(-1)
         wanted = (masked(scores, SCALE, hidden, causal) - logs).exp()
         close(p, wanted, dtype)
@@ -160,7 +160,7 @@ def test_blocks(dtype, columns):
 
         def overwritten(launch, operands=operands):
             mine = operands[0].clone(), operands[1].clone()
-            softmax._kernel_block_overwrite(launch, *mine, *operands[2:])
+            softmax._block_kernel_(launch, *mine, *operands[2:])
             return mine
 
         for got, expected in zip(emulated(overwritten), (p, d_x), strict=True):
@@ -178,7 +178,7 @@ def test_in_place(columns):
 
     def overwritten(launch):
         mine = scores.clone()
-        return mine, softmax._kernel_overwrite(launch, mine, *rest)
+        return mine, softmax.SOFTMAX_.kernel(launch, mine, *rest)
 
     for got, expected in zip(emulated(overwritten), wanted, strict=True):
         assert torch.equal(got, expected)
@@ -207,10 +207,10 @@ def test_bad_operands_are_refused():
     with pytest.raises(TypeError, match=r'ops\.use\("reference"\)'):
         emulated(softmax._kernel, scores.double(), SCALE, None, False, None)
     with pytest.raises(ValueError, match="contiguous"):
-        emulated(softmax._kernel_overwrite, scores.mT, SCALE, None, False, None)
+        emulated(softmax.SOFTMAX_.kernel, scores.mT, SCALE, None, False, None)
     operands = scores, scores.half(), scores[..., 0], scores[..., 0], SCALE, None, False
     with pytest.raises(TypeError, match="one dtype"):
-        emulated(softmax._kernel_block_overwrite, *operands)
+        emulated(softmax._block_kernel_, *operands)
 
 
 def double(shape, seed):
