@@ -102,7 +102,7 @@ def _record_wait(mesh: BoundMesh, axis: str) -> AbstractContextManager[None]:
     """A with block in which this process waits for others to have traced a program."""
     if mesh.recorder is None:
         return nullcontext()
-    return mesh.recorder.entered("agreement about a program", axis, None)
+    return mesh.recorder.record("agreement about a program", axis, None)
 
 
 def without_device_numbers(program: Code) -> str:
@@ -152,7 +152,7 @@ def match_donations(program: Code) -> dict[Var, Var]:
     found: dict[Var, Var] = {}
 
     def take(value: Var, path: str) -> bool:
-        fits = value not in found and path in free and _is_alike(free[path], value)
+        fits = value not in found and path in free and free[path].type == value.type
         if fits:
             found[value] = free.pop(path)
         return fits
@@ -165,10 +165,6 @@ def match_donations(program: Code) -> dict[Var, Var]:
     for output in returned:
         any(take(output.value, path) for path in list(free))
     return found
-
-
-def _is_alike(a: Var, b: Var) -> bool:
-    return (a.shape, a.stride, a.dtype, a.device) == (b.shape, b.stride, b.dtype, b.device)
 
 
 def warn_unused(program: Code, taken: Mapping[Var, Var]) -> None:
@@ -238,7 +234,7 @@ class Executable:
             tensors: the operands; the list is consumed.
         """
         check_consumable(tensors, self._donated)
-        # what it sends is not counted, so that nobody can tell how far others came
+        # collectives of compiled code are not counted, so how far others came is not known
         with (
             JointCall(self.program.name, self._mesh, alike=False) as call,
             Donation(call) as donation,
@@ -251,7 +247,7 @@ class Executable:
         return out
 
     def run_owned(self, tensors: list[torch.Tensor]) -> list:
-        """The flat results, like `run` for tensors of which the donated ones are nobody else's.
+        """The flat results, like `run` for tensors whose donated ones have no other owner.
 
         Nothing is checked, and donated tensors are not marked as gone.
         """
@@ -573,7 +569,9 @@ class Graph:
             self._seen = []
         self._launch, self._results, self._inputs = None, [], []  # the memory of the graph before
         self._inputs = [
-            _copy_layout(tensor) if position in self._moving else tensor
+            _flat_memory(tensor).clone().as_strided(tensor.shape, tensor.stride())
+            if position in self._moving
+            else tensor
             for position, tensor in enumerate(tensors)
         ]
         self._results, self._launch = record(self._run, self._inputs)
@@ -599,8 +597,3 @@ def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flatten()
     rows = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.as_strided((1 + sum((size - 1) * step for size, step in rows),), (1,))
-
-
-def _copy_layout(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the same layout."""
-    return _flat_memory(tensor).clone().as_strided(tensor.shape, tensor.stride())

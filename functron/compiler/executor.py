@@ -179,7 +179,7 @@ class LoopOverlap:
 def make_overlap(
     step: Loop, routine: Callable[[Procedure], RunProcedure], groups: Mapping[str, str]
 ) -> LoopOverlap | None:
-    """The work beside the iterations of a loop; None where there is none.
+    """What overlaps with the iterations of a loop; None: nothing does.
 
     Args:
         routine: makes a procedure ready to run.

@@ -151,16 +151,13 @@ def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options) -> st
         torch.__version__, torch.version.git_version, torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(), str(cuda), sorted(settings.items()),
         torch.are_deterministic_algorithms_enabled(),
-        sorted((k, _option_text(v)) for k, v in options.items()), str(graph.graph),
+        sorted((k, getattr(v, "__qualname__", repr(v))) for k, v in options.items()),
+        str(graph.graph),
         [(v.shape, v.stride, str(v.dtype), str(v.device)) for v in operands],
         # what higher-order operations call has no text in the graph's own
         *(str(part.graph) for part in graph.children() if isinstance(part, fx.GraphModule)),
     ]  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _option_text(option: Any) -> str:
-    return getattr(option, "__qualname__", repr(option))  # without the address of a function
 
 
 def _is_plain(value: Any) -> bool:
@@ -190,7 +187,7 @@ def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path):
         compat.no_dispatch_modes(),
         compat.no_transforms(),
         torch.no_grad(),
-        _trace_context(mode),
+        guards.tracing(guards.TracingContext(mode)),
         _keep_order(),
         _allow_no_reads(),
     ):
@@ -256,10 +253,6 @@ def _num_results(graph: fx.GraphModule) -> int:
     return len(results)
 
 
-def _trace_context(mode: FakeTensorMode) -> contextlib.AbstractContextManager:
-    return guards.tracing(guards.TracingContext(mode))
-
-
 def _load(path: Path, operands: Sequence[Var]):
     code: CompiledFxGraph = pickle.loads(path.read_bytes())
     constants = CompiledFxGraphConstants()
@@ -271,7 +264,7 @@ def _load(path: Path, operands: Sequence[Var]):
         "is_backward": False,
         "is_inference": True,
     }
-    with _trace_context(mode):
+    with guards.tracing(guards.TracingContext(mode)):
         code.post_compile(fakes, constants, settings)
     function = code.current_callable
     assert function is not None

@@ -222,7 +222,7 @@ def _lower_equation(
             _aten._to_copy.default, (wide,), {"dtype": result.dtype}
         )
         return
-    if _is_wide_product(equation):
+    if equation.op is _aten.mm.default and compat.is_wide(*equation.operands):
         nodes[equation.results[0]] = graph.call_function(MM_WIDE, args)
         return
     op, args, kwargs = _choose_attention(equation, args, kwargs)
@@ -333,10 +333,6 @@ def _choose_attention(equation: Equation, args: Any, kwargs: Any) -> tuple[Any, 
     if not (plain and given.get("is_causal") and compat.skips_hidden(*equation.args[query:][:2])):
         return op, args, kwargs
     return twins[op].default, (*args[:count], given.get("scale")), {}
-
-
-def _is_wide_product(equation: Equation) -> bool:
-    return equation.op is _aten.mm.default and compat.is_wide(*equation.operands)
 
 
 def _match_layout(graph: fx.Graph, x: fx.Node, like: Var) -> fx.Node:

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from functron.compiler.executable import match_donations
 from functron.compiler.lower import unroll
@@ -629,14 +628,11 @@ def join_programs(first: Program, second: Program) -> Program:
             v: replace(v, name=f"{v.name}_of_{number}", storage=2 * v.storage + number)
             for v in values
         }
-
-        def renewed(value: Any, new: Mapping[Var, Var] = new) -> Any:
-            return pytree.tree_map_only(Var, new.__getitem__, value)
-
         equations += [rename_values(equation, new) for equation in block.equations]
-        inputs += [replace(given, var=renewed(given.var)) for given in program.inputs]
-        rows = zip(program.outputs, block.outputs, strict=True)
-        outputs += [replace(output, value=renewed(value)) for output, value in rows]
+        inputs += [replace(given, var=new[given.var]) for given in program.inputs]
+        results = [new[value] if isinstance(value, Var) else value for value in block.outputs]
+        rows = zip(program.outputs, results, strict=True)
+        outputs += [replace(output, value=value) for output, value in rows]
     inputs.sort(key=lambda given: given.role != "argument")
     inputs = [
         replace(given, path=_renumber(given.path, i)) if given.role == "argument" else given

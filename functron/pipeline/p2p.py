@@ -118,7 +118,7 @@ class Post:
         if self.recorder is None:
             return nullcontext()
         rank = None if peer is None else self.recorder.ranks[self.axis][peer]
-        return self.recorder.entered(op, self.axis, value, rank)
+        return self.recorder.record(op, self.axis, value, rank)
 
     def send(self, value: tree.Tree, to: int) -> None:
         """Send the leaves of `value` with the next flush; they are kept until they have left."""

@@ -195,17 +195,17 @@ class Stage:
 
     def run(self, index: int, values: dict[Var, torch.Tensor]) -> list:
         """The outputs of a piece; what later pieces read is left in, and put into, `values`."""
-        piece, given = self.pieces[index], self.taken(index, values)
+        piece, given = self.pieces[index], self.take_values(index, values)
         if self.compiled:
-            return self.left(index, values, self.compiled[index].run_owned(given))
+            return self.store_outputs(index, values, self.compiled[index].run_owned(given))
         environment = dict(zip(self.reads[index], given, strict=True))
         given.clear()  # so that the environment alone keeps them
         read = set(piece.block.inputs)
         others = (i for i in self.program.inputs if i.role != "argument" and i.var in read)
         environment.update(ambient_inputs(others))
-        return self.left(index, values, run_block(piece.block, environment))
+        return self.store_outputs(index, values, run_block(piece.block, environment))
 
-    def taken(self, index: int, values: dict[Var, Any]) -> list:
+    def take_values(self, index: int, values: dict[Var, Any]) -> list:
         """The values that a piece reads; those that no later one does are taken out of `values`."""
         given = [values[var] for var in self.reads[index]]
         for var in self.spent[index]:
@@ -216,7 +216,7 @@ class Stage:
             for var, v in zip(self.reads[index], given, strict=True)
         ]
 
-    def left(self, index: int, values: dict[Var, torch.Tensor], outputs: list) -> list:
+    def store_outputs(self, index: int, values: dict[Var, torch.Tensor], outputs: list) -> list:
         """The outputs of a piece without what it keeps, which is put into `values`."""
         count = len(self.pieces[index].outputs)
         values.update(zip(self.pieces[index].keeps, outputs[count:], strict=True))
@@ -293,11 +293,11 @@ class CutStages:
         So what one of them communicates lies under what the other computes.
         """
         both = [next(first), next(second)]
-        given = [x for run in both for x in run.stage.taken(run.index, run.values)]
+        given = [x for run in both for x in run.stage.take_values(run.index, run.values)]
         made = self._compile_joint(*both).run_owned(given)
         count = len(both[0].stage.pieces[both[0].index].block.outputs)
         parts = zip(both, (made[:count], made[count:]), strict=True)
-        outputs = [run.stage.left(run.index, run.values, part) for run, part in parts]
+        outputs = [run.stage.store_outputs(run.index, run.values, part) for run, part in parts]
         rows = zip((first, second), outputs, strict=True)
         return [finish_steps(steps, part) for steps, part in rows]
 

@@ -96,6 +96,11 @@ class Var:
         """The bytes of its elements."""
         return self.size * self.dtype.itemsize
 
+    @property
+    def type(self) -> TensorType:
+        """What it is, without a name and memory."""
+        return TensorType(self.shape, self.stride, self.dtype, self.device)
+
     def meta(self) -> torch.Tensor:
         """A meta tensor of this shape, layout and dtype."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
@@ -150,7 +155,7 @@ class Scan:
     Its operands are the flat ``(*consts, *carry, *xs)``; xs and the results ys are stacked on a
     leading dim of `length`. Its results are the flat ``(*carry, *ys)``. A stacked result has the
     layout of `Var.stacked`, so that its slices are laid out as the body makes them. Operands may be
-    views that are never copied, and nobody needs to stack ys that only another scan reads.
+    views that are never copied, and ys that only another scan reads need not be stacked.
 
     Attributes:
         body: inputs ``(*consts, *carry, *x)``, outputs ``(*carry, *y)``; outputs may be inputs.
@@ -523,7 +528,7 @@ def _end(view: Strided) -> int:
 
 
 def window_of(shape: Sequence[int], view: Strided) -> ViewWindow | None:
-    """The window of a contiguous tensor that a strided view shows; None: it is none.
+    """The window of a contiguous tensor that a strided view shows; None: it shows no window.
 
     Args:
         view: of its memory, without overlaps.

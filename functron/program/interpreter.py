@@ -412,10 +412,6 @@ def _run_own(equation: Equation, *args: Any, **kwargs: Any) -> Any:
     return primitive.call(x, found[0], **options)
 
 
-def _require_replicated(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return axis.mark(x, "require_replicated") if isinstance(axis, TracedAxis) else x
-
-
 def _run_effect(equation: Equation, *args: Any) -> None:
     """An operation without results: of simulated ranks, on the plain value of them all."""
     if equation.name == "debug_print":
@@ -450,7 +446,9 @@ _OTHERS: Mapping[str, Callable[..., torch.Tensor]] = {
 _STATEMENTS: Mapping[str, Callable[[torch.Tensor, Axis], torch.Tensor]] = {
     "vary": primitives.Vary.call,
     "assume_replicated": primitives.AssumeReplicated.call,
-    "require_replicated": _require_replicated,
+    "require_replicated": lambda x, axis: (
+        axis.mark(x, "require_replicated") if isinstance(axis, TracedAxis) else x
+    ),
 }
 _COLLECTIVES: Mapping[str, Any] = {
     each.op: each
@@ -483,17 +481,13 @@ def _find_call(equation: Equation) -> Callable:
     return op
 
 
-def _read_strided(x, size, stride, offset=None):
-    return read_view(x, Strided(tuple(size), tuple(stride), offset or 0))
-
-
-def _write_strided(x, source, size, stride, offset=None):
-    return write_view(x, source, Strided(tuple(size), tuple(stride), offset or 0))
-
-
 _STRIDED: Mapping[Any, Callable] = {
-    _aten.as_strided.default: _read_strided,
-    _aten.as_strided_scatter.default: _write_strided,
+    _aten.as_strided.default: lambda x, size, stride, offset=None: read_view(
+        x, Strided(tuple(size), tuple(stride), offset or 0)
+    ),
+    _aten.as_strided_scatter.default: lambda x, source, size, stride, offset=None: write_view(
+        x, source, Strided(tuple(size), tuple(stride), offset or 0)
+    ),
 }
 
 _BATCHED: Mapping[Any, int] = {

@@ -411,8 +411,7 @@ class _Parser:
             return tensor.set_(whole.untyped_storage(), 0, kind.shape, kind.stride)
 
     def check_type(self, line: TextLine, var: Var, kind: TensorType) -> None:
-        same = (var.shape, var.dtype, var.device) == (kind.shape, kind.dtype, kind.device)
-        if not same or var.stride != kind.stride:
+        if var.type != kind:
             line.fail(f"{type_text(var)}, which {var!r} is", type_text(kind))
 
     # --- equations

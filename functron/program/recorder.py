@@ -55,7 +55,7 @@ from functron.spmd.simulate import BRANCHES, DRAWS, READS, explain
 
 
 def functional_form(func) -> Any:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where there is none of the same shape."""
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where none gives the same shape."""
     namespace, name = func._schema.name.split("::")
     if not name.endswith("_") or name.endswith("__"):
         return None
@@ -64,7 +64,9 @@ def functional_form(func) -> Any:
     if packet is None or overload not in packet.overloads():
         return None
     found = getattr(packet, overload)
-    changed = [argument for argument in func._schema.arguments if _is_written(argument)]
+    changed = [
+        each for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
+    ]
     same = changed == list(func._schema.arguments[:1])
     return found if same and len(found._schema.returns) == 1 else None
 
@@ -78,10 +80,6 @@ def draws(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping[str, Any]
             given = args[position] if position < len(args) else argument.default_value
             return bool(kwargs.get("dropout_p", given))
     return True
-
-
-def _is_written(argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 class _UnlikeError(Exception):
@@ -173,7 +171,7 @@ _aten = torch.ops.aten
 _GROUPED_MM = _aten._grouped_mm.default
 _EXPERTS = (
     'for experts of transformers model.config._experts_implementation = "batched_mm", or a '
-    "function of one's own that is registered there and calls mixture (functron/nn/moe)"
+    "function that you register there and that calls mixture (functron/nn/moe)"
 )
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
@@ -441,7 +439,7 @@ class Recorder(TorchDispatchMode):
         out = self._record_call(_aten.detach.default, (x,), {})
         storage = x.untyped_storage()._cdata
         if self._bases.get(storage) is x:
-            self._bases[storage] = out  # nobody sees x itself
+            self._bases[storage] = out  # x itself is not returned
         return out
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -813,21 +811,22 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return memory_order(tensor.shape, tensor.stride()) is not None
 
 
+_REQUIREMENTS = (
+    torch.ops.functron.require_replicated.default,
+    torch.ops.functron.require_share.default,
+)
+
+
 def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> list[Equation]:
     """The equations that `outputs` need, and those with side effects, in order."""
     needed = {value for value in outputs if isinstance(value, Var)}
     kept = []
     for equation in reversed(equations):
-        effect = not equation.outputs or _is_statement(equation)
+        effect = not equation.outputs or equation.op in _REQUIREMENTS
         if effect or any(value in needed for value in equation.results):
             kept.append(equation)
             needed.update(equation.operands)
     return kept[::-1]
-
-
-def _is_statement(equation: Equation) -> bool:
-    ops = torch.ops.functron
-    return equation.op in (ops.require_replicated.default, ops.require_share.default)
 
 
 @functools.lru_cache(1 << 10)

@@ -446,7 +446,7 @@ def _match_lines(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
     return pairs + [(len(a) - tail + k, len(b) - tail + k) for k in range(tail)]
 
 
-_FEW = 12  # so many inputs or outputs are shown unfolded
+_FEW = 12  # inputs or outputs that are shown unfolded
 _HUES = (210, 30, 140, 330, 265, 55)  # of axes, in the order of the mesh
 _PHASES = {"forward": "128 128 128", "recompute": "205 140 20", "backward": "150 90 220"}
 

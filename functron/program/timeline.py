@@ -193,7 +193,7 @@ def timeline(
     """When one rank computes and communicates; see `functron.program.timeline`.
 
     Args:
-        costs: the seconds of an equation: `Rates`, or a function of one's own.
+        costs: the seconds of an equation: `Rates`, or another function.
         overlap: within kernels, as of `compile`; False: collectives are waited for at once.
         prefetch: across iterations of scans, as of `compile`.
         sequence_parts: as of `compile`.

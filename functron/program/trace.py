@@ -40,12 +40,14 @@ class Program(Code):
     """
 
     __call__ = public(run_in_lockstep)
-    __str__ = text.format
     html = _repr_html_ = text.html
     check = public(check)
     cost = public(cost)
     memory = public(memory)
     timeline = public(timeline)
+
+    def __str__(self) -> str:
+        return text.format(self)
 
     @public
     def diff(

@@ -67,7 +67,7 @@ for _name, _schema in _SCHEMAS.items():
 
 
 def define_op(schema: str, run: Callable, fake: Callable) -> None:
-    """Define an operation of functron's: what it runs, and what it gives on fake tensors."""
+    """Define an operation of functron's by its schema, its function and that for fake tensors."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -133,7 +133,7 @@ _SOURCE = re.compile(r"\[[^]]*\bgloo/[^]]*\] ?")
 
 
 def raise_lost(error: RuntimeError, where: str) -> None:
-    """Say in words what `error` means, if the backend of collectives raised it; else return.
+    """Explain `error`, if the backend of collectives raised it; else return.
 
     Args:
         error: that a program on processes raised.
@@ -199,31 +199,31 @@ class BoundAxis:
     recorder: FlightRecorder | None = None
     membership: Membership | None = None
 
-    def line(self) -> SourceLine | None:
+    def find_line(self) -> SourceLine | None:
         """The line of the program that is about to communicate; None: not recorded."""
-        return None if self.recorder is None else self.recorder.line(2)
+        return None if self.recorder is None else self.recorder.find_line(2)
 
-    def about(self, line: SourceLine | None, backward: bool) -> None:
+    def set_line(self, line: SourceLine | None, backward: bool) -> None:
         """Attribute the next collective over the axis to this line."""
         if self.recorder is not None:
-            self.recorder.about(line, backward)
+            self.recorder.set_line(line, backward)
 
-    def entered(self, op: str, value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    def record(self, op: str, value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Record a collective that takes as long as a with block."""
         if self.membership is not None:
             self.membership.entered += 1
         if self.recorder is None:
             return contextlib.nullcontext()
-        return self.recorder.entered(op, self.name, value)
+        return self.recorder.record(op, self.name, value)
 
     @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
+    def record_wait(self) -> Iterator[None]:
         """Record that this process waits, in a with block, for what it entered last."""
         if self.recorder is not None:
             self.recorder.resume(self.name)
         yield
         if self.recorder is not None:
-            self.recorder.left()
+            self.recorder.leave()
 
     def send(self, op: str, x: torch.Tensor, *operands: Any, **_: Any) -> torch.Tensor:
         """A collective of x by the name that `functron.lax` has, waited for and recorded."""
@@ -231,17 +231,18 @@ class BoundAxis:
         if self.membership is not None:
             self.membership.entered += 1
         if recorder is not None:
-            recorder.wait(recorder.begun(op, self.name, x))
+            recorder.wait(recorder.enter(op, self.name, x))
         try:
             if op == "ppermute":
-                result = permute_ranks(x, *operands, self.index, self.size, self.group)
+                place = self.index, self.size, self.group
+                result = permute_ranks(x, *operands, *place)
             else:
                 result = _c10d.wait_tensor(_STARTS[op](self, x, *operands))
         except RuntimeError as error:
             raise_lost(error, f"{op} over {self.name!r} at {user_line()}")
             raise
         if recorder is not None:
-            recorder.left()
+            recorder.leave()
         return result.squeeze(0) if op == "psum_scatter" else result
 
     def mark(self, x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -357,7 +358,7 @@ def section(name: str) -> Iterator[None]:
     """`named_scope`, whose time is counted separately where the mesh has a recorder."""
     found = (getattr(axis, "recorder", None) for axis in (*scope().axes.values(), scope().stages))
     recorder = next(filter(None, found), None)
-    marking = contextlib.nullcontext() if recorder is None else recorder.marking(name)
+    marking = contextlib.nullcontext() if recorder is None else recorder.measure(name)
     with named_scope(name), marking:
         yield
 

@@ -136,7 +136,7 @@ class FlightRecorder:
         if self.agreement is not None:
             self.agreement.forget()
 
-    def line(self, depth: int = 1) -> SourceLine | None:
+    def find_line(self, depth: int = 1) -> SourceLine | None:
         """The line, outside what collectives are made of, of the caller that many frames up."""
         frame: FrameType | None = sys._getframe(depth)
         while frame is not None:
@@ -152,17 +152,17 @@ class FlightRecorder:
             frame = frame.f_back
         return None
 
-    def about(self, line: SourceLine | None, backward: bool) -> None:
+    def set_line(self, line: SourceLine | None, backward: bool) -> None:
         """The next collective is of this line."""
         self._at = line if line is None or not backward else line._replace(backward=True)
 
-    def begun(
+    def enter(
         self, op: str, axis: str, value: torch.Tensor | None, peer: int | None = None
     ) -> Waiting:
         """Record that a collective over `axis` of `value` was entered."""
         line, self._at = self._at, None
         if line is None:
-            line = self.line(2)
+            line = self.find_line(2)
         if value is None:
             kind = CollectiveKind(op, axis, 0, "no values", line, peer)
         else:
@@ -190,7 +190,7 @@ class FlightRecorder:
         start = None if self.device is None else self.device.mark()
         self.waiting = Waiting(entry.kind, entry.ordinal, time.perf_counter(), start)
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Record that what it waited for has ended."""
         entry = self.waiting
         if entry is not None:
@@ -201,16 +201,16 @@ class FlightRecorder:
                 self.device.ended(entry)
 
     @contextlib.contextmanager
-    def entered(
+    def record(
         self, op: str, axis: str, value: torch.Tensor | None, peer: int | None = None
     ) -> Iterator[None]:
         """Record a collective that takes as long as the with block, in which it is waited for."""
-        self.about(self._at or self.line(3), False)
-        self.wait(self.begun(op, axis, value, peer))
+        self.set_line(self._at or self.find_line(3), False)
+        self.wait(self.enter(op, axis, value, peer))
         try:
             yield
         finally:
-            self.left()
+            self.leave()
 
     def resume(self, axis: str) -> None:
         """Record that this process waits for the last collective over `axis`."""
@@ -226,7 +226,7 @@ class FlightRecorder:
         return sum(self.kinds[number].axis == waiting.kind.axis for number in before)
 
     @contextlib.contextmanager
-    def marking(self, section: str) -> Iterator[None]:
+    def measure(self, section: str) -> Iterator[None]:
         """Count the processor's time of this thread in a with block as that of a section."""
         before = time.thread_time()
         try:
@@ -263,7 +263,7 @@ class RecordedWork(dist._Work):
         recorder = self._recorder
         recorder.wait(self._entry)
         done = self._work.wait(timeout) if timeout else self._work.wait()
-        recorder.left()
+        recorder.leave()
         return done
 
     def get_future(self) -> Any:
@@ -282,7 +282,7 @@ def _recorded_method(name: str, op: str = "", operand: int = 0) -> Callable[...,
     def call(self: RecordedGroup, *args: Any) -> RecordedWork:
         value = args[operand] if isinstance(args[operand], torch.Tensor) else args[operand][0]
         recorder = self._recorder
-        entry = recorder.begun(op or reduction(args[-1]), self._axis, value)
+        entry = recorder.enter(op or reduction(args[-1]), self._axis, value)
         return RecordedWork(getattr(self._group, name)(*args), entry, recorder)
 
     return call
@@ -294,7 +294,7 @@ class RecordedGroup(dist.ProcessGroup):
     def __init__(self, group: dist.ProcessGroup, axis: str, recorder: FlightRecorder):
         rank_and_size: tuple[Any, ...] = (group.rank(), group.size())
         super().__init__(*rank_and_size)
-        # who parts from the others wants this one's threads to end with it
+        # weak: a process that leaves the others frees the group, which ends its threads
         self._whole, self._axis, self._recorder = weakref.ref(group), axis, recorder
 
     @property

@@ -73,11 +73,6 @@ class PrimitiveCall:
     backward: bool = False
 
 
-def _as_sendable(value: torch.Tensor) -> torch.Tensor:
-    """A contiguous value of a dtype that every backend can send."""
-    return (value.to(torch.uint8) if value.dtype == torch.bool else value).contiguous()
-
-
 def refuse_escaped(axis: Axis) -> None:
     """Raise ValueError for a value of a simulated axis that reaches a collective outside of it."""
     if isinstance(axis, SimulatedAxis):
@@ -104,7 +99,7 @@ class _Primitive(Function):
     @classmethod
     def call(cls, x: torch.Tensor, axis: Axis, **options: Any) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`; options are fields of `PrimitiveCall`."""
-        line = axis.line() if isinstance(axis, BoundAxis) else None
+        line = axis.find_line() if isinstance(axis, BoundAxis) else None
         call = PrimitiveCall(axis, line=line, **options)
         if torch._C._len_torch_function_stack():  # of which one may ask for lines
             return torch.overrides.handle_torch_function(cls.apply, (x,), x, axis.token, call)
@@ -130,8 +125,9 @@ class _Primitive(Function):
     def forward(cls, x, token, call):
         refuse_escaped(call.axis)
         if call.line is not None and cls.communicates:
-            call.axis.about(call.line, call.backward)
-        return cls.send(_as_sendable(x), call.axis, call).to(x.dtype)
+            call.axis.set_line(call.line, call.backward)
+        sent = x.to(torch.uint8) if x.dtype == torch.bool else x  # which every backend can send
+        return cls.send(sent.contiguous(), call.axis, call).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -520,7 +516,7 @@ class AssumeShare(Vary):
 
 
 class RequireShare(_Statement):
-    """y = x, which must be a share of a gradient, and is none from here on: it is to be summed."""
+    """y = x, which must be a share of a gradient; y is not one, since it will be summed."""
 
     @staticmethod
     def send(x, axis, call):

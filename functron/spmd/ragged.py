@@ -334,7 +334,7 @@ def wait_for_rows(rows: Tensor, axes: Sequence[Axis]) -> Tensor:
     last = axes[-1] if axes else None
     if not isinstance(last, BoundAxis):
         return rows
-    with last.awaited():
+    with last.record_wait():
         out: Any = _Wait.apply(rows)
     return out
 
@@ -492,8 +492,9 @@ def _send(x: Tensor, sends: Tensor, receives: Tensor, call: RaggedCall) -> Tenso
         return op(x, axis.name, axis.size, sends, receives, call.capacity, *room)
     assert isinstance(axis, BoundAxis)
     if call.room:
-        with axis.entered("ragged_all_to_all", x):
-            return exchange_padded(x, axis.group, sends, receives, call.capacity, call.room)
+        with axis.record("ragged_all_to_all", x):
+            got = _c10d.wait_tensor(_begin_exchange(x, axis.group, sends, call.room))
+            return _end_exchange(got, receives, call.capacity, call.room)
     counts = call.counts or torch.stack([sends, receives]).tolist()
     return _exchange_exact(x, axis.group, counts, call.capacity, call.wait)
 
@@ -515,15 +516,6 @@ def _exchange_ranks(
     if pads(x.device, room):
         return _begin_exchange(x, group, sends, room)
     return _exchange_exact(x, group, torch.stack([sends, receives]).tolist(), capacity)
-
-
-def exchange_padded(
-    x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, room: int
-) -> Tensor:
-    """The exchange of `room` rows with each rank: real ones, then zeros; sizes stay unread."""
-    return _end_exchange(
-        _c10d.wait_tensor(_begin_exchange(x, group, sends, room)), receives, capacity, room
-    )
 
 
 def _begin_exchange(x: Tensor, group: str, sends: Tensor, room: int) -> Tensor:

@@ -141,14 +141,14 @@ def _find_max(name: str, mesh: BoundMesh, *numbers: int) -> list[int]:
     for axis, group in _groups(mesh).items():
         recorder = mesh.recorder
         if recorder is not None:
-            recorder.wait(recorder.begun("pmax", axis, found))
+            recorder.wait(recorder.enter("pmax", axis, found))
         try:
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
         except RuntimeError as error:
             raise_lost(error, f"the call of {name} over {axis!r} at {user_line()}")
             raise
         if recorder is not None:
-            recorder.left()
+            recorder.leave()
     return found.tolist()
 
 
@@ -470,7 +470,8 @@ class MappedFunction:
         masked = tuple(_Static(arg) if _is_static(arg, spec) else arg for arg, spec in rows)
         leaves, structure = tree.flatten(masked)
         refuse_donated(leaves, lambda: tree.paths(masked), self.name)
-        key = (structure, scope().axis_index is not None, tuple(_spec_key(leaf) for leaf in leaves))
+        shapes = (leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+        key = (structure, scope().axis_index is not None, tuple(shapes))
         if key not in self._specs:
             specs = tree.broadcast_prefix(
                 prefix, masked, is_leaf=is_spec, what="in_specs", wanted="a P, or containers"
@@ -756,13 +757,8 @@ def _can_count_edits(leaf: Any) -> bool:
     return plain and not leaf.is_inference()
 
 
-def _spec_key(leaf: Any) -> Any:
-    """The facts that the check of an argument against its spec depends on."""
-    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf)
-
-
 def _signature(structure: Any, leaves: list) -> Any:
-    """The key of a check that was made; None where there is none (no hash): it is made anew.
+    """The key of a check that was made; None: not hashable, so the check is repeated.
 
     By value: ranks must agree on whether they check, and addresses differ among them.
     """

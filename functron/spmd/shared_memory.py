@@ -19,7 +19,7 @@ that no rank depends on where another one waits.
 Transfers from one rank to another go the same way, through a ring of the two.
 
 Sums are taken in the order of ranks, and are the same bits on all of them. Nothing of this depends
-on the ranks' processors being idle: who waits for long sleeps.
+on the ranks' processors being idle: a rank that waits for long sleeps.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Rings:
         return found
 
 
-_LINE = 8  # numbers to a line of the cache: nobody waits for a line that another one writes
+_LINE = 8  # numbers to a line of the cache: ranks do not wait for lines that others write
 
 
 class _Memory:
@@ -281,7 +281,7 @@ class _Entered:
     Attributes:
         into: the result, in a row; of an all-gather a row for every rank.
         operand: of this rank, in a row; of a reduce-scatter a row for every rank.
-        output: that gets the result at the end, where `into` is none of its memory.
+        output: that the result is copied to at the end, where `into` is other memory.
         done: whether this rank has no more to do with it.
     """
 
@@ -497,7 +497,7 @@ class _Lockstep:
     def _check_others(self, found: _Entered, waited: float, seconds: float) -> None:
         if self._me in self._readers and found.read < len(found.pieces):
             late = [self._ranks[place] for place in self._find_late()]
-        else:  # nobody reads what is in the ring
+        else:  # the ring is full and not being read
             late = [self._ranks[r] for r in self._readers if self._ranks[r] != self._memory.rank]
         ended = [rank for rank in self._memory.ended() if rank in late]
         with self._lock:
@@ -553,7 +553,7 @@ class HostGroup(dist.ProcessGroup):
         self._lockstep = _Lockstep(memory, memory.rings, everyone, everyone, everyone)
         self._channels: dict[tuple[int, int], _Lockstep] = {}
         host.locksteps.add(self._lockstep)
-        # who parts from the others lets the memory go, by which they find out
+        # a process that leaves releases the memory, by which the others find out
         weakref.finalize(group, HostGroup.close, self).atexit = False
 
     @property

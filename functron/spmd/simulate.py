@@ -266,7 +266,7 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x w, of which nobody takes the derivative."""
+    """x w, without a derivative."""
     wide = compat.is_wide(x, w) and compat.unseen(x, w)
     return compat.wide_product(x, w) if wide else x @ w
 
@@ -289,7 +289,7 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return made.view(*x.shape[:-1], w.shape[-1])
 
 
-# --- what no program may do, in words: simulated, and traced (`functron.program.recorder`)
+# --- explanations of what programs must not do, simulated or traced (`functron.program.recorder`)
 
 DRAWS = (
     "draws torch's own random numbers{op}, a hidden side effect; wanted a function of its "
@@ -530,7 +530,7 @@ compat.guard_functions_under_vmap(_is_simulating)
 
 
 def runs_transform() -> bool:
-    """Whether a torch.func transform runs here that is none of a simulated mesh.
+    """Whether a torch.func transform runs here beside those that simulate a mesh.
 
     What belongs to its caller is not to be overwritten then: the caller gave up something else, if
     anything, than the batched or differentiated values that are seen here.

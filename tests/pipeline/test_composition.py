@@ -338,7 +338,9 @@ STEPS = [
     pytest.param(*(Mesh(pp=3), "gpipe", 8, (1, 1, 1), "", "full", False), marks=pytest.mark.full),
     (Mesh(pp=2, dp=2), "dualpipe", 4, (1, 2), "", "none", True),
     pytest.param(*(Mesh(dp=2, pp=2), "zb-h2", 2, (1, 2), "", "none", True), marks=pytest.mark.full),
-    (Mesh(pp=2, tp=2), "zbv", 4, (1, 1, 1, 0), "sp", "none", False),
+    pytest.param(
+        *(Mesh(pp=2, tp=2), "zbv", 4, (1, 1, 1, 0), "sp", "none", False), marks=pytest.mark.full
+    ),
     (Mesh(tp=2, pp=2, dp=2), "interleaved", 2, (0, 1, 1, 1), "sp", "full", True),
 ]
 
