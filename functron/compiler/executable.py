@@ -57,7 +57,7 @@ from functron.program.equations import (
 from functron.program.interpreter import refuse_derivatives
 from functron.program.overlap import arrange_block
 from functron.spmd.axes import raise_lost, user_line
-from functron.spmd.donation import Donated, Donation, check_consumable, words
+from functron.spmd.donation import Donated, Donation, check_consumable, describe_fate
 from functron.spmd.mesh import BoundMesh, JointCall, Mesh
 
 
@@ -102,7 +102,7 @@ def _record_wait(mesh: BoundMesh, axis: str) -> AbstractContextManager[None]:
     """A with block in which this process waits for others to have traced a program."""
     if mesh.recorder is None:
         return nullcontext()
-    return mesh.recorder.entered("agreement about a program", axis, None)
+    return mesh.recorder.record("agreement about a program", axis, None)
 
 
 def without_device_numbers(program: Code) -> str:
@@ -152,7 +152,7 @@ def match_donations(program: Code) -> dict[Var, Var]:
     found: dict[Var, Var] = {}
 
     def take(value: Var, path: str) -> bool:
-        fits = value not in found and path in free and _alike(free[path], value)
+        fits = value not in found and path in free and free[path].type == value.type
         if fits:
             found[value] = free.pop(path)
         return fits
@@ -165,10 +165,6 @@ def match_donations(program: Code) -> dict[Var, Var]:
     for output in returned:
         any(take(output.value, path) for path in list(free))
     return found
-
-
-def _alike(a: Var, b: Var) -> bool:
-    return (a.shape, a.stride, a.dtype, a.device) == (b.shape, b.stride, b.dtype, b.device)
 
 
 def warn_unused(program: Code, taken: Mapping[Var, Var]) -> None:
@@ -196,7 +192,6 @@ class Executable:
     """A compiled program; `compile` makes it.
 
     Attributes:
-        program: what was compiled.
         code: what Inductor generated, one text per kernel, in the order in which they first run.
         updated: paths of the donated arguments whose memory results take.
     """
@@ -206,7 +201,7 @@ class Executable:
     updated: tuple[str, ...]
     _routine: Routine | Graph
     _donated: Mapping[int, str]
-    _hidden: tuple[torch.Tensor, ...]
+    _hidden_inputs: tuple[torch.Tensor, ...]
     _mesh: Mesh | BoundMesh | None
 
     def __call__(self, *args: tree.Tree) -> tree.Tree:
@@ -239,7 +234,7 @@ class Executable:
             tensors: the operands; the list is consumed.
         """
         check_consumable(tensors, self._donated)
-        # what it sends is not counted, so that nobody can tell how far others came
+        # collectives of compiled code are not counted, so how far others came is not known
         with (
             JointCall(self.program.name, self._mesh, alike=False) as call,
             Donation(call) as donation,
@@ -252,19 +247,19 @@ class Executable:
         return out
 
     def run_owned(self, tensors: list[torch.Tensor]) -> list:
-        """The flat results, like `run` for tensors of which the donated ones are nobody else's.
+        """The flat results, like `run` for tensors whose donated ones have no other owner.
 
         Nothing is checked, and donated tensors are not marked as gone.
         """
         with torch.no_grad():
-            tensors += self._hidden
+            tensors += self._hidden_inputs
             return self._routine.run(tensors)
 
 
 def describe(value: torch.Tensor | Var) -> str:
     """Shape, layout, dtype and device in words."""
     if isinstance(value, Donated):
-        return f"a tensor that {words(value)}"
+        return f"a tensor that {describe_fate(value)}"
     stride = value.stride() if isinstance(value, torch.Tensor) else value.stride
     stride = canonical_strides(value.shape, stride)
     layout = "" if stride == contiguous_strides(value.shape) else f" with strides {stride}"
@@ -289,25 +284,15 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     """The executable of a program, for this process's rank.
 
     Args:
-        program: of one rank, as `trace` makes it.
         mesh: the processes, where the program is for more than one rank.
         cache: where artefacts are kept; None: where `torch.compile` keeps its own. On a mesh, all
             processes of a machine should have the same: each compiles a part of the kernels and
             reads the others'.
-        options: of Inductor (`torch._inductor.config`), such as ``{"max_autotune": True}``.
-        overlap: issue collectives early and wait for them late, and merge small reductions.
-        prefetch: gather the parameters of a scanned layer while the one before is computed, and
-            reduce its gradients while the next one is; see `functron.program.overlap`.
-        sequence_parts: cut gathers and scatters of sequences, as tensor parallelism has them, and
-            the products beside them into this number of parts, each under the product of another;
-            see `functron.program.overlap`. Products are smaller then.
-        unroll: compile scans as one long graph instead of their body once: compile time then grows
-            with depth, and kernels may fuse across iterations.
+        options, overlap, prefetch, sequence_parts, unroll, backend: as of `functron.jit`.
         graph: launch the whole program as one CUDA graph after its first calls; see
             `Graph`.
         sliced: operands and results that are lists of slices, for `Executable.run_owned`: ys of
             scans, and what nothing but scans reads, as xs. Lists that it is given are emptied.
-        backend: "eager" runs the same graphs without compiling them, for tests.
 
     Raises:
         ValueError: the mesh is not the program's, an option is unknown, a donated argument is a
@@ -317,8 +302,8 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
 
     compat.keep_freed_memory()
     overlap = overlap and program.mesh.size > 1
-    settings = _settings(options, overlap)
-    _check(program, mesh, settings, backend, inductor.known_options(), sequence_parts)
+    settings = _make_settings(options, overlap)
+    _check_options(program, mesh, settings, backend, inductor.known_options(), sequence_parts)
     if graph:
         title = f"{program.name} cannot be recorded as a CUDA graph"
         raise_problems(title, graph_problems(program))
@@ -333,7 +318,8 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     )
     results = {value for value in sliced if value in block.outputs}
     steps = procedure(block, block.outputs, donated=donations, prefetch=prefetch, sliced=results)
-    groups, folder = _groups(mesh), None if cache is None else Path(cache)
+    groups = mesh.compiled_groups if isinstance(mesh, BoundMesh) else {}
+    folder = None if cache is None else Path(cache)
     graphs = {k: graph_module(k, groups, overlap=overlap) for k in steps.kernels()}
     made = _compile_kernels(graphs, mesh, settings, folder, backend)
     arguments = [given for given in program.inputs if given.role == "argument"]
@@ -348,12 +334,12 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         tuple(given.path for given in arguments if given.donated and given.var in inside),
         Graph(ready.run, donated, program.name) if graph else ready,
         donated,
-        tuple(_hidden(program, mesh)),
+        tuple(_hidden_inputs(program, mesh)),
         mesh,
     )
 
 
-def _settings(options: Mapping[str, Any] | None, overlap: bool) -> dict[str, Any]:
+def _make_settings(options: Mapping[str, Any] | None, overlap: bool) -> dict[str, Any]:
     passes: dict[str, Any] = {
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
@@ -369,7 +355,7 @@ def _bucket_megabytes(index: int) -> float:
     return _BUCKET_MEGABYTES
 
 
-def _check(
+def _check_options(
     program: Code, mesh, settings: Mapping[str, Any], backend, known: set[str], parts: int
 ) -> None:
     found = [
@@ -385,7 +371,7 @@ def _check(
     if backend not in get_args(Backend):
         wanted = " or ".join(map(repr, get_args(Backend)))
         found.append(Problem("backend", repr(backend), wanted))
-    whole = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
+    whole = None if mesh is None else mesh.mesh
     if program.mesh.size > 1 and not isinstance(mesh, BoundMesh):
         fix = "pass mesh.bind(), in processes started by torchrun"
         if whole is None or whole == program.mesh:
@@ -408,7 +394,7 @@ def _compile_kernels(
 ) -> dict[Kernel, tuple[GraphKernel, str]]:
     rank, kernels = mesh.rank if isinstance(mesh, BoundMesh) else 0, list(graphs)
     if backend == "eager":
-        return {kernel: (_eager(graph), "") for kernel, graph in graphs.items()}
+        return {kernel: (_run_eagerly(graph), "") for kernel, graph in graphs.items()}
     from functron.compiler import inductor  # as above
 
     made: dict[Kernel, tuple[GraphKernel, str]] = {}
@@ -423,11 +409,7 @@ def _compile_kernels(
     return {kernel: made[kernel] for kernel in kernels}
 
 
-def _groups(mesh: Mesh | BoundMesh | None) -> dict[str, str]:
-    return mesh.compiled_groups if isinstance(mesh, BoundMesh) else {}
-
-
-def _eager(graph: fx.GraphModule) -> GraphKernel:
+def _run_eagerly(graph: fx.GraphModule) -> GraphKernel:
     return lambda operands: graph(*operands)
 
 
@@ -440,7 +422,7 @@ def _threefry_options(kernel: Kernel) -> dict[str, Any]:
     return {"realize_opcount_threshold": 10} if mixes > 10 else {}
 
 
-def _hidden(program: Code, mesh) -> list[torch.Tensor]:
+def _hidden_inputs(program: Code, mesh) -> list[torch.Tensor]:
     """The inputs that are no arguments."""
     found = []
     for given in program.inputs:
@@ -474,13 +456,13 @@ def graph_problems(program: Code) -> Iterator[Problem]:
                 "move it there",
             )
     for equation, _ in program.block.walk():
-        if not isinstance(equation.op, Scan) and (reason := _reason(equation)):
+        if not isinstance(equation.op, Scan) and (reason := _find_obstacle(equation)):
             got, fix = reason
             where = equation.where.line or "an unknown line"
             yield Problem(f"{equation.name} at {where}", got, "launches alone", fix)
 
 
-def _reason(equation: Equation) -> tuple[str, str] | None:
+def _find_obstacle(equation: Equation) -> tuple[str, str] | None:
     """Why an equation cannot be recorded, and what to do instead."""
     assert not isinstance(equation.op, Scan)
     if equation.name == _RAGGED and not any(equation.args[6:]):  # the room for rows of each rank
@@ -488,7 +470,7 @@ def _reason(equation: Equation) -> tuple[str, str] | None:
         return "as many rows as there are, which the host reads", fix
     if equation.name == "debug_print" or _READS.intersection(equation.op.tags):
         return "numbers that the host reads", "leave it out, or graph=False"
-    if equation.name in _GROUPED and not _by_kernel(equation):
+    if equation.name in _GROUPED and not _has_kernel(equation):
         fix = "compute in bfloat16 with rows of whole 16 bytes, or graph=False"
         return "sizes of groups that the host reads", fix
     there = {value.device.type for value in equation.operands}
@@ -498,7 +480,7 @@ def _reason(equation: Equation) -> tuple[str, str] | None:
     return None
 
 
-def _by_kernel(equation: Equation) -> bool:
+def _has_kernel(equation: Equation) -> bool:
     """Whether torch's kernel computes a grouped product; see `functron.ops.grouped_matmul`."""
     x, y = equation.operands[:2]
     aligned = x.shape[-1] % 8 == 0 and y.shape[-1] % 8 == 0
@@ -528,7 +510,6 @@ class Graph:
         run: takes a list of tensors, which it may empty, and gives the results. What it reads of
             them but their addresses is the same in every call.
         donated: positions of the tensors whose memory results may take.
-        name: of the program, for messages.
     """
 
     def __init__(self, run: Callable[[list], list], donated: Collection[int], name: str):
@@ -551,10 +532,10 @@ class Graph:
         if self._num_calls <= WARM_UP_CALLS:
             self._seen = [weakref.ref(tensor) for tensor in tensors]
             return self._run(tensors)
-        if self._launch is None or self._moved(tensors):
-            self._recorded(tensors)
+        if self._launch is None or self._has_moved(tensors):
+            self._record(tensors)
         for position in self._moving:
-            _memory(self._inputs[position]).copy_(_memory(tensors[position]))
+            _flat_memory(self._inputs[position]).copy_(_flat_memory(tensors[position]))
         if self._donated:  # a graph does not say that it wrote
             torch.autograd.graph.increment_version([tensors[i] for i in self._donated])
         tensors.clear()
@@ -563,7 +544,7 @@ class Graph:
         kept = {_address(self._inputs[position]) for position in self._taken}
         return [_give_result(result, kept) for result in self._results]
 
-    def _moved(self, tensors: list[torch.Tensor]) -> bool:
+    def _has_moved(self, tensors: list[torch.Tensor]) -> bool:
         """Whether a tensor that is read where it was is elsewhere."""
         rows = enumerate(zip(tensors, self._inputs, strict=True))
         moved = {
@@ -581,14 +562,16 @@ class Graph:
             )
         return bool(moved)
 
-    def _recorded(self, tensors: list[torch.Tensor]) -> None:
+    def _record(self, tensors: list[torch.Tensor]) -> None:
         if self._num_recorded == 0:
             same = [tensor is seen() for tensor, seen in zip(tensors, self._seen, strict=True)]
             self._moving = {i for i, stays in enumerate(same) if not stays} - self._donated
             self._seen = []
         self._launch, self._results, self._inputs = None, [], []  # the memory of the graph before
         self._inputs = [
-            _buffer(tensor) if position in self._moving else tensor
+            _flat_memory(tensor).clone().as_strided(tensor.shape, tensor.stride())
+            if position in self._moving
+            else tensor
             for position, tensor in enumerate(tensors)
         ]
         self._results, self._launch = record(self._run, self._inputs)
@@ -608,14 +591,9 @@ def _give_result(result: object, kept: Collection[int]) -> object:
     return result.detach() if _address(result) in kept else result.clone()
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The elements from a tensor's first to its last in memory, with those between them."""
     if tensor.numel() == 0:
         return tensor.flatten()
     rows = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.as_strided((1 + sum((size - 1) * step for size, step in rows),), (1,))
-
-
-def _buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the same layout."""
-    return _memory(tensor).clone().as_strided(tensor.shape, tensor.stride())

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.compiler.segments import Copy, Eager, Kernel, Loop, Procedure, ProcedureStep
+from functron.compiler.segments import Eager, Kernel, Loop, Procedure, ProcedureStep
 from functron.program.equations import Equation, Scan, Var
 from functron.program.overlap import list_turns
 from functron.program.text import axis_of
@@ -69,11 +69,9 @@ class LoopOverlap:
     """The gathers and reductions that run beside the iterations of a loop.
 
     Attributes:
-        num_carry: of the scan.
         num_columns, num_rows: how many columns, and rows of stacks, an iteration itself makes.
         ahead: what computes the operands of `gathers`.
         gathers: each starts a collective; what they return must be waited for.
-        rounds: of reductions.
     """
 
     num_carry: int
@@ -96,9 +94,6 @@ class LoopOverlap:
         """The last carry.
 
         Args:
-            body: runs an iteration.
-            order: the indices of iterations.
-            fixed: the constants.
             carry: the first carry; it is emptied.
             take: gives the xs of an index, once.
             give: takes columns of an index, from the column with that number on.
@@ -117,7 +112,7 @@ class LoopOverlap:
             index = order[position]
             if turn == "gather":
                 ahead = ahead or take(index)
-                under_way = self._gather(fixed, ahead)
+                under_way = self._make_gather(fixed, ahead)
             elif turn == "begin":
                 x, ahead = ahead or take(index), []
                 gathered = [_wait(value) for value in under_way]
@@ -135,25 +130,26 @@ class LoopOverlap:
                 del outputs
             elif turn == "reduce":
                 to = functools.partial(give, index)
-                pending[position] = self._reduce(0, kept, ends, [row[index] for row in late], to)
+                pending[position] = self._start_round(
+                    0, kept, ends, [row[index] for row in late], to
+                )
             elif (then := pending.pop(position)()) is not None:
                 pending[position] = then
         return carry
 
-    def _gather(self, fixed: list, x: list) -> list:
+    def _make_gather(self, fixed: list, x: list) -> list:
         """The next iteration's gathers, started."""
         if self.ahead is None:
             return []
         operands = self.ahead.run(_choose_inputs(self.ahead, fixed, x))
         return [start(value) for start, value in zip(self.gathers, operands, strict=True)]
 
-    def _reduce(
+    def _start_round(
         self, number: int, kept: list[list], ends: list, rows: list, give: Callable
     ) -> Callable[[], Any]:
         """Starts a round of an iteration's reductions; the result ends it, and starts the next.
 
         Args:
-            number: of the round.
             kept: what each round reads of the iteration's constants and xs.
             ends: what this one reads of the iteration; it is emptied.
             rows: the iteration's late rows of stacks.
@@ -175,7 +171,7 @@ class LoopOverlap:
                 return None
             handed = outputs[len(outputs) - self.rounds[number + 1].num_reads :]
             del outputs
-            return self._reduce(number + 1, kept, handed, rows, give)
+            return self._start_round(number + 1, kept, handed, rows, give)
 
         return end
 
@@ -183,18 +179,17 @@ class LoopOverlap:
 def make_overlap(
     step: Loop, routine: Callable[[Procedure], RunProcedure], groups: Mapping[str, str]
 ) -> LoopOverlap | None:
-    """The work beside the iterations of a loop; None where there is none.
+    """What overlaps with the iterations of a loop; None: nothing does.
 
     Args:
-        step: the loop.
         routine: makes a procedure ready to run.
         groups: the name of the process group of every axis.
     """
-    ahead, op = step.ahead, step.op
-    if ahead is None and not step.behind:
+    op = step.op
+    if step.ahead is None and not step.behind:
         return None
     inputs = op.body.inputs
-    fixed = (*inputs[: op.num_consts], *inputs[op.num_consts + op.num_carry :])
+    fixed = (*inputs[: op.num_consts], *inputs[op.first_x :])
     place = {value: i for i, value in enumerate(fixed)}
 
     def side(procedure: Procedure) -> SideProcedure:
@@ -209,14 +204,15 @@ def make_overlap(
     for part, maker in zip(step.behind, makers, strict=False):
         columns, rows = (slice(column, column + part.columns), slice(row, row + part.stacks))
         column, row = columns.stop, rows.stop
-        starts = tuple(_reduction(e, groups, maker) for e in part.sums)
-        rounds.append(ReductionRound(starts, len(part.passed), side(part.procedure), columns, rows))
+        starts = tuple(_make_reduction(e, groups, maker) for e in part.round.sums)
+        passed, tail = len(part.round.passed), side(part.procedure)
+        rounds.append(ReductionRound(starts, passed, tail, columns, rows))
     return LoopOverlap(
         op.num_carry,
         first,
         len(step.stacks) - row,
-        side(ahead.procedure) if ahead else None,
-        tuple(_gather(e, groups) for e in ahead.gathers) if ahead else (),
+        side(step.ahead) if step.ahead else None,
+        tuple(_make_gather(equation, groups) for equation in step.gathers),
         tuple(rounds),
     )
 
@@ -226,7 +222,7 @@ def _choose_inputs(part: SideProcedure, fixed: list, x: list) -> list:
     return [fixed[i] if i < count else x[i - count] for i in part.reads]
 
 
-def _gather(equation: Equation, groups: Mapping[str, str]) -> Callable:
+def _make_gather(equation: Equation, groups: Mapping[str, str]) -> Callable:
     _, axis, size = equation.args
     group = groups[axis]
 
@@ -237,7 +233,7 @@ def _gather(equation: Equation, groups: Mapping[str, str]) -> Callable:
     return start
 
 
-def _reduction(equation: Equation, groups: Mapping[str, str], maker: Procedure) -> Callable:
+def _make_reduction(equation: Equation, groups: Mapping[str, str], maker: Procedure) -> Callable:
     """Starts a reduction of one of the outputs of `maker`."""
     operand, axis, size = equation.args
     group = groups[axis]
@@ -289,7 +285,6 @@ class Routine:
     Attributes:
         size: the number of slots; inputs come first.
         steps: in order; each works on the slots.
-        procedure: what they were made of.
         outputs: for each output its slot, or (None, value) for a constant.
     """
 
@@ -345,7 +340,7 @@ def make_routine(
         if slot not in kept:
             dead.setdefault(index, []).append(slot)
     steps = tuple(
-        _step(step, slots, tuple(sorted(dead.get(index, ()))), compiled, groups or {})
+        _make_step(step, slots, tuple(sorted(dead.get(index, ()))), compiled, groups or {})
         for index, step in enumerate(procedure.steps)
     )
     if tells:
@@ -382,18 +377,16 @@ def _targets(step: ProcedureStep) -> list[Var]:
         return [target for target, _ in step.updates]
     if isinstance(step, Loop):
         return [operand for _, operand in step.updates]
-    return [step.target] if isinstance(step, Copy) else []
+    return [step.equation.args[0]] if step.equation.op is _aten.copy_.default else []
 
 
 def _equations(step: ProcedureStep) -> tuple[Equation, ...]:
     """Those of a step itself; the steps of a loop's parts tell of their own."""
     if isinstance(step, Kernel):
         return step.equations
-    equations: tuple[Equation, ...] = ()
     if isinstance(step, Loop):
-        equations = step.ahead.gathers if step.ahead else ()
-        equations += tuple(equation for part in step.behind for equation in part.sums)
-    return equations
+        return (*step.gathers, *(e for part in step.behind for e in part.round.sums))
+    return ()
 
 
 def _collectives(step: ProcedureStep) -> str:
@@ -428,28 +421,26 @@ def lines_of(frame: FrameType, kind: CollectiveKind) -> list[str]:
     same = [e for e in over if e.name == kind.op] or over
     size = lambda e: e.operands[0].nbytes if hasattr(e.operands[0], "nbytes") else None  # noqa: E731
     alike = [e for e in same if size(e) == kind.bytes] or same
-    return list(dict.fromkeys(map(_place, alike)))[:_SHOWN]
+    return list(dict.fromkeys(map(_describe_place, alike)))[:_SHOWN]
 
 
-def _place(equation: Equation) -> str:
+def _describe_place(equation: Equation) -> str:
     """The scopes and the line of an equation, as far as they are known."""
     where = equation.where
     scope = f"{'/'.join(where.scopes)} in {where.phase}" if where.scopes else where.phase
     return f"{scope} of {where.line}" if where.line else scope
 
 
-def _step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, groups) -> Callable:
+def _make_step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, groups) -> Callable:
     if isinstance(step, Kernel):
         reads = tuple(slots[value] for value in step.reads)
-        return _kernel(compiled[step], reads, tuple(slots[v] for v in step.results), dead)
-    if isinstance(step, Copy):
-        return _copy(slots[step.target], slots[step.value])
+        return _make_kernel(compiled[step], reads, tuple(slots[v] for v in step.results), dead)
     if isinstance(step, Eager):
-        return _eager(step, slots, dead)
-    return _loop(step, slots, dead, compiled, groups)
+        return _make_eager(step, slots, dead)
+    return _make_loop(step, slots, dead, compiled, groups)
 
 
-def _kernel(fn: GraphKernel, reads: tuple, results: tuple, dead: tuple) -> Callable:
+def _make_kernel(fn: GraphKernel, reads: tuple, results: tuple, dead: tuple) -> Callable:
     def run(slots: Slots) -> None:
         operands = [slots[i] for i in reads]
         for i in dead:
@@ -460,16 +451,9 @@ def _kernel(fn: GraphKernel, reads: tuple, results: tuple, dead: tuple) -> Calla
     return run
 
 
-def _copy(target: int, value: int) -> Callable:
-    def run(slots: Slots) -> None:
-        slots[target].copy_(slots[value])
-
-    return run
-
-
-def _eager(step: Eager, slots: dict[Var, int], dead: tuple) -> Callable:
+def _make_eager(step: Eager, slots: dict[Var, int], dead: tuple) -> Callable:
     equation = step.equation
-    run = (_view if equation.op in _FROM_START else _any)(equation, slots)
+    run = (_make_view if equation.op in _FROM_START else _make_call)(equation, slots)
     if not dead:
         return run
 
@@ -481,12 +465,12 @@ def _eager(step: Eager, slots: dict[Var, int], dead: tuple) -> Callable:
     return and_free
 
 
-def _view(equation: Equation, slots: dict[Var, int]) -> Callable:
+def _make_view(equation: Equation, slots: dict[Var, int]) -> Callable:
     """A view that starts where its operand does is a matter of shape and strides, known before."""
     (source,), (made,) = equation.operands, equation.results
     start, end, expected = slots[source], slots[made], source.stride
     shape, stride = made.shape, made.stride
-    general = _any(equation, slots)
+    general = _make_call(equation, slots)
 
     def run(slots: Slots) -> None:
         value = slots[start]
@@ -498,7 +482,7 @@ def _view(equation: Equation, slots: dict[Var, int]) -> Callable:
     return run
 
 
-def _any(equation: Equation, slots: dict[Var, int]) -> Callable:
+def _make_call(equation: Equation, slots: dict[Var, int]) -> Callable:
     leaves, structure = pytree.tree_flatten((equation.args, dict(equation.kwargs)))
     places = [(i, slots[leaf]) for i, leaf in enumerate(leaves) if isinstance(leaf, Var)]
     op: Any = equation.op
@@ -519,19 +503,13 @@ def _any(equation: Equation, slots: dict[Var, int]) -> Callable:
     return run
 
 
-def _loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled, groups) -> Callable:
+def _make_loop(step: Loop, slots: dict[Var, int], dead: tuple, compiled, groups) -> Callable:
     op: Scan = step.op
     body = make_routine(step.body, compiled, groups)
     beside = make_overlap(
         step, lambda procedure: make_routine(procedure, compiled, groups).run, groups
     )
-    operands = [slots[value] for value in step.equation.args]
-    split = op.num_consts + op.num_carry
-    consts, carries, xs = (
-        operands[: op.num_consts],
-        operands[op.num_consts : split],
-        operands[split:],
-    )
+    consts, carries, xs = op.divide([slots[value] for value in step.equation.args])
     # a list of slices is emptied as it is read, unless it is read again
     taken = tuple(slot in dead and xs.count(slot) == 1 for slot in xs)
     finals = tuple(None if v is None else slots[v] for v in step.carries)

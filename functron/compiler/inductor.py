@@ -41,7 +41,7 @@ Options = Mapping[str, Any]
 
 
 @lowering.register_lowering(MM_WIDE, type_promotion_kind=None)
-def _wide(a: Any, b: Any) -> Any:
+def _lower_wide(a: Any, b: Any) -> Any:
     """oneDNN's operation itself, so that a kernel calls it without passing through Python."""
     call = lowering.fallback_handler(compat.wide_operation(), add_to_fallback_set=False)
     turned = lowering.lowerings[torch.ops.aten.permute.default](b, [1, 0])
@@ -61,7 +61,7 @@ def directory(path: Path | None) -> Iterator[Path]:
         return
     if not torch.cuda.is_available():
         # what compilers can do is found by compiling, which would be repeated in each new directory
-        with config.patch(_vectors()):
+        with config.patch(_vector_options()):
             cpu_vec_isa.valid_vec_isa_list()
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
@@ -75,7 +75,7 @@ def directory(path: Path | None) -> Iterator[Path]:
             os.environ[name] = before
 
 
-def _vectors() -> dict[str, Any]:
+def _vector_options() -> dict[str, Any]:
     """Options by which Inductor believes that vectors of this processor, an x86, can be compiled.
 
     It would compile and run three small programs to see, in 7 seconds, in each new directory. It
@@ -96,17 +96,26 @@ def compile_graph(
 
     Args:
         graph: of ATen operations, with writes to operands at its end only.
-        operands: what they are, in order.
-        options: Inductor's.
         folder: of artefacts; made where it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = _key(graph, operands, options)
     path = folder / f"{name}.kernel"
-    with config.patch({**_vectors(), **options}), FileLock(folder / f"{name}.lock"):
+    with config.patch({**_vector_options(), **options}), FileLock(folder / f"{name}.lock"):
         if path.exists() and _is_own(path):
             return _load(path, operands)
         return _compile(graph, operands, path)
+
+
+@contextlib.contextmanager
+def _replace_method(owner: type, name: str, method: Callable) -> Iterator[None]:
+    """Put another method into a class of Inductor's inside this with block."""
+    original = getattr(owner, name)
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -125,11 +134,8 @@ def compile_in_background() -> Iterator[None]:
         else:
             wait(self, scope)
 
-    AsyncCompile.wait = later
-    try:
+    with _replace_method(AsyncCompile, "wait", later):
         yield
-    finally:
-        AsyncCompile.wait = wait
     for made, scope in begun:
         wait(made, scope)
 
@@ -145,16 +151,13 @@ def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options) -> st
         torch.__version__, torch.version.git_version, torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(), str(cuda), sorted(settings.items()),
         torch.are_deterministic_algorithms_enabled(),
-        sorted((k, _text(v)) for k, v in options.items()), str(graph.graph),
+        sorted((k, getattr(v, "__qualname__", repr(v))) for k, v in options.items()),
+        str(graph.graph),
         [(v.shape, v.stride, str(v.dtype), str(v.device)) for v in operands],
         # what higher-order operations call has no text in the graph's own
         *(str(part.graph) for part in graph.children() if isinstance(part, fx.GraphModule)),
     ]  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _text(option: Any) -> str:
-    return getattr(option, "__qualname__", repr(option))  # without the address of a function
 
 
 def _is_plain(value: Any) -> bool:
@@ -163,7 +166,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _fakes(operands: Sequence[Var]) -> tuple[FakeTensorMode, list[torch.Tensor]]:
+def _make_fakes(operands: Sequence[Var]) -> tuple[FakeTensorMode, list[torch.Tensor]]:
     mode = FakeTensorMode()
     with mode:
         return mode, [
@@ -178,15 +181,15 @@ def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path):
         made.append((inductor.compile_fx_inner(normalised, inputs, **kwargs), normalised))
         return made[0][0]
 
-    mode, fakes = _fakes(operands)
+    mode, fakes = _make_fakes(operands)
     results = _num_results(graph)
     with (
         compat.no_dispatch_modes(),
         compat.no_transforms(),
         torch.no_grad(),
-        _tracing(mode),
-        _keeping_order(),
-        _reading_nothing(),
+        guards.tracing(guards.TracingContext(mode)),
+        _keep_order(),
+        _allow_no_reads(),
     ):
         wrapped: Any = inductor.compile_fx(graph, fakes, inner_compile=inner)
     code, normalised = made[0]
@@ -205,7 +208,7 @@ def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path):
 
 
 @contextlib.contextmanager
-def _keeping_order() -> Iterator[None]:
+def _keep_order() -> Iterator[None]:
     """Inductor orders reads of memory and writes to it, inside this with block.
 
     When it aligns loops to fuse them, which it does on CPUs, torch 2.13 forgets that a read has to
@@ -221,15 +224,12 @@ def _keeping_order() -> Iterator[None]:
         found = self.read_writes.with_read(added)
         self.set_read_writes(found.rename(self.mutation_renames))
 
-    SchedulerNode.recompute_size_and_body = keeping
-    try:
+    with _replace_method(SchedulerNode, "recompute_size_and_body", keeping):
         yield
-    finally:
-        SchedulerNode.recompute_size_and_body = original
 
 
 @contextlib.contextmanager
-def _reading_nothing() -> Iterator[None]:
+def _allow_no_reads() -> Iterator[None]:
     """Inductor's loops may follow a buffer without reading it, inside this with block.
 
     Where it looks for buffers that one loop keeps to itself, it asks all that follow a buffer where
@@ -244,11 +244,8 @@ def _reading_nothing() -> Iterator[None]:
         except KeyError:
             return None
 
-    LoopBody.get_read_expr = reading
-    try:
+    with _replace_method(LoopBody, "get_read_expr", reading):
         yield
-    finally:
-        LoopBody.get_read_expr = original
 
 
 def _num_results(graph: fx.GraphModule) -> int:
@@ -256,22 +253,18 @@ def _num_results(graph: fx.GraphModule) -> int:
     return len(results)
 
 
-def _tracing(mode: FakeTensorMode) -> contextlib.AbstractContextManager:
-    return guards.tracing(guards.TracingContext(mode))
-
-
 def _load(path: Path, operands: Sequence[Var]):
     code: CompiledFxGraph = pickle.loads(path.read_bytes())
     constants = CompiledFxGraphConstants()
     code.after_deserialization(constants)
-    mode, fakes = _fakes(operands)
+    mode, fakes = _make_fakes(operands)
     settings: Any = {
         "cudagraphs": BoxedBool(config.triton.cudagraphs),
         "boxed_forward_device_index": BoxedDeviceIndex(None),
         "is_backward": False,
         "is_inference": True,
     }
-    with _tracing(mode):
+    with guards.tracing(guards.TracingContext(mode)):
         code.post_compile(fakes, constants, settings)
     function = code.current_callable
     assert function is not None

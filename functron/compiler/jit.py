@@ -20,7 +20,7 @@ from functron.core.errors import (
     raise_problems,
     refuse,
 )
-from functron.program.equations import canonical_strides
+from functron.program.equations import TensorType, canonical_strides
 from functron.program.overlap import divide_sequences
 from functron.program.recorder import active
 from functron.program.trace import Program, trace
@@ -66,8 +66,8 @@ def jit(
 
     Args:
         fn: a function of trees of tensors, positional, as `trace` takes it.
-        donate: positions of arguments whose memory results take, as far as there is a result alike;
-            they are gone afterwards, and using them raises.
+        donate: positions of arguments whose memory results take, as far as shapes, layouts and
+            dtypes agree; they are gone afterwards, and using them raises.
         static: positions of arguments without tensors, that `fn` is compiled for anew where they
             change. Any other leaf that is no tensor must stay what it was.
         num_signatures: how many structures, shapes and dtypes of the other arguments to compile
@@ -79,8 +79,10 @@ def jit(
         prefetch: gather the parameters of a scanned layer while the one before is computed, and
             reduce its gradients while the next one is; see `functron.program.overlap`.
         sequence_parts: cut gathers and scatters of sequences, as tensor parallelism has them, and
-            the products beside them into this number of parts, each under the product of another.
-        unroll: write scans out instead of compiling their body once; see `compile`.
+            the products beside them into this number of parts, each under the product of another;
+            see `functron.program.overlap`. Products are smaller then.
+        unroll: compile scans as one long graph instead of their body once: compile time then grows
+            with depth, and kernels may fuse across iterations.
         graph: launch the whole program as one CUDA graph, from the third call with a signature on.
             Give the donated arguments as the last call returned them: their memory is the graph's.
         backend: "eager" runs the same graphs without compiling them, for tests.
@@ -111,23 +113,11 @@ def jit(
     return Jitted(fn, donated, frozenset(fixed), num_signatures, settings)
 
 
-class Abstract(NamedTuple):
-    """The properties of a tensor that a compiled program depends on."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Jitted:
     """A function and what it was compiled to, by the abstract values of its arguments.
 
     Attributes:
-        fn: the function.
-        donate, static: positions of arguments.
         num_signatures: the most programs that are kept for one set of static arguments.
-        settings: what `compile` is called with.
     """
 
     def __init__(
@@ -185,16 +175,16 @@ class Jitted:
 
     def _executable(self, args: tuple, leaves: list, structure: tree.Structure) -> Executable:
         self._check_tensors(args, leaves)
-        static = self._static(args)
-        signature = (structure, tuple(map(_abstract, leaves)))
+        static = self._static_key(args)
+        signature = (structure, tuple(map(_abstractify, leaves)))
         try:
             entries = self._made.setdefault(static, {})
             entry = entries.get(signature)
         except TypeError as error:
-            raise TypeError(f"{self.name}: {_unhashable(args)}") from error
+            raise TypeError(f"{self.name}: {_explain_unhashable(args)}") from error
         if entry is None:
             if len(entries) == self.num_signatures:
-                self._refuse([entry.arguments for entry in entries.values()], args)
+                self._refuse_more([entry.arguments for entry in entries.values()], args)
             program = self.trace(*args)
             self._check_parts(program)
             mesh = self.fn.mesh if isinstance(self.fn, MappedFunction) else None
@@ -238,7 +228,7 @@ class Jitted:
                 "detach the arguments"
             )
 
-    def _static(self, args: tuple) -> tuple:
+    def _static_key(self, args: tuple) -> tuple:
         bad = [i for i in self.static if not 0 <= i < len(args)]
         if bad:
             raise ValueError(f"jit: got static={bad}; wanted positions of {len(args)} arguments")
@@ -252,9 +242,11 @@ class Jitted:
             ],
             TypeError,
         )
-        return tuple((tuple(map(_abstract, leaves)), structure) for _, leaves, structure in parts)
+        return tuple(
+            (tuple(map(_abstractify, leaves)), structure) for _, leaves, structure in parts
+        )
 
-    def _refuse(self, known: list[dict[str, str]], args: tuple) -> None:
+    def _refuse_more(self, known: list[dict[str, str]], args: tuple) -> None:
         """Say what is different from the nearest signature."""
         here = _describe_leaves(args)
         differences = []
@@ -263,7 +255,9 @@ class Jitted:
             text = {path: here[path][1] if path in here else "nothing" for path in paths}
             differences.append(
                 [
-                    Problem(f"argument {p}", text[p], there.get(p, "nothing"), _fix(p, here))
+                    Problem(
+                        f"argument {p}", text[p], there.get(p, "nothing"), _signature_fix(p, here)
+                    )
                     for p in paths
                     if there.get(p) != text[p]
                 ]
@@ -281,10 +275,10 @@ class _Entry(NamedTuple):
     constants: tuple[torch.Tensor, ...]
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstractify(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         stride = canonical_strides(leaf.shape, leaf.stride())
-        return Abstract(leaf.shape, stride, leaf.dtype, leaf.device)
+        return TensorType(leaf.shape, stride, leaf.dtype, leaf.device)
     return type(leaf), leaf  # since True == 1 == 1.0
 
 
@@ -305,16 +299,16 @@ def _describe_leaves(args: tuple) -> dict[str, tuple[bool, str]]:
     }
 
 
-def _fix(path: str, here: dict[str, tuple[bool, str]]) -> str:
+def _signature_fix(path: str, here: dict[str, tuple[bool, str]]) -> str:
     if here.get(path, (True, ""))[0]:
         return "pass arguments alike, or allow more with jit(..., num_signatures=...)"
     return "make it a tensor, or give its position in jit(..., static=...)"
 
 
-def _unhashable(args: tuple) -> str:
+def _explain_unhashable(args: tuple) -> str:
     for path, leaf in zip(tree.paths(args), tree.leaves(args), strict=True):
         try:
-            hash(_abstract(leaf))
+            hash(_abstractify(leaf))
         except TypeError:
             kind, fix = type(leaf).__name__, dataclass_fix(leaf)
             if fix:

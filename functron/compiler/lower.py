@@ -26,11 +26,20 @@ from torch.utils import _pytree as pytree
 
 from functron.compiler.segments import Kernel
 from functron.core import compat
-from functron.program.equations import Block, Code, Equation, Scan, Var, Where, contiguous_strides
-from functron.program.overlap import order_equations, waits
+from functron.program.equations import (
+    Block,
+    Code,
+    Equation,
+    Scan,
+    Var,
+    Where,
+    contiguous_strides,
+    rename_values,
+)
+from functron.program.overlap import is_statement, order_equations, waits
 from functron.program.text import axis_of
 from functron.spmd import ragged
-from functron.spmd.axes import LIBRARY, permute_ranks
+from functron.spmd.axes import define_op, permute_ranks
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -49,8 +58,6 @@ _LONG = 1 << 14
 Groups = Mapping[str, str]
 """The name of the process group of every axis."""
 
-LIBRARY.define("permute_ranks(Tensor x, str group, int[] sources, int[] destinations) -> Tensor")
-
 
 def _permute_ranks(x, group, sources, destinations):
     """x of the rank that sends here, begun; zeros where none does. Each looks up its own part.
@@ -58,13 +65,15 @@ def _permute_ranks(x, group, sources, destinations):
     One operation for the compiler, since how much is sent where differs by rank. What is sent is a
     copy: the compiler may use x's memory again before the result is waited for.
     """
-    ranks, perm = compat.group(group), list(zip(sources, destinations, strict=True))
-    copy = x.clone(memory_format=torch.contiguous_format)
-    return permute_ranks(copy, perm, ranks.rank(), ranks.size(), group, wait=False)
+    ranks, copy = compat.group(group), x.clone(memory_format=torch.contiguous_format)
+    return permute_ranks(copy, sources, destinations, False, ranks.rank(), ranks.size(), group)
 
 
-def _like(x, *args):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+define_op(
+    "permute_ranks(Tensor x, str group, int[] sources, int[] destinations) -> Tensor",
+    _permute_ranks,
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
 
 
 def _mm_into(out, a, b):
@@ -77,39 +86,25 @@ def _mm_onto(out, a, b):
     out.view(a.shape[0], b.shape[1]).addmm_(a, b)
 
 
-for _name, _mm in {"mm_into": _mm_into, "mm_onto": _mm_onto}.items():
-    LIBRARY.define(f"{_name}(Tensor(a!) out, Tensor a, Tensor b) -> ()")
-    LIBRARY.impl(_name, _mm, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"functron::{_name}", lambda out, a, b: None, lib=LIBRARY)
-
-
-LIBRARY.define("mm_wide(Tensor a, Tensor b) -> Tensor")
+define_op("mm_into(Tensor(a!) out, Tensor a, Tensor b) -> ()", _mm_into, lambda *_: None)
+define_op("mm_onto(Tensor(a!) out, Tensor a, Tensor b) -> ()", _mm_onto, lambda *_: None)
+define_op(
+    "mm_wide(Tensor a, Tensor b) -> Tensor",
+    compat.wide_product,
+    lambda a, b: a.new_empty(a.shape[0], b.shape[1]),
+)
 MM_WIDE = torch.ops.functron.mm_wide.default
-LIBRARY.impl("mm_wide", compat.wide_product, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "functron::mm_wide", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=LIBRARY
-)
-
-LIBRARY.define("causal_flash(Tensor q, Tensor k, Tensor v, float? scale) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "causal_flash_backward(Tensor cotangent, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "float? scale) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.impl("causal_flash", compat.causal_flash, "CompositeExplicitAutograd")
-LIBRARY.impl("causal_flash_backward", compat.causal_flash_backward, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "functron::causal_flash",
+define_op(
+    "causal_flash(Tensor q, Tensor k, Tensor v, float? scale) -> (Tensor, Tensor)",
+    compat.causal_flash,
     lambda q, k, v, scale: compat.FLASH(q, k, v, 0.0, True, scale=scale),
-    lib=LIBRARY,
 )
-torch.library.register_fake(
-    "functron::causal_flash_backward",
+define_op(
+    "causal_flash_backward(Tensor cotangent, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "float? scale) -> (Tensor, Tensor, Tensor)",
+    compat.causal_flash_backward,
     lambda *given: compat.FLASH_BACKWARD(*given[:-1], 0.0, True, scale=given[-1]),
-    lib=LIBRARY,
 )
-LIBRARY.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")
-torch.library.register_fake("functron::permute_ranks", _like, lib=LIBRARY)
-
 
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 _SPLITS = (*_VIEWS, _aten.reshape.default)
@@ -120,8 +115,6 @@ def graph_module(kernel: Kernel, groups: Groups, *, overlap: bool = False) -> fx
     """The graph of a kernel: operands in, a tuple of its results out, updates written at the end.
 
     Args:
-        kernel: what to compute.
-        groups: where its collectives are.
         overlap: start collectives early and wait for them late, as `functron.program.overlap` says;
             else wait for each where it starts.
 
@@ -141,28 +134,28 @@ def graph_module(kernel: Kernel, groups: Groups, *, overlap: bool = False) -> fx
     due = waits(kernel.equations)
     for equation, waited in zip(kernel.equations, due, strict=False):
         for collective in waited if overlap else ():
-            _end(graph, collective, nodes)
+            _wait_for(graph, collective, nodes)
         if equation in placed:
             op, target = placed[equation]
             graph.call_function(op, tuple(nodes[v] for v in (target, *equation.operands)))
         elif equation in overwriting:
             _overwrite(graph, equation, overwriting[equation], nodes)
         elif equation not in gone:
-            _equation(graph, equation, nodes, groups)
+            _lower_equation(graph, equation, nodes, groups)
             if not overlap and axis_of(equation) is not None:
-                _end(graph, equation, nodes)
+                _wait_for(graph, equation, nodes)
     for collective in due[-1] if overlap else ():
-        _end(graph, collective, nodes)
+        _wait_for(graph, collective, nodes)
     for target, value in kernel.updates:
         if target not in inside and nodes[target] is not nodes[value]:
             graph.call_function(_aten.copy_.default, (nodes[target], nodes[value]))
     # other kernels were traced, and are compiled, for results in torch's own layout
-    graph.output(tuple(_laid_out(graph, nodes[value], value) for value in kernel.results))
+    graph.output(tuple(_match_layout(graph, nodes[value], value) for value in kernel.results))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def _place_products(kernel: Kernel) -> tuple[dict[Equation, tuple[Any, Var]], set[Equation]]:
-    """Products that are written where they are to be, and what on the way there is not computed.
+    """Products that are written to their destination, and equations that need not run then.
 
     A weight's gradient is a product of matrices that nothing else reads, and overwrites a row of
     the gradients of all layers, or is added to the gradient of the microbatches before. Inductor
@@ -202,38 +195,42 @@ def _place_products(kernel: Kernel) -> tuple[dict[Equation, tuple[Any, Var]], se
     return placed, gone
 
 
-def _equation(
+def _lower_equation(
     graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node], groups: Groups
 ) -> None:
     args, kwargs = pytree.tree_map_only(
         Var, nodes.__getitem__, (equation.args, dict(equation.kwargs))
     )
     assert isinstance(equation.op, torch._ops.OpOverload)
-    lowering = _LOWERINGS.get(equation.op.name())
-    if lowering is not None:
-        nodes[equation.results[0]] = lowering(graph, groups, *args)
+    if axis_of(equation) is not None:
+        x, axis, size, *operands = args
+        start = _LOWERINGS[equation.name]
+        nodes[equation.results[0]] = start(graph.call_function, groups[axis], x, size, *operands)
+        return
+    if is_statement(equation):
+        nodes[equation.results[0]] = args[0]
         return
     if equation.op is _aten._foreach_norm.Scalar and args[1:2] in ((), (2,)):
         for value, x in zip(equation.outputs, args[0], strict=True):
             if value is not None:
-                nodes[value] = _norm(graph, x, value.dtype)
+                nodes[value] = _lower_norm(graph, x, value.dtype)
         return
-    if _is_long(equation):
+    if _is_long_reduction(equation):
         result = equation.results[0]
         wide = graph.call_function(equation.op, args, {**kwargs, "dtype": torch.float64})
         nodes[result] = graph.call_function(
             _aten._to_copy.default, (wide,), {"dtype": result.dtype}
         )
         return
-    if _is_wide(equation):
+    if equation.op is _aten.mm.default and compat.is_wide(*equation.operands):
         nodes[equation.results[0]] = graph.call_function(MM_WIDE, args)
         return
-    op, args, kwargs = _by_bands(equation, args, kwargs)
+    op, args, kwargs = _choose_attention(equation, args, kwargs)
     # what Inductor makes of an operation may be laid out otherwise than torch's own result, which
     # was traced: a view of that is then a copy, and places in its memory are those of a copy
     op = _aten.reshape.default if op in _VIEWS else op
     if op in _STRIDED:
-        args = (_laid_out(graph, args[0], equation.args[0]), *args[1:])
+        args = (_match_layout(graph, args[0], equation.args[0]), *args[1:])
     node = graph.call_function(op, args, kwargs)
     returns = equation.op._schema.returns
     if len(returns) == 1 and not isinstance(returns[0].type, torch.ListType):
@@ -263,7 +260,7 @@ def in_place(kernel: Kernel) -> dict[Equation, Any]:
     wanted.update(_storages_read(at_end))  # a collective reads its operand until it is waited for
     found: dict[Equation, Any] = {}
     for equation, waited in zip(reversed(kernel.equations), reversed(due), strict=True):
-        twin = _twin(equation.op)
+        twin = _find_twin(equation.op)
         operands = [value.storage for value in equation.operands]
         if twin is not None:
             pairs = [pair for pair in _find_written(equation, twin) if pair[0] is not None]
@@ -284,7 +281,7 @@ def _storages_read(equations: Sequence[Equation]) -> list[int]:
     return [value.storage for equation in equations for value in equation.operands]
 
 
-def _twin(op: Any) -> Any:
+def _find_twin(op: Any) -> Any:
     """The operation that does in place what `op` does, and returns nothing; None: none does."""
     if isinstance(op, Scan) or op.namespace != "functron":
         return None
@@ -307,7 +304,7 @@ def _overwrite(graph: fx.Graph, equation: Equation, twin: Any, nodes: dict[Var, 
             nodes[new] = nodes[old]
 
 
-def _is_long(equation: Equation) -> bool:
+def _is_long_reduction(equation: Equation) -> bool:
     """Whether this reduces, on a CPU, more elements to one than Inductor adds up well in float32.
 
     Torch itself adds them up in a tree, as a GPU does; compiled loops do not, and lose up to 6e-5.
@@ -323,7 +320,7 @@ def _is_long(equation: Equation) -> bool:
     )
 
 
-def _by_bands(equation: Equation, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+def _choose_attention(equation: Equation, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The call of an equation; of causal attention on a CPU, that which skips hidden scores."""
     op, ours = equation.op, torch.ops.functron
     twins = {compat.FLASH: ours.causal_flash, compat.FLASH_BACKWARD: ours.causal_flash_backward}
@@ -338,11 +335,7 @@ def _by_bands(equation: Equation, args: Any, kwargs: Any) -> tuple[Any, Any, Any
     return twins[op].default, (*args[:count], given.get("scale")), {}
 
 
-def _is_wide(equation: Equation) -> bool:
-    return equation.op is _aten.mm.default and compat.is_wide(*equation.operands)
-
-
-def _laid_out(graph: fx.Graph, x: fx.Node, like: Var) -> fx.Node:
+def _match_layout(graph: fx.Graph, x: fx.Node, like: Var) -> fx.Node:
     """x in the layout of `like`, where that has neither gaps nor repeated elements."""
     order = sorted(range(len(like.shape)), key=lambda dim: (-like.stride[dim], dim))
     shape = [like.shape[dim] for dim in order]
@@ -357,7 +350,7 @@ def _laid_out(graph: fx.Graph, x: fx.Node, like: Var) -> fx.Node:
     return graph.call_function(_aten.permute.default, (x, inverse))
 
 
-def _norm(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _lower_norm(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     """The 2-norm, written out so that it is compiled: torch's runs on one thread."""
     wide = graph.call_function(_aten._to_copy.default, (x,), {"dtype": dtype})
     square = graph.call_function(_aten.mul.Tensor, (wide, wide))
@@ -366,10 +359,10 @@ def _norm(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     return graph.call_function(_aten._to_copy.default, (root,), {"dtype": dtype})
 
 
-# --- collectives: (graph, groups, *arguments of the traced operation) -> the node that starts it
+# --- collectives
 
 
-def _end(graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node]) -> None:
+def _wait_for(graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node]) -> None:
     """From here on the result of a collective is there."""
     (result,) = equation.results
     node = graph.call_function(_c10d.wait_tensor.default, (nodes[result],))
@@ -383,62 +376,30 @@ def _end(graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node]) -> None
     nodes[result] = node
 
 
-def _all_reduce(operation: str) -> Callable:
-    def lower(graph, groups, x, axis, size):
-        return graph.call_function(_c10d.all_reduce.default, (x, operation, groups[axis]))
-
-    return lower
-
-
-def _broadcast(graph, groups, x, axis, size, source: int):
-    return graph.call_function(_c10d.broadcast.default, (x, source, groups[axis]))
-
-
-def _all_gather(graph, groups, x, axis, size):
-    row = graph.call_function(_aten.unsqueeze.default, (x, 0))
-    return graph.call_function(_c10d.all_gather_into_tensor.default, (row, size, groups[axis]))
-
-
-def _reduce_scatter(graph, groups, x, axis, size):
-    op = _c10d.reduce_scatter_tensor.default
-    return graph.call_function(op, (x, "sum", size, groups[axis]))
-
-
-def _all_to_all(graph, groups, x, axis, size):
-    splits = [1] * size
-    return graph.call_function(_c10d.all_to_all_single.default, (x, splits, splits, groups[axis]))
-
-
-def _ppermute(graph, groups, x, axis, size, sources: Sequence[int], destinations: Sequence[int]):
-    op = torch.ops.functron.permute_ranks.default
-    return graph.call_function(op, (x, groups[axis], list(sources), list(destinations)))
-
-
-def _lower_ragged(graph, groups, x, axis, size, sends, receives, capacity: int, room: int = 0):
-    op = torch.ops.functron.ragged_ranks.default
-    return graph.call_function(op, (x, groups[axis], sends, receives, capacity, room))
-
-
-def _same(graph, groups, x, *axes):
-    return x
-
-
 _LOWERINGS: dict[str, Callable[..., fx.Node]] = {
-    "functron::psum": _all_reduce("sum"),
-    "functron::pmax": _all_reduce("max"),
-    "functron::pmin": _all_reduce("min"),
-    "functron::pbroadcast": _broadcast,
-    "functron::all_gather": _all_gather,
-    "functron::psum_scatter": _reduce_scatter,
-    "functron::all_to_all": _all_to_all,
-    "functron::ppermute": _ppermute,
-    "functron::ragged_all_to_all": _lower_ragged,
-    "functron::vary": _same,
-    "functron::assume_replicated": _same,
-    "functron::require_replicated": _same,
-    "functron::assume_share": _same,
-    "functron::require_share": _same,
+    "psum": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "sum", group)),
+    "pmax": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "max", group)),
+    "pmin": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "min", group)),
+    "pbroadcast": lambda call, group, x, size, source: call(
+        _c10d.broadcast.default, (x, source, group)
+    ),
+    "all_gather": lambda call, group, x, size: call(
+        _c10d.all_gather_into_tensor.default, (call(_aten.unsqueeze.default, (x, 0)), size, group)
+    ),
+    "psum_scatter": lambda call, group, x, size: call(
+        _c10d.reduce_scatter_tensor.default, (x, "sum", size, group)
+    ),
+    "all_to_all": lambda call, group, x, size: call(
+        _c10d.all_to_all_single.default, (x, [1] * size, [1] * size, group)
+    ),
+    "ppermute": lambda call, group, x, size, sources, destinations: call(
+        torch.ops.functron.permute_ranks.default, (x, group, list(sources), list(destinations))
+    ),
+    "ragged_all_to_all": lambda call, group, x, size, sends, receives, capacity, room=0: call(
+        torch.ops.functron.ragged_ranks.default, (x, group, sends, receives, capacity, room)
+    ),
 }
+"""The node that starts a collective, made by ``graph.call_function``."""
 
 
 def unroll(program: Code) -> Code:
@@ -479,27 +440,20 @@ class _Unroller:
                 self.scan(equation, known, into)
                 storages |= {v.storage: known[v].storage for v in equation.results}
                 continue
-            args, kwargs = pytree.tree_map_only(
-                Var, known.__getitem__, (equation.args, dict(equation.kwargs))
-            )
             for value in equation.results:
                 storage = storages.get(value.storage)
                 known[value] = self.fresh(
                     value, **({} if storage is None else {"storage": storage})
                 )
                 storages[value.storage] = known[value].storage
-            outputs = tuple(None if v is None else known[v] for v in equation.outputs)
-            into.append(Equation(equation.op, args, kwargs, outputs, equation.where))
+            into.append(rename_values(equation, known))
 
     def scan(self, equation: Equation, known: dict[Var, Var], into: list[Equation]) -> None:
-        op = equation.op
-        assert isinstance(op, Scan)
-        operands = [known[value] for value in equation.args]
-        split = op.num_consts + op.num_carry
-        consts, carry = operands[: op.num_consts], operands[op.num_consts : split]
+        op = equation.scan
+        consts, carry, xs = op.divide([known[value] for value in equation.args])
         made: list[list[Any]] = [[None] * op.length for _ in op.body.outputs[op.num_carry :]]
         for index in range(op.length)[:: -1 if op.reverse else 1]:
-            x = [self.slice(value, index, into, equation.where) for value in operands[split:]]
+            x = [self.slice(value, index, into, equation.where) for value in xs]
             inner = dict(zip(op.body.inputs, [*consts, *carry, *x], strict=True))
             self.run(op.body, inner, into)
             results = [inner[value] for value in op.body.outputs]

@@ -8,10 +8,9 @@ What scans hand to other scans is never stacked: such ys stay lists of slices. O
 into the slices of one preallocated stack, in the kernel that computes them. Donated inputs are
 overwritten likewise, by the kernel that computes the value that takes their memory.
 
-**What backward makes again.** Backward is a scan of its own, which is handed what it reads of the
-iterations of forward. Of that, what elementwise operations make of values that it is handed anyway,
-and only such operations read, costs less to make again than to write and to read
-(`recompute_slices`).
+**Recomputation.** Backward is a scan of its own, which reads values of the iterations of forward.
+Cheap elementwise results of values that it reads anyway, which only elementwise operations read,
+cost less to recompute than to store and load (`recompute_slices`).
 
 **Overlap.** A scan's iterations may be cut into parts, which the executor runs one ahead and one
 or more behind; see `functron.program.overlap`.
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 
 from functron.program.equations import Block, Equation, Fresh, Scan, Var
-from functron.program.overlap import OverlapSplit, split_scan_body
+from functron.program.overlap import OverlapSplit, SumRound, split_scan_body
 from functron.program.recorder import live_equations
 
 
@@ -45,7 +44,6 @@ class Kernel:
 
     Attributes:
         equations: in the order in which they were traced.
-        reads: its operands.
         results: what later steps need of what it computes.
         updates: pairs of an operand and the value that overwrites it in the end.
     """
@@ -58,7 +56,7 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Eager:
-    """An equation that the executor runs itself: a view, or a side effect."""
+    """An equation that the executor runs itself: a view, a copy, or a side effect."""
 
     equation: Equation
 
@@ -74,52 +72,19 @@ class Eager:
 
 
 @dataclass(frozen=True, eq=False)
-class Copy:
-    """The executor copies a value into an operand of the block."""
-
-    target: Var
-    value: Var
-
-    @property
-    def reads(self) -> tuple[Var, ...]:
-        """Both."""
-        return self.target, self.value
-
-    @property
-    def results(self) -> tuple[Var, ...]:
-        """None."""
-        return ()
-
-
-@dataclass(frozen=True, eq=False)
-class EarlyPart:
-    """The part of an iteration that the executor starts with the iteration before.
-
-    Attributes:
-        procedure: from constants and xs, its inputs, to the operands of `gathers`.
-        gathers: collectives that the executor starts with these, and waits for where the iteration
-            begins, whose inputs their results are.
-    """
-
-    procedure: Procedure
-    gathers: tuple[Equation, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class LatePart:
     """The part of an iteration that the executor ends with an iteration after it.
 
     Attributes:
-        sums: collectives that the executor starts where the iteration, or the part before, ends.
-        passed: what else that hands over.
-        procedure: of constants, xs, the results of `sums`, what is passed and slices of stacks; its
-            outputs are ys of columns, then those of updates, then what the next part reads.
+        round: the sums that the executor starts where the iteration, or the part before, ends.
+        procedure: of constants, xs, the results of the sums, what the round is passed and slices of
+            stacks; its outputs are ys of columns, then those of updates, then what the next part
+            reads.
         columns, stacks: how many of the loop's it makes: the last ones but for those of parts after
             it.
     """
 
-    sums: tuple[Equation, ...]
-    passed: tuple[Var, ...]
+    round: SumRound
     procedure: Procedure
     columns: int
     stacks: int
@@ -130,15 +95,17 @@ class Loop:
     """A scan.
 
     Attributes:
-        equation: with a `Scan` for its operation.
         body: the steps of an iteration. Its inputs are the body's, then what `ahead` gathered, then
             one slice of each stack; its outputs are the next carry, then the ys of `columns`, then
             those of `updates`, then what the first of `behind` sums and what it is passed.
         columns: results that are lists of slices.
         stacks: results that are written into slices of one tensor.
         updates: results that are written into the slices of an operand, and that operand.
-        ahead, behind: what runs beside neighbouring iterations, if anything does: one part of each
-            that is behind for each round of sums.
+        gathers: collectives of an iteration that the executor starts with the iteration before, and
+            waits for where the iteration begins.
+        ahead: from constants and xs, its inputs, to their operands; None where there are none.
+        behind: the parts of an iteration that end with iterations after it, one for each round of
+            sums.
     """
 
     equation: Equation
@@ -146,20 +113,20 @@ class Loop:
     columns: tuple[Var, ...]
     stacks: tuple[Var, ...]
     updates: tuple[tuple[Var, Var], ...] = ()
-    ahead: EarlyPart | None = None
+    gathers: tuple[Equation, ...] = ()
+    ahead: Procedure | None = None
     behind: tuple[LatePart, ...] = ()
 
     @property
     def parts(self) -> list[Procedure]:
         """Of all its parts, in the order in which they first run."""
-        ahead = [self.ahead.procedure] if self.ahead else []
+        ahead = [self.ahead] if self.ahead else []
         return [*ahead, self.body, *(part.procedure for part in self.behind)]
 
     @property
     def op(self) -> Scan:
         """The scan."""
-        assert isinstance(self.equation.op, Scan)
-        return self.equation.op
+        return self.equation.scan
 
     @property
     def carries(self) -> tuple[Var | None, ...]:
@@ -178,7 +145,7 @@ class Loop:
         return (*carries, *self.columns, *self.stacks, *(value for value, _ in self.updates))
 
 
-ProcedureStep = Kernel | Eager | Copy | Loop
+ProcedureStep = Kernel | Eager | Loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +154,6 @@ class Procedure:
 
     Attributes:
         inputs: of the block, then those that are only written to.
-        steps: in order.
         outputs: of the block: values and constants.
         inside: values that live in the memory of an input, and that input.
     """
@@ -242,21 +208,18 @@ def recompute_slices(block: Block) -> Block:
                 rest = [current.get(e, e) for e in block.equations if e is not ahead]
                 rest = [e for e in rest if e is not pair[1]]
                 others = {v for e in rest for v in e.operands} | {*block.outputs}
-                current[ahead], current[equation] = _again(*pair, others, fresh)
+                current[ahead], current[equation] = _recompute(*pair, others, fresh)
     equations = tuple(current.get(e, e) for e in block.equations)
     return replace(block, equations=equations)
 
 
-def _again(
+def _recompute(
     ahead: Equation, back: Equation, others: Collection[Any], fresh: Fresh
 ) -> tuple[Equation, Equation]:
     """Two scans, of which the second makes again what it can of what the first hands to it."""
-    forward, op = ahead.op, back.op
-    assert isinstance(forward, Scan)
-    assert isinstance(op, Scan)
+    forward, op = ahead.scan, back.scan
     known = _find_shared(ahead, back) if forward.length == op.length else {}
-    first = op.num_consts + op.num_carry
-    handed = dict(zip(op.body.inputs[first:], back.args[first:], strict=True))
+    handed = dict(zip(op.body.inputs[op.first_x :], back.args[op.first_x :], strict=True))
     readers: dict[Var, list[Equation]] = {}
     for equation in op.body.equations:
         for value in equation.operands:
@@ -300,23 +263,20 @@ def _again(
 
 
 def _find_shared(ahead: Equation, back: Equation) -> dict[Var, Var]:
-    """Values of the first scan's iterations by their names in those of the second, which has them.
+    """Values of the first scan's iterations that the second has, with their names there.
 
-    That are constants and slices of both, and what the first hands to the second.
+    These are constants and slices of both, and what the first hands to the second.
     """
-    forward, op = ahead.op, back.op
-    assert isinstance(forward, Scan)
-    assert isinstance(op, Scan)
 
-    def roles(scan: Scan, equation: Equation) -> list[tuple[tuple[bool, Any], Var]]:
-        consts, first = scan.num_consts, scan.num_consts + scan.num_carry
-        rows = list(zip(equation.args, scan.body.inputs, strict=True))
-        found = [((True, outer), inner) for outer, inner in rows[:consts]]
-        return found + [((False, outer), inner) for outer, inner in rows[first:]]
+    def roles(equation: Equation) -> list[tuple[tuple[bool, Any], Var]]:
+        rows = zip(equation.args, equation.scan.body.inputs, strict=True)
+        consts, _, xs = equation.scan.divide(list(rows))
+        found = [((True, outer), inner) for outer, inner in consts]
+        return found + [((False, outer), inner) for outer, inner in xs]
 
-    there = dict(reversed(roles(op, back)))
-    known = {inner: there[role] for role, inner in roles(forward, ahead) if role in there}
-    ys = list(zip(ahead.outputs, forward.body.outputs, strict=True))[forward.num_carry :]
+    there = dict(reversed(roles(back)))
+    known = {inner: there[role] for role, inner in roles(ahead) if role in there}
+    ys = list(zip(ahead.outputs, ahead.scan.body.outputs, strict=True))[ahead.scan.num_carry :]
     for stack, value in ys:
         if isinstance(value, Var) and (False, stack) in there:
             known[value] = there[False, stack]
@@ -387,38 +347,37 @@ class _Divider:
         self.block, self.outputs, self.into, self.donated = block, tuple(outputs), into, donated
         self.prefetch = prefetch
         self.wanted = [v for v in [*outputs, *self.into.values()] if isinstance(v, Var)]
-        self.equations = _checks_first(live_equations(block.equations, self.wanted), block)
+        self.equations = _sort_checks(live_equations(block.equations, self.wanted), block)
         self.operands = {e: e.operands for e in self.equations}
         self.made_by = {value: e for e in self.equations for value in e.results}
-        self.views = {e for e in self.equations if not _drives(e) and e.aliases}
+        self.views = {e for e in self.equations if not _is_eager(e) and e.aliases}
         self.classes: dict[int, int] = {}  # of storages that may be one memory when it runs
         self.group_of: dict[Equation, int] = {}  # the kernel that an equation belongs to
 
     def procedure(self) -> Procedure:
-        groups = self._groups()
-        xs_only = self._xs_only()
+        groups = self._group()
+        xs_only = self._slice_only()
         steps: list[ProcedureStep] = []
         for group in groups:
             first = group[0]
-            if not _drives(first):
-                steps.append(self._kernel(group))
+            if not _is_eager(first):
+                steps.append(self._make_kernel(group))
                 continue
-            steps += self._views(self.operands[first], steps)
+            steps += self._take_views(self.operands[first], steps)
             if isinstance(first.op, Scan):
-                steps.append(self._loop(first, xs_only))
+                steps.append(self._make_loop(first, xs_only))
             else:
                 steps.append(Eager(first))
-        steps += self._views(self.wanted, steps)
-        steps = self._with_results(steps)
-        steps, inside = self._with_updates(steps)
+        steps += self._take_views(self.wanted, steps)
+        steps = self._keep_results(steps)
+        steps, inside = self._place_updates(steps)
         inputs = (*self.block.inputs, *self.into)
         return Procedure(inputs, tuple(steps), self.outputs, inside)
 
-    def _groups(self) -> list[list[Equation]]:
+    def _group(self) -> list[list[Equation]]:
         """The equations, cut around those that the executor runs, costly scalars first.
 
-        Views that float are left out: those of memory that no kernel makes. Whoever needs one takes
-        it.
+        Views of memory that no kernel makes are left out: each reader takes its own.
         """
         groups: list[list[Equation]] = []
         current: list[Equation] = []
@@ -429,17 +388,17 @@ class _Divider:
         for equation in self.equations:
             if equation in self.group_of:
                 continue
-            if _drives(equation):
+            if _is_eager(equation):
                 groups += [current] if current else []
                 groups.append([equation])
                 current = []
                 self._join_classes(equation)
-            elif not self._floats(equation):
+            elif not self._is_floating(equation):
                 self.group_of[equation] = len(groups)
                 current.append(equation)
         return [*groups, current] if current else groups
 
-    def _floats(self, equation: Equation) -> bool:
+    def _is_floating(self, equation: Equation) -> bool:
         if equation not in self.views:
             return False
         makers = [self.made_by.get(value) for value in self.operands[equation]]
@@ -451,8 +410,8 @@ class _Divider:
         if not isinstance(op, Scan):
             return
         owners = {v.storage: o for v, o in zip(op.body.inputs, scan.args, strict=True)}
-        carries = scan.args[op.num_consts : op.num_consts + op.num_carry]
-        carried = {v.storage for v in op.body.inputs[op.num_consts :][: op.num_carry]}
+        _, carries, _ = op.divide(scan.args)
+        carried = {v.storage for v in op.divide(op.body.inputs)[1]}
         for inner, result in zip(op.body.outputs, scan.outputs, strict=True):
             if not isinstance(inner, Var) or result is None or inner.storage not in owners:
                 continue
@@ -464,50 +423,50 @@ class _Divider:
     def _class(self, value: Var) -> int:
         return self.classes.setdefault(value.storage, value.storage)
 
-    def _xs_only(self) -> set[Var]:
+    def _slice_only(self) -> set[Var]:
         """Results of scans that only scans read, slice by slice, or that are wanted so."""
         other = set(self.wanted) - self.sliced
         used: set[Var] = set(self.sliced)
         for equation in self.equations:
             operands = self.operands[equation]
             if isinstance(equation.op, Scan):
-                start = equation.op.num_consts + equation.op.num_carry
-                used |= set(equation.args[start:])
-                operands = list(equation.args[:start])
+                used |= set(equation.args[equation.op.first_x :])
+                operands = equation.args[: equation.op.first_x]
             other |= set(operands)
         return used - other
 
-    def _chain(self, value: Var) -> Iterable[Equation]:
+    def _view_chain(self, value: Var) -> Iterable[Equation]:
         """The views that lead to a value from one that the executor holds, in order."""
         equation = self.made_by.get(value)
         if equation not in self.views:
             return
         for operand in self.operands[equation]:
-            yield from self._chain(operand)
+            yield from self._view_chain(operand)
         yield equation
 
-    def _kernel(self, group: list[Equation]) -> Kernel:
+    def _make_kernel(self, group: list[Equation]) -> Kernel:
         own = dict.fromkeys(value for equation in group for value in equation.results)
         pulled: dict[Equation, None] = {}
         for equation in group:
             for operand in self.operands[equation]:
                 if operand not in own:
-                    pulled.update(dict.fromkeys(self._chain(operand)))
+                    pulled.update(dict.fromkeys(self._view_chain(operand)))
         equations = (*pulled, *group)
         made = {value for equation in equations for value in equation.results}
         reads = dict.fromkeys(v for e in equations for v in self.operands[e] if v not in made)
         return Kernel(equations, tuple(reads), tuple(own))
 
-    def _views(self, values: Sequence[Any], steps: Sequence[ProcedureStep]) -> list[ProcedureStep]:
+    def _take_views(
+        self, values: Sequence[Any], steps: Sequence[ProcedureStep]
+    ) -> list[ProcedureStep]:
         """Steps that take the floating views among `values` and have not been taken before."""
         taken = {step.equation for step in steps if isinstance(step, Eager)}
-        chains = [e for value in values if isinstance(value, Var) for e in self._chain(value)]
+        chains = [e for value in values if isinstance(value, Var) for e in self._view_chain(value)]
         new = dict.fromkeys(e for e in chains if e not in self.group_of and e not in taken)
         return [Eager(equation) for equation in new]
 
-    def _loop(self, equation: Equation, xs_only: set[Var]) -> Loop:
-        op = equation.op
-        assert isinstance(op, Scan)
+    def _make_loop(self, equation: Equation, xs_only: set[Var]) -> Loop:
+        op = equation.scan
         used = {v for operands in self.operands.values() for v in operands} | set(self.wanted)
         ys = list(
             zip(op.body.outputs[op.num_carry :], equation.outputs[op.num_carry :], strict=True)
@@ -515,28 +474,26 @@ class _Divider:
         columns = [(inner, y) for inner, y in ys if y in xs_only]
         stacks = [(inner, y) for inner, y in ys if y in used and y not in xs_only]
         carry = list(op.body.outputs[: op.num_carry])
-        parts = self._split(op, [*carry, *(inner for inner, _ in [*columns, *stacks])])
+        wanted = [*carry, *(inner for inner, _ in [*columns, *stacks])]
+        parts = split_scan_body(op, wanted) if self.prefetch else None
         late = parts.late if parts else {}
         # what is made late comes last
         columns.sort(key=lambda row: late.get(row[0], 0))
         stacks.sort(key=lambda row: late.get(row[0], 0))
         made = [*carry, *(inner for inner, _ in columns)]
-        updates = self._updates(equation, made, self._taken(equation, stacks), parts)
+        updates = self._find_updates(equation, made, self._find_donated(equation, stacks), parts)
         updated = {y for _, y, _, _ in updates}
         stacks = [(inner, y) for inner, y in stacks if y not in updated]
-        rows = {_row(y, position): inner for position, (inner, y) in enumerate(stacks)}
+        rows = {_make_row(y, position): inner for position, (inner, y) in enumerate(stacks)}
         slots = {inner: slot for inner, _, slot, _ in updates}
         loop = Loop(
-            equation, self._core(op, [*made, *slots], rows, slots, parts),
+            equation, self._make_core(op, [*made, *slots], rows, slots, parts),
             tuple(y for _, y in columns), tuple(y for _, y in stacks),
             tuple((y, operand) for _, y, _, operand in updates),
         )  # fmt: skip
-        return loop if parts is None else self._overlapped(loop, parts, columns, rows, slots)
+        return loop if parts is None else self._overlap(loop, parts, columns, rows, slots)
 
-    def _split(self, op: Scan, wanted: Sequence[Any]) -> OverlapSplit | None:
-        return split_scan_body(op, wanted) if self.prefetch else None
-
-    def _core(
+    def _make_core(
         self, op: Scan, outputs: Sequence[Any], rows, slots, parts: OverlapSplit | None
     ) -> Procedure:
         """The procedure of an iteration, or of that part of it that waits for the one before."""
@@ -550,7 +507,9 @@ class _Divider:
             donated={v: slot for v, slot in slots.items() if v not in parts.late},
         )  # fmt: skip
 
-    def _tails(self, parts: OverlapSplit, columns: Sequence[Any], rows, slots) -> list[Procedure]:
+    def _make_tails(
+        self, parts: OverlapSplit, columns: Sequence[Any], rows, slots
+    ) -> list[Procedure]:
         """The procedure of each round of sums."""
         found = []
         for each in parts.rounds:
@@ -563,19 +522,19 @@ class _Divider:
             )
         return found
 
-    def _overlapped(self, loop: Loop, parts: OverlapSplit, columns, rows, slots) -> Loop:
+    def _overlap(self, loop: Loop, parts: OverlapSplit, columns, rows, slots) -> Loop:
         """The loop with what runs beside neighbouring iterations."""
-        ahead = None
-        if parts.gathers:
-            ahead = EarlyPart(procedure(parts.head, parts.head.outputs), parts.gathers)
+        ahead = procedure(parts.head, parts.head.outputs) if parts.gathers else None
         inner = [v for v, _ in columns]
         behind = []
-        for each, tail in zip(parts.rounds, self._tails(parts, inner, rows, slots), strict=True):
+        for each, tail in zip(
+            parts.rounds, self._make_tails(parts, inner, rows, slots), strict=True
+        ):
             counts = [sum(v in each.late for v in group) for group in (inner, rows.values())]
-            behind.append(LatePart(each.sums, each.passed, tail, *counts))
-        return replace(loop, ahead=ahead, behind=tuple(behind))
+            behind.append(LatePart(each, tail, *counts))
+        return replace(loop, gathers=parts.gathers, ahead=ahead, behind=tuple(behind))
 
-    def _updates(
+    def _find_updates(
         self, scan: Equation, made: list, taken: Sequence[tuple], parts: OverlapSplit | None
     ) -> list[tuple[Var, Var, Var, Var]]:
         """Those of `taken` whose row nothing else of an iteration reads after it was updated."""
@@ -583,28 +542,29 @@ class _Divider:
         if not taken:
             return []
         slots = {inner: slot for inner, _, slot, _ in taken}
-        inside = set(self._core(op, [*made, *slots], {}, slots, parts).inside)
+        inside = set(self._make_core(op, [*made, *slots], {}, slots, parts).inside)
         if parts is not None:
-            tails = self._tails(parts, made, {}, slots)
+            tails = self._make_tails(parts, made, {}, slots)
             for each, tail in zip(parts.rounds, tails, strict=True):
                 shown = {v.storage for v in each.block.inputs}
                 inside = {v for v in inside if slots[v].storage not in shown}
                 inside |= set(tail.inside)
         return [row for row in taken if row[0] in inside]
 
-    def _taken(self, scan: Equation, stacks: Sequence[tuple]) -> list[tuple[Var, Var, Var, Var]]:
+    def _find_donated(
+        self, scan: Equation, stacks: Sequence[tuple]
+    ) -> list[tuple[Var, Var, Var, Var]]:
         """Stacks that may take the memory of an operand that only this scan reads, row by row.
 
         Each as (its value in the body, the stack, the operand's slice in the body, the operand).
         """
         op: Any = scan.op
-        start = op.num_consts + op.num_carry
         others = [v for e, operands in self.operands.items() if e is not scan for v in operands]
         memory = [self._class(v) for v in (*others, *scan.args, *self.wanted)]
         found = []
         for inner, y in stacks:
             operand = self.donated.get(y)
-            if operand is None or operand not in scan.args[start:]:
+            if operand is None or operand not in scan.args[op.first_x :]:
                 continue
             if memory.count(self._class(operand)) == 1:
                 slot = op.body.inputs[scan.args.index(operand)]
@@ -613,7 +573,7 @@ class _Divider:
                     found.append((inner, y, slot, operand))
         return found
 
-    def _with_results(self, steps: list[ProcedureStep]) -> list[ProcedureStep]:
+    def _keep_results(self, steps: list[ProcedureStep]) -> list[ProcedureStep]:
         """The steps, with only those results of kernels that others need."""
         needed = set(self.wanted)
         out: list[ProcedureStep] = []
@@ -625,7 +585,7 @@ class _Divider:
             out.append(step)
         return out[::-1]
 
-    def _with_updates(
+    def _place_updates(
         self, steps: list[ProcedureStep]
     ) -> tuple[list[ProcedureStep], dict[Var, Var]]:
         """The steps, with the kernels writing to donated inputs and to `into`."""
@@ -634,7 +594,7 @@ class _Divider:
         kernels = {i: [] for i, step in enumerate(steps) if isinstance(step, Kernel)}
         for value, target in self.donated.items():
             index = maker.get(value)
-            if index in kernels and self._unread(target, value, steps, index):
+            if index in kernels and self._is_unread(target, value, steps, index):
                 kernels[index].append((target, value))
                 inside[value] = target
         copies: list[ProcedureStep] = []
@@ -643,7 +603,7 @@ class _Divider:
             if index in kernels:
                 kernels[index].append((target, value))
             else:
-                copies.append(Copy(target, value))
+                copies.append(Eager(Equation(_aten.copy_.default, (target, value))))
         kept = {v for v in self.outputs if isinstance(v, Var)}
         kept |= {v for step in [*steps, *copies] for v in step.reads}
         out: list[ProcedureStep] = []
@@ -656,7 +616,9 @@ class _Divider:
             out.append(step)
         return [*out, *copies], inside
 
-    def _unread(self, target: Var, value: Var, steps: Sequence[ProcedureStep], index: int) -> bool:
+    def _is_unread(
+        self, target: Var, value: Var, steps: Sequence[ProcedureStep], index: int
+    ) -> bool:
         """Whether nothing but `target` itself shows its memory to the step, or to later ones."""
         memory = self._class(target)
         if self._class(value) == memory:
@@ -667,7 +629,7 @@ class _Divider:
         return all(self._class(v) != memory for v in (*here, *later, *ends))
 
 
-def _checks_first(equations: Sequence[Equation], block: Block) -> list[Equation]:
+def _sort_checks(equations: Sequence[Equation], block: Block) -> list[Equation]:
     """The equations, checks of inputs before all others: between them they would cut kernels."""
     inputs = set(block.inputs)
     first = [e for e in equations if e.name == "check_ids" and inputs.issuperset(e.operands)]
@@ -675,12 +637,12 @@ def _checks_first(equations: Sequence[Equation], block: Block) -> list[Equation]
     return [*first, *(e for e in equations if id(e) not in early)]
 
 
-def _drives(equation: Equation) -> bool:
+def _is_eager(equation: Equation) -> bool:
     """Whether the executor runs an equation itself."""
     return isinstance(equation.op, Scan) or not equation.outputs
 
 
-def _row(stack: Var, position: int) -> Var:
+def _make_row(stack: Var, position: int) -> Var:
     """A slice of a stacked value, as an input of the body that writes it."""
     size = stack.size // stack.shape[0] * stack.dtype.itemsize if stack.shape[0] else 0
     shape, stride = stack.shape[1:], stack.stride[1:]

@@ -220,7 +220,7 @@ class Ring:
         if wait:
             return lax.ppermute(x, self.axis, pairs)
         (axis,) = lookup(self.axis)
-        return Ppermute.call(x, axis, tuple(pairs), wait=False)
+        return Ppermute.call(x, axis, perm=tuple(pairs), wait=False)
 
     def here(self, x: Tensor) -> Tensor:
         """The tensors whose exchange `shift` did not wait for."""

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from functron.compiler.executable import match_donations
 from functron.compiler.lower import unroll
@@ -45,6 +44,7 @@ from functron.program.equations import (
     Scan,
     Var,
     contiguous_strides,
+    rename_values,
 )
 from functron.program.recorder import live_equations
 from functron.program.trace import Program
@@ -99,10 +99,6 @@ def reach_in_scan(op: Scan, bits: Sequence[int]) -> tuple[Mapping[Var, int], lis
     """The bits of every value of a scan's body, and those of the body's outputs.
 
     A carry leads to whatever the next iteration's carry leads to, and the first one to the last.
-
-    Args:
-        op: the scan.
-        bits: those of its results.
     """
     carried = [0] * op.num_carry
     inputs = op.body.inputs[op.num_consts :][: op.num_carry]
@@ -133,7 +129,6 @@ class LevelPart:
     """The equations that run at one level of a block.
 
     Attributes:
-        equations: in order.
         inputs: the inputs of the block that it reads, without those of `arrivals`.
         arrivals: what it reads of lower levels: values, and carries that lower levels have.
         keeps: what higher levels read of it.
@@ -152,7 +147,6 @@ class Levels:
         block: of a program, or the body of a scan.
         wanted: the bits of each of its outputs.
         rule: from bits to a level.
-        fresh: makes values.
         inputs: the level at which each input is there; None: at which it is first needed.
         carries: the inputs that only their own level has: the carries of a scan.
         charged: the inputs that cost memory while higher levels wait for them.
@@ -174,14 +168,14 @@ class Levels:
         self._made_by: dict[Var, Equation] = {}
         self._roots: dict[Var, tuple[Var, ...]] = {value: (value,) for value in block.inputs}
         self.found = reach(block, wanted)
-        self._inputs = inputs or {v: self._needed(v) for v in block.inputs}
+        self._inputs = inputs or {v: self._lowest(v) for v in block.inputs}
         for equation in block.equations:
             self._add(equation)
-        self._ends = self._ends_of(block.outputs, wanted)
-        self._readers = self._readers_of()
-        self._hoist()
+        self._ends = self._find_ends(block.outputs, wanted)
+        self._readers = self._list_readers()
+        self._move_earlier()
 
-    def _needed(self, value: Var) -> int:
+    def _lowest(self, value: Var) -> int:
         bits = self.found.get(value, 0)
         return self.rule(bits) if bits & ~EFFECT else 0
 
@@ -192,7 +186,7 @@ class Levels:
         if isinstance(equation.op, Scan):
             for level, part in split_scan(equation, self):
                 self._append(part, level)
-        elif bits & ~EFFECT and self._remade(equation):
+        elif bits & ~EFFECT and self._is_remade(equation):
             found = dict.fromkeys(r for v in equation.operands for r in self._roots[v])
             self._append(equation, None, tuple(found))
         elif bits:
@@ -207,7 +201,7 @@ class Levels:
             self._made_by[value] = equation
             self._roots[value] = (value,) if roots is None else roots
 
-    def _remade(self, equation: Equation) -> bool:
+    def _is_remade(self, equation: Equation) -> bool:
         """Whether it is made again at every level that reads it, since keeping it costs more."""
         if is_effect(equation):
             return False
@@ -227,13 +221,13 @@ class Levels:
 
     def available(self, value: Var) -> int:
         """The lowest level at which a value can be had."""
-        return max(map(self._home, self._roots[value]), default=0)
+        return max(map(self._find_home, self._roots[value]), default=0)
 
     def costs(self, value: Var) -> bool:
         """Whether it costs memory to keep it: it is not made of free inputs alone."""
         return any(root in self._made_by or root in self.charged for root in self._roots[value])
 
-    def _home(self, root: Var) -> int:
+    def _find_home(self, root: Var) -> int:
         maker = self._made_by.get(root)
         return self._inputs[root] if maker is None else self.level[maker]
 
@@ -246,14 +240,14 @@ class Levels:
             wanted: for every level that must be there, the values that it must give.
         """
         levels = sorted({*self.level.values(), *wanted})
-        parts = {level: self._part(level, wanted.get(level, ())) for level in levels}
+        parts = {level: self._make_part(level, wanted.get(level, ())) for level in levels}
         read = dict.fromkeys(value for part in parts.values() for value in part.arrivals)
         homes: dict[int, list[Var]] = defaultdict(list)
         for value in read:
-            homes[self._home(value)].append(value)
+            homes[self._find_home(value)].append(value)
         return {level: replace(part, keeps=tuple(homes[level])) for level, part in parts.items()}
 
-    def _part(self, level: int, wanted: Iterable[Any]) -> LevelPart:
+    def _make_part(self, level: int, wanted: Iterable[Any]) -> LevelPart:
         chosen = {e: None for e in self._order if self.level.get(e) == level}
         inputs: dict[Var, None] = {}
         arrivals: dict[Var, None] = {}
@@ -267,7 +261,7 @@ class Levels:
                     chosen[maker] = None
                     todo += reversed(maker.operands)
                 continue
-            home = level if maker is None and value not in self.carries else self._home(value)
+            home = level if maker is None and value not in self.carries else self._find_home(value)
             assert home <= level, f"{value} is needed at level {level} and made at {home}"
             if home < level:
                 arrivals[value] = None
@@ -278,7 +272,7 @@ class Levels:
 
     # --- cheap equations, where less is kept
 
-    def _ends_of(self, outputs: Sequence[Any], wanted: Sequence[int]) -> dict[Var, int]:
+    def _find_ends(self, outputs: Sequence[Any], wanted: Sequence[int]) -> dict[Var, int]:
         """The level at which each root is returned, as part of an output."""
         ends: dict[Var, int] = {}
         for value, bits in zip(outputs, wanted, strict=True):
@@ -287,62 +281,62 @@ class Levels:
                     ends[root] = max(ends.get(root, 0), self.rule(bits))
         return ends
 
-    def _readers_of(self) -> dict[Var, list[Equation]]:
+    def _list_readers(self) -> dict[Var, list[Equation]]:
         readers: dict[Var, list[Equation]] = defaultdict(list)
         for equation in self.level:
-            for root in self._reads(equation):
+            for root in self._roots_read(equation):
                 readers[root].append(equation)
         return readers
 
-    def _reads(self, equation: Equation) -> Iterable[Var]:
+    def _roots_read(self, equation: Equation) -> Iterable[Var]:
         return dict.fromkeys(root for v in equation.operands for root in self._roots[v])
 
-    def _hoist(self) -> None:
+    def _move_earlier(self) -> None:
         moved = True
         while moved:
             moved = False
             for equation in self.level:
-                cone, level = self._cone(equation)
-                if cone and self._gains(cone, level):
+                cone, level = self._find_cone(equation)
+                if cone and self._try_moving(cone, level):
                     moved = True
 
-    def _cone(self, equation: Equation) -> tuple[list[Equation], int]:
+    def _find_cone(self, equation: Equation) -> tuple[list[Equation], int]:
         """The cheap equations of its level that it needs, and the level at which they could run."""
         here, level = self.level[equation], 0
         cone, todo = {equation: None}, [equation]
         while todo:
             next_one = todo.pop()
-            if not _cheap(next_one) or len(cone) > _CONE:
+            if not _is_cheap(next_one) or len(cone) > _CONE:
                 return [], 0
-            for root in self._reads(next_one):
+            for root in self._roots_read(next_one):
                 maker = self._made_by.get(root)
-                if self._home(root) < here or maker is None:
-                    level = max(level, self._home(root))
+                if self._find_home(root) < here or maker is None:
+                    level = max(level, self._find_home(root))
                 elif maker not in cone:
                     cone[maker] = None
                     todo.append(maker)
         return (list(cone), level) if level < here else ([], 0)
 
-    def _gains(self, cone: Sequence[Equation], level: int) -> bool:
+    def _try_moving(self, cone: Sequence[Equation], level: int) -> bool:
         """Move equations to a level if less is kept then; whether they were moved."""
-        touched = {root for equation in cone for root in self._reads(equation)}
+        touched = {root for equation in cone for root in self._roots_read(equation)}
         touched |= {value for equation in cone for value in equation.results}
-        before, here = sum(map(self._held, touched)), self.level[cone[0]]
+        before, here = sum(map(self._held_bytes, touched)), self.level[cone[0]]
         self.level.update(dict.fromkeys(cone, level))
-        gains = sum(map(self._held, touched)) < before
+        gains = sum(map(self._held_bytes, touched)) < before
         if not gains:
             self.level.update(dict.fromkeys(cone, here))
         return gains
 
-    def _held(self, root: Var) -> int:
+    def _held_bytes(self, root: Var) -> int:
         """The bytes of a value, times the levels that it waits for its last reader."""
         if not (root in self._made_by or root in self.charged):
             return 0
         last = max((self.level[e] for e in self._readers.get(root, ())), default=0)
-        return root.nbytes * max(0, max(last, self._ends.get(root, 0)) - self._home(root))
+        return root.nbytes * max(0, max(last, self._ends.get(root, 0)) - self._find_home(root))
 
 
-def _cheap(equation: Equation) -> bool:
+def _is_cheap(equation: Equation) -> bool:
     op = equation.op
     if isinstance(op, Scan) or is_effect(equation):
         return False
@@ -359,8 +353,7 @@ def split_scan(equation: Equation, outer: Levels) -> list[tuple[int, Equation]]:
         equation: of a block.
         outer: the levels of what comes before it in this block.
     """
-    op = equation.op
-    assert isinstance(op, Scan)
+    op = equation.scan
     found, wanted = reach_in_scan(op, result_bits(equation, outer.found))
     rows = list(zip(op.body.inputs, equation.args, strict=True))
     live = [(value, operand) for value, operand in rows if value in found]
@@ -368,12 +361,13 @@ def split_scan(equation: Equation, outer: Levels) -> list[tuple[int, Equation]]:
     real = {position: bits for position, bits in enumerate(wanted) if bits & ~EFFECT}
     last = max([*map(outer.rule, real.values()), *inputs.values()], default=0)
     levels = {p: outer.rule(bits) if p in real else last for p, bits in enumerate(wanted) if bits}
-    stop = op.num_consts + op.num_carry
-    carries = op.body.inputs[op.num_consts : stop]
+    _, carries, _ = op.divide(op.body.inputs)
     inputs |= {
         carries[position]: level for position, level in levels.items() if position < op.num_carry
     }
-    charged = {value for value, operand in rows[stop:] if value in found and outer.costs(operand)}
+    charged = {
+        value for value, operand in rows[op.first_x :] if value in found and outer.costs(operand)
+    }
     charged |= {*carries}
     inner = Levels(op.body, wanted, outer.rule, outer.fresh, inputs, {*carries}, charged)
     needs: dict[int, list[Var]] = defaultdict(list)
@@ -386,17 +380,17 @@ def split_scan(equation: Equation, outer: Levels) -> list[tuple[int, Equation]]:
     whole = len(levels) == len(wanted) and len(live) == len(rows)
     if len(parts) == 1 and whole:
         return [(level, equation) for level in parts]
-    return _scans(equation, parts, levels, outer.fresh)
+    return _make_scans(equation, parts, levels, outer.fresh)
 
 
-def _scans(
+def _make_scans(
     equation: Equation, parts: Mapping[int, LevelPart], levels: Mapping[int, int], fresh: Fresh
 ) -> list[tuple[int, Equation]]:
     """A scan per part of its body; `levels` has those of its live outputs, by position."""
-    op = equation.op
-    assert isinstance(op, Scan)
-    stop = op.num_consts + op.num_carry
-    rows = list(zip(op.body.inputs, equation.args, strict=True))
+    op = equation.scan
+    given_consts, given_carry, given_xs = op.divide(
+        list(zip(op.body.inputs, equation.args, strict=True))
+    )
     results = list(zip(op.body.outputs, equation.outputs, strict=True))
     stacks: dict[Var, Var] = {}  # of values that later parts read
     made = []
@@ -408,9 +402,9 @@ def _scans(
         ys += [(v, fresh.stacked(v, op.length)) for v in part.keeps if v not in stacked]
         stacks |= {**dict(ys), **stacked}
         read = set(part.inputs)
-        consts = [row for row in rows[: op.num_consts] if row[0] in read]
-        carry = [rows[op.num_consts + position] for position in mine]
-        xs = [row for row in rows[stop:] if row[0] in read]
+        consts = [row for row in given_consts if row[0] in read]
+        carry = [given_carry[position] for position in mine]
+        xs = [row for row in given_xs if row[0] in read]
         xs += [(value, stacks[value]) for value in part.arrivals]
         given, out = [*consts, *carry, *xs], [*(results[position] for position in mine), *ys]
         body = Block(tuple(v for v, _ in given), part.equations, tuple(v for v, _ in out))
@@ -431,7 +425,6 @@ class ProgramPiece:
         outputs: the positions of the program's outputs that it computes.
         keeps: values that later pieces read, each in memory of its own. One of them may be an
             output of this piece as well, and an output may be a view of one.
-        arrivals: what it reads of earlier pieces.
         spends: those of `arrivals` that no later piece reads: their memory can be given up.
     """
 
@@ -455,7 +448,6 @@ class ProgramPiece:
         last use.
 
         Args:
-            original: the program that was cut.
             donate: inputs whose memory results may take: accumulators, and what the piece spends.
                 Only those are donated that some result is like, in shape, layout and dtype.
         """
@@ -466,13 +458,15 @@ class ProgramPiece:
             if given is None:
                 given = Input(var, f"{position}/kept_{var.name}")
             elif given.role == "argument":
-                given = replace(given, path=_at(given.path, position))
+                given = replace(given, path=_renumber(given.path, position))
             inputs.append(replace(given, donated=var in donate and given.role == "argument"))
         chosen = [original.outputs[position] for position in self.outputs]
-        outputs = [replace(output, path=_at(output.path, i)) for i, output in enumerate(chosen)]
+        outputs = [
+            replace(output, path=_renumber(output.path, i)) for i, output in enumerate(chosen)
+        ]
         for value in self.keeps:
             outputs.append(Output(value, f"{len(outputs)}/kept_{value.name}"))
-        arguments = [_argument(given) for given in inputs if given.role == "argument"]
+        arguments = [_argument_tree(given) for given in inputs if given.role == "argument"]
         made = Program(
             original.name,
             original.mesh,
@@ -489,13 +483,13 @@ class ProgramPiece:
         return replace(made, inputs=kept)
 
 
-def _at(path: str, index: int) -> str:
+def _renumber(path: str, index: int) -> str:
     """A path in the argument, or result, with another number."""
     inner = path.partition("/")[2]
     return f"{index}/{inner}" if inner else f"{index}"
 
 
-def _argument(given: Input) -> tree.Tree:
+def _argument_tree(given: Input) -> tree.Tree:
     """A tree whose one leaf has the path of an input, behind its position."""
     inner = given.path.partition("/")[2]
     return {inner: 0} if inner else 0
@@ -513,7 +507,7 @@ def find_sliced(pieces: Sequence[ProgramPiece]) -> set[Var]:
             if isinstance(op, Scan):
                 ys = [v for v in equation.outputs[op.num_carry :] if v is not None]
                 found.update(value for value in ys if value in piece.keeps)
-                operands = equation.args[: op.num_consts + op.num_carry]
+                operands = equation.args[: op.first_x]
             other.update(operands)
     return found - other
 
@@ -543,7 +537,6 @@ def cut_program(
     reads what it needs of the first one's iterations, stacked.
 
     Args:
-        program: what `trace` made.
         groups: positions of the program's outputs, each in one group; later groups may need what
             earlier ones compute, never the other way round.
         early: let a group that is empty, but not the first, take from the next one the equations
@@ -554,7 +547,7 @@ def cut_program(
     Raises:
         ValueError: the groups do not have each output once.
     """
-    _check(program, groups)
+    _check_groups(program, groups)
     values = [output.value for output in program.outputs]
     distinct = dict.fromkeys(value for value in values if isinstance(value, Var))
     bit = {value: 1 << (FIRST + position) for position, value in enumerate(distinct)}
@@ -571,7 +564,7 @@ def cut_program(
     return tuple(pieces)
 
 
-def _check(program: Program, groups: Sequence[Sequence[int]]) -> None:
+def _check_groups(program: Program, groups: Sequence[Sequence[int]]) -> None:
     counts = Counter(position for group in groups for position in group)
     known = range(len(program.outputs))
     raise_problems(
@@ -635,24 +628,19 @@ def join_programs(first: Program, second: Program) -> Program:
             v: replace(v, name=f"{v.name}_of_{number}", storage=2 * v.storage + number)
             for v in values
         }
-
-        def renewed(value: Any, new: Mapping[Var, Var] = new) -> Any:
-            return pytree.tree_map_only(Var, new.__getitem__, value)
-
-        for e in block.equations:
-            args, kwargs, results = renewed((e.args, dict(e.kwargs), e.outputs))
-            equations.append(replace(e, args=args, kwargs=kwargs, outputs=results))
-        inputs += [replace(given, var=renewed(given.var)) for given in program.inputs]
-        rows = zip(program.outputs, block.outputs, strict=True)
-        outputs += [replace(output, value=renewed(value)) for output, value in rows]
+        equations += [rename_values(equation, new) for equation in block.equations]
+        inputs += [replace(given, var=new[given.var]) for given in program.inputs]
+        results = [new[value] if isinstance(value, Var) else value for value in block.outputs]
+        rows = zip(program.outputs, results, strict=True)
+        outputs += [replace(output, value=value) for output, value in rows]
     inputs.sort(key=lambda given: given.role != "argument")
     inputs = [
-        replace(given, path=_at(given.path, i)) if given.role == "argument" else given
+        replace(given, path=_renumber(given.path, i)) if given.role == "argument" else given
         for i, given in enumerate(inputs)
     ]
-    outputs = [replace(output, path=_at(output.path, i)) for i, output in enumerate(outputs)]
+    outputs = [replace(output, path=_renumber(output.path, i)) for i, output in enumerate(outputs)]
     given, results = (tuple(i.var for i in inputs), tuple(o.value for o in outputs))
-    arguments = tuple(_argument(given) for given in inputs if given.role == "argument")
+    arguments = tuple(_argument_tree(given) for given in inputs if given.role == "argument")
     return replace(
         first,
         name=f"{first.name}+{second.name}",
@@ -681,7 +669,7 @@ def sink_sums(program: Program, sums: Collection[Var]) -> Program:
     makers = {value: equation for equation in block.equations for value in equation.results}
     found: dict[Equation, list[_Sum]] = {}
     for equation in block.equations:
-        row = _sum(equation, makers, {v for v in sums if reads[v] == 1}, reads)
+        row = _find_sum(equation, makers, {v for v in sums if reads[v] == 1}, reads)
         if row is not None:
             found.setdefault(row.scan, []).append(row)
     gone = {e for rows in found.values() for row in rows for e in (row.add, row.cast)}
@@ -705,7 +693,7 @@ class _Sum:
     add: Equation
 
 
-def _sum(
+def _find_sum(
     equation: Equation, makers: dict[Var, Equation], sums: set[Var], reads: Counter[Var]
 ) -> _Sum | None:
     if equation.op is not _add or equation.kwargs or len(equation.operands) != 2:
@@ -730,7 +718,7 @@ def _sum(
     return _Sum(scan, position, total, cast, equation) if plain and alike else None
 
 
-def _row(fresh: Fresh, total: Var) -> Var:
+def _make_row(fresh: Fresh, total: Var) -> Var:
     """A row of a stacked value."""
     shape = total.shape[1:]
     return fresh.like(total, "row", shape=shape, stride=contiguous_strides(shape))
@@ -742,9 +730,13 @@ def _move_sums(equation: Equation, rows: list[_Sum], fresh: Fresh) -> Equation:
     inputs, equations = [*op.body.inputs], [*op.body.equations]
     inner, outer = [*op.body.outputs], [*equation.outputs]
     for row in rows:
-        given, made, value = _row(fresh, row.total), _row(fresh, row.total), inner[row.position]
+        given, made, value = (
+            _make_row(fresh, row.total),
+            _make_row(fresh, row.total),
+            inner[row.position],
+        )
         if row.cast is not None:
-            cast = _row(fresh, row.total)
+            cast = _make_row(fresh, row.total)
             equations.append(
                 Equation(_cast, (value,), dict(row.cast.kwargs), (cast,), row.cast.where)
             )

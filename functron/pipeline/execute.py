@@ -26,11 +26,10 @@ from functron.pipeline.stage_backward import (
     StageCall,
     StageFunction,
     StageSteps,
-    StageWork,
     check_tensors,
-    run_alone,
+    finish_steps,
 )
-from functron.pipeline.timeline import Action, Cell
+from functron.pipeline.timeline import Action, ScheduleCell
 from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -84,23 +83,25 @@ class _Execution:
             self.traffic.exchange(tick)
         self.traffic.finish()
 
-    def _cell(self, rank: int, cell: Cell, observe: Observer | None) -> None:
+    def _cell(self, rank: int, cell: ScheduleCell, observe: Observer | None) -> None:
         """Do the actions of a cell: compiled, two that do not need one another as one program."""
-        if len(cell) == 2 and self._independent(rank, *cell):
-            self._do(rank, cell, observe)
+        if len(cell) == 2 and self._can_join(rank, *cell):
+            self._run_actions(rank, cell, observe)
             return
         for action in cell:
-            self._do(rank, (action,), observe)
+            self._run_actions(rank, (action,), observe)
 
-    def _independent(self, rank: int, first: Action, second: Action) -> bool:
+    def _can_join(self, rank: int, first: Action, second: Action) -> bool:
         """Whether, of compiled ones, one is a forward that the other, a backward, is not of."""
         compiled = isinstance(self.work, CutStages) and self.work.settings is not None
         forwards = [first.kind, second.kind].count("F")
         made = self.schedule.makes(rank, first)
         return compiled and forwards == 1 and made not in self.schedule.needs(rank, second)
 
-    def _do(self, rank: int, cell: Cell, observe: Observer | None) -> None:
-        given = [self._given(rank, action) for action in cell]  # waiting is not part of the action
+    def _run_actions(self, rank: int, cell: ScheduleCell, observe: Observer | None) -> None:
+        given = [
+            self._take_input(rank, action) for action in cell
+        ]  # waiting is not part of the action
         began = time.perf_counter()
         steps = [self._steps(rank, action, x) for action, x in zip(cell, given, strict=True)]
         del given
@@ -108,7 +109,7 @@ class _Execution:
             assert isinstance(self.work, CutStages)
             self.work.together(*steps)
         else:
-            run_alone(*steps)
+            finish_steps(*steps)
         if observe is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -117,18 +118,18 @@ class _Execution:
                 observe(rank, action, began, ended)
 
     def _steps(self, rank: int, action: Action, given: Any) -> StageSteps:
-        """An action, but for what its `work` lets be run."""
+        """The steps of an action; pieces of compiled programs are yielded to be run."""
         pipe, stage = self.schedule.stage_of(rank, action.chunk)
         place = (pipe, stage, action.microbatch)
         if action.kind == "F":
             yield from self._forward(action, place, given)
         elif action.kind == "W":
-            residuals, sums = self.residuals.pop(place), self._sums(stage)
+            residuals, sums = self.residuals.pop(place), self._take_sums(stage)
             self.sums[stage] = yield from self.work.backward_weight(residuals, sums)
         else:
             yield from self._backward(action, place, given)
 
-    def _given(self, rank: int, action: Action) -> Any:
+    def _take_input(self, rank: int, action: Action) -> Any:
         """The value that another stage made for an action."""
         pipe, stage = self.schedule.stage_of(rank, action.chunk)
         place = (pipe, stage, action.microbatch)
@@ -163,7 +164,7 @@ class _Execution:
         pipe, stage, _ = place
         residuals = self.residuals.pop(place)
         if action.kind == "B":
-            backward = self.work.backward(residuals, cotangent, self._sums(stage))
+            backward = self.work.backward(residuals, cotangent, self._take_sums(stage))
             x, self.sums[stage] = yield from backward
         else:
             backward = self.work.backward_input(residuals, cotangent)
@@ -171,7 +172,7 @@ class _Execution:
         if stage:
             self.traffic.hand_over("B", action, pipe, stage - 1, x)
 
-    def _sums(self, stage: int) -> tree.Tree:
+    def _take_sums(self, stage: int) -> tree.Tree:
         """The sums of a stage's gradients so far, taken out."""
         if stage not in self.sums:
             return tree.map(lambda p: torch.zeros_like(p, dtype=self.dtype), self.params[stage])
@@ -179,7 +180,7 @@ class _Execution:
 
     def gradients(self) -> dict:
         """This process's part of the gradients of what it holds."""
-        sums = {stage: self._sums(stage) for stage in self.params}
+        sums = {stage: self._take_sums(stage) for stage in self.params}
         return self.traffic.add_up(sums, self.partition, self.given, self.dtype)
 
 
@@ -187,13 +188,9 @@ class Pipeline:
     """A model's stages under a schedule; see `pipelined`.
 
     Attributes:
-        stage: the function of one stage.
-        partition: who holds which parameters.
-        schedule: who does what when.
         dtype: of the sums of gradients; None: their own.
         compile: settings of `functron.compiler.compile` for stages on a bound mesh; None: stages
             are not compiled.
-        observe: called after every action.
     """
 
     def __init__(
@@ -221,7 +218,6 @@ class Pipeline:
             params: those that this process holds by `partition`.
             batch: a tree whose leading dims are dealt into the schedule's microbatches, as
                 `accumulate` does: microbatch m of M has samples m, m + M, ...
-            shared: what all microbatches share.
 
         Returns:
             ``(loss, gradients)``, or ``((loss, aux), gradients)``; the loss is the same on all
@@ -237,8 +233,8 @@ class Pipeline:
         value = run.traffic.published(run.total)
         return value, tree.map(share, run.gradients())
 
-    def work(self, stages: StageAxis | None) -> StageWork:
-        """The `StageWork` that computes stages where this is called."""
+    def work(self, stages: StageAxis | None) -> Pullbacks | CutStages:
+        """The object that computes stages where this is called."""
         hidden, _ = hoist(self.stage)  # mapped or differentiated tensors that it closes over
         if self.compile is not None and stages is not None and stages.index is not None:
             if hidden:
@@ -283,8 +279,6 @@ def pipelined(
 
     Args:
         stage: ``(part, params, x, batch, *shared) -> y``; see `StageFunction`.
-        partition: who holds which parameters.
-        schedule: who does what when.
         dtype: add gradients of microbatches up in this dtype, such as torch.float32; None: theirs.
         compile: compile the stages, on a bound mesh; a mapping of settings of
             `functron.compiler.compile`, such as ``{}``. Where one process runs all ranks, `jit`
@@ -408,10 +402,9 @@ class _PipelinedLoss:
 def see_stages(
     stages: Pipeline, views: Views, levels: list[tuple[dict, dict]], rank: int | None
 ) -> Pipeline:
-    """`stages` of parameters that are seen through `views`; what these put aside is shared first.
+    """`stages` whose parameters are transformed by `views`, which set some aside as shared values.
 
     Args:
-        stages: of parameters as they are.
         views: through which their parameters are seen.
         levels: of the views, of all that this process holds.
         rank: this process's of the pipeline; None: it has all stages.

@@ -27,12 +27,7 @@ from functron.spmd.shared_memory import HostGroup
 
 @dataclass(frozen=True)
 class Boundary:
-    """The structure, shapes and dtypes of a stage's output: the same for all microbatches.
-
-    Attributes:
-        structure: of the tree.
-        kinds: shape and dtype of its leaves.
-    """
+    """The structure, shapes and dtypes of a stage's output: the same for all microbatches."""
 
     structure: tree.Structure
     kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -123,7 +118,7 @@ class Post:
         if self.recorder is None:
             return nullcontext()
         rank = None if peer is None else self.recorder.ranks[self.axis][peer]
-        return self.recorder.entered(op, self.axis, value, rank)
+        return self.recorder.record(op, self.axis, value, rank)
 
     def send(self, value: tree.Tree, to: int) -> None:
         """Send the leaves of `value` with the next flush; they are kept until they have left."""
@@ -249,9 +244,7 @@ class PendingValues:
     """The values that stages have sent or made and that others have yet to use.
 
     Attributes:
-        schedule: whose table is run.
         rank: of this process in the pipeline; None where it runs all ranks.
-        here: the ranks that this process runs.
         post: transfers between processes; None where one runs all ranks.
         known: the boundaries of values, by where they are made: filled as they become known, and
             kept from one execution to the next.
@@ -282,9 +275,6 @@ class PendingValues:
 
         Args:
             kind: "F" of a stage's output, "B" of the cotangents of its input.
-            action: that made it.
-            pipe, stage: that need it.
-            value: a tree of tensors.
         """
         receiver, _ = self.schedule.holder(pipe, stage)
         if receiver in self.here:
@@ -306,7 +296,7 @@ class PendingValues:
         """Post this rank's part of the transfers that a tick made necessary."""
         if self.post is None or self.rank is None:
             return
-        for sender, receiver, action, chunk in self.schedule.transfers_of(self.rank)[tick]:
+        for sender, receiver, action, chunk in self.schedule.transfers_by_rank[self.rank][tick]:
             if sender == self.rank:
                 self._send(self.post, receiver, action)
             else:
@@ -385,8 +375,6 @@ class PendingValues:
 
         Args:
             sums: by stage.
-            partition: who holds what.
-            params: what this process holds.
             dtype: of the sums; None: that of the parameters.
         """
         if self.post is None:

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,7 +76,6 @@ def even_layout(
 
     Args:
         num_stages: of the pipeline, over all ranks and chunks.
-        num_layers: of the model.
         first, last: how many layers the first and last stage get; None: as the others.
 
     Raises:
@@ -124,7 +123,6 @@ def balanced_layout(
     squared costs.
 
     Args:
-        num_stages: of the pipeline.
         layer_costs: of each layer, in any unit.
         embed: of the embedding, which the first stage adds.
         loss: of final norm, logits and loss, which the last stage adds.
@@ -172,7 +170,6 @@ def _best_counts(
     """The least combined cost of stages with a layer or more each, and how many each one has.
 
     Args:
-        num_stages, num_layers: how many there are.
         cost_of: stage, its first layer and the one after its last, to its cost.
         combine: makes one cost of two: max or a sum.
     """
@@ -206,8 +203,6 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> Layout:
     the order in which a microbatch goes through them. A stage may be empty of layers.
 
     Args:
-        text: the layout.
-        num_layers: of the model.
         num_stages: of the pipeline, over all ranks and chunks.
 
     Raises:
@@ -222,7 +217,7 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> Layout:
     symbols, found = _expand(text)
     stages = "".join(symbols).split("|")
     if not found:
-        found += _problems(stages, num_layers, num_stages)
+        found += _layout_problems(stages, num_layers, num_stages)
     raise_problems(f"cannot use the layout {text!r}", found)
     return layout_of([stage.count("t") for stage in stages])
 
@@ -236,20 +231,19 @@ def _expand(text: str) -> tuple[list[str], list[Problem]]:
     for match in _TOKEN.finditer(text.rstrip()):
         symbol, count, comma, other = match.groups()
         column = match.start(match.lastindex or 0) + 1
+        problem = functools.partial(Problem, f"layout column {column}")
         if other:
-            found.append(Problem(f"layout column {column}", repr(other), "one of E t L | ( ) *N ,"))
+            found.append(problem(repr(other), "one of E t L | ( ) *N ,"))
         elif symbol == "m":
-            got, wanted = "'m', a multi-token prediction layer", "these to be computed with L"
-            found.append(Problem(f"layout column {column}", got, wanted, "leave it out"))
+            got = "'m', a multi-token prediction layer"
+            found.append(problem(got, "these to be computed with L", "leave it out"))
         elif count is not None:
             if last is None:
                 fix = "write the repeated layer or group before it"
-                found.append(
-                    Problem(f"layout column {column}", f"'*{count}'", "something before it", fix)
-                )
+                found.append(problem(f"'*{count}'", "something before it", fix))
             elif len(count) > _DIGITS or len(done) + len(last) * int(count) > _MOST:
-                got, wanted = f"'*{count[:20]}'", f"a layout of at most {_MOST:,} symbols"
-                found.append(Problem(f"layout column {column}", got, wanted))
+                wanted = f"a layout of at most {_MOST:,} symbols"
+                found.append(problem(f"'*{count[:20]}'", wanted))
             else:
                 done += last * (int(count) - 1)
                 if int(count) == 0:
@@ -259,7 +253,7 @@ def _expand(text: str) -> tuple[list[str], list[Problem]]:
             open_groups.append((column, done))
             done, last = [], None
         elif symbol == ")" and not open_groups:
-            found.append(Problem(f"layout column {column}", "')'", "a '(' before it"))
+            found.append(problem("')'", "a '(' before it"))
         elif symbol == ")":
             _, outer = open_groups.pop()
             last, done = done, outer + done
@@ -274,7 +268,7 @@ def _expand(text: str) -> tuple[list[str], list[Problem]]:
     return done, found
 
 
-def _problems(stages: Sequence[str], num_layers: int, num_stages: int) -> list[Problem]:
+def _layout_problems(stages: Sequence[str], num_layers: int, num_stages: int) -> list[Problem]:
     found = []
     symbols = "".join(stages)
     if symbols.count("t") != num_layers:
@@ -317,7 +311,6 @@ class Partition:
         (3, 28, 30)
 
     Attributes:
-        layout: what each stage computes.
         pipes: per pipe, per stage, the (rank, chunk) that holds it, as in a `Schedule`.
         uses: which stages use each top-level entry of the parameters: "E" the one with the
             embedding, "L" the one with the loss; "EL" both, which then hold copies whose gradients
@@ -366,7 +359,7 @@ class Partition:
         """How many stages a microbatch goes through."""
         return len(self.layout)
 
-    @cached_property
+    @functools.cached_property
     def num_ranks(self) -> int:
         """How many ranks hold stages."""
         return 1 + max(rank for pipe in self.pipes for rank, _ in pipe)
@@ -492,7 +485,6 @@ class Partition:
 
         Args:
             specs: one per parameter, of those that the rank holds.
-            axis: of the pipeline's ranks.
         """
 
         def spread(spec: P, dim: int) -> P:
@@ -623,9 +615,6 @@ def collect(
     Args:
         value: what this rank holds: a part of `like`, with paths of its own.
         like: the structure and shapes of the whole, such as meta tensors.
-        partition: who holds what.
-        mesh: where it is held.
-        axis: the axis of the pipeline.
 
     Returns:
         The whole on rank 0 of `axis`, on the device of `value`; None on the others.

@@ -34,7 +34,7 @@ from types import MappingProxyType
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.pipeline.partition import Pipe
 from functron.pipeline.schedule import Schedule, place
-from functron.pipeline.timeline import Action, ActionKind, Cell
+from functron.pipeline.timeline import Action, ActionKind, ScheduleCell
 
 
 def round_pipe(num_ranks: int, num_chunks: int = 1) -> Pipe:
@@ -48,9 +48,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism".
     """
-    raise_problems("schedule gpipe", _count_problems(num_ranks, num_microbatches))
-    column = [Action(kind, m) for kind in ("F", "B") for m in range(num_microbatches)]
-    return place("gpipe", [round_pipe(num_ranks)], num_microbatches, [column] * num_ranks)
+    return _by_chunks("gpipe", num_ranks, num_microbatches)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, *, split: int | None = None) -> Schedule:
@@ -97,7 +95,7 @@ def interleaved(
     raise_problems("schedule interleaved", found)
     columns = [
         [cell for pair in pairs for cell in pair]
-        for pairs in _pairs(num_ranks, num_microbatches, num_chunks, group)
+        for pairs in _list_pairs(num_ranks, num_microbatches, num_chunks, group)
     ]
     return place("interleaved", [round_pipe(num_ranks, num_chunks)], num_microbatches, columns)
 
@@ -119,7 +117,7 @@ def combined_one_f_one_b(
     if num_chunks > 1:  # else groups do not matter
         found += _group_problems(num_ranks, num_microbatches, group)
     raise_problems("schedule combined-1f1b", found)
-    columns = _pairs(num_ranks, num_microbatches, num_chunks, group, ahead=1)
+    columns = _list_pairs(num_ranks, num_microbatches, num_chunks, group, ahead=1)
     return place("combined-1f1b", [round_pipe(num_ranks, num_chunks)], num_microbatches, columns)
 
 
@@ -130,14 +128,7 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
     gathered, and its gradients reduced, once per step, which suits fsdp. Lamy-Poirier 2022,
     "Breadth-First Pipeline Parallelism". With fewer than p microbatches the bubble is larger.
     """
-    raise_problems(
-        "schedule breadth-first", _count_problems(num_ranks, num_microbatches, num_chunks)
-    )
-    chunks = range(num_chunks)
-    column = [Action("F", m, c) for c in chunks for m in range(num_microbatches)]
-    column += [Action("B", m, c) for c in reversed(chunks) for m in range(num_microbatches)]
-    pipe = round_pipe(num_ranks, num_chunks)
-    return place("breadth-first", [pipe], num_microbatches, [column] * num_ranks)
+    return _by_chunks("breadth-first", num_ranks, num_microbatches, num_chunks)
 
 
 def forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -145,10 +136,20 @@ def forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sched
 
     For the stages of another schedule, use its `forward_only`.
     """
-    raise_problems("schedule forward", _count_problems(num_ranks, num_microbatches, num_chunks))
-    column = [Action("F", m, c) for c in range(num_chunks) for m in range(num_microbatches)]
+    return _by_chunks("forward", num_ranks, num_microbatches, num_chunks, backward=False)
+
+
+def _by_chunks(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, backward: bool = True
+) -> Schedule:
+    """All microbatches through a chunk before the next chunk; then backward, if it is wanted."""
+    raise_problems(f"schedule {name}", _count_problems(num_ranks, num_microbatches, num_chunks))
+    chunks = range(num_chunks)
+    column = [Action("F", m, c) for c in chunks for m in range(num_microbatches)]
+    if backward:
+        column += [Action("B", m, c) for c in reversed(chunks) for m in range(num_microbatches)]
     pipe = round_pipe(num_ranks, num_chunks)
-    return place("forward", [pipe], num_microbatches, [column] * num_ranks)
+    return place(name, [pipe], num_microbatches, [column] * num_ranks)
 
 
 def _alternating(
@@ -180,7 +181,7 @@ def _zip_ahead(
     return [*warmup, *steady, *((b,) for b in backwards[len(steady) :])]
 
 
-def _pairs(
+def _list_pairs(
     num_ranks: int, num_microbatches: int, num_chunks: int, group: int, ahead: int = 0
 ) -> list[list[tuple[Action, ...]]]:
     """Per rank the warm-up, pairs and cool-down of interleaved 1F1B, `ahead` forwards deeper."""
@@ -289,8 +290,8 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
             ("W1", rank),
             ("W0", rank),
         )
-        columns.append([a for a in column if a.microbatch < num_microbatches])
-    return place("zbv", [_vee(num_ranks)], num_microbatches, columns)
+        columns.append([cell for cell in column if cell[0].microbatch < num_microbatches])
+    return place("zbv", [_v_pipe(num_ranks)], num_microbatches, columns)
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -307,7 +308,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     p = num_ranks
     gap = 2 if p % 3 == 0 else 0  # else the backwards would fall on the slots of forwards
     blocks = [(r, 2 * p - 1 - r, 2 * p + gap + r, 4 * p + gap - 1 - r) for r in range(p)]
-    return place("v-min", [_vee(p)], num_microbatches, _repeat_blocks(blocks, num_microbatches))
+    return place("v-min", [_v_pipe(p)], num_microbatches, _repeat_blocks(blocks, num_microbatches))
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -326,7 +327,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     blocks = [
         (2 * r, 3 * p - 2 - r, 3 * p + gap - 1 + 2 * r, 6 * p + gap - 2 - r) for r in range(p)
     ]
-    return place("v-half", [_vee(p)], num_microbatches, _repeat_blocks(blocks, num_microbatches))
+    return place("v-half", [_v_pipe(p)], num_microbatches, _repeat_blocks(blocks, num_microbatches))
 
 
 def _check_counts(
@@ -353,7 +354,7 @@ def _count_problem(what: str, count: int, wanted: str, least: int, every: int) -
     return Problem(what, str(count), wanted, fix)
 
 
-def _vee(num_ranks: int) -> Pipe:
+def _v_pipe(num_ranks: int) -> Pipe:
     """The pipe that goes down the ranks' first chunks and back up their second ones."""
     ranks = range(num_ranks)
     return (*((rank, 0) for rank in ranks), *((rank, 1) for rank in reversed(ranks)))
@@ -372,18 +373,29 @@ def _delay_backwards(num_microbatches: int, ahead: int, behind: int) -> list[Act
     return column + [Action("W", m) for m in range(first, num_microbatches)]
 
 
-def _repeat(*phases: tuple[str, int]) -> list[Action]:
-    """A column from patterns and how often they come: "F1 I0" is F of chunk 1, then I of chunk 0.
+def _repeat(*phases: tuple[str, int]) -> list[ScheduleCell]:
+    """A column from patterns and how often they come.
 
-    Every kind of action of a chunk takes its microbatches in order.
+    "F1 I0" is F of chunk 1, then I of chunk 0; "F0+B1" is one cell of both; "W" is that of the I
+    that has waited longest. Every kind of action of a chunk takes its microbatches in order, and I
+    is B's.
     """
     next_one: Counter[str] = Counter()
-    column = []
+    waiting: deque[ScheduleCell] = deque()
+    column: list[ScheduleCell] = []
     for pattern, times in phases:
-        for name in pattern.split() * times:
-            kind, chunk = name
-            column.append(Action.parse(f"{kind}{next_one[name]}.{chunk}"))
-            next_one[name] += 1
+        for names in pattern.split() * times:
+            if names == "W":
+                column.append(waiting.popleft())
+                continue
+            cell = []
+            for kind, chunk in names.split("+"):
+                row = kind.replace("I", "B") + chunk
+                cell.append(Action.parse(f"{kind}{next_one[row]}.{chunk}"))
+                next_one[row] += 1
+            if cell[0].kind == "I":
+                waiting.append((Action("W", cell[0].microbatch, cell[0].chunk),))
+            column.append(tuple(cell))
     return column
 
 
@@ -396,12 +408,11 @@ def _repeat_blocks(
         blocks: per rank the slots of the first microbatch's F of chunk 0, F of chunk 1, I of chunk
             1 and I of chunk 0. Their remainders by six differ, so microbatches never collide and
             two slots in six stay free, which W takes in the order of I.
-        num_microbatches: how often to repeat.
     """
-    return [_with_weights(_slots(block, num_microbatches)) for block in blocks]
+    return [_fill_weights(_list_slots(block, num_microbatches)) for block in blocks]
 
 
-def _slots(block: Sequence[int], num_microbatches: int) -> list[tuple[int, Action]]:
+def _list_slots(block: Sequence[int], num_microbatches: int) -> list[tuple[int, Action]]:
     """When a rank does its forwards and backwards for inputs, in order."""
     first = (Action("F", 0, 0), Action("F", 0, 1), Action("I", 0, 1), Action("I", 0, 0))
     return sorted(
@@ -411,7 +422,7 @@ def _slots(block: Sequence[int], num_microbatches: int) -> list[tuple[int, Actio
     )
 
 
-def _with_weights(slots: Sequence[tuple[int, Action]]) -> list[Action]:
+def _fill_weights(slots: Sequence[tuple[int, Action]]) -> list[Action]:
     """The actions in order, with W of what came before in the free slots between, the rest last."""
     column: list[Action] = []
     waiting: deque[Action] = deque()
@@ -441,9 +452,9 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     columns = []
     for rank in range(num_ranks):
         mirrored = rank >= half
-        column = _column(min(rank, num_ranks - 1 - rank), half, each)
-        columns.append([tuple(_direct(a, mirrored, each) for a in cell) for cell in column])
-    down, up = _vee(num_ranks)[:num_ranks], _vee(num_ranks)[num_ranks:]
+        column = _dualpipe_column(min(rank, num_ranks - 1 - rank), half, each)
+        columns.append([tuple(_swap_direction(a, mirrored, each) for a in cell) for cell in column])
+    down, up = _v_pipe(num_ranks)[:num_ranks], _v_pipe(num_ranks)[num_ranks:]
     return place("dualpipe", [down, up], num_microbatches, columns)
 
 
@@ -458,12 +469,12 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     Admits: any number of ranks; at least twice as many microbatches.
     """
     _check_counts("dualpipev", num_ranks, num_microbatches, per_rank=2)
-    columns = [_column(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    return place("dualpipev", [_vee(num_ranks)], num_microbatches, columns)
+    columns = [_dualpipe_column(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    return place("dualpipev", [_v_pipe(num_ranks)], num_microbatches, columns)
 
 
-def _direct(action: Action, mirrored: bool, each: int) -> Action:
-    """An action of `_column` in DualPipe: the second half of the ranks swaps the directions.
+def _swap_direction(action: Action, mirrored: bool, each: int) -> Action:
+    """An action of `_dualpipe_column`, where the second half of the ranks swaps directions.
 
     Microbatches of the second direction follow the `each` of the first.
     """
@@ -471,74 +482,25 @@ def _direct(action: Action, mirrored: bool, each: int) -> Action:
     return Action(action.kind, action.microbatch + chunk * each, chunk)
 
 
-class _Column:
-    """A column that grows cell by cell; each chunk takes its microbatches in order."""
-
-    def __init__(self) -> None:
-        self.cells: list[Cell] = []
-        self._next: Counter[tuple[str, int]] = Counter()
-        self._waiting: deque[Action] = deque()  # weight gradients that were split off
-
-    def forward(self, chunk: int) -> None:
-        self.cells.append((self._take("F", chunk),))
-
-    def backward(self, chunk: int, split: bool = False) -> None:
-        """A whole backward, or the one for inputs, whose weights wait for `weights`."""
-        whole = self._take("B", chunk)
-        if split:
-            self.cells.append((Action("I", whole.microbatch, chunk),))
-            self._waiting.append(Action("W", whole.microbatch, chunk))
-        else:
-            self.cells.append((whole,))
-
-    def both(self, forward: int, backward: int) -> None:
-        """A forward of one chunk combined with a backward of the other."""
-        self.cells.append((self._take("F", forward), self._take("B", backward)))
-
-    def weights(self) -> None:
-        """The weight gradient that waits longest."""
-        self.cells.append((self._waiting.popleft(),))
-
-    def _take(self, kind: ActionKind, chunk: int) -> Action:
-        self._next[kind, chunk] += 1
-        return Action(kind, self._next[kind, chunk] - 1, chunk)
-
-
-def _column(rank: int, num_ranks: int, num_microbatches: int) -> list[Cell]:
+def _dualpipe_column(rank: int, num_ranks: int, num_microbatches: int) -> list[ScheduleCell]:
     """The cells of a rank of a V, in the eight steps of DeepSeek's DualPipe.
 
     Chunk 0 is its way down, chunk 1 its way up.
     """
     after, upto = num_ranks - rank - 1, rank + 1  # ranks nearer to the tip; those from the start on
-    column = _Column()
-    for _ in range(2 * after):  # 1: forwards, until the first one comes back up
-        column.forward(0)
-    for _ in range(upto):  # 2: forwards of both
-        column.forward(0)
-        column.forward(1)
-    for _ in range(after):  # 3: backwards begin; weights fill the wait for the next forward
-        column.backward(1, split=True)
-        column.weights()
-        column.forward(1)
-    for i in range(num_microbatches - 2 * num_ranks + upto):  # 4: the steady state, all combined
-        if i == 0 and after == 0:  # at the tip a backward alone starts the others' sooner
-            column.forward(0)
-            column.backward(1)
-        else:
-            column.both(0, 1)
-        column.both(1, 0)
-    for _ in range(after):  # 5: no forwards of the way down are left
-        column.backward(1)
-        column.both(1, 0)
-    # 6: no forwards at all; the second half of the cells keeps its weights for the waits to come
-    for i in range(2 * upto):
-        column.backward(1 - i % 2, split=i >= upto)
-    for _ in range(after):  # 7: weights fill the waits for the last cotangents
-        column.weights()
-        column.backward(0, split=True)
-    for _ in range(upto):  # 8
-        column.weights()
-    return column.cells
+    tip, steady = int(after == 0), num_microbatches - 2 * num_ranks + upto
+    last = [f"{'I' if i >= upto else 'B'}{1 - i % 2}" for i in range(2 * upto)]
+    return _repeat(
+        ("F0", 2 * after),  # 1: forwards, until the first one comes back up
+        ("F0 F1", upto),  # 2: forwards of both
+        ("I1 W F1", after),  # 3: backwards begin; weights fill the wait for the next forward
+        ("F0 B1 F1+B0", tip),  # 4: all combined; at the tip a backward alone starts others' sooner
+        ("F0+B1 F1+B0", steady - tip),
+        ("B1 F1+B0", after),  # 5: no forwards of the way down are left
+        (" ".join(last), 1),  # 6: no forwards; the second half keeps its weights for later waits
+        ("W I0", after),  # 7: weights fill the waits for the last cotangents
+        ("W", upto),  # 8
+    )
 
 
 _GENERATORS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
@@ -575,8 +537,6 @@ def make(
 
     Args:
         name: one of `NAMES`, or the path of a file that `Schedule.load` reads; it is validated.
-        num_ranks: how many ranks there are.
-        num_microbatches: microbatches per step.
         num_chunks: stages per rank; None: what the schedule has, 2 for interleaved and
             breadth-first, 1 where both are possible.
         options: more arguments of the schedule's function: `group_size` of interleaved and
@@ -597,7 +557,7 @@ def make(
         given["num_chunks"] = num_chunks
     schedule = generator(num_ranks, num_microbatches, **given)
     if num_chunks is not None:
-        raise_problems(f"schedule {name}", _wrong(schedule, num_chunks=num_chunks))
+        raise_problems(f"schedule {name}", _count_differences(schedule, num_chunks=num_chunks))
     return schedule
 
 
@@ -624,12 +584,12 @@ def _from_file(
     schedule.validate()
     counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     counts |= {} if num_chunks is None else {"num_chunks": num_chunks}
-    problems = [*_unknown_options(options, []), *_wrong(schedule, **counts)]
+    problems = [*_unknown_options(options, []), *_count_differences(schedule, **counts)]
     raise_problems(f"schedule {name}", problems)
     return schedule
 
 
-def _wrong(schedule: Schedule, **counts: int) -> list[Problem]:
+def _count_differences(schedule: Schedule, **counts: int) -> list[Problem]:
     """The counts that are not the schedule's."""
     return [
         Problem(key, str(count), f"{wanted}, as in the schedule", f"give {wanted}")

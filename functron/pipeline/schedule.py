@@ -38,15 +38,15 @@ from functron.pipeline.timeline import (
     KINDS,
     Action,
     ActionKind,
-    Cell,
     Costs,
+    ScheduleCell,
     TimedAction,
     Timeline,
     cell_text,
 )
 
-What = Literal["activation", "cotangent", "gradient"]
-_MADE: Mapping[ActionKind, What] = MappingProxyType(
+ResultKind = Literal["activation", "cotangent", "gradient"]
+_MADE: Mapping[ActionKind, ResultKind] = MappingProxyType(
     {"F": "activation", "B": "cotangent", "I": "cotangent", "W": "gradient"}
 )
 
@@ -57,12 +57,9 @@ class ActionResult(NamedTuple):
     Attributes:
         what: "activation" (by F), "cotangent" of the stage's input (by B or I) or "gradient" of its
             weights (by W; B makes it too, but nothing waits for it).
-        microbatch: from 0.
-        pipe: the pipe of the stage.
-        stage: the stage.
     """
 
-    what: What
+    what: ResultKind
     microbatch: int
     pipe: int
     stage: int
@@ -72,8 +69,6 @@ class Transfer(NamedTuple):
     """A tensor that goes from one rank to another.
 
     Attributes:
-        sender: the rank that made it.
-        receiver: the rank that needs it.
         action: the sender's: F makes an activation, B or I a cotangent.
         chunk: which of the receiver's chunks needs it.
     """
@@ -93,7 +88,6 @@ class Schedule:
     the tick made necessary, in the order of `transfers(t)`.
 
     Attributes:
-        name: what it is called.
         pipes: per pipe, per stage, the (rank, chunk) that holds it. All pipes have the same number
             of stages; the microbatches are divided among them in order. 1F1B on two ranks has the
             one pipe ``((0, 0), (1, 0))``; DualPipe has a second one in the other direction.
@@ -104,7 +98,7 @@ class Schedule:
     name: str
     pipes: tuple[Pipe, ...]
     num_microbatches: int
-    table: tuple[tuple[Cell, ...], ...]
+    table: tuple[tuple[ScheduleCell, ...], ...]
 
     @cached_property
     def num_ranks(self) -> int:
@@ -159,7 +153,7 @@ class Schedule:
         """The actions of a rank, in order, each with its tick."""
         return [(tick, a) for tick, row in enumerate(self.table) for a in row[rank]]
 
-    def cells(self, rank: int) -> list[Cell]:
+    def cells(self, rank: int) -> list[ScheduleCell]:
         """The cells of a rank that are not empty, in order."""
         return [row[rank] for row in self.table if row[rank]]
 
@@ -170,7 +164,7 @@ class Schedule:
         )
 
     def needs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
-        """The products that must have been made before a rank can do an action.
+        """The results that must have been made before a rank can do an action.
 
         F needs the activation of the stage before; B and I their own forward and the cotangent from
         the stage after; W its own I.
@@ -203,12 +197,9 @@ class Schedule:
                     found.append(Transfer(rank, receiver, action, chunk))
         return found
 
-    def transfers_of(self, rank: int) -> Sequence[Sequence[Transfer]]:
-        """For each tick those of `transfers` that a rank has part in."""
-        return self._transfers_by_rank[rank]
-
     @cached_property
-    def _transfers_by_rank(self) -> Sequence[Sequence[Sequence[Transfer]]]:
+    def transfers_by_rank(self) -> Sequence[Sequence[Sequence[Transfer]]]:
+        """For each rank, for each tick, those of `transfers` that the rank has part in."""
         ticks = [self.transfers(tick) for tick in range(self.num_ticks)]
         return [
             [[t for t in tick if rank in (t.sender, t.receiver)] for tick in ticks]
@@ -246,9 +237,9 @@ class Schedule:
         An activation is what one stage keeps of one microbatch for its backward. The forward of a
         cell of two counts as if it came first, because they run together. 0 without backwards.
         """
-        return max(self._live(rank), default=0)
+        return max(self._count_live(rank), default=0)
 
-    def _live(self, rank: int) -> list[int]:
+    def _count_live(self, rank: int) -> list[int]:
         """How many activations a rank holds during each of its cells; empty without backward."""
         if not self.has_backward:
             return []
@@ -275,12 +266,12 @@ class Schedule:
         costs = Costs() if costs is None else costs
         raise_problems(f"costs of schedule {self.name}", costs.problems(self.num_stages))
 
-        def duration(rank: int, cell: Cell) -> float:
+        def duration(rank: int, cell: ScheduleCell) -> float:
             spent = sum(costs.of(a.kind, self.stage_of(rank, a.chunk)[1]) for a in cell)
             return spent * costs.combined if len(cell) > 1 else spent
 
         columns = self._columns()
-        starts, blocked = _earliest(self, columns, duration, costs.sending)
+        starts, blocked = _place_earliest(self, columns, duration, costs.sending)
         raise_problems(f"schedule {self.name}: the ranks wait for one another", blocked)
         rows = [
             TimedAction(rank, action, start, start + duration(rank, cell))
@@ -340,13 +331,38 @@ class Schedule:
         The result is not validated.
 
         Args:
-            table: the text.
             name: of the schedule, where the text has none.
 
         Raises:
             ValueError: not the format; the error lists every line and cell at fault.
         """
-        return _read(table, name)
+        headers: dict[str, list[tuple[int, str]]] = {key: [] for key in _HEADERS}
+        rows: list[tuple[int, list[str]]] = []
+        problems: list[Problem] = []
+        for number, line in enumerate(table.splitlines(), 1):
+            content = line.partition("#")[0].strip()
+            header = _HEADER.fullmatch(content)
+            if header and header[1] in headers:
+                headers[header[1]].append((number, header[2]))
+            elif header:
+                wanted, fix = "a header name, microbatches or pipe", nearest(header[1], _HEADERS)
+                problems.append(Problem(f"line {number}", header[1], wanted, fix))
+            elif content:
+                rows.append((number, content.split()))
+        problems += [
+            Problem(f"line {number}", f"a second {key}: {value}", "one", "delete it")
+            for key in _HEADERS[:2]
+            for number, value in headers[key][1:]
+        ]
+        if not rows:
+            got, fix = "no line of cells", "write 'F0 .' and so on"
+            problems.append(Problem("table", got, "a line per tick", fix))
+        pipes = _read_pipes(headers["pipe"], rows, problems)
+        cells = tuple(_read_row(number, row, pipes, problems) for number, row in rows)
+        count = _read_count(headers["microbatches"], cells, problems)
+        raise_problems("this text is no schedule", problems)
+        given = headers["name"][0][1] if headers["name"] else ""
+        return Schedule(given or name, pipes, count, cells)
 
     @staticmethod
     def load(path: str | Path) -> Schedule:
@@ -361,7 +377,7 @@ class Schedule:
         """Write the schedule into a text file that `load` reads."""
         Path(path).write_text(str(self))
 
-    def _columns(self) -> list[list[Cell]]:
+    def _columns(self) -> list[list[ScheduleCell]]:
         return [self.cells(rank) for rank in range(self.num_ranks)]
 
 
@@ -376,9 +392,7 @@ def place(
     An action takes one tick and starts after the ticks that make what it needs.
 
     Args:
-        name: of the schedule.
         pipes: as in `Schedule`.
-        num_microbatches: as in `Schedule`.
         columns: per rank its cells in order: actions, or tuples of two that run together.
 
     Raises:
@@ -399,7 +413,7 @@ def place(
             if (rank, a.chunk) not in empty._places
         ],
     )
-    ticks, blocked = _earliest(empty, cells)
+    ticks, blocked = _place_earliest(empty, cells)
     raise_problems(f"{name}: the ranks wait for one another", blocked)
     placed = [dict(zip(*pair, strict=True)) for pair in zip(ticks, cells, strict=True)]
     rows = range(1 + max((column[-1] for column in ticks if column), default=-1))
@@ -410,10 +424,10 @@ def place(
 # --- the earliest that ranks can do their columns
 
 
-def _earliest(
+def _place_earliest(
     schedule: Schedule,
-    columns: Sequence[Sequence[Cell]],
-    duration: Callable[[int, Cell], Any] = lambda rank, cell: 1,
+    columns: Sequence[Sequence[ScheduleCell]],
+    duration: Callable[[int, ScheduleCell], Any] = lambda rank, cell: 1,
     sending: Callable[[int], Any] = lambda stage: 0,
 ) -> tuple[list[list[Any]], list[Problem]]:
     """Per rank when its cells start, and a problem for each rank that cannot go on.
@@ -421,7 +435,6 @@ def _earliest(
     By default in ticks, one for each cell. Of `schedule` only the pipes are read.
 
     Args:
-        schedule: whose pipes these are.
         columns: per rank its cells in order.
         duration: of a cell of a rank.
         sending: how long what a stage sends to another rank is under way.
@@ -454,8 +467,8 @@ def _earliest(
     return starts, _find_blocked(schedule, left, made)
 
 
-def _needs(schedule: Schedule, rank: int, cell: Cell) -> list[ActionResult]:
-    """The products that a cell needs and does not make itself, earlier in the cell."""
+def _needs(schedule: Schedule, rank: int, cell: ScheduleCell) -> list[ActionResult]:
+    """The results that a cell needs and does not make itself, earlier in the cell."""
     inside: set[ActionResult] = set()
     needs: list[ActionResult] = []
     for action in cell:
@@ -465,7 +478,7 @@ def _needs(schedule: Schedule, rank: int, cell: Cell) -> list[ActionResult]:
 
 
 def _find_blocked(
-    schedule: Schedule, left: Sequence[Sequence[Cell]], made: Mapping[ActionResult, Any]
+    schedule: Schedule, left: Sequence[Sequence[ScheduleCell]], made: Mapping[ActionResult, Any]
 ) -> list[Problem]:
     """A problem per rank with cells left: what the first one waits for, and who would make it."""
     later = {
@@ -521,12 +534,12 @@ def _problems(schedule: Schedule, max_live: int | Sequence[int] | None) -> list[
     ]
     if shape:  # no more is known of a table whose ranks are not
         return shape
-    spots, found = _spots(schedule)
-    counts = [*_counts(schedule, spots)]
-    late = [*_order(schedule, spots)]
+    spots, found = _find_spots(schedule)
+    counts = [*_count_problems(schedule, spots)]
+    late = [*_order_problems(schedule, spots)]
     # in columns that lack actions every rank would wait, which is nothing new
-    circles = [] if found or counts else _earliest(schedule, schedule._columns())[1]
-    bound = [] if max_live is None else [*_live_bound(schedule, max_live)]
+    circles = [] if found or counts else _place_earliest(schedule, schedule._columns())[1]
+    bound = [] if max_live is None else [*_live_problems(schedule, max_live)]
     return [*found, *counts, *late, *circles, *bound]
 
 
@@ -556,7 +569,7 @@ def _pipe_problems(schedule: Schedule) -> Iterable[Problem]:
         yield Problem("num_microbatches", str(schedule.num_microbatches), "1 or more")
 
 
-def _spots(schedule: Schedule) -> tuple[_Spots, list[Problem]]:
+def _find_spots(schedule: Schedule) -> tuple[_Spots, list[Problem]]:
     """The places of each (rank, action), and the problems of those that no table may have there."""
     spots: _Spots = defaultdict(list)
     found = []
@@ -595,7 +608,7 @@ def _find_misplaced(schedule: Schedule, spot: _Spot, action: Action) -> Problem 
     )
 
 
-def _counts(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
+def _count_problems(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
     """Actions that are missing, twice in the table, or of both kinds of backward."""
     missing: dict[tuple[int, int, ActionKind], list[int]] = defaultdict(list)
     for m in range(schedule.num_microbatches):
@@ -621,7 +634,7 @@ def _counts(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
         yield Problem(f"rank {rank}", f"no {actions}", "one of each", fix)
 
 
-def _order(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
+def _order_problems(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
     """Actions that come before what they need."""
     made: dict[ActionResult, _Spot] = {}
     for (rank, action), at in spots.items():
@@ -640,10 +653,10 @@ def _order(schedule: Schedule, spots: _Spots) -> Iterable[Problem]:
             yield Problem(user.path(action), got, wanted, f"move it down to tick {later}")
 
 
-def _live_bound(schedule: Schedule, max_live: int | Sequence[int]) -> Iterable[Problem]:
+def _live_problems(schedule: Schedule, max_live: int | Sequence[int]) -> Iterable[Problem]:
     for rank in range(schedule.num_ranks):
         bound = max_live if isinstance(max_live, int) else max_live[rank]
-        counts = schedule._live(rank)
+        counts = schedule._count_live(rank)
         if max(counts, default=0) > bound:
             first = next(index for index, count in enumerate(counts) if count > bound)
             cell = cell_text(schedule.cells(rank)[first])
@@ -657,37 +670,6 @@ def _live_bound(schedule: Schedule, max_live: int | Sequence[int]) -> Iterable[P
 _HEADER = re.compile(r"(\w+)\s*:\s*(.*)")
 _HOLDER = re.compile(r"(\d+)(?:\.(\d+))?")
 _HEADERS = ("name", "microbatches", "pipe")
-
-
-def _read(text: str, name: str) -> Schedule:
-    """The schedule of `text`, called `name` where it has no name."""
-    headers: dict[str, list[tuple[int, str]]] = {key: [] for key in _HEADERS}
-    rows: list[tuple[int, list[str]]] = []
-    problems: list[Problem] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        content = line.partition("#")[0].strip()
-        header = _HEADER.fullmatch(content)
-        if header and header[1] in headers:
-            headers[header[1]].append((number, header[2]))
-        elif header:
-            wanted, fix = "a header name, microbatches or pipe", nearest(header[1], _HEADERS)
-            problems.append(Problem(f"line {number}", header[1], wanted, fix))
-        elif content:
-            rows.append((number, content.split()))
-    problems += [
-        Problem(f"line {number}", f"a second {key}: {value}", "one", "delete it")
-        for key in _HEADERS[:2]
-        for number, value in headers[key][1:]
-    ]
-    if not rows:
-        got, fix = "no line of cells", "write 'F0 .' and so on"
-        problems.append(Problem("table", got, "a line per tick", fix))
-    pipes = _read_pipes(headers["pipe"], rows, problems)
-    table = tuple(_read_row(number, cells, pipes, problems) for number, cells in rows)
-    count = _read_count(headers["microbatches"], table, problems)
-    raise_problems("this text is no schedule", problems)
-    given = headers["name"][0][1] if headers["name"] else ""
-    return Schedule(given or name, pipes, count, table)
 
 
 def _read_pipes(
@@ -712,7 +694,7 @@ def _read_pipes(
 
 def _read_row(
     number: int, cells: list[str], pipes: tuple[Pipe, ...], problems: list[Problem]
-) -> tuple[Cell, ...]:
+) -> tuple[ScheduleCell, ...]:
     """The cells of a line."""
     held = {at for pipe in pipes for at in pipe}
     num_ranks = 1 + max((rank for rank, _ in held), default=-1)
@@ -738,7 +720,9 @@ def _read_row(
 
 
 def _read_count(
-    lines: list[tuple[int, str]], table: tuple[tuple[Cell, ...], ...], problems: list[Problem]
+    lines: list[tuple[int, str]],
+    table: tuple[tuple[ScheduleCell, ...], ...],
+    problems: list[Problem],
 ) -> int:
     """The number of microbatches of this header line; without one, of the table."""
     if not lines:

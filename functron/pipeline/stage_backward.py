@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,13 +49,8 @@ class StageCall(NamedTuple):
     """One stage of one microbatch.
 
     Attributes:
-        stage: its number.
-        part: what it computes.
         last: whether it returns the loss.
-        params: its parameters.
         x: what the stage before returned; None at the first.
-        batch: the microbatch.
-        shared: what all microbatches share.
         memo: what may be remembered for the other microbatches of the stage in this execution.
     """
 
@@ -73,39 +68,8 @@ StageSteps = Generator["PieceRun", list, Any]
 """A computation that yields each piece of a program that it needs run, and gets its outputs."""
 
 
-class StageWork(Protocol):
-    """The forward and backward of stages. `residuals` are opaque: what backward reads of forward.
-
-    Each method is a generator (`StageSteps`); what its docstring names is what it returns.
-    """
-
-    def forward(self, call: StageCall) -> StageSteps:
-        """The stage's output, and the residuals that its backward will need."""
-        ...
-
-    def backward(self, residuals: Any, cotangent: list | None, sums: tree.Tree) -> StageSteps:
-        """The cotangents of x's floating-point leaves, and `sums` and the weights' gradients.
-
-        `cotangent` has those of y's floating-point leaves; None at the last stage.
-        """
-        ...
-
-    def backward_input(self, residuals: Any, cotangent: list | None) -> StageSteps:
-        """The cotangents of x's floating-point leaves, and what is needed for the weights'."""
-        ...
-
-    def backward_weight(self, residuals: Any, sums: tree.Tree) -> StageSteps:
-        """`sums` and the weights' gradients."""
-        ...
-
-
-def run_alone(steps: StageSteps) -> Any:
-    """Run steps to their end, each piece by itself; their result."""
-    return finish_steps(steps, None)
-
-
-def finish_steps(steps: StageSteps, outputs: Any) -> Any:
-    """Run steps to their end from a piece that gave these outputs; their result."""
+def finish_steps(steps: StageSteps, outputs: Any = None) -> Any:
+    """Run steps to their end, from a piece that gave these outputs; their result."""
     try:
         while True:
             run = steps.send(outputs)
@@ -115,12 +79,17 @@ def finish_steps(steps: StageSteps, outputs: Any) -> Any:
 
 
 class Pullbacks:
-    """Stages differentiated by `vjp`: both gradients at once, those of weights kept until asked."""
+    """Stages differentiated by `vjp`: both gradients at once, those of weights kept until asked.
+
+    Each method is a generator (`StageSteps`); what its docstring names is what it returns.
+    `residuals` are opaque: what backward reads of forward.
+    """
 
     def __init__(self, stage: StageFunction):
         self.stage = stage
 
     def forward(self, call: StageCall) -> StageSteps:
+        """The stage's output, and the residuals that its backward will need."""
         yield from ()
 
         def f(params: tree.Tree, x: tree.Tree) -> Any:
@@ -132,16 +101,22 @@ class Pullbacks:
         return y, (seeds(y) if call.last else are_floats(y), call.last, pull)
 
     def backward(self, residuals: Any, cotangent: list | None, sums: tree.Tree) -> StageSteps:
+        """The cotangents of x's floating-point leaves, and `sums` and the weights' gradients.
+
+        `cotangent` has those of y's floating-point leaves; None at the last stage.
+        """
         x, gradients = yield from self.backward_input(residuals, cotangent)
         return x, add(sums, gradients)
 
     def backward_input(self, residuals: Any, cotangent: list | None) -> StageSteps:
+        """The cotangents of x's floating-point leaves, and what is needed for the weights'."""
         yield from ()
         y, last, pull = residuals
         params, x = pull(y if last else with_floats(y, cotangent))
         return floats(x), params
 
     def backward_weight(self, residuals: Any, sums: tree.Tree) -> StageSteps:
+        """`sums` and the weights' gradients."""
         yield from ()
         return add(sums, residuals)
 
@@ -171,7 +146,6 @@ class Stage:
     """The pieces of one stage.
 
     Attributes:
-        program: that was cut.
         arguments: the program's inputs by position of the argument they belong to.
         pieces: F, I and W; or F and B.
         y: the structure of what it returns.
@@ -208,7 +182,7 @@ class Stage:
         )
 
     @cached_property
-    def _used(self) -> frozenset[Var]:
+    def _values_read(self) -> frozenset[Var]:
         return frozenset(var for reads in self.reads for var in reads)
 
     def bind(self, position: int, value: tree.Tree) -> dict[Var, torch.Tensor]:
@@ -217,21 +191,21 @@ class Stage:
         if self.compiled:
             tensors = [leaf.contiguous() for leaf in tensors]  # as they were traced
         rows = zip(self.arguments[position], tensors, strict=True)
-        return {var: tensor for var, tensor in rows if var in self._used}
+        return {var: tensor for var, tensor in rows if var in self._values_read}
 
     def run(self, index: int, values: dict[Var, torch.Tensor]) -> list:
         """The outputs of a piece; what later pieces read is left in, and put into, `values`."""
-        piece, given = self.pieces[index], self.taken(index, values)
+        piece, given = self.pieces[index], self.take_values(index, values)
         if self.compiled:
-            return self.left(index, values, self.compiled[index].run_owned(given))
+            return self.store_outputs(index, values, self.compiled[index].run_owned(given))
         environment = dict(zip(self.reads[index], given, strict=True))
         given.clear()  # so that the environment alone keeps them
         read = set(piece.block.inputs)
         others = (i for i in self.program.inputs if i.role != "argument" and i.var in read)
         environment.update(ambient_inputs(others))
-        return self.left(index, values, run_block(piece.block, environment))
+        return self.store_outputs(index, values, run_block(piece.block, environment))
 
-    def taken(self, index: int, values: dict[Var, Any]) -> list:
+    def take_values(self, index: int, values: dict[Var, Any]) -> list:
         """The values that a piece reads; those that no later one does are taken out of `values`."""
         given = [values[var] for var in self.reads[index]]
         for var in self.spent[index]:
@@ -242,7 +216,7 @@ class Stage:
             for var, v in zip(self.reads[index], given, strict=True)
         ]
 
-    def left(self, index: int, values: dict[Var, torch.Tensor], outputs: list) -> list:
+    def store_outputs(self, index: int, values: dict[Var, torch.Tensor], outputs: list) -> list:
         """The outputs of a piece without what it keeps, which is put into `values`."""
         count = len(self.pieces[index].outputs)
         values.update(zip(self.pieces[index].keeps, outputs[count:], strict=True))
@@ -256,10 +230,9 @@ class Stage:
 
 
 class CutStages:
-    """`StageWork` by the pieces of stages' traced programs.
+    """Stages by the pieces of their traced programs, with the methods of `Pullbacks`.
 
     Attributes:
-        stage: the function of one stage.
         split: whether backward is cut in two.
         dtype: of the sums of gradients; None: that of the parameters.
         settings: of `functron.compiler.compile`; None evaluates the pieces.
@@ -283,7 +256,7 @@ class CutStages:
 
     def forward(self, call: StageCall) -> StageSteps:
         if "stage" not in call.memo:  # microbatches are alike, and share all else
-            stage = self._stage(call)
+            stage = self._find_stage(call)
             fixed = stage.bind(_PARAMS, call.params) | stage.bind(_SHARED, call.shared)
             call.memo.update(stage=stage, fixed=fixed)
         stage: Stage = call.memo["stage"]
@@ -320,15 +293,15 @@ class CutStages:
         So what one of them communicates lies under what the other computes.
         """
         both = [next(first), next(second)]
-        given = [x for run in both for x in run.stage.taken(run.index, run.values)]
-        made = self._joint(*both).run_owned(given)
+        given = [x for run in both for x in run.stage.take_values(run.index, run.values)]
+        made = self._compile_joint(*both).run_owned(given)
         count = len(both[0].stage.pieces[both[0].index].block.outputs)
         parts = zip(both, (made[:count], made[count:]), strict=True)
-        outputs = [run.stage.left(run.index, run.values, part) for run, part in parts]
+        outputs = [run.stage.store_outputs(run.index, run.values, part) for run, part in parts]
         rows = zip((first, second), outputs, strict=True)
         return [finish_steps(steps, part) for steps, part in rows]
 
-    def _joint(self, first: PieceRun, second: PieceRun) -> Executable:
+    def _compile_joint(self, first: PieceRun, second: PieceRun) -> Executable:
         key = (first.stage, first.index, second.stage, second.index)
         if key not in self.joint:
             program = join_programs(
@@ -339,20 +312,20 @@ class CutStages:
             )
         return self.joint[key]
 
-    def _stage(self, call: StageCall) -> Stage:
+    def _find_stage(self, call: StageCall) -> Stage:
         axes = tuple(
             (name, axis.size if axis is not None else 1) for name, axis in scope().axes.items()
         )
         inputs = (call.params, call.x, call.batch, call.shared)
         leaves, structure = tree.flatten(inputs)
-        signature = (call.stage, axes, structure, tuple(_kind(leaf) for leaf in leaves))
+        signature = (call.stage, axes, structure, tuple(_leaf_key(leaf) for leaf in leaves))
         if signature not in self.stages:
             mesh = Mesh(**dict(axes))
             made = trace_stage(self.stage, call, mesh, split=self.split, dtype=self.dtype)
-            self.stages[signature] = self._compiled(made, mesh)
+            self.stages[signature] = self._compile_stage(made, mesh)
         return self.stages[signature]
 
-    def _compiled(self, stage: Stage, mesh: Mesh) -> Stage:
+    def _compile_stage(self, stage: Stage, mesh: Mesh) -> Stage:
         if self.settings is None:
             return stage
         bound, written_out = _bind_mesh(mesh), self.pairs or self.settings.get("unroll")
@@ -375,7 +348,6 @@ def trace_stage(
     """The pieces of a stage on one rank of `mesh`, which has no axis of stages. Computes nothing.
 
     Args:
-        function: of one stage.
         call: of any microbatch; of its tensors only shape, dtype and device count: this rank's.
         mesh: the ranks of the other axes.
         split: F, I and W; otherwise F and B.
@@ -388,13 +360,13 @@ def trace_stage(
     def joint(params, x, batch, shared, sums):
         y, pull = rule_vjp(lambda params, x: function(part, params, x, batch, *shared), params, x)
         check_output(bare, y)
-        cotangent, late = ([], []) if last else _late_cotangents(y)
+        cotangent, late = ([], []) if last else _declare_cotangents(y)
         made[:] = [tree.structure(y), late]
         dparams, dx = pull(seeds(y) if last else with_floats(are_floats(y), cotangent))
         return tree.leaves(y), floats(dx), tree.leaves(add(sums, dparams))
 
-    given = [_abstract(value) for value in (call.params, call.x, call.batch, call.shared)]
-    sums = _abstract(call.params, dtype)
+    given = [_make_abstract(value) for value in (call.params, call.x, call.batch, call.shared)]
+    sums = _make_abstract(call.params, dtype)
     with compat.no_transforms(), enter(Scope()):
         program = trace(shard_map(joint, mesh, P(), P(), check=False))(*given, sums)
     structure, late = made
@@ -416,7 +388,7 @@ def trace_stage(
     return Stage(program, arguments, pieces, structure, tree.structure(sums))
 
 
-def _late_cotangents(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
+def _declare_cotangents(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
     """The cotangents of y, inputs of the program whose shapes were not known before."""
     recorder = active()
     assert recorder is not None
@@ -433,21 +405,19 @@ def _bind_mesh(mesh: Mesh) -> BoundMesh | None:
     """`mesh` on the process groups of the axes in force."""
     axes = {name: axis for name, axis in scope().axes.items() if isinstance(axis, BoundAxis)}
     coordinate = {name: axes[name].index if name in axes else 0 for name in mesh.axis_names}
-    rank = 0
-    for name, size in mesh.axes:
-        rank = rank * size + coordinate[name]
+    rank = mesh.rank_at(coordinate)
     groups = {name: axis.group for name, axis in axes.items()}
     recorder = next((axis.recorder for axis in axes.values()), None)
     return BoundMesh(mesh, rank, coordinate, groups, "cpu", recorder) if axes else None
 
 
-def _kind(leaf: Any) -> Any:
+def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device
     return leaf
 
 
-def _abstract(value: tree.Tree, dtype: torch.dtype | None = None) -> tree.Tree:
+def _make_abstract(value: tree.Tree, dtype: torch.dtype | None = None) -> tree.Tree:
     """`value` with tensors that have its shapes, dtypes and devices, contiguous, and no numbers."""
 
     def one(leaf: Any) -> Any:
@@ -533,7 +503,6 @@ def stage_flops(
         stage: ``(weights, x, batch, key) -> y``.
         weights, x, batch, key: global values, which may be abstract.
         specs: of these four.
-        mesh: the ranks that divide them.
         loss: whether y is the loss, which is all that backward begins with.
     """
 

@@ -30,7 +30,6 @@ class Action:
     Attributes:
         kind: "F" forward; "B" whole backward; or its parts, "I" backward for the stage's input and
             "W" backward for its weights.
-        microbatch: from 0.
         chunk: which of its rank's chunks of layers, from 0.
     """
 
@@ -58,10 +57,10 @@ class Action:
         return Action(kind, int(found[2]), int(found[3] or 0))
 
 
-Cell = tuple[Action, ...]
+ScheduleCell = tuple[Action, ...]
 
 
-def cell_text(cell: Cell) -> str:
+def cell_text(cell: ScheduleCell) -> str:
     """A cell as text: ``F4+B2``, or a dot for an empty one."""
     return "+".join(map(str, cell)) or "."
 
@@ -96,11 +95,11 @@ class Costs:
         if kind == "B" and self.backward is None:
             return self.of("I", stage) + self.of("W", stage)
         names = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-        return _at(getattr(self, names[kind]), stage)
+        return _cost_at(getattr(self, names[kind]), stage)
 
     def sending(self, stage: int) -> float:
         """How long what this stage sends is under way."""
-        return _at(self.transfer, stage)
+        return _cost_at(self.transfer, stage)
 
     def problems(self, num_stages: int) -> list[Problem]:
         """Costs that are not one per stage, or not finite and at least 0."""
@@ -120,7 +119,7 @@ class Costs:
         return found
 
 
-def _at(cost: ActionCost, stage: int) -> float:
+def _cost_at(cost: ActionCost, stage: int) -> float:
     return float(cost) if isinstance(cost, int | float) else float(cost[stage])
 
 
@@ -147,11 +146,6 @@ class Timeline:
 
     Times are in the unit of the costs, seconds where they were measured, on one clock; 0 is when
     the step began.
-
-    Attributes:
-        name: of the schedule.
-        rows: what was done.
-        num_ranks: how many ranks there are.
     """
 
     name: str
@@ -261,10 +255,10 @@ class ActionBar(NamedTuple):
     rank: int
     start: float
     end: float
-    actions: Cell
+    actions: ScheduleCell
 
 
-def tick_bars(table: Sequence[Sequence[Cell]]) -> list[ActionBar]:
+def tick_bars(table: Sequence[Sequence[ScheduleCell]]) -> list[ActionBar]:
     """The cells of a schedule's table, each a tick long."""
     return [
         ActionBar(rank, tick, tick + 1, cell)
@@ -274,7 +268,7 @@ def tick_bars(table: Sequence[Sequence[Cell]]) -> list[ActionBar]:
     ]
 
 
-def tick_text(table: Sequence[Sequence[Cell]], num_ranks: int) -> str:
+def tick_text(table: Sequence[Sequence[ScheduleCell]], num_ranks: int) -> str:
     """A line per rank, ticks to the right; F3₁ is the forward of microbatch 3 in chunk 1."""
     columns = []
     for row in table:

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from functron.core.errors import Problem, raise_problems
 from functron.program.equations import Block, Code, Equation, Input, Output, Scan, Var
+from functron.program.recorder import draws
+from functron.spmd.primitives import describe_redundant
 from functron.spmd.simulate import LOSS_FIX, share_problem, unreduced_problems
 from functron.spmd.spec import spec_axes
 
 _EQUAL_AFTER = {"psum", "pmax", "pmin", "pbroadcast", "all_gather", "assume_replicated"}
-_SHARE = "a share"  # no axis: the type of what ranks may add up to a gradient
+_SHARE = "a share"  # not an axis: marks a rank's share of a gradient
 _DIFFER_AFTER = {"psum_scatter", "all_to_all", "ppermute", "ragged_all_to_all"}
 
 
@@ -70,7 +70,7 @@ def check(program: Code) -> None:
     raise_problems(
         f"{program.name} is not a correct program for Mesh({program.mesh})",
         # a line that runs several times (in remat, in each iteration) is reported once
-        dict.fromkeys([*inferred.problems, *_outputs(program, inferred)]),
+        dict.fromkeys([*inferred.problems, *_check_outputs(program, inferred)]),
     )
 
 
@@ -88,11 +88,11 @@ class _Inference:
         self.axes = [name for name, size in program.mesh.axes if size > 1]
         self.seen: dict[Var, VaryingAxes] = {}
         self.problems: list[Problem] = []
-        self.values: dict[Var, Variation] = {g.var: self._input(g) for g in program.inputs}
+        self.values: dict[Var, Variation] = {g.var: self._infer_input(g) for g in program.inputs}
         self.makers = {v: e for e in program.block.equations for v in e.results}
-        self._block(program.block, self.values)
+        self._infer_block(program.block, self.values)
 
-    def _input(self, given: Input) -> Variation:
+    def _infer_input(self, given: Input) -> Variation:
         what = (
             f"lax.axis_index({given.path!r})"
             if given.role == "axis_index"
@@ -101,23 +101,25 @@ class _Inference:
         names = spec_axes(given.spec) if given.spec is not None else ()
         return {name: Origin(what) for name in names if name in self.axes}
 
-    def _block(self, block: Block, values: dict[Var, Variation]) -> None:
+    def _infer_block(self, block: Block, values: dict[Var, Variation]) -> None:
         """Add the variation of every result to `values`, which has that of the inputs."""
         for equation in block.equations:
             if isinstance(equation.op, Scan):
-                results = self._scan(equation, equation.op, values)
+                results = self._infer_scan(equation, equation.op, values)
             else:
                 self._examine(equation, values)
-                results = self._results(equation, values)
+                results = self._infer_results(equation, values)
             pairs = zip(equation.outputs, results, strict=True)
             values.update((value, result) for value, result in pairs if value is not None)
         for value in (*block.inputs, *(v for e in block.equations for v in e.results)):
             self.seen[value] = self.seen.get(value, frozenset()) | (values[value].keys() - {_SHARE})
 
-    def _results(self, equation: Equation, values: Mapping[Var, Variation]) -> list[Variation]:
+    def _infer_results(
+        self, equation: Equation, values: Mapping[Var, Variation]
+    ) -> list[Variation]:
         """The variation of every output of an equation that is no scan."""
         if not equation.name.startswith("_foreach_"):
-            return [self._result(equation, values)] * len(equation.outputs)
+            return [self._infer_result(equation, values)] * len(equation.outputs)
         # a list operation is as many operations: output i is computed from element i of each list
         given = [*equation.args, *equation.kwargs.values()]
         rows = [
@@ -129,7 +131,7 @@ class _Inference:
             for row in rows
         ]
 
-    def _result(self, equation: Equation, values: Mapping[Var, Variation]) -> Variation:
+    def _infer_result(self, equation: Equation, values: Mapping[Var, Variation]) -> Variation:
         assert not isinstance(equation.op, Scan)
         own, name, line = equation.op.namespace == "functron", equation.name, equation.where.line
         # a barrier's other operand says when it runs, not what it gives
@@ -146,18 +148,16 @@ class _Inference:
             result.pop(_SHARE, None)
         elif own and name in _DIFFER_AFTER:
             result.setdefault(equation.args[1], Origin(f"lax.{name}", line))
-        elif _draws(equation):
+        elif draws(equation.op, equation.args, equation.kwargs):
             result = {axis: Origin(f"random numbers of {name}", line) for axis in self.axes}
         return result
 
-    def _scan(self, equation: Equation, op: Scan, values: Mapping[Var, Variation]) -> list:
-        """Run the body on types, iteration by iteration, until the carry's have come up before.
+    def _infer_scan(self, equation: Equation, op: Scan, values: Mapping[Var, Variation]) -> list:
+        """Run the body on types until the carry's types repeat, usually after two iterations.
 
-        This is what the simulator sees, which unrolls; usually two iterations tell.
+        This is what the simulator sees, which unrolls.
         """
-        operands = [values[value] for value in equation.operands]
-        stop = op.num_consts + op.num_carry
-        consts, carry = operands[: op.num_consts], operands[op.num_consts : stop]
+        consts, carry, xs = op.divide([values[value] for value in equation.operands])
         ys: list[Variation] = [{} for _ in op.body.outputs[op.num_carry :]]
         before: list[Sequence[Variation]] = []  # the carry before every iteration
         place: dict[Any, int] = {}
@@ -169,8 +169,8 @@ class _Inference:
                 break
             place[key] = step
             before.append(carry)
-            inner = dict(zip(op.body.inputs, [*consts, *carry, *operands[stop:]], strict=True))
-            self._block(op.body, inner)
+            inner = dict(zip(op.body.inputs, [*consts, *carry, *xs], strict=True))
+            self._infer_block(op.body, inner)
             outputs = [inner[v] if isinstance(v, Var) else {} for v in op.body.outputs]
             carry = outputs[: op.num_carry]
             ys = [_union(pair, "") for pair in zip(ys, outputs[op.num_carry :], strict=True)]
@@ -180,9 +180,7 @@ class _Inference:
         if equation.name == "require_replicated":
             value, axis = equation.args[:2]
             if axis in values[value]:
-                in_backward = equation.where.phase == "backward"
-                problem = _varying_cotangent if in_backward else _varying_loss
-                self.problems.append(problem(equation, axis, values[value][axis]))
+                self.problems.append(_find_unequal(equation, axis, values[value][axis]))
         elif equation.name == "require_share":
             value, summed = equation.args[:2]
             over = [a for a in self.axes if a in summed and a not in values[value]]
@@ -193,7 +191,7 @@ class _Inference:
                 got = got.replace("gradient", f"gradient of shape {value.shape}", 1)
                 self.problems.append(Problem(where, got, *rest))
         elif equation.kwargs.get("must_vary") and equation.args[1] not in values[equation.args[0]]:
-            self.problems.append(_redundant(equation))
+            self.problems.append(_find_redundant(equation))
 
 
 def _union(variations: Sequence[Variation], line: str) -> dict[str, Origin]:
@@ -206,23 +204,10 @@ def _union(variations: Sequence[Variation], line: str) -> dict[str, Origin]:
     return result
 
 
-def _draws(equation: Equation) -> bool:
-    """Whether an operation draws random numbers: attention kernels do only with dropout."""
-    op = equation.op
-    if isinstance(op, Scan) or torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            default = argument.default_value
-            given = equation.args[position] if position < len(equation.args) else default
-            return bool(equation.kwargs.get("dropout_p", given))
-    return True
-
-
-def _outputs(program: Code, inferred: _Inference) -> list[Problem]:
+def _check_outputs(program: Code, inferred: _Inference) -> list[Problem]:
     """Outputs that vary over an axis that their spec lacks."""
     return unreduced_problems(
-        (output.path, axis, output.spec, _lines(output, axis, inferred))
+        (output.path, axis, output.spec, _describe_origin(output, axis, inferred))
         for output in program.outputs
         if output.spec is not None and isinstance(output.value, Var)
         for axis in inferred.axes
@@ -230,44 +215,41 @@ def _outputs(program: Code, inferred: _Inference) -> list[Problem]:
     )
 
 
-def _lines(output: Output, axis: str, inferred: _Inference) -> str:
+def _describe_origin(output: Output, axis: str, inferred: _Inference) -> str:
     origin = inferred.values[output.value][axis]
     maker = inferred.makers.get(output.value)
     made = maker.where.line if maker is not None else ""
-    return (f", made at {made}" if made else "") + _since(origin, made)
+    return (f", made at {made}" if made else "") + _describe_since(origin, made)
 
 
-def _since(origin: Origin, made: str) -> str:
+def _describe_since(origin: Origin, made: str) -> str:
     if origin.line in ("", made):
         return f", from {origin.what}"
     return f"; it varies since {origin.line}, from {origin.what}"
 
 
-def _varying_loss(equation: Equation, axis: str, origin: Origin) -> Problem:
-    return Problem(
-        f"grad at {equation.where.line or 'an unknown line'}",
-        f"a loss that varies over {axis!r}{_since(origin, equation.where.line)}",
-        "one replicated over the mesh",
-        LOSS_FIX,
-    )
-
-
-def _varying_cotangent(equation: Equation, axis: str, origin: Origin) -> Problem:
-    return Problem(
-        f"psum over {axis!r} at {equation.where.line or 'an unknown line'}",
-        f"a cotangent that varies over {axis!r}{_since(origin, equation.where.line)}",
+_MUST_BE_EQUAL = {
+    "forward": ("grad at", "a loss that", "one replicated over the mesh", LOSS_FIX),
+    "backward": (
+        "psum over {axis!r} at",
+        "a cotangent that",
         "one that all its ranks have, as equal_cotangents=True says",
         "leave equal_cotangents out, and they are summed",
-    )
+    ),
+}
+"""Words for what ``require_replicated`` finds to vary, by the phase that it is in."""
 
 
-def _redundant(equation: Equation) -> Problem:
+def _find_unequal(equation: Equation, axis: str, origin: Origin) -> Problem:
+    in_backward = equation.where.phase == "backward"
+    place, what, *rest = _MUST_BE_EQUAL["backward" if in_backward else "forward"]
+    line = equation.where.line
+    got = f"{what} varies over {axis!r}{_describe_since(origin, line)}"
+    return Problem(f"{place.format(axis=axis)} {line or 'an unknown line'}", got, *rest)
+
+
+def _find_redundant(equation: Equation) -> Problem:
     value, axis, size = equation.args[:3]
+    words = describe_redundant(equation.name, axis, size, value.shape)
     line = equation.where.line or "an unknown line"
-    return Problem(
-        f"{equation.name} over {axis!r} at {line}",
-        f"a value of shape {value.shape} that is already replicated over {axis!r}",
-        f"one that varies over it. It would be counted {size} times",
-        f"drop {axis!r} from this {equation.name}, or multiply by lax.axis_size(...) if that is "
-        "what is meant (pass check=False to shard_map to allow this)",
-    )
+    return Problem(f"{equation.name} over {axis!r} at {line}", *words)

@@ -47,53 +47,45 @@ def tokens_attended(seq: int, window: int = 0, *, whole: bool = False) -> float:
     Args:
         seq: tokens of a sequence.
         window: the number of tokens that a token sees, itself included; 0: all up to itself.
-        whole: all that there are, or the window, uncorrected for causality.
+        whole: count all tokens, or the window, without halving for causality.
     """
     seen = min(window, seq) if window else seq
     return seen if whole else seen - seen * seen / (2 * seq)
 
 
-def _flash(q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return sdpa_flop_count(q, *_of_each_head(q, k, v))
+def _sent_share(op: str, ranks: int) -> float:
+    """The bytes that each rank sends in a ring per byte of a collective's payload."""
+    if op == "ppermute":
+        return 1.0
+    return (2 if op in ("psum", "pmax", "pmin") else 1) * (ranks - 1) / ranks
 
 
-def _flash_backward(grad_out, q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return sdpa_backward_flop_count(grad_out, q, *_of_each_head(q, k, v))
+def _attention_flops(q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_flop_count(q, *_expand_heads(q, k, v))
 
 
-def _of_each_head(q, k, v) -> list[tuple[int, ...]]:
+def _attention_backward_flops(grad_out, q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_backward_flop_count(grad_out, q, *_expand_heads(q, k, v))
+
+
+def _expand_heads(q, k, v) -> list[tuple[int, ...]]:
     """The shapes of keys and values were there as many of their heads as of queries."""
     return [(x[0], q[1], *x[2:]) for x in (k, v)]
 
 
 FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
     {
-        _aten._scaled_dot_product_flash_attention_for_cpu: _flash,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
-        _aten._scaled_dot_product_flash_attention: _flash,
-        _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
-        _aten._scaled_dot_product_cudnn_attention: _flash,
-        _aten._scaled_dot_product_cudnn_attention_backward: _flash_backward,
+        _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+        _aten._scaled_dot_product_flash_attention: _attention_flops,
+        _aten._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
+        _aten._scaled_dot_product_cudnn_attention: _attention_flops,
+        _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
     }
 )
 """Formulas on shapes that torch's counter lacks, or has (2.11) for as many heads of keys as of
 queries; pass them on as ``FlopCounterMode(custom_mapping=dict(FLOP_FORMULAS))``. Like torch's for
 its other attention kernels, they ignore causality."""
-
-_SENT: Mapping[str, Callable[[int], float]] = MappingProxyType(
-    {
-        "psum": lambda n: 2 * (n - 1) / n,
-        "pmax": lambda n: 2 * (n - 1) / n,
-        "pmin": lambda n: 2 * (n - 1) / n,
-        "pbroadcast": lambda n: (n - 1) / n,
-        "all_gather": lambda n: (n - 1) / n,
-        "psum_scatter": lambda n: (n - 1) / n,
-        "all_to_all": lambda n: (n - 1) / n,
-        "ragged_all_to_all": lambda n: (n - 1) / n,
-        "ppermute": lambda n: 1.0,
-    }
-)
-"""Bytes that each of n ranks sends per byte of payload, in a ring."""
 
 _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
 """Operations that read of their first operand no more than they return."""
@@ -104,9 +96,6 @@ class Traffic:
     """The traffic of one kind of collective over one axis in one phase.
 
     Attributes:
-        axis: the mesh axis.
-        op: `psum`, `all_gather`, ...
-        phase: of the equations.
         count: how many run.
         payload_bytes: the bytes of the operands (of an all_gather: of the results), per rank.
         sent_bytes: the bytes that each rank sends, by ring algorithms over n ranks: 2(n-1)/n of the
@@ -128,7 +117,6 @@ class Cost:
     """The work of one rank in one run of a program; `cost` makes it.
 
     Attributes:
-        name: of the program.
         model_flops: multiplications and additions of matrix products, convolutions and attention,
             without recomputation. Causal attention counts as half where it is one operation; of
             blocks written in matrix products what is computed counts.
@@ -163,7 +151,8 @@ class Cost:
 
     def rows(self) -> list[list[str]]:
         """Labels, values and remarks, as text."""
-        share = [f"{op} {count / self.hardware_flops:.0%}" for op, count in self._heaviest()]
+        largest = [(op, count) for op, count in self.flops_by_op.items() if count][:3]
+        share = [f"{op} {count / self.hardware_flops:.0%}" for op, count in largest]
         kinds = [
             [f"of {dtype_text(dtype)}", count_text(count), f"{count / self.hardware_flops:.0%}"]
             for dtype, count in self.flops_by_dtype.items()
@@ -178,9 +167,6 @@ class Cost:
             ["bytes accessed", bytes_text(self.bytes_accessed), "unfused"],
             ["arithmetic intensity", f"{self.arithmetic_intensity:.1f}", "FLOPs per byte"],
         ]  # fmt: skip
-
-    def _heaviest(self) -> list[tuple[str, int]]:
-        return [(op, count) for op, count in self.flops_by_op.items() if count][:3]
 
     def collective_rows(self) -> list[list[str]]:
         """The collectives as a table of text, headings first."""
@@ -249,7 +235,7 @@ def cost(program: Code) -> Cost:
                 phase,
                 count,
                 payload,
-                round(payload * _SENT[op](program.mesh.shape[axis])),
+                round(payload * _sent_share(op, program.mesh.shape[axis])),
             )
             for (axis, op, phase), (count, payload) in sorted(traffic.items())
         ),
@@ -264,7 +250,7 @@ def collectives_diff(a: Code, b: Code) -> str:
     these `a` and `b` run, how many more bytes a rank sends in `b`, and the scopes, or else lines,
     of the program that has more of them. Its last row is that of all bytes sent.
     """
-    ours, theirs = _by_payload(a), _by_payload(b)
+    ours, theirs = _group_by_payload(a), _group_by_payload(b)
     head = ["axis", "collective", "phase", "payload of each", "this", "other", "sent", "where"]
     rows, none = [head], ([], 0.0)
     for key in sorted(ours.keys() | theirs.keys()):
@@ -274,17 +260,19 @@ def collectives_diff(a: Code, b: Code) -> str:
             wheres = dict.fromkeys(mine if len(mine) > len(other) else other)
             shown = [*wheres][:3] + ["..."] * (len(wheres) > 3)
             counts = [str(len(mine)), str(len(other))]
-            cells = [axis, op, phase, bytes_text(payload), *counts, _more(more - sent)]
+            cells = [axis, op, phase, bytes_text(payload), *counts, _signed_bytes(more - sent)]
             rows.append([*cells, ", ".join(shown)])
     if len(rows) == 1:
         return ""
     sums = [round(sum(sent for _, sent in side.values())) for side in (ours, theirs)]
-    rows.append(["in all", "", "", "", *map(bytes_text, sums), _more(sums[1] - sums[0]), ""])
+    rows.append(
+        ["in all", "", "", "", *map(bytes_text, sums), _signed_bytes(sums[1] - sums[0]), ""]
+    )
     title = f"collectives of {a.name} (this) and of {b.name} (other), per rank"
     return "\n".join([title, *(f"  {line}" for line in align_columns(rows))])
 
 
-def _by_payload(program: Code) -> dict[tuple[str, str, Phase, int], tuple[list[str], float]]:
+def _group_by_payload(program: Code) -> dict[tuple[str, str, Phase, int], tuple[list[str], float]]:
     """By axis, operation, phase and payload where each run is, and the bytes that all send."""
     found: dict[tuple[str, str, Phase, int], tuple[list[str], float]] = {}
     for equation, times in program.block.walk():
@@ -295,12 +283,12 @@ def _by_payload(program: Code) -> dict[tuple[str, str, Phase, int], tuple[list[s
         key = axis, equation.name, where.phase, payload
         places, sent = found.get(key, ([], 0.0))
         place = "/".join(where.scopes) or short_line(where.line)
-        sent += times * payload * _SENT[equation.name](program.mesh.shape[axis])
+        sent += times * payload * _sent_share(equation.name, program.mesh.shape[axis])
         found[key] = [*places, *[place] * times], sent
     return found
 
 
-def _more(num_bytes: float) -> str:
+def _signed_bytes(num_bytes: float) -> str:
     return f"{'-' if num_bytes < 0 else '+'}{bytes_text(round(abs(num_bytes)))}"
 
 
@@ -316,7 +304,7 @@ def equation_flops(equation: Equation) -> int:
     if packet not in flop_registry:
         return 0
     args, kwargs, outputs = pytree.tree_map_only(
-        Var, _meta, (equation.args, dict(equation.kwargs), list(equation.outputs))
+        Var, Var.meta, (equation.args, dict(equation.kwargs), list(equation.outputs))
     )
     return flop_registry[packet](
         *args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -325,7 +313,7 @@ def equation_flops(equation: Equation) -> int:
 
 def sent_bytes(equation: Equation) -> float:
     """The bytes that each rank sends in one run of a collective; see `Traffic`."""
-    return payload_bytes(equation) * _SENT[equation.name](equation.args[2])
+    return payload_bytes(equation) * _sent_share(equation.name, equation.args[2])
 
 
 def _model_flops(equation: Equation, computed: int) -> tuple[int, int]:
@@ -337,12 +325,8 @@ def _model_flops(equation: Equation, computed: int) -> tuple[int, int]:
     given = dict(zip(names, equation.args, strict=False)) | dict(equation.kwargs)
     q, k, v = (given[name].shape for name in ("query", "key", "value"))
     # backward has twice the products of forward, and computes one of these again
-    needed = _flash(q, k, v) * (2 if "backward" in equation.name else 1)
+    needed = _attention_flops(q, k, v) * (2 if "backward" in equation.name else 1)
     return needed // 2 if given.get("is_causal") else needed, needed
-
-
-def _meta(var: Var) -> torch.Tensor:
-    return torch.empty_strided(var.shape, var.stride, dtype=var.dtype, device="meta")
 
 
 def equation_bytes(equation: Equation) -> int:
@@ -447,11 +431,9 @@ def measure_flops(
     on a CPU.
 
     Args:
-        device: that computes them.
-        dtype: of the matrices.
         size: of the largest matrices.
-        together: waits for all ranks. Then it is the rate of half a second of products of the
-            largest size: what a processor keeps up that ranks share, or that its power limits.
+        together: a barrier of all ranks. With it, the sustained rate of half a second of products
+            of the largest size, on a processor that ranks share or that its power limits.
     """
     device = torch.device(device)
     rows = min(size, 128) if together is None else size
@@ -521,7 +503,7 @@ def measure_seconds(
     """The seconds of the fastest of five calls, or the mean of half a second of them together."""
     if together is None:
         return min(time_calls(call, device, REPEATS))
-    time_calls(call, device, 1)  # what is only there once
+    time_calls(call, device, 1)  # warm up
     together()
     count, start = 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < _LASTING_SECONDS or not count:
@@ -537,7 +519,7 @@ def time_calls(
     count: int,
     before: Callable[[], object] | None = None,
 ) -> list[float]:
-    """The seconds of each of `count` calls, `before` which something else is waited for."""
+    """The seconds of each of `count` calls; `before` is called, untimed, before each of them."""
     found = []
     for _ in range(count):
         if before is not None:

@@ -38,16 +38,11 @@ def visualize_sharding(spec: P, shape: Sequence[int], mesh: Mesh | BoundMesh) ->
     more, a block lists the ranks of all parts along the dims that are not drawn. Many rows or
     columns, and many ranks in a block, are shortened with dots.
 
-    Args:
-        spec: how the tensor is split.
-        shape: its global shape.
-        mesh: the ranks.
-
     Raises:
         ValueError: the spec does not fit the shape or the mesh.
     """
     raise_problems("visualize_sharding", problems("shape", shape, spec, mesh))
-    plain = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
+    plain = mesh.mesh
     names = [tuple(n for n in axes if plain[n] > 1) for axes in dim_axes(spec, len(shape))]
     dims = [Dim(d, shape[d], num_shards(names[d], plain), names[d]) for d in range(len(shape))]
     by_use = sorted(dims, key=lambda dim: dim.blocks == 1)  # stable: split ones first
@@ -59,7 +54,7 @@ def visualize_sharding(spec: P, shape: Sequence[int], mesh: Mesh | BoundMesh) ->
     title = f"{tuple(shape)} by {spec} on Mesh({plain}): each rank holds {local}"
     notes = [
         f"{place}: dim {dim.number}" + (f" over {', '.join(dim.axes)}" if dim.axes else ", whole")
-        for place, dim in zip(_places(drawn), drawn, strict=True)
+        for place, dim in zip(["down", "across"][2 - len(drawn) :], drawn, strict=True)
     ]
     notes += [
         f"not drawn: dim {dim.number} over {', '.join(dim.axes)}, in {dim.blocks} parts"
@@ -77,8 +72,6 @@ class Dim:
     """A dim of a tensor, and how it is split.
 
     Attributes:
-        number: its position.
-        size: of the whole tensor.
         blocks: into how many equal parts it is split.
         axes: the mesh axes that split it, major to minor.
     """
@@ -90,10 +83,7 @@ class Dim:
 
     def block(self, mesh: Mesh, rank: int) -> int:
         """Which part `rank` holds."""
-        index, at = 0, mesh.coordinate(rank)
-        for name in self.axes:
-            index = index * mesh[name] + at[name]
-        return index
+        return mesh.rank_at(mesh.coordinate(rank), self.axes)
 
     def bounds(self, block: int | None) -> str:
         """The slice that is a block, ``4:8``."""
@@ -108,10 +98,6 @@ class Dim:
 
 
 _MOST = 8  # rows, or columns, of a drawing
-
-
-def _places(dims: Sequence[Dim]) -> list[str]:
-    return ["down", "across"][2 - len(dims) :]
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,7 +128,7 @@ class Drawing:
     def _cell(self, row: int | None, column: int | None) -> str:
         if row is None or column is None:
             return "…"
-        return _ranks(self.cells[(row, column)[2 - len(self.dims) :]])
+        return _list_ranks(self.cells[(row, column)[2 - len(self.dims) :]])
 
     def __str__(self) -> str:
         down, across, grid = self._table()
@@ -200,7 +186,7 @@ def _label(x: float, y: float, text: str, anchor: str = "middle", ink: str = "cu
     return f'<text {at} fill="{ink}">{escape(text)}</text>'
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     """``0-3`` for a run, else ``0,2,4``; from five on ``0,2,…,14``."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
@@ -234,34 +220,31 @@ def print(text: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  (as jax.
     Args:
         text: a format string, as `str.format` takes it. Formats apply to every element of a tensor.
         args: tensors, trees of them, and other values.
-        kwargs: the same by name.
 
     Raises:
         ValueError: a field has no value, or a value no field.
     """
-    form, tensors = _without_statics(text, args, kwargs)
+    form, tensors = _fill_statics(text, args, kwargs)
     if phase() == "recompute":
         return
     axes = [axis for axis in scope().axes.values() if axis is not None]
     simulated = {compat.level_of(a.token): a.name for a in axes if isinstance(a, SimulatedAxis)}
     plain = [no_share(value) for value in tensors]
     with compat.no_transforms(), torch.no_grad():
-        values, dims = _with_rank_dims(plain, simulated)
+        values, dims = _expand_ranks(plain, simulated)
         recorder = active()
         if recorder is not None:
             traced = {axis.name: axis.index for axis in axes if isinstance(axis, TracedAxis)}
             op = torch.ops.functron.debug_print.default
             recorder.effect(op, form, values, [*traced], [*traced.values()], dims)
-        elif not compat.faking() and not any(map(_is_abstract, values)):
+        elif not compat.faking() and not any(
+            isinstance(v, FakeTensor) or v.is_meta for v in values
+        ):
             place = {axis.name: axis.index for axis in axes if isinstance(axis, BoundAxis)}
             _print_lines(form, values, place, dims)
 
 
-def _is_abstract(value: torch.Tensor) -> bool:
-    return isinstance(value, FakeTensor) or value.is_meta
-
-
-def _without_statics(text: str, args: tuple, kwargs: dict) -> tuple[str, list[torch.Tensor]]:
+def _fill_statics(text: str, args: tuple, kwargs: dict) -> tuple[str, list[torch.Tensor]]:
     """The format string with all but tensors filled in, which become its fields in order."""
     formatter, automatic = string.Formatter(), itertools.count()
     parts: list[str] = []
@@ -293,7 +276,7 @@ def _without_statics(text: str, args: tuple, kwargs: dict) -> tuple[str, list[to
             continue
         value = look_up(name or str(next(automatic)))
         tail = (f"!{conversion}" if conversion else "") + (f":{fill(spec)}" if spec else "")
-        parts.append(_field(value, tail, tensors))
+        parts.append(_make_field(value, tail, tensors))
     unused = [key for key in [*range(len(args)), *kwargs] if key not in used]
     raise_problems(
         f"debug.print at {user_line()}",
@@ -302,7 +285,7 @@ def _without_statics(text: str, args: tuple, kwargs: dict) -> tuple[str, list[to
     return "".join(parts), tensors
 
 
-def _field(value: Any, tail: str, tensors: list[torch.Tensor]) -> str:
+def _make_field(value: Any, tail: str, tensors: list[torch.Tensor]) -> str:
     """The part of a format string that shows `value`, whose tensors are appended to `tensors`."""
     leaves, structure = tree.flatten(value)
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -332,7 +315,7 @@ def _escape_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _with_rank_dims(
+def _expand_ranks(
     tensors: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> tuple[list[torch.Tensor], list[str]]:
     """The plain tensors, with a leading dim for each vmap under which any of them is batched.
@@ -387,13 +370,13 @@ class _Shown:
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        return _each(self.value.tolist(), spec) if spec else str(self)
+        return _format_each(self.value.tolist(), spec) if spec else str(self)
 
 
-def _each(value: Any, spec: str) -> str:
+def _format_each(value: Any, spec: str) -> str:
     """Numbers, or nested lists of them, each in the format `spec`."""
     if isinstance(value, list):
-        return f"[{', '.join(_each(item, spec) for item in value)}]"
+        return f"[{', '.join(_format_each(item, spec) for item in value)}]"
     return format(value, spec)
 
 
@@ -442,8 +425,6 @@ def check_grads(
         modes: "rev" (vjp) and "fwd" (jvp), which functions with a `custom_vjp` lack.
         eps: the length of a step.
         rtol: tolerated, in multiples of the lengths of u and of the difference quotient.
-        atol: tolerated beside it.
-        seed: of the directions.
 
     Raises:
         ValueError: derivatives differ, by argument with both numbers; an order below 1 or an
@@ -459,7 +440,7 @@ def check_grads(
     raise_problems("check_grads", problems)
     if isinstance(f, MappedFunction):
         f, in_specs = f.f, f.in_specs if in_specs is None else in_specs
-    whole = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
+    whole = mesh.mesh
 
     def rows(*local: Any) -> tuple[torch.Tensor, ...]:
         return tuple(leaf.unsqueeze(0) for leaf in tree.leaves(f(*local)) if tree.is_float(leaf))
@@ -480,7 +461,7 @@ def check_grads(
         u = _directions(function(*values), generator)
         names = [f"{'gradient of ' * (degree - 1)}argument {paths[i]}" for i in moving]
         found = [
-            _differing(function, values, i, u, mode, (eps, rtol, atol, generator))
+            _compare_derivatives(function, values, i, u, mode, (eps, rtol, atol, generator))
             for mode in modes
             for i in range(len(values))
         ]
@@ -516,7 +497,7 @@ def _dot(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
     return sum(float((x * y).sum()) for x, y in zip(a, b, strict=True))
 
 
-def _differing(
+def _compare_derivatives(
     function: Callable, values: tuple, index: int, u: tuple, mode: str, settings: tuple
 ) -> tuple[str, str] | None:
     """The derivatives by one argument, got and wanted, where they differ."""

@@ -13,15 +13,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.core.scopes import Phase
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import P
+
+T = TypeVar("T")
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -39,6 +42,15 @@ def canonical_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int,
     return tuple(found)
 
 
+class TensorType(NamedTuple):
+    """The properties of a tensor that programs depend on; `stride` is in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 @dataclass(frozen=True, eq=False)
 class Var:
     """A tensor of a program: its shape, layout, dtype and memory, without its values.
@@ -47,10 +59,8 @@ class Var:
         name: unique in its block.
         shape: this rank's.
         stride: in elements.
-        dtype: of its elements.
         device: where it will be.
         storage: values of a block with the same number share memory (views of one another).
-        storage_bytes: the size of that memory.
     """
 
     name: str
@@ -85,6 +95,15 @@ class Var:
     def nbytes(self) -> int:
         """The bytes of its elements."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def type(self) -> TensorType:
+        """What it is, without a name and memory."""
+        return TensorType(self.shape, self.stride, self.dtype, self.device)
+
+    def meta(self) -> torch.Tensor:
+        """A meta tensor of this shape, layout and dtype."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
     def __repr__(self) -> str:
         return f"%{self.name}"
@@ -136,15 +155,13 @@ class Scan:
     Its operands are the flat ``(*consts, *carry, *xs)``; xs and the results ys are stacked on a
     leading dim of `length`. Its results are the flat ``(*carry, *ys)``. A stacked result has the
     layout of `Var.stacked`, so that its slices are laid out as the body makes them. Operands may be
-    views that are never copied, and nobody needs to stack ys that only another scan reads.
+    views that are never copied, and ys that only another scan reads need not be stacked.
 
     Attributes:
         body: inputs ``(*consts, *carry, *x)``, outputs ``(*carry, *y)``; outputs may be inputs.
-        length: the number of iterations.
         num_consts: leading operands that every iteration sees whole.
         num_carry: operands after them that each iteration hands to the next.
         reverse: run from the last slice of xs to the first (ys keep the order of xs).
-        name: of the function that was scanned.
     """
 
     body: Block
@@ -154,6 +171,20 @@ class Scan:
     reverse: bool = False
     name: str = "scan"
 
+    @property
+    def first_x(self) -> int:
+        """The position of the first of xs among the operands."""
+        return self.num_consts + self.num_carry
+
+    def divide(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """The constants, the first carry and the xs among what there is one of per operand."""
+        given = list(operands)
+        return (
+            given[: self.num_consts],
+            given[self.num_consts : self.first_x],
+            given[self.first_x :],
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Equation:
@@ -162,9 +193,7 @@ class Equation:
     Attributes:
         op: an ATen or functron operation, or a `Scan`.
         args: as the operation's schema orders them: `Var`s, lists of them, and constants.
-        kwargs: the same by name.
         outputs: the tensors it returns, flat; None where an optional one is missing.
-        where: its origin.
     """
 
     op: torch._ops.OpOverload | Scan
@@ -172,6 +201,12 @@ class Equation:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     outputs: tuple[Var | None, ...] = ()
     where: Where = Where()
+
+    @property
+    def scan(self) -> Scan:
+        """Its operation, which is a `Scan`."""
+        assert isinstance(self.op, Scan)
+        return self.op
 
     @cached_property
     def operands(self) -> tuple[Var, ...]:
@@ -198,6 +233,13 @@ class Equation:
     def name(self) -> str:
         """The operation's short name: ``mm``, ``psum``, ``scan``."""
         return "scan" if isinstance(self.op, Scan) else self.op.name().split("::")[1].split(".")[0]
+
+
+def rename_values(equation: Equation, names: Mapping[Var, Var]) -> Equation:
+    """The equation with other variables for all of its own."""
+    found = equation.args, dict(equation.kwargs), equation.outputs
+    args, kwargs, outputs = pytree.tree_map_only(Var, names.__getitem__, found)
+    return Equation(equation.op, args, kwargs, outputs, equation.where)
 
 
 class Fresh:
@@ -253,7 +295,7 @@ class Input:
     value: torch.Tensor | None = None
 
 
-def _differ(value: Any, other: Any) -> bool:
+def _is_other(value: Any, other: Any) -> bool:
     """Whether a static value is another one: 1, 1.0 and True are equal, and make other programs."""
     numbers = isinstance(value, (bool, int, float))
     both_nan = numbers and value != value and other != other
@@ -282,13 +324,11 @@ class Code:
     `functron.program.trace.Program`, which `trace` makes, is this with its analyses as methods.
 
     Attributes:
-        name: of the function that was traced.
         mesh: the ranks it is for. The program is the same on every one of them.
         block: the equations; its inputs are those of `inputs`, its outputs those of `outputs`.
         inputs: arguments first, in the order of their tree, then axis indices and constants.
         outputs: in the order of the result's tree.
         in_structure: the tree of the arguments, as a tuple.
-        out_structure: the tree of the result.
         static: leaves of the arguments that are no tensors, by their position in `in_structure`;
             the program holds for these values only.
         checked: whether shard_map's replication check applies to it.
@@ -329,7 +369,7 @@ class Code:
             [
                 Problem(f"argument {paths[i]}", repr(leaves[i]), repr(value), "trace it again")
                 for i, value in self.static.items()
-                if _differ(value, leaves[i])
+                if _is_other(value, leaves[i])
             ],
         )
         moving = [i for i in range(len(leaves)) if i not in self.static]
@@ -368,7 +408,7 @@ class Code:
 # shows a part of, and views are taken anew from it. torch's own operation for such a write,
 # ``as_strided_scatter``, has a wrong derivative with respect to the value that is written to: the
 # cotangent of what was overwritten, and nothing of the rest. What is here is made of reshapes,
-# slices and `slice_scatter`, whose derivatives, batching rules and placements are right; of a view
+# slices and `slice_scatter`, whose derivatives, batching rules and placements are right; for a view
 # that is no window, such as a diagonal, of a gather and a scatter. All that records or runs such
 # operations takes them from here. A view that shows all of the memory costs reshapes alone.
 
@@ -399,7 +439,6 @@ class Span(NamedTuple):
 
     Attributes:
         start: the first place.
-        size: how many places.
         step: from one to the next.
     """
 
@@ -413,7 +452,6 @@ class ViewWindow(NamedTuple):
 
     Attributes:
         shape: of the memory.
-        spans: of every dim of it.
         owners: the dim of the view that each of these is a part of, major to minor; None: a place.
     """
 
@@ -490,23 +528,22 @@ def _end(view: Strided) -> int:
 
 
 def window_of(shape: Sequence[int], view: Strided) -> ViewWindow | None:
-    """The window of a contiguous tensor that a strided view shows; None: it is none.
+    """The window of a contiguous tensor that a strided view shows; None: it shows no window.
 
     Args:
-        shape: of the tensor.
         view: of its memory, without overlaps.
     """
     total = math.prod(shape)
     own = {step for step, n in zip(contiguous_strides(shape), shape, strict=True) if n != 1}
     steps = {step for step, n in zip(view.stride, view.size, strict=True) if n != 1}
     for cuts in (own | steps, steps, own):
-        found = _window(_dims(total, cuts), view)
+        found = _fit_window(_split_memory(total, cuts), view)
         if found is not None:
             return found
     return None
 
 
-def _dims(total: int, cuts: set[int]) -> list[tuple[int, int]]:
+def _split_memory(total: int, cuts: set[int]) -> list[tuple[int, int]]:
     """Sizes and strides of the dims of contiguous memory that has these strides; else nothing."""
     ends = [total, *sorted(cuts | {1}, reverse=True)]
     pairs = list(itertools.pairwise(ends))
@@ -515,7 +552,7 @@ def _dims(total: int, cuts: set[int]) -> list[tuple[int, int]]:
     return [(a // b, b) for a, b in pairs]
 
 
-def _window(dims: list[tuple[int, int]], view: Strided) -> ViewWindow | None:
+def _fit_window(dims: list[tuple[int, int]], view: Strided) -> ViewWindow | None:
     if not dims:
         return None
     starts, rest = [], view.offset
@@ -570,7 +607,7 @@ def read_view(memory: torch.Tensor, view: Strided) -> torch.Tensor:
         x = _reshape(line.index_select(0, _places(turned, memory.device)), turned.size)
         x = _permute(x, sorted(range(len(order)), key=order.__getitem__))
     else:
-        x = _narrow(_reshape(memory, found.shape), found, found.cut)
+        x = _read_spans(_reshape(memory, found.shape), found, found.cut)
         gone = [dim for dim, owner in enumerate(found.owners) if owner is None]
         x = _reshape(x, [n for dim, n in enumerate(x.shape) if dim not in gone])
         x = _reshape(_permute(x, found.order), once)
@@ -596,23 +633,23 @@ def write_view(memory: torch.Tensor, values: torch.Tensor, view: Strided) -> tor
     x = _reshape(values, [sizes[place] for place in found.order])
     x = _permute(x, [found.order.index(place) for place in range(len(sizes))])
     x = _reshape(x, [span.size for span in found.spans])
-    return _reshape(_put(_reshape(memory, found.shape), x, found, found.cut), memory.shape)
+    return _reshape(_write_spans(_reshape(memory, found.shape), x, found, found.cut), memory.shape)
 
 
-def _put(
+def _write_spans(
     whole: torch.Tensor, part: torch.Tensor, found: ViewWindow, cut: list[int]
 ) -> torch.Tensor:
     """`whole` with `part` in the spans of the dims that are cut."""
     if not cut:
         return part
     dim, *others = cut
-    inner = _put(_narrow(whole, found, [dim]), part, found, others) if others else part
+    inner = _write_spans(_read_spans(whole, found, [dim]), part, found, others) if others else part
     start, size, step = found.spans[dim]
     end = start + (size - 1) * step + 1
     return _aten.slice_scatter.default(whole, inner, dim, start, end, step)
 
 
-def _narrow(x: torch.Tensor, found: ViewWindow, dims: Sequence[int]) -> torch.Tensor:
+def _read_spans(x: torch.Tensor, found: ViewWindow, dims: Sequence[int]) -> torch.Tensor:
     for dim in dims:
         start, size, step = found.spans[dim]
         x = _aten.slice.Tensor(x, dim, start, start + (size - 1) * step + 1, step)

@@ -40,23 +40,11 @@ from functron.program.equations import (
     read_view,
     write_view,
 )
-from functron.program.recorder import Recorder, active
+from functron.program.recorder import active
 from functron.program.text import COLLECTIVES
+from functron.spmd import primitives
 from functron.spmd.axes import Axis, SimulatedAxis, TracedAxis, bind, lookup
 from functron.spmd.mesh import Mesh
-from functron.spmd.primitives import (
-    AllGather,
-    AllToAll,
-    AssumeReplicated,
-    Broadcast,
-    Pmax,
-    Pmin,
-    Ppermute,
-    PrimitiveCall,
-    Psum,
-    PsumScatter,
-    Vary,
-)
 from functron.spmd.ragged import RaggedAllToAll, RaggedCall, exchange_of_ranks
 from functron.spmd.simulate import as_share, no_share
 from functron.spmd.spec import shard, unshard
@@ -101,10 +89,9 @@ def run_block(block: Block, environment: dict[Var, torch.Tensor]) -> list:
 def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
     """The results of `program` on global arguments: all ranks in lockstep, in this process.
 
-    Nothing is donated; the arguments stay as they are.
+    Nothing is compiled, donated or differentiated (trace the gradient instead).
 
     Args:
-        program: what `trace` made.
         args: trees as those that were traced: global values, which are split by their specs.
 
     Raises:
@@ -119,7 +106,11 @@ def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
     with torch.no_grad(), bind([], absent=mesh.axis_names):
         results = _run(program.block, _last_uses(program.block), values, mesh)
     outputs = [
-        _join(value, output.spec, mesh) if isinstance(value, RankValues) else value
+        value
+        if not isinstance(value, RankValues)
+        else value[0]
+        if output.spec is None
+        else unshard(value, output.spec, mesh)
         for value, output in zip(results, program.outputs, strict=True)
     ]
     return tree.unflatten(program.out_structure, outputs)
@@ -127,10 +118,6 @@ def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
 
 def refuse_derivatives(program: Code, leaves: Mapping[Var, torch.Tensor]) -> None:
     """Refuse derivatives, in reverse or forward: a program does not say where gradients stop.
-
-    Args:
-        program: that is called.
-        leaves: its arguments.
 
     Raises:
         ValueError: an argument, or a constant of the program, is differentiated where it is called.
@@ -171,26 +158,18 @@ def _values_of_ranks(program: Code, given: Input, leaves: Mapping[Var, torch.Ten
         return RankValues([given.value.detach()] * mesh.size)
     value, spec = leaves[given.var], given.spec
     ranks = [value if spec is None else shard(value, spec, mesh, at) for at in coordinates]
-    raise_problems(
-        f"cannot run {program.name}",
-        [
-            Problem(
-                f"argument {given.path}",
-                f"{tuple(part.shape)} {part.dtype} on each rank",
-                f"{given.var.shape} {given.var.dtype}, as it was traced",
-                "trace again with these arguments",
-            )
-            for part in ranks[:1]
-            if (tuple(part.shape), part.dtype) != (given.var.shape, given.var.dtype)
-        ],
-    )
+    shape, dtype = tuple(ranks[0].shape), ranks[0].dtype
+    if (shape, dtype) != (given.var.shape, given.var.dtype):
+        refuse(
+            f"cannot run {program.name}",
+            f"argument {given.path}",
+            f"{shape} {dtype} on each rank",
+            f"{given.var.shape} {given.var.dtype}, as it was traced",
+            "trace again with these arguments",
+        )
     if given.var.stride == contiguous_strides(given.var.shape):
         ranks = [part.contiguous() for part in ranks]  # as traced: a cut of a minor dim is not
     return RankValues(ranks)
-
-
-def _join(ranks: RankValues, spec: Any, mesh: Mesh) -> torch.Tensor:
-    return ranks[0] if spec is None else unshard(list(ranks), spec, mesh)
 
 
 # --- blocks: `mesh` is that of ranks in lockstep, of `RankValues`; None: of one rank, here
@@ -249,7 +228,7 @@ def _run_equation(
     own = op.namespace == "functron"
     if mesh is not None and own and equation.name in COLLECTIVES:
         return [_communicate_in_lockstep(equation, args, kwargs, mesh)]
-    run: Callable = op if own else _call(equation)
+    run: Callable = op if own else _find_call(equation)
     if own and equation.outputs:
         run = functools.partial(_run_own, equation)
     elif own and mesh is None:  # in lockstep its operands say which rank it is of
@@ -264,8 +243,8 @@ def _map_ranks(mesh: Mesh | None, run: Callable, args: Sequence, kwargs: Mapping
         return _flatten(run(*args, **kwargs))
     rows = []
     for rank in range(mesh.size):
-        named = {name: _of_rank(value, rank) for name, value in kwargs.items()}
-        rows.append(_flatten(run(*(_of_rank(value, rank) for value in args), **named)))
+        named = {name: _pick_rank(value, rank) for name, value in kwargs.items()}
+        rows.append(_flatten(run(*(_pick_rank(value, rank) for value in args), **named)))
     return [RankValues(column) for column in zip(*rows, strict=True)]
 
 
@@ -282,12 +261,12 @@ def _fill(argument: Any, values: Mapping[Var, Any]) -> Any:
     return argument
 
 
-def _of_rank(argument: Any, rank: int) -> Any:
+def _pick_rank(argument: Any, rank: int) -> Any:
     """An argument of an operation, as one of the ranks in lockstep has it."""
     if isinstance(argument, RankValues):
         return argument[rank]
     if isinstance(argument, list):
-        return [_of_rank(item, rank) for item in argument]
+        return [_pick_rank(item, rank) for item in argument]
     return argument
 
 
@@ -295,14 +274,14 @@ def _of_rank(argument: Any, rank: int) -> Any:
 
 
 def _run_scan(equation: Equation, operands: list, mesh: Mesh | None) -> Sequence[Any]:
-    op, recorder = equation.op, active()
-    assert isinstance(op, Scan)
-    if recorder is not None and mesh is None and _fits(equation, operands):
-        return _record_scan(recorder, equation, operands)
-    split = op.num_consts + op.num_carry
-    consts, carry = operands[: op.num_consts], operands[op.num_consts : split]
-    columns = [_map_ranks(mesh, torch.unbind, [value], {}) for value in operands[split:]]
+    op, recorder = equation.scan, active()
+    if recorder is not None and mesh is None and _can_record(equation, operands):
+        results = [(v.shape, v.stride, v.dtype, v.device) for v in equation.results]
+        return recorder.emit(op, [recorder.var(x) for x in operands], results)
+    consts, carry, xs = op.divide(operands)
+    columns = [_map_ranks(mesh, torch.unbind, [value], {}) for value in xs]
     operands.clear()
+    xs.clear()
     dead, ranks = _last_uses(op.body), range(1 if mesh is None else mesh.size)
     stacks = [
         [_Stack(value, op.length) for _ in ranks] for value in op.body.outputs[op.num_carry :]
@@ -315,7 +294,7 @@ def _run_scan(equation: Equation, operands: list, mesh: Mesh | None) -> Sequence
         carry = out[: op.num_carry]
         for stack, row in zip(stacks, out[op.num_carry :], strict=True):
             for rank, own in zip(ranks, stack, strict=True):
-                own.put(index, _of_rank(row, rank))
+                own.put(index, _pick_rank(row, rank))
         del inner, out
     taken = (RankValues(own.take() for own in stack) for stack in stacks)
     return [*carry, *(ranks_ if mesh is not None else ranks_[0] for ranks_ in taken)]
@@ -354,17 +333,12 @@ class _Stack:
         return stacked.permute([0, *(1 + inner.index(dim) for dim in range(len(inner)))])
 
 
-def _fits(equation: Equation, operands: Sequence[torch.Tensor]) -> bool:
+def _can_record(equation: Equation, operands: Sequence[torch.Tensor]) -> bool:
     """Whether a scan can be recorded as it is: its body holds for operands of these layouts."""
     if compat.transforms_active() or None in equation.outputs:
         return False
     rows = zip(equation.args, operands, strict=True)
     return all(value.stride == tuple(operand.stride()) for value, operand in rows)
-
-
-def _record_scan(recorder: Recorder, equation: Equation, operands: Sequence[Any]) -> list:
-    kinds = [(v.shape, v.stride, v.dtype, v.device) for v in equation.results]
-    return recorder.emit(equation.op, [recorder.var(x) for x in operands], kinds)
 
 
 # --- collectives, and other operations of functron's own
@@ -384,7 +358,7 @@ def _communicate_in_lockstep(
             result, dim = exchange_of_ranks(stacked, sends, more[2]), 0
         else:
             primitive, options = _primitive(equation.name, more, kwargs)
-            result, dim = primitive.across(stacked, PrimitiveCall(axis, **options))
+            result, dim = primitive.across(stacked, primitives.PrimitiveCall(axis, **options))
         rows = [result] * size if dim is None else result.unbind(dim)
         for rank, row in zip(group, rows, strict=True):
             out[rank] = row.contiguous()
@@ -405,9 +379,9 @@ def _primitive(
 ) -> tuple[Any, Mapping[str, Any]]:
     """The primitive of a collective, and its options, from what follows its axis and size."""
     if name == "ppermute":
-        return Ppermute, {"perm": tuple(zip(*more, strict=True))}
+        return primitives.Ppermute, {"perm": tuple(zip(*more, strict=True))}
     if name == "pbroadcast":
-        return Broadcast, {"source": more[0]}
+        return primitives.Broadcast, {"source": more[0]}
     return _COLLECTIVES[name], kwargs
 
 
@@ -438,15 +412,11 @@ def _run_own(equation: Equation, *args: Any, **kwargs: Any) -> Any:
     return primitive.call(x, found[0], **options)
 
 
-def _require_replicated(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return axis.mark(x, "require_replicated") if isinstance(axis, TracedAxis) else x
-
-
 def _run_effect(equation: Equation, *args: Any) -> None:
     """An operation without results: of simulated ranks, on the plain value of them all."""
     if equation.name == "debug_print":
         text, values, *_, dims = args
-        _print(text, values, dims)
+        _print_elements(text, values, dims)
         return
     op: Any = equation.op
     plain = pytree.tree_map_only(torch.Tensor, compat.plain, args)
@@ -455,7 +425,7 @@ def _run_effect(equation: Equation, *args: Any) -> None:
         op(*plain) if recorder is None else recorder.effect(op, *plain)
 
 
-def _print(text: str, values: Sequence[Any], dims: Sequence[str]) -> None:
+def _print_elements(text: str, values: Sequence[Any], dims: Sequence[str]) -> None:
     """Print on every rank that there is here, each element of the user's own vmaps by itself."""
 
     def show(*rows):
@@ -474,24 +444,29 @@ _OTHERS: Mapping[str, Callable[..., torch.Tensor]] = {
     "require_share": lambda op, x, axes: no_share(x, axes),
 }
 _STATEMENTS: Mapping[str, Callable[[torch.Tensor, Axis], torch.Tensor]] = {
-    "vary": Vary.call,
-    "assume_replicated": AssumeReplicated.call,
-    "require_replicated": _require_replicated,
+    "vary": primitives.Vary.call,
+    "assume_replicated": primitives.AssumeReplicated.call,
+    "require_replicated": lambda x, axis: (
+        axis.mark(x, "require_replicated") if isinstance(axis, TracedAxis) else x
+    ),
 }
 _COLLECTIVES: Mapping[str, Any] = {
-    "psum": Psum,
-    "pmax": Pmax,
-    "pmin": Pmin,
-    "all_gather": AllGather,
-    "psum_scatter": PsumScatter,
-    "all_to_all": AllToAll,
+    each.op: each
+    for each in (
+        primitives.Psum,
+        primitives.Pmax,
+        primitives.Pmin,
+        primitives.AllGather,
+        primitives.PsumScatter,
+        primitives.AllToAll,
+    )
 }
 
 
 # --- operations of torch that need more than a call
 
 
-def _call(equation: Equation) -> Callable:
+def _find_call(equation: Equation) -> Callable:
     """A function that does an equation's operation on values of any layout, also under vmaps."""
     op: Any = equation.op
     if op in (_aten.view.default, _aten._unsafe_view.default):
@@ -506,17 +481,13 @@ def _call(equation: Equation) -> Callable:
     return op
 
 
-def _read_strided(x, size, stride, offset=None):
-    return read_view(x, Strided(tuple(size), tuple(stride), offset or 0))
-
-
-def _write_strided(x, source, size, stride, offset=None):
-    return write_view(x, source, Strided(tuple(size), tuple(stride), offset or 0))
-
-
 _STRIDED: Mapping[Any, Callable] = {
-    _aten.as_strided.default: _read_strided,
-    _aten.as_strided_scatter.default: _write_strided,
+    _aten.as_strided.default: lambda x, size, stride, offset=None: read_view(
+        x, Strided(tuple(size), tuple(stride), offset or 0)
+    ),
+    _aten.as_strided_scatter.default: lambda x, source, size, stride, offset=None: write_view(
+        x, source, Strided(tuple(size), tuple(stride), offset or 0)
+    ),
 }
 
 _BATCHED: Mapping[Any, int] = {

@@ -54,7 +54,6 @@ class Lifetimes:
         freed: storages to free after each equation, by its index; by -1, before the first.
         last: the index of the last equation that needs a storage; beyond the last one for results
             of the block.
-        category: what each storage is for.
         takes: results that take the memory of a donated input, and the storage of that input.
         fused: storages that never exist, since a fused kernel makes and uses them.
         columns: results of scans that are kept as one value per iteration.
@@ -77,14 +76,13 @@ def lifetimes(
     """The lifetimes of a block.
 
     Args:
-        block: of a program or a scan.
         forced: what some storages are for, from outside: inputs, and what outputs become.
         kept: for each output, whether it is kept as one value per iteration of the scan around.
         donations: outputs, and the donated inputs that they replace.
     """
-    columns = _columns(block, kept)
-    category = _categories(block, forced, columns)
-    takes, fused, last = _in_place(block, donations or {})
+    columns = _find_columns(block, kept)
+    category = _categorise(block, forced, columns)
+    takes, fused, last = _find_updates(block, donations or {})
     _extend_to_steps(block, category, last)
     freed: dict[int, list[int]] = defaultdict(list)
     for storage, index in last.items():
@@ -94,9 +92,7 @@ def lifetimes(
 
 def body_lifetimes(equation: Equation, outer: Lifetimes) -> tuple[Lifetimes, list[bool]]:
     """The lifetimes of a scan's body, and which of its ys are kept as one value per iteration."""
-    op = equation.op
-    assert isinstance(op, Scan)
-    body = op.body
+    op, body = equation.scan, equation.scan.body
     kept = [False] * op.num_carry
     kept += [value in outer.columns for value in equation.outputs[op.num_carry :]]
     forced: dict[int, Category] = {}
@@ -138,7 +134,7 @@ def scratch_bytes(equation: Equation) -> int:
     return 0
 
 
-def _elementwise(equation: Equation) -> bool:
+def _is_elementwise(equation: Equation) -> bool:
     op = equation.op
     return not isinstance(op, Scan) and (torch.Tag.pointwise in op.tags or op in _ELEMENTWISE)
 
@@ -147,7 +143,7 @@ def _vars(values: Iterable[Any]) -> list[Var]:
     return [value for value in values if isinstance(value, Var)]
 
 
-def _columns(block: Block, kept: Sequence[bool]) -> frozenset[Var]:
+def _find_columns(block: Block, kept: Sequence[bool]) -> frozenset[Var]:
     """Results ys of forward scans that nothing but reverse scans reads, slice by slice."""
     found = set()
     for equation in block.equations:
@@ -157,16 +153,16 @@ def _columns(block: Block, kept: Sequence[bool]) -> frozenset[Var]:
     for equation in block.equations:
         operands = equation.operands
         if isinstance(equation.op, Scan) and equation.op.reverse:
-            start = equation.op.num_consts + equation.op.num_carry
-            used |= set(_vars(equation.args[start:]))
-            operands = _vars(equation.args[:start])
+            *before, xs = equation.op.divide(equation.args)
+            used |= set(_vars(xs))
+            operands = _vars(value for part in before for value in part)
         found -= set(operands)
     outputs = list(zip(block.outputs, kept, strict=True))
     used |= {value for value, keep in outputs if keep}
     return frozenset((found & used) - {value for value, keep in outputs if not keep})
 
 
-def _categories(
+def _categorise(
     block: Block, forced: Mapping[int, Category], columns: frozenset[Var]
 ) -> dict[int, Category]:
     """The category of every storage.
@@ -198,7 +194,7 @@ def _categories(
                 continue
             if is_backward(equation):
                 category[s] = "gradients" if s in others else "workspace"
-            elif s in sums or _of_gradients(equation, value, category):
+            elif s in sums or _is_gradient(equation, value, category):
                 category[s] = "gradients"
             else:
                 category[s] = "activations" if s in backward or s in saved else "workspace"
@@ -207,27 +203,24 @@ def _categories(
 
 def _find_saved_carries(equation: Equation, columns: frozenset[Var]) -> set[int]:
     """First carries of a scan that keeps its carries for backward."""
-    op = equation.op
-    assert isinstance(op, Scan)
+    op = equation.scan
     pairs = zip(op.body.outputs, equation.outputs, strict=True)
     kept = {inner.storage for inner, result in pairs if result in columns}
-    start, stop = op.num_consts, op.num_consts + op.num_carry
-    carries = zip(op.body.inputs[start:stop], equation.args[start:stop], strict=True)
+    _, carries, _ = op.divide(list(zip(op.body.inputs, equation.args, strict=True)))
     return {outer.storage for inner, outer in carries if inner.storage in kept}
 
 
 def _find_summed_gradients(equation: Equation) -> set[int]:
     """Carries of a scan over whole backward passes that add up gradients, as microbatches do."""
-    op = equation.op
-    assert isinstance(op, Scan)
+    op = equation.scan
     if op.reverse or not any(is_backward(inner) for inner in op.body.equations):
         return set()
-    start, stop = op.num_consts, op.num_consts + op.num_carry
-    carries = op.body.inputs[start:stop]
+    _, carries, _ = op.divide(op.body.inputs)
     forced: dict[int, Category] = {v.storage: "workspace" for v in op.body.inputs}
     forced |= {v.storage: "gradients" for v in carries}
-    category = _categories(op.body, forced, frozenset())
-    rows = zip(op.body.outputs, equation.args[start:stop], equation.outputs, strict=False)
+    category = _categorise(op.body, forced, frozenset())
+    first = op.divide(equation.args)[1]
+    rows = zip(op.body.outputs, first, equation.outputs, strict=False)
     return {
         value.storage
         for inner, *outer in rows
@@ -236,11 +229,11 @@ def _find_summed_gradients(equation: Equation) -> set[int]:
     }
 
 
-def _of_gradients(equation: Equation, value: Var, category: Mapping[int, Category]) -> bool:
+def _is_gradient(equation: Equation, value: Var, category: Mapping[int, Category]) -> bool:
     """Whether a result is a gradient since all that it comes from are: synchronised, or summed."""
     if isinstance(equation.op, Scan):
         return False
-    if not (_elementwise(equation) or equation.name in COLLECTIVES):
+    if not (_is_elementwise(equation) or equation.name in COLLECTIVES):
         return False
     large = [v for v in equation.operands if v.size > 1]
     return bool(large) and value.size > 1 and all(
@@ -248,7 +241,7 @@ def _of_gradients(equation: Equation, value: Var, category: Mapping[int, Categor
     )  # fmt: skip
 
 
-def _in_place(
+def _find_updates(
     block: Block, donations: Mapping[Var, Var]
 ) -> tuple[dict[int, int], frozenset[int], dict[int, int]]:
     """Results that take a donated input's memory, storages that are fused away, and last uses."""
@@ -283,7 +276,7 @@ def _find_fused(block: Block, takes: Mapping[int, int]) -> frozenset[int]:
         storages = {value.storage for value in equation.results}
         inner = bool(storages) and storages <= read and not storages & (barred | returned)
         target = storages <= takes.keys() and not storages & barred
-        if _elementwise(equation) and not is_backward(equation) and (inner or target):
+        if _is_elementwise(equation) and not is_backward(equation) and (inner or target):
             found |= storages if inner else set()
         else:
             barred |= {value.storage for value in equation.operands}
@@ -338,8 +331,6 @@ class MemoryMoment:
     """The bytes that are live while one equation runs.
 
     Attributes:
-        equation: the operation's short name.
-        where: its phase, scopes and line.
         iteration: of the scans around it, outermost first, in the order in which they run.
         live: bytes by category, in the order of `CATEGORIES`; results included, operands not yet
             freed.
@@ -435,7 +426,7 @@ class Machine:
         else:
             self.live[value.category] -= value.size
 
-    def _move(self, buffer: Buffer, category: Category) -> Buffer:
+    def _reuse(self, buffer: Buffer, category: Category) -> Buffer:
         """Memory that is used again, for something else."""
         self.live[buffer.category] -= buffer.size
         buffer.category = CATEGORIES.index(category)
@@ -489,11 +480,11 @@ class Machine:
             if s in outline.takes and outline.takes[s] in environment:
                 environment[s] = environment.pop(outline.takes[s])
                 continue
-            place = _sum_place(equation, outline, environment, index)
+            place = _find_sum_place(equation, outline, environment, index)
             if place is not None:
                 value = environment.pop(place)
                 assert isinstance(value, Buffer)
-                environment[s] = self._move(value, outline.category[s])
+                environment[s] = self._reuse(value, outline.category[s])
             else:
                 environment[s] = self.make(var.storage_bytes, outline.category[s])
         if not equation.aliases:
@@ -508,12 +499,10 @@ class Machine:
     # --- scans
 
     def _scan(self, equation: Equation, outline: Lifetimes, environment, index: int) -> None:
-        op = equation.op
-        assert isinstance(op, Scan)
+        op = equation.scan
         if equation not in self.plans:
             self.plans[equation] = body_lifetimes(equation, outline)
         inner, kept = self.plans[equation]
-        start = op.num_consts + op.num_carry
         uses: dict[int, int] = defaultdict(int)
         for var in equation.operands:
             uses[var.storage] += 1
@@ -524,9 +513,9 @@ class Machine:
             value = environment[var.storage]
             return environment.pop(var.storage) if dies else self.share(value)
 
-        consts = [environment[var.storage] for var in equation.args[: op.num_consts]]
-        carry = [take(var) for var in equation.args[op.num_consts : start]]
-        columns = [take(var) for var in equation.args[start:]]
+        fixed, first, xs = op.divide(equation.args)
+        consts = [environment[var.storage] for var in fixed]
+        carry, columns = [take(var) for var in first], [take(var) for var in xs]
         rows: list[_Iteration] = []
         for step in range(op.length):
             at = op.length - 1 - step if op.reverse else step
@@ -587,8 +576,7 @@ class Machine:
         Forward, `functron.scan` stacks all leaves before it lets go of the slices. In backward, the
         slices' gradients are stacked leaf by leaf, the last leaf first.
         """
-        op = equation.op
-        assert isinstance(op, Scan)
+        op = equation.scan
         order = range(len(kept))
         pending: list[Value] = []
         for position in reversed(order) if op.reverse else order:
@@ -615,7 +603,7 @@ class Machine:
             environment[var.storage] = value
 
 
-def _sum_place(equation: Equation, outline: Lifetimes, environment, index: int) -> int | None:
+def _find_sum_place(equation: Equation, outline: Lifetimes, environment, index: int) -> int | None:
     """The storage in which torch's engine puts a sum of cotangents; None for a new one."""
     if not accumulates(equation):
         return None
@@ -636,7 +624,6 @@ class ProgramMemory:
     """The memory of one rank in one run of a program; `memory` makes it.
 
     Attributes:
-        name: of the program.
         timeline: what is live at each equation that is no view, in the order in which they run; of
             the middle iterations of a scan, at their highest equation only.
         at_rest: bytes by category before the first equation: the inputs.
@@ -683,12 +670,8 @@ class ProgramMemory:
         """The timeline as stacked areas, one colour per category, as an SVG document."""
         columns = list(zip(*(moment.live for moment in self.timeline), strict=True))
         series = {c: column for c, column in zip(CATEGORIES, columns, strict=True) if any(column)}
-        return area_chart(
-            series,
-            title=f"memory of {self.name}: peak {bytes_text(self.peak_bytes)} at {self._place()}",
-            x_label="equations, in the order in which they run",
-            y_label="live",
-        )
+        title = f"memory of {self.name}: peak {bytes_text(self.peak_bytes)} at {self._place()}"
+        return _draw_areas(series, title)
 
     def _repr_html_(self) -> str:
         title = f"memory of {self.name}, per rank: peak {bytes_text(self.peak_bytes)}"
@@ -717,13 +700,13 @@ def memory(program: Code) -> ProgramMemory:
     """
     forced: dict[int, Category] = {}
     for given in program.inputs:
-        forced.setdefault(given.var.storage, _category(given.path) or "inputs")
+        forced.setdefault(given.var.storage, _category_of(given.path) or "inputs")
     for output in program.outputs:
-        category = _category(output.path)
+        category = _category_of(output.path)
         if isinstance(output.value, Var) and category is not None:
             forced.setdefault(output.value.storage, category)
     kept = [False] * len(program.outputs)
-    outline = lifetimes(program.block, forced, kept, _donations(program))
+    outline = lifetimes(program.block, forced, kept, _match_donations(program))
     machine = Machine()
     values = machine.inputs(program, outline)
     start = MemoryMoment("inputs", Where(), (), tuple(machine.live))
@@ -733,14 +716,14 @@ def memory(program: Code) -> ProgramMemory:
     return ProgramMemory(program.name, tuple(machine.timeline), MappingProxyType(at_rest), peak)
 
 
-def _category(path: str) -> Category | None:
+def _category_of(path: str) -> Category | None:
     parts = path.split("/")
     if "opt_state" in parts:
         return "optimizer"
     return "parameters" if "params" in parts else None
 
 
-def _donations(program: Code) -> dict[Var, Var]:
+def _match_donations(program: Code) -> dict[Var, Var]:
     """The donated input that each output replaces."""
     donated = {given.path: given.var for given in program.inputs if given.donated}
     found = {}
@@ -767,18 +750,9 @@ _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "b
 _MAX_POINTS = 1000
 
 
-def area_chart(
-    series: Mapping[str, Sequence[int]], *, title: str, x_label: str, y_label: str
-) -> str:
-    """Areas stacked on one another, in bytes, with a legend, as an SVG document.
-
-    Args:
-        series: by category, the bottom one first; all of one length.
-        title: above the chart.
-        x_label: below it.
-        y_label: beside it; the unit is added.
-    """
-    rows = _thin([*zip(*series.values(), strict=True)])
+def _draw_areas(series: Mapping[str, Sequence[int]], title: str) -> str:
+    """Bytes by category, the bottom one first, stacked, with a legend, as an SVG document."""
+    rows = _thin_rows([*zip(*series.values(), strict=True)])
     top = max((sum(row) for row in rows), default=0)
     scale, unit = next((pair for pair in _UNITS if top >= pair[0]), _UNITS[-1])
     y_ticks = ticks(0, top / scale)
@@ -796,11 +770,11 @@ def area_chart(
         parts.append(
             f'<line x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}" stroke="#e5e5e5"/>'
         )
-        parts.append(_text(LEFT - 8, at + 4, f"{tick:g}", anchor="end"))
+        parts.append(_svg_text(LEFT - 8, at + 4, f"{tick:g}", anchor="end"))
     below = [0] * len(rows)
     for index, name in enumerate(series):
         above = [base + row[index] for base, row in zip(below, rows, strict=True)]
-        edge = _steps(above, across, up) + _steps(below, across, up)[::-1]
+        edge = _outline_steps(above, across, up) + _outline_steps(below, across, up)[::-1]
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in edge)
         colour = _COLOURS.get(name, "#636363")
         parts.append(f'<polygon points="{points}" fill="{colour}"><title>{name}</title></polygon>')
@@ -814,21 +788,21 @@ def area_chart(
             f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
             *parts,
             *_legend(list(series)),
-            _text(WIDTH / 2, 20, title, more='font-size="13" font-weight="bold"'),
-            _text(LEFT + width / 2, HEIGHT - 10, x_label),
-            _text(18, middle, f"{y_label} ({unit})", more=turned),
+            _svg_text(WIDTH / 2, 20, title, more='font-size="13" font-weight="bold"'),
+            _svg_text(LEFT + width / 2, HEIGHT - 10, "equations, in the order in which they run"),
+            _svg_text(18, middle, f"live ({unit})", more=turned),
             "</svg>\n",
         ]
     )
 
 
-def _thin(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _thin_rows(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """At most `_MAX_POINTS` rows: of neighbours the highest, so that peaks stay."""
     stride = -(-len(rows) // _MAX_POINTS) or 1
     return [max(rows[k : k + stride], key=sum) for k in range(0, len(rows), stride)]
 
 
-def _steps(values: Sequence[int], across, up) -> list[tuple[float, float]]:
+def _outline_steps(values: Sequence[int], across, up) -> list[tuple[float, float]]:
     points = []
     for step, value in enumerate(values):
         points += [(across(step), up(value)), (across(step + 1), up(value))]
@@ -841,9 +815,9 @@ def _legend(names: list[str]) -> list[str]:
         x = LEFT + index * (WIDTH - LEFT - RIGHT) / max(len(names), 1)
         colour = _COLOURS.get(name, "#636363")
         parts.append(f'<rect x="{x:.1f}" y="28" width="10" height="10" fill="{colour}"/>')
-        parts.append(_text(x + 14, 37, name, anchor="start"))
+        parts.append(_svg_text(x + 14, 37, name, anchor="start"))
     return parts
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "middle", more: str = "") -> str:
+def _svg_text(x: float, y: float, text: str, *, anchor: str = "middle", more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'

@@ -2,7 +2,7 @@
 
 A collective is asynchronous: it starts where its equation stands in the order, and the first
 equation that reads its result waits for it. `functron.compiler` makes code in this order, and
-`functron.program.timeline` foretells the time that it takes.
+`functron.program.timeline` predicts how long it takes.
 
 **Within a kernel**, the equations between two scans (`order_equations`): a collective starts as
 soon as its operands are there, what leads to a collective runs before what leads to none, and
@@ -52,6 +52,7 @@ from functron.program.equations import (
     Where,
     canonical_strides,
     contiguous_strides,
+    rename_values,
 )
 from functron.program.recorder import live_equations
 from functron.program.text import axis_of
@@ -199,21 +200,20 @@ def split_scan_body(op: Scan, wanted: Sequence[Any]) -> OverlapSplit | None:
     """The body of a scan in parts; None where its iterations cannot overlap.
 
     Args:
-        op: the scan.
         wanted: those outputs of the body that are needed.
     """
-    body, start = op.body, op.num_consts + op.num_carry
+    body, start = op.body, op.first_x
     if op.length < 2:
         return None
     carries = {v for v in body.outputs[: op.num_carry] if isinstance(v, Var)}
     needed = [v for v in wanted if isinstance(v, Var)]
     equations = live_equations(body.equations, needed)
     fixed = [*body.inputs[: op.num_consts], *body.inputs[start:]]
-    early, gathers = _early(equations, fixed, body.inputs[start:])
-    found = _rounds(equations, carries)
+    early, gathers = _find_early(equations, fixed, body.inputs[start:])
+    found = _find_rounds(equations, carries)
     if not gathers and not found:
         return None
-    rounds = _as_blocks(found, fixed, needed)
+    rounds = _make_rounds(found, fixed, needed)
     late = {v: number for number, each in enumerate(rounds, 1) for v in each.late}
     gathered = [v for e in gathers for v in e.results]
     ends = [v for v in needed if v not in late]
@@ -232,7 +232,9 @@ _Rounds = list[tuple[list[Equation], list[Equation]]]
 """Sums, and what is computed from them and from none of the next round."""
 
 
-def _as_blocks(found: _Rounds, fixed: Sequence[Var], needed: Sequence[Var]) -> tuple[SumRound, ...]:
+def _make_rounds(
+    found: _Rounds, fixed: Sequence[Var], needed: Sequence[Var]
+) -> tuple[SumRound, ...]:
     """Rounds with what each hands to the next."""
     rounds: list[SumRound] = []
     for sums, after in reversed(found):
@@ -248,7 +250,7 @@ def _as_blocks(found: _Rounds, fixed: Sequence[Var], needed: Sequence[Var]) -> t
     return tuple(reversed(rounds))
 
 
-def _early(
+def _find_early(
     equations: Sequence[Equation], fixed: Collection[Var], xs: Collection[Var]
 ) -> tuple[list[Equation], list[Equation]]:
     """Cheap equations of constants and xs, and the all-gathers of what depends on xs."""
@@ -270,7 +272,7 @@ def _early(
     return early, gathers
 
 
-def _rounds(equations: Sequence[Equation], carries: Collection[Var]) -> _Rounds:
+def _find_rounds(equations: Sequence[Equation], carries: Collection[Var]) -> _Rounds:
     """Sums over ranks that lead to no carry, by how many of them come before, and what follows."""
     barred = set(carries)  # what leads to a carry
     for equation in reversed(equations):
@@ -280,7 +282,7 @@ def _rounds(equations: Sequence[Equation], carries: Collection[Var]) -> _Rounds:
     number: dict[Var, int] = {}  # of the round that a value comes from, from 1
     for equation in equations:
         last = max((number.get(v, 0) for v in equation.operands), default=0)
-        if _sums(equation) and barred.isdisjoint(equation.results):
+        if _is_sum(equation) and barred.isdisjoint(equation.results):
             rounds += [([], [])] if last == len(rounds) else []
             rounds[last][0].append(equation)
             last += 1
@@ -290,7 +292,7 @@ def _rounds(equations: Sequence[Equation], carries: Collection[Var]) -> _Rounds:
     return rounds
 
 
-def _sums(equation: Equation) -> bool:
+def _is_sum(equation: Equation) -> bool:
     return axis_of(equation) is not None and equation.name in ("psum", "psum_scatter")
 
 
@@ -298,6 +300,14 @@ _STATEMENTS = frozenset(
     ("vary", "assume_replicated", "require_replicated", "assume_share", "require_share")
 )
 """Operations that say something of a value, and return it."""
+
+
+def is_statement(equation: Equation) -> bool:
+    """Whether an equation says something of a value, and returns it."""
+    op = equation.op
+    own = not isinstance(op, Scan) and op.namespace == "functron"
+    return own and equation.name in _STATEMENTS
+
 
 _MERGED_BYTES = 1 << 20
 """Rows below this size travel together: starting a collective takes as long as sending this many
@@ -317,7 +327,7 @@ def sink_rank_sums(block: Block) -> Block:
     summed together.
     Where microbatches are added up first, the last one is written out behind their scan.
     """
-    block = _last_apart(block)
+    block = _peel_last_iterations(block)
     links = _Links(block)
     fresh, gone = Fresh(block), set[Equation]()
     equations: list[Equation] = []
@@ -327,7 +337,7 @@ def sink_rank_sums(block: Block) -> Block:
             equation = replace(equation, op=replace(op, body=sink_rank_sums(op.body)))
             chains = links.of_rows(equation)
             gone.update(link.equation for chain in chains.values() for link in chain)
-            equation = _with_sums(equation, chains, fresh) if chains else equation
+            equation = _add_sums(equation, chains, fresh) if chains else equation
         equations.append(equation)
     kept = tuple(equation for equation in equations if equation not in gone)
     return replace(block, equations=kept)
@@ -356,8 +366,7 @@ class _Links:
 
     def of_rows(self, scan: Equation) -> dict[int, list[_Link]]:
         """By the position of a stack: the equations that sum it over ranks."""
-        op = scan.op
-        assert isinstance(op, Scan)
+        op = scan.scan
         if op.length < 2:
             return {}
         found: dict[int, list[_Link]] = {}
@@ -374,18 +383,18 @@ class _Links:
         chain: list[_Link] = []
         dim, before = 0, self.made.get(value, -1)
         while self.reads[value] == 1 and value in self.reader:
-            link = _by_row(self.reader[value], value, dim)
+            link = _act_on_rows(self.reader[value], value, dim)
             others = [v for v in link.args if isinstance(v, Var)] if link else []
             if link is None or any(self.made.get(v, -1) >= before for v in others):
                 break
             chain.append(link)
             value, dim = link.equation.results[0], link.dim
-        while chain and not (_sums(chain[-1].equation) and chain[-1].dim == 0):
+        while chain and not (_is_sum(chain[-1].equation) and chain[-1].dim == 0):
             chain.pop()
         return chain
 
 
-def _last_apart(block: Block) -> Block:
+def _peel_last_iterations(block: Block) -> Block:
     """The block with the last iteration of scans written out whose sums are summed over ranks."""
     links = _Links(block)
     fresh = Fresh(block)
@@ -397,7 +406,7 @@ def _last_apart(block: Block) -> Block:
             rows = list(zip(op.body.outputs, equation.outputs, strict=True))
             distinct = len({*op.body.outputs}) == len(rows)
             own = all(x in makers and not makers[x].aliases for x in op.body.outputs)
-            sums = (_adds_stack(x, makers) and v and links.to_sum(v) for x, v in rows)
+            sums = (_is_sum_with_stack(x, makers) and v and links.to_sum(v) for x, v in rows)
             if distinct and own and any(sums):
                 equations += _peel_scan(equation, op, fresh)
                 continue
@@ -405,7 +414,7 @@ def _last_apart(block: Block) -> Block:
     return replace(block, equations=tuple(equations))
 
 
-def _adds_stack(value: Var, makers: dict[Var, Equation]) -> bool:
+def _is_sum_with_stack(value: Var, makers: dict[Var, Equation]) -> bool:
     """Whether a value is something plus what a scan stacks."""
     added = makers.get(value)
     if added is None or added.op is not _aten.add.Tensor:
@@ -423,7 +432,8 @@ def _adds_stack(value: Var, makers: dict[Var, Equation]) -> bool:
 def _peel_scan(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
     """A scan without ys as one of all iterations but the last, and that written out."""
     made: list[Equation] = []
-    split, last = op.num_consts + op.num_carry, op.length - 1
+    last = op.length - 1
+    consts, first_carry, stacks = op.divide(scan.args)
 
     def view(what: Any, value: Var, shape: tuple[int, ...], *args: int) -> Var:
         stride = value.stride if len(shape) == len(value.shape) else value.stride[1:]
@@ -433,22 +443,17 @@ def _peel_scan(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
 
     first, place = (1, 0) if op.reverse else (0, last)
     xs, rows = [], []
-    for value in scan.args[split:]:
+    for value in stacks:
         shape = (last, *value.shape[1:])
         xs.append(view(_aten.slice.Tensor, value, shape, first, first + last))
         rows.append(view(_aten.select.int, value, value.shape[1:], place))
-    carry = [fresh.like(value) for value in op.body.inputs[op.num_consts : split]]
-    args = (*scan.args[:split], *xs)
+    carry = [fresh.like(value) for value in op.divide(op.body.inputs)[1]]
+    args = (*consts, *first_carry, *xs)
     made.append(replace(scan, op=replace(op, length=last), args=args, outputs=tuple(carry)))
-    known: dict[Var, Var] = dict(
-        zip(op.body.inputs, [*scan.args[: op.num_consts], *carry, *rows], strict=True)
-    )
+    known: dict[Var, Var] = dict(zip(op.body.inputs, [*consts, *carry, *rows], strict=True))
     storages = {old.storage: new.storage for old, new in known.items()}
     wanted = {v: result for v, result in zip(op.body.outputs, scan.outputs, strict=True) if result}
     for equation in op.body.equations:
-        given, kwargs = pytree.tree_map_only(
-            Var, known.__getitem__, (equation.args, dict(equation.kwargs))
-        )
         for value in equation.results:
             if value in wanted:
                 known[value] = wanted[value]
@@ -457,12 +462,11 @@ def _peel_scan(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
                 if value.storage in storages:
                     known[value] = replace(known[value], storage=storages[value.storage])
             storages.setdefault(value.storage, known[value].storage)
-        results = tuple(None if v is None else known[v] for v in equation.outputs)
-        made.append(Equation(equation.op, given, kwargs, results, equation.where))
+        made.append(rename_values(equation, known))
     return made
 
 
-def _by_row(equation: Equation, value: Var, dim: int) -> _Link | None:
+def _act_on_rows(equation: Equation, value: Var, dim: int) -> _Link | None:
     """The work of an equation on each row of a stack along `dim`; None: it joins them."""
     name, args = equation.name, tuple[Any, ...]([None, *equation.args[1:]])
     if isinstance(equation.op, Scan) or len(equation.results) != 1:
@@ -493,10 +497,9 @@ def _by_row(equation: Equation, value: Var, dim: int) -> _Link | None:
     return None
 
 
-def _with_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> Equation:
+def _add_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> Equation:
     """The scan that sums its rows over ranks; what is small, in one piece."""
-    op = scan.op
-    assert isinstance(op, Scan)
+    op = scan.scan
     inputs, operands = [*op.body.inputs], [*scan.args]
     equations, rows, outputs = [*op.body.equations], [*op.body.outputs], [*scan.outputs]
     add = _Adder(fresh, equations)
@@ -508,7 +511,7 @@ def _with_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> 
         operands.append(stack)
         return row
 
-    def linked(row: Var, chain: Sequence[_Link]) -> Var:
+    def apply_chain(row: Var, chain: Sequence[_Link]) -> Var:
         for link in chain:
             e = link.equation
             if e.name == "clone" and row.stride == contiguous_strides(row.shape):
@@ -520,9 +523,9 @@ def _with_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> 
     groups: dict[Any, list[int]] = defaultdict(list)
     last: dict[int, list[_Link]] = {}  # from the first sum on
     for position, chain in chains.items():
-        start = next(i for i, link in enumerate(chain) if _sums(link.equation))
+        start = next(i for i, link in enumerate(chain) if _is_sum(link.equation))
         last[position] = chain[start:]
-        row = rows[position] = linked(rows[position], chain[:start])
+        row = rows[position] = apply_chain(rows[position], chain[:start])
         steps = [link.equation for link in chain[start:]]
         small = all(e.name == "psum" or e.name in _STATEMENTS for e in steps)
         small = small and row.nbytes < _MERGED_BYTES
@@ -533,12 +536,12 @@ def _with_sums(scan: Equation, chains: dict[int, list[_Link]], fresh: Fresh) -> 
     for positions in groups.values():
         chain = last[positions[0]]
         if len(positions) == 1:
-            rows[positions[0]] = linked(rows[positions[0]], chain)
+            rows[positions[0]] = apply_chain(rows[positions[0]], chain)
             continue
         where = chain[0].equation.where
         sizes = [rows[position].size for position in positions]
         flat = [add(where, _aten.view.default, rows[p], [-1])[0] for p in positions]
-        total = linked(add(where, _aten.cat.default, flat)[0], chain)
+        total = apply_chain(add(where, _aten.cat.default, flat)[0], chain)
         parts = add(where, _aten.split_with_sizes.default, total, sizes)
         for position, part in zip(positions, parts, strict=True):
             shape = list(rows[position].shape)
@@ -568,7 +571,7 @@ class _Adder:
     ) -> list[Var]:
         """The results of an operation; views are of its first argument. `storage`: theirs."""
         first = args[0][0] if isinstance(args[0], list) else args[0]
-        out = op(*pytree.tree_map_only(Var, _meta, args), **kwargs)
+        out = op(*pytree.tree_map_only(Var, Var.meta, args), **kwargs)
         results = [
             self.fresh.like(first, shape=tuple(x.shape), stride=tuple(x.stride()), dtype=x.dtype)
             for x in (out if isinstance(out, list | tuple) else (out,))
@@ -580,10 +583,6 @@ class _Adder:
             results = [replace(result, storage=storage) for result in results]
         self.into.append(Equation(op, args, kwargs, tuple(results), where))
         return results
-
-
-def _meta(value: Var) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
 
 
 def divide_sequences(block: Block, parts: int) -> Block:
@@ -632,7 +631,7 @@ class _Division:
     def add(self, equation: Equation) -> None:
         """Append an equation, or what is in its place."""
         first = equation.operands[0] if equation.operands else None
-        if equation.name == "all_gather" and (found := self._joined(equation)):
+        if equation.name == "all_gather" and (found := self._find_gathered_products(equation)):
             self._gather(equation, *found)
         elif equation.op is _aten.mm.default and first in self.rows:
             parts, lead = self.rows[first]
@@ -641,7 +640,7 @@ class _Division:
             self._join(equation, made, lead)
         elif equation.results and equation.results[0] in self.wholes:
             self._join(equation, *self.wholes[equation.results[0]])
-        elif equation.name == "psum_scatter" and (found := self._product(equation)):
+        elif equation.name == "psum_scatter" and (found := self._find_scattered_product(equation)):
             self._scatter(equation, *found)
         else:
             self.into.append(equation)
@@ -657,14 +656,14 @@ class _Division:
         shape = list(result.shape)
         self.into.append(Equation(_aten.view.default, (whole, shape), {}, (result,), where))
 
-    def _plain(self, where: Where, value: Var) -> Var:
+    def _make_contiguous(self, where: Where, value: Var) -> Var:
         """A value in the layout of a new tensor, copied where it has another."""
         if canonical_strides(value.shape, value.stride) == contiguous_strides(value.shape):
             return value
         plain = torch.contiguous_format
         return self.make(where, _aten.clone.default, value, memory_format=plain)[0]
 
-    def _joined(self, gather: Equation) -> tuple[Var, int, list[Var]] | None:
+    def _find_gathered_products(self, gather: Equation) -> tuple[Var, int, list[Var]] | None:
         """The copy of ranks' rows, their dim, and the operands of products that it becomes."""
         (x,), value, dim = gather.operands, gather.results[0], 0
         whole = value
@@ -703,12 +702,12 @@ class _Division:
         gathered: list[Var] = []
         for start in range(0, x.shape[dim], rows):
             (part,) = self.make(where, _aten.slice.Tensor, x, dim, start, start + rows)
-            part = self._plain(where, part)
+            part = self._make_contiguous(where, part)
             (part,) = self.make(where, gather.op, part, axis, size)
             gathered.append(part)
             dims = [*range(1, dim + 1), 0, *range(dim + 1, len(part.shape))]
             (part,) = self.make(where, _aten.permute.default, part, dims)
-            part = self._plain(where, part)
+            part = self._make_contiguous(where, part)
             shape = [math.prod(lead), x.shape[-1]]
             parts += self.make(where, _aten.view.default, part, shape)
         self.rows.update((flat, (parts, lead)) for flat in flats)
@@ -718,7 +717,7 @@ class _Division:
         else:
             self.wholes[whole] = parts, lead
 
-    def _product(self, scatter: Equation) -> tuple[Equation, int] | None:
+    def _find_scattered_product(self, scatter: Equation) -> tuple[Equation, int] | None:
         """The product whose rows are scattered, and along which dim of the result."""
         value, dim, split = scatter.operands[0], 0, False
         while len(self.readers[value]) == 1 and value not in self.outputs:
@@ -754,13 +753,13 @@ class _Division:
         lead, parts = [*result.shape[:dim], size, rows], []
         for start in range(0, result.shape[dim], rows):
             (part,) = self.make(where, _aten.slice.Tensor, whole, dim + 1, start, start + rows)
-            part = self._plain(where, part)
+            part = self._make_contiguous(where, part)
             flat = [math.prod(lead), left.shape[1]]
             (part,) = self.make(where, _aten.view.default, part, flat)
             (part,) = self.make(where, _aten.mm.default, part, weight)
             (part,) = self.make(where, _aten.view.default, part, [*lead, weight.shape[1]])
             dims = [dim, *(d for d in range(len(lead) + 1) if d != dim)]
             (part,) = self.make(where, _aten.permute.default, part, dims)
-            part = self._plain(where, part)
+            part = self._make_contiguous(where, part)
             parts += self.make(where, scatter.op, part, axis, size, **scatter.kwargs)
         self.into.append(Equation(_aten.cat.default, (parts, dim), {}, (result,), where))

@@ -9,8 +9,8 @@ import ast
 import difflib
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast, get_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,6 +25,7 @@ from functron.program.equations import (
     Input,
     Output,
     Scan,
+    TensorType,
     Var,
     Where,
     contiguous_strides,
@@ -32,7 +33,6 @@ from functron.program.equations import (
 from functron.program.text import (
     DTYPES,
     Opaque,
-    Type,
     axis_of,
     dtype_text,
     payload_bytes,
@@ -43,11 +43,6 @@ from functron.program.trace import Program
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import P
 
-_PHASES: Mapping[str, Phase] = {
-    "forward": "forward",
-    "recompute": "recompute",
-    "backward": "backward",
-}
 _STRING = r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
 _NUMBER = r"(-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?))(?![\w.])"
 _SIZES = r"(?:\d{1,18},)*(?:\d{1,18})?"
@@ -61,7 +56,6 @@ class TextLine:
     """A line and how far it has been read.
 
     Attributes:
-        number: of the line in the text, from 1.
         text: the line without the spaces around it.
         at: the position up to which it has been read.
     """
@@ -118,17 +112,17 @@ class TextLine:
                 self.fail(f"a number of at most {_DIGITS} digits", got=number[1][:_DIGITS] + "...")
             return int(number[1])
         if self.match(r"\["):
-            return self._sequence(lookup, r"\]")
+            return self._read_sequence(lookup, r"\]")
         if self.match(r"\("):
-            return tuple(self._sequence(lookup, r"\)"))
+            return tuple(self._read_sequence(lookup, r"\)"))
         if self.match(r"P\("):
-            return self._spec(self._sequence(lookup, r"\)"))
+            return self._make_spec(self._read_sequence(lookup, r"\)"))
         if self.match(r"opaque\("):
             text = self.take(rf"{_STRING}\)", "opaque('...')")
             return Opaque(self._literal(text[1]))
-        return self._named()
+        return self._read_name()
 
-    def _sequence(self, lookup: Callable[[str], Var], close: str) -> list:
+    def _read_sequence(self, lookup: Callable[[str], Var], close: str) -> list:
         values = []
         while not self.match(close):
             values.append(self.value(lookup))
@@ -137,13 +131,13 @@ class TextLine:
                 break
         return values
 
-    def _spec(self, entries: list) -> P:
+    def _make_spec(self, entries: list) -> P:
         try:
             return P(*entries)
         except TypeError as error:
             self.fail("P of axis names, tuples of them, and None", got=str(error))
 
-    def _named(self) -> Any:
+    def _read_name(self) -> Any:
         start = self.at
         name = self.take(r"([a-z]\w*(?::\d+)?|True|False|None)", _VALUE)[1]
         if name in ("True", "False", "None"):
@@ -167,16 +161,16 @@ class TextLine:
 
     # --- declarations and comments
 
-    def declared(self) -> tuple[str, Type]:
+    def declared(self) -> tuple[str, TensorType]:
         """``%name: type``."""
         name = self.take(r"%(\w+):", "%name: type")[1]
         return name, self.type()
 
-    def result(self) -> tuple[str, Type] | None:
+    def result(self) -> tuple[str, TensorType] | None:
         """``%name: type``; None for ``_``."""
         return None if self.match(r"_(?!\w)") else self.declared()
 
-    def type(self) -> Type:
+    def type(self) -> TensorType:
         """``dtype[shape]{strides}@device``."""
         found = self.take(
             rf"(\w+)\[({_SIZES})\](?:\{{({_SIZES})\}})?(?:@(\w+(?::\d{{1,3}})?))?",
@@ -189,7 +183,7 @@ class TextLine:
         stride = contiguous_strides(shape) if found[3] is None else _numbers(found[3])
         if len(stride) != len(shape):
             self.fail(f"{len(shape)} strides", got=repr(found[0].strip()))
-        kind = Type(shape, stride, dtype, torch.device(found[4] or "cpu"))
+        kind = TensorType(shape, stride, dtype, torch.device(found[4] or "cpu"))
         if max((span_bytes(kind), *shape, *stride)) > _MOST_BYTES:
             self.fail(f"at most {_MOST_BYTES} bytes", got=repr(found[0].strip()))
         return kind
@@ -198,12 +192,12 @@ class TextLine:
         """The comment of an equation, without its remark on bytes."""
         if not self.match("#"):
             return Where()
-        phase = self.take("(forward|recompute|backward)", "forward, recompute or backward")[1]
-        scopes = self._field("named scopes", _WORD)
-        line = self._field("file:line", r"[\w./<>+*:-]+")
-        return Where(_PHASES[phase], tuple(scopes.split("/")) if scopes else (), line)
+        found = self.take(f"({'|'.join(get_args(Phase))})", "forward, recompute or backward")
+        scopes = self._read_field("named scopes", _WORD)
+        line = self._read_field("file:line", r"[\w./<>+*:-]+")
+        return Where(cast(Phase, found[1]), tuple(scopes.split("/")) if scopes else (), line)
 
-    def _field(self, wanted: str, pattern: str) -> str:
+    def _read_field(self, wanted: str, pattern: str) -> str:
         at_end = not self.text[self.at :].strip()
         return "" if at_end or self.match(r"-(?!\S)") else self.word(wanted, pattern)
 
@@ -246,16 +240,16 @@ def structure(paths: Sequence[str]) -> tree.Structure:
             if not isinstance(node, OrderedDict):
                 return tree.structure((0,) * len(paths))
         node.setdefault(last, 0)
-    built = _tuples(root)[""] if list(paths) == [""] else _tuples(root)
+    built = _make_tuples(root)[""] if list(paths) == [""] else _make_tuples(root)
     if tree.paths(built) != list(paths):
         return tree.structure((0,) * len(paths))
     return tree.structure(built)
 
 
-def _tuples(node: Any) -> Any:
+def _make_tuples(node: Any) -> Any:
     if not isinstance(node, OrderedDict):
         return node
-    children = OrderedDict((key, _tuples(child)) for key, child in node.items())
+    children = OrderedDict((key, _make_tuples(child)) for key, child in node.items())
     counted = list(children) == [str(k) for k in range(len(children))]
     if counted:
         return tuple(children.values())
@@ -282,11 +276,9 @@ class _Scope:
         return find
 
     def tensor(self, var: Var) -> torch.Tensor:
-        """The fake tensor of a variable of this block."""
         return self.values[var.name][1]
 
     def define(self, line: TextLine, name: str, tensor: torch.Tensor) -> Var:
-        """A new variable."""
         if name in self.values:
             line.fail("a new name", f"%{name}, which an earlier line has defined")
         storage = tensor.untyped_storage()  # kept, so that no other takes its address
@@ -308,19 +300,16 @@ class _Parser:
         self.fake = FakeTensorMode()
 
     def peek(self, wanted: str) -> TextLine:
-        """The next line, left unread."""
         if self.position == len(self.lines):
             self.end.fail(wanted, "the end of the text")
         return self.lines[self.position]
 
     def next(self, wanted: str) -> TextLine:
-        """The next line."""
         line = self.peek(wanted)
         self.position += 1
         return line
 
     def section(self, name: str) -> None:
-        """Read the heading `name`."""
         line = self.next(f"'{name}:'")
         line.take(f"{name}:", f"'{name}:'")
         line.end()
@@ -328,7 +317,6 @@ class _Parser:
     # --- the parts of a program
 
     def program(self) -> Program:
-        """All of the text."""
         line = self.next("'program NAME on Mesh(...)'")
         line.take(r"program\b", "'program NAME on Mesh(...)'")
         name = line.word("the name of the program")
@@ -391,7 +379,6 @@ class _Parser:
         return tuple(inputs), paths, static
 
     def outputs(self, scope: _Scope) -> tuple[Output, ...]:
-        """The rest of the text."""
         outputs = []
         while self.position < len(self.lines):
             line = self.next("an output")
@@ -404,7 +391,7 @@ class _Parser:
             line.end()
         return tuple(outputs)
 
-    def enter(self, line: TextLine, scope: _Scope, name: str, kind: Type) -> Var:
+    def enter(self, line: TextLine, scope: _Scope, name: str, kind: TensorType) -> Var:
         """An input of a block, with the remarks on its memory that end the line."""
         if owner := line.match(r"shares %(\w+)"):
             whole = scope.tensor(scope.lookup(line)(owner[1]))
@@ -415,20 +402,16 @@ class _Parser:
         return scope.define(line, name, self.on_memory(whole, kind))
 
     def memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """A fake tensor with memory of its own."""
         with self.fake:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def on_memory(self, whole: torch.Tensor, kind: Type) -> torch.Tensor:
-        """A fake tensor of this type in the memory of another."""
+    def on_memory(self, whole: torch.Tensor, kind: TensorType) -> torch.Tensor:
         with self.fake:
             tensor = torch.empty(0, dtype=kind.dtype, device=kind.device)
             return tensor.set_(whole.untyped_storage(), 0, kind.shape, kind.stride)
 
-    def check_type(self, line: TextLine, var: Var, kind: Type) -> None:
-        """Check the type in the text against that of the variable."""
-        same = (var.shape, var.dtype, var.device) == (kind.shape, kind.dtype, kind.device)
-        if not same or var.stride != kind.stride:
+    def check_type(self, line: TextLine, var: Var, kind: TensorType) -> None:
+        if var.type != kind:
             line.fail(f"{type_text(var)}, which {var!r} is", type_text(kind))
 
     # --- equations
@@ -460,7 +443,6 @@ class _Parser:
         return equation
 
     def check_payload(self, line: TextLine, equation: Equation, text: str) -> None:
-        """Check the payload and the axis in the comment of a collective."""
         axis = axis_of(equation)
         if axis is None:
             line.fail("nothing: this is no collective", repr(text))
@@ -524,7 +506,6 @@ class _Parser:
         return tuple(outputs)
 
     def scan(self, line: TextLine, scope: _Scope) -> Equation:
-        """A scan with its body."""
         length = int(line.take(r"scan\[length=(\d{1,18})", "scan[length=N]")[1])
         reverse = bool(line.match(", reverse"))
         line.take(r"\]", "']' after length and reverse")
@@ -575,5 +556,5 @@ class _Parser:
             shape = (*stack, *inner.shape)
             if (outer.shape, outer.dtype) != (shape, inner.dtype):
                 line.at = 0
-                wanted = Type(shape, contiguous_strides(shape), inner.dtype, outer.device)
+                wanted = TensorType(shape, contiguous_strides(shape), inner.dtype, outer.device)
                 line.fail(f"{outer!r} to be {type_text(wanted)} there")

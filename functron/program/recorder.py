@@ -15,8 +15,9 @@ import contextvars
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -35,6 +36,7 @@ from functron.program.equations import (
     Equation,
     Scan,
     Strided,
+    TensorType,
     Var,
     Where,
     as_memory,
@@ -48,12 +50,12 @@ from functron.program.equations import (
     strided_of,
     write_view,
 )
-from functron.spmd.axes import user_line
-from functron.spmd.simulate import depends_on_data, draws_randomly, takes_functions
+from functron.spmd.axes import set_in_block, user_line
+from functron.spmd.simulate import BRANCHES, DRAWS, READS, explain
 
 
 def functional_form(func) -> Any:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where there is none of the same shape."""
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where none gives the same shape."""
     namespace, name = func._schema.name.split("::")
     if not name.endswith("_") or name.endswith("__"):
         return None
@@ -62,13 +64,17 @@ def functional_form(func) -> Any:
     if packet is None or overload not in packet.overloads():
         return None
     found = getattr(packet, overload)
-    changed = [argument for argument in func._schema.arguments if _writes(argument)]
+    changed = [
+        each for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
+    ]
     same = changed == list(func._schema.arguments[:1])
     return found if same and len(found._schema.returns) == 1 else None
 
 
-def draws(func, args, kwargs) -> bool:
-    """Whether a call of a seeded operation draws: attention kernels do only with dropout."""
+def draws(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: attention kernels do only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else argument.default_value
@@ -76,35 +82,22 @@ def draws(func, args, kwargs) -> bool:
     return True
 
 
-def _writes(argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-class Like(NamedTuple):
-    """Shape, strides, dtype and device of a tensor, on which those of results depend."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 class _UnlikeError(Exception):
-    """An operand of whose kind results are not kept."""
+    """An operand whose results cannot be cached."""
 
 
 def _describe_operands(value: Any) -> Any:
-    """A hashable description of operands, by which the results of an operation are known.
+    """A hashable description of operands: the key under which the results' shapes are cached.
 
     Raises:
-        _UnlikeError: of one of them there is none.
+        _UnlikeError: one of them cannot be described.
     """
     kind = type(value)
     if kind is FakeTensor:
         plain = value.layout is torch.strided and not value.dtype.is_complex
         if value.constant is not None or not plain:
             raise _UnlikeError
-        return Like(tuple(value.shape), value.stride(), value.dtype, value.fake_device)
+        return TensorType(tuple(value.shape), value.stride(), value.dtype, value.fake_device)
     if kind is list or kind is tuple:
         return kind, tuple([_describe_operands(item) for item in value])
     if kind is dict:
@@ -114,46 +107,44 @@ def _describe_operands(value: Any) -> Any:
     return kind, value  # 1 and 1.0 are equal
 
 
-def _operands(described: Any, mode: FakeTensorMode) -> Any:
+def _make_operands(described: Any, mode: FakeTensorMode) -> Any:
     """Operands of that description."""
-    if isinstance(described, Like):
+    if isinstance(described, TensorType):
         return compat.fake(mode, *described)
     kind, value = described
     if kind is list or kind is tuple:
-        return kind([_operands(item, mode) for item in value])
-    return {name: _operands(item, mode) for name, item in value} if kind is dict else value
+        return kind([_make_operands(item, mode) for item in value])
+    return {name: _make_operands(item, mode) for name, item in value} if kind is dict else value
 
 
-def _like(x: torch.Tensor) -> Like | None:
+def _describe_result(x: torch.Tensor) -> TensorType | None:
     """The description of a result with memory of its own; None where it is not complete."""
     if not isinstance(x, FakeTensor) or x.constant is not None or x.layout is not torch.strided:
         return None
-    like = Like(tuple(x.shape), x.stride(), x.dtype, x.fake_device)
+    like = TensorType(tuple(x.shape), x.stride(), x.dtype, x.fake_device)
     last = sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True))
     least = 0 if 0 in like.shape else (last + 1) * like.dtype.itemsize
     return like if x.untyped_storage().nbytes() == least else None
 
 
 @functools.lru_cache(1 << 16)
-def _results(func: torch._ops.OpOverload, described: Any, dtype: torch.dtype) -> Any:
-    """Descriptions of the results of `func`: a `Like`, or a type and several.
+def _infer_results(func: torch._ops.OpOverload, described: Any, dtype: torch.dtype) -> Any:
+    """Descriptions of the results of `func`: a `TensorType`, or a type and several.
 
     None where they are not complete, as of results that share memory.
 
     Args:
-        func: an operation that writes nothing.
         described: its args and kwargs, by `_describe_operands`.
-        dtype: torch's default.
     """
     asking = active()
     assert asking is not None
     mode = asking.fake  # a new one reads all lines of the stack; the results are the same
     with compat.no_dispatch_modes(), mode:
-        operands = _operands(described, mode)
+        operands = _make_operands(described, mode)
         out = func(*operands[0], **operands[1])
     several = type(out) in (list, tuple)
     leaves = list(out) if several else [out]
-    likes = [_like(leaf) for leaf in leaves]
+    likes = [_describe_result(leaf) for leaf in leaves]
     if None in likes:
         return None
     tensors = [*leaves, *(x for x in pytree.tree_leaves(operands) if isinstance(x, FakeTensor))]
@@ -163,8 +154,8 @@ def _results(func: torch._ops.OpOverload, described: Any, dtype: torch.dtype) ->
 
 
 @functools.cache
-def _kind(func: Any) -> Literal["new", "view", "other"]:
-    """Whether results have memory of their own, or show that of an operand; other: torch knows."""
+def _result_memory(func: Any) -> Literal["new", "view", "other"]:
+    """Whether results have new memory or are views of an operand; "other": only torch can tell."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
         return "other"
     if func is _aten.lift_fresh.default:  # what a constant is made of
@@ -180,7 +171,7 @@ _aten = torch.ops.aten
 _GROUPED_MM = _aten._grouped_mm.default
 _EXPERTS = (
     'for experts of transformers model.config._experts_implementation = "batched_mm", or a '
-    "function of one's own that is registered there and calls mixture (functron/nn/moe)"
+    "function that you register there and that calls mixture (functron/nn/moe)"
 )
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
@@ -190,7 +181,7 @@ def _is_factory(func: Any) -> bool:
     """Whether results are numbers that are known without those of operands."""
     name = func._schema.name.split("::")[1]
     tensors = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
-    return name.endswith("_like") or name.startswith("new_") or not tensors
+    return name.endswith("_describe_result") or name.startswith("new_") or not tensors
 
 
 _active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
@@ -208,22 +199,17 @@ _origin: contextvars.ContextVar[str] = contextvars.ContextVar("functron_origin",
 
 
 def keeper() -> Any:
-    """The recorder, where a trace records calls of transforms whole; None elsewhere.
+    """The object that records each call of a transform as one operation; None: transforms run.
 
-    Its methods have the names of the transforms: `functron.partition` differentiates, and computes
-    again, after it has decided where values lie.
+    Its methods have the names of the transforms. `functron.partition` differentiates and
+    recomputes after it has chosen placements.
     """
     return _keeper.get()
 
 
-@contextlib.contextmanager
-def keeping(keeper: Any) -> Iterator[None]:
+def keeping(keeper: Any) -> AbstractContextManager[None]:
     """Let transforms in this with block ask `keeper` to record their calls."""
-    token = _keeper.set(keeper)
-    try:
-        yield
-    finally:
-        _keeper.reset(token)
+    return set_in_block(_keeper, keeper)
 
 
 def readable(value: torch.Tensor) -> bool:
@@ -240,22 +226,13 @@ def readable(value: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """Run a with block as if nothing were being traced or transformed around it."""
-    token = _active.set(None)
-    try:
-        with compat.no_transforms(), compat.no_dispatch_modes():
-            yield
-    finally:
-        _active.reset(token)
-
-
-@contextlib.contextmanager
-def from_line(line: str) -> Iterator[None]:
-    """Say that what is recorded in this with block is of that line of the user's program."""
-    token = _origin.set(line)
-    try:
+    with set_in_block(_active, None), compat.no_transforms(), compat.no_dispatch_modes():
         yield
-    finally:
-        _origin.reset(token)
+
+
+def from_line(line: str) -> AbstractContextManager[None]:
+    """Say that what is recorded in this with block is of that line of the user's program."""
+    return set_in_block(_origin, line)
 
 
 class Frame:
@@ -272,16 +249,15 @@ class Recorder(TorchDispatchMode):
     """Records the operations of a with block.
 
     Attributes:
-        fake: the mode that computes shapes.
         constants: real tensors that the program uses without having been passed them, by `Var`.
     """
 
-    supports_higher_order_operators = True  # to refuse them in words
+    supports_higher_order_operators = True  # to refuse them with an explanation
 
     def __init__(self):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.fake.cache_enabled = False  # see `_computed`
+        self.fake.cache_enabled = False  # see `_compute`
         self.constants: dict[Var, torch.Tensor] = {}
         self._root = self._frame = Frame()
         self._vars: dict[int, tuple[torch.Tensor, Var]] = {}  # keeps tensors: ids stay theirs
@@ -299,13 +275,10 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record what runs in this with block."""
-        token = _active.set(self)
-        try:
-            # one thread, so that backward sees this mode and the named scopes
-            with torch.autograd.set_multithreading_enabled(False), self.fake, self:
-                yield
-        finally:
-            _active.reset(token)
+        # one thread, so that backward sees this mode and the named scopes
+        threads = torch.autograd.set_multithreading_enabled(False)
+        with set_in_block(_active, self), threads, self.fake, self:
+            yield
 
     @contextlib.contextmanager
     def frame(self) -> Iterator[Frame]:
@@ -339,26 +312,20 @@ class Recorder(TorchDispatchMode):
         """Declare a fake tensor as an input of the current frame.
 
         Args:
-            tensor: the fake tensor.
-            name: what to call it.
             fixed: what it is, in the user's words, where it must not be modified in place.
             root: an input of the whole program instead, which inner frames capture.
         """
-        var = self._new(tensor, name)
+        var = self.name(tensor, name)
         (self._root if root else self._frame).known.add(var)
         if fixed is not None:
             self._fixed[var.storage] = fixed
         return var
 
-    def name(self, tensor: torch.Tensor, name: str) -> Var:
-        """A new value for a fake tensor that no equation has made."""
-        return self._new(tensor, name)
-
     def emit(self, op: Any, operands: Sequence[Var], results: Sequence[tuple]) -> list:
-        """Append an equation of `Var`s; each result is what `empty` takes; fake tensors return."""
+        """Append an equation; its results, as fake tensors. `results` are arguments of `empty`."""
         tensors = [self.empty(*result) for result in results]
         name = "scan" if isinstance(op, Scan) else op.name().split("::")[1]
-        outputs = tuple(self._new(tensor, name) for tensor in tensors)
+        outputs = tuple(self.name(tensor, name) for tensor in tensors)
         self._append(Equation(op, tuple(operands), {}, outputs, self._where()))
         return tensors
 
@@ -405,13 +372,14 @@ class Recorder(TorchDispatchMode):
             plain = real.detach()
             fake = self.empty(plain.shape, plain.stride(), plain.dtype, plain.device)
             self._reals[id(real)] = (real, fake)
-            var = self._new(fake, "constant")
+            var = self.name(fake, "constant")
             self._root.known.add(var)
             self.constants[var] = real
             self._fixed[var.storage] = "a tensor that the function closes over"
         return self._reals[id(real)][1]
 
-    def _new(self, tensor: torch.Tensor, name: str) -> Var:
+    def name(self, tensor: torch.Tensor, name: str) -> Var:
+        """A new value for a fake tensor."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages and _is_dense(tensor):
             self._bases[storage._cdata] = tensor
@@ -440,12 +408,12 @@ class Recorder(TorchDispatchMode):
         node, before = compat.autograd_sequence_number(), self._node
         self._node, self._taped = node, node != before
         if isinstance(func, torch._ops.HigherOrderOperator):
-            raise ValueError(f"trace: at {_line()} the program {takes_functions(func.name())}")
+            raise ValueError(f"trace: at {_line()} the program {explain(BRANCHES, func.name())}")
         if compat.proxies_active():
             _refuse_proxies()
         stops = keeper() is not None and func is _aten.detach.default
         if func in _SAME and isinstance(args[0], torch.Tensor) and not stops:
-            return self._same(func, args[0])
+            return self._record_alias(func, args[0])
         self._refuse(func, args, kwargs)
         if func is _aten._efficientzerotensor.default:
             func = _aten.zeros.default  # with memory: compiled code writes into it
@@ -454,38 +422,33 @@ class Recorder(TorchDispatchMode):
             return self._mutate(func, args, kwargs)
         if func in _STRIDED:
             return _STRIDED[func](self, func, args, kwargs)
-        return self._stopped(self._recorded(func, args, kwargs))
+        out = self._record_call(func, args, kwargs)
+        # a program that is differentiated once it is recorded needs to know where gradients stop
+        return _map_tensors(self._stop_gradient, out) if self._stops_gradients() else out
 
-    def _recorded(self, func, args, kwargs):
+    def _record_call(self, func, args, kwargs):
         out = self._run(func, args, kwargs)
         self._record(func, args, kwargs, out)
         return out
 
-    def _stopped(self, out):
-        """`out`, which has no derivative where it was made without gradients.
-
-        A program that is differentiated once it is recorded needs to know.
-        """
-        return _map_tensors(self._without_derivative, out) if self._stops() else out
-
-    def _stops(self) -> bool:
+    def _stops_gradients(self) -> bool:
         keep = keeper()
         return keep is not None and keep.stops_gradients()
 
-    def _without_derivative(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._recorded(_aten.detach.default, (x,), {})
+    def _stop_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._record_call(_aten.detach.default, (x,), {})
         storage = x.untyped_storage()._cdata
         if self._bases.get(storage) is x:
-            self._bases[storage] = out  # nobody sees x itself
+            self._bases[storage] = out  # x itself is not returned
         return out
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
 
-    def _same(self, func, tensor: torch.Tensor) -> torch.Tensor:
+    def _record_alias(self, func, tensor: torch.Tensor) -> torch.Tensor:
         """An operation that only makes another tensor object of a value."""
         fake = self._as_fake(tensor)
-        out = self._computed(func, (fake,), {})
+        out = self._compute(func, (fake,), {})
         self._vars[id(out)] = (out, self._vars[id(fake)][1] if id(fake) in self._vars else
                                self.var(fake))  # fmt: skip
         if id(fake) in self._stale:
@@ -493,8 +456,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _refuse(self, func, args, kwargs) -> None:
-        if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs):
-            raise ValueError(f"trace: at {_line()} the program {draws_randomly(func)}")
+        if draws(func, args, kwargs):
+            raise ValueError(f"trace: at {_line()} the program {explain(DRAWS, func)}")
         if func is _GROUPED_MM and (keeper() is not None or args[0].dtype != torch.bfloat16):
             raise ValueError(
                 f"trace: at {_line()} the program multiplies groups of rows ({func}) of "
@@ -505,13 +468,13 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func, args, kwargs):
         try:
-            return self._computed(func, args, kwargs)
+            return self._compute(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            text = f"trace: at {_line()} the program {depends_on_data(func)}"
+            text = f"trace: at {_line()} the program {explain(READS, func)}"
             text += f"; or {_EXPERTS}" if "expert" in _line() else ""
             raise ValueError(text) from error
 
-    def _computed(self, func, args, kwargs):
+    def _compute(self, func, args, kwargs):
         """``func(*args, **kwargs)`` of fake tensors.
 
         Shapes are known from earlier calls. torch keeps them too, but takes a third of the time of
@@ -520,7 +483,7 @@ class Recorder(TorchDispatchMode):
         if func is _aten._unsafe_view.default:
             func = _aten.view.default  # it is one, by another name for the tape
         # not what vmap does at the end of a level itself: it would be seen again from inside
-        kind = "other" if compat.transforms_active() else _kind(func)
+        kind = "other" if compat.transforms_active() else _result_memory(func)
         if kind == "view" and type(args[0]) is FakeTensor and args[0].constant is None:
             return compat.fake_view(self.fake, func, args, kwargs)
         if kind != "new":
@@ -529,10 +492,10 @@ class Recorder(TorchDispatchMode):
             described = _describe_operands((args, kwargs))
         except _UnlikeError:
             return func(*args, **kwargs)
-        found = _results(func, described, torch.get_default_dtype())
+        found = _infer_results(func, described, torch.get_default_dtype())
         if found is None:
             return func(*args, **kwargs)
-        if isinstance(found, Like):
+        if isinstance(found, TensorType):
             return compat.fake(self.fake, *found)
         kind, likes = found
         return kind([compat.fake(self.fake, *like) for like in likes])
@@ -544,7 +507,7 @@ class Recorder(TorchDispatchMode):
         operands, named = _map_tensors(self.var, args), _map_tensors(self.var, kwargs)
         name = func.name().split("::")[1].split(".")[0]
         outputs = tuple(
-            self._new(leaf, name) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+            self.name(leaf, name) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
         )
         self._append(Equation(func, operands, named, outputs, self._where()))
         if keeper() is not None:
@@ -584,26 +547,26 @@ class Recorder(TorchDispatchMode):
             self._check_mutable(target, func)
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(targets[0], func, functional, args, kwargs)
-        out = self._functional(func, functional, args, kwargs)
+        out = self._compute_functional(func, functional, args, kwargs)
         results = list(out) if isinstance(out, (list, tuple)) else [out]
         for target, result in zip(targets, results, strict=True):
             self._write(target, result, func)
         return args[0] if func._schema.returns else None
 
-    def _functional(self, func, functional, args, kwargs) -> Any:
+    def _compute_functional(self, func, functional, args, kwargs) -> Any:
         """The new values of an in-place operation, by operations that have derivatives."""
         if func is _aten.zero_.default:
-            return self._recorded(_aten.zeros_like.default, args, kwargs)
+            return self._record_call(_aten.zeros_like.default, args, kwargs)
         if func is not _aten.copy_.default:
-            return self._recorded(functional, args, kwargs)
+            return self._record_call(functional, args, kwargs)
         target, source = args[:2]
         with self:
-            source = self._converted(source, target)
+            source = self._convert(source, target)
             if source.shape != target.shape:
                 source = source.expand(target.shape)
             return copy_contiguous(source)
 
-    def _converted(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def _convert(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """x in the dtype and on the device of another."""
         assert isinstance(x, FakeTensor)
         assert isinstance(like, FakeTensor)
@@ -619,16 +582,17 @@ class Recorder(TorchDispatchMode):
                 "which torch's tape forgets when the view is written to; wanted another tensor; "
                 f"fix: use what {functional} returns"
             )
-        if functional in _STRIDED:
-            return self._reshape_strided(target, func, functional, args, kwargs)
-        out = self._run(functional, args, kwargs)
-        self._record(functional, args, kwargs, out)
+        out = (
+            self._restride(target, func, functional, args, kwargs)
+            if functional in _STRIDED
+            else self._record_call(functional, args, kwargs)
+        )
         self._run(func, args, kwargs)
         self._vars[id(target)] = (target, self._vars[id(out)][1])
         return target
 
-    def _reshape_strided(self, target: torch.Tensor, func, functional, args, kwargs):
-        """`target` shows other places of its memory, which may be a part of it."""
+    def _restride(self, target: torch.Tensor, func, functional, args, kwargs) -> torch.Tensor:
+        """A view of other places of `target`'s memory, of which it may show a part."""
         if self._taped and keeper() is None:
             raise ValueError(
                 f"trace: at {_line()} {func} changes what memory a tensor shows that is "
@@ -638,10 +602,8 @@ class Recorder(TorchDispatchMode):
         out = _STRIDED[functional](self, functional, args, kwargs)
         storage = target.untyped_storage()._cdata
         if self._bases.get(storage) is target:  # whose other views still need all of it
-            self._bases[storage] = self._same(_aten.alias.default, target)
-        self._run(func, args, kwargs)
-        self._vars[id(target)] = (target, self._vars[id(out)][1])
-        return target
+            self._bases[storage] = self._record_alias(_aten.alias.default, target)
+        return out
 
     def _check_mutable(self, target: torch.Tensor, func) -> None:
         var = self.var(target)
@@ -662,10 +624,10 @@ class Recorder(TorchDispatchMode):
             )
         if result.dtype != target.dtype:  # a wider operand's, of which the memory takes its own
             with self:
-                result = self._converted(result, target)
+                result = self._convert(result, target)
         base = self._bases.get(target.untyped_storage()._cdata)
         if base is None or self._vars[id(base)][1] is self._vars[id(target)][1]:
-            result = self._untaped(target, target, self._laid_out(result, target))
+            result = self._keep_derivative(target, target, self._match_layout(result, target))
             self._rename(target, result, func)
             return
         self._check_window(target, base, func)
@@ -674,30 +636,30 @@ class Recorder(TorchDispatchMode):
             place = strided_of(target, base)
             memory = write_view(as_memory(base, base), result, place)
             whole = as_value(memory, base)
-        new = self._laid_out(whole, base)
-        taped = self._untaped(target, base, new)
+        new = self._match_layout(whole, base)
+        taped = self._keep_derivative(target, base, new)
         shown = self._vars[id(result)][1]
         self._rename(base, taped, func)
         # the result itself, where no view of the whole has its numbers, or its derivative
         all_of_it = target.numel() == base.numel() and shown.stride == tuple(target.stride())
-        if all_of_it if taped is new else not self._stops():
+        if all_of_it if taped is new else not self._stops_gradients():
             del self._stale[id(target)]
             self._vars[id(target)] = (target, shown)
             self._detached.discard(id(target))
 
-    def _untaped(self, target, base, new: torch.Tensor) -> torch.Tensor:
+    def _keep_derivative(self, target, base, new: torch.Tensor) -> torch.Tensor:
         """`new`, with the derivative that what `base` shows has after a write to `target`.
 
         Where torch's tape does not see the write, in a ``no_grad`` or through a detached tensor,
         the derivative stays that of the old value.
         """
-        stops = self._stops()
+        stops = self._stops_gradients()
         if not new.is_floating_point() or not (stops or id(target) in self._detached):
             return new
         if id(base) not in self._detached:
-            return self._recorded(keeper().overwritten, (base, new), {})
+            return self._record_call(keeper().overwritten, (base, new), {})
         if stops:
-            return self._without_derivative(new)
+            return self._stop_gradient(new)
         storage = base.untyped_storage()._cdata  # it has one from here on
         for key, (tensor, _) in self._vars.items():
             if tensor.untyped_storage()._cdata == storage:
@@ -715,7 +677,7 @@ class Recorder(TorchDispatchMode):
             "elements that it alone shows; fix: modify a copy, or write the operation out of place"
         )
 
-    def _laid_out(self, result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _match_layout(self, result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """`result` in the layout of a dense `target`, whose views count on it."""
         strides = [canonical_strides(x.shape, x.stride()) for x in (result, target)]
         if strides[0] == strides[1] or not _is_dense(target):
@@ -749,11 +711,11 @@ class Recorder(TorchDispatchMode):
             frame = frame.outer
         self._frame = frame
         try:
-            self._take(tensor, base)
+            self._show_view(tensor, base)
         finally:
             self._frame = here
 
-    def _take(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
+    def _show_view(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
         """Let `tensor` mean what it shows of `base`, whose memory it shares."""
         with self:
             memory = as_memory(base, base)
@@ -764,7 +726,7 @@ class Recorder(TorchDispatchMode):
 
     def _as_strided(self, func, args, kwargs) -> torch.Tensor:
         """A view by strides, as a window of the memory that its operand shows."""
-        taped, base = self._taped and keeper() is None, self._base(args[0])
+        taped, base = self._taped and keeper() is None, self._find_base(args[0])
         out = self._run(func, args, kwargs)
         if taped:
             self._check_inside(args[0], strided_of(out), func)
@@ -772,7 +734,7 @@ class Recorder(TorchDispatchMode):
             self._record(func, args, kwargs, out)
         else:
             self.var(args[0])
-            self._take(out, base)
+            self._show_view(out, base)
         return out
 
     def _as_strided_copy(self, func, args, kwargs) -> torch.Tensor:
@@ -785,7 +747,7 @@ class Recorder(TorchDispatchMode):
 
     def _as_strided_scatter(self, func, args, kwargs) -> torch.Tensor:
         """A copy that is written to, since torch's own operation has a wrong derivative."""
-        base = self._base(args[0])
+        base = self._find_base(args[0])
         problem = None
         if self._taped and keeper() is None:
             problem = "whose derivative by torch's tape is that of what was overwritten"
@@ -796,9 +758,9 @@ class Recorder(TorchDispatchMode):
                 f"trace: at {_line()} the program runs {func}, {problem}; wanted a write that the "
                 "tape sees; fix: whole = x.clone(), then whole.as_strided(...).copy_(source)"
             )
-        return self._scattered(base, *args, **kwargs)
+        return self._scatter_copy(base, *args, **kwargs)
 
-    def _scattered(self, base, x, source, size, stride, storage_offset=None) -> torch.Tensor:
+    def _scatter_copy(self, base, x, source, size, stride, storage_offset=None) -> torch.Tensor:
         start = int(base.storage_offset())
         place = x.storage_offset() if storage_offset is None else storage_offset
         with self:
@@ -807,15 +769,15 @@ class Recorder(TorchDispatchMode):
             whole.as_strided(size, stride, place - start).copy_(source)
         return shown
 
-    def _base(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _find_base(self, x: torch.Tensor) -> torch.Tensor | None:
         """The dense tensor whose memory x shows a part of, in the same dtype; None: unknown."""
         base = self._bases.get(x.untyped_storage()._cdata)
         return base if base is not None and base.dtype == x.dtype else None
 
     def _check_inside(self, operand: torch.Tensor, view: Strided, func) -> None:
-        """Refuse a view, by a tape, of places that its operand does not show.
+        """Refuse a differentiated view of memory that its operand does not show.
 
-        The tape takes its gradient to be one of the operand alone, and drops the rest of it.
+        The tape gives the view's gradient to the operand alone, and drops the rest of it.
         """
         own = strided_of(operand)
         with aside():
@@ -849,21 +811,22 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return memory_order(tensor.shape, tensor.stride()) is not None
 
 
+_REQUIREMENTS = (
+    torch.ops.functron.require_replicated.default,
+    torch.ops.functron.require_share.default,
+)
+
+
 def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> list[Equation]:
     """The equations that `outputs` need, and those with side effects, in order."""
     needed = {value for value in outputs if isinstance(value, Var)}
     kept = []
     for equation in reversed(equations):
-        effect = not equation.outputs or _is_statement(equation)
+        effect = not equation.outputs or equation.op in _REQUIREMENTS
         if effect or any(value in needed for value in equation.results):
             kept.append(equation)
             needed.update(equation.operands)
     return kept[::-1]
-
-
-def _is_statement(equation: Equation) -> bool:
-    ops = torch.ops.functron
-    return equation.op in (ops.require_replicated.default, ops.require_share.default)
 
 
 @functools.lru_cache(1 << 10)

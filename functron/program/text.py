@@ -46,6 +46,7 @@ from functron.program.equations import (
     Input,
     Output,
     Scan,
+    TensorType,
     Var,
     Where,
     contiguous_strides,
@@ -87,16 +88,6 @@ _WORD = re.compile(r"[\w./<>+*-]+")
 
 
 @dataclass(frozen=True)
-class Type:
-    """The type of a variable in the text: ``bf16[4,8]{1,4}@cuda:0``. Fields as those of `Var`."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True)
 class Opaque:
     """A Python object without notation, in a parsed program: its repr, by which it is known."""
 
@@ -114,14 +105,14 @@ def declaration(var: Var | None) -> str:
     return "_" if var is None else f"{var!r}: {type_text(var)}"
 
 
-def type_text(var: Var | Type) -> str:
+def type_text(var: Var | TensorType) -> str:
     """``bf16[4,8]``, with ``{1,4}`` for strides of 1 and 4 and ``@cuda:0`` off the cpu."""
     strides = "" if var.stride == contiguous_strides(var.shape) else f"{{{_numbers(var.stride)}}}"
     device = "" if var.device.type == "cpu" else f"@{var.device}"
     return f"{dtype_text(var.dtype)}[{_numbers(var.shape)}]{strides}{device}"
 
 
-def span_bytes(var: Var | Type) -> int:
+def span_bytes(var: Var | TensorType) -> int:
     """The bytes from the first element to the last."""
     spans = (stride * (size - 1) for size, stride in zip(var.shape, var.stride, strict=True))
     return 0 if 0 in var.shape else (1 + sum(spans)) * var.dtype.itemsize
@@ -247,17 +238,17 @@ def _input_cells(entry: Input, inputs: Sequence[Var]) -> list[str]:
     notes = [entry.role] if entry.role != "argument" else []
     notes += ["donated"] if entry.donated else []
     notes += storage_notes(entry.var, inputs)
-    return [declaration(entry.var), word(entry.path), _spec(entry.spec), " ".join(notes)]
+    return [declaration(entry.var), word(entry.path), _spec_text(entry.spec), " ".join(notes)]
 
 
 def output_cells(entry: Output) -> list[str]:
     """``%name: type`` or a Python value, path and spec of an output."""
     value = entry.value
     shown = declaration(value) if isinstance(value, Var) else value_text(value)
-    return [shown, word(entry.path), _spec(entry.spec)]
+    return [shown, word(entry.path), _spec_text(entry.spec)]
 
 
-def _spec(spec: P | None) -> str:
+def _spec_text(spec: P | None) -> str:
     return "" if spec is None else repr(spec)
 
 
@@ -283,18 +274,14 @@ def block_lines(block: Block) -> list[str]:
 def scan_lines(equation: Equation) -> list[str]:
     """The lines between the braces of a scan: its operands, its body and its results."""
     operands, results = scan_rows(equation)
-    assert isinstance(equation.op, Scan)
-    return [*align_columns(operands), *block_lines(equation.op.body), *align_columns(results)]
+    return [*align_columns(operands), *block_lines(equation.scan.body), *align_columns(results)]
 
 
 def scan_rows(equation: Equation) -> tuple[list[list[str]], list[list[str]]]:
     """The lines ``const %inner: type = %outer`` and ``carry %inner -> %outer: type`` as cells."""
-    scan = equation.op
-    assert isinstance(scan, Scan)
-    first_x = scan.num_consts + scan.num_carry
-    operands = []
+    scan, operands = equation.scan, []
     for index, (inner, outer) in enumerate(zip(scan.body.inputs, equation.args, strict=True)):
-        kind = "const" if index < scan.num_consts else "carry" if index < first_x else "x"
+        kind = "const" if index < scan.num_consts else "carry" if index < scan.first_x else "x"
         notes = " ".join(storage_notes(inner, scan.body.inputs))
         operands.append([f"{kind:5} {declaration(inner)}", f"= {value_text(outer)}", notes])
     results = []
@@ -359,12 +346,14 @@ def diff(a: Code | str, b: Code | str, context: int = 3) -> str:
         b: the same.
         context: how many lines that agree to show around each difference.
     """
-    ours, theirs = (_lines(side if isinstance(side, str) else format(side)) for side in (a, b))
+    ours, theirs = (_cut_lines(side if isinstance(side, str) else format(side)) for side in (a, b))
     names = _match_names(ours, theirs)
     old = [line.show({}) for line in ours]
     new = [line.show(names) for line in theirs]
     lines = []
-    matcher = difflib.SequenceMatcher(None, _keys(old), _keys(new), autojunk=False)
+    matcher = difflib.SequenceMatcher(
+        None, _comparison_keys(old), _comparison_keys(new), autojunk=False
+    )
     for group in matcher.get_grouped_opcodes(context):
         (_, a0, _, b0, _), (_, _, a1, _, b1) = group[0], group[-1]
         lines.append(f"@@ -{a0 + 1},{a1 - a0} +{b0 + 1},{b1 - b0} @@")
@@ -393,7 +382,7 @@ class _Line:
         return "".join(piece + name for piece, name in zip(self.pieces, shown, strict=True))
 
 
-def _lines(text: str) -> list[_Line]:
+def _cut_lines(text: str) -> list[_Line]:
     lines, blocks, count = [], [0], 0
     for raw in text.splitlines():
         stripped = raw.strip()
@@ -418,17 +407,17 @@ _NAME = re.compile(r"%\w+")
 _SOURCE = re.compile(r"(# (?:forward|recompute|backward) +(?:'[^']*'|\S+)) +(?:'[^']*'|\S+)")
 
 
-def _keys(lines: Iterable[str]) -> list[str]:
+def _comparison_keys(lines: Iterable[str]) -> list[str]:
     """Lines without columns and lines of the user's source, for comparison."""
     return [" ".join(_SOURCE.sub(r"\1", line).split()) for line in lines]
 
 
 def _match_names(ours: Sequence[_Line], theirs: Sequence[_Line]) -> dict[_Name, str]:
     """New names for the variables of `theirs`."""
-    erased = [_keys("%".join(line.pieces) for line in side) for side in (ours, theirs)]
+    erased = [_comparison_keys("%".join(line.pieces) for line in side) for side in (ours, theirs)]
     found: dict[_Name, _Name] = {}
     taken = set()
-    for ours_at, theirs_at in _matches(*erased):
+    for ours_at, theirs_at in _match_lines(*erased):
         for mine, other in zip(ours[ours_at].names, theirs[theirs_at].names, strict=True):
             if other not in found and mine not in taken:
                 found[other] = mine
@@ -439,7 +428,7 @@ def _match_names(ours: Sequence[_Line], theirs: Sequence[_Line]) -> dict[_Name, 
     return {**own, **{other: mine[1] for other, mine in found.items()}}
 
 
-def _matches(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
+def _match_lines(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
     """Pairs of positions of lines that agree, in order.
 
     What agrees at both ends is paired first: among many equal lines, such as those of a chain of
@@ -457,7 +446,7 @@ def _matches(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
     return pairs + [(len(a) - tail + k, len(b) - tail + k) for k in range(tail)]
 
 
-_FEW = 12  # so many inputs or outputs are shown unfolded
+_FEW = 12  # inputs or outputs that are shown unfolded
 _HUES = (210, 30, 140, 330, 265, 55)  # of axes, in the order of the mesh
 _PHASES = {"forward": "128 128 128", "recompute": "205 140 20", "backward": "150 90 220"}
 
@@ -482,21 +471,21 @@ def html(program: Code) -> str:
     long lists of inputs and outputs, fold. Hovering over a line shows the user's source.
     """
     axes = {name: k for k, name in enumerate(program.mesh.axis_names)}
-    inputs = _plain_rows(input_rows(program))
-    outputs = _plain_rows([output_cells(entry) for entry in program.outputs])
+    inputs = _row_html(input_rows(program))
+    outputs = _row_html([output_cells(entry) for entry in program.outputs])
     parts = [
-        f'<div class="functron-program"><style>{_STYLE}{_colours(axes)}</style>',
+        f'<div class="functron-program"><style>{_STYLE}{_style_colours(axes)}</style>',
         f'<div class="title">{escape(header(program))}</div>',
-        _legend(program, axes),
-        _fold(f"inputs: {len(inputs)}", inputs, len(inputs) <= _FEW),
-        _fold("equations", _block(program.block, axes), True),
-        _fold(f"outputs: {len(outputs)}", outputs, len(outputs) <= _FEW),
+        _legend_html(program, axes),
+        _fold_html(f"inputs: {len(inputs)}", inputs, len(inputs) <= _FEW),
+        _fold_html("equations", _block_html(program.block, axes), True),
+        _fold_html(f"outputs: {len(outputs)}", outputs, len(outputs) <= _FEW),
         "</div>",
     ]
     return "\n".join(parts)
 
 
-def _colours(axes: Mapping[str, int]) -> str:
+def _style_colours(axes: Mapping[str, int]) -> str:
     lines = [
         f".functron-program .{phase} {{ border-left-color: rgb({rgb}); }}"
         for phase, rgb in _PHASES.items()
@@ -508,7 +497,7 @@ def _colours(axes: Mapping[str, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _legend(program: Code, axes: Mapping[str, int]) -> str:
+def _legend_html(program: Code, axes: Mapping[str, int]) -> str:
     keys = [f'<span class="key {phase}">{phase}</span>' for phase in _PHASES]
     keys += [
         f'<span class="key axis{k}">{escape(name)}={program.mesh[name]}</span>'
@@ -517,55 +506,54 @@ def _legend(program: Code, axes: Mapping[str, int]) -> str:
     return f"<div>{''.join(keys)}</div>"
 
 
-def _fold(summary: str, lines: Iterable[str], is_open: bool) -> str:
+def _fold_html(summary: str, lines: Iterable[str], is_open: bool) -> str:
     state = " open" if is_open else ""
     return "\n".join(
         [f"<details{state}><summary>{escape(summary)}</summary><div>", *lines, "</div></details>"]
     )
 
 
-def _plain_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+def _row_html(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         f'<div class="row">{escape("".join(cells).rstrip())}</div>' for cells in pad_cells(rows)
     ]
 
 
-def _block(block: Block, axes: Mapping[str, int]) -> list[str]:
+def _block_html(block: Block, axes: Mapping[str, int]) -> list[str]:
     """The lines of a block's equations; a scan is one foldable element."""
     simple = [equation for equation in block.equations if not isinstance(equation.op, Scan)]
     lines = iter(pad_cells([equation_cells(equation) for equation in simple]))
     return [
-        _scan(equation, axes)
+        _scan_html(equation, axes)
         if isinstance(equation.op, Scan)
-        else _equation(equation, next(lines), axes)
+        else _equation_html(equation, next(lines), axes)
         for equation in block.equations
     ]
 
 
-def _equation(equation: Equation, cells: Sequence[str], axes: Mapping[str, int]) -> str:
+def _equation_html(equation: Equation, cells: Sequence[str], axes: Mapping[str, int]) -> str:
     axis = axis_of(equation)
     mark = f" axis{axes[axis]}" if axis is not None and axis in axes else ""
     head, tail = escape("".join(cells[:2])), escape("".join(cells[2:]).rstrip())
     return (
-        f'<div class="row {equation.where.phase}{mark}" title="{_source(equation)}">'
+        f'<div class="row {equation.where.phase}{mark}" title="{_source_text(equation)}">'
         f'{head}<span class="note">{tail}</span></div>'
     )
 
 
-def _source(equation: Equation) -> str:
+def _source_text(equation: Equation) -> str:
     """``file.py:12: `source` ``, without the folder."""
     path, colon, rest = equation.where.line.partition(".py:")
     return escape(f"{PurePath(path).name}{colon}{rest}" if colon else path)
 
 
-def _scan(equation: Equation, axes: Mapping[str, int]) -> str:
-    scan = equation.op
-    assert isinstance(scan, Scan)
+def _scan_html(equation: Equation, axes: Mapping[str, int]) -> str:
+    scan = equation.scan
     inner = [each for each, _ in scan.body.walk()]
     found = Counter(f"{each.name} over {axis}" for each in inner if (axis := axis_of(each)))
     counts = [f"{len(inner)} equations", *(f"{count} {name}" for name, count in found.items())]
     where = "  ".join(cell.rstrip() for cell in where_cells(equation.where))
     operands, results = scan_rows(equation)
-    lines = [*_plain_rows(operands), *_block(scan.body, axes), *_plain_rows(results)]
-    folded = _fold(f"{scan_opening(scan)}: {', '.join(counts)}  {where}", lines, True)
+    lines = [*_row_html(operands), *_block_html(scan.body, axes), *_row_html(results)]
+    folded = _fold_html(f"{scan_opening(scan)}: {', '.join(counts)}  {where}", lines, True)
     return f'<div class="scan {equation.where.phase}">{folded}</div>'

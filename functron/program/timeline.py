@@ -13,10 +13,9 @@ process group. Each does what it was given in the order in which it was issued
 How long the computing stream waits is **exposed** communication; of all else that is sent, it is
 hidden behind what is computed. So the total is what is computed and what is exposed.
 
-Ranks are alike, so it is a matter of one of them, whatever the size of the mesh: a rank that comes
-late to a collective, and links that several axes share, are not seen. Equations are not fused, and
-reductions that a compiler merges count one by one; what communication takes of the processors that
-compute is not seen either.
+Ranks are alike, so one of them is modelled, whatever the size of the mesh. Not modelled are ranks
+that arrive late at a collective, links that several axes share, fused equations, reductions that a
+compiler merges, and the processors that communication takes from computation.
 """
 
 from __future__ import annotations
@@ -74,13 +73,15 @@ class Rates:
         """The seconds of one run of an equation that is no scan."""
         axis = axis_of(equation)
         if axis is not None:
-            return _of(self.latency, axis) + sent_bytes(equation) / _of(self.links, axis)
+            return _rate_over(self.latency, axis) + sent_bytes(equation) / _rate_over(
+                self.links, axis
+            )
         if equation.aliases or not equation.results or equation.name == "stack":
             return 0.0
         return max(equation_flops(equation) / self.flops, equation_bytes(equation) / self.memory)
 
 
-def _of(rate: Rate, axis: str) -> float:
+def _rate_over(rate: Rate, axis: str) -> float:
     return rate if isinstance(rate, int | float) else rate[axis]
 
 
@@ -110,7 +111,6 @@ class ProgramTimeline:
     It prints as a chart, and is drawn as one in notebooks.
 
     Attributes:
-        name: of the program.
         rows: in the order in which they start on each stream. What is computed between one start
             or wait of a collective and the next is one row.
         total: seconds from the start to the end.
@@ -193,8 +193,7 @@ def timeline(
     """When one rank computes and communicates; see `functron.program.timeline`.
 
     Args:
-        program: of one rank.
-        costs: the seconds of an equation: `Rates`, or a function of one's own.
+        costs: the seconds of an equation: `Rates`, or another function.
         overlap: within kernels, as of `compile`; False: collectives are waited for at once.
         prefetch: across iterations of scans, as of `compile`.
         sequence_parts: as of `compile`.
@@ -228,8 +227,6 @@ class _Clock:
         now: when all that was issued to the computing stream has been done.
         free: by axis, when the collectives that were started have ended.
         under_way: by value, or by what else stands for it, what was not waited for yet.
-        exposed: seconds by axis.
-        rows: so far.
     """
 
     now: float = 0.0
@@ -285,7 +282,7 @@ class _Planner:
                 kernel = []
             else:
                 kernel.append(equation)
-        return _all([*steps, *self._kernel(kernel)])
+        return _join([*steps, *self._kernel(kernel)])
 
     def _kernel(self, equations: Sequence[Equation]) -> list[_Step]:
         order = order_equations(equations) if self.overlap else equations
@@ -321,7 +318,7 @@ class _Planner:
     def _scan(self, equation: Equation, op: Scan) -> _Step:
         parts = split_scan_body(op, _find_needed(equation, op)) if self.prefetch else None
         if parts is None:
-            return _all([self.block(op.body)] * op.length)
+            return _join([self.block(op.body)] * op.length)
         gathers, rounds = parts.gathers, parts.rounds
         head, core = self.block(parts.head), self.block(parts.core)
         tails = [self.block(each.block) for each in rounds]
@@ -342,7 +339,7 @@ class _Planner:
             name = f"end {ended[index]}" if turn == "end" else turn
             ended[index] += turn == "end"
             steps += turns[name, index % 2]
-        return _all(steps)
+        return _join(steps)
 
 
 def _find_needed(equation: Equation, op: Scan) -> list[Any]:
@@ -351,7 +348,7 @@ def _find_needed(equation: Equation, op: Scan) -> list[Any]:
     return [v for i, (v, made) in enumerate(rows) if i < op.num_carry or made is not None]
 
 
-def _all(steps: Sequence[_Step]) -> _Step:
+def _join(steps: Sequence[_Step]) -> _Step:
     def run(clock: _Clock) -> None:
         for step in steps:
             step(clock)

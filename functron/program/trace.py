@@ -19,12 +19,12 @@ from functron.core.closure import refuse_holders, refuse_orphans, refuse_tracked
 from functron.core.errors import Problem, dataclass_fix, public, raise_problems, refuse
 from functron.program import text
 from functron.program.check import check
-from functron.program.cost import Cost, collectives_diff, cost
+from functron.program.cost import collectives_diff, cost
 from functron.program.equations import Block, Code, Input, Output, Scan, Var, contiguous_strides
 from functron.program.interpreter import run_in_lockstep
-from functron.program.memory import ProgramMemory, memory
+from functron.program.memory import memory
 from functron.program.recorder import Recorder, active, keeper
-from functron.program.timeline import ProgramTimeline, Seconds, timeline
+from functron.program.timeline import timeline
 from functron.spmd.axes import enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction
@@ -35,28 +35,19 @@ from functron.spmd.spec import P, is_spec, local_shape, problems, spec_axes
 class Program(Code):
     """One rank's program; made by `trace`, compiled by `functron.compiler.compile`.
 
-    Attributes: as in `Code`.
+    Called with global arguments it runs on every rank of its mesh, in this process, uncompiled:
+    `functron.program.interpreter.run_in_lockstep`. Attributes are those of `Code`.
     """
 
-    @public
-    def __call__(self, *args: tree.Tree) -> tree.Tree:
-        """The results for global arguments: every rank, in lockstep, in this process.
-
-        Nothing is compiled, donated or differentiated (trace the gradient instead). For small
-        meshes; see `functron.program.interpreter`.
-        """
-        return run_in_lockstep(self, *args)
+    __call__ = public(run_in_lockstep)
+    html = _repr_html_ = text.html
+    check = public(check)
+    cost = public(cost)
+    memory = public(memory)
+    timeline = public(timeline)
 
     def __str__(self) -> str:
-        """The program as text, which `functron.program.parse.parse` reads."""
         return text.format(self)
-
-    def html(self) -> str:
-        """The program as HTML: scans and phases fold, collectives have the colour of their axis."""
-        return text.html(self)
-
-    def _repr_html_(self) -> str:
-        return text.html(self)
 
     @public
     def diff(
@@ -81,46 +72,6 @@ class Program(Code):
             fix = "give the program whose text it is, or compare by='equations'"
             refuse("cannot compare collectives", "other", got, wanted, fix)
         return collectives_diff(self, other)
-
-    @public
-    def check(self) -> None:
-        """Check which values are equal on which ranks, as `shard_map` does in simulation.
-
-        Raises:
-            ValueError: an output varies over an axis that its spec lacks, or a reduction is
-                redundant; all offenders are listed, each with the user's line and the fix.
-        """
-        check(self)
-
-    @public
-    def cost(self) -> Cost:
-        """FLOPs, bytes moved and bytes communicated per axis, of one rank."""
-        return cost(self)
-
-    @public
-    def memory(self) -> ProgramMemory:
-        """The bytes that one rank holds while the program runs: timeline, peak and categories."""
-        return memory(self)
-
-    @public
-    def timeline(
-        self,
-        costs: Seconds,
-        *,
-        overlap: bool = True,
-        prefetch: bool = True,
-        sequence_parts: int = 1,
-    ) -> ProgramTimeline:
-        """When one rank computes and communicates, and the communication that nothing hides.
-
-        In the order in which it is compiled; `functron.program.timeline` states the rules.
-
-        Args:
-            costs: the seconds of an equation: `functron.program.Rates`, or a function.
-            overlap, prefetch, sequence_parts: as of `functron.jit`.
-        """
-        options = {"overlap": overlap, "prefetch": prefetch, "sequence_parts": sequence_parts}
-        return timeline(self, costs, **options)
 
 
 @public
@@ -168,7 +119,7 @@ def trace(
             )
         if active() is not None:
             raise ValueError("trace: called while another program is being traced")
-        run = _Trace(fn, args, donated, _place(fn, mesh, in_specs, simulate))
+        run = _Trace(fn, args, donated, _find_place(fn, mesh, in_specs, simulate))
         with refusing_tracked(run.name, fn):
             return run.program()
 
@@ -191,7 +142,7 @@ class _Place:
     stages: str | None = None
 
 
-def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
+def _find_place(fn, mesh, in_specs, simulate: bool) -> _Place:
     if simulate:
         return _Place(Mesh(), P(), P, True, False, False)
     if isinstance(fn, MappedFunction):
@@ -201,22 +152,14 @@ def _place(fn, mesh, in_specs, simulate: bool) -> _Place:
                 "there only; fix: leave them out"
             )
         bound = isinstance(fn.mesh, BoundMesh)
-        whole = fn.mesh.mesh if isinstance(fn.mesh, BoundMesh) else fn.mesh
-        return _Place(
-            whole,
-            fn.in_specs,
-            lambda: fn.out_specs,
-            not bound,
-            True,
-            fn.check,
-            fn.stages if bound else None,
-        )
+        stages = fn.stages if bound else None
+        specs = fn.in_specs, lambda: fn.out_specs
+        return _Place(fn.mesh.mesh, *specs, not bound, True, fn.check, stages)
     if (mesh is None) != (in_specs is None):
         raise ValueError("trace: got one of mesh and in_specs; wanted both or neither")
-    bound = isinstance(mesh, BoundMesh)
-    plain = mesh.mesh if isinstance(mesh, BoundMesh) else mesh
+    whole, bound = Mesh() if mesh is None else mesh.mesh, isinstance(mesh, BoundMesh)
     specs = P() if in_specs is None else in_specs
-    return _Place(plain or Mesh(), specs, lambda: None, not bound, True, mesh is not None)
+    return _Place(whole, specs, lambda: None, not bound, True, mesh is not None)
 
 
 class _Trace:
@@ -244,7 +187,7 @@ class _Trace:
             ],
             TypeError,
         )
-        specs = self._specs(leaves, paths)
+        specs = self._flatten_specs(leaves, paths)
         inputs: list[Input] = []
         fakes: list[Any] = []
         for leaf, path, spec in zip(leaves, paths, specs, strict=True):
@@ -252,7 +195,7 @@ class _Trace:
                 fakes.append(leaf)
                 continue
             donated = int(path.split("/")[0]) in self.donated
-            fake = self._local(leaf, spec)
+            fake = self._make_local(leaf, spec)
             fixed = None if donated else f"argument {path}"
             var = self.recorder.input(fake, path.partition("/")[2] or f"arg_{path}", fixed=fixed)
             inputs.append(Input(var, path, spec, donated))
@@ -263,7 +206,7 @@ class _Trace:
             enter(replace(scope(), axis_index=axis_index, traced=self.place.mesh.shape)),
         ):
             result = self.fn(*tree.unflatten(structure, fakes))
-            outputs, out_structure = self._outputs(result)
+            outputs, out_structure = self._flatten_outputs(result)
         inputs += [
             Input(var, name, P(name), role="axis_index") for name, (_, var) in self.indices.items()
         ]
@@ -291,7 +234,7 @@ class _Trace:
             self.place.stages,
         )
 
-    def _specs(self, leaves: list, paths: list[str]) -> list[P | None]:
+    def _flatten_specs(self, leaves: list, paths: list[str]) -> list[P | None]:
         prefix, place = self.place.in_specs, self.place
         prefix = (prefix,) * len(self.args) if is_spec(prefix) else tuple(prefix)
         if len(prefix) != len(self.args):
@@ -313,7 +256,7 @@ class _Trace:
             )
         return specs
 
-    def _local(self, leaf: torch.Tensor, spec: P | None) -> torch.Tensor:
+    def _make_local(self, leaf: torch.Tensor, spec: P | None) -> torch.Tensor:
         """A fake tensor like this rank's shard of `leaf`."""
         shape, stride = tuple(leaf.shape), tuple(leaf.stride())
         if self.place.whole and spec is not None and spec_axes(spec):
@@ -329,7 +272,7 @@ class _Trace:
             self.indices[name] = (fake, self.recorder.input(fake, f"{name}_index", root=True))
         return self.indices[name][0]
 
-    def _outputs(self, result: Any) -> tuple[list[Output], tree.Structure]:
+    def _flatten_outputs(self, result: Any) -> tuple[list[Output], tree.Structure]:
         refuse_holders("trace: the function returns what a program cannot", "output", result)
         leaves, structure = tree.flatten(result)
         prefix = self.place.out_specs()
@@ -384,27 +327,29 @@ def eval_shape(fn: Callable) -> Callable[..., tree.Tree]:
     def shaped(*args, **kwargs) -> tree.Tree:
         outer = active()
         recorder = Recorder() if outer is None else outer
-        place = _alone(recorder) if outer is None else recorder.frame()  # which is thrown away
+        place = (
+            _record_alone(recorder) if outer is None else recorder.frame()
+        )  # which is thrown away
         # stand-ins vary over no axis, whatever the arguments do
         title = "eval_shape cannot see into these"
         refuse_holders(title, "argument", (args, kwargs) if kwargs else args, tracked=True)
         with enter(replace(scope(), check=False)), place:
-            args, kwargs = tree.map(lambda leaf: _fake(recorder, leaf), (args, kwargs))
+            args, kwargs = tree.map(lambda leaf: _make_fake(recorder, leaf), (args, kwargs))
             out = fn(*args, **kwargs)
         refuse_holders(title, "output", out)
-        return tree.map(_abstract, out)
+        return tree.map(_make_abstract, out)
 
     return shaped
 
 
 @contextlib.contextmanager
-def _alone(recorder: Recorder) -> Iterator[None]:
+def _record_alone(recorder: Recorder) -> Iterator[None]:
     """Record out of sight of outer modes."""
     with compat.no_dispatch_modes(), recorder.recording():
         yield
 
 
-def _fake(recorder: Recorder, leaf: object) -> object:
+def _make_fake(recorder: Recorder, leaf: object) -> object:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     refuse_orphans("eval_shape", [leaf])
@@ -415,7 +360,7 @@ def _fake(recorder: Recorder, leaf: object) -> object:
     return made.requires_grad_() if taped else made
 
 
-def _abstract(leaf: object) -> object:
+def _make_abstract(leaf: object) -> object:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     with compat.no_dispatch_modes():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import linecache
 import math
 import re
@@ -16,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,37 +44,37 @@ _SCHEMAS = {
     "require_share": "(Tensor(a) x, str[] axes) -> Tensor(a)",
 }
 
-for _name, _schema in _SCHEMAS.items():
-    LIBRARY.define(_name + _schema)
-
 
 def _like(x, *args, **kwargs):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _fake_all_gather(x, axis, size):
-    return x.new_empty((size, *x.shape))
-
-
-def _fake_reduce_scatter(x, axis, size, *, must_vary=False):
-    return x.new_empty(x.shape[1:])
 
 
 def _view(x, *axes):
     return x.view_as(x)
 
 
-for _name in ("psum", "pmax", "pmin", "pbroadcast", "all_to_all", "ppermute"):
-    LIBRARY.impl(_name, _like, "Meta")
-LIBRARY.impl("all_gather", _fake_all_gather, "Meta")
-LIBRARY.impl("psum_scatter", _fake_reduce_scatter, "Meta")
-for _name in ("vary", "assume_replicated", "require_replicated", "assume_share", "require_share"):
-    LIBRARY.impl(_name, _view, "CompositeExplicitAutograd")
+_SHAPED = {
+    "all_gather": lambda x, axis, size: x.new_empty((size, *x.shape)),
+    "psum_scatter": lambda x, axis, size, *, must_vary=False: x.new_empty(x.shape[1:]),
+}
+
+for _name, _schema in _SCHEMAS.items():
+    LIBRARY.define(_name + _schema)
+    if "Tensor(a)" in _schema:
+        LIBRARY.impl(_name, _view, "CompositeExplicitAutograd")
+    else:
+        LIBRARY.impl(_name, _SHAPED.get(_name, _like), "Meta")
+
+
+def define_op(schema: str, run: Callable, fake: Callable) -> None:
+    """Define an operation of functron's by its schema, its function and that for fake tensors."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"functron::{name}", fake, lib=LIBRARY)
+
 
 OPS = torch.ops.functron
-
-
-_REDUCTIONS = {"sum": "psum", "max": "pmax", "min": "pmin"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +82,6 @@ class TracedAxis:
     """An axis of a per-rank program that is being traced.
 
     Attributes:
-        name: of the axis.
-        size: the number of ranks on it.
         make_index: gives this rank's index on the axis of that name, an input of the program.
     """
 
@@ -97,48 +94,16 @@ class TracedAxis:
     def index(self) -> torch.Tensor:
         return self.make_index(self.name)
 
-    def all_reduce(self, x: torch.Tensor, operation: str, must_vary: bool) -> torch.Tensor:
-        """The sum, max or min of x over the ranks."""
-        op = getattr(OPS, _REDUCTIONS[operation])
-        named = {"must_vary": True} if must_vary else {}
-        return op(x, self.name, self.size, **named)
-
-    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """x of the rank with this index on the axis; those of others are zeros."""
-        return OPS.pbroadcast(x, self.name, self.size, source)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[...] -> [size, ...]: every rank's x."""
-        return OPS.all_gather(x, self.name, self.size)
-
-    def reduce_scatter(self, x: torch.Tensor, must_vary: bool) -> torch.Tensor:
-        """[size, ...] -> [...]: this rank's row of the sum of x."""
-        named = {"must_vary": True} if must_vary else {}
-        return OPS.psum_scatter(x, self.name, self.size, **named)
-
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, ...] -> [size, ...]: this rank's row of every rank's x."""
-        return OPS.all_to_all(x, self.name, self.size)
-
-    def permute(self, x: torch.Tensor, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """x of the rank that sends here under `perm`; zeros where none does."""
-        return OPS.ppermute(x, self.name, self.size, [s for s, _ in perm], [d for _, d in perm])
+    def send(self, op: str, x: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
+        """A collective of x, an operation of the program by the name that `functron.lax` has."""
+        return getattr(OPS, op)(x, self.name, self.size, *operands, **options)
 
     def mark(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """x with a statement about its replication: vary, assume_ or require_replicated."""
         return getattr(OPS, kind)(x, self.name)
 
-    def assume_share(self, x: torch.Tensor) -> torch.Tensor:
-        """x with the statement that it is this rank's share of a gradient."""
-        return OPS.assume_share(x)
-
-    def require_share(self, x: torch.Tensor, summed: Sequence[str]) -> torch.Tensor:
-        """x with the condition that it is a share, which is about to be summed over these axes."""
-        return OPS.require_share(x, list(summed))
-
 
 AxisNames = str | Sequence[str]
-F = TypeVar("F", bound=Callable)
 _c10d = torch.ops._c10d_functional
 
 
@@ -168,7 +133,7 @@ _SOURCE = re.compile(r"\[[^]]*\bgloo/[^]]*\] ?")
 
 
 def raise_lost(error: RuntimeError, where: str) -> None:
-    """Say in words what `error` means, if the backend of collectives raised it; else return.
+    """Explain `error`, if the backend of collectives raised it; else return.
 
     Args:
         error: that a program on processes raised.
@@ -189,54 +154,21 @@ def raise_lost(error: RuntimeError, where: str) -> None:
     raise told.with_traceback(error.__traceback__) from None
 
 
-_RECORDED = {
-    "all_reduce": "psum",
-    "broadcast": "pbroadcast",
-    "all_gather": "all_gather",
-    "reduce_scatter": "psum_scatter",
-    "all_to_all": "all_to_all",
-    "permute": "ppermute",
-}
-
-
-def _communicates(method: F) -> F:
-    """`method` of a `BoundAxis`, recorded, which names itself, axis and line where it fails."""
-    op = _RECORDED[method.__name__]
-
-    @functools.wraps(method)
-    def call(self: BoundAxis, *args: Any) -> Any:
-        recorder, member = self.recorder, self.membership
-        if member is not None:
-            member.entered += 1
-        if recorder is not None:
-            name = _REDUCTIONS[args[1]] if op == "psum" else op
-            recorder.wait(recorder.begun(name, self.name, args[0]))
-        try:
-            result = method(self, *args)
-        except RuntimeError as error:
-            raise_lost(error, f"{method.__name__} over {self.name!r} at {user_line()}")
-            raise
-        if recorder is not None:
-            recorder.left()
-        return result
-
-    made: Any = call
-    return made
-
-
 def permute_ranks(
     x: torch.Tensor,
-    perm: Sequence[tuple[int, int]],
+    sources: Sequence[int],
+    destinations: Sequence[int],
+    wait: bool,
     index: int,
     size: int,
     group: str,
-    wait: bool,
 ) -> torch.Tensor:
     """x of the rank that sends to rank `index` of a group; zeros where none does.
 
     Without `wait` it may still be on its way, and x must stay as it is until then.
     """
-    target, source = dict(perm), {d: s for s, d in perm}
+    target = dict(zip(sources, destinations, strict=True))
+    source = {to: rank for rank, to in target.items()}
     sends, receives = [0] * size, [0] * size
     if index in target:
         sends[target[index]] = x.numel()
@@ -254,9 +186,6 @@ class BoundAxis:
     """An axis whose ranks are the processes of a torch.distributed group.
 
     Attributes:
-        name: of the axis.
-        size: the number of ranks on it.
-        index: of this process on it.
         group: the process group.
         recorder: of what goes over it; None: not recorded.
         membership: that counts collectives as they are entered; None: not counted.
@@ -270,74 +199,67 @@ class BoundAxis:
     recorder: FlightRecorder | None = None
     membership: Membership | None = None
 
-    def line(self) -> SourceLine | None:
-        """The line of a program that is about to communicate over this axis, if one is asked."""
-        return None if self.recorder is None else self.recorder.line(2)
+    def find_line(self) -> SourceLine | None:
+        """The line of the program that is about to communicate; None: not recorded."""
+        return None if self.recorder is None else self.recorder.find_line(2)
 
-    def about(self, line: SourceLine | None, backward: bool) -> None:
-        """Mark what goes over the axis next as of this line."""
+    def set_line(self, line: SourceLine | None, backward: bool) -> None:
+        """Attribute the next collective over the axis to this line."""
         if self.recorder is not None:
-            self.recorder.about(line, backward)
+            self.recorder.set_line(line, backward)
 
-    def entered(self, op: str, value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    def record(self, op: str, value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Record a collective that takes as long as a with block."""
         if self.membership is not None:
             self.membership.entered += 1
         if self.recorder is None:
             return contextlib.nullcontext()
-        return self.recorder.entered(op, self.name, value)
+        return self.recorder.record(op, self.name, value)
 
     @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
+    def record_wait(self) -> Iterator[None]:
         """Record that this process waits, in a with block, for what it entered last."""
         if self.recorder is not None:
             self.recorder.resume(self.name)
         yield
         if self.recorder is not None:
-            self.recorder.left()
+            self.recorder.leave()
 
-    @_communicates
-    def all_reduce(self, x: torch.Tensor, operation: str, must_vary: bool) -> torch.Tensor:
-        """The sum, max or min ("sum", "max", "min") of x over the ranks."""
-        return _c10d.wait_tensor(_c10d.all_reduce(x, operation, self.group))
-
-    @_communicates
-    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """x of the rank with this index on the axis."""
-        return _c10d.wait_tensor(_c10d.broadcast(x, source, self.group))
-
-    @_communicates
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[...] -> [size, ...]: every rank's x."""
-        gathered = _c10d.all_gather_into_tensor(x.unsqueeze(0), self.size, self.group)
-        return _c10d.wait_tensor(gathered)
-
-    @_communicates
-    def reduce_scatter(self, x: torch.Tensor, must_vary: bool) -> torch.Tensor:
-        """[size, ...] -> [...]: this rank's row of the sum of x."""
-        part = _c10d.reduce_scatter_tensor(x, "sum", self.size, self.group)
-        return _c10d.wait_tensor(part).squeeze(0)
-
-    @_communicates
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, ...] -> [size, ...]: this rank's row of every rank's x."""
-        splits = [1] * self.size
-        return _c10d.wait_tensor(_c10d.all_to_all_single(x, splits, splits, self.group))
-
-    @_communicates
-    def permute(
-        self, x: torch.Tensor, perm: Sequence[tuple[int, int]], wait: bool = True
-    ) -> torch.Tensor:
-        """x of the rank that sends here under `perm`; zeros where none does.
-
-        Without `wait` it may still be on its way; ``_c10d_functional.wait_tensor`` gives it.
-        """
-        return permute_ranks(x, perm, self.index, self.size, self.group, wait)
+    def send(self, op: str, x: torch.Tensor, *operands: Any, **_: Any) -> torch.Tensor:
+        """A collective of x by the name that `functron.lax` has, waited for and recorded."""
+        recorder = self.recorder
+        if self.membership is not None:
+            self.membership.entered += 1
+        if recorder is not None:
+            recorder.wait(recorder.enter(op, self.name, x))
+        try:
+            if op == "ppermute":
+                place = self.index, self.size, self.group
+                result = permute_ranks(x, *operands, *place)
+            else:
+                result = _c10d.wait_tensor(_STARTS[op](self, x, *operands))
+        except RuntimeError as error:
+            raise_lost(error, f"{op} over {self.name!r} at {user_line()}")
+            raise
+        if recorder is not None:
+            recorder.leave()
+        return result.squeeze(0) if op == "psum_scatter" else result
 
     def mark(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """x: a statement about its replication, for those who check it."""
         return x.view_as(x)
 
+
+_STARTS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "psum": lambda axis, x: _c10d.all_reduce(x, "sum", axis.group),
+    "pmax": lambda axis, x: _c10d.all_reduce(x, "max", axis.group),
+    "pmin": lambda axis, x: _c10d.all_reduce(x, "min", axis.group),
+    "pbroadcast": lambda axis, x, source: _c10d.broadcast(x, source, axis.group),
+    "all_gather": lambda axis, x: _c10d.all_gather_into_tensor(x[None], axis.size, axis.group),
+    "psum_scatter": lambda axis, x: _c10d.reduce_scatter_tensor(x, "sum", axis.size, axis.group),
+    "all_to_all": lambda axis, x: _c10d.all_to_all_single(x, *[[1] * axis.size] * 2, axis.group),
+}
+"""The start of each collective on processes; its result must be waited for."""
 
 Axis = SimulatedAxis | BoundAxis | TracedAxis
 
@@ -350,8 +272,6 @@ class StageAxis:
     of its own rank.
 
     Attributes:
-        name: of the axis.
-        size: its ranks.
         index: this process's rank on it; None where this process runs them all.
         group: the process group; "" where there is none.
         recorder: of what goes over it; None: not recorded.
@@ -419,21 +339,26 @@ def bind(
 
 
 @contextlib.contextmanager
-def enter(scope: Scope) -> Iterator[None]:
-    """Put exactly `scope` in force inside a with block."""
-    token = _scope.set(scope)
+def set_in_block(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    """Set a context variable inside a with block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _scope.reset(token)
+        variable.reset(token)
+
+
+def enter(scope: Scope) -> contextlib.AbstractContextManager[None]:
+    """Put exactly `scope` in force inside a with block."""
+    return set_in_block(_scope, scope)
 
 
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
-    """`named_scope`, whose time the recorder of the mesh counts by itself, where there is one."""
+    """`named_scope`, whose time is counted separately where the mesh has a recorder."""
     found = (getattr(axis, "recorder", None) for axis in (*scope().axes.values(), scope().stages))
     recorder = next(filter(None, found), None)
-    marking = contextlib.nullcontext() if recorder is None else recorder.marking(name)
+    marking = contextlib.nullcontext() if recorder is None else recorder.measure(name)
     with named_scope(name), marking:
         yield
 

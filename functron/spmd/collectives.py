@@ -10,7 +10,7 @@ Every program is differentiated as the linear map it is on the product of all ra
 of JAX's ``shard_map(check_vma=False)``: `psum` transposes to `psum`, `all_gather` to `psum_scatter`
 and back, `ppermute` and `all_to_all` to their inverses.
 
-What a program may ask of the axis whose ranks run the stages of a pipeline.
+`psum_stages` sums over the ranks that run the stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.spmd import primitives
 from functron.spmd.axes import (
     Axis,
     AxisNames,
@@ -34,17 +35,6 @@ from functron.spmd.axes import (
     lookup,
     scope,
     user_line,
-)
-from functron.spmd.primitives import (
-    AllGather,
-    AllToAll,
-    AssumeReplicated,
-    Broadcast,
-    Pmax,
-    Pmin,
-    Ppermute,
-    Psum,
-    PsumScatter,
 )
 from functron.spmd.ragged import ragged_all_to_all
 
@@ -80,14 +70,8 @@ def _flag_redundant(x: torch.Tensor, axes: Sequence[Axis], name: str) -> None:
         return
     for axis in axes:
         if isinstance(axis, SimulatedAxis) and not axis.varies(x):
-            raise ValueError(
-                f"redundant reduction at {user_line()}\n"
-                f"  - {name} over {axis.name!r}: got a value of shape {tuple(x.shape)} that is "
-                f"already replicated over {axis.name!r}; wanted one that varies over it. It would "
-                f"be counted {axis.size} times; fix: drop {axis.name!r} from this {name}, or "
-                "multiply by lax.axis_size(...) if that is what is meant (pass check=False to "
-                "shard_map to allow this)"
-            )
+            words = primitives.describe_redundant(name, axis.name, axis.size, x.shape)
+            refuse(f"redundant reduction at {user_line()}", f"{name} over {axis.name!r}", *words)
 
 
 def _dim(dim: int, num_dims: int, name: str) -> int:
@@ -133,7 +117,7 @@ def psum(
         _flag_redundant(leaf, axes, "psum")
         leaf = leaf.to(torch.int32) if leaf.dtype == torch.bool else leaf
         for axis in axes:
-            leaf = Psum.call(leaf, axis, must_vary=scope().check, equal=equal_cotangents)
+            leaf = primitives.Psum.call(leaf, axis, must_vary=scope().check, equal=equal_cotangents)
         return leaf
 
     return tree.map(one, x)
@@ -153,14 +137,15 @@ def pmean(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None)
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        leaf = leaf.to(torch.int32) if leaf.dtype == torch.bool else leaf
         for axis in axes:
-            leaf = Psum.call(leaf.to(torch.int32) if leaf.dtype == torch.bool else leaf, axis)
+            leaf = primitives.Psum.call(leaf, axis)
         return leaf / size
 
     return tree.map(one, x)
 
 
-def _extremum(primitive: type, x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
+def _call_over(primitive: type, x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
     axes = lookup(axis_name)
 
     def one(leaf: Any) -> Any:
@@ -179,7 +164,7 @@ def pmax(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) 
     raises; write ``pmax(stop_gradient(x), axis)`` where none is meant.
     """
     _refuse_groups(axis_index_groups)
-    return _extremum(Pmax, x, axis_name)
+    return _call_over(primitives.Pmax, x, axis_name)
 
 
 @public
@@ -189,7 +174,7 @@ def pmin(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) 
     One all-reduce (min) per axis, of x's bytes. Has no derivative, like `pmax`.
     """
     _refuse_groups(axis_index_groups)
-    return _extremum(Pmin, x, axis_name)
+    return _call_over(primitives.Pmin, x, axis_name)
 
 
 @public
@@ -217,7 +202,7 @@ def all_gather(
             return leaf if tiled else leaf.unsqueeze(dim)
         shape, out = leaf.shape, leaf
         for mesh_axis in reversed(axes):
-            out = AllGather.call(out, mesh_axis)
+            out = primitives.AllGather.call(out, mesh_axis)
         out = out.reshape(-1, *shape).movedim(0, dim)
         return out.flatten(dim, dim + 1) if tiled else out
 
@@ -273,7 +258,7 @@ def psum_scatter(
         # the major axis is scattered first, so that what is left is split by the minor ones
         out = out.unflatten(0, sizes)
         for axis in axes:
-            out = PsumScatter.call(out, axis, must_vary=scope().check)
+            out = primitives.PsumScatter.call(out, axis, must_vary=scope().check)
         return out
 
     return tree.map(one, x)
@@ -312,7 +297,7 @@ def all_to_all(
         out = _split_dim(leaf, source, math.prod(sizes), tiled, "all_to_all")
         out = out.unflatten(0, sizes) if axes else out
         for position, axis in enumerate(axes):
-            out = AllToAll.call(out.movedim(position, 0), axis).movedim(0, position)
+            out = primitives.AllToAll.call(out.movedim(position, 0), axis).movedim(0, position)
         out = out.flatten(0, len(axes) - 1) if axes else out
         if not tiled:
             return out.movedim(0, target)
@@ -342,7 +327,7 @@ def ppermute(x: tree.Tree, axis_name: AxisNames, perm: Sequence[tuple[int, int]]
 
     def one(leaf: torch.Tensor) -> torch.Tensor:
         if len(axes) == 1:
-            return Ppermute.call(leaf, axes[0], pairs)
+            return primitives.Ppermute.call(leaf, axes[0], perm=pairs)
         if not axes:
             return leaf if pairs else torch.zeros_like(leaf)
         sources = [-1] * size
@@ -395,7 +380,7 @@ def pbroadcast(x: tree.Tree, axis_name: AxisNames, source: int) -> tree.Tree:
         here = compat.constant(mine == source, leaf.device)
         out = torch.where(here, leaf, torch.zeros((), dtype=leaf.dtype, device=leaf.device))
         for axis, position in zip(axes, positions, strict=True):
-            out = Broadcast.call(out, axis, source=position)
+            out = primitives.Broadcast.call(out, axis, source=position)
         return out
 
     return tree.map(one, x)
@@ -408,14 +393,7 @@ def assume_replicated(x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
     For values that are equal for a reason the check cannot see. No communication, and no proof: in
     simulation the first rank's value stands for all. Cotangents pass unchanged on every rank.
     """
-    axes = lookup(axis_name)
-
-    def one(leaf: torch.Tensor) -> torch.Tensor:
-        for axis in axes:
-            leaf = AssumeReplicated.call(leaf, axis)
-        return leaf
-
-    return tree.map(one, x)
+    return _call_over(primitives.AssumeReplicated, x, axis_name)
 
 
 @public
@@ -442,7 +420,7 @@ def psum_stages(x: torch.Tensor) -> torch.Tensor:
         return x
     make_index = scope().axis_index
     if make_index is not None:
-        return Psum.call(x, TracedAxis(stages.name, stages.size, make_index))
-    return Psum.call(
+        return primitives.Psum.call(x, TracedAxis(stages.name, stages.size, make_index))
+    return primitives.Psum.call(
         x, BoundAxis(stages.name, stages.size, stages.index, stages.group, None, stages.recorder)
     )

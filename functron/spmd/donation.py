@@ -1,8 +1,8 @@
 """Donation: tensors that a call of a program consumes, all of them or none.
 
-A caller may give a tensor's memory to a program's results, and the tensor is gone: it becomes a
-`Donated`: it holds no memory, and its use raises, with the call that consumed it.
-JAX calls such arrays deleted.
+A caller may give a tensor's memory to a program's results. The tensor then becomes a `Donated`,
+which holds no memory and raises where it is used, with the call that consumed it. JAX calls such
+arrays deleted.
 
 A call that fails, or that Ctrl-C interrupts, leaves what was donated to it as it was, if nothing of
 it had been written; else all of it is gone, since a part of a new state beside the rest of an old
@@ -51,23 +51,23 @@ class Donated(torch.Tensor):
         found = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Donated)]
         gone = [x for x in found if not _donation(x).restore(x)]
         if gone:
-            raise ValueError(f"a tensor that {words(gone[0])}")
+            raise ValueError(f"a tensor that {describe_fate(gone[0])}")
         return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         donation = _donation(self)
         if donation.restore(self):
             return repr(self)
-        return f"Donated({words(self)})"
+        return f"Donated({describe_fate(self)})"
 
 
 def _donation(tensor: Donated) -> Donation:
     return vars(tensor)["donation"]
 
 
-def words(tensor: Donated) -> str:
+def describe_fate(tensor: Donated) -> str:
     """The fate of a tensor, and the fix: words to follow "a tensor that"."""
-    return _donation(tensor).words(vars(tensor)["path"])
+    return _donation(tensor).describe(vars(tensor)["path"])
 
 
 def refuse_donated(leaves: Sequence[Any], paths: Callable[[], Sequence[str]], program: str) -> None:
@@ -78,9 +78,8 @@ def refuse_donated(leaves: Sequence[Any], paths: Callable[[], Sequence[str]], pr
     if any(gone):
         first = gone.index(True)
         more = f", and {sum(gone) - 1} more like it" if sum(gone) > 1 else ""
-        raise ValueError(
-            f"{program}: argument {paths()[first]}: got a tensor that {words(leaves[first])}{more}"
-        )
+        fate = f"{describe_fate(leaves[first])}{more}"
+        raise ValueError(f"{program}: argument {paths()[first]}: got a tensor that {fate}")
 
 
 def check_consumable(tensors: Sequence[torch.Tensor], donated: Mapping[int, str]) -> None:
@@ -121,9 +120,6 @@ class Donation:
 
     ``take`` all of them, ``start``, run the program on what was taken, ``finish``. Where the block
     ends otherwise they are whole, or gone if any was written.
-
-    Args:
-        call: of the program.
 
     Attributes:
         why: what ended the call, if it did not finish.
@@ -166,7 +162,7 @@ class Donation:
         """The program has its results: what was donated is gone."""
         self._finished = True
         self._call.gone = bool(self._taken)
-        self._let_go()
+        self._forget_tensors()
 
     def __enter__(self) -> Donation:
         return self
@@ -184,10 +180,10 @@ class Donation:
         for tensor in self._tracked:
             vars(tensor)["donation"], vars(tensor)["path"] = self, "that requires gradients"
             tensor.__class__ = Donated
-        self._let_go()
+        self._forget_tensors()
         error.add_note(f"{self._call.program} was updating what was donated to it; fix: {RESTORE}")
 
-    def _let_go(self) -> None:
+    def _forget_tensors(self) -> None:
         self._taken, self._versions, self._tracked = {}, [], []
 
     def _is_whole(self) -> bool:
@@ -212,7 +208,7 @@ class Donation:
                 vars(tensor).pop(name, None)
         return True
 
-    def words(self, path: str) -> str:
+    def describe(self, path: str) -> str:
         """The fate of an argument, and the fix: words to follow "a tensor that"."""
         name = self._call.program
         if self._finished:

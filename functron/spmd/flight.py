@@ -39,7 +39,6 @@ class SourceLine(NamedTuple):
     """A place in a program.
 
     Attributes:
-        file, number: of the source line.
         backward: whether the collective is the transpose of the one that is written there.
     """
 
@@ -56,7 +55,6 @@ class CollectiveKind(NamedTuple):
 
     Attributes:
         op: as functron.lax names it, or "send" and "receive" between stages of a pipeline.
-        axis: over which.
         bytes: of the operand.
         dtype: of it, by its name.
         line: that asks for it; None: a compiled program does.
@@ -90,7 +88,6 @@ class Waiting(NamedTuple):
     """A collective that has not ended.
 
     Attributes:
-        kind: what it is.
         ordinal: its number among those of the step, from 0.
         since: when this process began to wait, of `time.perf_counter`.
         start: the same on a GPU's stream; None: there is none.
@@ -106,7 +103,6 @@ class FlightRecorder:
     """The collectives one process enters and leaves. A call costs a microsecond or two.
 
     Attributes:
-        step: that is being taken.
         ranks: by axis, the ranks of the job that this process meets there, itself among them.
         kinds: every kind that was entered, in order of appearance.
         sequence: what the step entered so far, as indices of `kinds`.
@@ -140,7 +136,7 @@ class FlightRecorder:
         if self.agreement is not None:
             self.agreement.forget()
 
-    def line(self, depth: int = 1) -> SourceLine | None:
+    def find_line(self, depth: int = 1) -> SourceLine | None:
         """The line, outside what collectives are made of, of the caller that many frames up."""
         frame: FrameType | None = sys._getframe(depth)
         while frame is not None:
@@ -148,7 +144,7 @@ class FlightRecorder:
             code = frame.f_code
             place = self._places.get(code)
             if place is None:
-                place = self._places[code] = _place(frame)
+                place = self._places[code] = _locate(frame)
             if place == "program":
                 return SourceLine(code.co_filename, frame.f_lineno)
             if place == "compiled":
@@ -156,17 +152,17 @@ class FlightRecorder:
             frame = frame.f_back
         return None
 
-    def about(self, line: SourceLine | None, backward: bool) -> None:
+    def set_line(self, line: SourceLine | None, backward: bool) -> None:
         """The next collective is of this line."""
         self._at = line if line is None or not backward else line._replace(backward=True)
 
-    def begun(
+    def enter(
         self, op: str, axis: str, value: torch.Tensor | None, peer: int | None = None
     ) -> Waiting:
         """Record that a collective over `axis` of `value` was entered."""
         line, self._at = self._at, None
         if line is None:
-            line = self.line(2)
+            line = self.find_line(2)
         if value is None:
             kind = CollectiveKind(op, axis, 0, "no values", line, peer)
         else:
@@ -194,7 +190,7 @@ class FlightRecorder:
         start = None if self.device is None else self.device.mark()
         self.waiting = Waiting(entry.kind, entry.ordinal, time.perf_counter(), start)
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Record that what it waited for has ended."""
         entry = self.waiting
         if entry is not None:
@@ -205,16 +201,16 @@ class FlightRecorder:
                 self.device.ended(entry)
 
     @contextlib.contextmanager
-    def entered(
+    def record(
         self, op: str, axis: str, value: torch.Tensor | None, peer: int | None = None
     ) -> Iterator[None]:
         """Record a collective that takes as long as the with block, in which it is waited for."""
-        self.about(self._at or self.line(3), False)
-        self.wait(self.begun(op, axis, value, peer))
+        self.set_line(self._at or self.find_line(3), False)
+        self.wait(self.enter(op, axis, value, peer))
         try:
             yield
         finally:
-            self.left()
+            self.leave()
 
     def resume(self, axis: str) -> None:
         """Record that this process waits for the last collective over `axis`."""
@@ -230,7 +226,7 @@ class FlightRecorder:
         return sum(self.kinds[number].axis == waiting.kind.axis for number in before)
 
     @contextlib.contextmanager
-    def marking(self, section: str) -> Iterator[None]:
+    def measure(self, section: str) -> Iterator[None]:
         """Count the processor's time of this thread in a with block as that of a section."""
         before = time.thread_time()
         try:
@@ -240,7 +236,7 @@ class FlightRecorder:
             self.marked[section] = self.marked.get(section, 0.0) + seconds
 
 
-def _place(frame: FrameType) -> str:
+def _locate(frame: FrameType) -> str:
     name = str(frame.f_globals.get("__name__", ""))
     if name.startswith(_COMPILED):
         return "compiled"
@@ -267,7 +263,7 @@ class RecordedWork(dist._Work):
         recorder = self._recorder
         recorder.wait(self._entry)
         done = self._work.wait(timeout) if timeout else self._work.wait()
-        recorder.left()
+        recorder.leave()
         return done
 
     def get_future(self) -> Any:
@@ -275,19 +271,30 @@ class RecordedWork(dist._Work):
         return self._work.get_future()
 
 
-class RecordedGroup(dist.ProcessGroup):
-    """A process group whose collectives, of functional ones in compiled code, are recorded.
+def _recorded_method(name: str, op: str = "", operand: int = 0) -> Callable[..., RecordedWork]:
+    """A method of `RecordedGroup`: that of its group, recorded.
 
     Args:
-        group: what does the work.
-        axis: whose ranks these are.
-        recorder: what is told.
+        op: of the collective; "": the reduction that the last argument asks for.
+        operand: the argument that is sent: a tensor, or a list of them.
     """
+
+    def call(self: RecordedGroup, *args: Any) -> RecordedWork:
+        value = args[operand] if isinstance(args[operand], torch.Tensor) else args[operand][0]
+        recorder = self._recorder
+        entry = recorder.enter(op or reduction(args[-1]), self._axis, value)
+        return RecordedWork(getattr(self._group, name)(*args), entry, recorder)
+
+    return call
+
+
+class RecordedGroup(dist.ProcessGroup):
+    """A process group whose collectives, of functional ones in compiled code, are recorded."""
 
     def __init__(self, group: dist.ProcessGroup, axis: str, recorder: FlightRecorder):
         rank_and_size: tuple[Any, ...] = (group.rank(), group.size())
         super().__init__(*rank_and_size)
-        # who parts from the others wants this one's threads to end with it
+        # weak: a process that leaves the others frees the group, which ends its threads
         self._whole, self._axis, self._recorder = weakref.ref(group), axis, recorder
 
     @property
@@ -298,40 +305,16 @@ class RecordedGroup(dist.ProcessGroup):
         """The name that torch has for it."""
         return "recorded"
 
-    def _under_way(self, op: str, value: torch.Tensor, work: Callable[[], Any]) -> RecordedWork:
-        recorder = self._recorder
-        entry = recorder.begun(op, self._axis, value)
-        return RecordedWork(work(), entry, recorder)
-
-    def allreduce(self, tensors: Any, opts: Any) -> Any:
-        """A sum, maximum or minimum."""
-        work = lambda: self._group.allreduce(tensors, opts)  # noqa: E731
-        return self._under_way(reduction(opts), tensors[0], work)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
-        """Several at once."""
-        work = lambda: self._group.allreduce_coalesced(tensors, opts)  # noqa: E731
-        return self._under_way(reduction(opts), tensors[0], work)
-
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
-        """One rank's tensors, on all."""
-        work = lambda: self._group.broadcast(tensors, opts)  # noqa: E731
-        return self._under_way("pbroadcast", tensors[0], work)
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
-        """All ranks' tensors, on all."""
-        work = lambda: self._group.allgather_into_tensor_coalesced(outputs, inputs, *opts)  # noqa: E731
-        return self._under_way("all_gather", inputs[0], work)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
-        """A part of a sum for each."""
-        work = lambda: self._group.reduce_scatter_tensor_coalesced(outputs, inputs, *opts)  # noqa: E731
-        return self._under_way("psum_scatter", inputs[0], work)
-
-    def alltoall_base(self, output: Any, operand: Any, receives: Any, sends: Any, opts: Any) -> Any:
-        """A part of each rank's tensor for each."""
-        work = lambda: self._group.alltoall_base(output, operand, receives, sends, opts)  # noqa: E731
-        return self._under_way("all_to_all", operand, work)
+    allreduce = _recorded_method("allreduce")
+    allreduce_coalesced = _recorded_method("allreduce_coalesced")
+    broadcast = _recorded_method("broadcast", "pbroadcast")
+    allgather_into_tensor_coalesced = _recorded_method(
+        "allgather_into_tensor_coalesced", "all_gather", operand=1
+    )
+    reduce_scatter_tensor_coalesced = _recorded_method(
+        "reduce_scatter_tensor_coalesced", "psum_scatter", operand=1
+    )
+    alltoall_base = _recorded_method("alltoall_base", "all_to_all", operand=1)
 
 
 def reduction(opts: Any) -> str:
@@ -405,7 +388,6 @@ class Agreement:
 
     Args:
         store: of this process alone, as another thread may wait in the job's.
-        rank: of this process.
         seconds: that the others have.
         one_order: all ranks enter all of their collectives in one order. Stages of a pipeline,
             which run different programs, do not: only collectives over the same axis are compared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -33,7 +33,7 @@ CONTEXT_AXES = ("cp", "ulysses")
 
 REBIND = "start all processes again from the newest checkpoint, or call mesh.bind() on all ranks"
 VOTE_SECONDS = 5.0
-"""That ranks have to fail as one of them did, before it parts from them."""
+"""How long a rank that failed waits for the others to fail alike before it closes the groups."""
 
 
 @dataclass(frozen=True, init=False)
@@ -106,6 +106,11 @@ class Mesh:
         """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
+    @property
+    def mesh(self) -> Mesh:
+        """This mesh; of a `BoundMesh`, its names and sizes."""
+        return self
+
     def __getitem__(self, name: str) -> int:
         """The size of axis `name`; 1 where this mesh has no such axis."""
         return self.shape.get(name, 1)
@@ -116,6 +121,16 @@ class Mesh:
     def without(self, name: str | None) -> Mesh:
         """The mesh of the other axes; itself where it has no such axis."""
         return Mesh(**{axis: size for axis, size in self.axes if axis != name})
+
+    def rank_at(self, coordinate: Mapping[str, int], axes: Sequence[str] | None = None) -> int:
+        """The rank at a position on every axis, or its row-major index along some axes alone.
+
+        Axes of which `coordinate` says nothing are at 0.
+        """
+        rank = 0
+        for name in self.axis_names if axes is None else axes:
+            rank = rank * self[name] + coordinate.get(name, 0)
+        return rank
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """The position of `rank` on every axis.
@@ -229,8 +244,6 @@ class BoundMesh:
     """A mesh whose ranks are processes; made by `Mesh.bind`.
 
     Attributes:
-        mesh: the names and sizes.
-        rank: this process's rank.
         coordinate: this process's position on every axis, ``mesh.coordinate(rank)``: a dict, where
             that of a `Mesh`, which has many ranks, is a method of a rank.
         groups: the process group of every axis, by its torch.distributed name: the same name on
@@ -278,12 +291,9 @@ class BoundMesh:
         """The mesh of the other axes, with this process's rank among those that share `name`."""
         mesh = self.mesh.without(name)
         coordinate = {axis: self.coordinate[axis] for axis in mesh.axis_names}
-        rank = 0
-        for axis, size in mesh.axes:
-            rank = rank * size + coordinate[axis]
         groups = {axis: self.groups[axis] for axis in mesh.axis_names}
         rest = self.device_type, self.recorder, self.membership
-        return BoundMesh(mesh, rank, coordinate, groups, *rest)
+        return BoundMesh(mesh, mesh.rank_at(coordinate), coordinate, groups, *rest)
 
     def leave(self, why: str) -> None:
         """Close the groups of this mesh, in this process: ranks that wait in them find out.
@@ -304,7 +314,6 @@ class JointCall:
     Ctrl-C interrupted does not ask the others.
 
     Args:
-        program: its name, for messages.
         mesh: the ranks; one that is simulated, or of one rank, has no others that could differ.
         alike: whether an exception is raised on all ranks, if on one; None: they tell one another,
             within `VOTE_SECONDS`. What is sent must be counted then (`Membership.entered`).

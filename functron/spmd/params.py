@@ -42,23 +42,20 @@ class ParamDef:
     """One parameter: its global shape, the logical name of each dim, and how it starts.
 
     Attributes:
-        shape: global sizes.
         axes: logical axis per dim (``"vocab"``, ``"embed"``, ``"heads"``, ``"mlp"``, ``"layers"``),
             None where no rule should ever split it.
-        init: the initialiser.
-        dtype: the parameter's dtype.
         decay: whether weight decay applies (matrices yes, norms and biases no).
-        balance: whether it is no weight but what balances the load of experts (`nn.moe`): its
-            gradient says only which way to go, and is no part of the gradients' norm.
-        history: whether it is no weight but what quantised products remember of the steps before
-            (`functron.precision.history_def`): its gradient is a count of what this one saw.
-        width: beside a narrower model with the same learning rates, where there is one
-            (`models.mup`); optimizers divide learning rates by it (`optim.width_multiples`).
-        pieces: the parameters that are joined in this one, in order: the name that each one's layer
-            has alone, in place of this one's, and its entries of the last dim but one, which no
-            rule may split; see `pieces_of`. (): it is one.
+        balance: True for the biases that balance the load of experts (`nn.moe`), which are not
+            weights: the gradient gives only a direction, and is no part of the gradients' norm.
+        history: True for the statistics that quantised products keep from step to step
+            (`functron.precision.history_def`), which are not weights: the gradient is this step's.
+        width: relative to the base model whose learning rates are used (`models.mup`); optimizers
+            divide learning rates by it (`optim.width_multiples`).
+        pieces: of a fused parameter, the original ones in order: the name of each one's layer, in
+            place of this one's, and its entries of the last dim but one, which no rule may split;
+            see `pieces_of`. (): it is not fused.
         matrix: of a linear layer whose products `functron.nn.Products` computes, how many of the
-            last dims are its inputs, and how many its outputs; (): it is no such layer's.
+            last dims are inputs, and how many are outputs; (): of no such layer.
     """
 
     shape: tuple[int, ...]
@@ -94,7 +91,6 @@ class JoinedParam(NamedTuple):
         shape: likewise: its entries of the last dim but one are joined to the dim before, or are
             no dim where there is one entry.
         start: of its entries in the leaf.
-        size: how many they are.
     """
 
     path: str
@@ -116,16 +112,6 @@ def pieces_of(path: str, d: ParamDef) -> tuple[JoinedParam, ...]:
     return tuple(found)
 
 
-def zeros(key, shape, dtype, index=None) -> torch.Tensor:
-    """x = 0."""
-    return torch.zeros(_shape_at(shape, index), dtype=dtype, device=key.device)
-
-
-def ones(key, shape, dtype, index=None) -> torch.Tensor:
-    """x = 1."""
-    return torch.ones(_shape_at(shape, index), dtype=dtype, device=key.device)
-
-
 @dataclass(frozen=True)
 class Constant:
     """x = value."""
@@ -134,6 +120,9 @@ class Constant:
 
     def __call__(self, key, shape, dtype, index=None) -> torch.Tensor:
         return torch.full(_shape_at(shape, index), self.value, dtype=dtype, device=key.device)
+
+
+zeros, ones = Constant(0.0), Constant(1.0)
 
 
 @dataclass(frozen=True)
@@ -231,7 +220,6 @@ def init_params(
 
     Args:
         key: a key of `functron.random`; values are made on its device.
-        defs: the tree of `ParamDef`.
         specs: a prefix tree of specs; needed with a bound mesh.
         mesh: where the parameters will live; None or a simulated mesh gives global values.
 
@@ -240,7 +228,7 @@ def init_params(
     """
     _check_defs(defs)
     if mesh is not None and specs is not None:
-        validate(tree.map(lambda d: _Shaped(d.shape), defs), specs, mesh, what="params")
+        validate(abstract_params(defs), specs, mesh, what="params")
     flat = (
         tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs")
         if specs is not None
@@ -293,8 +281,3 @@ def _index_alone(index: Index, piece: JoinedParam) -> Index:
         inner = torch.arange(piece.size, device=rows.device)
         before[-1] = (rows.unsqueeze(-1) * piece.size + inner).flatten()
     return (*before, last)
-
-
-@dataclass(frozen=True)
-class _Shaped:
-    shape: tuple[int, ...]

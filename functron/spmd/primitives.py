@@ -16,7 +16,7 @@ Function of ``(x, token, call)`` with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 from functron.core import compat
 from functron.core.compat import Function
-from functron.spmd.axes import Axis, BoundAxis, SimulatedAxis
+from functron.spmd.axes import OPS, Axis, BoundAxis, SimulatedAxis
 from functron.spmd.flight import SourceLine
 
 
@@ -50,10 +50,8 @@ class PrimitiveCall:
     """The static operands of a primitive; opaque to functorch, which flattens containers.
 
     Attributes:
-        axis: the mesh axis.
         perm: pairs of source and destination, of `Ppermute`.
         must_vary: a checked program wrote this reduction, so its operand must vary over the axis.
-        dtypes: of `AllGatherAs`.
         summed: the names of the axes over which a share will be summed, of `RequireShare`.
         equal: the cotangents of a `Psum`'s result are equal on all ranks.
         source: whose value `Broadcast` sends.
@@ -75,54 +73,61 @@ class PrimitiveCall:
     backward: bool = False
 
 
-def _transport(value: torch.Tensor) -> torch.Tensor:
-    """A contiguous value of a dtype that every backend can send."""
-    return (value.to(torch.uint8) if value.dtype == torch.bool else value).contiguous()
+def refuse_escaped(axis: Axis) -> None:
+    """Raise ValueError for a value of a simulated axis that reaches a collective outside of it."""
+    if isinstance(axis, SimulatedAxis):
+        raise ValueError(
+            f"a value of the simulated axis {axis.name!r} was used after its shard_map "
+            "returned; return it from the mapped function instead of keeping it"
+        )
 
 
 class _Primitive(Function):
-    """A primitive; subclasses give `send`, `across`, `replicated`, `transpose`."""
+    """A primitive; subclasses give what differs of `send`, `across`, `replicated`, `transpose`.
+
+    Without them it sends the operation `op`, is the identity on replicated values, and is its own
+    transpose.
+    """
 
     generate_vmap_rule = False
     batch_dim_in = 0  # where another level's batch dim goes: past a leading rank dim, if any
     batch_dim_out = 0
     communicates = True  # forward does
-    send: Callable[..., torch.Tensor]
+    op = ""  # as functron.lax names it
     across: Callable[..., tuple[torch.Tensor, int | None]]
-    replicated: Callable[..., tuple[torch.Tensor, int | None]]
-    transpose: Callable[..., torch.Tensor]
 
     @classmethod
-    def call(
-        cls,
-        x: torch.Tensor,
-        axis: Axis,
-        perm: tuple = (),
-        must_vary: bool = False,
-        dtypes: Dtypes | None = None,
-        summed: tuple[str, ...] = (),
-        equal: bool = False,
-        source: int = 0,
-        wait: bool = True,
-    ) -> torch.Tensor:
-        """Apply this primitive to `x` over `axis`."""
-        line = axis.line() if isinstance(axis, BoundAxis) else None
-        call = PrimitiveCall(axis, perm, must_vary, dtypes, summed, equal, source, wait, line)
+    def call(cls, x: torch.Tensor, axis: Axis, **options: Any) -> torch.Tensor:
+        """Apply this primitive to `x` over `axis`; options are fields of `PrimitiveCall`."""
+        line = axis.find_line() if isinstance(axis, BoundAxis) else None
+        call = PrimitiveCall(axis, line=line, **options)
         if torch._C._len_torch_function_stack():  # of which one may ask for lines
             return torch.overrides.handle_torch_function(cls.apply, (x,), x, axis.token, call)
         out: Any = cls.apply(x, axis.token, call)
         return out
 
     @classmethod
+    def send(cls, x, axis, call):
+        """The collective on this process, or in a program that is being traced."""
+        return axis.send(cls.op, x, **({"must_vary": True} if call.must_vary else {}))
+
+    @staticmethod
+    def replicated(x, size, call):
+        """The result on `size` simulated ranks that all have x, and its dim of ranks, if any."""
+        return x, None
+
+    @classmethod
+    def transpose(cls, cotangent, token, call):
+        """The cotangent of the operand."""
+        return cls.apply(cotangent, token, call)
+
+    @classmethod
     def forward(cls, x, token, call):
-        if isinstance(call.axis, SimulatedAxis):
-            raise ValueError(
-                f"a value of the simulated axis {call.axis.name!r} was used after its shard_map "
-                "returned; return it from the mapped function instead of keeping it"
-            )
+        refuse_escaped(call.axis)
         if call.line is not None and cls.communicates:
-            call.axis.about(call.line, call.backward)
-        return cls.send(_transport(x), call.axis, call).to(x.dtype)
+            call.axis.set_line(call.line, call.backward)
+        sent = x.to(torch.uint8) if x.dtype == torch.bool else x  # which every backend can send
+        return cls.send(sent.contiguous(), call.axis, call).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -156,9 +161,7 @@ class _Primitive(Function):
 class Psum(_Primitive):
     """y = sum over ranks of x; the same on every rank. Self-transpose."""
 
-    @staticmethod
-    def send(x, axis, call):
-        return axis.all_reduce(x, "sum", call.must_vary)
+    op = "psum"
 
     @staticmethod
     def across(x, call):
@@ -171,6 +174,16 @@ class Psum(_Primitive):
     @staticmethod
     def transpose(cotangent, token, call):
         return (PsumOfEqual if call.equal else Psum).apply(cotangent, token, call)
+
+
+def describe_redundant(op: str, axis: str, size: int, shape: Sequence[int]) -> tuple[str, str, str]:
+    """(got, wanted, fix) of a reduction of a value that all ranks have."""
+    return (
+        f"a value of shape {tuple(shape)} that is already replicated over {axis!r}",
+        f"one that varies over it. It would be counted {size} times",
+        f"drop {axis!r} from this {op}, or multiply by lax.axis_size(...) if that is what is meant "
+        "(pass check=False to shard_map to allow this)",
+    )
 
 
 class PsumOfEqual(_Primitive):
@@ -194,10 +207,6 @@ class PsumOfEqual(_Primitive):
     def replicated(x, size, call):
         return x * size, None
 
-    @staticmethod
-    def transpose(cotangent, token, call):
-        return PsumOfEqual.apply(cotangent, token, call)
-
 
 class Broadcast(Psum):
     """y = x of one rank, on every rank; what the others have must be zeros.
@@ -205,9 +214,11 @@ class Broadcast(Psum):
     So it is their sum, at half of its bytes, and its transpose is that of `Psum`.
     """
 
-    @staticmethod
-    def send(x, axis, call):
-        return axis.broadcast(x, call.source)
+    op = "pbroadcast"
+
+    @classmethod
+    def send(cls, x, axis, call):
+        return axis.send(cls.op, x, call.source)
 
     @staticmethod
     def across(x, call):
@@ -228,25 +239,19 @@ def _refuse_derivative(name: str, axis: str):
 class _Extremum(_Primitive):
     """pmax or pmin: no derivative, and the same value if all ranks have the same."""
 
-    name = ""
-
     @classmethod
     def across(cls, x, call):
-        return _ExtremumOfRanks.apply(x, cls.name, call), None
-
-    @staticmethod
-    def replicated(x, size, call):
-        return x, None
+        return _ExtremumOfRanks.apply(x, cls.op, call), None
 
     @classmethod
     def backward(cls, ctx, cotangent):
         if cotangent is not None:
-            _refuse_derivative(cls.name, ctx.call.axis.name)
+            _refuse_derivative(cls.op, ctx.call.axis.name)
         return None, None, None
 
     @classmethod
     def jvp(cls, ctx, tangent, *_):
-        return None if tangent is None else _refuse_derivative(cls.name, ctx.call.axis.name)
+        return None if tangent is None else _refuse_derivative(cls.op, ctx.call.axis.name)
 
 
 class _ExtremumOfRanks(Function):
@@ -277,31 +282,20 @@ class _ExtremumOfRanks(Function):
 class Pmax(_Extremum):
     """y = the maximum over ranks of x; the same on every rank. No derivative."""
 
-    name = "pmax"
-
-    @staticmethod
-    def send(x, axis, call):
-        return axis.all_reduce(x, "max", False)
+    op = "pmax"
 
 
 class Pmin(_Extremum):
     """y = the minimum over ranks of x; the same on every rank. No derivative."""
 
-    name = "pmin"
-
-    @staticmethod
-    def send(x, axis, call):
-        return axis.all_reduce(x, "min", False)
+    op = "pmin"
 
 
 class AllGather(_Primitive):
     """[...] -> [n, ...]: every rank's x, in rank order, on every rank. Transpose: PsumScatter."""
 
+    op = "all_gather"
     batch_dim_out = 1
-
-    @staticmethod
-    def send(x, axis, call):
-        return axis.all_gather(x)
 
     @staticmethod
     def across(x, call):
@@ -344,8 +338,8 @@ class AllGatherAs(AllGather):
 class GatherUnsent(AllGatherAs):
     """[...] -> [n, ...]: NaN, one in memory and none sent; the transpose is `AllGatherAs`'s.
 
-    Of a parameter whose numbers reach the ranks in another form: what its cotangent belongs to. It
-    is NaN lest anybody reads it.
+    Stands for a parameter that is sent in another form, so that its cotangent has an operand. It is
+    NaN so that reading it is noticed.
     """
 
     communicates = False
@@ -378,11 +372,8 @@ def _nan(x: torch.Tensor, call: PrimitiveCall) -> torch.Tensor:
 class PsumScatter(_Primitive):
     """[n, ...] -> [...]: rank r keeps row r of the sum over ranks. Transpose: AllGather."""
 
+    op = "psum_scatter"
     batch_dim_in = 1
-
-    @staticmethod
-    def send(x, axis, call):
-        return axis.reduce_scatter(x, call.must_vary)
 
     @staticmethod
     def across(x, call):
@@ -400,11 +391,8 @@ class PsumScatter(_Primitive):
 class AllToAll(_Primitive):
     """[n, ...] -> [n, ...]: row s on rank r is row r of rank s. Self-transpose."""
 
+    op = "all_to_all"
     batch_dim_in = batch_dim_out = 1
-
-    @staticmethod
-    def send(x, axis, call):
-        return axis.all_to_all(x)
 
     @staticmethod
     def across(x, call):
@@ -414,19 +402,17 @@ class AllToAll(_Primitive):
     def replicated(x, size, call):
         return x.unsqueeze(1).expand(size, size, *x.shape[1:]), 0
 
-    @staticmethod
-    def transpose(cotangent, token, call):
-        return AllToAll.apply(cotangent, token, call)
-
 
 class Ppermute(_Primitive):
     """y on rank d is x of rank s for every (s, d) in perm, and zeros where no pair ends."""
 
-    @staticmethod
-    def send(x, axis, call):
-        if isinstance(axis, BoundAxis) and not call.wait:
-            return axis.permute(x, call.perm, False)
-        return axis.permute(x, call.perm)
+    op = "ppermute"
+
+    @classmethod
+    def send(cls, x, axis, call):
+        wait = (call.wait,) if isinstance(axis, BoundAxis) else ()
+        sources, destinations = [s for s, _ in call.perm], [d for _, d in call.perm]
+        return axis.send(cls.op, x, sources, destinations, *wait)
 
     @classmethod
     def jvp(cls, ctx, tangent, *_):
@@ -455,17 +441,13 @@ class _Statement(_Primitive):
 
     communicates = False
 
-    @staticmethod
-    def send(x, axis, call):
-        return x.view_as(x)
+    @classmethod
+    def send(cls, x, axis, call):
+        return axis.mark(x, cls.op) if cls.op else x.view_as(x)
 
     @staticmethod
     def across(x, call):
         return x.select(0, 0), None
-
-    @staticmethod
-    def replicated(x, size, call):
-        return x, None
 
     @staticmethod
     def transpose(cotangent, token, call):
@@ -475,9 +457,7 @@ class _Statement(_Primitive):
 class AssumeReplicated(_Statement):
     """y = x, trusted to be equal on all ranks. Transpose: identity on every rank."""
 
-    @staticmethod
-    def send(x, axis, call):
-        return axis.mark(x, "assume_replicated")
+    op = "assume_replicated"
 
 
 class OutputReplicated(_Statement):
@@ -503,12 +483,20 @@ class InputReplicated(_Statement):
         return Psum.apply(cotangent, token, call)
 
 
+def call_unmentioned(
+    primitive: type[_Primitive], x: torch.Tensor, mentioned: Sequence[str], axes: Sequence[Axis]
+) -> torch.Tensor:
+    """A primitive applied to x over those axes that its spec does not mention."""
+    for axis in axes:
+        if axis.name not in mentioned:
+            x = primitive.call(x, axis)
+    return x
+
+
 class Vary(_Statement):
     """y = x, held apart on every rank: the type of a value that is a rank's own share of a sum."""
 
-    @staticmethod
-    def send(x, axis, call):
-        return axis.mark(x, "vary")
+    op = "vary"
 
     @staticmethod
     def replicated(x, size, call):
@@ -524,12 +512,12 @@ class AssumeShare(Vary):
 
     @staticmethod
     def send(x, axis, call):
-        return axis.assume_share(x)
+        return OPS.assume_share(x)
 
 
 class RequireShare(_Statement):
-    """y = x, which must be a share of a gradient, and is none from here on: it is to be summed."""
+    """y = x, which must be a share of a gradient; y is not one, since it will be summed."""
 
     @staticmethod
     def send(x, axis, call):
-        return axis.require_share(x, call.summed)
+        return OPS.require_share(x, list(call.summed))

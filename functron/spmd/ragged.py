@@ -32,10 +32,11 @@ from functron.spmd.axes import (
     BoundAxis,
     SimulatedAxis,
     TracedAxis,
+    define_op,
     lookup,
     user_line,
 )
-from functron.spmd.primitives import AllToAll
+from functron.spmd.primitives import AllToAll, refuse_escaped
 
 
 def copy_rows(
@@ -171,7 +172,7 @@ class _Copy(_Moved):
         size = info.batch_size
         if in_dims[1] is None and in_dims[2] is None:
             return _Copy.apply(x.movedim(in_dims[0], 1), source, slots, whole), 1
-        source, slots = _lead(source, in_dims[1], size), _lead(slots, in_dims[2], size)
+        source, slots = _lead_with(source, in_dims[1], size), _lead_with(slots, in_dims[2], size)
         length, rows = source.shape[1], slots.shape[1]
         slots = shift_indices(slots, length)
         if (
@@ -201,8 +202,8 @@ class _Add(_Moved):
         size = info.batch_size
         if in_dims[1] is None and in_dims[2] is None:
             return _Add.apply(y.movedim(in_dims[0], 1), source, slots, whole), 1
-        source, slots = _lead(source, in_dims[1], size), _lead(slots, in_dims[2], size)
-        y, rows = _lead(y, in_dims[0], size).flatten(0, 1), slots.shape[1]
+        source, slots = _lead_with(source, in_dims[1], size), _lead_with(slots, in_dims[2], size)
+        y, rows = _lead_with(y, in_dims[0], size).flatten(0, 1), slots.shape[1]
         slots = shift_indices(slots, source.shape[1]).flatten(0, 1)
         source = shift_indices(source, rows).flatten()
         return _Add.apply(y, source, slots, whole).unflatten(0, (size, rows)), 0
@@ -214,11 +215,6 @@ LIBRARY.define(
     "ragged_all_to_all(Tensor x, str axis, int size, Tensor sends, Tensor receives, int capacity, "
     "int room=0) -> Tensor"
 )
-LIBRARY.define(
-    "ragged_ranks(Tensor x, str group, Tensor sends, Tensor receives, int capacity, int room=0) "
-    "-> Tensor"
-)
-LIBRARY.define("ragged_end(Tensor got, Tensor receives, int capacity, int room) -> Tensor")
 
 
 @public
@@ -260,7 +256,7 @@ def ragged_all_to_all(
             beyond it would be lost, so choose a true bound); `send_sizes` is not one per rank.
     """
     axes = lookup(axis_name)
-    _check(send_sizes, math.prod(axis.size for axis in axes))
+    _check_sizes(send_sizes, math.prod(axis.size for axis in axes))
     sizes = send_sizes.view(*(axis.size for axis in axes), 1)
     rows, received, layout = exchange(x, sizes, axes, capacity=capacity, room=room)
     if len(axes) > 1:
@@ -272,7 +268,7 @@ def ragged_all_to_all(
     return rows, received.flatten()
 
 
-def _check(sizes: Tensor, ranks: int) -> None:
+def _check_sizes(sizes: Tensor, ranks: int) -> None:
     if sizes.shape != (ranks,) or sizes.dtype != torch.int64:
         raise ValueError(
             f"ragged_all_to_all at {user_line()}: got send_sizes {sizes.dtype} "
@@ -295,7 +291,6 @@ def exchange(
         x: ``[M, ...]``.
         sizes: int64 ``[n0, n1, ..., K]``: for each rank, a dim for each of `axes`, the rows of each
             of K kinds; blocks of rows are in row-major order.
-        axes: the axes, major to minor.
         capacity: a bound on what any rank can receive.
         room: a bound on what one rank can send to another, worth sending always; 0: none is.
         wait: for the rows; otherwise they may still be on their way, and only `wait_for_rows` may
@@ -327,8 +322,8 @@ def exchange(
             bound = min(bound, rows.shape[0] * axis.size)
         last = position == len(axes) - 1
         passing = room * math.prod(axis.size for axis in axes) // axis.size
-        call = RaggedCall(axis, bound, wait or not last, passing if _pads(x, axis) else 0)
-        call = _exactly(sends, receives, call)
+        call = RaggedCall(axis, bound, wait or not last, passing if _should_pad(x, axis) else 0)
+        call = _count_rows(sends, receives, call)
         sent: Any = RaggedAllToAll.apply(rows, sends, receives, axis.token, call)
         rows, sizes = sent, incoming.movedim(0, position)
     return rows, sizes, layout
@@ -339,7 +334,7 @@ def wait_for_rows(rows: Tensor, axes: Sequence[Axis]) -> Tensor:
     last = axes[-1] if axes else None
     if not isinstance(last, BoundAxis):
         return rows
-    with last.awaited():
+    with last.record_wait():
         out: Any = _Wait.apply(rows)
     return out
 
@@ -356,12 +351,12 @@ def _resize_rows(x: Tensor, sizes: Tensor, capacity: int) -> Tensor:
     return torch.where(real.view(-1, *[1] * (x.dim() - 1)), x, zero)
 
 
-def _pads(x: Tensor, axis: Axis) -> bool:
+def _should_pad(x: Tensor, axis: Axis) -> bool:
     """Whether sending what there is room for is better than waiting for how much there is."""
     return x.is_cuda or isinstance(axis, TracedAxis)
 
 
-def _exactly(sends: Tensor, receives: Tensor, call: RaggedCall) -> RaggedCall:
+def _count_rows(sends: Tensor, receives: Tensor, call: RaggedCall) -> RaggedCall:
     """The call with the number of rows that arrive, where that is a fact already."""
     if not isinstance(call.axis, BoundAxis) or call.room or compat.physical(receives)[1]:
         return call
@@ -384,9 +379,7 @@ class RaggedCall:
     """The static operands of `RaggedAllToAll`; opaque to functorch.
 
     Attributes:
-        axis: the mesh axis.
         capacity: the rows of the result.
-        wait: for them; see `exchange`.
         room: of rows from one rank to another; 0: exactly as many as there are.
         counts: of rows to each rank, and from each, where the host knows them.
     """
@@ -409,11 +402,7 @@ class RaggedAllToAll(Function):
 
     @staticmethod
     def forward(x, sends, receives, token, call):
-        if isinstance(call.axis, SimulatedAxis):
-            raise ValueError(
-                f"a value of the simulated axis {call.axis.name!r} was used after its shard_map "
-                "returned; return it from the mapped function instead of keeping it"
-            )
+        refuse_escaped(call.axis)
         if sends.dim() == 1:
             return _send(x, sends, receives, call)
         samples, call = zip(x, sends, receives, strict=True), replace(call, wait=True)
@@ -454,8 +443,8 @@ class RaggedAllToAll(Function):
             # one pattern for all samples: they are a part of what a row is
             moved = x.movedim(x_dim, samples)
             return RaggedAllToAll.apply(moved, sends, receives, token, call), samples
-        x, sends = _lead(x, x_dim, size), _lead(sends, sends_dim, size)
-        receives = _lead(receives, receives_dim, size)
+        x, sends = _lead_with(x, x_dim, size), _lead_with(sends, sends_dim, size)
+        receives = _lead_with(receives, receives_dim, size)
         if token_dim is not None:
             return exchange_of_ranks(x, sends, call.capacity), 0
         if samples == 1:
@@ -466,7 +455,7 @@ class RaggedAllToAll(Function):
         return out.unflatten(0, shape), 0
 
 
-def _lead(value: Tensor, dim: int | None, size: int) -> Tensor:
+def _lead_with(value: Tensor, dim: int | None, size: int) -> Tensor:
     return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
 
 
@@ -503,10 +492,11 @@ def _send(x: Tensor, sends: Tensor, receives: Tensor, call: RaggedCall) -> Tenso
         return op(x, axis.name, axis.size, sends, receives, call.capacity, *room)
     assert isinstance(axis, BoundAxis)
     if call.room:
-        with axis.entered("ragged_all_to_all", x):
-            return exchange_padded(x, axis.group, sends, receives, call.capacity, call.room)
+        with axis.record("ragged_all_to_all", x):
+            got = _c10d.wait_tensor(_begin_exchange(x, axis.group, sends, call.room))
+            return _end_exchange(got, receives, call.capacity, call.room)
     counts = call.counts or torch.stack([sends, receives]).tolist()
-    return _exact(x, axis.group, counts, call.capacity, call.wait)
+    return _exchange_exact(x, axis.group, counts, call.capacity, call.wait)
 
 
 def pads(device: torch.device, room: int = 0) -> bool:
@@ -525,16 +515,7 @@ def _exchange_ranks(
     """
     if pads(x.device, room):
         return _begin_exchange(x, group, sends, room)
-    return _exact(x, group, torch.stack([sends, receives]).tolist(), capacity)
-
-
-def exchange_padded(
-    x: Tensor, group: str, sends: Tensor, receives: Tensor, capacity: int, room: int
-) -> Tensor:
-    """The exchange of `room` rows with each rank: real ones, then zeros; sizes stay unread."""
-    return _end_exchange(
-        _c10d.wait_tensor(_begin_exchange(x, group, sends, room)), receives, capacity, room
-    )
+    return _exchange_exact(x, group, torch.stack([sends, receives]).tolist(), capacity)
 
 
 def _begin_exchange(x: Tensor, group: str, sends: Tensor, room: int) -> Tensor:
@@ -556,7 +537,7 @@ def _end_exchange(got: Tensor, receives: Tensor, capacity: int, room: int) -> Te
     return pick(got, torch.where(block < ranks, at, -1))
 
 
-def _exact(
+def _exchange_exact(
     x: Tensor, group: str, counts: Sequence[list[int]], capacity: int, wait: bool = True
 ) -> Tensor:
     """The exchange of as many rows as there are, to and from each rank."""
@@ -605,12 +586,15 @@ def _fake_ranks(x, group, sends, receives, capacity, room=0):
     return x.new_empty(rows, *x.shape[1:])
 
 
-def _fake_end(got, receives, capacity, room):
-    return got.new_empty(capacity, *got.shape[1:])
-
-
 LIBRARY.impl("ragged_all_to_all", _fake_exchange, "Meta")
-LIBRARY.impl("ragged_ranks", _exchange_ranks, "CompositeExplicitAutograd")
-LIBRARY.impl("ragged_end", _end_exchange, "CompositeExplicitAutograd")
-torch.library.register_fake("functron::ragged_ranks", _fake_ranks, lib=LIBRARY)
-torch.library.register_fake("functron::ragged_end", _fake_end, lib=LIBRARY)
+define_op(
+    "ragged_ranks(Tensor x, str group, Tensor sends, Tensor receives, int capacity, int room=0) "
+    "-> Tensor",
+    _exchange_ranks,
+    _fake_ranks,
+)
+define_op(
+    "ragged_end(Tensor got, Tensor receives, int capacity, int room) -> Tensor",
+    _end_exchange,
+    lambda got, receives, capacity, room: got.new_empty(capacity, *got.shape[1:]),
+)

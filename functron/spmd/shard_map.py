@@ -38,14 +38,13 @@ from functron.spmd.axes import (
 from functron.spmd.collectives import all_gather
 from functron.spmd.donation import Donation, check_consumable, refuse_donated
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, JointCall, Mesh
-from functron.spmd.primitives import InputReplicated, OutputReplicated
+from functron.spmd.primitives import InputReplicated, OutputReplicated, call_unmentioned
 from functron.spmd.simulate import (
     LineRecorder,
     VaryingOutputError,
     check_outputs,
+    explain_error,
     run_ranks,
-    taught,
-    taught_key,
 )
 from functron.spmd.spec import P, dim_axes, is_spec, spec_axes, validate
 from functron.spmd.spec import shard as shard_one
@@ -78,16 +77,18 @@ def run_rank(
     tensor `fn` closes over, over all of them), and the cotangent of an output is divided by their
     sizes: JAX's convention at the boundary.
     """
+    at_entry = functools.partial(_call_at_boundary, InputReplicated)
+    at_exit = functools.partial(_call_at_boundary, OutputReplicated)
     with bind(axes, absent=absent, check=check):
         local = [
-            value if spec is None else _replicate(value, spec_axes(spec), axes)
+            value if spec is None else at_entry(value, spec_axes(spec), axes)
             for value, spec in zip(values, specs, strict=True)
         ]
         hidden, close = hoist(fn)
-        closed = close([_replicate(tensor, (), axes) for tensor in hidden])
+        closed = close([at_entry(tensor, (), axes) for tensor in hidden])
         outputs, out_specs = program(closed, local)
         return [
-            value if spec is None else _count_once(value, spec_axes(spec), axes)
+            value if spec is None else at_exit(value, spec_axes(spec), axes)
             for value, spec in zip(outputs, out_specs, strict=True)
         ]
 
@@ -109,7 +110,7 @@ def check_shapes(name: str, mesh: BoundMesh, leaves: Sequence[Any], paths: Seque
     }
     number = zlib.crc32(repr(mine).encode())
     with compat.no_transforms(), compat.no_dispatch_modes():
-        highest, lowest = _largest(name, mesh, number, -number)
+        highest, lowest = _find_max(name, mesh, number, -number)
         if highest == -lowest:
             return
         everywhere: Any = [(mesh.coordinate, mine)]
@@ -134,24 +135,24 @@ def _groups(mesh: BoundMesh) -> dict[str, dist.ProcessGroup]:
     return {axis: compat.group(mesh.groups[axis]) for axis, size in mesh.shape.items() if size > 1}
 
 
-def _largest(name: str, mesh: BoundMesh, *numbers: int) -> list[int]:
+def _find_max(name: str, mesh: BoundMesh, *numbers: int) -> list[int]:
     """The largest of all ranks' numbers, by an all-reduce per axis, for the call of `name`."""
     found = torch.tensor(numbers, device=mesh.device_type)
     for axis, group in _groups(mesh).items():
         recorder = mesh.recorder
         if recorder is not None:
-            recorder.wait(recorder.begun("pmax", axis, found))
+            recorder.wait(recorder.enter("pmax", axis, found))
         try:
             dist.all_reduce(found, dist.ReduceOp.MAX, group)
         except RuntimeError as error:
             raise_lost(error, f"the call of {name} over {axis!r} at {user_line()}")
             raise
         if recorder is not None:
-            recorder.left()
+            recorder.leave()
     return found.tolist()
 
 
-def _on_the_first(
+def _check_on_first(
     name: str, mesh: BoundMesh, check: Callable[[], Exception | None]
 ) -> Exception | None:
     """The error that `check()` finds on the first rank; where it finds one, each rank's own.
@@ -161,7 +162,7 @@ def _on_the_first(
     """
     found = check() if mesh.rank == 0 else None
     with compat.no_transforms(), compat.no_dispatch_modes():
-        (any_found,) = _largest(name, mesh, int(found is not None))
+        (any_found,) = _find_max(name, mesh, int(found is not None))
     return check() if any_found and mesh.rank != 0 else found
 
 
@@ -169,21 +170,9 @@ def _is_differentiated(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
 
 
-def _replicate(value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis | TracedAxis]) -> Any:
+def _call_at_boundary(primitive: type, value: Any, mentioned: Sequence[str], axes: Sequence) -> Any:
     if _is_differentiated(value) and value.is_floating_point():
-        for axis in axes:
-            if axis.name not in mentioned:
-                value = InputReplicated.call(value, axis)
-    return value
-
-
-def _count_once(
-    value: Any, mentioned: Sequence[str], axes: Sequence[BoundAxis | TracedAxis]
-) -> Any:
-    if _is_differentiated(value) and value.is_floating_point():
-        for axis in axes:
-            if axis.name not in mentioned:
-                value = OutputReplicated.call(value, axis)
+        return call_unmentioned(primitive, value, mentioned, axes)
     return value
 
 
@@ -255,7 +244,6 @@ def shard_map(
 
     Args:
         f: takes and returns trees of tensors; positional arguments only.
-        mesh: the ranks.
         in_specs: a prefix tree of specs for the tuple of arguments, or one spec for all of them. A
             spec of None makes an argument static: it is passed on as it is, whatever it is.
         out_specs: a prefix tree of specs for the result; None for static results.
@@ -318,18 +306,12 @@ class MappedFunction:
     """A function mapped by `shard_map`: binds arguments to specs, then simulates or runs.
 
     Attributes:
-        f: the per-rank program.
-        mesh: the ranks.
-        in_specs: how arguments are split.
-        out_specs: how results are.
-        check: whether replication is checked.
         stages: the axis of a pipeline's stages, which is not mapped.
         donate: positions of arguments that are consumed.
-        name: of `f`.
         observe: called with the arguments and the results of calls that have computed them, by
             `jit` too; None: nothing is.
-        aside: whether what `jit` compiles is not for these arguments, for which it then calls the
-            function itself; None: it is for all.
+        aside: whether `jit` must call the function itself for these arguments, instead of its
+            compiled program; None: never.
     """
 
     observe: Callable[[tuple, Any], None] | None = None
@@ -377,14 +359,14 @@ class MappedFunction:
         hidden = find_tensors(self.f)
         self._refuse_orphans(leaves, paths, hidden)
         if self.donate and _is_taped([*leaves, *hidden]):
-            return self._on_tape(leaves, structure, *hoist(self.f))
+            return self._call_on_tape(leaves, structure, *hoist(self.f))
         stages, named = self._stage_axis() or scope().stages, scope().named
         inner = replace(scope(), stages=stages, named=set() if named is None else named)
         with unwinding():
             if scope().axis_index is not None:
                 with enter(inner):
                     return self._trace(leaves, structure, specs)
-            return self._together(args, inner, leaves, paths, structure, specs)
+            return self._call_all(args, inner, leaves, paths, structure, specs)
 
     def _refuse_orphans(self, leaves: list, paths: list[str], hidden: list) -> None:
         values = [*leaves, *hidden]
@@ -392,12 +374,14 @@ class MappedFunction:
             named = [f"argument {path}" for path in paths]
             named += ["a tensor that it closes over"] * len(hidden)
             words = [f"{named[i]}, of shape {list(values[i].shape)}" for i in found]
-            raise ValueError(f"shard_map: {self._where()}, by {' and '.join(words)}, {ORPHAN}")
+            raise ValueError(
+                f"shard_map: {self._describe_function()}, by {' and '.join(words)}, {ORPHAN}"
+            )
 
-    def _on_tape(self, leaves: list, structure, hidden: list, close: Callable) -> Any:
-        """The results where torch's tape tracks what is given: under torch.func, as pure as there.
+    def _call_on_tape(self, leaves: list, structure, hidden: list, close: Callable) -> Any:
+        """The results where torch's tape tracks what is given: under torch.func, without writes.
 
-        A derivative of what is overwritten would be lost, and what the tape keeps be changed.
+        A write would lose the derivative of what it overwrites, and change what the tape keeps.
         """
         places = [i for i, leaf in enumerate(leaves) if _is_taped([leaf])]
         count = len(places)
@@ -407,22 +391,22 @@ class MappedFunction:
             for i, tensor in zip(places, tensors[:count], strict=True):
                 given[i] = tensor
             again.f = close(list(tensors[count:]))
-            return again(*_arguments(structure, given))
+            return again(*_make_arguments(structure, given))
 
         return call_on_tape(call, [*(leaves[i] for i in places), *hidden])
 
-    def _together(self, args: tuple, inner: Scope, leaves: list, paths: list, structure, specs):
+    def _call_all(self, args: tuple, inner: Scope, leaves: list, paths: list, structure, specs):
         """The results of all ranks, or of this process's, which makes the call with the others."""
         modes = compat.dispatch_modes_active()
         alone = modes or compat.transforms_active()
         if isinstance(self._mapped, BoundMesh) and self.check:
             with enter(inner), JointCall(self.name, self.mesh, alike=True):
                 self._check_once(self._mapped, leaves, structure, specs)
-        donated = {} if alone else self._donated(leaves, paths)
+        donated = {} if alone else self._find_donated(leaves, paths)
         before = {
             i: leaf._version
             for i, leaf in enumerate(leaves)
-            if _counts_edits(leaf) and _position(paths[i]) not in self.donate
+            if _can_count_edits(leaf) and _argument(paths[i]) not in self.donate
         }
         with JointCall(self.name, self.mesh, alike=True if modes else self._alike) as call:
             with enter(inner), Donation(call) as donation:
@@ -431,38 +415,34 @@ class MappedFunction:
                     given[i] = donation.take(path, leaves[i])
                 if compat.transforms_active():  # nothing is given up: what is edited are copies
                     for i, leaf in enumerate(leaves):
-                        if isinstance(leaf, torch.Tensor) and _position(paths[i]) in self.donate:
+                        if isinstance(leaf, torch.Tensor) and _argument(paths[i]) in self.donate:
                             given[i] = leaf.clone()
                 donation.start()
-                out = self._compute(given, structure, specs)
+                compute = self._run_bound if isinstance(self._mapped, BoundMesh) else self._simulate
+                out = compute(given, structure, specs)
                 donation.finish()
             self._refuse_edits(leaves, paths, before)
             if self.observe is not None and not alone:
                 self.observe(args, out)
         return out
 
-    def _donated(self, leaves: list, paths: list[str]) -> dict[int, str]:
+    def _find_donated(self, leaves: list, paths: list[str]) -> dict[int, str]:
         """The places and paths of the tensors that are consumed, each with memory of its own."""
         if not self.donate:
             return {}
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        donated = {i: paths[i] for i in tensors if _position(paths[i]) in self.donate}
+        donated = {i: paths[i] for i in tensors if _argument(paths[i]) in self.donate}
         places = {place: paths[i] for place, i in enumerate(tensors) if i in donated}
         check_consumable(list(tensors.values()), places)
         return donated
-
-    def _compute(self, leaves: list, structure, specs: list) -> Any:
-        if isinstance(self._mapped, BoundMesh):
-            return self._run(self._mapped, leaves, structure, specs)
-        return self._simulate(self._mapped, leaves, structure, specs)
 
     def _refuse_edits(self, leaves: list, paths: list[str], before: dict[int, int]) -> None:
         edited: dict[int, list[str]] = {}
         for i, version in before.items():
             if leaves[i]._version != version:
-                edited.setdefault(_position(paths[i]), []).append(paths[i])
+                edited.setdefault(_argument(paths[i]), []).append(paths[i])
         raise_problems(
-            f"{self._where()} modified arguments in place, which are the caller's",
+            f"{self._describe_function()} modified arguments in place, which are the caller's",
             [
                 Problem(
                     f"argument {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
@@ -485,12 +465,13 @@ class MappedFunction:
         return StageAxis(name, mesh[name], index, group, mesh.recorder)
 
     def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None], list[str]]:
-        prefix = self._prefix(args)
+        prefix = self._spec_prefix(args)
         rows = zip(args, prefix, strict=True)
         masked = tuple(_Static(arg) if _is_static(arg, spec) else arg for arg, spec in rows)
         leaves, structure = tree.flatten(masked)
         refuse_donated(leaves, lambda: tree.paths(masked), self.name)
-        key = (structure, scope().axis_index is not None, tuple(_looks(leaf) for leaf in leaves))
+        shapes = (leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+        key = (structure, scope().axis_index is not None, tuple(shapes))
         if key not in self._specs:
             specs = tree.broadcast_prefix(
                 prefix, masked, is_leaf=is_spec, what="in_specs", wanted="a P, or containers"
@@ -521,7 +502,7 @@ class MappedFunction:
         raise_problems(f"shard_map cannot shard the arguments of {self.name}", sizes)
         raise_problems(f"shard_map: arguments of {self.name}", kinds, TypeError)
 
-    def _prefix(self, args: tuple) -> tuple:
+    def _spec_prefix(self, args: tuple) -> tuple:
         if is_spec(self.in_specs):
             return (self.in_specs,) * len(args)
         if not isinstance(self.in_specs, (tuple, list)) or len(self.in_specs) != len(args):
@@ -532,11 +513,11 @@ class MappedFunction:
             )
         return tuple(self.in_specs)
 
-    def _body(self, f: Callable, structure: tree.Structure, result: _Result, recorder=None):
+    def _make_body(self, f: Callable, structure: tree.Structure, result: _Result, recorder=None):
         """`f` on flat values, its flat outputs matched with their specs and checked."""
 
         def body(values: list) -> tuple[list, list[P | None]]:
-            out = f(*_arguments(structure, values))
+            out = f(*_make_arguments(structure, values))
             outputs, result.structure = tree.flatten(out)
             title = f"shard_map cannot assemble what {self.name} returns"
             refuse_holders(title, "output", out)
@@ -544,18 +525,14 @@ class MappedFunction:
                 self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
             )
             if scope().check:
-                self._check_named()
+                idle = [name for name in self._own if name not in (scope().named or ())]
+                refuse_idle(f"{self._describe_function()} on Mesh({self.mesh})", self.mesh, idle)
                 mine, paths = self._mapped.axis_names, tree.paths(out)
-                check_outputs(outputs, specs, paths, mine, self._where(), recorder)
+                check_outputs(outputs, specs, paths, mine, self._describe_function(), recorder)
             self._check_ranks(outputs, specs, tree.paths(out))
             return outputs, specs
 
         return body
-
-    def _check_named(self) -> None:
-        """That the program names the axes of the user's own that split nothing."""
-        idle = [name for name in self._own if name not in (scope().named or ())]
-        refuse_idle(f"{self._where()} on Mesh({self.mesh})", self.mesh, idle)
 
     def _check_ranks(self, outputs: list, specs: list, paths: list[str]) -> None:
         raise_problems(
@@ -574,28 +551,24 @@ class MappedFunction:
             ],
         )
 
-    def _where(self) -> str:
+    def _describe_function(self) -> str:
         code = getattr(self.f, "__code__", None)
         at = f" ({source_line(code.co_filename, code.co_firstlineno)})" if code else ""
         return f"{self.name}{at}"
 
-    def _simulate(self, mesh: Mesh, leaves: list, structure, specs: list) -> Any:
-        result = _Result()
+    def _simulate(self, leaves: list, structure, specs: list) -> Any:
+        mesh, result = self._mapped.mesh, _Result()
         key = _signature(structure, leaves)
-        new = self.check and key not in self._checked
+        new = self.check and (key is None or key not in self._checked)
         try:
-            body = self._body(self.f, structure, result)
+            body = self._make_body(self.f, structure, result)
             outputs = run_ranks(body, mesh, leaves, specs, check=self.check, shares=new)
-            self._remember(key)
+            self._checked.add(key)
         except VaryingOutputError as error:
             self._explain(mesh, leaves, structure, specs)
             raise ValueError(str(error)) from None
-        except RuntimeError as error:
-            if (means := taught(error)) is None:
-                raise
-            raise ValueError(means).with_traceback(error.__traceback__) from None
-        except KeyError as error:  # of an operation of functions, by the transform that it lacks
-            if (means := taught_key(error)) is None:
+        except (RuntimeError, KeyError) as error:
+            if (means := explain_error(error)) is None:
                 raise
             raise ValueError(means).with_traceback(error.__traceback__) from None
         return tree.unflatten(result.structure, outputs)
@@ -624,11 +597,12 @@ class MappedFunction:
                 for leaf, spec in zip(leaves, specs, strict=True)
             ]
             f = close([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in hidden])
-            run_ranks(self._body(f, structure, _Result(), r), mesh, empty, specs, check=True)
+            run_ranks(self._make_body(f, structure, _Result(), r), mesh, empty, specs, check=True)
 
-    def _run(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> Any:
+    def _run_bound(self, leaves: list, structure, specs: list) -> Any:
+        assert isinstance(self._mapped, BoundMesh)
         try:
-            return self._on_one_rank(*bound_axes(mesh), leaves, structure, specs)
+            return self._call_one_rank(*bound_axes(self._mapped), leaves, structure, specs)
         except RuntimeError as error:  # of the transfers of a pipeline, say
             axes = ", ".join(repr(name) for name, size in self.mesh.shape.items() if size > 1)
             raise_lost(error, f"{self.name} over {axes} at {user_line()}")
@@ -642,7 +616,7 @@ class MappedFunction:
         self._check_traced({name: size for name, size in sizes.items() if size > 1})
         axes = [TracedAxis(name, size, make_index) for name, size in sizes.items() if size > 1]
         absent = [name for name, size in sizes.items() if size == 1]
-        return self._on_one_rank(axes, absent, leaves, structure, specs, check=self.check)
+        return self._call_one_rank(axes, absent, leaves, structure, specs, check=self.check)
 
     def _check_traced(self, sizes: Mapping[str, int]) -> None:
         """That the program is traced for the ranks that this is mapped over, and sees shards."""
@@ -662,17 +636,17 @@ class MappedFunction:
             ],
         )
 
-    def _on_one_rank(self, axes, absent, leaves, structure, specs, *, check=False) -> Any:
+    def _call_one_rank(self, axes, absent, leaves, structure, specs, *, check=False) -> Any:
         result = _Result()
         outputs = run_rank(
-            lambda f, values: self._body(f, structure, result)(values),
+            lambda f, values: self._make_body(f, structure, result)(values),
             self.f, axes, absent, leaves, specs, check=check,
         )  # fmt: skip
         return tree.unflatten(result.structure, outputs)
 
     def _check_once(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> None:
         key = _signature(structure, leaves)
-        if key in self._checked:
+        if key is not None and key in self._checked:
             return
         paths = tree.paths(tree.unflatten(structure, leaves))
         alone = compat.dispatch_modes_active()  # a recorder refuses what runs on processes
@@ -692,23 +666,19 @@ class MappedFunction:
                 return error
             return None
 
-        error = check() if alone else _on_the_first(self.name, mesh, check)
+        error = check() if alone else _check_on_first(self.name, mesh, check)
         if isinstance(error, VaryingOutputError):
             raise ValueError(str(error))
         if isinstance(error, RuntimeError):
             warnings.warn(
                 f"shard_map: the replication of {self.name} could not be checked without data "
-                f"({taught(error) or error}); simulate it on a Mesh to check it, or pass "
+                f"({explain_error(error) or error}); simulate it on a Mesh to check it, or pass "
                 "check=False",
                 stacklevel=4,
             )
         elif error is not None:
             raise error
-        self._remember(key)
-
-    def _remember(self, key: Any) -> None:
-        if key is not None:
-            self._checked.add(key)
+        self._checked.add(key)
 
 
 @dataclass
@@ -734,7 +704,7 @@ class _Static:
     value: Any
 
 
-def _arguments(structure: tree.Structure, leaves: list) -> tuple:
+def _make_arguments(structure: tree.Structure, leaves: list) -> tuple:
     """The arguments of these leaves, static ones as they were given."""
     args = tree.unflatten(structure, leaves)
     return tuple(arg.value if isinstance(arg, _Static) else arg for arg in args)
@@ -777,27 +747,22 @@ def refuse_idle(where: str, mesh: Mesh | BoundMesh, idle: Sequence[str]) -> None
     raise_problems(f"{where} leaves ranks without work of their own", problems)
 
 
-def _position(path: str) -> int:
+def _argument(path: str) -> int:
     """Of which argument a path is."""
     return int(path.split("/")[0])
 
 
-def _counts_edits(leaf: Any) -> bool:
+def _can_count_edits(leaf: Any) -> bool:
     plain = isinstance(leaf, torch.Tensor) and not compat.is_wrapped(leaf)
     return plain and not leaf.is_inference()
 
 
-def _looks(leaf: Any) -> Any:
-    """The facts that the check of an argument against its spec depends on."""
-    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf)
-
-
 def _signature(structure: Any, leaves: list) -> Any:
-    """The key of a check that was made; None where there is none (no hash): it is made anew.
+    """The key of a check that was made; None: not hashable, so the check is repeated.
 
     By value: ranks must agree on whether they check, and addresses differ among them.
     """
-    key = structure, tuple(_kind(leaf) for leaf in leaves)
+    key = structure, tuple(_leaf_key(leaf) for leaf in leaves)
     try:
         hash(key)
     except TypeError:
@@ -805,7 +770,7 @@ def _signature(structure: Any, leaves: list) -> Any:
     return key
 
 
-def _kind(leaf: Any) -> Any:
+def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
     value = leaf.value if isinstance(leaf, _Static) else leaf

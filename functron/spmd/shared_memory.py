@@ -19,7 +19,7 @@ that no rank depends on where another one waits.
 Transfers from one rank to another go the same way, through a ring of the two.
 
 Sums are taken in the order of ranks, and are the same bits on all of them. Nothing of this depends
-on the ranks' processors being idle: who waits for long sleeps.
+on the ranks' processors being idle: a rank that waits for long sleeps.
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ class ExchangeKind(NamedTuple):
     """The properties of a collective that its ranks must have in common.
 
     Attributes:
-        op: as `functron.lax` names it.
-        dtype: of its operand.
         numel: elements that one rank gets from another.
     """
 
@@ -125,7 +123,6 @@ class _Rings:
     Attributes:
         written, read: by rank, pieces so far.
         kinds: by ring, of the last pieces that were written to it.
-        ring_bytes: the size of a ring.
     """
 
     def __init__(self, memory: mmap.mmap, at: int, num_ranks: int, num_rings: int, ring_bytes: int):
@@ -153,7 +150,7 @@ class _Rings:
         return found
 
 
-_LINE = 8  # numbers to a line of the cache: nobody waits for a line that another one writes
+_LINE = 8  # numbers to a line of the cache: ranks do not wait for lines that others write
 
 
 class _Memory:
@@ -161,10 +158,6 @@ class _Memory:
 
     A number by which its ranks know it, rings for collectives, one for each rank, and a ring for
     transfers of each pair.
-
-    Attributes:
-        rank, size: of this process in the group.
-        rings: for collectives.
     """
 
     def __init__(self, file: int, rank: int, size: int):
@@ -286,14 +279,10 @@ class _Entered:
     """A collective or a transfer that was entered.
 
     Attributes:
-        kind: that its ranks have in common.
         into: the result, in a row; of an all-gather a row for every rank.
         operand: of this rank, in a row; of a reduce-scatter a row for every rank.
-        output: that gets the result at the end, where `into` is none of its memory.
-        pieces: that it is cut into.
-        written, read: how many of them were.
+        output: that the result is copied to at the end, where `into` is other memory.
         done: whether this rank has no more to do with it.
-        error: that it ended with.
     """
 
     kind: ExchangeKind
@@ -311,8 +300,6 @@ class _Lockstep:
     """The collectives that one rank enters with others, in the order in which all enter them.
 
     Args:
-        memory: of the group.
-        rings: that are written and read.
         ranks: of the group that take part; each counts its pieces in this order.
         writers: those that write, by their places in `ranks`: each to a ring of its own.
         readers: those that read, by their places.
@@ -412,9 +399,9 @@ class _Lockstep:
             return False
         found, reads = self._entered[0], self._me in self._readers
         if reads and found.read < len(found.pieces):
-            if self._late() or not self._agree(found.kind):
+            if self._find_late() or not self._check_kinds(found.kind):
                 return False
-            self._take(found, found.pieces[found.read])
+            self._combine_piece(found, found.pieces[found.read])
             found.read += 1
             self._num_read += 1
             self._rings.read[self._me] = self._num_read
@@ -427,11 +414,11 @@ class _Lockstep:
         found.done = True
         return True
 
-    def _late(self) -> list[int]:
+    def _find_late(self) -> list[int]:
         """The places of those that have not written what is to be read next."""
         return [w for w in self._writers if self._rings.written[w] <= self._num_read]
 
-    def _agree(self, mine: ExchangeKind) -> bool:
+    def _check_kinds(self, mine: ExchangeKind) -> bool:
         code, at = mine.encode(), self._num_read % _MAX_PIECES
         theirs = {w: self._rings.kinds[w * _MAX_PIECES + at] for w in self._writers}
         others = [
@@ -443,7 +430,7 @@ class _Lockstep:
             self._fail(f"rank {self._memory.rank} of the axis is in {mine}, {', '.join(others)}")
         return not others
 
-    def _take(self, found: _Entered, piece: _Piece) -> None:
+    def _combine_piece(self, found: _Entered, piece: _Piece) -> None:
         kind, first, last = found.kind, piece.first, piece.last
         rings, at = self._rings.of(kind.dtype), self._place(kind, piece)
         if kind.op == "send":
@@ -505,12 +492,12 @@ class _Lockstep:
             now = time.monotonic()
             if now - looked > _LOOK_SECONDS:
                 looked = now
-                self._look(found, now - began, seconds)
+                self._check_others(found, now - began, seconds)
 
-    def _look(self, found: _Entered, waited: float, seconds: float) -> None:
+    def _check_others(self, found: _Entered, waited: float, seconds: float) -> None:
         if self._me in self._readers and found.read < len(found.pieces):
-            late = [self._ranks[place] for place in self._late()]
-        else:  # nobody reads what is in the ring
+            late = [self._ranks[place] for place in self._find_late()]
+        else:  # the ring is full and not being read
             late = [self._ranks[r] for r in self._readers if self._ranks[r] != self._memory.rank]
         ended = [rank for rank in self._memory.ended() if rank in late]
         with self._lock:
@@ -526,14 +513,7 @@ def _align_bytes(length: int) -> int:
 
 
 class HostWork(dist._Work):
-    """Collectives through shared memory that are under way.
-
-    Args:
-        lockstep: of the group.
-        host: of this process.
-        entered: what was entered.
-        seconds: that other ranks have to come.
-    """
+    """Collectives through shared memory that are under way."""
 
     def __init__(
         self, lockstep: _Lockstep, host: HostGroups, entered: Sequence[_Entered], seconds: float
@@ -560,8 +540,6 @@ class HostGroup(dist.ProcessGroup):
 
     Args:
         group: of gloo, of the same ranks: it does everything else.
-        memory: that the ranks share.
-        host: of this process.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: _Memory, host: HostGroups):
@@ -575,7 +553,7 @@ class HostGroup(dist.ProcessGroup):
         self._lockstep = _Lockstep(memory, memory.rings, everyone, everyone, everyone)
         self._channels: dict[tuple[int, int], _Lockstep] = {}
         host.locksteps.add(self._lockstep)
-        # who parts from the others lets the memory go, by which they find out
+        # a process that leaves releases the memory, by which the others find out
         weakref.finalize(group, HostGroup.close, self).atexit = False
 
     @property
@@ -638,7 +616,7 @@ class HostGroup(dist.ProcessGroup):
     def _transfer(self, tensor: torch.Tensor, source: int, target: int) -> HostWork:
         row = tensor.detach().view(-1)
         entered = _Entered(ExchangeKind("send", tensor.dtype, tensor.numel()), row, row)
-        return self._work(self._channel(source, target), [entered])
+        return self._enter_all(self._channel(source, target), [entered])
 
     def _channel(self, source: int, target: int) -> _Lockstep | None:
         found = self._channels.get((source, target))
@@ -658,9 +636,9 @@ class HostGroup(dist.ProcessGroup):
         return self.whole.alltoall_base(output, operand, receives, sends, opts)
 
     def _enter(self, rows: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> HostWork:
-        return self._work(self._lockstep, [self._entered(*row) for row in rows])
+        return self._enter_all(self._lockstep, [self._entered(*row) for row in rows])
 
-    def _work(self, lockstep: _Lockstep | None, entered: Sequence[_Entered]) -> HostWork:
+    def _enter_all(self, lockstep: _Lockstep | None, entered: Sequence[_Entered]) -> HostWork:
         if lockstep is None or self._host is None:
             raise HostError("this process has left the group")
         for each in entered:
@@ -716,12 +694,14 @@ class HostGroups:
         if memory is None:
             return group
         if self._thread is None:
-            self._thread = threading.Thread(target=_go_on, args=(weakref.ref(self),), daemon=True)
+            self._thread = threading.Thread(
+                target=_keep_going, args=(weakref.ref(self),), daemon=True
+            )
             self._thread.start()
         return compat.keep_group(HostGroup(group, memory, self))
 
 
-def _go_on(host: weakref.ref[HostGroups]) -> None:
+def _keep_going(host: weakref.ref[HostGroups]) -> None:
     """Go on with what was entered, while the process may be computing, or waiting elsewhere."""
     moved = False
     while True:

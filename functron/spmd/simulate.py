@@ -36,7 +36,12 @@ from functron.core.errors import (
 )
 from functron.spmd.axes import SimulatedAxis, TracedAxis, bind, scope, source_line, user_line
 from functron.spmd.mesh import Mesh
-from functron.spmd.primitives import AssumeShare, OutputReplicated, RequireShare
+from functron.spmd.primitives import (
+    AssumeShare,
+    OutputReplicated,
+    RequireShare,
+    call_unmentioned,
+)
 from functron.spmd.spec import P, dim_axes, spec_axes
 
 
@@ -53,7 +58,6 @@ def run_ranks(
 
     Args:
         program: from this rank's flat values to its flat outputs and their specs.
-        mesh: the ranks.
         values: global values; tensors are split by their spec, everything else is passed on.
         specs: one spec per value, None for static values.
         check: whether reductions inside are checked for redundancy.
@@ -120,13 +124,8 @@ def _without_dim(level: Callable) -> Callable:
 
 
 def _mark_replicated(value: torch.Tensor, spec: P, axes: list[SimulatedAxis]) -> torch.Tensor:
-    if not (compat.differentiating() or compat.requires_grad(value)):
-        return value
-    mentioned = spec_axes(spec)
-    for axis in axes:
-        if axis.name not in mentioned:
-            value = OutputReplicated.call(value, axis)
-    return value
+    tracked = compat.differentiating() or compat.requires_grad(value)
+    return call_unmentioned(OutputReplicated, value, spec_axes(spec), axes) if tracked else value
 
 
 def _lead_with_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
@@ -250,7 +249,7 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = (
             torch.bmm(a.expand(count, -1, -1), b.squeeze(1))
             if count > 1
-            else _matrices(a[0], b[0, 0])
+            else _multiply(a[0], b[0, 0])
         )
     elif count == 1:
         y = torch.bmm(a, b[0])
@@ -266,8 +265,8 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y.permute(*back, -2, -1)
 
 
-def _matrices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x w, of which nobody takes the derivative."""
+def _multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x w, without a derivative."""
     wide = compat.is_wide(x, w) and compat.unseen(x, w)
     return compat.wide_product(x, w) if wide else x @ w
 
@@ -279,7 +278,7 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x: ``[..., inputs]``.
         w: ``[inputs, outputs]``.
     """
-    if not _simulating():
+    if not _is_simulating():
         if compat.unseen(x, w):
             rows = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
             if compat.is_wide(rows, w):
@@ -290,15 +289,15 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return made.view(*x.shape[:-1], w.shape[-1])
 
 
-# --- what no program may do, in words: simulated, and traced (`functron.program.recorder`)
+# --- explanations of what programs must not do, simulated or traced (`functron.program.recorder`)
 
-_DRAWS = (
+DRAWS = (
     "draws torch's own random numbers{op}, a hidden side effect; wanted a function of its "
     "arguments; fix: draw from a key with functron.random"
 )
-_READS = (
-    "asks for the number in a tensor ({op}a Python if, int(), item(), a boolean mask, nonzero, "
-    "...), which is not known before it runs and may differ by rank; wanted control flow and "
+READS = (
+    "asks for the number in a tensor{op}, as a Python if, int(), item(), a mask and nonzero "
+    "do, which is not known before it runs and may differ by rank; wanted control flow and "
     "shapes that do not depend on data or on lax.axis_index, so that every rank issues the same "
     "collectives; fix: torch.where on both results, or pass the number as a static argument"
 )
@@ -314,7 +313,7 @@ _UNKNOWN = (
 )
 
 
-_BRANCHES = (
+BRANCHES = (
     "calls an operation of torch that takes functions{op}, such as torch.cond, while_loop or scan, "
     "which run some of them by numbers that are not known before; wanted operations of tensors, "
     "the same on every rank; fix: torch.where on both results, a Python if or for on static "
@@ -322,73 +321,43 @@ _BRANCHES = (
 )
 
 
-def draws_randomly(op: object = "") -> str:
-    """Words for a program that draws random numbers without a key, by the operation `op`."""
-    return _DRAWS.format(op=f" ({op})" if op else "")
+def explain(words: str, op: object = "") -> str:
+    """`DRAWS`, `READS` or `BRANCHES`, of a program that does this by the operation `op`."""
+    return words.format(op=f" ({op})" if op else "")
 
 
-def depends_on_data(op: object = "") -> str:
-    """Words for a program whose shapes or control flow depend on numbers, by the operation `op`."""
-    return _READS.format(op=f"{op}: " if op else "")
-
-
-def takes_functions(op: object = "") -> str:
-    """Words for a program that calls an operation of functions, such as torch.cond: `op`."""
-    return _BRANCHES.format(op=f" ({op})" if op else "")
-
-
-def _says_escaped(op: str) -> str:
-    return ORPHAN
-
-
-def _shares(op: str) -> str:
-    return _WRITES.format(op=f" ({op})" if op else "")
-
-
-def _has_no_rule(op: str) -> str:
-    return _UNKNOWN.format(op=f" ({op})" if op else "")
-
-
-_RAW: Mapping[str, Callable[[str], str]] = MappingProxyType(
+_RAW: Mapping[str, str] = MappingProxyType(
     {
-        ORPHAN_PATTERN: _says_escaped,
-        r"igher.order op|HigherOrderOperator|_higher_order_ops": takes_functions,
-        r"randomness error mode|aten::rrelu": draws_randomly,
+        ORPHAN_PATTERN: ORPHAN,
+        r"igher.order op|HigherOrderOperator|_higher_order_ops": BRANCHES,
+        r"randomness error mode|aten::rrelu": DRAWS,
         r"calling \.item\(\)|data-dependent control flow|dynamic shape|differently shaped Tensor"
-        r"|aten::equal|torch\.allclose|data pointer of Tensor that doesn't have storage": (
-            depends_on_data
-        ),
-        r"inplace arithmetic|in-?place .*vmap|vmap.* in-?place": _shares,
-        r"(?P<message>output with shape .* doesn't match the broadcast shape.*)": _shares,
-        r"Batching rule not implemented|we do not yet support aten::|isn't supported yet": (
-            _has_no_rule
-        ),
+        r"|aten::equal|torch\.allclose|data pointer of Tensor that doesn't have storage": READS,
+        r"inplace arithmetic|in-?place .*vmap|vmap.* in-?place": _WRITES,
+        r"(?P<message>output with shape .* doesn't match the broadcast shape.*)": _WRITES,
+        r"Batching rule not implemented|we do not yet support aten::|isn't supported yet": _UNKNOWN,
     }
 )
 """Patterns of torch's messages under vmap, by what a program does."""
 
 
-def taught(error: RuntimeError) -> str | None:
+def explain_error(error: RuntimeError | KeyError) -> str | None:
     """The meaning of `error`, raised by a program under vmap; None where torch says it well."""
     if is_of_interrupt(error):
         return None
     raw = str(error)
-    rows = ((re.search(pattern, raw), words) for pattern, words in _RAW.items())
-    found, words = next(((found, words) for found, words in rows if found), (None, None))
-    if found is None or words is None:
-        return None
-    op = re.search(r"aten::\w+|torch\.\w+(?=\()", raw)
-    line = _users_line(error.__traceback__)
-    message = found.groupdict().get("message") or (op[0] if op else "")
-    return f"shard_map: {f'at {line} ' if line else ''}the program {words(message)}"
-
-
-def taught_key(error: KeyError) -> str | None:
-    """The meaning of a missing rule of vmap for an operation of functions; None of other keys."""
-    if not error.args or "TransformType.Vmap" not in repr(error.args[0]):
+    if isinstance(error, KeyError):  # of an operation of functions, by the transform that it lacks
+        words = BRANCHES if error.args and "TransformType.Vmap" in repr(error.args[0]) else None
+        by: Any = ""
+    else:
+        rows = ((re.search(pattern, raw), words) for pattern, words in _RAW.items())
+        found, words = next(((found, words) for found, words in rows if found), (None, None))
+        op = re.search(r"aten::\w+|torch\.\w+(?=\()", raw)
+        by = (found and found.groupdict().get("message")) or (op[0] if op else "")
+    if words is None:
         return None
     line = _users_line(error.__traceback__)
-    return f"shard_map: {f'at {line} ' if line else ''}the program {takes_functions()}"
+    return f"shard_map: {f'at {line} ' if line else ''}the program {explain(words, by)}"
 
 
 def _users_line(traceback: TracebackType | None) -> str:
@@ -553,15 +522,15 @@ def check_outputs(
                    VaryingOutputError)  # fmt: skip
 
 
-def _simulating() -> bool:
+def _is_simulating() -> bool:
     return any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values())
 
 
-compat.guard_functions_under_vmap(_simulating)
+compat.guard_functions_under_vmap(_is_simulating)
 
 
 def runs_transform() -> bool:
-    """Whether a torch.func transform runs here that is none of a simulated mesh.
+    """Whether a torch.func transform runs here beside those that simulate a mesh.
 
     What belongs to its caller is not to be overwritten then: the caller gave up something else, if
     anything, than the batched or differentiated values that are seen here.

@@ -4,8 +4,8 @@ What a spec leaves whole can be cut over further axes, where sizes divide or not
 that a dim of a local value is cut over axes that the value is replicated over so far. The longest
 leading part of these axes that divides the dim splits it evenly. The others together cut what is
 left into parts of ``ceil(size / ranks)``, the last ones short or empty, and padded with zeros to
-that length. Padding is added by `take` and `scatter` and dropped by `join`; nobody else needs to
-know of it but who stores the parts, for whom there are `padded_shape`, `pad` and `unpad`.
+that length. Padding is added by `take` and `scatter` and dropped by `join`; `padded_shape`, `pad`
+and `unpad` are for code that stores the parts.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def problems(
     divide. A standard axis that the mesh lacks is fine: it has size 1. Without a shape (None) only
     the axes are checked.
     """
-    from_mesh = f"over Mesh({mesh.mesh if isinstance(mesh, BoundMesh) else mesh})"
+    from_mesh = f"over Mesh({mesh.mesh})"
     known = {*mesh.axis_names, *STANDARD_AXES}
     seen: set[str] = set()
     for name in spec_axes(spec):
@@ -172,14 +172,8 @@ def offsets(
     shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh, coordinate: Mapping[str, int]
 ) -> tuple[int, ...]:
     """Where the shard at `coordinate` starts, per dim, in a value of global shape `shape`."""
-    starts = []
-    local = local_shape(shape, spec, mesh)
-    for size, axes in zip(local, dim_axes(spec, len(shape)), strict=True):
-        index = 0
-        for name in axes:
-            index = index * mesh[name] + coordinate.get(name, 0)
-        starts.append(index * size)
-    return tuple(starts)
+    rows = zip(local_shape(shape, spec, mesh), dim_axes(spec, len(shape)), strict=True)
+    return tuple(mesh.mesh.rank_at(coordinate, axes) * size for size, axes in rows)
 
 
 def shard(
@@ -417,7 +411,6 @@ def scatter(x: torch.Tensor, cuts: Cuts) -> torch.Tensor:
 
     Args:
         x: each rank's own, a share of the sum.
-        cuts: what `take` would cut.
     """
     return scatter_over(x, bound_cuts(x.shape, cuts))
 
@@ -473,38 +466,38 @@ def fill(x: torch.Tensor, dim: int, axes: Sequence[str]) -> torch.Tensor:
 
     For exchanges that send each rank its part of a dim: `take` cuts the same parts.
     """
-    even, rest = _parts_of(x.shape[dim], axes)
+    return _pad_parts(x, dim, *_split_counts(x.shape[dim], map(axis_size, axes)))
+
+
+def trim(x: torch.Tensor, dim: int, axes: Sequence[str], size: int) -> torch.Tensor:
+    """The value of this size along a dim, from all parts of it one after another; undoes `fill`."""
+    return _trim_parts(x, dim, size, *_split_counts(size, map(axis_size, axes)))
+
+
+def _split_counts(size: int, counts: Iterable[int]) -> tuple[int, int]:
+    """The number of ranks that split a dim evenly, and that of those that cut the rest."""
+    counts = [count for count in counts if count > 1]
+    even = _num_even(size, counts)
+    return math.prod(counts[:even]), math.prod(counts[even:])
+
+
+def _pad_parts(x: torch.Tensor, dim: int, even: int, rest: int) -> torch.Tensor:
     if x.shape[dim] % (even * rest) == 0:
         return x
     dim = dim % x.dim() - x.dim()
     return _pad_dim(x.unflatten(dim, (even, -1)), dim, rest).flatten(dim - 1, dim)
 
 
-def trim(x: torch.Tensor, dim: int, axes: Sequence[str], size: int) -> torch.Tensor:
-    """The value of this size along a dim, from all parts of it one after another; undoes `fill`."""
+def _trim_parts(x: torch.Tensor, dim: int, size: int, even: int, rest: int) -> torch.Tensor:
     if x.shape[dim] == size:
         return x
-    even, _ = _parts_of(size, axes)
     dim = dim % x.dim() - x.dim()
     return x.unflatten(dim, (even, -1)).narrow(dim, 0, size // even).flatten(dim - 1, dim)
 
 
-def _parts_of(size: int, axes: Sequence[str]) -> tuple[int, int]:
-    """The number of ranks that split a dim evenly, and that of those that cut the rest."""
-    counts = [axis_size(name) for name in axes if axis_size(name) > 1]
-    count = _num_even(size, counts)
-    return math.prod(counts[:count]), math.prod(counts[count:])
-
-
 def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> tuple[int, ...]:
-    """The global shape of all parts together of a value of this global shape: that and padding.
-
-    Args:
-        shape: of the value itself.
-        spec: of the parts.
-        mesh: the ranks.
-    """
-    blocks = _blocks(shape, spec, mesh)
+    """The global shape of all parts together of a value of this global shape: that and padding."""
+    blocks = _count_blocks(shape, spec, mesh)
     return tuple(
         even * -(-size // (even * rest)) * rest
         for size, (even, rest) in zip(shape, blocks, strict=True)
@@ -513,10 +506,8 @@ def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> tuple
 
 def pad(value: torch.Tensor, spec: P, mesh: Mesh | BoundMesh) -> torch.Tensor:
     """The global value with the padding of `padded_shape`; the inverse of `unpad`."""
-    for dim, (even, rest) in enumerate(_blocks(value.shape, spec, mesh), -value.dim()):
-        if value.shape[dim] % (even * rest):
-            rows = value.unflatten(dim, (even, -1))
-            value = _pad_dim(rows, dim, rest).flatten(dim - 1, dim)
+    for dim, counts in enumerate(_count_blocks(value.shape, spec, mesh)):
+        value = _pad_parts(value, dim, *counts)
     return value
 
 
@@ -524,18 +515,12 @@ def unpad(
     value: torch.Tensor, shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh
 ) -> torch.Tensor:
     """The global value of this shape, from one with the padding of `padded_shape`."""
-    for dim, (even, _) in enumerate(_blocks(shape, spec, mesh), -value.dim()):
-        if value.shape[dim] != shape[dim]:
-            rows = value.unflatten(dim, (even, -1)).narrow(dim, 0, shape[dim] // even)
-            value = rows.flatten(dim - 1, dim)
+    for dim, counts in enumerate(_count_blocks(shape, spec, mesh)):
+        value = _trim_parts(value, dim, shape[dim], *counts)
     return value
 
 
-def _blocks(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> list[tuple[int, int]]:
+def _count_blocks(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> list[tuple[int, int]]:
     """Per dim the number of ranks that split it evenly, and that of those that cut the rest."""
-    found = []
-    for size, axes in zip(shape, dim_axes(spec, len(shape)), strict=True):
-        counts = [mesh[name] for name in axes]
-        count = _num_even(size, counts)
-        found.append((math.prod(counts[:count]), math.prod(counts[count:])))
-    return found
+    rows = zip(shape, dim_axes(spec, len(shape)), strict=True)
+    return [_split_counts(size, [mesh[name] for name in axes]) for size, axes in rows]

@@ -292,7 +292,7 @@ def _act(
         _garble(mesh.recorder, fault, operand)
         return
     name, extra = mesh.groups.get(fault.axis), torch.zeros(3)
-    with mesh.recorder.entered("psum", fault.axis, extra):
+    with mesh.recorder.record("psum", fault.axis, extra):
         dist.all_reduce(extra, group=None if name is None else compat.group(name))
 
 
@@ -301,7 +301,9 @@ def _garble(recorder: FlightRecorder, fault: Garble, operand: torch.Tensor | Non
         got = "one that sends nothing"
         refuse("cannot change what a rank sends", "collective", got, "one that sends numbers")
     flip_(operand, fault.element, fault.bit)
-    if recorder.line(2) is None:  # compiled code sends what it needs no more, or receives there
+    if (
+        recorder.find_line(2) is None
+    ):  # compiled code sends what it needs no more, or receives there
         return
     left = recorder.left
 

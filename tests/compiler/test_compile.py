@@ -358,7 +358,7 @@ def body_of(rows, matrices, pick, steps):
     return body
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.lists(STEP, min_size=1, max_size=6), st.booleans())
 def test_random_programs(steps, differentiate):
     def program(row, matrix):

@@ -248,8 +248,8 @@ def test_kernels_are_kept_on_disk(cache, monkeypatch):
 CASES = {
     "plain": {},
     "remat": {"loss_options": {"remat": "full"}},
-    "dropout": {"dropout": 0.1, "loss_options": {"remat": "selective"}},
     "tied": {"tied": True, "num_kv_heads": 2, "qk_norm": True},
+    "dropout": {"dropout": 0.1, "loss_options": {"remat": "selective"}},
     "sequence": {"loss_options": {"stream": gpt.SEQUENCE_PARALLEL_STREAM, "remat": "dots"}},
 }
 

@@ -73,4 +73,4 @@ def test_what_a_compiler_makes_is_waited_for_at_the_end_of_a_block(monkeypatch):
 def test_vectors_are_what_the_user_says():
     for said in (True, False):
         with config.patch({"cpp.vec_isa_ok": said}):
-            assert inductor._vectors() == {}
+            assert inductor._vector_options() == {}

@@ -251,7 +251,7 @@ def test_a_gather_that_is_not_waited_for_is_found(monkeypatch):
 
 @pytest.mark.parametrize("written", ["operand", "result"])
 def test_memory_that_changes_under_a_collective_is_found(written, monkeypatch):
-    start = executor._gather
+    start = executor._make_gather
 
     def planted(equation, groups):
         original = start(equation, groups)
@@ -264,7 +264,7 @@ def test_memory_that_changes_under_a_collective_is_found(written, monkeypatch):
 
         return begin
 
-    monkeypatch.setattr(executor, "_gather", planted)
+    monkeypatch.setattr(executor, "_make_gather", planted)
     with lone(Mesh(fsdp=2), monkeypatch) as bound:
         ((_, _, made),) = runs(bound, "eager", True)
     assert made.found

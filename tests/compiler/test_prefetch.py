@@ -69,6 +69,7 @@ def traced(mesh, **options):
 # --- how scans are cut
 
 
+@pytest.mark.pairwise(of=lambda remat, mesh: [{"remat": remat}, {"mesh": mesh}])
 @pytest.mark.parametrize("remat", ["none", "full", "selective", "dots"])
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2, tp=2)], ids=str)
 def test_both_scans_of_layers_gather_ahead_and_reduce_behind(mesh, remat):
@@ -79,13 +80,13 @@ def test_both_scans_of_layers_gather_ahead_and_reduce_behind(mesh, remat):
     count = 1 if mesh["tp"] == 1 else 2
     for loop in (forward, backward):
         assert loop.ahead is not None
-        assert [(e.name, e.args[1]) for e in loop.ahead.gathers] == [("all_gather", "fsdp")] * count
+        assert [(e.name, e.args[1]) for e in loop.gathers] == [("all_gather", "fsdp")] * count
         kernels = loop.body.kernels()
         inside = [(e.name, e.args[1]) for k in kernels for e in k.equations if "gather" in e.name]
         assert ("all_gather", "fsdp") not in inside
     assert forward.behind == ()
     (behind,) = backward.behind
-    assert [(e.name, e.args[1]) for e in behind.sums] == [("psum_scatter", "fsdp")] * count
+    assert [(e.name, e.args[1]) for e in behind.round.sums] == [("psum_scatter", "fsdp")] * count
     names = [e.name for k in behind.procedure.kernels() for e in k.equations]
     assert not {"mm", "bmm"} & set(names)
 
@@ -94,7 +95,7 @@ def test_sums_of_sums_run_behind_the_iteration_after():
     """Over dp, of what was scattered over fsdp."""
     block = sink_rank_sums(traced(Mesh(dp=2, fsdp=2), dropout=0.0).block)
     *_, backward = loops(procedure(block, block.outputs, prefetch=True))
-    found = [[(e.name, e.args[1]) for e in part.sums] for part in backward.behind]
+    found = [[(e.name, e.args[1]) for e in part.round.sums] for part in backward.behind]
     assert found == [[("psum_scatter", "fsdp")], [("psum", "dp")]]
     assert sum(part.stacks for part in backward.behind[:-1]) == 0  # all that is stacked is a sum
 
@@ -181,5 +182,5 @@ def test_sums_are_taken_in_place_where_nothing_else_shows_them(monkeypatch, inpu
     record = {name: lambda x, *_, name=name: calls.append(name) for name in names}
     monkeypatch.setattr(executor, "_c10d", SimpleNamespace(**record))
     maker = SimpleNamespace(inputs=[value for _ in inputs], outputs=[value] * outputs)
-    executor._reduction(equation, {"dp": "a group"}, maker)(torch.ones(2))  # pyright: ignore
+    executor._make_reduction(equation, {"dp": "a group"}, maker)(torch.ones(2))  # pyright: ignore
     assert calls == [call]

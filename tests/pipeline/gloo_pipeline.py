@@ -66,11 +66,13 @@ PP4, PP2_TP2, DP2_PP2 = Mesh(pp=4), Mesh(pp=2, tp=2), Mesh(dp=2, pp=2)
 CASES = {
     "classic": [
         Case(PP4, "1f1b", 5, (1, 2, 1, 0), tied=True),
-        Case(DP2_PP2, "1f1b", 2, (2, 1)),
         Case(PP2_TP2, "gpipe", 3, (1, 1), tied=True, remat="full", dropout=0.3),
-        Case(PP4, "interleaved", 4, (1,) * 8, dropout=0.3),
         Case(PP2_TP2, "interleaved", 2, (0, 1, 1, 1), "sp", tied=True),
         Case(DP2_PP2, "combined-1f1b", 4, (1, 1), tied=True, dropout=0.3),
+    ],
+    "more-classic": [
+        Case(DP2_PP2, "1f1b", 2, (2, 1)),
+        Case(PP4, "interleaved", 4, (1,) * 8, dropout=0.3),
         Case(Mesh(tp=2, pp=2), "combined-1f1b", 4, (2, 1), "sp"),
     ],
     "split": [

@@ -338,7 +338,9 @@ STEPS = [
     pytest.param(*(Mesh(pp=3), "gpipe", 8, (1, 1, 1), "", "full", False), marks=pytest.mark.full),
     (Mesh(pp=2, dp=2), "dualpipe", 4, (1, 2), "", "none", True),
     pytest.param(*(Mesh(dp=2, pp=2), "zb-h2", 2, (1, 2), "", "none", True), marks=pytest.mark.full),
-    (Mesh(pp=2, tp=2), "zbv", 4, (1, 1, 1, 0), "sp", "none", False),
+    pytest.param(
+        *(Mesh(pp=2, tp=2), "zbv", 4, (1, 1, 1, 0), "sp", "none", False), marks=pytest.mark.full
+    ),
     (Mesh(tp=2, pp=2, dp=2), "interleaved", 2, (0, 1, 1, 1), "sp", "full", True),
 ]
 
@@ -355,8 +357,8 @@ def test_training_steps(mesh, name, num_microbatches, layers, stream, remat, tie
 
 
 FORWARDS = [
-    (Mesh(pp=2), "1f1b", 4, None, ""),
-    (Mesh(pp=3), "forward", 8, 1, ""),
+    pytest.param(*(Mesh(pp=2), "1f1b", 4, None, ""), marks=pytest.mark.full),
+    pytest.param(*(Mesh(pp=3), "forward", 8, 1, ""), marks=pytest.mark.full),
     (Mesh(pp=2, dp=2), "forward", 2, 3, ""),
     (Mesh(pp=2, tp=2), "zbv", 4, None, "sp"),
     (Mesh(pp=2, dp=2, tp=2), "dualpipe", 4, None, ""),
@@ -483,6 +485,7 @@ OWN = [
 ]
 
 
+@pytest.mark.pairwise(of=lambda name, where, **_: [{"name": name}, {"where": where}])
 @pytest.mark.parametrize("where", [None, {}, {"dp": 2}], ids=["no mesh", "pp", "dp"])
 @pytest.mark.parametrize(("name", "pp", "num_microbatches", "layers"), OWN)
 def test_models_of_ones_own(name, pp, num_microbatches, layers, where):

@@ -16,7 +16,7 @@ from functron import Mesh, P, gpt, lax, random, tree
 from functron.compiler import compile as compile_program
 from functron.pipeline.cut import bytes_held, cut_program, is_effect, join_programs
 from functron.pipeline.partition import Part, layout_of
-from functron.pipeline.stage_backward import CutStages, StageCall, run_alone, trace_stage
+from functron.pipeline.stage_backward import CutStages, StageCall, finish_steps, trace_stage
 from functron.program.equations import Scan, Var
 from functron.program.interpreter import ambient_inputs, run_block, run_in_lockstep
 from functron.program.trace import trace
@@ -716,11 +716,11 @@ def test_compiled_pieces_keep_slices_and_stack_none(split):
     found, kept = [], {}
     for settings_ in ({"backend": "eager"}, None):
         work = CutStages(stage, split, None, settings_)
-        y, residuals = run_alone(work.forward(StageCall(1, part, False, params, x, (), (), {})))
+        y, residuals = finish_steps(work.forward(StageCall(1, part, False, params, x, (), (), {})))
         if settings_ is not None:
             kept = dict(residuals.values)
         sums = tree.map(torch.ones_like, params)
-        found.append((y, *run_alone(work.backward(residuals, [cotangent], sums))))
+        found.append((y, *finish_steps(work.backward(residuals, [cotangent], sums))))
     lists = [value for value in kept.values() if isinstance(value, list)]
     assert len(lists) == 2  # the carry, and tanh
     assert {len(value) for value in lists} == {3}

@@ -36,7 +36,7 @@ SOON = 30  # seconds in which a job must have ended
         ("split", "training"),
         ("compiled", "inductor"),
         pytest.param(
-            ("more-split", "more-compiled", "more-inductor", "more-training"),
+            ("more-classic", "more-split", "more-compiled", "more-inductor", "more-training"),
             marks=pytest.mark.full,
         ),
     ],

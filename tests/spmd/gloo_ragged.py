@@ -91,7 +91,7 @@ def check_values(bound):
         compare(counted(reads), axes, parts, bound)
         # once for each axis forward, not at all backward; never with a bound, on GPUs
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ragged, "_pads", lambda x, axis: True)
+            patch.setattr(ragged, "_should_pad", lambda x, axis: True)
             compare(counted(reads), axes, parts, bound, room=ROWS)
         assert reads == [1 if isinstance(axes, str) else 2, 0], reads
 

@@ -169,7 +169,7 @@ def test_ranks_that_disagree_or_end_are_told_by_axis_and_line(torchrun, tmp_path
     assert lost == [
         ("psum_scatter", "fsdp", at("lax.all_gather(")),
         ("psum", "dp", at("lax.psum(")),
-        ("all_reduce", "dp", at("lax.psum(")),
+        ("psum", "dp", at("lax.psum(")),
         ("step", "fsdp", at("lambda: ft.jit(")),
         ("value_and_grad", "pp", at("lambda: staged(")),
     ], said[0]

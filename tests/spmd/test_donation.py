@@ -99,7 +99,7 @@ def test_a_compiled_update_counts_before_it_writes(monkeypatch):
         y = ft.scan(lambda c, w: (torch.tanh(c @ w), None), x, s["w"])[0]
         return {"w": s["w"] + y.sum()}
 
-    made = executable._eager
+    made = executable._run_eagerly
 
     def failing(*args, **named):
         run = made(*args, **named)
@@ -115,7 +115,7 @@ def test_a_compiled_update_counts_before_it_writes(monkeypatch):
         return kernel
 
     kernels = []
-    monkeypatch.setattr(executable, "_eager", failing)
+    monkeypatch.setattr(executable, "_run_eagerly", failing)
     f = ft.jit(body, donate=0, backend="eager")
     x = torch.ones(2, 2)
     want = f({"w": torch.ones(3, 2, 2)}, x)["w"]

@@ -93,7 +93,7 @@ def test_what_a_program_enters(torchrun, tmp_path):
 
 def entered(recorder: FlightRecorder, *axes: str) -> None:
     for axis in axes:
-        with recorder.entered("psum", axis, torch.zeros(2)):
+        with recorder.record("psum", axis, torch.zeros(2)):
             pass
 
 
@@ -104,7 +104,7 @@ def test_order_seconds_and_what_is_waited_for():
     number = test_order_seconds_and_what_is_waited_for.__code__.co_firstlineno
     assert recorder.sequence == [0, 1, 0]
     assert all(kind.line is not None for kind in recorder.kinds)
-    recorder.wait(recorder.begun("all_gather", "tp", torch.zeros(3, dtype=torch.bfloat16)))
+    recorder.wait(recorder.enter("all_gather", "tp", torch.zeros(3, dtype=torch.bfloat16)))
     assert recorder.waiting is not None
     about = describe(recorder, recorder.waiting)
     assert about is not None
@@ -115,7 +115,7 @@ def test_order_seconds_and_what_is_waited_for():
     assert int(about["line"].rpartition(":")[2]) > number
     time.sleep(0.02)
     before = recorder.seconds["tp"]
-    recorder.left()
+    recorder.leave()
     assert recorder.waiting is None
     assert 0.02 <= recorder.seconds["tp"] - before < 5
     recorder.begin(7)
@@ -125,9 +125,9 @@ def test_order_seconds_and_what_is_waited_for():
 
 def test_the_line_of_a_transpose_is_that_of_what_is_transposed():
     recorder = FlightRecorder()
-    recorder.about(SourceLine("model.py", 3), True)
-    assert recorder.begun("psum", "tp", torch.zeros(1)).kind.line == SourceLine("model.py", 3, True)
-    line = recorder.begun("psum", "tp", torch.zeros(1)).kind.line
+    recorder.set_line(SourceLine("model.py", 3), True)
+    assert recorder.enter("psum", "tp", torch.zeros(1)).kind.line == SourceLine("model.py", 3, True)
+    line = recorder.enter("psum", "tp", torch.zeros(1)).kind.line
     assert line is not None
     assert line.file == __file__
 
@@ -138,7 +138,7 @@ def test_many_entries_are_forgotten_and_still_counted(monkeypatch):
     entered(recorder, *["tp"] * 11)
     assert len(recorder.sequence) + recorder.dropped == 11
     assert len(recorder.sequence) <= 8
-    assert recorder.begun("psum", "tp", None).ordinal == 11
+    assert recorder.enter("psum", "tp", None).ordinal == 11
 
 
 class Event:
@@ -162,9 +162,9 @@ def test_seconds_on_a_device():
     recorder = FlightRecorder()
     recorder.device = DeviceClock(lambda: Event(clock), lambda: False)
     for axis, seconds in (("tp", 1.0), ("dp", 2.0), ("tp", 4.0)):
-        recorder.wait(recorder.begun("psum", axis, torch.zeros(1)))
+        recorder.wait(recorder.enter("psum", axis, torch.zeros(1)))
         clock[1] += seconds
-        recorder.left()
+        recorder.leave()
     assert recorder.device.collect() == {}
     clock[0] = 3.5
     assert recorder.device.collect() == {"tp": 1.0, "dp": 2.0}
