@@ -546,7 +546,6 @@ class PackedTokens(Samples):
                     check_ids(self._file.path, found, begin, self._most)
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
         counts = f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
         return f"{counts}, packed into {self.num_samples:,} samples"
 
@@ -618,7 +617,6 @@ class PackedChat(Samples):
         return {name: torch.from_numpy(x) for name, x in zip(LEAVES, stacked, strict=True)}
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
         share = self.num_tokens / (self.num_samples * self.seq)
         packed = f", packed into {self.num_samples:,} samples, {share:.0%} full"
         return self._chat.summary(packed)

@@ -153,12 +153,7 @@ class Shards:
         """Where documents begin in the row of all tokens: int64; the last ends at `num_tokens`."""
         return self._documents[np.asarray(documents, np.int64)]
 
-    def document_of(self, offset: int) -> int:
-        """As `documents_of`, of one token."""
-        return int(self.documents_of(np.array(offset)))
-
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """As of any `TokenFile`; IndexError where there are no such tokens."""
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return np.searchsorted(self._documents, wanted, side="right") - 1
 

@@ -147,7 +147,6 @@ class ByteText(Windows):
         return self._bytes.read(start, length)
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
         skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
         return f"{self.num_tokens:,} bytes in {self.num_documents} documents{skipped}"
 
@@ -301,7 +300,6 @@ class TokenWindows(Windows):
             refuse_order(self._file.path, start, start + self.seq)
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
         return f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
 
 
@@ -381,7 +379,6 @@ class TokenText(Windows):
         return self._tokens[start : start + length]
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
         skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
         names = f"; {self._rules.describe_names(self.num_names)}"
         return f"{self.num_tokens:,} tokens in {self.num_documents} documents{skipped}{names}"
@@ -482,12 +479,7 @@ class MockTokens:
         """Where documents begin: int64; the one after the last begins at the end."""
         return np.minimum(np.asarray(documents, np.int64) * self._document, self.num_tokens)
 
-    def document_of(self, offset: int) -> int:
-        """As `documents_of`, of one token."""
-        return int(self.documents_of(np.array(offset)))
-
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """As of any `TokenFile`; IndexError where there are no such tokens."""
         return np.asarray(offsets, np.int64) // self._document
 
 
