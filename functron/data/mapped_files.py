@@ -463,6 +463,11 @@ class TokenFile(Protocol):
         ...
 
 
+def describe_file(file: TokenFile) -> str:
+    """Its tokens and documents, in a few words for the user."""
+    return f"{file.num_tokens:,} tokens in {file.num_documents:,} documents, on disk"
+
+
 def check_range(path: Path, start: int, length: int, num_tokens: int) -> None:
     """Raise IndexError unless there are `length` tokens from `start` on."""
     if not 0 <= start <= start + length <= num_tokens:

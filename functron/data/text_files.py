@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -574,7 +574,7 @@ def read(chunk: TextChunk, key: str = "text") -> Iterator[DocumentText]:
         return read_jsonl(chunk.files[0], key, chunk.start, chunk.stop)
     if chunk.kind == "parquet":
         return read_parquet(chunk.files[0], key, chunk.start, chunk.stop)
-    return _plain(chunk.files)
+    return read_plain(chunk.files)
 
 
 def where(chunk: TextChunk, place: int) -> str:
@@ -586,13 +586,16 @@ def where(chunk: TextChunk, place: int) -> str:
     return str(chunk.files[place])
 
 
-def _plain(files: Sequence[Path]) -> Iterator[DocumentText]:
+def read_plain(
+    files: Iterable[Path | bytes], fix: str = "convert it, or leave it out"
+) -> Iterator[DocumentText]:
+    """The text of each file, or the problem with it, which `fix` mends where it is not UTF-8."""
     for place, file in enumerate(files):
         try:
-            yield DocumentText(file.read_bytes().decode("utf-8"), place)
+            data = file if isinstance(file, bytes) else file.read_bytes()
+            yield DocumentText(data.decode("utf-8"), place)
         except UnicodeDecodeError as error:
             got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-            fix = "convert it, or leave it out"
             yield DocumentText("", place, Problem(str(file), got, "UTF-8", fix))
         except OSError as error:
             problem = Problem(str(file), error.strerror or str(error), "a readable file")

@@ -1089,7 +1089,8 @@ def end_of_text(tokenizer: TextTokenizer, name: str = "") -> int:
     found = known.get(name) if name else tokenizer.end_of_text
     if found is None:
         got = f"{name!r}, no special token of it" if name else "no token that ends a text"
-        fix = f"name one of {', '.join(known)}" if known else "do not ask for one"
+        fix = f"name one in tokenizer_config.json (eos_token), of {', '.join(known) or 'none'}, "
+        fix += "or take a tokenizer that has one"
         fix = nearest(name, known) if name else fix
         refuse("unknown special token", str(tokenizer.file or BYTES), got, "one", fix)
     return found

@@ -22,15 +22,14 @@ from functron.core.errors import Problem, raise_problems
 from functron.core.settings import value_at
 from functron.data import (
     Blend,
-    ByteText,
     Chat,
     FillInTheMiddle,
     MockTokens,
     PackedChat,
     PackedTokens,
     Samples,
+    TextWindows,
     Tokenizer,
-    TokenText,
     TokenWindows,
     open_tokens,
     split,
@@ -419,13 +418,13 @@ def open_samples(
     if is_on_disk(config):
         return _token_samples(config, learnt, part)
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
-        return learnt.over(ByteText(config.data.path or None, learnt.length, seed=seed), seed)
+        return learnt.over(TextWindows(config.data.path or None, learnt.length, seed=seed), seed)
     settings = {"seed": seed, "vocab_size": learnt.vocab_size}
     if is_chat(config):
         written, overlong = _with_template(tokenizer), config.data.overlong
         chat = Chat(config.data.path, written, config.data.seq, overlong=overlong, **settings)
         return PackedChat(chat) if config.data.pack else chat
-    text = TokenText(config.data.path or None, tokenizer, learnt.length, **settings)
+    text = TextWindows(config.data.path or None, learnt.length, tokenizer, **settings)
     return learnt.over(text, seed)
 
 
@@ -649,9 +648,9 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
             fix = "name the model's: --tokenizer FOLDER; to train on the file as it is: "
             fix += "--format text"
             yield Problem("tokenizer", got, "a folder with tokenizer.json and a template", fix)
-    elif path is None and config.architecture.vocab_size < ByteText.vocab_size:
+    elif path is None and config.architecture.vocab_size < ByteTokenizer.num_ordinary:
         got = f"{config.architecture.vocab_size} token ids"
-        wanted = f"at least {ByteText.vocab_size}: the text is read as bytes"
+        wanted = f"at least {ByteTokenizer.num_ordinary}: the text is read as bytes"
         yield Problem(
             f"{config.family.name}.vocab_size", got, wanted, "set it to 256 or choose a model"
         )
@@ -721,7 +720,7 @@ def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_
         if config.data.path:
             chat_files(config.data.path)
     elif run_folder.tokenizer_path(config) is None:
-        ByteText(config.data.path or None, objective_of(config, reader(config)).length)
+        TextWindows(config.data.path or None, objective_of(config, reader(config)).length)
     elif config.data.path:
         find(config.data.path)
 
