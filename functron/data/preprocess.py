@@ -355,9 +355,8 @@ def _batches(chunk: TextChunk, key: str, problems: list[Problem]) -> Iterator[li
     batch: list[DocumentText] = []
     size = 0
     for text in read(chunk, key):
-        problem = text.problem or _encoding_problem(chunk, text)
-        if problem is not None:
-            problems.append(problem)
+        if text.problem is not None:
+            problems.append(text.problem)
             if len(problems) >= MAX_LISTED:
                 return
             continue
@@ -368,16 +367,6 @@ def _batches(chunk: TextChunk, key: str, problems: list[Problem]) -> Iterator[li
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _encoding_problem(chunk: TextChunk, text: DocumentText) -> Problem | None:
-    """JSON can write lone surrogates, which no encoding can."""
-    try:
-        text.text.encode()
-    except UnicodeEncodeError as error:
-        got = f"half of a surrogate pair at character {error.start}"
-        return Problem(where(chunk, text.place), got, "text")
-    return None
 
 
 BLOCK = 1 << 20
