@@ -40,7 +40,7 @@ from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, t
 from functron.data.indexed import IndexedFile
 from functron.data.mapped_files import TextTokenizer, TokenFile, find
 from functron.data.sampling import SampleOrder
-from functron.data.shards import is_tokens, makers_of, provenance, rules_of
+from functron.data.shards import is_tokens, provenance, read_provenance, rules_of
 from functron.data.token_datasets import Documents, StoredTokens, Texts, check_vocabulary
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
 from functron.spmd import Mesh
@@ -373,7 +373,7 @@ def describe_rules(config: TrainConfig, tokenizer: TextTokenizer | None) -> str:
     if not on_disk and tokenizer is not None:
         own = rules.describe(tokenizer, tokenizer.end_of_text)
         return f"{own} (text-rules 1, by which this run began)" if rules.version == 1 else own
-    recorded = makers_of(sources_of(config))
+    recorded = [read_provenance(path) for path in sources_of(config)]
     made = recorded[0] if len({one and (one.rules, one.end) for one in recorded}) == 1 else None
     if made is not None and tokenizer is not None:
         own = made.rules.describe(tokenizer, made.end)
@@ -588,7 +588,7 @@ def _middle(config: TrainConfig, path: Path) -> FillInTheMiddle | None:
         problem = Problem("fim_tokens", repr(config.data.fim_tokens), "three or four ids", fix)
         raise_problems("cannot fill in the middle", [problem])
     prefix, middle, suffix, *end = ids
-    made = makers_of([path])[0]
+    made = read_provenance(path)
     return FillInTheMiddle(
         prefix,
         middle,
