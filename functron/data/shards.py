@@ -400,8 +400,9 @@ def rules_of(paths: Sequence[str | Path]) -> TextRules | None:
 def _require_same(title: str, known: Mapping, said: Mapping[str, str], fix: str) -> None:
     """Raise ValueError, with words for each, where records of tokens are not as the first's."""
     first = next(iter(known), "")
+    fix = f"{fix}, or leave one out"
     raise_problems(title, [
-        Problem(f"data {path}", said[path], f"{said[first]}, as in {first}", f"{fix}, or leave one out")
+        Problem(f"data {path}", said[path], f"{said[first]}, as in {first}", fix)
         for path in known if known[path] != known[first]
     ])  # fmt: skip
 
