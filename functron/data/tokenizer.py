@@ -802,8 +802,8 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, int]]] = MappingProxyType(
         ),
     }
 )
-"""Published encodings: the regular expression whose matches are merged each by itself, and the ids of
-special tokens. Sources: tiktoken's ``openai_public``, and llama3's ``tokenizer.py``."""
+"""Published encodings: the regular expression whose matches are merged each by itself, and the ids
+of special tokens. Sources: tiktoken's ``openai_public``, and llama3's ``tokenizer.py``."""
 
 STEMS = MappingProxyType(
     {"r50k_base": "gpt2", "p50k_base": "gpt2", "cl100k_base": "cl100k", "o200k_base": "o200k"}
