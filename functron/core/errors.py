@@ -302,6 +302,12 @@ def dataclass_fix(value: object) -> str:
     )
 
 
+def tensor_problem(path: str, leaf: object) -> Problem:
+    """The problem of a leaf that should be a tensor and is none."""
+    fix = dataclass_fix(leaf) or "use torch.tensor"
+    return Problem(path, type(leaf).__name__, "a tensor", fix)
+
+
 def _has_tensor(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_has_tensor, value))
