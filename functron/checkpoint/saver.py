@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from functron.checkpoint import database
-from functron.checkpoint.database import as_array, chunk_key, name_of, storable
+from functron.checkpoint.database import as_array, chunk_key, from_name, name_of
 from functron.checkpoint.folder import (
     LATER,
     Keep,
@@ -254,12 +254,10 @@ def write_pieces(
 
 def _read_checksums(mine: Path, division: Division, shared: Any) -> dict[str, int]:
     """The checksums that this process's pieces ended with: a few bytes of each are read."""
-    stored = database.Checksums(mine, shared)
-    waiting = {
-        database.chunk_key(leaf.path, piece.cell): stored.begin(leaf.path, piece.cell)
-        for leaf, pieces in zip(division.placement.leaves, division.pieces, strict=True)
-        for piece in pieces
-    }
+    begin = database.open_checksums(mine, shared)
+    rows = zip(division.placement.leaves, division.pieces, strict=True)
+    keys = [chunk_key(leaf.path, piece.cell) for leaf, pieces in rows for piece in pieces]
+    waiting = {key: begin(key) for key in keys}
     return {key: wait() for key, wait in waiting.items()}
 
 
@@ -274,7 +272,7 @@ def _name_errors(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[
         try:
             return wait()
         except Exception as error:
-            problem = database.of_writing(error, leaf.path, folder)
+            problem = database.explain_writing(error, leaf.path, folder)
             raise_problems(f"cannot write the checkpoint {folder}", [problem], OSError)
 
     return waiting
@@ -629,7 +627,7 @@ def _check_target(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = database.of_writing(error, str(target.parent), target.parent)
+        problem = database.explain_writing(error, str(target.parent), target.parent)
         raise_problems("cannot save the checkpoint", [problem], OSError)
     if target.exists():
         title, got = "cannot save the checkpoint", "an existing path"
@@ -668,7 +666,7 @@ def _raise_in_words(error: BaseException, request: SaveRequest) -> None:
     """Raise `error`, or an OSError in our words where the system's alone would be seen."""
     if isinstance(error, OSError) and error.errno is not None:
         what = str(error.filename or request.target)
-        problem = database.of_writing(error, what, request.target.parent)
+        problem = database.explain_writing(error, what, request.target.parent)
         raise OSError(
             error.errno, f"cannot save the checkpoint {request.target}\n  - {problem}"
         ) from error
@@ -891,7 +889,7 @@ def _divide_storable(placement: Placement, chunk_bytes: int) -> Division:
     found += [
         Problem(leaf.path, name_of(leaf.dtype), "a dtype that NumPy has a name for")
         for leaf in placement.leaves
-        if not storable(leaf.dtype)
+        if from_name(name_of(leaf.dtype)) is None
     ]
     raise_problems("cannot save the checkpoint", found)
     division = Division(placement, chunk_bytes)
