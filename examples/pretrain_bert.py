@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import P, bert, gpt, optim
-from functron.data import ByteText, mask_tokens
+from functron.data import TextWindows, mask_tokens
 
 MASK = 256  # after the 256 bytes
 
@@ -63,7 +63,7 @@ def main():
 
     state = ft.init_state(ft.random.key(args.seed), defs, specs, optimizer, mesh)
     step = ft.make_step(ft.mean_gradients(loss, bert.num_targets), optimizer, mesh, specs)
-    text = ByteText(args.data, args.seq, seed=args.seed)
+    text = TextWindows(args.data, args.seq, seed=args.seed)
 
     def masked(index):
         """The batch of a step, the same on every mesh: which bytes are hidden follows from it."""

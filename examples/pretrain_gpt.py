@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import gpt, optim
-from functron.data import ByteText
+from functron.data import TextWindows
 
 
 def parse_args():
@@ -77,7 +77,7 @@ def main():
     splits = gpt.batch_specs()  # samples over dp, fsdp and ep; their tokens over cp and ulysses
     gradients = ft.mean_gradients(loss, gpt.num_targets)
     step = ft.make_step(gradients, optimizer, mesh, specs, batch_specs=splits)
-    text = ByteText(args.data, args.seq, seed=args.seed)
+    text = TextWindows(args.data, args.seq, seed=args.seed)
 
     for index in range(args.steps):
         # a process reads the whole batch and keeps its share; batch(part=...) would read only that

@@ -54,11 +54,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def storable(dtype: torch.dtype) -> bool:
-    """Whether checkpoints can hold tensors of this dtype."""
-    return name_of(dtype) in _BY_NAME
-
-
 def from_name(name: str) -> torch.dtype | None:
     """The dtype of that name; None where torch, or this module, knows none."""
     return _BY_NAME.get(name)
@@ -169,23 +164,25 @@ def reading(folder: Path, path: str, driver: str = "zarr3") -> dict[str, Any]:
     }
 
 
-class Checksums:
+def open_checksums(folder: Path, shared: Any) -> Callable[[str], Callable[[], int]]:
     """The CRC-32C at the end of each chunk of a database, read without the values before it.
 
     Args:
         folder: of the database.
         shared: its `context`.
+
+    Returns:
+        ``begin(key)``, which begins to read that of a `chunk_key`, and returns what waits for it.
     """
+    import tensorstore as ts
 
-    def __init__(self, folder: Path, shared: Any):
-        import tensorstore as ts
+    opened = ts.KvStore.open(store(folder), context=shared).result()
 
-        self._opened = ts.KvStore.open(store(folder), context=shared).result()
-
-    def begin(self, path: str, cell: Sequence[int]) -> Callable[[], int]:
-        """Begin to read that of a chunk; what is returned waits for it."""
-        future = self._opened.read(chunk_key(path, cell), byte_range=slice(-_CHECKSUM, None))
+    def begin(key: str) -> Callable[[], int]:
+        future = opened.read(key, byte_range=slice(-_CHECKSUM, None))
         return lambda: int.from_bytes(future.result().value, "little")
+
+    return begin
 
 
 class Window:
@@ -272,12 +269,14 @@ def _entries(folder: Path) -> Iterator[tuple[str, str]]:
 
 # --- faults
 
+MEND = "restore an older checkpoint, or copy this one again"
+
 _FULL = ("no space left", "file too large", "quota exceeded", "resource_exhausted")
 _DENIED = ("permission denied", "permission_denied", "read-only file system")
 _FULL_CODES = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-def of_writing(error: Exception, what: str, folder: Path) -> Problem:
+def explain_writing(error: Exception, what: str, folder: Path) -> Problem:
     """The problem behind an error of writing `what`, a leaf or a file, into `folder`."""
     text = one_line(error)
     low = text.lower()
@@ -296,13 +295,14 @@ def naming_file(what: str, file: Callable[[], str], checkpoint: Path) -> Iterato
     try:
         yield
     except Exception as error:
-        raise_problems(f"the checkpoint {checkpoint} is damaged", [of_reading(error, what, file())])
+        raise_problems(
+            f"the checkpoint {checkpoint} is damaged", [explain_reading(error, what, file())]
+        )
 
 
-def of_reading(error: Exception, what: str, file: str) -> Problem:
+def explain_reading(error: Exception, what: str, file: str) -> Problem:
     """The problem behind an error of reading the leaf `what`, which lies in `file`."""
-    fix = "restore an older checkpoint, or copy this one again"
-    return Problem(what, f"{one_line(error)}, in {file}", "the values that were saved", fix)
+    return Problem(what, f"{one_line(error)}, in {file}", "the values that were saved", MEND)
 
 
 def one_line(error: BaseException) -> str:

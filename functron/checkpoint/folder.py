@@ -21,13 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from textwrap import indent
 from typing import Any
 
 import numpy as np
 import torch
 
 from functron.checkpoint import database
-from functron.checkpoint.database import as_array, as_tensor, from_name, name_of
+from functron.checkpoint.database import MEND, as_array, as_tensor, from_name, name_of
 from functron.checkpoint.placement import Box, Leaf, cells, grid
 from functron.core import tree
 from functron.core.chart import align_columns
@@ -84,7 +85,7 @@ def make_manifest(
             }
             for leaf, chunk, checksums in leaves
         },
-        "files": {name: _entry(folder / name, progress) for name in files(folder)},
+        "files": {name: _describe_file(folder / name, progress) for name in files(folder)},
     }
     content = json.loads(json.dumps(content))  # as it will be read
     path = folder / MANIFEST
@@ -96,15 +97,14 @@ def make_manifest(
 def read_manifest(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
     """The manifest of a checkpoint, or None where it has none, and what is wrong with it."""
     path = folder / MANIFEST
-    fix = "restore an older checkpoint, or copy this one again"
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         if not _expects_manifest(folder):
             return None, []
-        return None, [Problem(str(path), "no such file", "the checkpoint's manifest", fix)]
+        return None, [Problem(str(path), "no such file", "the checkpoint's manifest", MEND)]
     except OSError as error:
-        return None, [Problem(str(path), str(error), "a file that can be read", fix)]
+        return None, [Problem(str(path), str(error), "a file that can be read", MEND)]
     try:
         whole = json.loads(text)
         content = whole["content"]
@@ -114,19 +114,19 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
             raise ValueError(f"a {type(content).__name__} for its content")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         got = f"damaged contents ({error})"
-        return None, [Problem(str(path), got, "the manifest as it was written", fix)]
+        return None, [Problem(str(path), got, "the manifest as it was written", MEND)]
     if content.get("format") != FORMAT:
         got = f"format {content.get('format')}"
         problem = Problem(str(path), got, f"format {FORMAT}", "use another version of functron")
         return None, [problem]
     found = [
-        Problem(f"{path}: {where}", f"{value!r:.100}", wanted, fix)
-        for where, value, wanted in _misfits(content)
+        Problem(f"{path}: {where}", f"{value!r:.100}", wanted, MEND)
+        for where, value, wanted in _find_invalid_entries(content)
     ]
     return (None, found) if found else (content, [])
 
 
-def _misfits(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _find_invalid_entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """The entries of a manifest that no save has written: where, which, and what they are to be.
 
     A checksum says that nothing was damaged, and not who wrote it: names stay in the folder.
@@ -156,19 +156,18 @@ def _is_size(value: Any) -> bool:
 
 def check_files(folder: Path, content: Mapping[str, Any]) -> Iterator[Problem]:
     """The files that are missing, or differ in length or checksum from the manifest."""
-    fix = "restore an older checkpoint, or copy this one again"
     for name, entry in content["files"].items():
         path = folder / name
         try:
             size = path.stat().st_size
             if size != entry["size"]:
-                yield Problem(str(path), f"{size} bytes", f"{entry['size']} bytes", fix)
-            elif "crc32" in entry and _checksum(path) != entry["crc32"]:
-                yield Problem(str(path), "other bytes", "the bytes that were written", fix)
+                yield Problem(str(path), f"{size} bytes", f"{entry['size']} bytes", MEND)
+            elif "crc32" in entry and zlib.crc32(path.read_bytes()) != entry["crc32"]:
+                yield Problem(str(path), "other bytes", "the bytes that were written", MEND)
         except FileNotFoundError:
-            yield Problem(str(path), "no such file", f"{entry['size']} bytes", fix)
+            yield Problem(str(path), "no such file", f"{entry['size']} bytes", MEND)
         except OSError as error:
-            yield Problem(str(path), str(error), "a file that can be read", fix)
+            yield Problem(str(path), str(error), "a file that can be read", MEND)
 
 
 def files(folder: Path) -> list[str]:
@@ -245,18 +244,18 @@ class WriteBehind:
 
     def go_on(self) -> None:
         """Something was written."""
-        self._thread.submit(self._go_on)
+        self._thread.submit(self._drop_new_pages)
 
-    def _go_on(self) -> None:
+    def _drop_new_pages(self) -> None:
         for found, _, names in os.walk(self._folder):
             for path in (Path(found) / name for name in names):
                 if path not in self._seen and _is_large(path):
                     self._seen[path] = None
                     # of a new file the disk begins to take what is there, of the one `_BEHIND`
                     # before it has taken most, whose pages are given up
-                    _give_up(path)
+                    _drop_pages(path)
                     if len(self._seen) > _BEHIND:
-                        _give_up([*self._seen][-1 - _BEHIND])
+                        _drop_pages([*self._seen][-1 - _BEHIND])
 
 
 def _is_large(path: Path) -> bool:
@@ -270,7 +269,7 @@ def _is_large(path: Path) -> bool:
 _BEHIND = 2  # files
 
 
-def _give_up(path: Path) -> None:
+def _drop_pages(path: Path) -> None:
     """Have the disk begin to take a file's pages, and forget those that it has."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError), path.open("rb") as file:
@@ -285,18 +284,14 @@ def _expects_manifest(folder: Path) -> bool:
         return False
 
 
-def _entry(path: Path, progress: Callable[[], None] | None) -> dict[str, int]:
+def _describe_file(path: Path, progress: Callable[[], None] | None) -> dict[str, int]:
     size = path.stat().st_size
     entry = {"size": size}
     if size <= _SMALL:
-        entry["crc32"] = _checksum(path)
+        entry["crc32"] = zlib.crc32(path.read_bytes())
     if progress is not None:
         progress()
     return entry
-
-
-def _checksum(path: Path) -> int:
-    return zlib.crc32(path.read_bytes())
 
 
 class Checkpoint(Mapping[str, "StoredLeaf"]):
@@ -323,13 +318,19 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
     """
 
     def __init__(self, path: str | Path):
-        self.path = _existing(path)
+        self.path = local_path(path).absolute()
+        if not is_complete(self.path):
+            got = "an incomplete checkpoint" if self.path.is_dir() else "nothing there"
+            wanted, fix = "a complete checkpoint", "see which there are: ls RUN/checkpoints"
+            refuse("cannot read the checkpoint", str(path), got, wanted, fix)
         self._content, found = read_manifest(self.path)
         if self._content is not None:
             found += check_files(self.path, self._content)
         raise_problems(f"the checkpoint {path} is damaged", found)
         self._context = database.context()
-        self._driver, names = ("zarr3", self._content["leaves"]) if self._content else self._orbax()
+        self._driver, names = (
+            ("zarr3", self._content["leaves"]) if self._content else self._read_orbax()
+        )
         self._names = dict.fromkeys(names)
         self._opened: dict[str, StoredLeaf] = {}
 
@@ -412,19 +413,11 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
             try:
                 leaf = StoredLeaf(self, path, future.result())
             except Exception as error:
-                found.append(database.of_reading(error, path, "its description"))
+                found.append(database.explain_reading(error, path, "its description"))
                 continue
             found += leaf.differences(self._content)
             self._opened[path] = leaf
         raise_problems(f"the checkpoint {self.path} is damaged", found)
-
-    def file_of(self, path: str, cell: Sequence[int]) -> str:
-        """The file that a chunk lies in."""
-        return database.file_of(self.path, database.chunk_key(path, cell))
-
-    def checksum_read(self, path: str, cell: Sequence[int]) -> Callable[[], int]:
-        """Begin to read the CRC-32C that a chunk ends with; what is returned waits for it."""
-        return self._checksums.begin(path, cell)
 
     def checksum_written(self, path: str, number: int) -> int | None:
         """The CRC-32C of a leaf's chunk `number`, in the order of `grid`.
@@ -443,10 +436,11 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
         return bool(text)
 
     @cached_property
-    def _checksums(self) -> database.Checksums:
-        return database.Checksums(self.path, self._context)
+    def begin_checksum(self) -> Callable[[str], Callable[[], int]]:
+        """Begins to read the CRC-32C that a chunk ends with; see `database.open_checksums`."""
+        return database.open_checksums(self.path, self._context)
 
-    def _orbax(self) -> tuple[str, list[str]]:
+    def _read_orbax(self) -> tuple[str, list[str]]:
         """The array format and the leaves of what has only Orbax's own metadata."""
         path = self.path / "_METADATA"
         problem = None
@@ -506,9 +500,9 @@ class StoredLeaf:
             ValueError: values are damaged.
             IndexError: it is out of range, or something else than these.
         """
-        position = _position(where, self.shape)
+        position = _normalise_index(where, self.shape)
         folder = self._checkpoint.path
-        checks = [self._check(cell) for cell in cells(_bounds(position), self.chunk)]
+        checks = [self._begin_check(cell) for cell in cells(_bounding_box(position), self.chunk)]
         with database.naming_file(self.path, lambda: f"a file of {folder}", folder):
             found = as_tensor(np.asarray(self._array[position].read().result()))
             for check in checks:
@@ -524,23 +518,23 @@ class StoredLeaf:
         direct = out.device.type == "cpu" and out.dtype == self.dtype
         for box in boxes:
             for cell in cells(box, self.chunk):
-                region, local = _overlap(cell, self.chunk, box)
+                region, local = _intersect(cell, self.chunk, box)
                 target = out.detach()[local]
-                reader = self._into if direct else self._via
+                reader = self._read_into if direct else self._read_through
                 window.add(size, reader(target, region, cell))
 
     def checking(self, cell: Sequence[int], found: list[Problem]) -> Callable[[], None]:
         """Begin to read a chunk; what is returned waits, and adds what is wrong to `found`."""
         size = zip(cell, self.chunk, self.shape, strict=True)
         region = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in size)
-        future, check = self._array[region].read(), self._check(cell)
+        future, check = self._array[region].read(), self._begin_check(cell)
 
         def wait() -> None:
             try:
                 future.result()
                 check()
             except Exception as error:
-                found.append(database.of_reading(error, self.path, self._file(cell)))
+                found.append(database.explain_reading(error, self.path, self._file_of(cell)))
 
         return wait
 
@@ -554,38 +548,39 @@ class StoredLeaf:
         if got == wanted and (known := entry.get("crc32c")) is not None:
             count = math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
             got, wanted = f"{len(known)} checksums of chunks", f"{count} checksums of chunks"
-        fix = "restore an older checkpoint, or copy this one again"
-        return [] if got == wanted else [Problem(self.path, got, wanted, fix)]
+        return [] if got == wanted else [Problem(self.path, got, wanted, MEND)]
 
-    def _into(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
+    def _read_into(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
         import tensorstore as ts
 
         def begin() -> Callable[[], Any]:
             source = self._array[region]
             source = source[ts.d[:].translate_to[0]] if source.rank else source
-            return self._wait(ts.array(as_array(target)).write(source), cell)
+            return self._wait_and_check(ts.array(as_array(target)).write(source), cell)
 
         return begin
 
-    def _via(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
+    def _read_through(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
         def begin() -> Callable[[], Any]:
-            wait = self._wait(self._array[region].read(), cell)
+            wait = self._wait_and_check(self._array[region].read(), cell)
             return lambda: target.copy_(as_tensor(np.asarray(wait())))
 
         return begin
 
-    def _wait(self, future: Any, cell: Sequence[int]) -> Callable[[], Any]:
-        check = self._check(cell)
+    def _wait_and_check(self, future: Any, cell: Sequence[int]) -> Callable[[], Any]:
+        check = self._begin_check(cell)
 
         def wait() -> Any:
-            with database.naming_file(self.path, lambda: self._file(cell), self._checkpoint.path):
+            with database.naming_file(
+                self.path, lambda: self._file_of(cell), self._checkpoint.path
+            ):
                 found = future.result()
                 check()
                 return found
 
         return wait
 
-    def _check(self, cell: Sequence[int]) -> Callable[[], None]:
+    def _begin_check(self, cell: Sequence[int]) -> Callable[[], None]:
         """Begin to see whether a chunk is the one that was written there; wait, and raise if not.
 
         Values agree with the checksum beside them wherever the two went together.
@@ -597,7 +592,7 @@ class StoredLeaf:
         written = self._checkpoint.checksum_written(self.path, number)
         if written is None:
             return lambda: None
-        read = self._checkpoint.checksum_read(self.path, cell)
+        read = self._checkpoint.begin_checksum(database.chunk_key(self.path, cell))
 
         def check() -> None:
             if (got := read()) != written:
@@ -608,11 +603,11 @@ class StoredLeaf:
 
         return check
 
-    def _file(self, cell: Sequence[int]) -> str:
-        return self._checkpoint.file_of(self.path, cell)
+    def _file_of(self, cell: Sequence[int]) -> str:
+        return database.file_of(self._checkpoint.path, database.chunk_key(self.path, cell))
 
 
-def _overlap(cell: Sequence[int], chunk: Sequence[int], box: Box) -> tuple[tuple, tuple]:
+def _intersect(cell: Sequence[int], chunk: Sequence[int], box: Box) -> tuple[tuple, tuple]:
     """The part of a chunk that a box has: where in the leaf, and where in the tensor."""
     region, local = [], []
     for i, c, start, size, at in zip(cell, chunk, box.start, box.size, box.local, strict=True):
@@ -622,7 +617,7 @@ def _overlap(cell: Sequence[int], chunk: Sequence[int], box: Box) -> tuple[tuple
     return tuple(region), tuple(local)
 
 
-def _position(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
+def _normalise_index(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     """An index with one entry per dim, none of them negative."""
     entries = list(where) if isinstance(where, tuple) else [where]
     if len(entries) - entries.count(...) > len(shape):
@@ -643,20 +638,11 @@ def _position(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     return tuple(out)
 
 
-def _bounds(position: Sequence[int | slice]) -> Box:
-    """The smallest box around an index that `_position` made."""
+def _bounding_box(position: Sequence[int | slice]) -> Box:
+    """The smallest box around an index that `_normalise_index` made."""
     spans = [(p.start, p.stop - p.start) if isinstance(p, slice) else (p, 1) for p in position]
     start, size = tuple(a for a, _ in spans), tuple(n for _, n in spans)
     return Box(start, size, start)
-
-
-def _existing(path: str | Path) -> Path:
-    source = local_path(path).absolute()
-    if not is_complete(source):
-        got = "an incomplete checkpoint" if source.is_dir() else "nothing there"
-        wanted, fix = "a complete checkpoint", "see which there are: ls RUN/checkpoints"
-        refuse("cannot read the checkpoint", str(path), got, wanted, fix)
-    return source
 
 
 def verify(path: str | Path, *, in_flight: int = database.IN_FLIGHT) -> int:
@@ -759,7 +745,10 @@ def prune(folder: Path, keep: Keep) -> None:
     found = steps(folder)
     if keep.last is None or len(found) <= keep.last:
         return
-    kept = keep.choose({step: _metadata(folder / str(step), keep) for step in found})
+    read = {step: read_manifest(folder / str(step))[0] if keep.best else None for step in found}
+    kept = keep.choose(
+        {step: content["metadata"] if content else {} for step, content in read.items()}
+    )
     for step in found:
         if step not in kept:
             # invisible at once, whatever happens to its files
@@ -776,13 +765,6 @@ def clean(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _metadata(path: Path, keep: Keep) -> Mapping[str, Any]:
-    if not keep.best:
-        return {}
-    content, _ = read_manifest(path)
-    return {} if content is None else content["metadata"]
-
-
 # --- as text
 
 
@@ -797,7 +779,7 @@ def list_text(folder: str | Path) -> str:
         wanted = "a folder such as RUN/checkpoints"
         refuse("no checkpoints to list", str(folder), "no such folder", wanted, "check the path")
     rows = [("step", "bytes", "leaves", "mesh", "made", "metadata")]
-    rows += [_row(root / str(step)) for step in steps(root)]
+    rows += [_describe_row(root / str(step)) for step in steps(root)]
     unfinished = sorted(path.name for path in root.iterdir() if UNFINISHED in path.name)
     lines = align_columns(rows) if len(rows) > 1 else ["no complete checkpoint"]
     return "\n".join([*lines, *(f"unfinished: {name}" for name in unfinished)])
@@ -815,22 +797,23 @@ def show_text(path: str | Path) -> str:
     origin = stored.origin
     if origin:
         mesh = origin["mesh"] or "no mesh"
-        lines.append(f"made {_when(origin['time'])} on {mesh}, processes: {origin['processes']}")
+        lines.append(
+            f"made {_format_time(origin['time'])} on {mesh}, processes: {origin['processes']}"
+        )
         lines.append(f"with torch {origin['torch']}, Python {origin['python']}")
     else:
         lines.append("without a manifest: written by Orbax alone")
     values = sum(leaf.nbytes for leaf in stored.values())
-    lines.append(
-        f"{len(stored)} leaves, {_size(values)} of values in {_size(stored.nbytes)} of files"
-    )
+    sizes = f"{_format_size(values)} of values in {_format_size(stored.nbytes)} of files"
+    lines.append(f"{len(stored)} leaves, {sizes}")
     if stored.metadata:
-        lines += ["metadata", *_indented(json.dumps(stored.metadata, indent=2))]
+        lines += ["metadata", indent(json.dumps(stored.metadata, indent=2), "  ")]
     rows = [("leaf", "dtype", "shape", "bytes", "chunks of")]
     rows += [
-        (leaf.path, leaf.dtype_name, str(leaf.shape), _size(leaf.nbytes), str(leaf.chunk))
+        (leaf.path, leaf.dtype_name, str(leaf.shape), _format_size(leaf.nbytes), str(leaf.chunk))
         for leaf in stored.values()
     ]
-    return "\n".join([*lines, "leaves", *_indented("\n".join(align_columns(rows)))])
+    return "\n".join([*lines, "leaves", indent("\n".join(align_columns(rows)), "  ")])
 
 
 def verify_text(path: str | Path) -> str:
@@ -845,43 +828,39 @@ def verify_text(path: str | Path) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the second line has it
         nbytes = verify(path)
-    took = f"{_size(nbytes)} of values in {time.perf_counter() - begun:.1f} s"
+    took = f"{_format_size(nbytes)} of values in {time.perf_counter() - begun:.1f} s"
     if left := Checkpoint(path).unbound:
         return f"{path}: no damage found; {took}\nnot checked: {left}"
     return f"{path}: all files and checksums are right; {took}"
 
 
-def _row(path: Path) -> tuple[str, ...]:
+def _describe_row(path: Path) -> tuple[str, ...]:
     try:
         stored = Checkpoint(path)
     except ValueError as error:
         return (path.name, "", "", "", "", f"damaged: {str(error).splitlines()[-1].strip(' -')}")
     origin = stored.origin
-    made = _when(origin["time"]) if origin else ""
+    made = _format_time(origin["time"]) if origin else ""
     mesh = str(origin.get("mesh") or "none")
     return (
         path.name,
-        _size(stored.nbytes),
+        _format_size(stored.nbytes),
         str(len(stored)),
         mesh,
         made,
-        _short(json.dumps(stored.metadata)),
+        _shorten(json.dumps(stored.metadata)),
     )
 
 
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]
-
-
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _short(text: str, width: int = 60) -> str:
+def _shorten(text: str, width: int = 60) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
-def _size(nbytes: float) -> str:
+def _format_size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -20,6 +20,7 @@ import shutil
 import socket
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from functron.checkpoint.database import from_name, name_of, nbytes_of
+from functron.checkpoint.database import name_of, nbytes_of
 from functron.checkpoint.placement import Division, Placement
 from functron.checkpoint.saver import Snapshot
 from functron.core import tree
@@ -45,7 +46,9 @@ _TITLE = "cannot keep states in memory"
 _GENERATIONS = 2  # the one that is whole everywhere, and the one that is being made
 
 
-_KEPT = Need(lambda memory: memory.save_every > 0, "states kept in memory", "set memory_save_every")
+_SAVES_TO_MEMORY = Need(
+    lambda memory: memory.save_every > 0, "states kept in memory", "set memory_save_every"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class MemoryConfig:
     """
 
     save_every: int = setting(0, short="memory_save_every", least=0)
-    folder: str = setting("/dev/shm", "path", short="memory_folder", need=_KEPT)
+    folder: str = setting("/dev/shm", "path", short="memory_folder", need=_SAVES_TO_MEMORY)
 
 
 def folder_of(room: str | Path, run: str | Path) -> Path:
@@ -171,31 +174,32 @@ class Memory:
         leaves = [(path, list(leaf.shape), name_of(leaf.dtype)) for path, leaf in named]
         text = json.dumps([str(mesh.mesh), mesh.rank, leaves, about])
         self._digest = hashlib.sha256(text.encode()).hexdigest()
-        self._division = Division(Placement.of(tree.map(_abstract, like)))
+        abstract = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like)
+        self._division = Division(Placement.of(abstract))
         self._snapshot = Snapshot(self._division, CUDA)
         self._group: Any = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._digests = self._gather(self._digest)
-        machines = self._gather((socket.gethostname(), str(folder)))
+        self._digests = self._gather_from_all(self._digest)
+        machines = self._gather_from_all((socket.gethostname(), str(folder)))
         self._to = neighbours(mesh.mesh, machines)
         self._from = self._to.index(mesh.rank)
-        problems = self._gather(self._problem(machines.count(machines[mesh.rank])))
+        problems = self._gather_from_all(self._check_folder(machines.count(machines[mesh.rank])))
         raise_problems(_TITLE, [Problem(*found) for found in problems if found])
 
     @property
-    def _mine(self) -> Path:
+    def _own_folder(self) -> Path:
         return self._folder / f"rank-{self._mesh.rank}"
 
-    def _problem(self, processes: int) -> tuple[str, str, str, str] | None:
+    def _check_folder(self, processes: int) -> tuple[str, str, str, str] | None:
         """The mistake of the folder, as the parts of a `Problem`."""
         name, other = "memory_folder", "choose another folder of main memory"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
                 return name, f"{self._folder}, which is another user's", "one's own", other
-            self._mine.mkdir(mode=0o700, exist_ok=True)
-            there = sum(path.stat().st_size for path in self._mine.iterdir())
+            self._own_folder.mkdir(mode=0o700, exist_ok=True)
+            there = sum(path.stat().st_size for path in self._own_folder.iterdir())
             free = shutil.disk_usage(self._folder).free + there * processes
         except OSError as error:
             return name, f"{self._folder}: {error.strerror}", "a folder to write in", other
@@ -215,7 +219,7 @@ class Memory:
         self.wait()
         self._snapshot.take(tree.leaves(state))
         self._thread = threading.Thread(
-            target=self._run, args=(step,), name=f"memory {step}", daemon=True
+            target=self._save_in_thread, args=(step,), name=f"memory {step}", daemon=True
         )
         self._thread.start()
 
@@ -240,8 +244,8 @@ class Memory:
         """
         mine = self._list_files()
         while True:
-            held = self._gather(sorted(mine))
-            step = _newest(held, self._mesh.size, at_least)
+            held = self._gather_from_all(sorted(mine))
+            step = _find_newest(held, self._mesh.size, at_least)
             if step is None:
                 return None
             givers = {
@@ -251,7 +255,7 @@ class Memory:
                 for owner in range(self._mesh.size)
             }
             state = self._receive_state(step, givers, mine)
-            whole = self._gather(state is not None)
+            whole = self._gather_from_all(state is not None)
             if state is not None and all(whole):
                 return step, state
             for owner, giver in givers.items():
@@ -262,11 +266,14 @@ class Memory:
 
     def forget(self, but: int | None = None) -> None:
         """Remove what this process keeps, but for the states after one step."""
-        for path in self._mine.glob("*"):
-            if but is None or _step_of(path) != but:
+        for path in self._own_folder.glob("*"):
+            if but is None or path.name.partition("-of-")[0] != str(but):
                 path.unlink(missing_ok=True)
         if but is None:
-            for folder in (self._mine, self._folder):  # which the others may have left already
+            for folder in (
+                self._own_folder,
+                self._folder,
+            ):  # which the others may have left already
                 with suppress(OSError):
                     folder.rmdir()
 
@@ -280,23 +287,21 @@ class Memory:
 
     # --- of the thread
 
-    def _run(self, step: int) -> None:
+    def _save_in_thread(self, step: int) -> None:
         try:
-            blocks = list(self._blocks())
+            blocks = list(self._copy_blocks())
             sizes = tuple(block.size for block in blocks)
             checksums = tuple(zlib.crc32(block.data) for block in blocks)
             header = Header(step, self._mesh.rank, self._digest, sizes, checksums)
-            _write(self._mine, header, blocks)
+            _write_state(self._own_folder, header, blocks)
             theirs = Header.decode(self._exchange_bytes(np.frombuffer(header.encode(), np.uint8)))
-            _write(self._mine, theirs, self._exchange_blocks(blocks, theirs))
+            _write_state(self._own_folder, theirs, self._exchange_blocks(blocks, theirs))
             dist.barrier(group=self._group)  # now every state is whole, and older ones may go
-            for path in self._mine.glob("*"):
-                if _step_of(path) != step:
-                    path.unlink()
+            self.forget(but=step)
         except BaseException as error:
             self._error = error
 
-    def _blocks(self) -> Iterator[np.ndarray]:
+    def _copy_blocks(self) -> Iterator[np.ndarray]:
         for index, pieces in enumerate(self._division.pieces):
             for piece in pieces:
                 values = np.ascontiguousarray(self._snapshot.source(index, piece))
@@ -305,9 +310,9 @@ class Memory:
     def _exchange_bytes(self, data: np.ndarray) -> bytes:
         """The bytes of the neighbour before this one, whose size is sent first."""
         size = torch.empty(1, dtype=torch.int64)
-        self._swap(torch.tensor([data.size]), size)
+        self._exchange_tensors(torch.tensor([data.size]), size)
         found = torch.empty(int(size), dtype=torch.uint8)
-        self._swap(torch.from_numpy(data.copy()), found)
+        self._exchange_tensors(torch.from_numpy(data.copy()), found)
         return found.numpy().tobytes()
 
     def _exchange_blocks(
@@ -318,23 +323,22 @@ class Memory:
             out = torch.from_numpy(blocks[index]) if index < len(blocks) else None
             size = theirs.sizes[index] if index < len(theirs.sizes) else None
             into = None if size is None else torch.empty(size, dtype=torch.uint8)
-            self._swap(out, into)
+            self._exchange_tensors(out, into)
             if into is not None:
                 yield into.numpy()
 
-    def _swap(self, out: torch.Tensor | None, into: torch.Tensor | None) -> None:
-        works = []
+    def _exchange_tensors(self, out: torch.Tensor | None, into: torch.Tensor | None) -> None:
+        works: list[Any] = []
         if out is not None and out.numel():
             works.append(dist.isend(out, self._to[self._mesh.rank], group=self._group))
         if into is not None and into.numel():
             works.append(dist.irecv(into, self._from, group=self._group))
         for work in works:
-            assert work is not None
             work.wait()
 
     # --- of what is there
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gather_from_all(self, value: Any) -> list[Any]:
         """Every rank's value. Collective."""
         found: list[Any] = [None] * self._mesh.size
         dist.all_gather_object(found, value, group=self._group)
@@ -343,7 +347,7 @@ class Memory:
     def _list_files(self) -> dict[tuple[int, int], list[Path]]:
         """The files of this machine by step and owner, those of this process's own folder first."""
         found: dict[tuple[int, int], list[Path]] = {}
-        folders = sorted(self._folder.glob("rank-*"), key=lambda path: path != self._mine)
+        folders = sorted(self._folder.glob("rank-*"), key=lambda path: path != self._own_folder)
         for path in (path for folder in folders for path in sorted(folder.glob("*-of-*"))):
             step, _, owner = path.name.partition("-of-")
             if step.isdigit() and owner.isdigit():
@@ -362,12 +366,12 @@ class Memory:
             if rank == giver:
                 data = _read_file(mine[step, owner][0], step, owner, self._digests[owner])
             if owner != giver:
-                data = self._handed_over(data, owner, giver)
+                data = self._transfer_state(data, owner, giver)
             if rank == owner and data is not None:
                 state = self._decode(*data)
         return state
 
-    def _handed_over(
+    def _transfer_state(
         self, data: tuple[Header, list[np.ndarray]] | None, owner: int, giver: int
     ) -> tuple[Header, list[np.ndarray]] | None:
         """A state, from who has it to whose it is."""
@@ -379,15 +383,14 @@ class Memory:
                 if part.size:
                     dist.send(torch.from_numpy(part.copy()), owner, group=self._group)
             return None
-        length = torch.empty(1, dtype=torch.int64)
-        dist.recv(length, giver, group=self._group)
-        if not int(length):
+        length = self._receive(giver, 1, torch.int64).item()
+        if not length:
             return None
-        header = Header.decode(self._took(int(length), giver).tobytes())
-        return header, [self._took(size, giver) for size in header.sizes]
+        header = Header.decode(self._receive(giver, length).tobytes())
+        return header, [self._receive(giver, size) for size in header.sizes]
 
-    def _took(self, size: int, giver: int) -> np.ndarray:
-        into = torch.empty(size, dtype=torch.uint8)
+    def _receive(self, giver: int, size: int, dtype: torch.dtype = torch.uint8) -> np.ndarray:
+        into = torch.empty(size, dtype=dtype)
         if size:
             dist.recv(into, giver, group=self._group)
         return into.numpy()
@@ -399,7 +402,9 @@ class Memory:
             nbytes_of(piece.size, self._division.placement.leaves[index].dtype.itemsize)
             for index, piece in pieces
         )
-        if (header.digest, header.sizes) != (self._digest, sizes) or not _fit(header, blocks):
+        if (header.digest, header.sizes) != (self._digest, sizes) or not _checksums_match(
+            header, blocks
+        ):
             return None
         tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self._like]
         for (index, piece), block in zip(pieces, blocks, strict=True):
@@ -408,28 +413,19 @@ class Memory:
         return tree.unflatten(self._structure, tensors)
 
 
-def _abstract(leaf: torch.Tensor) -> torch.Tensor:
-    dtype = from_name(name_of(leaf.dtype))
-    return torch.empty(leaf.shape, dtype=dtype, device="meta")
-
-
-def _newest(held: Sequence[Sequence[tuple[int, int]]], size: int, at_least: int) -> int | None:
+def _find_newest(held: Sequence[Sequence[tuple[int, int]]], size: int, at_least: int) -> int | None:
     """The newest step after which somebody has the state of every rank."""
-    there = {pair for each in held for pair in map(tuple, each)}
-    steps = {step for step, _ in there if step >= at_least}
-    whole = (step for step in steps if all((step, owner) in there for owner in range(size)))
-    return max(whole, default=None)
-
-
-def _step_of(path: Path) -> int | None:
-    step = path.name.partition("-of-")[0]
-    return int(step) if step.isdigit() else None
+    there = {(step, owner) for each in held for step, owner in each if owner < size}
+    counts = Counter(step for step, _ in there)
+    return max((step for step, n in counts.items() if n == size and step >= at_least), default=None)
 
 
 _LENGTH_BYTES = 8
 
 
-def _write(folder: Path, header: Header, blocks: Iterator[np.ndarray] | list[np.ndarray]) -> None:
+def _write_state(
+    folder: Path, header: Header, blocks: Iterator[np.ndarray] | list[np.ndarray]
+) -> None:
     """Write a state, which has its name when it is whole.
 
     Raises:
@@ -463,10 +459,10 @@ def _read_file(
     except (OSError, ValueError):
         return None
     about = header.step, header.owner, header.digest
-    good = about == (step, owner, digest) and _fit(header, blocks)
+    good = about == (step, owner, digest) and _checksums_match(header, blocks)
     return (header, blocks) if good else None
 
 
-def _fit(header: Header, blocks: Sequence[np.ndarray]) -> bool:
+def _checksums_match(header: Header, blocks: Sequence[np.ndarray]) -> bool:
     rows = zip(blocks, header.sizes, header.checksums, strict=True)
     return all(block.size == n and zlib.crc32(block.data) == crc for block, n, crc in rows)

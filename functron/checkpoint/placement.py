@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, dataclass_fix, nearest, raise_problems
-from functron.pipeline.partition import Partition, Use
+from functron.core.errors import Problem, nearest, raise_problems, tensor_problem
+from functron.pipeline.partition import Partition
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, dim_axes, is_spec, num_shards, problems
 
@@ -132,14 +132,7 @@ class Placement:
         leaves = []
         for path, leaf, spec in zip(tree.paths(like), tree.leaves(like), flat, strict=True):
             if not isinstance(leaf, torch.Tensor):
-                found.append(
-                    Problem(
-                        path,
-                        type(leaf).__name__,
-                        "a tensor",
-                        dataclass_fix(leaf) or "use torch.tensor",
-                    )
-                )
+                found.append(tensor_problem(path, leaf))
                 continue
             spec = P() if spec is None else spec
             found += problems(path, None, spec, abstract)
@@ -197,7 +190,8 @@ class Placement:
         """The rows that a pipeline's rank holds of a leaf; empty: all; None: it holds none."""
         if self.partition is None or self.mesh[self.axis] == 1:
             return ()
-        entry = _entry(leaf.path, self.partition.uses)
+        # the top-level entry of the parameters that a leaf of a state belongs to
+        entry = next((part for part in leaf.path.split("/") if part in self.partition.uses), None)
         if entry is None:
             return ()  # counters, keys: the same on every rank
         if entry not in self.partition.held(stage_rank):
@@ -231,14 +225,7 @@ class Placement:
                 continue
             tensor = given[leaf.path]
             if not isinstance(tensor, torch.Tensor):
-                found.append(
-                    Problem(
-                        leaf.path,
-                        type(tensor).__name__,
-                        "a tensor",
-                        dataclass_fix(tensor) or "use torch.tensor",
-                    )
-                )
+                found.append(tensor_problem(leaf.path, tensor))
             elif shape is None:
                 found.append(Problem(leaf.path, "a leaf", "none on this rank of the pipeline"))
             elif (tuple(tensor.shape), tensor.dtype) != (shape, leaf.dtype):
@@ -247,11 +234,6 @@ class Placement:
                 found.append(Problem(leaf.path, got, wanted))
         raise_problems(what, found)
         return given
-
-
-def _entry(path: str, uses: Mapping[str, Use]) -> str | None:
-    """The top-level entry of the parameters that a leaf of a state belongs to."""
-    return next((part for part in path.split("/") if part in uses), None)
 
 
 def _span(
@@ -275,7 +257,8 @@ def _all_runs(size: int, axes: Sequence[str], mesh: Mesh) -> tuple[list[_Run], i
     """The runs of all shards of a dim, one after the other with their padding."""
     runs: list[_Run] = []
     total = 0
-    for coordinate in _coordinates(axes, mesh):
+    for indices in itertools.product(*(range(mesh[name]) for name in axes)):
+        coordinate = dict(zip(axes, indices, strict=True))
         begin, end, length = _span(size, axes, mesh, coordinate)
         last = runs[-1] if runs else _Run(0, 0, 0)
         if (begin, total) == (last.start + last.size, last.local + last.size):
@@ -284,11 +267,6 @@ def _all_runs(size: int, axes: Sequence[str], mesh: Mesh) -> tuple[list[_Run], i
             runs.append(_Run(begin, end - begin, total))
         total += length
     return runs, total
-
-
-def _coordinates(axes: Sequence[str], mesh: Mesh) -> Iterator[dict[str, int]]:
-    for indices in itertools.product(*(range(mesh[name]) for name in axes)):
-        yield dict(zip(axes, indices, strict=True))
 
 
 def _consecutive(indices: Sequence[int]) -> list[_Run]:
@@ -325,6 +303,14 @@ class Piece:
     size: tuple[int, ...]
     local: tuple[int, ...]
 
+    @classmethod
+    def of(cls, cell: Cell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> Piece:
+        """The part of a chunk that a box holds: all of it, by the choice of chunks."""
+        start = tuple(i * c for i, c in zip(cell, chunk, strict=True))
+        size = tuple(min(c, n - a) for a, c, n in zip(start, chunk, shape, strict=True))
+        local = tuple(a - b + at for a, b, at in zip(start, box.start, box.local, strict=True))
+        return cls(cell, start, size, local)
+
     def slices(self) -> tuple[slice, ...]:
         """Where it lies in the process's tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.local, self.size, strict=True))
@@ -350,12 +336,14 @@ class Division:
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each leaf's chunks."""
         return tuple(
-            chunk_shape(leaf, list(groups), max(map(len, groups.values()), default=1), limit)
-            for leaf, groups, limit in self._grouped
+            chunk_shape(
+                leaf, list(groups), max(map(len, groups.values()), default=1), self.chunk_bytes
+            )
+            for leaf, groups in self._holders
         )
 
     @cached_property
-    def _grouped(self) -> list[tuple[Leaf, dict[tuple[Box, ...], list[int]], int]]:
+    def _holders(self) -> list[tuple[Leaf, dict[tuple[Box, ...], list[int]]]]:
         """The processes with the same boxes of each leaf, together."""
         out = []
         for leaf in self.placement.leaves:
@@ -363,7 +351,7 @@ class Division:
             for rank in range(self.placement.num_ranks):
                 groups.setdefault(self.placement.boxes(leaf, rank), []).append(rank)
             groups.pop((), None)
-            out.append((leaf, groups, self.chunk_bytes))
+            out.append((leaf, groups))
         return out
 
     @cached_property
@@ -376,7 +364,7 @@ class Division:
         load = [0] * self.placement.num_ranks
         found: list[Problem] = []
         out = []
-        for (leaf, groups, _), chunk in zip(self._grouped, self.chunks, strict=True):
+        for (leaf, groups), chunk in zip(self._holders, self.chunks, strict=True):
             holders: dict[Cell, list[int]] = {}
             for boxes, ranks in groups.items():
                 for cell in itertools.chain.from_iterable(cells(box, chunk) for box in boxes):
@@ -406,7 +394,7 @@ class Division:
             for box in self.placement.boxes(leaf, rank):
                 for cell in cells(box, chunk):
                     if writer[cell] == rank:
-                        mine.append(_piece(cell, chunk, leaf.shape, box))
+                        mine.append(Piece.of(cell, chunk, leaf.shape, box))
             out.append(mine)
         return tuple(out)
 
@@ -475,11 +463,3 @@ def cells(box: Box, chunk: Sequence[int]) -> Iterator[Cell]:
             for start, size, c in zip(box.start, box.size, chunk, strict=True)
         )
     )
-
-
-def _piece(cell: Cell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> Piece:
-    """The part of a chunk that a box holds: all of it, by the choice of chunks."""
-    start = tuple(i * c for i, c in zip(cell, chunk, strict=True))
-    size = tuple(min(c, n - a) for a, c, n in zip(start, chunk, shape, strict=True))
-    local = tuple(a - b + at for a, b, at in zip(start, box.start, box.local, strict=True))
-    return Piece(cell, start, size, local)

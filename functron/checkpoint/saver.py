@@ -21,9 +21,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from functron.checkpoint import database
-from functron.checkpoint.database import as_array, chunk_key, name_of, storable
+from functron.checkpoint.database import as_array, chunk_key, from_name, name_of
 from functron.checkpoint.folder import (
     LATER,
     Keep,
@@ -49,7 +49,7 @@ from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Pl
 from functron.core import compat, tree
 from functron.core.closure import refuse_orphans
 from functron.core.compat import CUDA, Streams
-from functron.core.errors import Problem, dataclass_fix, local_path, raise_problems, refuse
+from functron.core.errors import Problem, local_path, raise_problems, refuse, tensor_problem
 from functron.core.settings import Need, setting
 
 Moments = Callable[[str, int], None]
@@ -107,7 +107,7 @@ class Snapshot:
         for index, pieces in enumerate(division.pieces):
             itemsize = division.placement.leaves[index].dtype.itemsize
             for piece in pieces:
-                size = _align(database.nbytes_of(piece.size, itemsize))
+                size = -(-database.nbytes_of(piece.size, itemsize) // 64) * 64  # aligned
                 if not self._sizes or self._sizes[-1] + size > _LOCKED_BYTES:
                     self._parts.append([])
                     self._sizes.append(0)
@@ -126,7 +126,8 @@ class Snapshot:
     def reserve(self, *, locked: bool) -> None:
         """Begin to allocate the memory, in a thread; page-locked, for copies from a GPU."""
         if not self._memory:
-            make = self._streams.pinned if locked else _allocate_pageable
+            pageable = functools.partial(torch.empty, dtype=torch.uint8)
+            make = self._streams.pinned if locked else pageable
             thread = ThreadPoolExecutor(1, "memory of snapshots")
             self._memory = [thread.submit(make, size) for size in self._sizes]
             thread.shutdown(wait=False)
@@ -148,7 +149,7 @@ class Snapshot:
         for number, part in enumerate(self._parts):
             for index, piece, at in part:
                 view = self._view(number, index, piece, at)
-                values = _values(tensors, index, piece)
+                values = _slice_values(tensors, index, piece)
                 if device is None:
                     view.copy_(values)
                 else:
@@ -175,25 +176,17 @@ class Snapshot:
         return self._views[index, piece.cell][1]
 
 
-def _allocate_pageable(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _values(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> torch.Tensor:
+def _slice_values(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> torch.Tensor:
     tensor = tensors[index]
     assert tensor is not None
     return tensor.detach()[piece.slices()]
-
-
-def _align(size: int) -> int:
-    return -(-size // 64) * 64
 
 
 def live(tensors: Sequence[torch.Tensor | None]) -> Source:
     """The values of the tensors themselves, for a caller that waits until they are written."""
 
     def source(index: int, piece: Piece) -> np.ndarray:
-        return as_array(_values(tensors, index, piece).cpu())
+        return as_array(_slice_values(tensors, index, piece).cpu())
 
     return source
 
@@ -246,7 +239,7 @@ def write_pieces(
                 leaf = placement.leaves[index]
                 array = _name_errors(leaf, folder, future.result)()
                 for piece in division.pieces[index]:
-                    begin = _begin(array, piece, source(index, piece))
+                    begin = _begin_write(array, piece, source(index, piece))
                     size = database.nbytes_of(piece.size, leaf.dtype.itemsize)
                     window.add(size, lambda b=begin, at=leaf: _name_errors(at, folder, b().result))
             window.drain()
@@ -254,23 +247,21 @@ def write_pieces(
             window.abandon()
     if not mine.exists():  # all of this process's values are other ones' to write
         return {}
-    checksums = _checksums(mine, division, shared)
+    checksums = _read_checksums(mine, division, shared)
     sync_all(mine, progress)
     return checksums
 
 
-def _checksums(mine: Path, division: Division, shared: Any) -> dict[str, int]:
+def _read_checksums(mine: Path, division: Division, shared: Any) -> dict[str, int]:
     """The checksums that this process's pieces ended with: a few bytes of each are read."""
-    stored = database.Checksums(mine, shared)
-    waiting = {
-        database.chunk_key(leaf.path, piece.cell): stored.begin(leaf.path, piece.cell)
-        for leaf, pieces in zip(division.placement.leaves, division.pieces, strict=True)
-        for piece in pieces
-    }
+    begin = database.open_checksums(mine, shared)
+    rows = zip(division.placement.leaves, division.pieces, strict=True)
+    keys = [chunk_key(leaf.path, piece.cell) for leaf, pieces in rows for piece in pieces]
+    waiting = {key: begin(key) for key in keys}
     return {key: wait() for key, wait in waiting.items()}
 
 
-def _begin(array: Any, piece: Piece, values: np.ndarray) -> Callable[[], Any]:
+def _begin_write(array: Any, piece: Piece, values: np.ndarray) -> Callable[[], Any]:
     return lambda: array[piece.region()].write(values, can_reference_source_data_indefinitely=True)
 
 
@@ -281,7 +272,7 @@ def _name_errors(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[
         try:
             return wait()
         except Exception as error:
-            problem = database.of_writing(error, leaf.path, folder)
+            problem = database.explain_writing(error, leaf.path, folder)
             raise_problems(f"cannot write the checkpoint {folder}", [problem], OSError)
 
     return waiting
@@ -452,11 +443,7 @@ def commit(
 
     nested: dict[str, Any] = {}
     for leaf in leaves:
-        *above, name = leaf.path.split("/")
-        node = nested
-        for key in above:
-            node = node.setdefault(key, {})
-        node[name] = leaf
+        tree.put_leaf(nested, leaf.path, leaf)
     here = jax.process_index()  # not 0 where the program uses jax.distributed for its own purposes
     alone = ocp.options.MultiprocessingOptions(
         primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"functron{here}"
@@ -466,16 +453,16 @@ def commit(
         "use_zarr3": True,
         "multiprocessing_options": alone,
         "type_handler_registry": ocp.type_handlers.create_type_handler_registry(
-            (Leaf, _type_handler(ocp, write))
+            (Leaf, _make_type_handler(ocp, write))
         ),
     }
-    handler = ocp.PyTreeCheckpointHandler(handler_impl=_tree_handler(ocp, finish, settings))
+    handler = ocp.PyTreeCheckpointHandler(handler_impl=_make_tree_handler(ocp, finish, settings))
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         arguments = ocp.args.PyTreeSave(nested, custom_metadata={"functron": 1})
         checkpointer.save(target, args=arguments, custom_metadata=dict(metadata))
 
 
-def _type_handler(ocp: Any, write: Callable[[Path], None]) -> Any:
+def _make_type_handler(ocp: Any, write: Callable[[Path], None]) -> Any:
     """The handler that Orbax saves all leaves with: the processes write, and it waits for them."""
 
     class LeafHandler(ocp.type_handlers.TypeHandler):
@@ -495,7 +482,7 @@ def _type_handler(ocp: Any, write: Callable[[Path], None]) -> Any:
     return LeafHandler()
 
 
-def _tree_handler(ocp: Any, finish: Callable[[Path], None], settings: dict[str, Any]) -> Any:
+def _make_tree_handler(ocp: Any, finish: Callable[[Path], None], settings: dict[str, Any]) -> Any:
     """Orbax's handler of trees, with a last word before the checkpoint gets its name."""
 
     class TreeHandler(ocp.BasePyTreeCheckpointHandler):
@@ -520,7 +507,7 @@ def _import_orbax() -> Any:
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveRequest:
     """One save: of what, where and by whom.
 
     Attributes:
@@ -539,7 +526,7 @@ class Order:
     at: Callable[[str], None] = lambda moment: None
 
 
-def save_together(order: Order, source: Source, ranks: Ranks) -> None:
+def save_together(request: SaveRequest, source: Source, ranks: Ranks) -> None:
     """Write a checkpoint, on all processes at once; returns when it is complete and has its name.
 
     Raises:
@@ -549,76 +536,90 @@ def save_together(order: Order, source: Source, ranks: Ranks) -> None:
     """
     compat.keep_freed_memory()  # before Orbax is imported, whose threads have heaps of their own
     if ranks.rank == 0:
-        _lead(order, source, ranks)
+        _lead_save(request, source, ranks)
     else:
-        _follow(order, source, ranks)
+        _follow_save(request, source, ranks)
 
 
-def give_up(ranks: Ranks, error: BaseException) -> None:
+@contextmanager
+def _telling_failure(ranks: Ranks) -> Iterator[None]:
+    """Begin a save, whose other ranks are told if this one cannot prepare it in a with block."""
+    ranks.begin()
+    try:
+        yield
+    except BaseException as error:
+        _tell_failure(ranks, error)
+        raise
+
+
+def _tell_failure(ranks: Ranks, error: BaseException) -> None:
     """Tell the others, who are about to save, that this process cannot."""
+    message = {"error": str(error) or type(error).__name__, "input": isinstance(error, ValueError)}
     if ranks.rank == 0:
-        ranks.tell("begin", _failure(error))
-    ranks.tell(f"done/{ranks.rank}" if ranks.rank else "end", _failure(error))
+        ranks.tell("begin", message)
+    ranks.tell(f"done/{ranks.rank}" if ranks.rank else "end", message)
 
 
-def _lead(order: Order, source: Source, ranks: Ranks) -> None:
+def _lead_save(request: SaveRequest, source: Source, ranks: Ranks) -> None:
     unfinished: list[Path] = []
     checksums: dict[str, int] = {}
     try:
-        _check_target(order.target)
+        _check_target(request.target)
 
         def write(folder: Path) -> None:
             unfinished.append(folder)
             ranks.tell("begin", {"folder": str(folder)})
-            checksums.update(_write(order, folder, source, ranks))
+            checksums.update(_write_request(request, folder, source, ranks))
             for rank in range(1, ranks.size):
                 answer = ranks.hear(f"done/{rank}", rank)
-                _check_answer(answer, rank, order)
+                _check_answer(answer, rank, request)
                 checksums.update(answer["crc32c"])
-            check_complete(folder, order.division)
+            check_complete(folder, request.division)
 
         def finish(folder: Path) -> None:
             leaves = [
                 (leaf, chunk, [checksums[chunk_key(leaf.path, c)] for c in grid(leaf.shape, chunk)])
                 for leaf, chunk in zip(
-                    order.division.placement.leaves, order.division.chunks, strict=True
+                    request.division.placement.leaves, request.division.chunks, strict=True
                 )
             ]
-            make_manifest(folder, leaves, order.metadata, _origin(order), ranks.beat)
-            order.at("commit")
+            make_manifest(folder, leaves, request.metadata, _describe_origin(request), ranks.beat)
+            request.at("commit")
 
-        leaves = order.division.placement.leaves
-        commit(order.target, leaves, order.metadata, write, finish)
-        order.at("committed")
+        leaves = request.division.placement.leaves
+        commit(request.target, leaves, request.metadata, write, finish)
+        request.at("committed")
         for name in LATER:
-            if (order.target / name).exists():
-                sync(order.target / name)
-        sync(order.target.parent)
+            if (request.target / name).exists():
+                sync(request.target / name)
+        sync(request.target.parent)
     except BaseException as error:
         for folder in unfinished:
             shutil.rmtree(folder, ignore_errors=True)
-        give_up(ranks, error)
-        _raise_plainly(error, order)
+        _tell_failure(ranks, error)
+        _raise_in_words(error, request)
     ranks.tell("end", {})
 
 
-def _follow(order: Order, source: Source, ranks: Ranks) -> None:
+def _follow_save(request: SaveRequest, source: Source, ranks: Ranks) -> None:
     begin = ranks.hear("begin", 0)
-    _raise_failure(begin, 0, order)
+    _raise_failure(begin, 0, request)
     try:
-        checksums = _write(order, Path(begin["folder"]), source, ranks)
+        checksums = _write_request(request, Path(begin["folder"]), source, ranks)
     except BaseException as error:
-        give_up(ranks, error)
-        _raise_plainly(error, order)
-    ranks.tell(f"done/{ranks.rank}", {"digest": order.division.digest, "crc32c": checksums})
-    _raise_failure(ranks.hear("end", 0), 0, order)
+        _tell_failure(ranks, error)
+        _raise_in_words(error, request)
+    ranks.tell(f"done/{ranks.rank}", {"digest": request.division.digest, "crc32c": checksums})
+    _raise_failure(ranks.hear("end", 0), 0, request)
 
 
-def _write(order: Order, folder: Path, source: Source, ranks: Ranks) -> dict[str, int]:
-    division, beat = order.division, ranks.beat
-    order.at("write")
-    found = write_pieces(folder, division, source, in_flight=order.in_flight, progress=beat)
-    order.at("written")
+def _write_request(
+    request: SaveRequest, folder: Path, source: Source, ranks: Ranks
+) -> dict[str, int]:
+    division, beat = request.division, ranks.beat
+    request.at("write")
+    found = write_pieces(folder, division, source, in_flight=request.in_flight, progress=beat)
+    request.at("written")
     return found
 
 
@@ -626,15 +627,15 @@ def _check_target(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = database.of_writing(error, str(target.parent), target.parent)
+        problem = database.explain_writing(error, str(target.parent), target.parent)
         raise_problems("cannot save the checkpoint", [problem], OSError)
     if target.exists():
         title, got = "cannot save the checkpoint", "an existing path"
         refuse(title, str(target), got, "a new one", "choose another")
 
 
-def _origin(order: Order) -> dict[str, Any]:
-    placement = order.division.placement
+def _describe_origin(request: SaveRequest) -> dict[str, Any]:
+    placement = request.division.placement
     return {
         "mesh": str(placement.mesh),
         "processes": placement.num_ranks,
@@ -644,33 +645,30 @@ def _origin(order: Order) -> dict[str, Any]:
     }
 
 
-def _check_answer(answer: Mapping[str, Any], rank: int, order: Order) -> None:
-    _raise_failure(answer, rank, order)
-    if answer["digest"] != order.division.digest:
-        title, got = f"cannot save the checkpoint {order.target}", "another state, mesh or specs"
+def _check_answer(answer: Mapping[str, Any], rank: int, request: SaveRequest) -> None:
+    _raise_failure(answer, rank, request)
+    if answer["digest"] != request.division.digest:
+        title, got = f"cannot save the checkpoint {request.target}", "another state, mesh or specs"
         fix = "build the placement from the same configuration everywhere"
         refuse(title, f"rank {rank}", f"{got} than rank 0", "the same on all ranks", fix)
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
-    text = str(error) or type(error).__name__
-    return {"error": text, "input": isinstance(error, ValueError)}
-
-
-def _raise_failure(message: Mapping[str, Any], rank: int, order: Order) -> None:
+def _raise_failure(message: Mapping[str, Any], rank: int, request: SaveRequest) -> None:
     """Raise what went wrong on another rank, if something did."""
     if "error" in message:
         kind = ValueError if message["input"] else OSError
-        raise kind(f"rank {rank} could not save the checkpoint {order.target}:\n{message['error']}")
+        raise kind(
+            f"rank {rank} could not save the checkpoint {request.target}:\n{message['error']}"
+        )
 
 
-def _raise_plainly(error: BaseException, order: Order) -> None:
+def _raise_in_words(error: BaseException, request: SaveRequest) -> None:
     """Raise `error`, or an OSError in our words where the system's alone would be seen."""
     if isinstance(error, OSError) and error.errno is not None:
-        what = str(error.filename or order.target)
-        problem = database.of_writing(error, what, order.target.parent)
+        what = str(error.filename or request.target)
+        problem = database.explain_writing(error, what, request.target.parent)
         raise OSError(
-            error.errno, f"cannot save the checkpoint {order.target}\n  - {problem}"
+            error.errno, f"cannot save the checkpoint {request.target}\n  - {problem}"
         ) from error
     raise error
 
@@ -712,16 +710,12 @@ def save(
         TimeoutError: another rank is dead.
     """
     placement = _place_whole(value) if placement is None else placement
-    ranks = _ranks(placement, store, timeout)
-    ranks.begin()
-    try:
-        division = _divide(placement, CHUNK_BYTES)
-        tensors = _tensors(placement, value)
-        order = Order(local_path(path).absolute(), division, _as_json(metadata))
-    except BaseException as error:
-        give_up(ranks, error)
-        raise
-    save_together(order, live(tensors), ranks)
+    ranks = _connect_ranks(placement, store, timeout)
+    with _telling_failure(ranks):
+        division = _divide_storable(placement, CHUNK_BYTES)
+        tensors = _list_tensors(placement, value)
+        request = SaveRequest(local_path(path).absolute(), division, _as_json(metadata))
+    save_together(request, live(tensors), ranks)
     ranks.leave()
 
 
@@ -749,7 +743,7 @@ class Saver:
         in_flight: bytes that this process writes at the same time.
         device: of the state; on a GPU host memory for the copies is locked from now on, in the
             background, and not by the first save, which would wait for it.
-        at: called by the saving thread at the moments of `Order.at`.
+        at: called by the saving thread at the moments of `SaveRequest.at`.
 
     Raises:
         ValueError: the state cannot be stored; all offenders are listed.
@@ -771,13 +765,13 @@ class Saver:
         self._at = at
         self._folder = local_path(folder, "folder").absolute()
         self._placement = placement
-        self._division = _divide(placement, chunk_bytes)
+        self._division = _divide_storable(placement, chunk_bytes)
         self._keep = Keep() if keep is None else keep
         self._in_flight = in_flight
         self._snapshot = Snapshot(self._division, CUDA)
         if device is not None and torch.device(device).type == "cuda":
             self._snapshot.reserve(locked=True)
-        self._ranks = _ranks(placement, store, timeout)
+        self._ranks = _connect_ranks(placement, store, timeout)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if placement.here == 0:
@@ -805,18 +799,16 @@ class Saver:
             ValueError: the state is another one than was announced, or the step is saved already.
         """
         self.wait()
-        self._ranks.begin()
-        try:
-            self._snapshot.take(_tensors(self._placement, state))
+        with _telling_failure(self._ranks):
+            self._snapshot.take(_list_tensors(self._placement, state))
             target = self._folder / str(int(step))
-            at = functools.partial(_at_step, self._at, int(step))
-            order = Order(target, self._division, _as_json(metadata), self._in_flight, at)
-        except BaseException as error:
-            give_up(self._ranks, error)
-            raise
+            written = _as_json(metadata)
+            request = SaveRequest(
+                target, self._division, written, self._in_flight, lambda at: self._at(at, int(step))
+            )
         # a daemon: a program that fails elsewhere ends, and leaves an unfinished checkpoint
         self._thread = threading.Thread(
-            target=self._run, args=(order,), name=f"save {step}", daemon=True
+            target=self._run, args=(request,), name=f"save {step}", daemon=True
         )
         self._thread.start()
         if wait:
@@ -825,7 +817,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until the save that is under way is complete, and raise what went wrong with it."""
         if self._thread is not None:
-            _join(self._thread)
+            _wait_for_thread(self._thread)
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -846,22 +838,20 @@ class Saver:
         if kind is None:
             self.close()
         elif self._thread is not None and self._ranks.size == 1 and isinstance(error, Exception):
-            _join(self._thread)  # no other rank can hold it up, and it must not end within a write
+            _wait_for_thread(
+                self._thread
+            )  # no other rank can hold it up, and it must not end within a write
 
-    def _run(self, order: Order) -> None:
+    def _run(self, request: SaveRequest) -> None:
         try:
-            save_together(order, self._snapshot.source, self._ranks)
+            save_together(request, self._snapshot.source, self._ranks)
             if self._placement.here == 0:
                 prune(self._folder, self._keep)
         except BaseException as error:
             self._error = error
 
 
-def _at_step(at: Moments, step: int, moment: str) -> None:
-    at(moment, step)
-
-
-def _join(thread: threading.Thread) -> None:
+def _wait_for_thread(thread: threading.Thread) -> None:
     # Python handles signals in the main thread alone, which one that another thread of the process
     # receives does not wake: without looking up, a rank would not learn that it is to end
     while thread.is_alive():
@@ -879,31 +869,27 @@ def _place_whole(value: tree.Tree) -> Placement:
     if tree.is_leaf(value) or not tree.leaves(value):
         found.append(Problem("(root)", type(value).__name__, "a container with tensors"))
     else:
-        found += _unnamable(tree.paths(value))
+        found += _find_bad_names(tree.paths(value))
     for path, leaf in zip(tree.paths(value), tree.leaves(value), strict=True):
         if not isinstance(leaf, torch.Tensor):
-            found.append(
-                Problem(
-                    path, type(leaf).__name__, "a tensor", dataclass_fix(leaf) or "use torch.tensor"
-                )
-            )
+            found.append(tensor_problem(path, leaf))
         elif leaf.is_meta:
             found.append(Problem(path, "a meta tensor", "a tensor with values"))
     raise_problems("cannot save the checkpoint", found)
     return Placement.of(value)
 
 
-def _divide(placement: Placement, chunk_bytes: int) -> Division:
+def _divide_storable(placement: Placement, chunk_bytes: int) -> Division:
     """The division of a placement, worked out, all of whose leaves can be stored.
 
     Raises:
         ValueError: some cannot; all of them are listed.
     """
-    found = _unnamable([leaf.path for leaf in placement.leaves])
+    found = _find_bad_names([leaf.path for leaf in placement.leaves])
     found += [
         Problem(leaf.path, name_of(leaf.dtype), "a dtype that NumPy has a name for")
         for leaf in placement.leaves
-        if not storable(leaf.dtype)
+        if from_name(name_of(leaf.dtype)) is None
     ]
     raise_problems("cannot save the checkpoint", found)
     division = Division(placement, chunk_bytes)
@@ -911,7 +897,7 @@ def _divide(placement: Placement, chunk_bytes: int) -> Division:
     return division
 
 
-def _unnamable(paths: Sequence[str]) -> list[Problem]:
+def _find_bad_names(paths: Sequence[str]) -> list[Problem]:
     """Paths that cannot be names of arrays, which have dots where paths have slashes."""
     found = [
         Problem(path, "a key with a dot, or empty", "other characters")
@@ -924,7 +910,7 @@ def _unnamable(paths: Sequence[str]) -> list[Problem]:
     return found + [Problem(path, "two entries", "one", "no / in keys") for path in clash]
 
 
-def _tensors(placement: Placement, value: tree.Tree) -> list[torch.Tensor | None]:
+def _list_tensors(placement: Placement, value: tree.Tree) -> list[torch.Tensor | None]:
     """This process's tensor of every leaf, or None."""
     given = placement.check(value, what="cannot save the checkpoint")
     abstract = [path for path, leaf in given.items() if leaf.is_meta]
@@ -933,7 +919,7 @@ def _tensors(placement: Placement, value: tree.Tree) -> list[torch.Tensor | None
     return [given.get(leaf.path) for leaf in placement.leaves]
 
 
-def _ranks(
+def _connect_ranks(
     placement: Placement, store: dist.Store | None, timeout: float | Callable[[], float]
 ) -> Ranks:
     limit = timeout if callable(timeout) else lambda: timeout

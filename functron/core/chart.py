@@ -14,6 +14,9 @@ MAX_DOTS = 100
 COLORS = ("#d94801", "#238b45", "#6a51a3", "#b8860b", "#ce1256", "#525252")
 MARKS = ("#cb181d", "#6a51a3", "#525252", "#238b45")
 
+_FAINT = 'stroke="#9ecae1" stroke-width="1"'
+_BOLD = 'stroke="#08519c" stroke-width="2"'
+
 Points = list[tuple[float, float]]
 
 
@@ -61,32 +64,36 @@ def line_chart(
     for tick in y_ticks:
         left, py = place(x_ticks[0], tick)
         grid.append(_line(left, py, WIDTH - RIGHT, py))
-        grid.append(_text(left - 8, py + 4, f"{tick:g}", anchor="end"))
+        grid.append(_text(left - 8, py + 4, f"{tick:g}", "end"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     turned = f'transform="rotate(-90 18 {middle:g})"'
     many = len(points) > 50
-    curves = [_curve([place(*p) for p in points], faint=many)]
-    if many:
-        curves.append(_curve([place(*p) for p in smooth(points)], faint=False))
+    curves = [_polyline([place(*p) for p in points], _FAINT)] if many else []
+    curves.append(_polyline([place(*p) for p in (smooth(points) if many else points)], _BOLD))
     for number, (name, curve) in enumerate(further.items()):
         curves += _draw_named_curve(name, [place(*p) for p in curve], number)
     across = (x_ticks[0], x_ticks[-1])
     for number, (name, xs) in enumerate((marks or {}).items()):
         inside = [place(x, y_ticks[0])[0] for x in xs if across[0] <= x <= across[1]]
         curves += _draw_marks(name, inside, number)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">',
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-            *grid,
-            *curves,
-            _text(WIDTH / 2, 24, title, more='font-size="15" font-weight="bold"'),
-            _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label),
-            _text(18, middle, y_label, more=turned),
-            "</svg>\n",
-        ]
-    )
+    words = [
+        _text(WIDTH / 2, 24, title, size=15, more='font-weight="bold"'),
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label),
+        _text(18, middle, y_label, more=turned),
+    ]
+    return svg_document(WIDTH, HEIGHT, [*grid, *curves, *words])
+
+
+def svg_document(width: float, height: float, parts: Sequence[str], size: float = 12) -> str:
+    """Elements as an SVG document on white, whose text is centred and has this size."""
+    form = f'width="{width:g}" height="{height:g}"'
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" {form} '
+        f'font-family="sans-serif" font-size="{size:g}" text-anchor="middle">',
+        f'<rect {form} fill="white"/>',
+        *parts,
+        "</svg>\n",
+    ])  # fmt: skip
 
 
 def _finite(points: Iterable[tuple[float, float]]) -> Points:
@@ -124,7 +131,7 @@ def _draw_named_curve(name: str, points: Points, number: int) -> list[str]:
     style = f'stroke="{color}" stroke-width="1.5"'
     dots = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{color}"/>' for a, b in points]
     height = TOP + 14 + 16 * number
-    legend = _text(WIDTH - RIGHT - 8, height, name, anchor="end", more=f'fill="{color}"')
+    legend = _text(WIDTH - RIGHT - 8, height, name, "end", ink=color)
     return [_polyline(points, style), *(dots if len(points) <= MAX_DOTS else ()), legend]
 
 
@@ -136,14 +143,8 @@ def _draw_marks(name: str, places: Sequence[float], number: int) -> list[str]:
         f'stroke-width="1" stroke-dasharray="4 3"/>'
         for at in shown[:MAX_POINTS]
     ]
-    more = f'font-size="10" fill="{color}"'
-    words = [_text(at + 3, TOP + 10 + 11 * number, name, anchor="start", more=more) for at in shown]
-    return [*lines, *words[:1]]
-
-
-def _curve(points: Points, *, faint: bool) -> str:
-    style = 'stroke="#9ecae1" stroke-width="1"' if faint else 'stroke="#08519c" stroke-width="2"'
-    return _polyline(points, style)
+    at = TOP + 10 + 11 * number
+    return [*lines, *(_text(x + 3, at, name, "start", ink=color, size=10) for x in shown[:1])]
 
 
 def _polyline(points: Points, style: str) -> str:
@@ -159,8 +160,20 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#e5e5e5"/>'
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "",
+    *,
+    ink: str = "",
+    size: float = 0,
+    more: str = "",
+) -> str:
+    more += f' text-anchor="{anchor}"' if anchor else ""
+    more += f' fill="{ink}"' if ink else ""
+    more += f' font-size="{size:g}"' if size else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -302,17 +315,10 @@ def gantt_svg(
     left, top, high = 62, 48, 28
     wide = min(max(900.0, 22 * total / short), 12000.0) if width is None else width - left - 8
     scale, width, height = wide / total, left + wide + 8, top + high * len(names) + 8
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
-        f'width="{width:.0f}" height="{height}" font-family="sans-serif" font-size="11" '
-        'text-anchor="middle">',
-        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
-        _label(2, 14, title, "start", size=13),
-        *_legend(legend),
-    ]
+    parts = [_text(2, 14, title, "start", size=13), *_legend(legend)]
     for row, name in enumerate(names):
         y = top + high * row
-        parts.append(_label(left - 6, y + high / 2 + 4, name, "end"))
+        parts.append(_text(left - 6, y + high / 2 + 4, name, "end"))
         parts.append(
             f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{high - 3}" fill="#f0f0f0"/>'
         )
@@ -321,7 +327,7 @@ def gantt_svg(
         slot = (high - 3) / count
         x, y = left + box.start * scale, top + high * box.row + index * slot
         parts += _box(box, x, y, (box.end - box.start) * scale, slot)
-    return "\n".join([*parts, "</svg>"])
+    return svg_document(round(width), height, parts, 11)
 
 
 def _box(box: SvgBar, x: float, y: float, width: float, height: float) -> list[str]:
@@ -335,7 +341,7 @@ def _box(box: SvgBar, x: float, y: float, width: float, height: float) -> list[s
         return [rectangle]
     size = min(11, height - 1)
     at = x + width / 2, y + height / 2 + size / 3
-    return [rectangle, _label(*at, box.label, ink="white" if box.dark else "black", size=size)]
+    return [rectangle, _text(*at, box.label, ink="white" if box.dark else "", size=size)]
 
 
 def _legend(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -344,24 +350,9 @@ def _legend(rows: Sequence[Sequence[str]]) -> list[str]:
         for colour in colours:
             parts.append(f'<rect x="{x}" y="24" width="11" height="11" fill="{colour}"/>')
             x += 12
-        parts.append(_label(x + 3 * bool(colours), 33, name, "start"))
+        parts.append(_text(x + 3 * bool(colours), 33, name, "start"))
         x += 6.2 * len(name) + 22
     return parts
-
-
-def _label(
-    x: float,
-    y: float,
-    text: str,
-    anchor: str = "middle",
-    *,
-    ink: str = "#222",
-    size: float = 11,
-) -> str:
-    at = f'x="{x:.1f}" y="{y:.1f}" fill="{ink}"'
-    at += f' text-anchor="{anchor}"' if anchor != "middle" else ""
-    at += f' font-size="{size:g}"' if size != 11 else ""
-    return f"<text {at}>{escape(text)}</text>"
 
 
 # --- heat maps
@@ -383,13 +374,13 @@ def heat_map(
     width, height = left + wide * len(columns) + 12, 76 + high * len(rows) + 12
     middles = [_middle([row[i] for row in values]) for i in range(len(columns))]
     scale = max((abs(middle) for middle in middles), default=0.0)
-    parts = [_text(width / 2, 24, title, more='font-size="15" font-weight="bold"')]
+    parts = [_text(width / 2, 24, title, size=15, more='font-weight="bold"')]
     parts += [_text(left + wide * (i + 0.5), 62, name) for i, name in enumerate(columns)]
     every = max(1, math.ceil(14 / high))
     for number, (name, row) in enumerate(zip(rows, values, strict=True)):
         top = 72 + high * number
         if number % every == 0:
-            parts.append(_text(left - 6, top + high / 2 + 4, name, anchor="end"))
+            parts.append(_text(left - 6, top + high / 2 + 4, name, "end"))
         for i, value in enumerate(row):
             # what hardly takes time in any row is not red for being twice as long in one
             over = (value - middles[i]) / max(abs(middles[i]), scale / 10, 1e-12)
@@ -400,15 +391,7 @@ def heat_map(
             )
             if high >= 14 and math.isfinite(value):
                 parts.append(_text(left + wide * (i + 0.5), top + high / 2 + 4, f"{value:.3g}"))
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
-            f'width="{width:g}" height="{height:g}" font-family="sans-serif" font-size="12">',
-            f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    return svg_document(width, height, parts)
 
 
 def _middle(values: Sequence[float]) -> float:

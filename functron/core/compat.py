@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch._C._functorch as functorch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
+import torch.distributed.distributed_c10d as _c10d
 
 # Its functions have the default group as a default argument. Imported once there is one (by dynamo,
 # say) they keep it for good, and a thread of it that frees a tensor while Python exits aborts the
@@ -53,6 +53,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode
 
+c10d: Any = _c10d  # new versions have a type of their own for the names of groups
+
 
 class Function(torch.autograd.Function):
     """`torch.autograd.Function` whose `apply` costs less.
@@ -80,7 +82,7 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *operands: Any, **named: Any) -> Any:
         """The results of `forward`, differentiated and mapped by the other methods."""
-        if not torch._C._are_functorch_transforms_active():
+        if not transforms_active():
             if len(operands) == cls._num_operands and not named:  # nothing to bind
                 above: Any = super(torch.autograd.Function, cls)
                 return above.apply(*unwrap_dead_wrappers(operands))
@@ -111,9 +113,7 @@ def _is_plain(cls: type[Function], operands: tuple, named: dict[str, Any]) -> bo
 def _apply_differentiated(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
     """``cls.apply(*operands)`` at a level of grad, as torch's custom_function_call_grad."""
     lift = interpreter._cptr.lift
-    given = (
-        lift(functorch.unwrap_if_dead(x)) if isinstance(x, torch.Tensor) else x for x in operands
-    )
+    given = (lift(unwrap_if_dead(x)) if isinstance(x, torch.Tensor) else x for x in operands)
     with enable_single_level_autograd_function():
         return cls._single_level.apply(*given)
 
@@ -158,7 +158,7 @@ def _apply_mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any
     for x in operands:
         dim = None
         if isinstance(x, torch.Tensor):
-            x, dim = functorch._unwrap_batched(functorch.unwrap_if_dead(x), level)
+            x, dim = functorch._unwrap_batched(unwrap_if_dead(x), level)
         given.append(x)
         dims.append(dim)
     if all(dim is None for dim in dims):
@@ -177,14 +177,24 @@ def _apply_mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any
     return wrap_outputs_maintaining_identity(output, given, operands, wrapped, out_dims=out_dims)
 
 
-def no_overrides() -> contextlib.AbstractContextManager[Any]:
-    """A with block in which subclasses of tensors do not see what is done with them."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
-def transforms_active() -> bool:
-    """Whether any torch.func transform is running."""
-    return torch._C._are_functorch_transforms_active()
+no_overrides = torch._C.DisableTorchFunctionSubclass
+"""A with block in which subclasses of tensors do not see what is done with them."""
+transforms_active = torch._C._are_functorch_transforms_active
+"""``transforms_active()``: whether any torch.func transform is running."""
+level_of = functorch.maybe_get_level
+"""``level_of(tensor)``: the torch.func level of a wrapped tensor; -1 for a plain one."""
+is_wrapped = functorch.is_functorch_wrapped_tensor
+"""``is_wrapped(tensor)``: whether it is a tensor of some torch.func level."""
+unwrap_if_dead = functorch.unwrap_if_dead
+"""``unwrap_if_dead(tensor)``: without the wrappers of transforms that have returned."""
+no_transforms = temporarily_clear_interpreter_stack
+"""A with block that runs as if no torch.func transform were running."""
+with_transforms = temporarily_restore_interpreter_stack
+"""A with block inside of `no_transforms` that runs as if these transforms were running."""
+no_dispatch_modes = _disable_current_modes
+"""A with block that runs as if no TorchDispatchMode were active."""
+default_store = c10d._get_default_store
+"""``default_store()``: where the processes of the default process group met."""
 
 
 def guard_functions_under_vmap(refused: Callable[[], bool]) -> None:
@@ -197,12 +207,13 @@ def guard_functions_under_vmap(refused: Callable[[], bool]) -> None:
     Args:
         refused: called before each of them runs under vmap.
     """
+    vmap = TransformType.Vmap
     for operation in torch._ops._higher_order_ops.values():
-        rule = operation.functorch_table.get(TransformType.Vmap)
-        if operation is not custom_function_call and rule is not None:  # which is `Function`'s
-            guarded = _guard_rule(operation, rule, refused)
-            operation.functorch_table[TransformType.Vmap] = guarded
-            after_dynamo(functools.partial(_hide_from_dynamo, operation.functorch_table, guarded))
+        table = operation.functorch_table
+        if operation is not custom_function_call and vmap in table:  # which is `Function`'s
+            table[vmap] = _guard_rule(operation, table[vmap], refused)
+            # dynamo, which runs these operations, is not to compile the guard
+            after_dynamo(lambda at=table: at.update({vmap: torch._dynamo.disable(at[vmap])}))
 
 
 def _guard_rule(operation: Any, rule: Callable, refused: Callable[[], bool]) -> Callable:
@@ -213,11 +224,6 @@ def _guard_rule(operation: Any, rule: Callable, refused: Callable[[], bool]) -> 
         return rule(*args, **kwargs)
 
     return guarded
-
-
-def _hide_from_dynamo(table: dict, guarded: Callable) -> None:
-    """Have dynamo, which runs these operations, not compile the guard."""
-    table[TransformType.Vmap] = torch._dynamo.disable(guarded)
 
 
 def dispatch_modes_active() -> bool:
@@ -259,30 +265,31 @@ def transform_levels() -> set[int]:
     return {interpreter.level() for interpreter in retrieve_all_functorch_interpreters()}
 
 
-def transform_names() -> list[str]:
-    """The torch.func transforms that are running, from the outermost: vmap, grad or jvp."""
+def _running_kinds() -> list[TransformType]:
+    """The kinds of the torch.func transforms that are running, from the outermost."""
     if not transforms_active():
         return []
-    return [level.key().name.lower() for level in retrieve_all_functorch_interpreters()]
+    return [level.key() for level in retrieve_all_functorch_interpreters()]
+
+
+def transform_names() -> list[str]:
+    """The torch.func transforms that are running, from the outermost: vmap, grad or jvp."""
+    return [kind.name.lower() for kind in _running_kinds()]
 
 
 def differentiating() -> bool:
     """Whether any torch.func grad or jvp level is running."""
-    return transforms_active() and any(
-        interpreter.key() in (TransformType.Grad, TransformType.Jvp)
-        for interpreter in retrieve_all_functorch_interpreters()
-    )
+    return any(kind in (TransformType.Grad, TransformType.Jvp) for kind in _running_kinds())
 
 
 def pushing_forward() -> bool:
     """Whether any torch.func jvp level, or a level of torch's dual numbers, is running."""
-    return forward_ad._current_level >= 0 or (
-        transforms_active()
-        and any(
-            interpreter.key() == TransformType.Jvp
-            for interpreter in retrieve_all_functorch_interpreters()
-        )
-    )
+    return forward_ad._current_level >= 0 or TransformType.Jvp in _running_kinds()
+
+
+def innermost_is_grad() -> bool:
+    """Whether the innermost torch.func transform that is running is a derivative in reverse."""
+    return _running_kinds()[-1:] == [TransformType.Grad]
 
 
 def proxies_active() -> bool:
@@ -301,8 +308,7 @@ def refuse_nested_jvp() -> None:
     torch switches forward mode off inside such rules, so that the outer derivative would silently
     be wrong (2.11 to 2.13).
     """
-    kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
-    if kinds.count(TransformType.Jvp) > 1:
+    if _running_kinds().count(TransformType.Jvp) > 1:
         raise ValueError(
             "got forward-mode differentiation of forward-mode differentiation (jvp of jvp, jacfwd "
             "of jacfwd), for which torch's autograd Functions give wrong numbers; wanted at most "
@@ -335,20 +341,10 @@ def constant(value: Any, device: torch.device | str) -> torch.Tensor:
     return torch.tensor(value).pin_memory().to(device, non_blocking=True)
 
 
-def level_of(value: torch.Tensor) -> int:
-    """The torch.func level of a wrapped tensor; -1 for a plain one."""
-    return functorch.maybe_get_level(value)
-
-
-def is_wrapped(value: torch.Tensor) -> bool:
-    """Whether `value` is a tensor of some torch.func level."""
-    return functorch.is_functorch_wrapped_tensor(value)
-
-
 def is_batched_at(value: torch.Tensor, level: int) -> bool:
     """Whether the vmap at `level` batches `value`."""
-    while functorch.is_functorch_wrapped_tensor(value):
-        if functorch.is_batchedtensor(value) and functorch.maybe_get_level(value) == level:
+    while is_wrapped(value):
+        if functorch.is_batchedtensor(value) and level_of(value) == level:
             return True
         value = functorch.get_unwrapped(value)
     return False
@@ -360,15 +356,15 @@ def is_orphan(value: torch.Tensor) -> bool:
     torch numbers levels by their depth, so that a later vmap takes it for one of its own; it is
     told apart by the kind of the level and by its size.
     """
-    if not functorch.is_functorch_wrapped_tensor(value):  # as almost all are
+    if not is_wrapped(value):  # as almost all are
         return False
     running: dict[int, Any] = {}
     if transforms_active():
         running = {each.level(): each for each in retrieve_all_functorch_interpreters()}
-    while functorch.is_functorch_wrapped_tensor(value):
+    while is_wrapped(value):
         inside = functorch.get_unwrapped(value)
         if functorch.is_batchedtensor(value):
-            own = running.get(functorch.maybe_get_level(value))
+            own = running.get(level_of(value))
             if own is None or own.key() != TransformType.Vmap:
                 return True
             if own.batch_size() != inside.shape[functorch.maybe_get_bdim(value)]:
@@ -390,8 +386,8 @@ def is_tracked(
         mapped: whether vmap counts.
     """
     with contextlib.ExitStack() as lowered:
-        while functorch.is_functorch_wrapped_tensor(value):
-            level, inside = functorch.maybe_get_level(value), functorch.get_unwrapped(value)
+        while is_wrapped(value):
+            level, inside = level_of(value), functorch.get_unwrapped(value)
             if transforms_active():
                 running: Any = retrieve_current_functorch_interpreter()
                 if running.level() != level:
@@ -415,11 +411,6 @@ def _is_differentiated(value: torch.Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(value).tangent is not None
-
-
-def unwrap_if_dead(value: torch.Tensor) -> torch.Tensor:
-    """`value` without the wrappers of transforms that have returned."""
-    return functorch.unwrap_if_dead(value)
 
 
 class Ambient(NamedTuple):
@@ -459,24 +450,10 @@ class Ambient(NamedTuple):
         torch.set_grad_enabled(self.grad)
 
 
-@contextlib.contextmanager
-def no_transforms() -> Iterator[None]:
-    """Run a with block as if no torch.func transform were running."""
-    with temporarily_clear_interpreter_stack():
-        yield
-
-
 def running_transforms() -> list[Any]:
     """The torch.func transforms that are running, for `with_transforms`."""
     with temporarily_clear_interpreter_stack() as found:
         return found
-
-
-@contextlib.contextmanager
-def with_transforms(transforms: list[Any]) -> Iterator[None]:
-    """Run a with block inside of `no_transforms` as if these were running."""
-    with temporarily_restore_interpreter_stack(transforms):
-        yield
 
 
 Physical = tuple[torch.Tensor, dict[int, int], list[int]]
@@ -489,9 +466,9 @@ def physical(value: torch.Tensor) -> Physical:
     so the wrappers are peeled outside in and their dims resolved inside out.
     """
     peeled = []
-    while functorch.is_functorch_wrapped_tensor(value):
+    while is_wrapped(value):
         if functorch.is_batchedtensor(value):
-            peeled.append((functorch.maybe_get_level(value), functorch.maybe_get_bdim(value)))
+            peeled.append((level_of(value), functorch.maybe_get_bdim(value)))
         value = functorch.get_unwrapped(value)
     own = list(range(value.dim()))
     return value, {level: own.pop(dim) for level, dim in reversed(peeled)}, own
@@ -500,13 +477,6 @@ def physical(value: torch.Tensor) -> Physical:
 def requires_grad(value: torch.Tensor) -> bool:
     """Whether torch's tape records the plain tensor under `value`'s wrappers."""
     return plain(value).requires_grad
-
-
-@contextlib.contextmanager
-def no_dispatch_modes() -> Iterator[None]:
-    """Run a with block as if no TorchDispatchMode were active."""
-    with _disable_current_modes():
-        yield
 
 
 def is_composite(func: torch._ops.OpOverload) -> bool:
@@ -556,15 +526,9 @@ def flash_attention_traces(dtype: torch.dtype) -> bool:
     return dtype != torch.float64 or torch.__version__ >= "2.13"
 
 
-def innermost_is_grad() -> bool:
-    """Whether the innermost torch.func transform that is running is a derivative in reverse."""
-    running = retrieve_all_functorch_interpreters()
-    return bool(running) and running[-1].key() == TransformType.Grad
-
-
 def plain(value: torch.Tensor) -> torch.Tensor:
     """The tensor under all wrappers of torch.func transforms."""
-    while functorch.is_functorch_wrapped_tensor(value):
+    while is_wrapped(value):
         value = functorch.get_unwrapped(value)
     return value
 
@@ -590,15 +554,13 @@ def group(name: str) -> dist.ProcessGroup:
 
 def find_group(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives find by that name."""
-    key: Any = name  # a type of its own in new versions
-    return c10d._resolve_process_group(key)
+    return c10d._resolve_process_group(name)
 
 
 def name_group(name: str, group: dist.ProcessGroup) -> None:
     """Give a process group another name, by which functional collectives find it."""
-    key: Any = name
-    c10d._unregister_process_group(key)  # an earlier one of these ranks
-    c10d._register_process_group(key, group)
+    c10d._unregister_process_group(name)  # an earlier one of these ranks
+    c10d._register_process_group(name, group)
 
 
 def keep_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -621,8 +583,7 @@ def close_group(name: str, device_type: str) -> None:
     except RuntimeError:  # closed before
         return
     whole = getattr(known, "whole", known)
-    key: Any = name
-    c10d._unregister_process_group(key)
+    c10d._unregister_process_group(name)
     if hasattr(known, "close"):  # its ranks share memory
         known.close()
     if dist.get_backend(whole) == "nccl":
@@ -696,11 +657,6 @@ def nccl_trace() -> list[dict[str, Any]] | None:
     except (RuntimeError, TypeError, ValueError, KeyError):
         return None
     return entries[-20:]
-
-
-def default_store() -> dist.Store:
-    """The store that the default process group's processes met at."""
-    return c10d._get_default_store()
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt(3)

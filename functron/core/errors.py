@@ -302,6 +302,12 @@ def dataclass_fix(value: object) -> str:
     )
 
 
+def tensor_problem(path: str, leaf: object) -> Problem:
+    """The problem of a leaf that should be a tensor and is none."""
+    fix = dataclass_fix(leaf) or "use torch.tensor"
+    return Problem(path, type(leaf).__name__, "a tensor", fix)
+
+
 def _has_tensor(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_has_tensor, value))
@@ -467,7 +473,7 @@ class _Wanted:
             return f"PRESETS[{value!r}] of the model's module, or {config}(...)"
         if config and isinstance(value, dict):
             return f"{config}(**config)"
-        return f"write {value}, without quotes" if self.number and _is_number(value) else ""
+        return f"write {value}, without quotes" if self.number and is_number(value) else ""
 
 
 _NUMBERS = ("__float__", "__index__")
@@ -500,7 +506,8 @@ def _show_value(value: Any) -> str:
 _SHOWN = 60
 
 
-def _is_number(text: Any) -> bool:
+def is_number(text: Any) -> bool:
+    """Whether a text is written as a number."""
     try:
         float(text)
     except (TypeError, ValueError):

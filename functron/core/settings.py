@@ -58,24 +58,15 @@ class Mark:
     flat: bool = False
 
 
-def setting(
-    default: T,
-    tags: str = "",
-    *,
-    short: str = "",
-    box: str = "",
-    instead: str = "",
-    least: int | None = None,
-    need: Need | None = None,
-) -> T:
-    """A field of a dataclass that is a setting; see `Mark`.
+def setting(default: T, tags: str = "", **more: Any) -> T:
+    """A field of a dataclass that is a setting.
 
     Args:
         default: its value.
         tags: words, such as ``"common path"``.
-        short, box, instead, least, need: as of `Mark`.
+        more: what else a `Mark` has: short, box, instead, least, need.
     """
-    mark = Mark(frozenset(tags.split()), short, box, instead, least, need)
+    mark = Mark(frozenset(tags.split()), **more)
     found: Any = dataclasses.field(default=default, metadata={_MARK: mark})
     return found
 
@@ -140,20 +131,18 @@ def settings_of(kind: type) -> tuple[Setting, ...]:
     return tuple(_settings_in(kind, "", Mark()))
 
 
-def _settings_in(kind: type, prefix: str, of: Mark) -> Iterator[Setting]:
-    """The settings of the section at a path, which has this mark."""
+def _settings_in(kind: type, prefix: str, above: Mark) -> Iterator[Setting]:
+    """The settings of the section at a path, which has the mark `above`."""
     for field in dataclasses.fields(kind):
         mark, path = mark_of(field), f"{prefix}{field.name}"
         inner, _ = section_in(hints_of(kind)[field.name])
-        box, tags = mark.box or of.box, mark.tags | of.tags
+        own_box = field.name if inner is not None and is_marked(field) else ""
+        box = mark.box or above.box or own_box
+        own = dataclasses.replace(mark, box=box, tags=mark.tags | above.tags)
         if inner is not None:
-            box = box or (field.name if is_marked(field) else "")
-            own = dataclasses.replace(mark, box=box, tags=tags)
             yield from _settings_in(inner, f"{path}.", own)
         else:
-            short = mark.short or (field.name if of.flat else "")
-            own = dataclasses.replace(mark, box=box, tags=tags)
-            yield Setting(short or path, path, own)
+            yield Setting(mark.short or (field.name if above.flat else path), path, own)
 
 
 @functools.cache
@@ -164,7 +153,7 @@ def paths_of(kind: type) -> Mapping[str, str]:
 
 @functools.cache
 def _names_of(kind: type) -> Mapping[str, str]:
-    return MappingProxyType({each.path: each.name for each in settings_of(kind)})
+    return {path: name for name, path in paths_of(kind).items()}
 
 
 @functools.cache
@@ -276,7 +265,7 @@ def _extend_settings(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
             Problem(f"{name}.{each.path}", f"values of {hint}", _KINDS, "write it as text")
             for name, inner in sections
             for each in settings_of(inner)
-            if not _is_kind(hint := _hint_at(inner, each.path))
+            if not _is_supported(hint := _hint_at(inner, each.path))
         ],
     )
     fields = [(name, inner, section(inner)) for name, inner in sections]
@@ -302,7 +291,7 @@ def replace_settings(base: T, given: Mapping[str, Any]) -> T:
     """
     problems: list[Problem] = []
     values: list[Problem] = []
-    tree = _tree(base, given, "", problems, values)
+    tree = _nest_changes(base, given, "", problems, values)
     raise_problems("cannot replace these settings", problems, TypeError)
     raise_problems("settings cannot have these values", values)
     return _rebuild(base, tree)
@@ -311,7 +300,7 @@ def replace_settings(base: T, given: Mapping[str, Any]) -> T:
 _WHOLE = ""  # the key of a section as a whole among what changes in it
 
 
-def _tree(
+def _nest_changes(
     base: Any,
     given: Mapping[str, Any],
     prefix: str,
@@ -322,20 +311,23 @@ def _tree(
     tree: dict[str, Any] = {}
     for word, value in given.items():
         name = word.replace("__", ".")
-        path, inner = _place(type(base), name, value)
+        path, inner = _find_path(type(base), name, value)
         if path is None:
             problems.append(_explain_name(type(base), name, word, value, prefix))
             continue
         if inner is not None and isinstance(value, Mapping):
             own = follow(base, path)
-            value = _tree(
+            value = _nest_changes(
                 inner() if own is None else own, value, f"{prefix}{path}.", problems, values
             )
         elif inner is not None and value is not None:
             value = {_WHOLE: value}
-        elif inner is None and (wanted := _kind(_hint_at(type(base), path), value)) is not None:
+        elif (
+            inner is None
+            and (wanted := _wanted_kind(_hint_at(type(base), path), value)) is not None
+        ):
             values.append(Problem(f"{prefix}{name}", repr(value), wanted))
-        for twice in _put(tree, path.split("."), value):
+        for twice in _put_value(tree, path.split("."), value):
             fix = "leave one of them out"
             problems.append(Problem(f"{prefix}{twice}", "twice", "once", fix))
     return tree
@@ -352,7 +344,7 @@ def _explain_name(kind: type, name: str, word: str, value: Any, prefix: str) -> 
     return Problem(f"{prefix}{name}", "an unknown name", "a known one", nearest(name, known))
 
 
-def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> Iterator[str]:
+def _put_value(tree: dict[str, Any], path: Sequence[str], value: Any) -> Iterator[str]:
     """Put a value, or changes of a section, into a tree; the paths that have one already."""
     node, place = tree, ".".join(path)
     for part in path[:-1]:
@@ -365,12 +357,12 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> Iterator[str]
         node[last] = value
     elif isinstance(value, dict) and isinstance(node[last], dict):
         for name, each in value.items():
-            yield from (f"{place}.{twice}" for twice in _put(node[last], [name], each))
+            yield from (f"{place}.{twice}" for twice in _put_value(node[last], [name], each))
     else:
         yield place
 
 
-def _place(kind: type, name: str, value: Any) -> tuple[str | None, Any]:
+def _find_path(kind: type, name: str, value: Any) -> tuple[str | None, Any]:
     """The path of what `value` is given for by this name, and its dataclass if it is a section.
 
     A name may be that of a section and of a setting, as ``data`` is: the kind of value decides.
@@ -404,7 +396,7 @@ def _hint_at(kind: type, path: str) -> Any:
 
 
 def _rebuild(base: Any, tree: Mapping[str, Any]) -> Any:
-    """`base` with what `_tree` found replaced."""
+    """`base` with what `_nest_changes` found replaced."""
     hints, new = hints_of(type(base)), {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -432,12 +424,10 @@ def nest_table(table: Mapping[str, Any], kind: type) -> dict[str, Any]:
         inner, _ = _section_at(kind, key)
         whole = inner is not None and isinstance(value, Mapping)
         path = key if whole else names.get(key, key)
-        twice += _put(out, path.split("."), copy.deepcopy(value))
+        twice += _put_value(out, path.split("."), copy.deepcopy(value))
     wanted, fix = "once: at the top, or in its table", "leave one of them out"
-    raise_problems(
-        "cannot use these settings",
-        [Problem(name_of(kind, path), "twice", wanted, fix) for path in twice],
-    )
+    found = [Problem(name_of(kind, path), "twice", wanted, fix) for path in twice]
+    raise_problems("cannot use these settings", found)
     return out
 
 
@@ -469,23 +459,19 @@ def read_table(
             out[key] = read_table(value, own, problems, f"{where}.")
         elif optional and value in ("none", None):
             out[key] = None
-        elif inner is None and (kind := _kind(hints[key], value)) is None:
+        elif inner is None and (kind := _wanted_kind(hints[key], value)) is None:
             out[key] = _convert_value(hints[key], value)
         else:
-            kind = "a table" if inner is not None else _kind(hints[key], value)
+            kind = "a table" if inner is not None else _wanted_kind(hints[key], value)
             problems.append(Problem(where, repr(value), str(kind)))
     return out
 
 
 def plain_table(config: Any) -> dict[str, Any]:
     """A dataclass as nested dicts for TOML, which has no null, values of a table before tables."""
-    return _plain_rows(dataclasses.asdict(config))
-
-
-def _plain_rows(table: Mapping[str, Any]) -> dict[str, Any]:
-    rows = {key: "none" if value is None else value for key, value in table.items()}
-    values = {key: value for key, value in rows.items() if not isinstance(value, Mapping)}
-    tables = {key: _plain_rows(value) for key, value in rows.items() if isinstance(value, Mapping)}
+    rows = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    tables = {key: plain_table(x) for key, x in rows.items() if dataclasses.is_dataclass(x)}
+    values = {key: "none" if x is None else x for key, x in rows.items() if key not in tables}
     return values | tables
 
 
@@ -499,25 +485,27 @@ def _convert_value(hint: Any, value: Any) -> Any:
 _KINDS = "text, numbers, true or false, one of several words, or whole numbers in a row"
 
 
-def _is_kind(hint: Any) -> bool:
+def _is_supported(hint: Any) -> bool:
     """Whether options and files can have values of the annotated kind."""
     if typing.get_origin(hint) in _UNIONS:
-        return all(each is types.NoneType or _is_kind(each) for each in typing.get_args(hint))
+        return all(each is types.NoneType or _is_supported(each) for each in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint) == (int, ...)
     return hint in (int, float, str, bool) or typing.get_origin(hint) is Literal
 
 
-def _kind(hint: Any, value: Any) -> str | None:
+def _wanted_kind(hint: Any, value: Any) -> str | None:
     """The kind that is wanted where `value` is not of it, else None."""
     if typing.get_origin(hint) is Literal:
         options = typing.get_args(hint)
         return None if value in options else f"one of {', '.join(map(repr, options))}"
     if typing.get_origin(hint) in _UNIONS:
-        kinds = [_kind(option, value) for option in typing.get_args(hint)]
+        kinds = [_wanted_kind(option, value) for option in typing.get_args(hint)]
         return None if None in kinds else " or ".join(map(str, kinds))
     if typing.get_origin(hint) is tuple:  # of any number of whole numbers
-        ok = isinstance(value, list | tuple) and all(_kind(int, each) is None for each in value)
+        ok = isinstance(value, list | tuple) and all(
+            _wanted_kind(int, each) is None for each in value
+        )
         return None if ok else "a list of whole numbers"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     fits = (int, float) if hint is float else (hint,)
@@ -567,21 +555,20 @@ def needs_under(path: str, needs: Needs, find: Callable[[Any], Any] | None = Non
             anything.
     """
     find = functools.partial(follow, path=path) if find is None else find
-    return {f"{path}.{name}": _of_section(need, find) for name, need in needs.items()}
+    return {f"{path}.{name}": _apply_to_section(need, find) for name, need in needs.items()}
 
 
 def needs_of(kind: type) -> Needs:
     """The needs that the settings of a configuration's sections say themselves."""
-    return {
-        each.name: _of_section(
-            each.mark.need, functools.partial(follow, path=each.path.rpartition(".")[0])
-        )
-        for each in settings_of(kind)
-        if each.mark.need is not None
-    }
+    found = {}
+    for each in settings_of(kind):
+        if each.mark.need is not None:
+            find = functools.partial(follow, path=each.path.rpartition(".")[0])
+            found[each.name] = _apply_to_section(each.mark.need, find)
+    return found
 
 
-def _of_section(need: Need, find: Callable[[Any], Any]) -> Need:
+def _apply_to_section(need: Need, find: Callable[[Any], Any]) -> Need:
     def holds(config: Any) -> bool:
         found = find(config)
         return found is None or need.holds(found)

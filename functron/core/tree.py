@@ -148,6 +148,14 @@ def map_with_path(
     return unflatten(shape, _apply(fn, rows, flat, is_leaf))
 
 
+def put_leaf(into: dict, path: str, leaf: Any) -> None:
+    """Put a leaf into nested dicts at its path, such as ``"a/b"``; those on the way are made."""
+    *above, name = path.split("/")
+    for key in above:
+        into = into.setdefault(key, {})
+    into[name] = leaf
+
+
 def same_structure(
     tree: Tree,
     other: Tree,

@@ -6,7 +6,7 @@ iterator state to save, and the same samples come on every mesh and after resumi
     samples = ft.data.TokenWindows(ft.data.open_tokens("corpus"), seq=1024, seed=0)
     batch = samples.batch(step=7, global_batch=32, part=(0, 4))  # the first quarter's rows
 
-- Text: `ByteText`, `TokenText`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
+- Text: `TextWindows`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
   `TokenWindows`, `PackedTokens`, `MockTokens`; conversations: `Chat`, `PackedChat`.
 - Several sources: `Blend`. Objectives: `mask_tokens`, `take_out`, `FillInTheMiddle`, `Transformed`.
 - Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
@@ -42,13 +42,7 @@ if TYPE_CHECKING:
     from functron.data.packing import PackedChat, PackedTokens, balance, pack
     from functron.data.sampling import Samples, permute, shuffled
     from functron.data.shards import open_tokens, verify
-    from functron.data.token_datasets import (
-        ByteText,
-        MockTokens,
-        TokenText,
-        TokenWindows,
-        check_tokens,
-    )
+    from functron.data.token_datasets import MockTokens, TextWindows, TokenWindows, check_tokens
     from functron.data.tokenizer import Tokenizer, open_tokenizer
 
 import_lazily(__name__)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Problem, is_number, raise_problems, refuse
 from functron.data.mapped_files import TokenFile, check_range, checked_offsets
 from functron.data.sampling import Samples
 
@@ -45,7 +45,7 @@ def proportions(
         ValueError: no numbers, NaN or infinite, negative, zero, or fractions that do not sum to 1;
             all of them are listed.
     """
-    raise_problems(f"these {what} make no sense", _mistakes(values, what, zero))
+    raise_problems(f"invalid {what}", _find_bad_weights(values, what, zero))
     exact = [Fraction(str(value)) for value in values]
     total = sum(exact)
     whole = all(value.denominator == 1 for value in exact)
@@ -55,11 +55,11 @@ def proportions(
         if total:
             written = ", ".join(f"{float(value / total):.4g}" for value in exact)
             fix += f"; for the same proportions: {written}"
-        refuse(f"these {what} make no sense", what, got, "fractions that sum to 1", fix)
+        refuse(f"invalid {what}", what, got, "fractions that sum to 1", fix)
     return tuple(value / total for value in exact)
 
 
-def _mistakes(values: Sequence, what: str, zero: bool) -> Iterator[Problem]:
+def _find_bad_weights(values: Sequence, what: str, zero: bool) -> Iterator[Problem]:
     wanted = "a finite number, at least 0" if zero else "a finite number above 0"
     for index, value in enumerate(values):
         try:
@@ -86,14 +86,14 @@ def parse_blend(text: str) -> list[tuple[str, str]] | None:
     Raises:
         ValueError: it begins with a number, but weights and paths do not alternate.
     """
-    words = _words(text)
+    words = _split_words(text)
     if not words:
         return None
     pairs = list(zip(words[::2], words[1::2], strict=False))
     problems = [
         Problem("data", f"{weight!r} before {path!r}", "all" if words[0] == ALL else "a weight")
         for weight, path in pairs
-        if not (weight == ALL if words[0] == ALL else _is_number(weight))
+        if not (weight == ALL if words[0] == ALL else is_number(weight))
     ]
     if len(words) % 2:
         fix = "write WEIGHT PREFIX WEIGHT PREFIX ..., paths with spaces in quotation marks"
@@ -103,26 +103,18 @@ def parse_blend(text: str) -> list[tuple[str, str]] | None:
 
 
 def is_blend(text: str) -> bool:
-    """Whether `parse_blend` takes it for a blend, written rightly or not."""
-    return bool(_words(text))
+    """Whether `parse_blend` takes it for a blend, well-formed or not."""
+    return bool(_split_words(text))
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """The weights and paths of a blend; none where it is a path."""
     try:
         words = shlex.split(text)
     except ValueError:  # a quotation mark that is not closed is part of a path
         return []
-    begins = len(words) > 1 and (_is_number(words[0]) or words[0] == ALL)
+    begins = len(words) > 1 and (is_number(words[0]) or words[0] == ALL)
     return words if begins else []
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 class _SplitTable:
@@ -179,10 +171,7 @@ class _SplitTable:
         self._parts = np.array(parts, np.uint64)  # of child 1
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The leaves of samples `numbers`, ``0 <= n < 2^63``, and how many earlier ones each had.
-
-        Both int64, the shape of `numbers`.
-        """
+        """As `BlendShares.at`, of leaves and ``0 <= n < 2^63``."""
         places = np.asarray(numbers, np.int64).reshape(-1).astype(np.uint64)
         leaves, own = np.zeros(places.shape, np.int64), places.copy()
         rows = np.arange(places.size if self._nodes else 0)
@@ -201,8 +190,8 @@ class _SplitTable:
         shape = np.shape(numbers)
         return leaves.reshape(shape), own.astype(np.int64).reshape(shape)
 
-    def counts(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples each leaf has: int64 ``[k]``."""
+    def positions(self, samples: int) -> np.ndarray:
+        """As `BlendShares.positions`, of leaves."""
         found = np.zeros(self._size, np.int64)
         waiting = [(0 if self._nodes else -1, int(samples))]
         while waiting:
@@ -241,7 +230,29 @@ def _round_product(counts: np.ndarray, parts: np.ndarray) -> np.ndarray:
     return high * part_high + (middle >> _32) + (rest >> _32)
 
 
-class Mixture:
+@runtime_checkable
+class BlendShares(Protocol):
+    """Which source each sample of a blend comes from, such as `Mixture` and `Exhaustive`.
+
+    Attributes:
+        weights: of the sources, of sum 1.
+    """
+
+    weights: Any
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
+
+        Both int64, the shape of `numbers`.
+        """
+        ...
+
+    def positions(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples came from each source: int64 ``[k]``."""
+        ...
+
+
+class Mixture(_SplitTable):
     """Which source sample n of a run comes from, and which sample of that source it is.
 
     The sources are spread evenly: of the first n samples, for every n below 2^56 and up to 64
@@ -251,7 +262,7 @@ class Mixture:
 
     Samples are divided in two, again and again, down to single sources, each time by Bresenham's
     line ``floor(m a + 1/2)``. So all of it is arithmetic in whole numbers, without a table, and no
-    sample depends on those before it. `GreedyMixture` is what runs had before.
+    sample depends on those before it.
 
     Args:
         weights: above 0: shares of their sum if all are whole, or else fractions that sum to 1.
@@ -266,27 +277,32 @@ class Mixture:
     def __init__(self, weights: Sequence[float | int | str | Fraction]):
         self.weights = proportions(weights, "weights")
         scale = math.lcm(*(weight.denominator for weight in self.weights))
-        self._splits = _SplitTable([int(weight * scale) for weight in self.weights])
+        super().__init__([int(weight * scale) for weight in self.weights])
+
+
+class _RepeatedTable:
+    """Shares that repeat after as many samples as `counts` has in all, in the order of a table."""
+
+    def __init__(self, weights: tuple[Fraction, ...], counts: np.ndarray, table: Any):
+        self.weights, self.counts, self._table = weights, counts, table
+        self._total = int(counts.sum())
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
-
-        Both int64, the shape of `numbers`.
-        """
-        return self._splits.at(numbers)
+        epochs, within = np.divmod(np.asarray(numbers, np.int64), self._total)
+        sources, own = self._table.at(within)
+        return sources, epochs * self.counts[sources] + own
 
     def positions(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples came from each source: int64 ``[k]``."""
-        return self._splits.counts(samples)
+        epochs, within = divmod(samples, self._total)
+        return epochs * self.counts + self._table.positions(within)
 
 
-class Exhaustive:
+class Exhaustive(_RepeatedTable):
     """Which source sample n comes from where every sample of all sources comes once an epoch.
 
     The sources are spread evenly over an epoch, in proportion to how many samples each has, as
-    `Mixture` spreads them, and as close to their shares. Integers, and no table. Megatron-LM's
-    exhaustive blend has as many of each in another order. `ChainedExhaustive` is what runs had
-    before.
+    `Mixture` spreads them, and as close to their shares. Megatron-LM's exhaustive blend has as many
+    of each in another order.
 
     Args:
         sizes: how many samples each source has, at least 1.
@@ -299,40 +315,28 @@ class Exhaustive:
         ValueError: there are none, one is below 1, or more than 2^30 samples in all.
     """
 
+    _make_table: Any = _SplitTable
+
     def __init__(self, sizes: Sequence[int]):
-        self.counts, self.weights = _epoch_of(sizes)
-        self._total = int(self.counts.sum())
-        self._splits = _SplitTable(self.counts.tolist())
-
-    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `Mixture.at`."""
-        epochs, within = np.divmod(np.asarray(numbers, np.int64), self._total)
-        sources, own = self._splits.at(within)
-        return sources, epochs * self.counts[sources] + own
-
-    def positions(self, samples: int) -> np.ndarray:
-        """As `Mixture.positions`."""
-        epochs, within = divmod(samples, self._total)
-        return epochs * self.counts + self._splits.counts(within)
-
-
-def _epoch_of(sizes: Sequence[int]) -> tuple[np.ndarray, tuple[Fraction, ...]]:
-    """The sizes of sources as an array, and their shares of all samples."""
-    total = sum(sizes)
-    found = [
-        Problem(f"sizes[{i}]", str(size), "at least 1") for i, size in enumerate(sizes) if size < 1
-    ]
-    if total > MOST:
-        fix = "give weights in place of all"
-        found.append(Problem("sizes", f"{total} samples", f"at most {MOST} in all", fix))
-    if not sizes:
-        found.append(Problem("sizes", "none", "at least one"))
-    raise_problems("cannot blend all samples", found)
-    return np.asarray(sizes, np.int64), tuple(Fraction(int(size), total) for size in sizes)
+        total = sum(sizes)
+        found = [
+            Problem(f"sizes[{i}]", str(size), "at least 1")
+            for i, size in enumerate(sizes)
+            if size < 1
+        ]
+        if total > MOST:
+            fix = "give weights in place of all"
+            found.append(Problem("sizes", f"{total} samples", f"at most {MOST} in all", fix))
+        if not sizes:
+            found.append(Problem("sizes", "none", "at least one"))
+        raise_problems("cannot blend all samples", found)
+        weights = tuple(Fraction(int(size), total) for size in sizes)
+        table = self._make_table([int(size) for size in sizes])
+        super().__init__(weights, np.asarray(sizes, np.int64), table)
 
 
-class GreedyMixture:
-    """`Mixture` as runs had it that began with order 1.
+class GreedyMixture(_RepeatedTable):
+    """`Mixture` in the order of runs that began with order 1.
 
     The order of a block of 2^16 samples is the greedy one: source i of weight w_i goes next if its
     deficit ``w_i (n + 1) - count_i`` is the largest, the first such source on a tie. It is computed
@@ -345,25 +349,14 @@ class GreedyMixture:
     ``ln k`` behind for more. The last count of a block is repeated with it; so in later blocks the
     weights are those of whole blocks, multiples of 2^-16, which is far off for small ones.
 
-    Args:
-        weights: above 0: shares of their sum if all are whole, or else fractions that sum to 1.
-
-    Attributes:
-        weights: exact fractions that sum to 1.
-        counts: int64 ``[k]``: samples of every source in a block.
-
-    Raises:
-        ValueError: weights are none, not finite, not positive or fractions that do not sum to 1; or
-            one is so small that a block has no sample of it.
+    Arguments, attributes and errors are those of `Mixture`; `counts`, int64 ``[k]``, are samples of
+    every source in a block, and it is a ValueError where a block has none of one.
     """
 
     def __init__(self, weights: Sequence[float | int | str | Fraction]):
-        self.weights = proportions(weights, "weights")
-        self._order = _greedy(self.weights)
-        self.counts = np.bincount(self._order, minlength=len(self.weights))
-        self._own = np.empty(BLOCK, np.int32)
-        for source, count in enumerate(self.counts):
-            self._own[self._order == source] = np.arange(count)
+        exact = proportions(weights, "weights")
+        table = _OrderTable(_order_greedily(exact), len(exact))
+        super().__init__(exact, table.positions(BLOCK), table)
         raise_problems("cannot blend", [
             Problem(f"weights[{i}]", f"{float(weight):.3g} of all", f"at least {1 / BLOCK:.3g}",
                     "raise it or leave it out: a block of 2^16 samples has none of it")
@@ -371,68 +364,48 @@ class GreedyMixture:
             if not count
         ])  # fmt: skip
 
-    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The sources of samples `numbers` (from 0), and how many earlier ones each has given.
 
-        Both int64, the shape of `numbers`.
-        """
-        blocks, within = np.divmod(np.asarray(numbers, np.int64), BLOCK)
-        sources = self._order[within].astype(np.int64)
-        return sources, blocks * self.counts[sources] + self._own[within]
+class _OrderTable:
+    """The sources of samples in a list, with the methods of `_SplitTable`."""
+
+    def __init__(self, order: np.ndarray, num_sources: int):
+        self._order, self._num_sources = order, num_sources
+        self._own = np.empty(len(order), np.int64)
+        for source, count in enumerate(self.positions(len(order))):
+            self._own[order == source] = np.arange(count)
+
+    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._order[numbers], self._own[numbers]
 
     def positions(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples came from each source: int64 ``[k]``."""
-        blocks, within = divmod(samples, BLOCK)
-        begun = np.bincount(self._order[:within], minlength=len(self.counts))
-        return blocks * self.counts + begun
+        return np.bincount(self._order[:samples], minlength=self._num_sources)
 
 
-class ChainedExhaustive:
-    """`Exhaustive` as runs had it that began with order 1.
-
-    Source 0 of a of N samples has sample n of an epoch where ``floor((2 (n + 1) a + N) / 2N)`` is
-    larger than the same of n (Bresenham's line); what is left is divided in the same way among the
-    others.
-
-    Args:
-        sizes: how many samples each source has, at least 1.
-
-    Attributes:
-        weights: exact fractions that sum to 1.
-        counts: int64 ``[k]``: `sizes`.
-
-    Raises:
-        ValueError: there are none, one is below 1, or more than 2^30 samples in all.
-    """
+class _ChainTable:
+    """One source divided from the others after another, with the methods of `_SplitTable`."""
 
     def __init__(self, sizes: Sequence[int]):
-        self.counts, self.weights = _epoch_of(sizes)
+        self._sizes = sizes
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `Mixture.at`."""
-        left = int(self.counts.sum())
-        epochs, within = np.divmod(np.asarray(numbers, np.int64), left)
-        sources = np.full(within.shape, len(self.counts) - 1)
+        left, within = sum(self._sizes), numbers
+        sources = np.full(within.shape, len(self._sizes) - 1)
         own = np.zeros_like(within)
         free = np.ones(within.shape, bool)
-        for source, size in enumerate(self.counts.tolist()):
+        for source, size in enumerate(self._sizes):
             before, after = (_share(within + more, size, left) for more in (0, 1))
             mine = free & (after > before)
             sources[mine], own[mine] = source, before[mine]
             free &= ~mine
             within, left = within - before, left - size
-        return sources, epochs * self.counts[sources] + own
+        return sources, own
 
     def positions(self, samples: int) -> np.ndarray:
-        """As `Mixture.positions`."""
-        left = int(self.counts.sum())
-        epochs, within = divmod(samples, left)
-        found = epochs * self.counts
-        for source, size in enumerate(self.counts.tolist()):
-            given = _share(within, size, left)
-            found[source] += given
-            within, left = within - given, left - size
-        return found
+        left, found = sum(self._sizes), []
+        for size in self._sizes:
+            found.append(_share(samples, size, left))
+            samples, left = samples - found[-1], left - size
+        return np.array(found)
 
 
 def _share(count: Any, size: int, total: int) -> Any:
@@ -440,23 +413,15 @@ def _share(count: Any, size: int, total: int) -> Any:
     return (2 * count * size + total) // (2 * total) if total else count * 0
 
 
-@runtime_checkable
-class BlendShares(Protocol):
-    """Which source each sample of a blend comes from, such as `Mixture` and `Exhaustive`.
+class ChainedExhaustive(Exhaustive):
+    """`Exhaustive` in the order of runs that began with order 1.
 
-    Attributes:
-        weights: of the sources, of sum 1.
+    Source 0 of a of N samples has sample n of an epoch where ``floor((2 (n + 1) a + N) / 2N)`` is
+    larger than the same of n (Bresenham's line); what is left is divided in the same way among the
+    others.
     """
 
-    weights: Any
-
-    def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The sources of samples, and how many earlier ones each has given."""
-        ...
-
-    def positions(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples came from each source."""
-        ...
+    _make_table = _ChainTable
 
 
 BlendOrder = Literal[1, 2]
@@ -503,10 +468,10 @@ class Blend(Samples):
     ):
         if order not in ORDERS:
             refuse("cannot blend", "order", order, f"one of {', '.join(map(str, ORDERS))}")
-        of_weights, of_all = ORDERS[order]
+        by_weights, exhaustive = ORDERS[order]
         self.names = tuple(map(str, range(len(sources))) if names is None else names)
         if weights is None:
-            weights = of_all(_sizes(sources)) if sources else []
+            weights = exhaustive(_sizes(sources)) if sources else []
         given = len(weights.weights if isinstance(weights, BlendShares) else weights)
         size, wanted = len(sources), "one for each, and at least 1 source"
         counts = {"weights": (given, "all samples of each"), "names": (len(self.names), "numbers")}
@@ -517,7 +482,7 @@ class Blend(Samples):
         ])  # fmt: skip
         self._sources = tuple(sources)
         self.mixture: BlendShares = (
-            weights if isinstance(weights, BlendShares) else of_weights(weights)
+            weights if isinstance(weights, BlendShares) else by_weights(weights)
         )
         self.vocab_size = max(source.vocab_size for source in sources)
 
@@ -539,10 +504,7 @@ class Blend(Samples):
 
         Sources of the same name are added up.
         """
-        found = dict.fromkeys(self.names, 0)
-        for name, count in zip(self.names, self.mixture.positions(samples).tolist(), strict=True):
-            found[name] += count
-        return found
+        return {name: int(entry["samples"]) for name, entry in self.progress(samples).items()}
 
     def progress(self, samples: int) -> dict[str, dict[str, float]]:
         """`positions`, and how often each source has come round: ``{"samples", "epochs"}`` by name.
@@ -576,7 +538,6 @@ class Blend(Samples):
         )
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
         parts = zip(self.mixture.weights, self.names, self._sources, strict=True)
         return "; ".join(f"{float(w):.4g} {name}: {x.summary()}" for w, name, x in parts)
 
@@ -594,7 +555,7 @@ def _sizes(sources: Sequence[Samples]) -> list[int]:
     return [int(size) for size in sizes if size is not None]
 
 
-def _greedy(weights: Sequence[Fraction]) -> np.ndarray:
+def _order_greedily(weights: Sequence[Fraction]) -> np.ndarray:
     """The sources of a block's samples, in order: int64 ``[2^16]``."""
     # integers, so that ties are ties; deficits are below ln k times their sum, which int64 holds
     scale = min(math.lcm(*(weight.denominator for weight in weights)), _LARGEST)
@@ -702,11 +663,6 @@ class DocumentRange:
         numbers = np.asarray(documents, np.int64) + self.documents.start
         return self._file.starts(numbers) - self._start
 
-    def document_of(self, offset: int) -> int:
-        """As `documents_of`, of one token."""
-        return int(self.documents_of(np.array(offset)))
-
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """As of any `TokenFile`; IndexError where there are no such tokens."""
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return self._file.documents_of(wanted + self._start) - self.documents.start

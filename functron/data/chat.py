@@ -5,7 +5,6 @@ They are read from JSONL files, one JSON object a line, in the shapes that are i
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.data.mapped_files import find, raise_listed
 from functron.data.sampling import IGNORED, Samples, check_index, shuffled
-from functron.data.text_files import json_kind
+from functron.data.text_files import describe_surrogate, json_kind, parse_json_line
 from functron.data.token_datasets import check_vocabulary, token_dtype
 from functron.data.tokenizer import Conversation, Tokenizer
 
@@ -88,43 +87,34 @@ def read_conversations(files: Sequence[Path]) -> Iterator[ChatLine]:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
-                    yield _read(f"{file}:{number}", line)
+                    yield _read_line(f"{file}:{number}", line)
 
 
-def _read(where: str, line: bytes) -> ChatLine:
-    try:
-        found = json.loads(line.rstrip().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        got = f"byte {line[error.start]:#04x} at offset {error.start} of the line"
-        return ChatLine(where, (), problems=(Problem(where, got, "UTF-8"),))
-    except json.JSONDecodeError as error:
-        got = f"{error.msg} at column {error.colno}"
-        return ChatLine(where, (), problems=(Problem(where, got, "one JSON object a line"),))
-    except RecursionError:
-        return ChatLine(where, (), problems=(Problem(where, "JSON too deep to read", "an object"),))
-    problems: list[Problem] = []
-    messages = _messages(where, found, problems)
+def _read_line(where: str, line: bytes) -> ChatLine:
+    found, problem = parse_json_line(line)
+    problems = [] if problem is None else [Problem(where, *problem)]
+    messages = [] if problems else _read_messages(where, found, problems)
     if problems:
         return ChatLine(where, (), problems=tuple(problems))
     return ChatLine(where, tuple(messages), found.get("tools"))
 
 
-def _messages(where: str, found: Any, problems: list[Problem]) -> list[dict[str, Any]]:
+def _read_messages(where: str, found: Any, problems: list[Problem]) -> list[dict[str, Any]]:
     """The messages of a line's object, in one shape; mistakes go to `problems`."""
     shapes = '"messages", "conversations", or "prompt" and "completion"'
     if not isinstance(found, dict):
         problems.append(Problem(where, json_kind(found), f"an object with {shapes}"))
         return []
     if "messages" in found:
-        return _turns(where, "messages", found["messages"], problems)
+        return _check_turns(where, "messages", found["messages"], problems)
     if "conversations" in found:
-        return _sharegpt(where, found["conversations"], problems)
+        return _convert_sharegpt(where, found["conversations"], problems)
     if "prompt" in found and "completion" in found:
         both = []
         for name, role in (("prompt", "user"), ("completion", "assistant")):
             value = found[name]
             turns = [{"role": role, "content": value}] if isinstance(value, str) else value
-            both += _turns(where, name, turns, problems)
+            both += _check_turns(where, name, turns, problems)
         return both
     keys = ", ".join(map(repr, found)) or "no keys"
     fix = "to train on the file as it is: --format text" if "text" in found else ""
@@ -132,10 +122,10 @@ def _messages(where: str, found: Any, problems: list[Problem]) -> list[dict[str,
     return []
 
 
-def _sharegpt(where: str, turns: Any, problems: list[Problem]) -> list[dict[str, Any]]:
-    """ShareGPT's turns as messages; those that are none are left for `_turns` to refuse."""
+def _convert_sharegpt(where: str, turns: Any, problems: list[Problem]) -> list[dict[str, Any]]:
+    """ShareGPT's turns as messages; those that are none are left for `_check_turns` to refuse."""
     if not isinstance(turns, list):
-        return _turns(where, "conversations", turns, problems)
+        return _check_turns(where, "conversations", turns, problems)
     found = []
     for turn in turns:
         if isinstance(turn, dict) and {"from", "value"} & turn.keys():
@@ -143,10 +133,12 @@ def _sharegpt(where: str, turns: Any, problems: list[Problem]) -> list[dict[str,
             known = SHAREGPT.get(role, role) if isinstance(role, str) else role
             turn = {"role": known, "content": turn.get("value")}
         found.append(turn)
-    return _turns(where, "conversations", found, problems)
+    return _check_turns(where, "conversations", found, problems)
 
 
-def _turns(where: str, name: str, turns: Any, problems: list[Problem]) -> list[dict[str, Any]]:
+def _check_turns(
+    where: str, name: str, turns: Any, problems: list[Problem]
+) -> list[dict[str, Any]]:
     """`turns`, if each is a message; mistakes go to `problems`."""
     if not isinstance(turns, list) or not turns:
         got = "an empty list" if turns == [] else json_kind(turns)
@@ -164,20 +156,11 @@ def _turns(where: str, name: str, turns: Any, problems: list[Problem]) -> list[d
             fix = nearest(role, ROLES) if isinstance(role, str) else ""
             problems.append(Problem(f"{place}.role", got, f"one of {', '.join(ROLES)}", fix))
         calls = role == "assistant" and turn.get("tool_calls") and content is None
-        if not calls and not (isinstance(content, str) and _is_unicode(content)):
-            got = "no content" if content is None else json_kind(content)
-            got = "half of a surrogate pair" if isinstance(content, str) else got
+        wrong = describe_surrogate(content) if isinstance(content, str) else json_kind(content)
+        if not calls and wrong:
+            got = "no content" if content is None else wrong
             problems.append(Problem(f"{place}.content", got, "text"))
     return turns if len(problems) == before else []
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text has no lone surrogates, which JSON can write and no encoding can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 Overlong = Literal["refuse", "cut", "drop"]
@@ -243,7 +226,7 @@ class Chat(Samples):
         self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
         kind = token_dtype(tokenizer)
         tokens, assistant = [np.zeros(0, kind)], [np.zeros(0, bool)]
-        for conversation in self._kept(path, tokenizer, overlong):
+        for conversation in self._usable_conversations(path, tokenizer, overlong):
             tokens.append(conversation.tokens[: seq + 1].numpy().astype(kind))
             assistant.append(conversation.assistant[: seq + 1].numpy())
         self._ends = np.cumsum([len(piece) for piece in tokens])
@@ -262,14 +245,14 @@ class Chat(Samples):
         self.vocab_size = int(self._tokens.max()) + 1
         check_vocabulary(self.vocab_size, vocab_size)
 
-    def _kept(
+    def _usable_conversations(
         self, path: str | Path, tokenizer: Tokenizer, overlong: str
     ) -> Iterator[Conversation]:
         """The conversations that become samples; at the end, an error for all that cannot."""
         problems: list[Problem] = []
         fits = self.seq + 1
         for line in read_conversations(chat_files(path)):
-            found = _render(line, tokenizer, problems)
+            found = _render_line(line, tokenizer, problems)
             if found is None:
                 continue
             size = len(found.tokens)
@@ -343,7 +326,9 @@ def _argument_problems(seq: int, overlong: str) -> Iterator[Problem]:
         yield Problem("overlong", repr(overlong), "refuse, cut or drop")
 
 
-def _render(line: ChatLine, tokenizer: Tokenizer, problems: list[Problem]) -> Conversation | None:
+def _render_line(
+    line: ChatLine, tokenizer: Tokenizer, problems: list[Problem]
+) -> Conversation | None:
     """The conversation of a line; None, and the mistakes in `problems`, where there is none."""
     if line.problems:
         problems.extend(line.problems)

@@ -34,7 +34,8 @@ import numpy as np
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.mapped_files import raise_listed
-from functron.data.packing import as_batch, check_documents, entries, rounded_up, zigzag
+from functron.data.packing import as_batch, check_documents, entries, zigzag
+from functron.data.sampling import rounded_up
 
 
 @dataclass(frozen=True)

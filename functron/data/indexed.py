@@ -278,10 +278,6 @@ class IndexedFile:
         after = last_not_after(lambda i: self.documents[i], self.num_documents + 1, ends)
         return self.documents[after] == ends
 
-    def document_of(self, offset: int) -> int:
-        """As `documents_of`, of one token."""
-        return int(self.documents_of(np.array(offset)))
-
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
         """The documents that tokens are in: int64, the shape of `offsets`; some log2 D reads each.
 

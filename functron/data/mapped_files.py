@@ -454,13 +454,18 @@ class TokenFile(Protocol):
         """
         ...
 
-    def document_of(self, offset: int) -> int:
-        """The document that token `offset` of the row is in."""
+    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
+        """The documents that tokens are in: int64, the shape of `offsets`.
+
+        Raises:
+            IndexError: there are no such tokens.
+        """
         ...
 
-    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """The documents that tokens are in: int64, the shape of `offsets`."""
-        ...
+
+def describe_file(file: TokenFile) -> str:
+    """Its tokens and documents, in a few words for the user."""
+    return f"{file.num_tokens:,} tokens in {file.num_documents:,} documents, on disk"
 
 
 def check_range(path: Path, start: int, length: int, num_tokens: int) -> None:
@@ -579,7 +584,7 @@ def ids_outside(file: TokenFile, path: Path, vocab_size: int | None) -> Iterator
         for index in np.flatnonzero((wide < 0) | (wide >= limit)):
             offset = begin + int(index)
             where = f"{path}, offset {offset * file.dtype.itemsize}"
-            got = f"token id {wide[index]} in document {file.document_of(offset)}"
+            got = f"token id {wide[index]} in document {int(file.documents_of(np.array(offset)))}"
             yield Problem(where, got, f"0 to {limit - 1}", "use the tokenizer that wrote it")
 
 

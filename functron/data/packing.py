@@ -27,8 +27,14 @@ import torch
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.chat import IGNORED, Chat, Overlong
-from functron.data.mapped_files import TokenFile, check_ids, raise_listed, refuse_order
-from functron.data.sampling import Samples, check_index, shuffled, shuffled_blocks
+from functron.data.mapped_files import (
+    TokenFile,
+    check_ids,
+    describe_file,
+    raise_listed,
+    refuse_order,
+)
+from functron.data.sampling import Samples, check_index, rounded_up, shuffled, shuffled_blocks
 
 LEAVES = ("tokens", "targets", "positions", "segments")
 """The leaves of a packed batch, in the order of the rows of `entries`."""
@@ -171,11 +177,6 @@ def as_batch(samples: Sequence[np.ndarray], rows: Tensor | None = None) -> dict[
     stacked = np.stack(samples, 1)
     out = {name: torch.from_numpy(x.copy()) for name, x in zip(LEAVES, stacked, strict=True)}
     return {**out, "rows": torch.arange(len(samples)) if rows is None else rows}
-
-
-def rounded_up(size: int, multiple: int) -> int:
-    """The least multiple that is no less than `size`."""
-    return -(-size // multiple) * multiple
 
 
 def check_documents(documents: Sequence[np.ndarray]) -> None:
@@ -546,9 +547,7 @@ class PackedTokens(Samples):
                     check_ids(self._file.path, found, begin, self._most)
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
-        counts = f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
-        return f"{counts}, packed into {self.num_samples:,} samples"
+        return f"{describe_file(self._file)}, packed into {self.num_samples:,} samples"
 
 
 class PackedChat(Samples):
@@ -618,7 +617,6 @@ class PackedChat(Samples):
         return {name: torch.from_numpy(x) for name, x in zip(LEAVES, stacked, strict=True)}
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
         share = self.num_tokens / (self.num_samples * self.seq)
         packed = f", packed into {self.num_samples:,} samples, {share:.0%} full"
         return self._chat.summary(packed)

@@ -24,10 +24,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import filelock
 import numpy as np
+from numpy.lib.format import open_memmap
 
 from functron.core.errors import Problem, local_path, raise_problems, refuse
 from functron.core.settings import Need, Needs, always
@@ -42,7 +43,7 @@ from functron.data.mapped_files import (
     check_dtype,
     fitting_dtype,
 )
-from functron.data.shards import RULE_KEYS, with_checksums
+from functron.data.shards import RULE_KEYS, read_object, with_checksums
 from functron.data.text_files import DocumentText, TextChunk, cut, find_files, kind_of, read, where
 from functron.data.tokenizer import end_of_text, open_tokenizer
 
@@ -253,7 +254,7 @@ class Encoder:
     """Tasks to parts.
 
     Args:
-        settings: with the path and the dtype that are meant (`_resolve`).
+        settings: with the path and the dtype that are meant (`_resolve_settings`).
         end: the id that ends documents; None: none.
         tokenizer: that of the settings, where it is open already.
     """
@@ -276,7 +277,7 @@ class Encoder:
             got = error.strerror or str(error)
             where = str(error.filename or task.part)
             return [Problem(where, got, "files that can be read, and room to write", "start again")]
-        write_json(mark_of(task.part), asdict(counts))
+        replace_text(counts_path(task.part), json.dumps(asdict(counts)))
         return counts
 
     def _encode(self, task: Task) -> Counts:
@@ -286,7 +287,7 @@ class Encoder:
         kept = settings.empty == "keep"
         options = {"vocab_size": tokenizer.vocab_size, "allow_empty": kept, "overwrite": True}
         with IndexedWriter(task.part, np.dtype(settings.dtype), **options) as writer:
-            for batch in _batches(task.chunk, settings.key, problems):
+            for batch in _read_batches(task.chunk, settings.key, problems):
                 lists = tokenizer.encode_batch([text.text for text in batch])
                 for text, ids in zip(batch, lists, strict=True):
                     names += tokenizer.names.count(text.text)
@@ -296,7 +297,7 @@ class Encoder:
                     else:
                         empty += 1
                         if settings.empty == "refuse" and len(problems) < MAX_LISTED:
-                            problems.append(_empty_problem(task.chunk, text))
+                            problems.append(_explain_empty(task.chunk, text))
                 lengths = [len(ids) for ids in lists if ids or kept]
                 if lengths and not problems:
                     tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
@@ -306,32 +307,31 @@ class Encoder:
         return Counts(writer.num_documents, writer.num_tokens, empty, names)
 
 
-def _title(task: Task) -> str:
+def _describe_task(task: Task) -> str:
     chunk, others = task.chunk, len(task.chunk.files) - 1
     stop = "the end" if chunk.stop is None else chunk.stop
     more = f" and {others} more files" if others else ""
     return f"{chunk.files[0]}{more} from {chunk.start} to {stop}"
 
 
-def mark_of(part: Path) -> Path:
+def counts_path(part: Path) -> Path:
     """The file with the counts of a part; without it there is no part."""
     return part.with_name(part.name + ".json")
 
 
-def read_mark(part: Path) -> Counts | None:
+def read_counts(part: Path) -> Counts | None:
     """The contents of a finished part; None where it is not finished."""
     try:
-        return Counts(**(_load(mark_of(part)) or {}))
+        return Counts(**(read_object(counts_path(part)) or {}))
     except TypeError:
         return None
 
 
-def write_json(file: Path, value: object) -> None:
-    """Write a file so that it is whole or not there."""
+def replace_text(file: Path, text: str) -> None:
+    """Write a file so that it has at any moment its old content, if any, or the new one."""
     beside = file.with_name(f".{file.name}.{os.getpid()}.new")
     with beside.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1)
-        stream.write("\n")
+        stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
     beside.replace(file)
@@ -344,20 +344,21 @@ class _UnreadableError(Exception):
         self.problems = problems
 
 
-def _empty_problem(chunk: TextChunk, text: DocumentText) -> Problem:
+def _explain_empty(chunk: TextChunk, text: DocumentText) -> Problem:
     got = "an empty text" if not text.text else f"a text without tokens: {text.text[:20]!r}"
     fix = "leave it out, or use --empty drop"
     return Problem(where(chunk, text.place), got, "at least one token", fix)
 
 
-def _batches(chunk: TextChunk, key: str, problems: list[Problem]) -> Iterator[list[DocumentText]]:
+def _read_batches(
+    chunk: TextChunk, key: str, problems: list[Problem]
+) -> Iterator[list[DocumentText]]:
     """The texts of a chunk, as many as are worth one call; mistakes go to `problems`."""
     batch: list[DocumentText] = []
     size = 0
     for text in read(chunk, key):
-        problem = text.problem or _encoding_problem(chunk, text)
-        if problem is not None:
-            problems.append(problem)
+        if text.problem is not None:
+            problems.append(text.problem)
             if len(problems) >= MAX_LISTED:
                 return
             continue
@@ -368,16 +369,6 @@ def _batches(chunk: TextChunk, key: str, problems: list[Problem]) -> Iterator[li
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _encoding_problem(chunk: TextChunk, text: DocumentText) -> Problem | None:
-    """JSON can write lone surrogates, which no encoding can."""
-    try:
-        text.text.encode()
-    except UnicodeEncodeError as error:
-        got = f"half of a surrogate pair at character {error.start}"
-        return Problem(where(chunk, text.place), got, "text")
-    return None
 
 
 BLOCK = 1 << 20
@@ -397,33 +388,29 @@ def assemble(
                 writer.append(IndexedFile(part))
     else:
         documents, tokens = whole.targets
-        with tokens.open("wb") as token_stream, documents.open("wb") as document_stream:
-            _header(token_stream, np.dtype(dtype), counts.tokens)
-            _header(document_stream, np.dtype(np.int64), counts.documents + 1)
-            _copy(parts, token_stream, document_stream)
-            for stream in (token_stream, document_stream):
-                stream.flush()
+        kinds = {tokens: (dtype, counts.tokens), documents: ("int64", counts.documents + 1)}
+        tables = [open_memmap(file, "w+", kind, (n,)) for file, (kind, n) in kinds.items()]
+        _concatenate(parts, *tables)
+        for file, table in zip(kinds, tables, strict=True):
+            table.flush()
+            with file.open("rb") as stream:
                 os.fsync(stream.fileno())
     settings.targets[1].unlink(missing_ok=True)
     for made, target in zip(whole.targets, settings.targets, strict=True):
         made.replace(target)
 
 
-def _header(stream: IO[bytes], dtype: np.dtype, count: int) -> None:
-    description = {"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(stream, description)
-
-
-def _copy(parts: Sequence[Path], tokens: IO[bytes], documents: IO[bytes]) -> None:
-    written = 0
-    documents.write(np.zeros(1, "<i8").tobytes())
+def _concatenate(parts: Sequence[Path], tokens: np.ndarray, documents: np.ndarray) -> None:
+    """Write the tokens of all parts, and where their documents begin and the last one ends."""
+    written = count = documents[0] = 0
     for part in parts:
         file = IndexedFile(part)
         for begin in range(0, file.num_tokens, BLOCK):
-            tokens.write(file.read(begin, min(BLOCK, file.num_tokens - begin)).tobytes())
+            block = file.read(begin, min(BLOCK, file.num_tokens - begin))
+            tokens[written + begin :][: len(block)] = block
         ends = file.starts(np.arange(1, file.num_documents + 1)) + written
-        documents.write(ends.astype("<i8").tobytes())
-        written += file.num_tokens
+        documents[count + 1 :][: len(ends)] = ends
+        written, count = written + file.num_tokens, count + len(ends)
 
 
 T = TypeVar("T")
@@ -433,7 +420,7 @@ _PARALLEL = "TOKENIZERS_PARALLELISM"
 """Keeps the package tokenizers from starting threads of its own in every process."""
 
 
-def run(
+def run_tasks(
     count: int,
     start: Callable[[], Callable[[T], R]],
     tasks: Sequence[T],
@@ -456,7 +443,7 @@ def run(
         RuntimeError: a task failed; with its traceback.
     """
     if count == 1 or len(tasks) <= 1:
-        with _one_thread():
+        with _limit_threads():
             work = start() if tasks else None
             for task in tasks:
                 assert work is not None
@@ -467,33 +454,33 @@ def run(
     waiting = iter(tasks)
     try:
         for _ in range(min(count, len(tasks))):
-            connection, process = _begin(start)
+            connection, process = _start_worker(start)
             workers[connection] = process
-            _give(connection, waiting, running)
+            _send_task(connection, waiting, running)
         while running:
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
                 task = running.pop(ready)
-                result = _answer(ready, workers[ready], name(task))
-                _give(ready, waiting, running)
+                result = _receive_result(ready, workers[ready], name(task))
+                _send_task(ready, waiting, running)
                 yield task, result
     finally:
-        _end(workers, idle=not running)
+        _stop_workers(workers, idle=not running)
 
 
-def _begin(start: Callable[[], Any]) -> tuple[Connection, BaseProcess]:
+def _start_worker(start: Callable[[], Any]) -> tuple[Connection, BaseProcess]:
     context: Any = multiprocessing.get_context("spawn")
     if "forkserver" in multiprocessing.get_all_start_methods():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["functron.data.preprocess"])
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, start), daemon=True)
+    process = context.Process(target=_serve_tasks, args=(theirs, start), daemon=True)
     process.start()
     theirs.close()
     return ours, process
 
 
-def _serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> None:
+def _serve_tasks(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and decides
     os.environ[_PARALLEL] = "false"
     work = None
@@ -513,7 +500,7 @@ def _serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) ->
             return
 
 
-def _give(connection: Connection, waiting: Iterator[T], running: dict[Connection, T]) -> None:
+def _send_task(connection: Connection, waiting: Iterator[T], running: dict[Connection, T]) -> None:
     for task in waiting:
         running[connection] = task
         # to a dead process nothing can be sent; reading from it will say so
@@ -522,7 +509,7 @@ def _give(connection: Connection, waiting: Iterator[T], running: dict[Connection
         return
 
 
-def _answer(connection: Connection, process: BaseProcess, task: str) -> Any:
+def _receive_result(connection: Connection, process: BaseProcess, task: str) -> Any:
     try:
         result, failure = connection.recv()
     except (EOFError, ConnectionResetError):
@@ -537,7 +524,7 @@ def _answer(connection: Connection, process: BaseProcess, task: str) -> Any:
     return result
 
 
-def _end(workers: dict[Connection, Any], idle: bool) -> None:
+def _stop_workers(workers: dict[Connection, Any], idle: bool) -> None:
     for connection in workers:
         connection.close()
     for process in workers.values():
@@ -547,7 +534,7 @@ def _end(workers: dict[Connection, Any], idle: bool) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _limit_threads() -> Iterator[None]:
     """Keep tokenizers to this thread: one process is one process."""
     before = os.environ.get(_PARALLEL)
     os.environ[_PARALLEL] = "false"
@@ -595,37 +582,38 @@ def preprocess(
     local_path(settings.out, "out")
     rules = settings.rules
     tokenizer = open_tokenizer(settings.tokenizer, pattern=settings.pattern, rules=rules)
-    resolved, end = _resolve(settings, tokenizer)
+    resolved, end = _resolve_settings(settings, tokenizer)
     files = find_files(settings.inputs)
     chunks = cut(files, settings.key, chunk_bytes)
-    stats = {file: _stat(file) for file in files}
-    tasks = [Task(chunk, settings.parts / _name(chunk, stats)) for chunk in chunks]
-    manifest = _manifest(resolved, end, rules.begin_document(tokenizer), tasks)
+    stats = {file: _size_and_time(file) for file in files}
+    tasks = [Task(chunk, settings.parts / _name_part(chunk, stats)) for chunk in chunks]
+    manifest = _describe_result(resolved, end, rules.begin_document(tokenizer), tasks)
     size = sum(length for length, _ in stats.values())
     summary = functools.partial(Summary, settings, len(files), size, dtype=resolved.dtype)
-    complete = _complete(settings, manifest, tokenizer)
+    complete = _find_complete(settings, manifest, tokenizer)
     if complete is not None:
         shutil.rmtree(settings.parts, ignore_errors=True)  # ended while it went
         counts, own = complete
         return summary(
             **asdict(counts), rules=_describe_rules(own, tokenizer, end, counts), progress=None
         )
-    with _lock(settings):
+    with _lock_parts(settings):
         _check_parts(settings, manifest)
         # tokenizers are large to send, and some cannot be
         here = tokenizer if settings.num_workers == 1 else None
         start = functools.partial(Encoder, resolved, end, here)
         progress = _make_parts(settings, start, tasks, report)
-        changed = [str(file) for file in files if _stat(file) != stats[file]]
+        changed = [str(file) for file in files if _size_and_time(file) != stats[file]]
         got, fix = "text that changed while it was read", "start again"
         raise_problems(_CANNOT, [Problem(name, got, "the same", fix) for name in changed])
-        counts = _total(tasks)
+        counts = _sum_counts(tasks)
         if not counts.documents:
             got = f"no documents with tokens in {len(files)} files"
             refuse(_CANNOT, str(settings.inputs), got, "at least one")
         assemble(settings, resolved.dtype, [task.part for task in tasks], counts)
         record = settings.parts / "record.json"
-        write_json(record, with_checksums({**manifest, **asdict(counts)}, settings.targets))
+        content = with_checksums({**manifest, **asdict(counts)}, settings.targets)
+        replace_text(record, json.dumps(content, indent=1) + "\n")
         record.replace(settings.record)
         shutil.rmtree(settings.parts, ignore_errors=True)
     said = _describe_rules(rules, tokenizer, end, counts)
@@ -641,7 +629,7 @@ def _describe_rules(
     return f"{rules.describe(tokenizer, end)}; {names}"
 
 
-def _resolve(
+def _resolve_settings(
     settings: PreprocessSettings, tokenizer: TextTokenizer
 ) -> tuple[PreprocessSettings, int | None]:
     """The settings with the path and the dtype that are meant, and the id that ends documents."""
@@ -656,7 +644,7 @@ def _resolve(
     return replace(settings, tokenizer=path, dtype=cast(StoredDtype, dtype.name)), end
 
 
-def _manifest(
+def _describe_result(
     settings: PreprocessSettings, end: int | None, begin: Sequence[int], tasks: Sequence[Task]
 ) -> dict[str, Any]:
     """All that decides the bytes of the result; two runs that agree in it make the same."""
@@ -681,13 +669,13 @@ def _manifest(
     }
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _find_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Where two manifests differ in what their parts have in them."""
     ignored = {"inputs", "tokenizer", "text", "format"}
     return [key for key in wanted if key not in ignored and found.get(key) != wanted[key]]
 
 
-def _complete(
+def _find_complete(
     settings: PreprocessSettings, manifest: Mapping[str, Any], tokenizer: TextTokenizer
 ) -> tuple[Counts, TextRules] | None:
     """The counts of an earlier, complete result of the same, and its rules; None: there is none.
@@ -699,10 +687,10 @@ def _complete(
         ValueError: something else is where the result should go.
     """
     existing = [path for path in settings.targets if path.exists()]
-    found = _load(settings.record) or {}
+    found = read_object(settings.record) or {}
     fields = ("documents", "tokens", "empty")
     old = bool(found) and found.keys().isdisjoint(RULE_KEYS)
-    differ = [key for key in _differences(found, manifest) if not (old and key in RULE_KEYS)]
+    differ = [key for key in _find_differences(found, manifest) if not (old and key in RULE_KEYS)]
     differ += [key for key in ("text", "format") if found.get(key) != manifest[key]]
     if old and settings.rules != RULES:
         differ += _differences_from_old(settings, tokenizer)
@@ -736,13 +724,13 @@ def _differences_from_old(settings: PreprocessSettings, tokenizer: TextTokenizer
 def _check_parts(settings: PreprocessSettings, manifest: Mapping[str, Any]) -> None:
     """Check that the parts that are there are of these settings; write down of which they are."""
     file = settings.parts / MANIFEST
-    found = _load(file)
+    found = read_object(file)
     if found is None:
-        write_json(file, dict(manifest))
+        replace_text(file, json.dumps(dict(manifest)))
         return
     problems = [
         Problem(f"{settings.parts}: {key}", repr(found.get(key)), repr(manifest[key]))
-        for key in _differences(found, manifest)
+        for key in _find_differences(found, manifest)
     ]
     title = (
         "unfinished parts of other settings are there: remove the folder, or choose another --out"
@@ -750,15 +738,7 @@ def _check_parts(settings: PreprocessSettings, manifest: Mapping[str, Any]) -> N
     raise_problems(title, problems)
 
 
-def _load(file: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _lock(settings: PreprocessSettings) -> AbstractContextManager[Any]:
+def _lock_parts(settings: PreprocessSettings) -> AbstractContextManager[Any]:
     """Keeps two processes from making the same files; the lock of a process that died is free."""
     try:
         settings.parts.mkdir(parents=True, exist_ok=True)
@@ -778,7 +758,7 @@ def _make_parts(
     report: Callable[[Progress], None] | None,
 ) -> Progress:
     begun = time.perf_counter()
-    marks = {task.part: (task, read_mark(task.part)) for task in tasks}
+    marks = {task.part: (task, read_counts(task.part)) for task in tasks}
     missing = [task for task, mark in marks.values() if mark is None]
     total = sum(task.chunk.size for task, _ in marks.values())
     done = total - sum(task.chunk.size for task in missing)
@@ -786,9 +766,9 @@ def _make_parts(
     progress = Progress(done, total, tokens, earlier, 0.0)
     if report is not None:
         report(progress)
-    results = run(settings.num_workers, start, missing, _title)
+    results = run_tasks(settings.num_workers, start, missing, _describe_task)
     problems: dict[Path, list[Problem]] = {}
-    for task, result in _until_wrong(results, problems):
+    for task, result in _take_results(results, problems):
         done, tokens = done + task.chunk.size, tokens + result.tokens
         progress = Progress(done, total, tokens, earlier, time.perf_counter() - begun)
         if report is not None:
@@ -799,7 +779,7 @@ def _make_parts(
     return progress
 
 
-def _until_wrong(
+def _take_results(
     results: Generator[tuple[Task, Counts | list[Problem]]], problems: dict[Path, list[Problem]]
 ) -> Iterator[tuple[Task, Counts]]:
     """The parts that could be made; of those that could not, the first 20 problems."""
@@ -813,19 +793,19 @@ def _until_wrong(
                 return
 
 
-def _total(tasks: Sequence[Task]) -> Counts:
-    marks = [read_mark(task.part) for task in tasks]
+def _sum_counts(tasks: Sequence[Task]) -> Counts:
+    marks = [read_counts(task.part) for task in tasks]
     assert None not in marks
     rows = [astuple(mark) for mark in marks if mark is not None]
     return Counts(*(sum(column) for column in zip(*rows, strict=True)))
 
 
-def _stat(file: Path) -> tuple[int, int]:
+def _size_and_time(file: Path) -> tuple[int, int]:
     found = file.stat()
     return found.st_size, found.st_mtime_ns
 
 
-def _name(chunk: TextChunk, stats: Mapping[Path, tuple[int, int]]) -> str:
+def _name_part(chunk: TextChunk, stats: Mapping[Path, tuple[int, int]]) -> str:
     """A part's name follows from the text in it, so that changed files are read again."""
     files = [[str(file.absolute()), *stats[file]] for file in chunk.files]
     text = json.dumps([files, chunk.start, chunk.stop])

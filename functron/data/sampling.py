@@ -236,6 +236,11 @@ def drawn(
     return {**samples.draw(gaps.number(first + rows)), "rows": torch.from_numpy(rows)}
 
 
+def rounded_up(size: int, multiple: int) -> int:
+    """The least multiple that is no less than `size`."""
+    return -(-size // multiple) * multiple
+
+
 def check_index(index: int, count: int) -> None:
     """Raise IndexError unless there is a sample `index` among `count`."""
     if not 0 <= index < count:
@@ -259,7 +264,7 @@ def rows_of(first: int, global_batch: int, part: tuple[int, int] = (0, 1)) -> np
         got = f"part ({index}, {count}) of samples from {first}"
         problems.append(Problem("part", got, "0 <= index < count, and samples from 0"))
     elif global_batch < 1 or global_batch % count:
-        fix = f"use a global batch of {max(-(-global_batch // count), 1) * count}"
+        fix = f"use a global batch of {rounded_up(max(global_batch, 1), count)}"
         problems.append(
             Problem("global_batch", str(global_batch), f"a positive multiple of {count}", fix)
         )

@@ -100,7 +100,7 @@ class Shards:
         end_of_text: int | None = None,
         vocab_size: int | None = None,
     ):
-        self.files, problems = _shards_of(paths, None if dtype is None else np.dtype(dtype))
+        self.files, problems = _open_shards(paths, None if dtype is None else np.dtype(dtype))
         raise_listed(_CANNOT, problems)
         self.path, self.dtype = self.files[0].path, self.files[0].dtype
         check_dtype(str(self.path), self.dtype, vocab_size)
@@ -127,7 +127,7 @@ class Shards:
 
     @functools.cached_property
     def _found(self) -> np.ndarray | MappedRows:
-        tables = [_table_of(file.path) for file in self.files]
+        tables = [_find_table(file.path) for file in self.files]
         if all(table is not None for table in tables):
             begins = [0, *self._tokens.ends.tolist()]
             whole = [_read_table(t, f) for t, f in zip(tables, self.files, strict=True) if t]
@@ -153,12 +153,7 @@ class Shards:
         """Where documents begin in the row of all tokens: int64; the last ends at `num_tokens`."""
         return self._documents[np.asarray(documents, np.int64)]
 
-    def document_of(self, offset: int) -> int:
-        """As `documents_of`, of one token."""
-        return int(self.documents_of(np.array(offset)))
-
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """As of any `TokenFile`; IndexError where there are no such tokens."""
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return np.searchsorted(self._documents, wanted, side="right") - 1
 
@@ -193,7 +188,7 @@ def open_tokens(
     if files_of(path)[1].is_file():
         return IndexedFile(path, vocab_size=vocab_size)
     if found.is_dir():
-        return shards(_shards_in(found))
+        return shards(_find_shards(found))
     if not found.is_file():
         wanted = f"{path}.idx and .bin, a shard of tokens, or a folder of shards"
         refuse(_CANNOT, str(path), "nothing there", wanted, "check the spelling")
@@ -214,7 +209,7 @@ def is_tokens(path: str | Path) -> bool:
     return found.is_file() and found.suffix in known
 
 
-def _shards_in(folder: Path) -> list[Path]:
+def _find_shards(folder: Path) -> list[Path]:
     visible = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name[0] != "."]
     arrays = [f for f in visible if f.suffix == ".npy" and not f.name.endswith(DOCUMENTS_SUFFIX)]
     raw = [file for file in visible if file.suffix == ".bin" or file.suffix in SUFFIXES]
@@ -232,14 +227,14 @@ def _shards_in(folder: Path) -> list[Path]:
     return arrays or raw
 
 
-def _shards_of(
+def _open_shards(
     paths: Sequence[str | Path], dtype: np.dtype | None
 ) -> tuple[list[FilePart], list[Problem]]:
     """The files, and what is wrong with them."""
     found, problems = [], []
     for path in map(Path, paths):
         try:
-            shard = _numpy_shard(path) if path.suffix == ".npy" else _raw_shard(path, dtype)
+            shard = _open_numpy(path) if path.suffix == ".npy" else _open_raw(path, dtype)
         except OSError as error:
             shard = Problem(str(path), error.strerror or str(error), "a file of tokens")
         if isinstance(shard, Problem):
@@ -256,7 +251,7 @@ def _shards_of(
     return found, problems
 
 
-def _numpy_shard(path: Path) -> FilePart | Problem:
+def _open_numpy(path: Path) -> FilePart | Problem:
     wanted = "a row of integers, as numpy.save writes it"
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -277,7 +272,7 @@ def _numpy_shard(path: Path) -> FilePart | Problem:
     return FilePart(path, dtype.newbyteorder("="), offset, shape[0])
 
 
-def _raw_shard(path: Path, dtype: np.dtype | None) -> FilePart | Problem:
+def _open_raw(path: Path, dtype: np.dtype | None) -> FilePart | Problem:
     size = path.stat().st_size
     with path.open("rb") as stream:
         header = np.frombuffer(stream.read(LLM_C_HEADER), np.uint8)
@@ -308,7 +303,7 @@ def _raw_shard(path: Path, dtype: np.dtype | None) -> FilePart | Problem:
     return FilePart(path, kind, 0, size // kind.itemsize)
 
 
-def _table_of(tokens: Path) -> Path | None:
+def _find_table(tokens: Path) -> Path | None:
     table = documents_path(tokens)
     return table if tokens.suffix == ".npy" and table.is_file() else None
 
@@ -373,29 +368,12 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
     Raises:
         ValueError: different tokenizers made them, so that no model can learn from both.
     """
-    found = {str(path): _read_provenance(str(path)) for path in paths}
+    found = {str(path): read_provenance(path) for path in paths}
     known = {path: made for path, made in found.items() if made is not None}
-    first = next(iter(known), None)
-    if first is None:
-        return None
-    wanted = f"{known[first].tokenizer}, as in {first}"
-    fix = "preprocess all with one tokenizer, or leave one out"
-    problems = [
-        Problem(f"data {path}", f"tokens of {made.tokenizer}", wanted, fix)
-        for path, made in known.items()
-        if (made.sha256, made.pattern) != (known[first].sha256, known[first].pattern)
-    ]
-    raise_problems("tokens of different tokenizers", problems)
-    return known[first] if len(known) == len(found) else None
-
-
-def makers_of(paths: Sequence[str | Path]) -> list[Provenance | None]:
-    """The maker and the rules of each of some tokens; None where there is no record of them.
-
-    Raises:
-        ValueError: a record names rules that it does not have whole, or that are not known.
-    """
-    return [_read_provenance(str(path)) for path in paths]
+    one = {path: (made.sha256, made.pattern) for path, made in known.items()}
+    said = {path: f"tokens of {made.tokenizer}" for path, made in known.items()}
+    _require_same("tokens of different tokenizers", one, said, "preprocess all with one tokenizer")
+    return next(iter(known.values())) if known and len(known) == len(found) else None
 
 
 def rules_of(paths: Sequence[str | Path]) -> TextRules | None:
@@ -403,30 +381,40 @@ def rules_of(paths: Sequence[str | Path]) -> TextRules | None:
 
     Raises:
         ValueError: different rules made them, so that no prompt is as both begin; or what
-            `makers_of` raises.
+            `read_provenance` raises.
     """
-    made = zip(map(str, paths), makers_of(paths), strict=True)
-    known = {path: one.rules for path, one in made if one is not None and one.rules.version > 1}
-    first = next(iter(known), None)
-    if first is None:
-        return None
-    wanted = f"{_settings_of(known[first])}, as in {first}"
-    fix = "preprocess all of them by the same rules, or leave one out"
-    raise_problems("tokens made by different rules of text", [
-        Problem(f"data {path}", _settings_of(rules), wanted, fix)
+    made = {str(path): read_provenance(path) for path in paths}
+    known = {path: one.rules for path, one in made.items() if one and one.rules.version > 1}
+    said = {
+        path: f"special_tokens={rules.special_tokens!r}, prepend_bos={rules.prepend_bos}"
         for path, rules in known.items()
-        if rules != known[first]
+    }
+    title, fix = (
+        "tokens made by different rules of text",
+        "preprocess all of them by the same rules",
+    )
+    _require_same(title, known, said, fix)
+    return next(iter(known.values()), None)
+
+
+def _require_same(title: str, known: Mapping, said: Mapping[str, str], fix: str) -> None:
+    """Raise ValueError, with words for each, where records of tokens are not as the first's."""
+    first = next(iter(known), "")
+    fix = f"{fix}, or leave one out"
+    raise_problems(title, [
+        Problem(f"data {path}", said[path], f"{said[first]}, as in {first}", fix)
+        for path in known if known[path] != known[first]
     ])  # fmt: skip
-    return known[first]
 
 
-def _settings_of(rules: TextRules) -> str:
-    return f"special_tokens={rules.special_tokens!r}, prepend_bos={rules.prepend_bos}"
+def read_provenance(path: str | Path) -> Provenance | None:
+    """The maker and the rules of some tokens; None where there is no record of them.
 
-
-def _read_provenance(of: str) -> Provenance | None:
-    file = _record_file(of)
-    record = _record_of(file) or {}
+    Raises:
+        ValueError: the record names rules that it does not have whole, or that are not known.
+    """
+    file = _record_path(path)
+    record = _read_record(file) or {}
     names = ("tokenizer", "pattern", "tokenizer_sha256")
     has_rules = not record.keys().isdisjoint(RULE_KEYS)
     if has_rules:
@@ -472,29 +460,35 @@ _CLAIMED: Mapping[str, tuple[Callable[[Any], bool], str, str]] = MappingProxyTyp
 """The fields of a record that names rules: what holds of each, in words, and how to mend it."""
 
 
-def _record_file(path: str | Path) -> Path:
+def _record_path(path: str | Path) -> Path:
     stem = str(path)
     for ending in _ENDINGS:
         stem = stem.removesuffix(ending)
     return Path(f"{stem}.json")
 
 
-def _record_of(file: Path) -> dict[str, Any] | None:
+def _read_record(file: Path) -> dict[str, Any] | None:
     """The record in a file; None: there is none.
 
     Raises:
         ValueError: it is not as it was written.
     """
-    try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
+    found = read_object(file)
+    if found is None:
         return None
     whole = {name: value for name, value in found.items() if name != "crc32"}
     if ("files" in found or "crc32" in found) and found.get("crc32") != tree.json_checksum(whole):
         refuse(_DAMAGED, str(file), "damaged contents", "the record as it was written", _AGAIN)
     return whole
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where it has none that can be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def with_checksums(record: Mapping[str, Any], files: Sequence[Path]) -> dict[str, Any]:
@@ -504,25 +498,25 @@ def with_checksums(record: Mapping[str, Any], files: Sequence[Path]) -> dict[str
         record: as JSON can have it.
         files: that the record will stand beside; all of them are read.
     """
-    content = {**record, "files": {file.name: _entry(file) for file in files}}
+    content = {**record, "files": {file.name: _describe_contents(file) for file in files}}
     content = json.loads(json.dumps(content))  # as it will be read
     return {**content, "crc32": tree.json_checksum(content)}
 
 
-def _entry(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "crc32": list(_checksums(file))}
+def _describe_contents(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "crc32": list(_read_checksums(file))}
 
 
-def _checksums(file: Path) -> Iterator[int]:
+def _read_checksums(file: Path) -> Iterator[int]:
     """The CRC-32 of every `CHECKED_BYTES` of a file."""
     with file.open("rb") as stream:
         while block := stream.read(CHECKED_BYTES):
             yield zlib.crc32(block)
 
 
-def _differences(record: Path) -> Iterator[Problem]:
+def _find_differences(record: Path) -> Iterator[Problem]:
     """Where files of tokens are not as the record beside them says."""
-    content = _record_of(record)
+    content = _read_record(record)
     if content is None:
         yield Problem(str(record), "damaged contents", "the record as it was written", _AGAIN)
         return
@@ -541,7 +535,7 @@ def _differences(record: Path) -> Iterator[Problem]:
                 yield Problem(str(file), f"{size} bytes", f"{entry['bytes']} bytes", _AGAIN)
                 continue
             for number, (found, wanted) in enumerate(
-                zip(_checksums(file), entry["crc32"], strict=True)
+                zip(_read_checksums(file), entry["crc32"], strict=True)
             ):
                 if found != wanted:
                     begin = number * CHECKED_BYTES
@@ -579,17 +573,17 @@ def verify(
     """
     file = open_tokens(tokens) if isinstance(tokens, str | Path) else tokens
     paths = [part.path for part in file.files] if isinstance(file, Shards) else [file.path]
-    records = [_record_file(path) for path in paths]
+    records = [_record_path(path) for path in paths]
     if isinstance(file, IndexedFile):
         places = mistakes_in(file, vocab_size, allow_empty)
     else:
         places = ids_outside(file, file.path, vocab_size)
     there = [record for record in records if record.is_file()]
-    found = itertools.chain(places, *map(_differences, there))
+    found = itertools.chain(places, *map(_find_differences, there))
     problems = list(itertools.islice(found, MAX_LISTED + 1))
     more = f": the first {MAX_LISTED} mistakes" if len(problems) > MAX_LISTED else ""
     raise_problems(f"{file.path} is damaged{more}", problems[:MAX_LISTED])
-    return all("files" in (_record_of(record) or {}) for record in records)
+    return all("files" in (_read_record(record) or {}) for record in records)
 
 
 CHECKED_BYTES = 1 << 26

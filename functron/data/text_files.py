@@ -9,9 +9,10 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -189,16 +190,6 @@ BLOCK = 1 << 17
 _AGAIN = "copy or download it again"
 
 
-def is_jsonl(path: Path) -> bool:
-    """Whether a file's name is that of JSONL, or of compressed JSONL."""
-    return path.name.endswith((*SUFFIXES, *COMPRESSED))
-
-
-def is_compressed(path: Path) -> bool:
-    """Whether a file's name ends with that of a compression."""
-    return path.suffix in (".gz", ".zst")
-
-
 def read_jsonl(
     file: Path, key: str = "text", start: int = 0, stop: int | None = None
 ) -> Iterator[DocumentText]:
@@ -223,7 +214,7 @@ def read_jsonl(
             if stop is not None and place >= stop:
                 return
             if line.strip():
-                yield _text(file, key, place, line)
+                yield _read_line(file, key, place, line)
             place += len(line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         got = f"{error or 'the end'} after {place} bytes of text"
@@ -251,7 +242,7 @@ def _lines(file: Path, start: int) -> Iterator[tuple[int, bytes]]:
         with gzip.open(file, "rb") as stream:
             yield from _number_lines(stream, 0)
     elif file.suffix == ".zst":
-        yield from _number_lines(_split(_unpack(file)), 0)
+        yield from _number_lines(_split_lines(_decompress(file)), 0)
     else:
         with file.open("rb") as stream:
             if start:
@@ -266,7 +257,7 @@ def _number_lines(lines: Any, place: int) -> Iterator[tuple[int, bytes]]:
         place += len(line)
 
 
-def _split(blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     """Lines with their ends."""
     rest: list[bytes] = []
     for block in blocks:
@@ -279,7 +270,7 @@ def _split(blocks: Iterator[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _unpack(file: Path) -> Iterator[bytes]:
+def _decompress(file: Path) -> Iterator[bytes]:
     """The bytes in a Zstandard file, frame after frame.
 
     Raises:
@@ -306,29 +297,42 @@ def _unpack(file: Path) -> Iterator[bytes]:
         raise EOFError("the end of the file in the middle of a frame")
 
 
-def _text(file: Path, key: str, place: int, line: bytes) -> DocumentText:
+def _read_line(file: Path, key: str, place: int, line: bytes) -> DocumentText:
+    found, problem = parse_json_line(line)
+    if problem is None and not isinstance(found, dict):
+        problem = json_kind(found), f"an object with {key!r}", ""
+    elif problem is None and key not in found:
+        fix = f"--key: {nearest(key, found) if found else ''}"
+        problem = f"an object without {key!r}", "one with it", fix
+    elif problem is None and not isinstance(found[key], str):
+        problem = f"{json_kind(found[key])} as {key!r}", "text", ""
+    elif problem is None and (got := describe_surrogate(found[key])):
+        problem = got, "text", ""
+    if problem is None:
+        return DocumentText(found[key], place)
+    return DocumentText("", place, Problem(where_in_jsonl(file, place), *problem))
+
+
+def parse_json_line(line: bytes) -> tuple[Any, tuple[str, str, str] | None]:
+    """The value in a line of JSON and None, or None and the problem's ``(got, wanted, fix)``."""
     try:
-        found = json.loads(line.rstrip().decode("utf-8-sig" if place == 0 else "utf-8"))
+        return json.loads(line.rstrip().decode("utf-8-sig")), None
     except UnicodeDecodeError as error:
-        got = f"byte {line[error.start]:#04x} at offset {place + error.start}"
-        return _wrong(file, place, got, "UTF-8")
+        got = f"byte {line[error.start]:#04x} at offset {error.start} of the line"
+        return None, (got, "UTF-8", "")
     except json.JSONDecodeError as error:
-        return _wrong(file, place, f"{error.msg} at column {error.colno}", "one JSON object a line")
+        return None, (f"{error.msg} at column {error.colno}", "one JSON object a line", "")
     except RecursionError:
-        return _wrong(file, place, "JSON too deep to read", "an object")
-    if not isinstance(found, dict):
-        return _wrong(file, place, json_kind(found), f"an object with {key!r}")
-    if key not in found:
-        fix = nearest(key, found) if found else ""
-        return _wrong(file, place, f"an object without {key!r}", "one with it", f"--key: {fix}")
-    text = found[key]
-    if not isinstance(text, str):
-        return _wrong(file, place, f"{json_kind(text)} as {key!r}", "text")
-    return DocumentText(text, place)
+        return None, ("JSON too deep to read", "an object", "")
 
 
-def _wrong(file: Path, place: int, got: str, wanted: str, fix: str = "") -> DocumentText:
-    return DocumentText("", place, Problem(where_in_jsonl(file, place), got, wanted, fix))
+def describe_surrogate(text: str) -> str:
+    """The first lone surrogate of a text, which JSON can write and no encoding can; else empty."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"half of a surrogate pair at character {error.start}"
+    return ""
 
 
 ROWS = 256
@@ -342,7 +346,7 @@ def row_groups(file: Path, key: str = "text") -> list[int]:
         ValueError: the package pyarrow is missing, the file is damaged, or no column of text is
             called `key`.
     """
-    metadata = _open(file, key).metadata
+    metadata = _open_parquet(file, key).metadata
     return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
@@ -359,14 +363,14 @@ def read_parquet(
     """
     import pyarrow
 
-    opened = _open(file, key)
-    counts = _counts(opened)
+    opened = _open_parquet(file, key)
+    counts = _count_rows(opened)
     last = len(counts) if stop is None else stop
     for group in range(start, last):
         row = sum(counts[:group])
         try:
             for batch in opened.iter_batches(ROWS, row_groups=[group], columns=[key]):
-                yield from _texts(file, key, row, batch.column(0), counts)
+                yield from _read_column(file, key, row, batch.column(0), counts)
                 row += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             got = f"damaged data ({str(error).splitlines()[0]})"
@@ -379,42 +383,42 @@ def where_in_parquet(file: Path, place: int) -> str:
     """``FILE, row group G, row R``, both from 0, of a row of the file."""
     import pyarrow.parquet
 
-    return _where(file, place, _counts(pyarrow.parquet.ParquetFile(file)))
+    return _describe_row(file, place, _count_rows(pyarrow.parquet.ParquetFile(file)))
 
 
-def _counts(opened: Any) -> list[int]:
+def _count_rows(opened: Any) -> list[int]:
     metadata = opened.metadata
     return [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
 
 
-def _where(file: Path, place: int, counts: list[int]) -> str:
-    for group, count in enumerate(counts):
-        if place < count:
-            return f"{file}, row group {group}, row {place}"
-        place -= count
-    raise AssertionError("unreachable")
+def _describe_row(file: Path, place: int, counts: list[int]) -> str:
+    ends = list(accumulate(counts, initial=0))
+    group = bisect_right(ends, place) - 1
+    return f"{file}, row group {group}, row {place - ends[group]}"
 
 
-def _texts(
+def _read_column(
     file: Path, key: str, row: int, column: Any, counts: list[int]
 ) -> Iterator[DocumentText]:
     try:
         values = column.to_pylist()
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} in column {key!r}"
-        place = f"{_where(file, row, counts)} or one of the {len(column) - 1} after it"
+        place = f"{_describe_row(file, row, counts)} or one of the {len(column) - 1} after it"
         yield DocumentText("", row, Problem(place, got, "UTF-8"))
         return
     for place, text in enumerate(values, row):
         if text is None:
             fix = "leave such rows out when writing the file"
             got = f"null (None or NaN) in column {key!r}"
-            yield DocumentText("", place, Problem(_where(file, place, counts), got, "text", fix))
+            yield DocumentText(
+                "", place, Problem(_describe_row(file, place, counts), got, "text", fix)
+            )
         else:
             yield DocumentText(text, place)
 
 
-def _open(file: Path, key: str) -> Any:
+def _open_parquet(file: Path, key: str) -> Any:
     require_package("pyarrow", "parquet", _NOT_PARQUET, f"it, to read {file}")
     import pyarrow
     import pyarrow.parquet
@@ -476,18 +480,18 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     mistakes: list[str] = []
     for given in inputs:
-        structured = _structured_in(local_path(given, "inputs"))
+        structured = _find_structured(local_path(given, "inputs"))
         try:
             found += structured or find(given)[0]
         except ValueError as error:
             mistakes += str(error).splitlines()[1:]
     if not inputs:
         refuse(_CANNOT, "inputs", "none", "at least one file or folder")
-    _raise(mistakes)
+    _raise_mistakes(mistakes)
     return found
 
 
-def _structured_in(root: Path) -> list[Path]:
+def _find_structured(root: Path) -> list[Path]:
     """The JSONL and Parquet files of a folder that are not hidden."""
     if not root.is_dir():
         return []
@@ -497,7 +501,7 @@ def _structured_in(root: Path) -> list[Path]:
     return sorted(path for path in named if path.is_file())
 
 
-def _raise(mistakes: Sequence[str]) -> None:
+def _raise_mistakes(mistakes: Sequence[str]) -> None:
     """Raise the mistakes that others' errors listed as one error."""
     if mistakes:
         raise ValueError("\n".join([_CANNOT, *mistakes]))
@@ -507,7 +511,7 @@ def kind_of(file: Path) -> TextKind:
     """The kind of a file, by its name."""
     if file.suffix == ".parquet":
         return "parquet"
-    return "jsonl" if is_jsonl(file) or file.suffix == ".json" else "text"
+    return "jsonl" if file.name.endswith((*SUFFIXES, *COMPRESSED, ".json")) else "text"
 
 
 def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[TextChunk]:
@@ -523,18 +527,18 @@ def cut(files: Sequence[Path], key: str, chunk_bytes: int) -> list[TextChunk]:
     mistakes: list[str] = []
     for kind, group in groupby(files, kind_of):
         if kind == "text":
-            chunks += _together(list(group), chunk_bytes)
+            chunks += _chunk_plain(list(group), chunk_bytes)
             continue
         for file in group:
             try:
-                chunks += _parts(file, kind, key, chunk_bytes)
+                chunks += _chunk_file(file, kind, key, chunk_bytes)
             except ValueError as error:
                 mistakes += str(error).splitlines()[1:]
-    _raise(mistakes)
+    _raise_mistakes(mistakes)
     return chunks
 
 
-def _together(files: Sequence[Path], chunk_bytes: int) -> Iterator[TextChunk]:
+def _chunk_plain(files: Sequence[Path], chunk_bytes: int) -> Iterator[TextChunk]:
     """Files of plain text, several to a chunk."""
     taken: list[Path] = []
     size = 0
@@ -548,11 +552,11 @@ def _together(files: Sequence[Path], chunk_bytes: int) -> Iterator[TextChunk]:
         yield TextChunk("text", tuple(taken), size=size)
 
 
-def _parts(file: Path, kind: TextKind, key: str, chunk_bytes: int) -> Iterator[TextChunk]:
+def _chunk_file(file: Path, kind: TextKind, key: str, chunk_bytes: int) -> Iterator[TextChunk]:
     """The chunks of one file."""
     if kind == "jsonl":
         size = file.stat().st_size
-        if is_compressed(file):
+        if file.name.endswith(COMPRESSED):
             yield TextChunk(kind, (file,), size=size)
             return
         for start in range(0, size, chunk_bytes):
@@ -574,7 +578,7 @@ def read(chunk: TextChunk, key: str = "text") -> Iterator[DocumentText]:
         return read_jsonl(chunk.files[0], key, chunk.start, chunk.stop)
     if chunk.kind == "parquet":
         return read_parquet(chunk.files[0], key, chunk.start, chunk.stop)
-    return _plain(chunk.files)
+    return read_plain(chunk.files)
 
 
 def where(chunk: TextChunk, place: int) -> str:
@@ -586,13 +590,16 @@ def where(chunk: TextChunk, place: int) -> str:
     return str(chunk.files[place])
 
 
-def _plain(files: Sequence[Path]) -> Iterator[DocumentText]:
+def read_plain(
+    files: Iterable[Path | bytes], fix: str = "convert it, or leave it out"
+) -> Iterator[DocumentText]:
+    """The text of each file, or the problem with it, which `fix` mends where it is not UTF-8."""
     for place, file in enumerate(files):
         try:
-            yield DocumentText(file.read_bytes().decode("utf-8"), place)
+            data = file if isinstance(file, bytes) else file.read_bytes()
+            yield DocumentText(data.decode("utf-8"), place)
         except UnicodeDecodeError as error:
             got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-            fix = "convert it, or leave it out"
             yield DocumentText("", place, Problem(str(file), got, "UTF-8", fix))
         except OSError as error:
             problem = Problem(str(file), error.strerror or str(error), "a readable file")

@@ -23,6 +23,7 @@ from functron.data.mapped_files import (
     byte_parts,
     check_ids,
     check_range,
+    describe_file,
     encode_prompt,
     find,
     fitting_dtype,
@@ -30,7 +31,17 @@ from functron.data.mapped_files import (
     raise_listed,
     refuse_order,
 )
-from functron.data.sampling import IGNORED, Samples, check_index, mix, rows_of, shuffled
+from functron.data.sampling import (
+    IGNORED,
+    Samples,
+    check_index,
+    mix,
+    rounded_up,
+    rows_of,
+    shuffled,
+)
+from functron.data.text_files import read_plain
+from functron.data.tokenizer import end_of_text
 
 
 class Windows(Samples):
@@ -51,7 +62,7 @@ class Windows(Samples):
     Attributes:
         seq: tokens per sample.
         extra_token: as given.
-        num_windows: samples in an epoch.
+        num_samples: samples in an epoch.
         num_tokens: tokens in the whole text.
 
     Raises:
@@ -70,21 +81,16 @@ class Windows(Samples):
     ):
         self.seq, self.seed, self.num_tokens = seq, seed, num_tokens
         self.extra_token = extra_token
-        self.num_windows = (num_tokens - extra_token) // seq if seq >= 1 else 0
+        self.num_samples = (num_tokens - extra_token) // seq if seq >= 1 else 0
         problems = []
         if seq < 1:
             problems.append(Problem("seq", str(seq), "at least 1"))
-        elif self.num_windows < 1:
+        elif self.num_samples < 1:
             got = f"{num_tokens} {unit}"
             fix = f"use at most seq={num_tokens - extra_token}, or more text"
             wanted = f"at least seq + 1 = {seq + 1}" if extra_token else f"at least seq = {seq}"
             problems.append(Problem(what, got, wanted, fix if num_tokens > 1 else "more text"))
         raise_problems("cannot cut the text into samples", problems)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in an epoch: windows."""
-        return self.num_windows
 
     @abstractmethod
     def read(self, start: int, length: int) -> np.ndarray:
@@ -98,7 +104,7 @@ class Windows(Samples):
         Raises:
             IndexError: there is no such window.
         """
-        check_index(index, self.num_windows)
+        check_index(index, self.num_samples)
         if self.extra_token:
             return self.read(index * self.seq, self.seq + 1)
         return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
@@ -107,49 +113,81 @@ class Windows(Samples):
         """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
         tokens = np.empty((len(numbers), self.seq), np.int64)
         targets = np.empty_like(tokens)
-        order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
+        order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
         for row, index in enumerate(order.tolist()):
             sample = self.sample(index)
             tokens[row], targets[row] = sample[:-1], sample[1:]
         return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 
 
-class ByteText(Windows):
-    """Text as byte tokens, cut into windows of `seq` tokens and shuffled anew in every epoch.
+class TextWindows(Windows):
+    """Files of text as tokens, cut into windows of `seq` and shuffled anew in every epoch.
+
+    Without a tokenizer these are bytes, ids 0 to 255, which are read where they are needed. With
+    one, documents stand one after another, each with the tokenizer's BOS before it, if it has one,
+    and the end-of-text token after it (`functron.data.mapped_files.TextRules`). All of the text is
+    then tokenised when this is made, and its tokens stay in memory, 2 or 4 bytes each: some seconds
+    and as many bytes as the text has for 10 MB of it. That is for corpora of up to some hundred MB;
+    larger ones should be tokenised once, to disk.
 
     Args:
         path: a file or a folder of text files (see `functron.data.mapped_files.find`); None is the
             text that every Python installation carries.
         seq: tokens per sample.
+        tokenizer: what makes tokens of it, of files in UTF-8; None: bytes.
         seed: selects the order of the samples.
+        vocab_size: how many ids the model has; None: as many as there are.
 
     Attributes:
-        num_tokens: bytes in the whole text.
+        num_tokens: tokens in the whole text.
         num_documents: files it is made of.
         num_skipped: files of the folder that were left out.
-        vocab_size: 256; a model of this text needs at least as many token ids.
+        num_names: names of special tokens in the text.
+        vocab_size: 256 of bytes, or else one more than the largest id in the text.
 
     Raises:
         ValueError: nothing is there, it cannot be read, it is empty, or it is shorter than one
-            sample and its last target.
+            sample and its last target; a file is not UTF-8, the tokenizer has no end-of-text token,
+            or an id is not among the model's.
     """
 
-    vocab_size = 256
-
-    def __init__(self, path: str | Path | None, seq: int, *, seed: int = 0):
+    def __init__(
+        self,
+        path: str | Path | None,
+        seq: int,
+        tokenizer: TextTokenizer | None = None,
+        *,
+        seed: int = 0,
+        vocab_size: int | None = None,
+    ):
         files, self.num_skipped = (python_text(), 0) if path is None else find(path)
-        self._bytes, self.num_documents = Concatenated(byte_parts(files)), len(files)
-        what = f"data {path}" if path is not None else "data"
-        super().__init__(len(self._bytes), seq, seed, what=what, unit="bytes")
+        self.num_documents, self.num_names = len(files), 0
+        self._rules = None if tokenizer is None else tokenizer.rules
+        if tokenizer is None:
+            parts, self.vocab_size, unit = byte_parts(files), 256, "bytes"
+        else:
+            parts, self.vocab_size, unit = [], 0, "tokens"
+            end, kind = end_of_text(tokenizer), token_dtype(tokenizer)
+            begin = tokenizer.rules.begin_document(tokenizer)
+            for text in texts_of(files):
+                ids = np.array([*begin, *tokenizer.encode(text, special=False), end], kind)
+                self.num_names += tokenizer.names.count(text)
+                self.vocab_size = max(self.vocab_size, int(ids.max()) + 1)
+                check_vocabulary(self.vocab_size, vocab_size)
+                parts.append(ids)
+        self._tokens = Concatenated(parts)
+        what = "data" if path is None else f"data {path}"
+        super().__init__(len(self._tokens), seq, seed, what=what, unit=unit)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """The bytes from `start` on, as uint8 ``[length]``."""
-        return self._bytes.read(start, length)
+        """The tokens from `start` on, ``[length]``: uint8 of bytes, or else uint16 or uint32."""
+        return self._tokens.read(start, length)
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
+        unit = "bytes" if self._rules is None else "tokens"
         skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
-        return f"{self.num_tokens:,} bytes in {self.num_documents} documents{skipped}"
+        names = f"; {self._rules.describe_names(self.num_names)}" if self._rules else ""
+        return f"{self.num_tokens:,} {unit} in {self.num_documents} documents{skipped}{names}"
 
 
 def check_tokens(batch: dict[str, torch.Tensor], vocab_size: int, ignore_index: int = -100) -> None:
@@ -259,7 +297,7 @@ class TokenWindows(Windows):
             return super().draw(numbers)
         names = ("tokens", "targets", *(("positions", "segments") if self.mask_documents else ()))
         leaves = {name: np.empty((len(numbers), self.seq), np.int64) for name in names}
-        order = shuffled(np.asarray(numbers, np.int64), self.num_windows, self.seed)
+        order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
         rows = zip(numbers.tolist(), order.tolist(), self._begins(order), strict=True)
         for row, (number, index, begins) in enumerate(rows):
             sample = self.sample(index)
@@ -301,8 +339,7 @@ class TokenWindows(Windows):
             refuse_order(self._file.path, start, start + self.seq)
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
-        return f"{self.num_tokens:,} tokens in {self.num_documents:,} documents, on disk"
+        return describe_file(self._file)
 
 
 def mark_documents(leaves: dict[str, np.ndarray], row: int, begins: np.ndarray) -> None:
@@ -319,72 +356,6 @@ def mark_documents(leaves: dict[str, np.ndarray], row: int, begins: np.ndarray) 
     segments = np.repeat(np.arange(len(begins)), lengths)[:seq]
     leaves["segments"][row] = segments
     leaves["positions"][row] = np.arange(seq) - begins[segments]
-
-
-class TokenText(Windows):
-    """Text as a tokenizer's tokens, cut into windows of `seq` and shuffled anew in every epoch.
-
-    Documents stand one after another, each with the tokenizer's BOS before it, if it has one, and
-    the end-of-text token after it (`functron.data.mapped_files.TextRules`).
-
-    All of the text is tokenised when this is made, and its tokens stay in memory, 2 or 4 bytes
-    each: some seconds and as many bytes as the text has for 10 MB of it. That is for corpora of up
-    to some hundred MB; larger ones should be tokenised once, to disk.
-
-    Args:
-        path: a file or a folder of text files in UTF-8; None is the text that every Python
-            installation carries.
-        tokenizer: what makes tokens of it.
-        seq: tokens per sample.
-        seed: selects the order of the samples.
-        vocab_size: how many ids the model has; None: as many as there are.
-
-    Attributes:
-        num_tokens: tokens in the whole text.
-        num_documents: files it is made of.
-        num_skipped: files of the folder that were left out.
-        num_names: names of special tokens in the text.
-        vocab_size: one more than the largest id in the text.
-
-    Raises:
-        ValueError: what `ByteText` raises; a file is not UTF-8, the tokenizer has no end-of-text
-            token, or an id is not among the model's.
-    """
-
-    def __init__(
-        self,
-        path: str | Path | None,
-        tokenizer: TextTokenizer,
-        seq: int,
-        *,
-        seed: int = 0,
-        vocab_size: int | None = None,
-    ):
-        files, self.num_skipped = (python_text(), 0) if path is None else find(path)
-        end, kind = _end_of(tokenizer), token_dtype(tokenizer)
-        pieces: list[np.ndarray] = []
-        self.vocab_size = self.num_names = 0
-        self._rules, begin = tokenizer.rules, tokenizer.rules.begin_document(tokenizer)
-        for text in texts_of(files):
-            piece = np.array([*begin, *tokenizer.encode(text, special=False), end], kind)
-            self.num_names += tokenizer.names.count(text)
-            self.vocab_size = max(self.vocab_size, int(piece.max()) + 1)
-            check_vocabulary(self.vocab_size, vocab_size)
-            pieces.append(piece)
-        self._tokens = np.concatenate(pieces)
-        self.num_documents = len(pieces)
-        what = f"data {path}" if path is not None else "data"
-        super().__init__(len(self._tokens), seq, seed, what=what, unit="tokens")
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        """The tokens from `start` on, uint16 or uint32 ``[length]``."""
-        return self._tokens[start : start + length]
-
-    def summary(self) -> str:
-        """The samples, in a few words for the user."""
-        skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
-        names = f"; {self._rules.describe_names(self.num_names)}"
-        return f"{self.num_tokens:,} tokens in {self.num_documents} documents{skipped}{names}"
 
 
 def token_dtype(tokenizer: TextTokenizer) -> type:
@@ -410,33 +381,14 @@ def check_vocabulary(needed: int, vocab_size: int | None) -> None:
         )
 
 
-def _end_of(tokenizer: TextTokenizer) -> int:
-    end = tokenizer.end_of_text
-    if end is None:
-        fix = "name it in tokenizer_config.json (eos_token), or take a tokenizer that has one"
-        refuse(
-            "cannot separate documents",
-            str(tokenizer.file),
-            "no eos_token",
-            "a token that ends a text",
-            fix,
-        )
-    return end
-
-
 def texts_of(files: Iterable[Path | bytes]) -> Iterator[str]:
     """The texts of files, one at a time; those that are not UTF-8 are all refused at the end."""
     problems = []
-    for file in files:
-        try:
-            yield (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8")
-        except UnicodeDecodeError as error:
-            got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-            fix = "convert it, leave it out, or train on bytes: --tokenizer bytes"
-            problems.append(Problem(f"data {file}", got, "UTF-8", fix))
-        except OSError as error:
-            got = error.strerror or str(error)
-            problems.append(Problem(f"data {file}", got, "a readable file"))
+    for text in read_plain(files, "convert it, leave it out, or train on bytes: --tokenizer bytes"):
+        if text.problem is None:
+            yield text.text
+        else:
+            problems.append(text.problem)
     raise_listed("cannot read the training text", problems)
 
 
@@ -482,12 +434,7 @@ class MockTokens:
         """Where documents begin: int64; the one after the last begins at the end."""
         return np.minimum(np.asarray(documents, np.int64) * self._document, self.num_tokens)
 
-    def document_of(self, offset: int) -> int:
-        """As `documents_of`, of one token."""
-        return int(self.documents_of(np.array(offset)))
-
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """As of any `TokenFile`; IndexError where there are no such tokens."""
         return np.asarray(offsets, np.int64) // self._document
 
 
@@ -551,7 +498,6 @@ class Documents:
         return tokens, targets
 
     def summary(self) -> str:
-        """Their number, in a few words for the user."""
         total = int(self.lengths.sum()) + len(self.lengths)
         return f"{total:,} tokens in {len(self.lengths):,} texts"
 
@@ -603,9 +549,7 @@ class StoredTokens:
         return found[:-1], found[1:]
 
     def summary(self) -> str:
-        """Their number, in a few words for the user."""
-        counts = f"{self._file.num_tokens:,} tokens in {self._file.num_documents:,} documents"
-        return f"{counts}, on disk"
+        return describe_file(self._file)
 
 
 class Sliding:
@@ -632,7 +576,6 @@ class Sliding:
 
     Attributes:
         num_samples: rows of all batches, with those that no window is left for.
-        num_windows: how many of these are windows.
         longest: tokens of the longest batch.
 
     Raises:
@@ -671,18 +614,14 @@ class Sliding:
         order = np.argsort(-sizes, kind="stable")
         self._short = np.stack([short, begins, sizes], 1)[order]
         num_full = int(full.sum())
-        self.num_windows = num_full + len(order)
         self._gap = -num_full % global_batch if exact else 0
         if exact:
             self._short = _group(self._short, global_batch)
         self._num_full = num_full
         rows = num_full + self._gap + len(self._short)
-        self.num_samples = -(-rows // global_batch) * global_batch
+        self.num_samples = rounded_up(rows, global_batch)
         longest = seq if num_full else int(self._short[0, 2])
-        self.longest = self._padded(longest)
-
-    def _padded(self, length: int) -> int:
-        return -(-max(length, 1) // self._multiple) * self._multiple
+        self.longest = rounded_up(longest, multiple)
 
     def batch(
         self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
@@ -697,7 +636,7 @@ class Sliding:
         batches = self.num_samples // global_batch
         place = int(shuffled(np.array([step % batches]), batches, 0)[0]) * global_batch
         windows = [self._window(place + row) for row in range(global_batch)]
-        length = self._padded(max(size for _, _, size in windows))
+        length = rounded_up(max(1, *(size for _, _, size in windows)), self._multiple)
         tokens = torch.zeros(len(rows), length, dtype=torch.int64)
         targets = torch.full_like(tokens, IGNORED)
         for at, row in enumerate(rows.tolist()):
@@ -729,7 +668,6 @@ class Sliding:
         return self._texts.num_bytes
 
     def summary(self) -> str:
-        """Their number, in a few words for the user."""
         return self._texts.summary()
 
 

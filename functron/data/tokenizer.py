@@ -14,7 +14,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from itertools import groupby
@@ -79,7 +79,7 @@ class Rendered(str):
 
 
 class Tokenizer:
-    """Text to token ids and back, by a tokenizer.json.
+    """Text to token ids and back, by a tokenizer.json; a `TextTokenizer`.
 
     Args:
         path: a folder with tokenizer.json and, for special tokens and conversations,
@@ -88,14 +88,11 @@ class Tokenizer:
         rules: by which text becomes tokens.
 
     Attributes:
-        file: tokenizer.json.
         path: the folder.
-        vocab_size: ids are below it.
         num_ordinary: how many ids there are without tokens added for special purposes, which some
             models that read text alone have no embeddings for.
         special: special tokens by what they are for: ``{"bos_token": "<s>", ...}``.
         template: Jinja source that writes conversations; None where the model has none.
-        names: of special tokens, as they are found in text.
 
     Raises:
         ValueError: the package tokenizers is missing, or the files are missing or broken.
@@ -109,14 +106,14 @@ class Tokenizer:
         settings = _read_settings(self.path / SETTINGS)
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.num_ordinary: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
-        tokens = {name: _content(settings.get(name)) for name in _SPECIAL}
+        tokens = {name: _token_text(settings.get(name)) for name in _SPECIAL}
         self.special = {name: token for name, token in tokens.items() if token is not None}
         self.template = _find_template(self.path, settings)
         self._mark = uuid.uuid4().hex  # which no message can have in it
         self._break = str(uuid.uuid4().int)  # likewise; the same in upper case
         added = self._tokenizer.get_added_tokens_decoder().items()
         known = {token.content: index for index, token in added if token.special}
-        named = (*self.special.values(), *self._end[:1])
+        named = (*self.special.values(), *self._end_names[:1])
         ids = {name: self._tokenizer.token_to_id(name) for name in named}
         known |= {name: index for name, index in ids.items() if index is not None}
         self.names = SpecialNames(known)
@@ -127,16 +124,14 @@ class Tokenizer:
             _read_names(self._tokenizer, self.names)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of `text`.
+        """The token ids of `text`; `special`: with what the model expects around one, such as BOS.
 
-        Args:
-            text: any. In what `render` made, the names of special tokens that the template wrote
-                stand for these, and those in messages are what they are in any text.
-            special: add what the model expects around a text, such as a token for its beginning.
+        In what `render` made, the names of special tokens that the template wrote stand for these,
+        and those in messages are what they are in any text.
         """
         if isinstance(text, Rendered):
             ids, _ = self._encode_rendered(text)
-            return [*self._around[0], *ids, *self._around[1]] if special else ids
+            return [*self._surrounding_ids[0], *ids, *self._surrounding_ids[1]] if special else ids
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -145,12 +140,7 @@ class Tokenizer:
         return [encoding.ids for encoding in found]
 
     def decode(self, tokens: Sequence[int] | torch.Tensor, *, special: bool = False) -> str:
-        """The text of token ids.
-
-        Args:
-            tokens: ids; those that no token has give nothing.
-            special: write special tokens too.
-        """
+        """The text of token ids; those that no token has give nothing."""
         ids = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
         return self._tokenizer.decode(ids, skip_special_tokens=not special)
 
@@ -161,11 +151,10 @@ class Tokenizer:
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """The ids that the tokenizer puts before a text."""
-        return self._around[0]
+        return self._surrounding_ids[0]
 
     @functools.cached_property
-    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _surrounding_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids that the tokenizer puts before a text, and after it."""
         for text in ("a", "1", "."):
             ids, plain = (_try_encode(self._tokenizer, text, special) for special in (True, False))
@@ -183,11 +172,11 @@ class Tokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that stands between documents: of eos_token, or of what it is usually called."""
-        return self._tokenizer.token_to_id(self._end[0]) if self._end else None
+        """Of eos_token, or of what it is usually called."""
+        return self._tokenizer.token_to_id(self._end_names[0]) if self._end_names else None
 
     @property
-    def _end(self) -> list[str]:
+    def _end_names(self) -> list[str]:
         """The tokens that may end a text, as far as there are such."""
         found = (self.special.get("eos_token"), *_ENDS)
         return [x for x in found if x and self._tokenizer.token_to_id(x) is not None]
@@ -232,18 +221,13 @@ class Tokenizer:
         nothing, in the text that each assistant message adds after the prompt for it, to the end of
         its turn, without whitespace after that. See `find_targets`.
 
-        Args:
-            messages: in order.
-            more: other variables of the template.
-
-        Raises:
-            ValueError: as `render`; or the template writes a message differently depending on
-                those after it, and marks nothing.
+        Arguments and errors are those of `render`; it is a ValueError, too, where the template
+        writes a message differently depending on those after it, and marks nothing.
         """
         text, spans = self._render(messages, False, more)
         marks = re.search(r"{%-?\s*generation\s*-?%}", self.template or "")
         if not spans and marks is None:
-            spans = self._spans(messages, text, more)
+            spans = self._find_spans(messages, text, more)
         ids, offsets = self._encode_rendered(text)
         find = find_targets if self.rules.version > 1 else _find_by_first
         assistant, silent = find(text, offsets, spans)
@@ -255,14 +239,7 @@ class Tokenizer:
 
         They are those that such a conversation has before its answer: spaces at the end of the
         prompt are left out where they are a part of the answer's first token (``" Paris"``), which
-        the model has learnt to say.
-
-        Args:
-            messages: in order.
-            more: other variables of the template.
-
-        Raises:
-            ValueError: as `render`.
+        the model has learnt to say. Arguments and errors are those of `render`.
         """
         text = self._render(messages, True, more)[0]
         longer = Rendered(text + "a")
@@ -275,7 +252,7 @@ class Tokenizer:
             return plain
         return plain if text[ends[len(before) - 1][1] :].strip() else before
 
-    def _spans(
+    def _find_spans(
         self, messages: Sequence[Message], text: str, more: Mapping[str, Any]
     ) -> list[tuple[int, int]]:
         spans, problems = [], []
@@ -301,10 +278,10 @@ class Tokenizer:
         given = {name: value for name, value in more.items() if name not in _SPECIAL}
         found = self._count_names([messages, given])
         if self._parses or not found:
-            return self._unmark(self._write(messages, prompt, more))
+            return self._remove_marks(self._run_template(messages, prompt, more))
         broken, others = self._mark_names(list(messages)), self._mark_names(given)
-        text, spans = self._unmark(self._write(broken, prompt, {**more, **others}))
-        plain = self._unmark(self._write(messages, prompt, more))
+        text, spans = self._remove_marks(self._run_template(broken, prompt, {**more, **others}))
+        plain = self._remove_marks(self._run_template(messages, prompt, more))
         if plain != (text, spans):
             got = f"{found} names of special tokens, on which what the template writes depends"
             wanted = "messages whose text the template writes as it is"
@@ -312,7 +289,9 @@ class Tokenizer:
             refuse("the template reads special tokens in messages", "messages", got, wanted, fix)
         return text, spans
 
-    def _write(self, messages: Sequence[Message], prompt: bool, more: Mapping[str, Any]) -> str:
+    def _run_template(
+        self, messages: Sequence[Message], prompt: bool, more: Mapping[str, Any]
+    ) -> str:
         """The text that the template writes, with marks."""
         self.require_template()
         from jinja2 import TemplateError
@@ -320,7 +299,7 @@ class Tokenizer:
         variables = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None}
         variables |= {"documents": None, **self.special, **more}
         try:
-            environment, template = self._compiled
+            environment, template = self._environment_and_template
             environment.begin()
             pieces = []
             for piece in template.generate(**variables):
@@ -356,7 +335,7 @@ class Tokenizer:
             return [self._mark_names(each) for each in value]
         return value
 
-    def _unmark(self, marked: str) -> tuple[Rendered, list[tuple[int, int]]]:
+    def _remove_marks(self, marked: str) -> tuple[Rendered, list[tuple[int, int]]]:
         """A text without its marks, the spans that stood between them, and the names with one."""
         pieces, breaks, edges, size = [], [], [], 0
         for piece in re.split(f"({self._mark}|{self._break})", marked):
@@ -381,7 +360,7 @@ class Tokenizer:
             found = self._parser.encode(text, add_special_tokens=False)
             return found.ids, found.offsets
         # as no setting parses one name and not another, the template's get names of their own
-        tokenizer, aliases, ids = self._aliased
+        tokenizer, aliases, ids = self._alias_tokenizer
         pieces, origin = [], []
         end = 0
         for start, stop in self._own_names(text):
@@ -415,7 +394,7 @@ class Tokenizer:
                 at = literal.get(start, start + 1)
 
     @functools.cached_property
-    def _aliased(self) -> tuple[Any, dict[str, str], dict[int, int]]:
+    def _alias_tokenizer(self) -> tuple[Any, dict[str, str], dict[int, int]]:
         """A tokenizer that takes names of special tokens for text, and parses aliases of them.
 
         With the aliases by the names, and the ids of special tokens by those of their aliases.
@@ -434,8 +413,8 @@ class Tokenizer:
         return made, aliases, ids
 
     @functools.cached_property
-    def _compiled(self) -> Any:
-        environment = _environment(self._mark)
+    def _environment_and_template(self) -> Any:
+        environment = _make_environment(self._mark)
         return environment, environment.from_string(self.template or "")
 
     def require_template(self) -> None:
@@ -523,18 +502,12 @@ def _make_special(tokenizer: Any, names: Iterable[str]) -> None:
     from tokenizers import AddedToken
 
     added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    known = (name for name in names if name and tokenizer.token_to_id(name) is not None)
-    plain = AddedToken("", special=True, normalized=False)
-    tokenizer.add_special_tokens([
-        AddedToken(
-            name,
-            special=True,
-            normalized=added.get(name, plain).normalized,
-            lstrip=added.get(name, plain).lstrip,
-            rstrip=added.get(name, plain).rstrip,
-        )
-        for name in known
-    ])  # fmt: skip
+    for name in names:
+        if not name or tokenizer.token_to_id(name) is None:
+            continue
+        kept = ("normalized", "lstrip", "rstrip") if name in added else ()
+        how = {"normalized": False, **{x: getattr(added[name], x) for x in kept}}
+        tokenizer.add_special_tokens([AddedToken(name, special=True, **how)])
 
 
 def _try_encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
@@ -574,7 +547,7 @@ TEMPLATE_CHARACTERS = 1 << 24
 """How many characters a template may write, and join in a text of its own."""
 
 
-def _environment(mark: str) -> Any:
+def _make_environment(mark: str) -> Any:
     """Jinja as chat templates expect it, in a sandbox: no attribute of Python's can be reached.
 
     What a template marks as the assistant's comes out with `mark` before and after it. Every turn
@@ -670,7 +643,9 @@ def _read_tokenizer(file: Path) -> Any:
     require_package("tokenizers", "hub", CANNOT, "the package installed")
     import tokenizers
 
-    text = _read(file, "a model with a fast tokenizer; transformers' save_pretrained writes one")
+    text = _read_text(
+        file, "a model with a fast tokenizer; transformers' save_pretrained writes one"
+    )
     try:
         made = tokenizers.Tokenizer.from_str(text or "")
     except Exception as error:  # the package raises no other class
@@ -690,7 +665,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(_read(file, "check the path"))
+        found = json.loads(_read_text(file, "check the path"))
     except (json.JSONDecodeError, RecursionError) as error:
         refuse(CANNOT, str(file), error, "JSON", "copy or download it again")
     if not isinstance(found, dict):
@@ -698,13 +673,13 @@ def _read_settings(file: Path) -> dict[str, Any]:
     wrong = [
         Problem(f"{file}: {name}", f"{token!r:.100}", "a token's text")
         for name in _SPECIAL
-        if not isinstance(token := _content(found.get(name)), str | None)
+        if not isinstance(token := _token_text(found.get(name)), str | None)
     ]
     raise_problems(CANNOT, wrong)
     return found
 
 
-def _read(file: Path, fix: str) -> str:
+def _read_text(file: Path, fix: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -712,14 +687,14 @@ def _read(file: Path, fix: str) -> str:
         refuse(CANNOT, str(file), reason, "a file", fix)
 
 
-def _content(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     """The text of a special token, which stands as it is or in an object."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
 def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (folder / TEMPLATE).is_file():
-        return _read(folder / TEMPLATE, "check the path")
+        return _read_text(folder / TEMPLATE, "check the path")
     found = settings.get("chat_template")
     if isinstance(found, str | None):
         return found
@@ -791,19 +766,6 @@ def _parses(rules: TextRules) -> bool:
 END = "<|endoftext|>"
 
 
-@dataclass(frozen=True)
-class RankScheme:
-    """How an encoding splits text before merging, and its special tokens.
-
-    Attributes:
-        pattern: a regular expression whose matches are merged each by itself.
-        special: ids of special tokens.
-    """
-
-    pattern: str
-    special: Mapping[str, int] = field(default_factory=dict)
-
-
 _LETTER = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -813,13 +775,13 @@ _LLAMA3 = ("begin_of_text", "end_of_text", *(f"reserved_special_token_{i}" for i
 _LLAMA3 += ("start_header_id", "end_header_id", "reserved_special_token_4", "eot_id")
 _LLAMA3 += tuple(f"reserved_special_token_{i}" for i in range(5, 251))
 
-SCHEMES: Mapping[str, RankScheme] = MappingProxyType(
+SCHEMES: Mapping[str, tuple[str, Mapping[str, int]]] = MappingProxyType(
     {
-        "gpt2": RankScheme(
+        "gpt2": (
             r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+" + rf"|{_MARKS}|\s+(?!\S)|\s+",
             {END: 50256},
         ),
-        "cl100k": RankScheme(
+        "cl100k": (
             rf"{_SHORT}|{_LETTER}\p{{L}}+|\p{{N}}{{1,3}}|{_MARKS}[\r\n]*|{_SPACES}",
             {
                 END: 100257,
@@ -829,18 +791,19 @@ SCHEMES: Mapping[str, RankScheme] = MappingProxyType(
                 "<|endofprompt|>": 100276,
             },
         ),
-        "o200k": RankScheme(
+        "o200k": (
             rf"{_LETTER}[{_UPPER}]*[{_LOWER}]+{_SHORT}?|{_LETTER}[{_UPPER}]+[{_LOWER}]*{_SHORT}?"
             rf"|\p{{N}}{{1,3}}|{_MARKS}[\r\n/]*|{_SPACES}",
             {END: 199999, "<|endofprompt|>": 200018},
         ),
-        "llama3": RankScheme(
+        "llama3": (
             rf"{_SHORT}|{_LETTER}\p{{L}}+|\p{{N}}{{1,3}}|{_MARKS}[\r\n]*|{_SPACES}",
             {f"<|{name}|>": 128000 + index for index, name in enumerate(_LLAMA3)},
         ),
     }
 )
-"""Published encodings. Sources: tiktoken's ``openai_public``, and llama3's ``tokenizer.py``."""
+"""Published encodings: the regular expression whose matches are merged each by itself, and the ids
+of special tokens. Sources: tiktoken's ``openai_public``, and llama3's ``tokenizer.py``."""
 
 STEMS = MappingProxyType(
     {"r50k_base": "gpt2", "p50k_base": "gpt2", "cl100k_base": "cl100k", "o200k_base": "o200k"}
@@ -849,7 +812,7 @@ STEMS = MappingProxyType(
 
 
 class RankFile:
-    """Text to token ids and back, by byte-pair encoding with the ranks of a ``.tiktoken`` file.
+    """A `TextTokenizer` that merges pairs of bytes by the ranks of a ``.tiktoken`` file.
 
     Every line has a token's bytes in base64 and its rank, which is its id. How text is split
     before, and which ids are special, is not in the file.
@@ -861,12 +824,7 @@ class RankFile:
         rules: by which text becomes tokens.
 
     Attributes:
-        file: the file.
         path: the folder it lies in.
-        vocab_size: ids are below it.
-        num_ordinary: how many of them are not special.
-        special_tokens: ids of special tokens.
-        names, begin: as of any `TextTokenizer`.
 
     Raises:
         ValueError: the package tiktoken is missing, the file has another format (with the lines at
@@ -879,20 +837,20 @@ class RankFile:
         require_package("tiktoken", "tiktoken", CANNOT, f"it, to read {path}")
         import tiktoken
 
-        scheme = _scheme(self.file, pattern)
-        ranks = _ranks(self.file)
+        split, special = _find_scheme(self.file, pattern)
+        ranks = _read_ranks(self.file)
         last = max(ranks.values())
-        fits = scheme.special and last >= min(scheme.special.values()) - 2
-        self.special_tokens = dict(scheme.special) if fits else {END: last + 1}
+        fits = special and last >= min(special.values()) - 2
+        self.special_tokens = dict(special) if fits else {END: last + 1}
         try:
             self._encoding = tiktoken.Encoding(
                 self.file.stem,
-                pat_str=scheme.pattern,
+                pat_str=split,
                 mergeable_ranks=ranks,
                 special_tokens=self.special_tokens,
             )
         except (ValueError, AssertionError) as error:
-            got = f"{pattern or scheme.pattern!r} ({error})"
+            got = f"{pattern or split!r} ({error})"
             refuse(CANNOT, "pattern", got, "a regular expression", "check it")
         self.names = SpecialNames(self.special_tokens)
         begin = self.special_tokens.get("<|begin_of_text|>")
@@ -912,13 +870,8 @@ class RankFile:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text; `special`: begin with ``<|begin_of_text|>``, if there is one."""
-        encoding = self._encoding
-        parsed = _parses(self.rules)
-        ids = (
-            encoding.encode(text, allowed_special="all")
-            if parsed
-            else encoding.encode_ordinary(text)
-        )
+        allowed = "all" if _parses(self.rules) else set()
+        ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
         return [*self.begin, *ids] if special else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -931,7 +884,7 @@ class RankFile:
         return self._encoding.decode([t for t in ids if t in self._known and t not in left_out])
 
 
-def _scheme(file: Path, pattern: str) -> RankScheme:
+def _find_scheme(file: Path, pattern: str) -> tuple[str, Mapping[str, int]]:
     name = pattern or STEMS.get(file.stem, "")
     if name in SCHEMES:
         return SCHEMES[name]
@@ -943,10 +896,10 @@ def _scheme(file: Path, pattern: str) -> RankScheme:
     if name.replace("_", "").replace("-", "").isalnum():
         wanted = f"one of {known}, or a regular expression"
         refuse(CANNOT, "pattern", repr(name), wanted, nearest(name, SCHEMES))
-    return RankScheme(name)
+    return name, {}
 
 
-def _ranks(file: Path) -> dict[bytes, int]:
+def _read_ranks(file: Path) -> dict[bytes, int]:
     """Ranks by the bytes of their tokens."""
     found: dict[bytes, int] = {}
     problems: list[Problem] = []
@@ -975,7 +928,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
 
 
 class SentencePiece:
-    """Text to token ids and back, by a ``.model`` file (Kudo and Richardson 2018).
+    """A `TextTokenizer` of a ``.model`` file (Kudo and Richardson 2018).
 
     Args:
         path: the file.
@@ -983,12 +936,9 @@ class SentencePiece:
             itself.
 
     Attributes:
-        file: likewise.
         path: the folder it lies in.
-        vocab_size: ids are below it.
-        num_ordinary: all of them, as those of control symbols are among those of text.
+        num_ordinary: all ids, as those of control symbols are among those of text.
         special_tokens: the ids of control symbols and of the unknown token, by their names.
-        names, begin: as of any `TextTokenizer`.
 
     Raises:
         ValueError: the package sentencepiece is missing, or the file is none of its models.
@@ -1040,9 +990,9 @@ class SentencePiece:
         ids = [int(token) for token in tokens if 0 <= token < self.vocab_size]
         if not special:
             return self._model.decode(ids)
-        return "".join(self._pieces(ids))
+        return "".join(self._decode_pieces(ids))
 
-    def _pieces(self, ids: Sequence[int]) -> Iterator[str]:
+    def _decode_pieces(self, ids: Sequence[int]) -> Iterator[str]:
         for control, run in groupby(ids, self._model.is_control):
             if control:
                 yield from map(self._model.id_to_piece, run)
@@ -1067,7 +1017,7 @@ def open_tokenizer(
     """
     if str(path) == BYTES:
         return ByteTokenizer(rules)
-    file = _file_of(local_path(path))
+    file = _find_file(local_path(path))
     kind = kind_of(file)
     if pattern and kind is not RankFile:
         refuse(
@@ -1089,7 +1039,8 @@ def end_of_text(tokenizer: TextTokenizer, name: str = "") -> int:
     found = known.get(name) if name else tokenizer.end_of_text
     if found is None:
         got = f"{name!r}, no special token of it" if name else "no token that ends a text"
-        fix = f"name one of {', '.join(known)}" if known else "do not ask for one"
+        fix = f"name one in tokenizer_config.json (eos_token), of {', '.join(known) or 'none'}, "
+        fix += "or take a tokenizer that has one"
         fix = nearest(name, known) if name else fix
         refuse("unknown special token", str(tokenizer.file or BYTES), got, "one", fix)
     return found
@@ -1102,7 +1053,7 @@ def tokenizers_in(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
 
 
-def _file_of(path: Path) -> Path:
+def _find_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     found = tokenizers_in(path)

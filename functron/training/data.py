@@ -21,15 +21,14 @@ from functron.core.errors import Problem, raise_problems
 from functron.core.settings import value_at
 from functron.data import (
     Blend,
-    ByteText,
     Chat,
     FillInTheMiddle,
     MockTokens,
     PackedChat,
     PackedTokens,
     Samples,
+    TextWindows,
     Tokenizer,
-    TokenText,
     TokenWindows,
     open_tokens,
     split,
@@ -40,7 +39,7 @@ from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, t
 from functron.data.indexed import IndexedFile
 from functron.data.mapped_files import TextTokenizer, TokenFile, find
 from functron.data.sampling import SampleOrder
-from functron.data.shards import is_tokens, makers_of, provenance, rules_of
+from functron.data.shards import is_tokens, provenance, read_provenance, rules_of
 from functron.data.token_datasets import Documents, StoredTokens, Texts, check_vocabulary
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
 from functron.spmd import Mesh
@@ -372,7 +371,7 @@ def describe_rules(config: TrainConfig, tokenizer: TextTokenizer | None) -> str:
     if not on_disk and tokenizer is not None:
         own = rules.describe(tokenizer, tokenizer.end_of_text)
         return f"{own} (text-rules 1, by which this run began)" if rules.version == 1 else own
-    recorded = makers_of(sources_of(config))
+    recorded = [read_provenance(path) for path in sources_of(config)]
     made = recorded[0] if len({one and (one.rules, one.end) for one in recorded}) == 1 else None
     if made is not None and tokenizer is not None:
         own = made.rules.describe(tokenizer, made.end)
@@ -417,13 +416,13 @@ def open_samples(
     if is_on_disk(config):
         return _token_samples(config, learnt, part)
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
-        return learnt.over(ByteText(config.data.path or None, learnt.length, seed=seed), seed)
+        return learnt.over(TextWindows(config.data.path or None, learnt.length, seed=seed), seed)
     settings = {"seed": seed, "vocab_size": learnt.vocab_size}
     if is_chat(config):
         written, overlong = _with_template(tokenizer), config.data.overlong
         chat = Chat(config.data.path, written, config.data.seq, overlong=overlong, **settings)
         return PackedChat(chat) if config.data.pack else chat
-    text = TokenText(config.data.path or None, tokenizer, learnt.length, **settings)
+    text = TextWindows(config.data.path or None, learnt.length, tokenizer, **settings)
     return learnt.over(text, seed)
 
 
@@ -587,7 +586,7 @@ def _middle(config: TrainConfig, path: Path) -> FillInTheMiddle | None:
         problem = Problem("fim_tokens", repr(config.data.fim_tokens), "three or four ids", fix)
         raise_problems("cannot fill in the middle", [problem])
     prefix, middle, suffix, *end = ids
-    made = makers_of([path])[0]
+    made = read_provenance(path)
     return FillInTheMiddle(
         prefix,
         middle,
@@ -647,9 +646,9 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
             fix = "name the model's: --tokenizer FOLDER; to train on the file as it is: "
             fix += "--format text"
             yield Problem("tokenizer", got, "a folder with tokenizer.json and a template", fix)
-    elif path is None and config.architecture.vocab_size < ByteText.vocab_size:
+    elif path is None and config.architecture.vocab_size < ByteTokenizer.num_ordinary:
         got = f"{config.architecture.vocab_size} token ids"
-        wanted = f"at least {ByteText.vocab_size}: the text is read as bytes"
+        wanted = f"at least {ByteTokenizer.num_ordinary}: the text is read as bytes"
         yield Problem(
             f"{config.family.name}.vocab_size", got, wanted, "set it to 256 or choose a model"
         )
@@ -719,7 +718,7 @@ def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_
         if config.data.path:
             chat_files(config.data.path)
     elif run_folder.tokenizer_path(config) is None:
-        ByteText(config.data.path or None, objective_of(config, reader(config)).length)
+        TextWindows(config.data.path or None, objective_of(config, reader(config)).length)
     elif config.data.path:
         find(config.data.path)
 

@@ -38,7 +38,7 @@ def held_up(monkeypatch):
 
 def test_the_disk_takes_files_of_values_while_later_ones_are_written(tmp_path, monkeypatch):
     given: list[str] = []
-    monkeypatch.setattr(folders, "_give_up", lambda path: given.append(path.name))
+    monkeypatch.setattr(folders, "_drop_pages", lambda path: given.append(path.name))
     with folders.WriteBehind(tmp_path / "d") as behind:
         for name, size in (("a", 2 << 20), ("manifest", 10), ("b", 2 << 20), ("c", 2 << 20)):
             (tmp_path / "d").mkdir(exist_ok=True)

@@ -155,7 +155,7 @@ CALLS = {
     "hub.load": hub.load_model,
     "tokens": data.open_tokens,
     "writer": lambda path: data.IndexedWriter(path, np.dtype("int32")),
-    "text": lambda path: data.ByteText(path, 8),
+    "text": lambda path: data.TextWindows(path, 8),
     "tokenizer": data.open_tokenizer,
     "preprocess": lambda path: preprocess(PreprocessSettings(("x",), "bytes", str(path).replace(":/", "://"))),
     "convert": lambda path: convert("run:r", f"hf:{str(path).replace(':/', '://')}"),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from functron.data import Blend, ByteText, Exhaustive, Mixture
+from functron.data import Blend, Exhaustive, Mixture, TextWindows
 from functron.data.blend import BLOCK, ChainedExhaustive, GreedyMixture, parse_blend
 
 MAKERS = (Mixture, GreedyMixture)
@@ -279,7 +279,7 @@ def texts(tmp_path):
     for i, size in enumerate((50, 333, 190)):
         file = tmp_path / f"{i}.txt"
         file.write_bytes(bytes([*b"abc"][i : i + 1]) * (size - 1) + b"\n")
-        found.append(ByteText(file, 8, seed=i))
+        found.append(TextWindows(file, 8, seed=i))
     return found
 
 
@@ -299,7 +299,7 @@ def test_a_batch_has_each_source_s_own_samples(texts):
 
 @pytest.fixture(scope="module")
 def blend():
-    texts = [ByteText(None, 8, seed=seed) for seed in (1, 2)]
+    texts = [TextWindows(None, 8, seed=seed) for seed in (1, 2)]
     return Blend([texts[0], Blend(texts, [0.5, 0.5])], [0.25, 0.75])  # also a blend of a blend
 
 

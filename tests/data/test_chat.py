@@ -202,7 +202,7 @@ BAD = [
     ({"messages": messages("a", "b", system="c")}, "10: messages: got no system messages"),
     ({"messages": messages("a " * 90, "b")}, r"11: got \d+ tokens; wanted at most seq"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, r"12: messages\[0\].content: got a list"),
-    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"13: messages\[0\].content: got half of a surrogate pair; wanted text"),
+    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"13: messages\[0\].content: got half of a surrogate pair at character 0; wanted text"),
 ]  # fmt: skip
 
 

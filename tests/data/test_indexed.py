@@ -160,7 +160,7 @@ def test_opening_takes_as_long_for_any_size(tmp_path):
     assert file.starts(np.array([0, count - 1, count])).tolist() == [
         0, tokens * (count - 1), tokens * count,
     ]  # fmt: skip
-    file.document_of(file.num_tokens - 1)  # bisects, without copying a table
+    file.documents_of(np.array(file.num_tokens - 1))  # bisects, without copying a table
     assert time.perf_counter() - begun < 1
 
 

@@ -129,6 +129,6 @@ def test_windows_fill_in_the_middle():
     begins = batch["positions"] == 0
     assert (batch["tokens"][begins][:4] == P).all()
     assert (batch["targets"] == P).sum() == 0
-    epoch = windows.num_windows
+    epoch = windows.num_samples
     first, second = (windows.draw(np.arange(n, n + epoch))["tokens"] for n in (0, epoch))
     assert sorted(map(tuple, first.tolist())) != sorted(map(tuple, second.tolist()))  # cut anew

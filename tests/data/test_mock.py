@@ -17,7 +17,7 @@ def test_parts_are_parts_of_the_whole():
     assert starts.tolist() == [*range(0, 1000, 64), 1000]
     wanted = np.searchsorted(starts, np.arange(1000), side="right") - 1
     np.testing.assert_array_equal(mock.documents_of(np.arange(1000)), wanted)
-    assert mock.document_of(999) == 15
+    assert mock.documents_of(np.array(999)) == 15
     assert (MockTokens(1000, 77, seed=4).read(0, 1000) != whole).mean() > 0.9
     with pytest.raises(IndexError, match="mock: got tokens 999 to 1001"):
         mock.read(999, 2)

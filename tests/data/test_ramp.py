@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functron.data import ByteText
+from functron.data import TextWindows
 from functron.data.sampling import RampUp, drawn, earlier_text, parse_earlier, parse_ramp_up
 
-TEXT = ByteText(None, 8, seed=1)
+TEXT = TextWindows(None, 8, seed=1)
 
 
 def stepped(start, increment, samples, final, steps):

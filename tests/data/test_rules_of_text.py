@@ -16,7 +16,7 @@ import torch
 
 from functron.cli import main
 from functron.cli.evaluate import SampleOptions, _encode_prompt
-from functron.data import Tokenizer, TokenText, open_tokens
+from functron.data import TextWindows, Tokenizer, open_tokens
 from functron.data.chat import IGNORED, Chat
 from functron.data.denoising import FillInTheMiddle
 from functron.data.mapped_files import RULES, TextRules, encode_prompt
@@ -93,7 +93,7 @@ def test_where_texts_begin_and_end(tmp_path, around, kind):
         PreprocessSettings((str(files),), str(tmp_path / "tok"), str(tmp_path / "d"), workers=1)
     )
     assert stored(tmp_path / "d") == documents
-    text = TokenText(files, ours, 4)
+    text = TextWindows(files, 4, ours)
     assert text.read(0, text.num_tokens).tolist() == joined(documents)
     for ids, prompt in zip(plain, TEXTS, strict=True):
         assert encode_prompt(ours, prompt) == [*begin, *ids]

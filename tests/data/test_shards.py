@@ -59,12 +59,12 @@ def test_many_files_are_one_row(tmp_path, monkeypatch):
     assert file.starts(np.arange(6)).tolist() == [0, 3, 7, 12, 18, 25]
     owner = [index for index, piece in enumerate(pieces) for _ in piece]
     assert file.documents_of(np.arange(25)).tolist() == owner
-    assert file.document_of(24) == 4
+    assert file.documents_of(np.array(24)) == 4
     for wrong in ((-1, 1), (20, 6)):
         with pytest.raises(IndexError, match="wanted a part of 0 to 25"):
             file.read(*wrong)
     with pytest.raises(IndexError):
-        file.document_of(25)
+        file.documents_of(np.array(25))
 
 
 def test_documents_that_an_id_ends(tmp_path, monkeypatch):

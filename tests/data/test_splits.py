@@ -70,9 +70,9 @@ def test_parts_are_files_of_tokens(tmp_path):
     assert (part.num_documents, part.num_tokens, part.dtype) == (3, 14, np.uint16)
     assert part.starts(np.arange(4)).tolist() == [0, 3, 8, 14]
     assert part.documents_of(np.arange(14)).tolist() == [0] * 3 + [1] * 5 + [2] * 6
-    assert part.document_of(13) == 2
+    assert part.documents_of(np.array(13)) == 2
     for start, length in ((-1, 2), (13, 2)):
         with pytest.raises(IndexError, match=r"text \(validation\)"):
             part.read(start, length)
     with pytest.raises(IndexError):
-        part.document_of(14)
+        part.documents_of(np.array(14))

@@ -48,7 +48,7 @@ def test_a_file_of_1e9_documents(tmp_path):
     batch = blend.batch(10**6, 8, (1, 2))
     seconds, (_, most) = time.perf_counter() - begun, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert windows.num_windows == (DOCUMENTS * LENGTH - 1) // SEQ
+    assert windows.num_samples == (DOCUMENTS * LENGTH - 1) // SEQ
     assert batch["tokens"].shape == (4, SEQ)
     assert seconds < 10  # reading the index would take as long, if nobody else used the disk
     assert most < 2**23  # a blend's block has 2^16 entries; the index, 2 10^10 bytes

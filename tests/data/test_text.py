@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functron.data import ByteText, check_tokens, mapped_files
+from functron.data import TextWindows, check_tokens, mapped_files
 from functron.data.mapped_files import MappedRows
 
 
@@ -23,8 +23,8 @@ def file(tmp_path):
 
 
 def test_windows_tile_the_text(file):
-    text = ByteText(file, 10)
-    assert (text.num_tokens, text.num_windows, text.num_documents) == (1001, 100, 1)
+    text = TextWindows(file, 10)
+    assert (text.num_tokens, text.num_samples, text.num_documents) == (1001, 100, 1)
     for index in (0, 1, 99):
         start = 10 * index
         assert text.sample(index).tolist() == [i % 251 for i in range(start, start + 11)]
@@ -33,7 +33,7 @@ def test_windows_tile_the_text(file):
 
 
 def test_a_batch_is_tokens_and_the_ones_after_them(file):
-    batch = ByteText(file, 10).batch(3, 8)
+    batch = TextWindows(file, 10).batch(3, 8)
     assert {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in batch.items()} == {
         "tokens": (torch.int64, (8, 10)),
         "targets": (torch.int64, (8, 10)),
@@ -45,7 +45,7 @@ def test_a_batch_is_tokens_and_the_ones_after_them(file):
 
 
 def test_an_epoch_visits_every_window_once_and_the_next_in_another_order(file):
-    text = ByteText(file, 10)
+    text = TextWindows(file, 10)
     first = torch.cat([text.batch(step, 20)["tokens"] for step in range(5)])
     second = torch.cat([text.batch(step, 20)["tokens"] for step in range(5, 10)])
     windows = sorted([[(10 * i + j) % 251 for j in range(10)] for i in range(100)])
@@ -56,7 +56,7 @@ def test_an_epoch_visits_every_window_once_and_the_next_in_another_order(file):
 
 
 def test_a_batch_may_span_epochs(file):
-    text = ByteText(file, 10)
+    text = TextWindows(file, 10)
     straddling = text.batch(2, 40)["tokens"]  # samples 80 to 119 of epochs of 100
     assert torch.equal(straddling[:20], text.batch(4, 20)["tokens"])
     assert torch.equal(straddling[20:], text.batch(5, 20)["tokens"])
@@ -64,7 +64,7 @@ def test_a_batch_may_span_epochs(file):
 
 @given(step=st.integers(0, 10**12), parts=st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_parts_make_up_the_batch(step, parts):
-    text = ByteText(__file__, 16)
+    text = TextWindows(__file__, 16)
     whole = text.batch(step, 12)
     pieces = [text.batch(step, 12, (index, parts)) for index in range(parts)]
     for name, leaf in whole.items():
@@ -72,7 +72,7 @@ def test_parts_make_up_the_batch(step, parts):
 
 
 def test_seeds_order_differently_and_reproducibly(file):
-    batches = [ByteText(file, 10, seed=seed).batch(0, 50)["tokens"] for seed in (0, 0, 1)]
+    batches = [TextWindows(file, 10, seed=seed).batch(0, 50)["tokens"] for seed in (0, 0, 1)]
     assert torch.equal(batches[0], batches[1])
     assert not torch.equal(batches[0], batches[2])
 
@@ -88,9 +88,9 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "picture.bin").write_bytes(b"\x89PNG\0\1")
     (tmp_path / "latin.txt").write_bytes("naïve text".encode("latin-1"))
-    text = ByteText(tmp_path, 4)
+    text = TextWindows(tmp_path, 4)
     everything = text.sample(0).tolist()
-    for index in range(1, text.num_windows):
+    for index in range(1, text.num_samples):
         everything += text.sample(index).tolist()[1:]
     assert bytes(everything) == "first second thïrd".encode()[: len(everything)]
     assert (text.num_documents, text.num_skipped) == (3, 3)
@@ -98,7 +98,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
 
 def test_a_character_cut_at_the_end_of_what_is_inspected_is_still_text(tmp_path):
     (tmp_path / "long.txt").write_bytes(b"x" + "é".encode() * mapped_files.SNIFFED_BYTES)
-    assert ByteText(tmp_path, 8).num_skipped == 0
+    assert TextWindows(tmp_path, 8).num_skipped == 0
 
 
 def test_more_files_than_may_be_open(tmp_path, monkeypatch):
@@ -113,13 +113,13 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
 
 
 def test_the_default_text_is_english_and_code():
-    text = ByteText(None, 128)
+    text = TextWindows(None, 128)
     assert text.num_tokens > 4_000_000
     assert text.num_documents > 300
-    whole = bytes(text._bytes.read(0, text.num_tokens))
+    whole = bytes(text._tokens.read(0, text.num_tokens))
     assert topics["with"].encode() in whole
     assert Path(sys.modules["os"].__file__).read_bytes() in whole
-    again = ByteText(None, 128)
+    again = TextWindows(None, 128)
     assert torch.equal(text.batch(7, 4)["tokens"], again.batch(7, 4)["tokens"])
 
 
@@ -134,7 +134,7 @@ def test_bad_paths_are_taught(tmp_path):
         ("short.txt", r"got 3 bytes; wanted at least seq \+ 1 = 11; fix: use at most seq=2"),
     ]:
         with pytest.raises(ValueError, match=message):
-            ByteText(tmp_path / path, 10)
+            TextWindows(tmp_path / path, 10)
 
 
 def test_unreadable_is_taught(file, monkeypatch):
@@ -143,11 +143,11 @@ def test_unreadable_is_taught(file, monkeypatch):
 
     monkeypatch.setattr(Path, "open", refuse)  # chmod does not stop root
     with pytest.raises(ValueError, match=r"numbers\.txt: got Permission denied"):
-        ByteText(file, 10)
+        TextWindows(file, 10)
 
 
 def test_parts_that_do_not_divide_are_taught(file):
-    text = ByteText(file, 10)
+    text = TextWindows(file, 10)
     with pytest.raises(
         ValueError,
         match="global_batch: got 10; wanted a positive multiple of 4; fix: use a global batch of 12",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from functron.data import Tokenizer, TokenText
+from functron.data import TextWindows, Tokenizer
 from tests.data.chats import WORDS, make_tokenizer, tokenizers
 
 END = 0
@@ -27,7 +27,7 @@ def files(tmp_path):
 
 
 def test_documents_stand_one_after_another(files, folder):
-    text = TokenText(files, Tokenizer(folder), 8)
+    text = TextWindows(files, 8, Tokenizer(folder))
     reader = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     expected = []
     for name in ("a.txt", "b.txt"):
@@ -35,7 +35,7 @@ def test_documents_stand_one_after_another(files, folder):
     assert text.num_tokens == len(expected)
     assert text.read(0, len(expected)).tolist() == expected
     assert (text.num_documents, text.num_skipped) == (2, 1)
-    assert text.num_windows == (len(expected) - 1) // 8
+    assert text.num_samples == (len(expected) - 1) // 8
     assert text.vocab_size == max(expected) + 1
     assert text.read(0, 1).dtype == np.uint16
     assert text.sample(1).tolist() == expected[8:17]
@@ -43,16 +43,16 @@ def test_documents_stand_one_after_another(files, folder):
 
 
 def test_batches_follow_from_the_step_alone(files, folder):
-    text = TokenText(files, Tokenizer(folder), 8, seed=3)
+    text = TextWindows(files, 8, Tokenizer(folder), seed=3)
     whole = text.batch(5, 6)
     for parts in (1, 2, 3, 6):
-        again = TokenText(files, Tokenizer(folder / "tokenizer.json"), 8, seed=3)
+        again = TextWindows(files, 8, Tokenizer(folder / "tokenizer.json"), seed=3)
         pieces = [again.batch(5, 6, (index, parts)) for index in range(parts)]
         for name, leaf in whole.items():
             assert leaf.dtype == torch.int64
             assert torch.equal(torch.cat([piece[name] for piece in pieces]), leaf)
     assert torch.equal(whole["tokens"][:, 1:], whole["targets"][:, :-1])
-    count = text.num_windows
+    count = text.num_samples
     epochs = [text.batch(step, count)["tokens"].tolist() for step in (0, 1)]
     windows = sorted(text.sample(index)[:-1].tolist() for index in range(count))
     assert sorted(epochs[0]) == sorted(epochs[1]) == windows
@@ -66,27 +66,28 @@ def test_a_file_of_another_name_and_ends_that_are_named_nowhere(files, folder, t
     assert found.path == tmp_path
     assert found.end_of_text == END  # by its usual name
     assert (
-        TokenText(files, found, 8).num_tokens == TokenText(files, Tokenizer(folder), 8).num_tokens
+        TextWindows(files, 8, found).num_tokens
+        == TextWindows(files, 8, Tokenizer(folder)).num_tokens
     )
 
 
 def test_what_is_refused(files, folder, tmp_path):
     tokenizer = Tokenizer(folder)
     with pytest.raises(ValueError, match=r"tokenizer: got token ids up to \d+; wanted ids below"):
-        TokenText(files, tokenizer, 8, vocab_size=200)
+        TextWindows(files, 8, tokenizer, vocab_size=200)
     for name in ("x", "y"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "late.txt").write_bytes(b"a" * (1 << 16) + b"\xff")
     (tmp_path / "x" / "later.txt").write_bytes(b"a" * (1 << 16) + b"b\xfe")
     with pytest.raises(ValueError, match="cannot read the training text") as caught:
-        TokenText(tmp_path / "x", tokenizer, 8)
+        TextWindows(tmp_path / "x", 8, tokenizer)
     assert "late.txt: got byte 0xff at offset 65536; wanted UTF-8" in str(caught.value)
     assert "later.txt: got byte 0xfe at offset 65537" in str(caught.value)
     (tmp_path / "short.txt").write_text("the")
     with pytest.raises(ValueError, match=r"got \d tokens; wanted at least seq \+ 1 = 41"):
-        TokenText(tmp_path / "short.txt", tokenizer, 40)
+        TextWindows(tmp_path / "short.txt", 40, tokenizer)
     bare = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
     (tmp_path / "bare").mkdir()
     bare.save(str(tmp_path / "bare" / "tokenizer.json"))
-    with pytest.raises(ValueError, match="got no eos_token; wanted a token that ends a text"):
-        TokenText(files, Tokenizer(tmp_path / "bare"), 8)
+    with pytest.raises(ValueError, match="no token that ends a text; wanted one; fix: name"):
+        TextWindows(files, 8, Tokenizer(tmp_path / "bare"))

@@ -85,11 +85,11 @@ def test_documents_are_masked_from_one_another(tokens):
     file = open_tokens(path)
     windows = TokenWindows(file, SEQ, seed=3, mask_documents=True)
     plain = TokenWindows(file, SEQ, seed=3)
-    batch, other = windows.batch(0, windows.num_windows), plain.batch(0, windows.num_windows)
+    batch, other = windows.batch(0, windows.num_samples), plain.batch(0, windows.num_samples)
     assert torch.equal(batch["tokens"], other["tokens"])
     owners = file.documents_of(np.arange(len(row)))
-    starts = {row[i * SEQ : i * SEQ + SEQ].tobytes(): i * SEQ for i in range(windows.num_windows)}
-    for index in range(windows.num_windows):
+    starts = {row[i * SEQ : i * SEQ + SEQ].tobytes(): i * SEQ for i in range(windows.num_samples)}
+    for index in range(windows.num_samples):
         tokens_here, targets, positions, segments = (
             batch[name][index].tolist() for name in ("tokens", "targets", "positions", "segments")
         )

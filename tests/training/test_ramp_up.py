@@ -24,7 +24,7 @@ from functron import Mesh, checkpoint, gpt, optim, random, tree
 from functron.checkpoint.restore import read_params
 from functron.cli.main import main
 from functron.cli.train import parse_train
-from functron.data import ByteText, IndexedWriter
+from functron.data import IndexedWriter, TextWindows
 from functron.optim import OptimizerConfig
 from functron.training import run_folder, with_changed_batch
 from functron.training.anomalies import AnomalyConfig
@@ -78,7 +78,7 @@ def by_hand(sizes: list[int], rates=None) -> list[tuple[float, float]]:
     ]
     adamw = torch.optim.AdamW(groups, betas=(settings.b1, settings.b2), eps=settings.eps)
     rate = optim.make_schedule(RUN.rate_schedule)
-    text, wanted, first = ByteText(RUN.data.path, RUN.data.seq, seed=RUN.seed), [], 0
+    text, wanted, first = TextWindows(RUN.data.path, RUN.data.seq, seed=RUN.seed), [], 0
     for index, size in enumerate(sizes):
         data = {**text.draw(np.arange(first, first + size)), "rows": torch.arange(size)}
         value = gpt.loss(RUN.gpt, tree.unflatten(structure, leaves), data) / (size * RUN.data.seq)

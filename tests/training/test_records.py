@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from functron.cli.main import main
-from functron.data import Blend, ByteText, IndexedWriter, Mixture
+from functron.data import Blend, IndexedWriter, Mixture, TextWindows
 from functron.data.blend import GreedyMixture
 from functron.training import data, run_folder
 from functron.training import records as report
@@ -171,7 +171,7 @@ def test_batches_that_grow_are_counted(prefixes, tmp_path):
 
 
 def test_a_blend_of_a_blend_and_sources_of_one_name():
-    text = [ByteText(argparse.__file__, SEQ, seed=seed) for seed in range(2)]
+    text = [TextWindows(argparse.__file__, SEQ, seed=seed) for seed in range(2)]
     both = Blend(text, [1, 1], ["x", "x"])
     assert both.progress(6) == {"x": {"samples": 6, "epochs": 6 / text[0].num_samples}}
     outer = Blend([both, text[0]], [1, 1], ["both", "x"])

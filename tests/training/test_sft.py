@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from functron import checkpoint, tree
 from functron.cli.main import main
-from functron.data import Chat, Tokenizer, TokenText
+from functron.data import Chat, TextWindows, Tokenizer
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.spmd import Mesh
@@ -89,9 +89,9 @@ def test_samples_follow_from_the_configuration(config, folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(WORDS * 20)
     plain = open_samples(configure(config, data=str(text), seq=32))
-    assert isinstance(plain, TokenText)
+    assert isinstance(plain, TextWindows)
     as_text = open_samples(configure(config, format="text"))
-    assert isinstance(as_text, TokenText)
+    assert isinstance(as_text, TextWindows)
     renamed = tmp_path / "chat.txt"
     shutil.copyfile(config.data.path, renamed)
     chat = open_samples(configure(config, data=str(renamed), format="chat"))

@@ -420,7 +420,7 @@ def write_run(
     for path in stored:
         role = re.search(r"(?:^|/)(mu|nu|masters)/(.*)$", path)
         if path.startswith("opt_state/") and role:
-            _put(trees[names[role[1]]], role[2], stored[path])
+            tree.put_leaf(trees[names[role[1]]], role[2], stored[path])
             parents.add(path[: role.start()])
         elif path.startswith("opt_state/") and path.endswith("/count"):
             counts[path.rpartition("/")[0]] = int(stored[path][...])
@@ -450,13 +450,6 @@ def _is_rewarmed(run: config.TrainConfig, step: int) -> bool:
     rate, by_samples = run.learning_rate, run.rate_unit == "samples"
     count = run.data.batches.first_sample(step) if by_samples else step
     return not rate.rewarm_steps or count >= rate.rewarm_at + rate.rewarm_steps
-
-
-def _put(into: dict, path: str, leaf: Any) -> None:
-    *above, name = path.split("/")
-    for key in above:
-        into = into.setdefault(key, {})
-    into[name] = leaf
 
 
 def _make_common(

@@ -439,7 +439,7 @@ def load_tensors(opened: OpenedCheckpoint, config: GPTConfig) -> LoadedTensors:
         made = read(source, wide, trained)
         rest = [layout for layout in found if layout.rule.paths[0].endswith(BALANCE)]
         for path in (part.path for layout in rest for part in layout.parts):
-            _put(made, path, torch.zeros_like(_at(params, path)))
+            tree.put_leaf(made, path, torch.zeros_like(_at(params, path)))
         kept[name] = made
     return LoadedTensors(params, kept["exp_avg"], kept["exp_avg_sq"], kept.get("master"))
 
@@ -448,13 +448,6 @@ def _at(params: Any, path: str) -> torch.Tensor:
     for key in path.split("/"):
         params = params[key]
     return params
-
-
-def _put(params: dict, path: str, leaf: torch.Tensor) -> None:
-    *above, name = path.split("/")
-    for key in above:
-        params = params.setdefault(key, {})
-    params[name] = leaf
 
 
 # --- out
