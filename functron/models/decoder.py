@@ -396,7 +396,7 @@ def _moe(
         config.moe,
         activation=config.activation,
         stream=options.stream,
-        axes=options.experts,
+        axes=options.expert_axes,
         key=key,
         rows=sequence.rows,
         positions=places,

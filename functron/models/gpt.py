@@ -87,7 +87,7 @@ def rules(
     mesh: Mesh | BoundMesh,
     *,
     fsdp: tuple[str, ...] = ("fsdp",),
-    experts: tuple[str, ...] = ("ep",),
+    expert_axes: tuple[str, ...] = ("ep",),
 ) -> Rules:
     """Megatron's tensor parallelism, and fully sharded data parallelism, for this model and mesh.
 
@@ -95,7 +95,7 @@ def rules(
     tensor-parallel ranks these heads are replicated and each rank uses those of its queries. What
     has an "embed" dim, all matrices among it, splits that dim over the axes `fsdp`; biases of heads
     and features, and scales of single heads, are whole there. Experts split over the axes
-    `experts`, and the hidden features of each over ``tp`` where that is none of these.
+    `expert_axes`, and the hidden features of each over ``tp`` where that is none of these.
 
     Args:
         config: the architecture.
@@ -103,14 +103,14 @@ def rules(
         fsdp: the data axes that parameters are split over, to be gathered where they are used
             (`functron.Gather`): ``("fsdp",)``, beside which dp replicates; ``("dp", "fsdp")``
             for ZeRO-3 over all data ranks; ``()`` where fsdp splits nothing but the batch.
-        experts: the axes that experts are divided over, all of which split tokens: ``("ep",)``;
-            ``("ep", "tp")`` under sequence parallelism, which is Megatron's folding with
-            expert-tensor-parallel size 1; with ``"cp"`` and ``"ulysses"`` where these exist. Pass
-            the same in `ModelOptions`.
+        expert_axes: the axes that experts are divided over, all of which split tokens:
+            ``("ep",)``; ``("ep", "tp")`` under sequence parallelism, which is Megatron's folding
+            with expert-tensor-parallel size 1; with ``"cp"`` and ``"ulysses"`` where these exist.
+            Pass the same in `ModelOptions`.
 
     Raises:
-        ValueError: tp, fsdp or experts does not divide what it splits, or the mesh has an axis this
-            model does not use; all offenders are listed.
+        ValueError: tp, fsdp or expert_axes does not divide what it splits, or the mesh has an axis
+            this model does not use; all offenders are listed.
     """
     tp, moe = mesh["tp"], config.moe
     replicate_kv = config.kv_heads < tp and tp % config.kv_heads == 0
@@ -121,7 +121,7 @@ def rules(
         wanted["mlp_dim"] = config.mlp_dim
     if moe is not None:
         wanted["moe.shared_dim"] = moe.shared_dim
-        wanted |= {} if "tp" in experts else {"moe.expert_dim": moe.expert_dim}
+        wanted |= {} if "tp" in expert_axes else {"moe.expert_dim": moe.expert_dim}
     found = tp_problems(wanted, tp)
     if config.num_heads % (tp * mesh["ulysses"]) and not config.num_heads % tp:
         fix = "use fewer, and cp for the others"
@@ -141,7 +141,7 @@ def rules(
         got = f"True with {config.kv_heads} key heads on tp={tp}"
         wanted = "False: ranks that share a key head cannot have its matrix with their queries'"
         found.append(Problem("fused_projections", got, wanted, fix))
-    found += _expert_problems(config, mesh, experts)
+    found += _expert_problems(config, mesh, expert_axes)
     embed = {"embed_dim": config.embed_dim}
     if moe is not None and moe.latent_dim:
         embed["moe.latent_dim"] = moe.latent_dim
@@ -153,31 +153,31 @@ def rules(
             "heads": "tp",
             "kv_heads": None if replicate_kv else "tp",
             "mlp": "tp",
-            "expert": as_entry([axis for axis in experts if mesh[axis] > 1]),
-            "expert_mlp": None if "tp" in experts else "tp",
+            "expert": as_entry([axis for axis in expert_axes if mesh[axis] > 1]),
+            "expert_mlp": None if "tp" in expert_axes else "tp",
             **embed_rules(mesh, fsdp),
         }
     )
 
 
 def _expert_problems(
-    config: GPTConfig, mesh: Mesh | BoundMesh, experts: tuple[str, ...]
+    config: GPTConfig, mesh: Mesh | BoundMesh, expert_axes: tuple[str, ...]
 ) -> list[Problem]:
     if config.moe is None:
         wanted, fix = "ep=1: this decoder has no experts", "put those ranks on dp, fsdp or tp"
         return [Problem("mesh", f"ep={mesh['ep']}", wanted, fix)] if mesh["ep"] > 1 else []
-    if set(experts) - set(_TOKENS) or len(set(experts)) < len(experts):
+    if set(expert_axes) - set(_TOKENS) or len(set(expert_axes)) < len(expert_axes):
         fix = "for more ranks of data, use ep: it splits the batch as dp does"
-        return [Problem("experts", repr(experts), f"some of {_TOKENS}, each once", fix)]
+        return [Problem("expert_axes", repr(expert_axes), f"some of {_TOKENS}, each once", fix)]
     found, count = [], config.moe.num_experts
-    ranks = math.prod(mesh[axis] for axis in experts)
+    ranks = math.prod(mesh[axis] for axis in expert_axes)
     if count % ranks:
-        each = " x ".join(f"{axis}={mesh[axis]}" for axis in experts if mesh[axis] > 1)
+        each = " x ".join(f"{axis}={mesh[axis]}" for axis in expert_axes if mesh[axis] > 1)
         fix = f"divide them among {math.gcd(count, ranks)} ranks"
         found.append(Problem("moe.num_experts", str(count), f"a multiple of {each}", fix))
-    if "ep" not in experts and mesh["ep"] > 1:
+    if "ep" not in expert_axes and mesh["ep"] > 1:
         wanted, fix = "ep among the axes of experts, or ep=1", "use dp for those ranks"
-        found.append(Problem("experts", f"{experts} on ep={mesh['ep']}", wanted, fix))
+        found.append(Problem("expert_axes", f"{expert_axes} on ep={mesh['ep']}", wanted, fix))
     return found
 
 

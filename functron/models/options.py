@@ -368,7 +368,7 @@ class ModelOptions:
             all of the model's, ``param_specs(defs(config), rules(config, mesh))``, and more; what
             each block needs by itself, and again in backward.
         context: how attention reaches across the ranks that split sequences.
-        experts: the axes that experts are divided over, as the rules have it; see `gpt.rules`.
+        expert_axes: the axes that experts are divided over, as the rules have it; see `gpt.rules`.
         kernels: which operations CUDA kernels of functron compute; see `functron.ops.use`.
         products: what computes the products of attention's projections, of feed-forward layers and
             of experts: quantised ones, as `functron.precision.quantised` makes them.
@@ -389,7 +389,7 @@ class ModelOptions:
     remat: Remat = "none"
     gather: Gather = WHOLE
     context: Context = RING
-    experts: tuple[str, ...] = ("ep",)
+    expert_axes: tuple[str, ...] = ("ep",)
     kernels: Kernels = AUTO
     products: nn.Products = nn.PRODUCTS
     loss_chunk_tokens: int = 0

@@ -19,7 +19,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from functron.core import compat, tree
-from functron.core.compat import Function
 from functron.core.errors import public
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Fresh, Scan, Var, contiguous_strides
@@ -37,8 +36,14 @@ from functron.program.trace import Program, trace
 from functron.spmd.axes import Scope, enter, user_line
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp, leaves_like
-from functron.transforms.gradient import check_loss, value_and_grad
-from functron.transforms.policies import RematPolicy
+from functron.transforms.gradient import (
+    TensorSlots,
+    check_loss,
+    replace_at,
+    split_tensors,
+    value_and_grad,
+)
+from functron.transforms.policies import Annotate, RematPolicy
 from functron.transforms.remat import remat
 
 Flat = Callable[..., Sequence[torch.Tensor]]
@@ -163,17 +168,15 @@ class Keeper(TorchFunctionMode):
         """The value (with what is auxiliary) and the gradients, as fake tensors."""
         chosen = tuple(args[position] for position in positions)
         leaves, structure = tree.flatten(chosen)
-        kept: dict[str, Any] = {}
+        outside = TensorSlots(structure, [], [])
 
         def run(fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            new = list(args)
-            for position, value in zip(positions, tree.unflatten(structure, fresh), strict=True):
-                new[position] = value
-            out = f(*new, **kwargs)
+            nonlocal outside
+            out = f(*replace_at(args, positions, tree.unflatten(structure, fresh)), **kwargs)
             value, aux = out if has_aux else (out, None)
             check_loss(value, None)
-            kept["aux"] = _Tree(aux)
-            return [value, *kept["aux"].tensors]
+            tensors, outside = split_tensors(aux)
+            return [value, *tensors]
 
         def wrap(rank: Flat) -> Flat:
             def differentiated(*operands):
@@ -192,21 +195,21 @@ class Keeper(TorchFunctionMode):
         made = _record_call("value_and_grad", run, leaves, wrap, moving=True)
         value, rest = made[0], made[1 : len(made) - len(leaves)]
         grads = tree.unflatten(structure, made[len(made) - len(leaves) :])
-        return ((value, kept["aux"].join(rest)) if has_aux else value), grads
+        return ((value, outside.fill(rest)) if has_aux else value), grads
 
     def remat(self, f, policy: RematPolicy, args, kwargs) -> tree.Tree:
         """The results of `f`, as fake tensors."""
-        kept: dict[str, Any] = {}
-        given = _Tree((args, kwargs))
+        tensors, given = split_tensors((args, kwargs))
+        returned = given
 
         def run(fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            new_args, new_kwargs = given.join(fresh)
-            kept["out"] = _Tree(f(*new_args, **new_kwargs))
-            return kept["out"].tensors
+            nonlocal returned
+            new_args, new_kwargs = given.fill(fresh)
+            outputs, returned = split_tensors(f(*new_args, **new_kwargs))
+            return outputs
 
-        wrap = functools.partial(rematerialize, policy)
-        made = _record_call("remat", run, given.tensors, wrap)
-        return kept["out"].join(made)
+        made = _record_call("remat", run, tensors, functools.partial(rematerialize, policy))
+        return returned.fill(made)
 
     def dispatched(self, run: Callable[..., torch.Tensor], args: tuple) -> torch.Tensor:
         """The experts' results of tokens, as a fake tensor: how tokens travel is decided later."""
@@ -223,81 +226,54 @@ class Keeper(TorchFunctionMode):
         """The results of `forward`, as fake tensors; its backward is traced beside it."""
         recorder = active()
         assert recorder is not None
-        given = _Tree(args)
-        operands = [recorder.var(value) for value in given.tensors]
+        tensors, given = split_tensors(args)
+        operands = [recorder.var(value) for value in tensors]
         with recorder.frame() as frame:
-            fresh = [_like(recorder, value) for value in given.tensors]
+            fresh = [_like(recorder, value) for value in tensors]
             inputs = [recorder.input(value, "operand") for value in fresh]
-            out, residuals = forward(*given.join(fresh))
-            outs, kept = _Tree(out), _Tree(residuals)
-            outputs = [recorder.var(value) for value in (*outs.tensors, *kept.tensors)]
-            body = recorder.block(inputs, outputs)
-        pull = _Pull.traced(recorder, given, outs, kept, backward)
-        both = {**frame.captured, **pull.captured}
-        captured, around = [*both], [*both.values()]
-        count = len(outs.tensors)
+            out, residuals = forward(*given.fill(fresh))
+            (outs, returned), (saved, kept) = split_tensors(out), split_tensors(residuals)
+            body = recorder.block(inputs, [recorder.var(value) for value in (*outs, *saved)])
+        floats = tuple(i for i, x in enumerate(outs) if x.is_floating_point())
+        with recorder.frame() as back_frame, in_phase("backward"):
+            residuals = [_like(recorder, value) for value in saved]
+            cotangents = [recorder.empty(*row) for row in _describe_values(outs[i] for i in floats)]
+            back_inputs = [recorder.input(x, "cotangent") for x in (*residuals, *cotangents)]
+            cotangents = replace_at([None] * len(outs), floats, cotangents)
+            grads = backward(kept.fill(residuals), returned.fill(cotangents))
+            leaves = leaves_like(given.fill(tensors), grads)
+            found = [leaves[place] for place in given.positions]
+            rows = enumerate(zip(found, tensors, strict=True))
+            pulled = tuple(i for i, (g, x) in rows if g is not None and x.is_floating_point())
+            back = recorder.block(back_inputs, [recorder.var(found[i]) for i in pulled])
+        both = {**frame.captured, **back_frame.captured}
+        sizes = len(operands), len(outs)
         op = TransformCall(
-            Block((*inputs, *captured), body.equations, body.outputs),
+            Block((*inputs, *both), body.equations, body.outputs),
             "custom_vjp",
-            lambda rank, rank_back: _apply_rule(rank, rank_back, len(operands), count, pull),
-            backward=Block((*pull.inputs, *captured), pull.equations, tuple(pull.outputs)),
-            num_outputs=count,
-            floats=pull.floats,
-            pulled=pull.pulled,
+            lambda rank, rank_back: _apply_rule(rank, rank_back, *sizes, floats, pulled),
+            backward=Block((*back_inputs, *both), back.equations, back.outputs),
+            num_outputs=len(outs),
+            floats=floats,
+            pulled=pulled,
         )
-        results = _describe_values(outputs[:count])
-        return outs.join(recorder.emit(op, [*operands, *around], results))
-
-
-@dataclass(frozen=True, eq=False)
-class _Pull:
-    """The backward of a custom_vjp, traced.
-
-    Attributes:
-        inputs: residuals, then the cotangents of results.
-        equations, outputs: to the cotangents of operands.
-        captured: values from around it, by what they are there.
-        floats: the results that have cotangents.
-        pulled: the operands whose cotangents the outputs are.
-    """
-
-    inputs: Sequence[Var]
-    equations: tuple
-    outputs: Sequence[Var]
-    captured: Mapping[Var, Var]
-    floats: tuple[int, ...]
-    pulled: tuple[int, ...]
-
-    @classmethod
-    def traced(cls, recorder: Recorder, given: _Tree, outs: _Tree, kept: _Tree, backward) -> _Pull:
-        """`backward` on residuals and cotangents like those that forward has made."""
-        floats = tuple(i for i, x in enumerate(outs.tensors) if x.is_floating_point())
-        with recorder.frame() as frame, in_phase("backward"):
-            saved = [_like(recorder, value) for value in kept.tensors]
-            cotangents: list[Any] = [None] * len(outs.tensors)
-            for i in floats:
-                like = outs.tensors[i]
-                stride = contiguous_strides(like.shape)
-                cotangents[i] = recorder.empty(like.shape, stride, like.dtype, like.device)
-            fresh = [*saved, *(cotangents[i] for i in floats)]
-            inputs = [recorder.input(value, "cotangent") for value in fresh]
-            grads = backward(kept.join(saved), outs.join(cotangents))
-            leaves = leaves_like(given.join(given.tensors), grads)
-            rows = [leaves[place] for place in given.places]
-            pulled = tuple(
-                i
-                for i, (row, x) in enumerate(zip(rows, given.tensors, strict=True))
-                if row is not None and x.is_floating_point()
-            )
-            outputs = [recorder.var(rows[i]) for i in pulled]
-            block = recorder.block(inputs, outputs)
-        return cls(inputs, block.equations, outputs, dict(frame.captured), floats, pulled)
+        results = _describe_values(body.outputs[: len(outs)])
+        return returned.fill(recorder.emit(op, [*operands, *both.values()], results))
 
 
 def _apply_rule(
-    rank: Flat, rank_back: Flat, num_operands: int, num_outputs: int, pull: _Pull
+    rank: Flat,
+    rank_back: Flat,
+    num_operands: int,
+    num_outputs: int,
+    floats: Sequence[int],
+    pulled: Sequence[int],
 ) -> Flat:
-    """The custom_vjp of a rank's forward and backward; what they capture is closed over."""
+    """The custom_vjp of a rank's forward and backward; what they capture is closed over.
+
+    Args:
+        floats, pulled: as of a `TransformCall`.
+    """
 
     def function(*operands):
         moving, captured = operands[:num_operands], operands[num_operands:]
@@ -307,9 +283,8 @@ def _apply_rule(
             return tuple(made[:num_outputs]), tuple(made[num_outputs:])
 
         def backward(residuals, cotangents):
-            given = [cotangents[i] for i in pull.floats]
-            found = iter(rank_back(*residuals, *given, *captured))
-            return tuple(next(found) if i in pull.pulled else None for i in range(num_operands))
+            found = rank_back(*residuals, *(cotangents[i] for i in floats), *captured)
+            return tuple(replace_at([None] * num_operands, pulled, found))
 
         return custom_vjp(lambda *values: forward(*values)[0], forward, backward)(*moving)
 
@@ -319,23 +294,6 @@ def _apply_rule(
 def rematerialize(policy: RematPolicy, rank: Flat) -> Flat:
     """`remat` of what a rank runs."""
     return remat(lambda *operands: tuple(rank(*operands)), policy=policy)
-
-
-class _Tree:
-    """A tree taken apart into its tensors and the rest."""
-
-    def __init__(self, value: tree.Tree):
-        leaves, self._structure = tree.flatten(value)
-        self._leaves = leaves
-        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors = [leaves[i] for i in self.places]
-
-    def join(self, tensors: Sequence[torch.Tensor]) -> tree.Tree:
-        """The tree with other tensors in their place."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        return tree.unflatten(self._structure, leaves)
 
 
 def _record_call(
@@ -363,7 +321,8 @@ def _record_call(
     return recorder.emit(op, operands, _describe_values(results))
 
 
-def _describe_values(values: Sequence[Var]) -> list[tuple]:
+def _describe_values(values: Iterable[Var | torch.Tensor]) -> list[tuple]:
+    """Shape, contiguous strides, dtype and device of each."""
     return [(v.shape, contiguous_strides(v.shape), v.dtype, v.device) for v in values]
 
 
@@ -408,33 +367,15 @@ def constrain(x: tree.Tree, spec: P) -> tree.Tree:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         pins.append(spec)
-        return _Constrain.apply(leaf, len(pins) - 1)
+        return _Constrain.apply(torch.ops.functron.constrain.default, leaf, len(pins) - 1)
 
     return tree.map(one, x)
 
 
-class _Constrain(Function):
-    generate_vmap_rule = False
-
+class _Constrain(Annotate):
     @staticmethod
-    def forward(x, pin):
-        return torch.ops.functron.constrain(x, pin)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *cotangents) -> Any:
-        return cotangents[0], None
-
-    @staticmethod
-    def jvp(ctx, *tangents) -> Any:
-        return tangents[0].view_as(tangents[0])  # which has no spec
-
-    @staticmethod
-    def vmap(info, in_dims, x, pin):
-        return x, in_dims[0]  # one of several samples has no spec
+    def vmap(info, in_dims, op, x, pin):
+        return x, in_dims[1]  # one of several samples has no spec
 
 
 # --- the program, and what is changed in it

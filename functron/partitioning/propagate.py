@@ -283,9 +283,7 @@ class Spread:
         scanned = isinstance(op, Scan)
         first_x = op.num_consts + op.num_carry if scanned else len(body.inputs)
         for i, (inner, outer) in enumerate(zip(body.inputs, equation.operands, strict=True)):
-            self.places[inner] = _merge_places(
-                {}, _slice_places(self.places.get(outer, {}), i >= first_x)
-            )
+            self.places[inner] = _shift_places(self.places.get(outer, {}), -(i >= first_x))
         for _ in range(2 if scanned else 1):
             self.block(body)
             if scanned:
@@ -296,7 +294,7 @@ class Spread:
             self._backward(equation, op)
         for i, (result, out) in enumerate(zip(equation.results, body.outputs, strict=False)):
             found = self.places.get(out, {}) if isinstance(out, Var) else {}
-            self.places[result] = _stack_places(found) if scanned and i >= op.num_carry else found
+            self.places[result] = _shift_places(found, int(scanned and i >= op.num_carry))
         if not scanned and op.num_moving:
             grads = equation.results[len(body.outputs) :]
             for result, outer in zip(grads, equation.operands, strict=False):
@@ -309,7 +307,7 @@ class Spread:
         count = len(op.backward.inputs) - len(sources)
         sources += equation.operands[len(equation.operands) - count :]
         for inner, source in zip(op.backward.inputs, sources, strict=True):
-            self.places[inner] = _merge_places({}, self.places.get(source, {}))
+            self.places[inner] = _shift_places(self.places.get(source, {}), 0)
         self.block(op.backward)
 
 
@@ -327,19 +325,10 @@ def _merge_places(into: dict, more: Mapping) -> dict:
     return into
 
 
-def _slice_places(found: Mapping, sliced: bool) -> dict:
-    """Places of a slice along the leading dim, if it is one."""
-    if not sliced:
-        return {axis: dict(row) for axis, row in found.items()}
+def _shift_places(found: Mapping, by: int) -> dict:
+    """Places in the same dims with one more leading dim (1), or in a slice along it (-1)."""
     return {
-        axis: {(dim - 1, outer): mask for (dim, outer), mask in row.items() if dim}
-        for axis, row in found.items()
-    }
-
-
-def _stack_places(found: Mapping) -> dict:
-    return {
-        axis: {(dim + 1, outer): mask for (dim, outer), mask in row.items()}
+        axis: {(dim + by, outer): mask for (dim, outer), mask in row.items() if dim + by >= 0}
         for axis, row in found.items()
     }
 
@@ -464,13 +453,13 @@ class Planner:
                 placed.append(None)
                 continue
             source = state.placed[value]
-            target = wanted or (source if partial else self._plain(source))
+            target = wanted or (source if partial else self._as_spec(source))
             if target != source:
                 moves.append(Move(value, source, target))
             placed.append(target)
         return LocalBlock(block, tuple(inputs), tuple(steps), tuple(moves), tuple(placed))
 
-    def _plain(self, placement: ValuePlacement) -> ValuePlacement:
+    def _as_spec(self, placement: ValuePlacement) -> ValuePlacement:
         """`placement` as a spec can say it."""
         placement = placement.whole
         while spec_of(placement, self.sizes) is None:
@@ -501,7 +490,7 @@ class _State:
         if isinstance(equation.op, TransformCall):
             return self._call(equation, equation.op)
         rule = self.settings.rule(equation)
-        operands, results, letters = AxisChoice(self, equation, rule).made()
+        operands, results, letters = AxisChoice(self, equation, rule).decide()
         moves = self._moves(equation.operands, operands)
         shapes = [
             local_shape(var.shape, placement, self.sizes)
@@ -509,7 +498,7 @@ class _State:
         ]
         site = EquationSite(equation, rule.operands, letters, rule.sizes, shapes, self.sizes)
         self.placed.update(zip(equation.results, results, strict=True))
-        after = self._pinned(equation) if equation.name == "constrain" else ()
+        after = self._pin(equation) if equation.name == "constrain" else ()
         return LocalEquation(equation, moves, operands, results, rule, site, after=after)
 
     def _moves(self, operands: Sequence[Var], wanted: Sequence[ValuePlacement]) -> tuple[Move, ...]:
@@ -526,7 +515,7 @@ class _State:
                 self.placed[var] = target
         return tuple(moves)
 
-    def _pinned(self, equation: Equation) -> tuple[Move, ...]:
+    def _pin(self, equation: Equation) -> tuple[Move, ...]:
         (var,) = equation.results
         spec = self.settings.pin(equation)
         source, target = self.placed[var], of_spec(spec, len(var.shape), self.sizes)
@@ -549,7 +538,7 @@ class _State:
         given = [self.placed[var] for var in equation.operands]
         start = op.num_consts + op.num_carry
         consts = [placement.whole for placement in given[: op.num_consts]]
-        columns = [_row(placement) for placement in given[start:]]
+        columns = [ValuePlacement(placement.dims[1:]) for placement in given[start:]]
         carry = [placement.whole for placement in given[op.num_consts : start]]
         free = [None] * len(op.body.outputs)
         for _ in range(3):  # until it comes out as it went in
@@ -558,7 +547,7 @@ class _State:
             if after == carry:
                 break
             carry = after
-        carry = self._accumulated(op, plan, consts, carry, columns)
+        carry = self._keep_sums_partial(op, plan, consts, carry, columns)
         ys = plan.outputs[op.num_carry :]
         plan = self.planner.plan(op.body, [*consts, *carry, *columns], [*carry, *ys])
         wanted = [*consts, *carry, *(ValuePlacement(((), *p.dims)) for p in columns)]
@@ -567,7 +556,7 @@ class _State:
         self.placed.update(zip(equation.results, results, strict=True))
         return LocalEquation(equation, moves, tuple(wanted), tuple(results), body=plan)
 
-    def _accumulated(
+    def _keep_sums_partial(
         self, op: Scan, plan: LocalBlock, consts, carry, columns
     ) -> list[ValuePlacement]:
         """The placements of the carry, of which sums that are only added to stay partial."""
@@ -593,18 +582,16 @@ class _State:
         operands = [self.placed[var].whole for var in equation.operands]
         moves = self._moves(equation.operands, operands)
         if op.backward is not None:
-            return self._ruled(equation, op, operands, moves)
+            return self._custom_vjp(equation, op, operands, moves)
         pins: list[ValuePlacement | None] = [None] * len(op.body.outputs)
         if op.num_moving:
             pins[0] = replicated_placement(0)
         plan = self.planner.plan(op.body, operands, pins)
-        results = [placement or replicated_placement(0) for placement in plan.outputs]
-        for placement in operands[: op.num_moving]:
-            results.append(self._share(placement))
+        results = [*_place_outputs(plan.outputs), *map(self._share, operands[: op.num_moving])]
         self.placed.update(zip(equation.results, results, strict=True))
         return LocalEquation(equation, moves, tuple(operands), tuple(results), body=plan)
 
-    def _ruled(self, equation: Equation, op: TransformCall, operands, moves) -> LocalEquation:
+    def _custom_vjp(self, equation: Equation, op: TransformCall, operands, moves) -> LocalEquation:
         """A custom_vjp: forward, and backward from where its residuals and results lie."""
         plan = self.planner.plan(op.body, operands, [None] * len(op.body.outputs))
         made = _place_outputs(plan.outputs)
@@ -631,20 +618,18 @@ def _place_outputs(outputs: Sequence[ValuePlacement | None]) -> list[ValuePlacem
     return [placement or replicated_placement(0) for placement in outputs]
 
 
-def _row(placement: ValuePlacement) -> ValuePlacement:
-    return ValuePlacement(placement.dims[1:])
-
-
 class AxisChoice:
     """The axes of the letters of one equation, decided axis by axis."""
 
     def __init__(self, state: _State, equation: Equation, rule: PartitionRule):
         self.state, self.equation, self.rule = state, equation, rule
-        self.sizes, self.placed = state.sizes, [state.placed[v] for v in equation.operands]
+        self.settings, self.sizes = state.settings, state.sizes
+        self.placed = [state.placed[v] for v in equation.operands]
+        self.rows = [*zip(equation.operands, rule.operands, self.placed, strict=True)]
         self.letters: dict[str, Digits] = {}
         self.passing: dict[str, Reduction] = {}
 
-    def made(
+    def decide(
         self,
     ) -> tuple[tuple[ValuePlacement, ...], tuple[ValuePlacement, ...], dict[str, Digits]]:
         """Where operands are read and results come, and the axes of letters."""
@@ -653,20 +638,18 @@ class AxisChoice:
             for letter, outer in () if slot is None else (slot, *self._beside(axis, slot[0])):
                 digits = (*self.letters.get(letter, ()), Digit(outer, axis))
                 self.letters[letter] = tuple(sorted(digits))
-        linear = self._linear()
-        operands = []
-        for i, labels in enumerate(self.rule.operands):
-            partial: list[tuple[str, Reduction]] = list(self.passing.items()) if i in linear else []
-            operands.append(ValuePlacement(self._dims(labels), tuple(partial)))
+        linear, passing = self._linear(), tuple(self.passing.items())
+        operands = tuple(
+            ValuePlacement(self._dims(labels), passing if i in linear else ())
+            for i, labels in enumerate(self.rule.operands)
+        )
         sums: dict[str, Reduction] = dict(self.passing)
         for letter, kind in self.rule.combined.items():
             for digit in self.letters.get(letter, ()):
                 sums[digit.axis] = kind
-        partial = [(axis, sums[axis]) for axis in self.sizes if axis in sums]
-        results = tuple(
-            ValuePlacement(self._dims(labels), tuple(partial)) for labels in self.rule.results
-        )
-        return tuple(operands), results, self.letters
+        partial = tuple((axis, sums[axis]) for axis in self.sizes if axis in sums)
+        results = tuple(ValuePlacement(self._dims(labels), partial) for labels in self.rule.results)
+        return operands, results, self.letters
 
     def _dims(self, labels: Labels) -> tuple[Digits, ...]:
         sizes = self.rule.sizes
@@ -684,28 +667,25 @@ class AxisChoice:
     def _slot(self, axis: str) -> Slot | None:
         """The letter that an axis splits, and where."""
         slots: dict[Slot, list[int]] = {}
-        for i, labels in enumerate(self.rule.operands):
-            place = self.placed[i].split.get(axis)
-            if place is None:
-                continue
-            slot = self._valid(axis, slot_of(labels[place[0]], self.rule.sizes, place[1]))
+        for i, (_, labels, placement) in enumerate(self.rows):
+            slot = self._slot_at(axis, labels, placement.split.get(axis))
             if slot is not None:
                 slots.setdefault(slot, []).append(i)
         for slot in [slot for slot in slots if slot[0] in self.rule.beside]:
             del slots[slot]
-            letter = self.rule.beside[slot[0]]
-            main = self._valid(
-                axis, (letter, blocks_outside(self.letters.get(letter, ()), self.sizes))
-            )
+            main = self._innermost(axis, self.rule.beside[slot[0]])
             if not slots and main is not None:  # a slice of what all ranks have
                 return main
         if not slots:
             return self._without_split(axis)
         if len(slots) > 1:
-            return self._settled(axis, slots)
+            return self._choose_slot(axis, slots)
         ((slot, holders),) = slots.items()
         if slot[0] in self.rule.combined:
-            others = [i for i in self._with(slot[0]) if i not in holders]
+            others = any(
+                i not in holders and any(slot[0] in dim for dim in labels)
+                for i, labels in enumerate(self.rule.operands)
+            )
             if others and self.cost(axis, slot) > self.cost(axis, None):
                 return None
         return slot
@@ -713,18 +693,22 @@ class AxisChoice:
     def _beside(self, axis: str, letter: str) -> list[Slot]:
         """The slots of letters that the axis splits besides this one."""
         found = {}
-        for labels, placement in zip(self.rule.operands, self.placed, strict=True):
-            place = placement.split.get(axis)
-            if place is not None:
-                slot = self._valid(axis, slot_of(labels[place[0]], self.rule.sizes, place[1]))
-                if slot is not None and self.rule.beside.get(slot[0]) == letter:
-                    found[slot[0]] = slot
+        for _, labels, placement in self.rows:
+            slot = self._slot_at(axis, labels, placement.split.get(axis))
+            if slot is not None and self.rule.beside.get(slot[0]) == letter:
+                found[slot[0]] = slot
         return list(found.values())
 
-    def _with(self, letter: str) -> list[int]:
-        return [
-            i for i, labels in enumerate(self.rule.operands) if any(letter in dim for dim in labels)
-        ]
+    def _slot_at(self, axis: str, labels: Labels, place: DimBlocks | None) -> Slot | None:
+        """The letter of a value's dim that a place is in, if the axis may split it."""
+        if place is None:
+            return None
+        return self._valid(axis, slot_of(labels[place[0]], self.rule.sizes, place[1]))
+
+    def _innermost(self, axis: str, letter: str) -> Slot | None:
+        """A letter, split inside of the axes that split it already, if this one may."""
+        before = self.letters.get(letter, ())
+        return self._valid(axis, (letter, blocks_outside(before, self.sizes)))
 
     def _valid(self, axis: str, slot: Slot | None) -> Slot | None:
         """`slot`, where the rule, the size and axes decided before allow it; or the nearest."""
@@ -743,19 +727,16 @@ class AxisChoice:
         kinds = {i: dict(p.partial).get(axis) for i, p in enumerate(self.placed)}
         partial = frozenset(i for i, kind in kinds.items() if kind is not None)
         if partial:
-            wished = self._wished(axis)
+            wished = self._wanted_slot(axis)
             if self._passes(axis, partial, kinds):
                 self.passing[axis] = "sum"
                 return None
             return wished
-        for i, labels in enumerate(self.rule.operands):
-            place = self.placed[i].split.get(axis)
+        for _, labels, placement in self.rows:
+            place = placement.split.get(axis)
             for letter in labels[place[0]] if place is not None else ():
-                kept = any(letter in dim for row in self.rule.results for dim in row)
-                slot = self._valid(
-                    axis, (letter, blocks_outside(self.letters.get(letter, ()), self.sizes))
-                )
-                if kept and slot is not None:
+                slot = self._innermost(axis, letter)
+                if slot is not None and self.rule.is_kept(letter):
                     return slot
         return None
 
@@ -771,7 +752,7 @@ class AxisChoice:
         before = sum(var.nbytes for var in values)
         return sum(var.nbytes for var in self.equation.results) <= before
 
-    def _wished(self, axis: str) -> Slot | None:
+    def _wanted_slot(self, axis: str) -> Slot | None:
         """Where what reads the result, or the operand, would have it split."""
         wanted = self.state.wanted
         rows = [
@@ -779,15 +760,12 @@ class AxisChoice:
             *zip(self.equation.operands, self.rule.operands, strict=True),
         ]
         for var, labels in rows:
-            place = wanted.get(var, {}).get(axis)
-            if place is not None:
-                slot = self._valid(axis, slot_of(labels[place[0]], self.rule.sizes, place[1]))
-                kept = slot and any(slot[0] in dim for row in self.rule.results for dim in row)
-                if kept:
-                    return slot
+            slot = self._slot_at(axis, labels, wanted.get(var, {}).get(axis))
+            if slot is not None and self.rule.is_kept(slot[0]):
+                return slot
         return None
 
-    def _settled(self, axis: str, slots: Mapping[Slot, list[int]]) -> Slot:
+    def _choose_slot(self, axis: str, slots: Mapping[Slot, list[int]]) -> Slot:
         """One of several letters that an axis comes with."""
         reached = {}
         for slot, holders in slots.items():
@@ -797,7 +775,8 @@ class AxisChoice:
             )
         first, second = sorted(reached.values(), reverse=True)[:2]
         best = max(slots, key=reached.__getitem__)
-        if second < 0.9 * first or self._same(slots):
+        one_letter = len({letter for letter, _ in slots}) == 1
+        if second < 0.9 * first or one_letter:
             return best
         costs = {slot: self.cost(axis, slot) for slot in slots}
         cheapest = min(costs, key=costs.__getitem__)
@@ -806,21 +785,11 @@ class AxisChoice:
             raise ValueError(self._ambiguous(axis, costs))
         return cheapest
 
-    @property
-    def settings(self) -> PartitionSettings:
-        return self.state.settings
-
-    def _same(self, slots: Mapping[Slot, list[int]]) -> bool:
-        """Whether all are one letter, split in other blocks."""
-        return len({letter for letter, _ in slots}) == 1
-
     def cost(self, axis: str, slot: Slot | None) -> float:
         """The cost of splitting this letter by an axis: moves of operands, sums of results."""
         n, price, total = self.sizes[axis], self.settings.price, 0.0
         seen: set[Var] = set()
-        for var, labels, placement in zip(
-            self.equation.operands, self.rule.operands, self.placed, strict=True
-        ):
+        for var, labels, placement in self.rows:
             if var in seen:
                 continue
             seen.add(var)
@@ -840,8 +809,10 @@ class AxisChoice:
                 total += price(op, axis, payload)
         if slot is not None and slot[0] in self.rule.combined:
             op = f"p{self.rule.combined[slot[0]]}"
-            held = [self._held(i, axis) for i in range(len(self.rule.results))]
-            total += sum(price(op, axis, payload) for payload in held)
+            for var, labels in zip(self.equation.results, self.rule.results, strict=True):
+                split = [d.axis for dim in labels for x in dim for d in self.letters.get(x, ())]
+                ranks = math.prod(self.sizes[name] for name in split if name != axis)
+                total += price(op, axis, var.nbytes // ranks)
         return total
 
     def _place(self, labels: Labels, slot: Slot | None) -> DimBlocks | None:
@@ -850,18 +821,11 @@ class AxisChoice:
         found = places_of(labels, self.rule.sizes, {"": {slot: 1}}).get("", {})
         return next(iter(found), None)
 
-    def _held(self, result: int, axis: str) -> int:
-        var, labels = self.equation.results[result], self.rule.results[result]
-        axes = [d.axis for dim in labels for name in dim for d in self.letters.get(name, ())]
-        return var.nbytes // math.prod(self.sizes[name] for name in axes if name != axis)
-
     def _ambiguous(self, axis: str, costs: Mapping[Slot, float]) -> str:
         lines = []
         for slot, cost in costs.items():
             pins = []
-            for var, labels, placement in zip(
-                self.equation.operands, self.rule.operands, self.placed, strict=True
-            ):
+            for var, labels, placement in self.rows:
                 place = self._place(labels, slot)
                 target = placement.without(axis)
                 target = target if place is None else target.splitting(axis, *place)
@@ -875,26 +839,23 @@ class AxisChoice:
                 f"{' and '.join(pins)}"
             )
         where = self.equation.where.line or "an unknown line"
-        operands = ", ".join(describe_placement(placement) for placement in self.placed)
+        operands = ", ".join(map(describe_placement, self.placed))
+        by_bytes, hint = self.settings.cost is None, ""
+        costs_are = "bytes that a rank sends" if by_bytes else "time that a rank communicates"
+        if self.equation.name == "bmm":
+            hint = (
+                f"; where these are queries and keys of a sequence that {axis!r} splits, call "
+                "torch.nn.functional.scaled_dot_product_attention, and pass "
+                f'attention={{{axis!r}: "ring"}}'
+            )
         return (
             f"partition: at {where} {self.equation.name} gets operands {operands}, which axis "
             f"{axis!r} splits along different dims, and no choice is better than the others. "
-            f"Candidates, with {self._what_costs()}, and the line that settles it:\n"
+            f"Candidates, with the {costs_are}, and the line that settles it:\n"
             + "\n".join(lines)
             + '\nor pass pick="cheapest" to partition'
-            + (self._attention_hint(axis) if self.equation.name == "bmm" else "")
+            + hint
         )
-
-    def _attention_hint(self, axis: str) -> str:
-        return (
-            f"; where these are queries and keys of a sequence that {axis!r} splits, call "
-            "torch.nn.functional.scaled_dot_product_attention, and pass "
-            f'attention={{{axis!r}: "ring"}}'
-        )
-
-    def _what_costs(self) -> str:
-        sends = self.settings.cost is None
-        return "the bytes that a rank sends" if sends else "the time that a rank communicates"
 
     def _where(self, slot: Slot) -> str:
         rows = [(f"operand {i}", labels) for i, labels in enumerate(self.rule.operands)]

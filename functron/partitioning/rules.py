@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -27,10 +27,7 @@ import torch
 from functron.partitioning import shards
 from functron.partitioning.placement import Reduction
 from functron.partitioning.shards import EquationSite, RunShard, Travel, name_arguments
-from functron.program.equations import (
-    Equation,
-    Var,
-)
+from functron.program.equations import Equation, Var
 
 Labels = tuple[tuple[str, ...], ...]
 """Of every dim of a value its letters, major to minor; a dim of size 1 may have none."""
@@ -75,10 +72,12 @@ class PartitionRule:
 
     def may_split(self, letter: str, axis: str) -> bool:
         """Whether an axis may split it: it is in a result, or combined."""
-        kept = any(letter in dim for labels in self.results for dim in labels)
-        return self.allows(letter, axis) and (
-            kept or letter in self.combined or letter in self.inside
-        )
+        combined = letter in self.combined or letter in self.inside
+        return self.allows(letter, axis) and (combined or self.is_kept(letter))
+
+    def is_kept(self, letter: str) -> bool:
+        """Whether a result has it."""
+        return any(letter in dim for labels in self.results for dim in labels)
 
 
 MakeRule = Callable[[Equation], PartitionRule]
@@ -93,6 +92,34 @@ def sizes_of(values: Sequence[Var], labels: Sequence[Labels]) -> dict[str, int]:
             if len(letters) == 1:
                 found[letters[0]] = size
     return found
+
+
+def _rule(
+    equation: Equation,
+    operands: Sequence[Labels],
+    results: Sequence[Labels],
+    *,
+    linear: Iterable[Iterable[int]] = (),
+    whole: Iterable[str] = (),
+    sizes: Mapping[str, int] = _NONE,
+    **fields: Any,
+) -> PartitionRule:
+    """The rule of an equation with these labels.
+
+    Args:
+        linear, whole: as in `PartitionRule`.
+        sizes: of letters that share a dim; those of others follow from the equation.
+        fields: the others of `PartitionRule`.
+    """
+    values = (*equation.results, *equation.operands)
+    known = {**sizes_of(values, (*results, *operands)), **sizes}
+    sets = tuple(map(frozenset, linear))
+    made = PartitionRule(tuple(operands), tuple(results), known, linear=sets, **fields)
+    return replace(made, whole=frozenset(whole))
+
+
+_FIRST_LINEAR = ((0,),)
+"""Linear in the first operand."""
 
 
 def parse_labels(text: str) -> tuple[tuple[Labels, ...], tuple[Labels, ...]]:
@@ -132,10 +159,9 @@ def pointwise(*linear: Sequence[int], run: RunShard | None = None) -> MakeRule:
     def rule(equation: Equation) -> PartitionRule:
         shape = _broadcast([value.shape for value in (*equation.operands, *equation.results)])
         result = _dims(shape)
-        operands = tuple(_align_labels(value, shape, result) for value in equation.operands)
-        results = tuple(_align_labels(value, shape, result) for value in equation.results)
-        sizes = {letters[0]: size for size, letters in zip(shape, result, strict=True) if letters}
-        return PartitionRule(operands, results, sizes, linear=_sets(equation, linear), run=run)
+        operands = [_align_labels(value, shape, result) for value in equation.operands]
+        results = [_align_labels(value, shape, result) for value in equation.results]
+        return _rule(equation, operands, results, linear=_sets(equation, linear), run=run)
 
     return rule
 
@@ -225,13 +251,13 @@ def reduction(
         kept = tuple(
             () if i in dims else row for i, row in enumerate(labels) if keep or i not in dims
         )
-        return PartitionRule(
+        return _rule(
+            equation,
             (labels,),
             (kept,) * len(equation.results),
-            sizes_of([x], [labels]),
-            dict.fromkeys(letters, kind) if kind is not None else {},
+            combined=dict.fromkeys(letters, kind) if kind is not None else {},
             inside=frozenset(letters) if inside else frozenset(),
-            linear=(frozenset({0}),) if linear else (),
+            linear=_FIRST_LINEAR if linear else (),
             run=run,
         )
 
@@ -264,19 +290,12 @@ def along(
             if letters and letters[0] not in along and size != old
         }
         others = [_dims(value.shape, "o") for value in equation.operands[count:]]
-        operands = (*own[:count], *others)
-        sizes = sizes_of([*equation.operands, *equation.results], [*operands, *own[count:]])
+        operands, sets = (*own[:count], *others), _FIRST_LINEAR if linear else ()
+        made = _rule(equation, operands, own[count:], linear=sets, run=split)
         whole |= {letter for row in others for dim in row for letter in dim}
-        whole |= {letter for letter in sizes if letter.endswith("*")}
+        whole |= {letter for letter in made.sizes if letter.endswith("*")}
         whole |= set(along) if split is None else set()
-        return PartitionRule(
-            operands,
-            tuple(own[count:]),
-            sizes,
-            whole=frozenset(whole),
-            linear=(frozenset({0}),) if linear else (),
-            run=split,
-        )
+        return replace(made, whole=frozenset(whole))
 
     return rule
 
@@ -293,26 +312,23 @@ def _resize_labels(shape, whole, labels: Labels, along: Collection[str]) -> Labe
 
 
 def _layer_norm(equation: Equation) -> PartitionRule:
-    x, labels = equation.operands[0], _dims(equation.operands[0].shape)
+    labels = _dims(equation.operands[0].shape)
     count = len(_argument(equation, "normalized_shape"))
     rows = [labels, *(labels[-count:] for _ in equation.operands[1:])]
     means = tuple(() if i >= len(labels) - count else row for i, row in enumerate(labels))
     results = (labels, *(means for _ in equation.results[1:]))
     name = "layer_norm" if equation.name == "native_layer_norm" else "rms_norm"
-    return PartitionRule(tuple(rows), results, sizes_of([x], [labels]), run=getattr(shards, name))
+    return _rule(equation, rows, results, run=getattr(shards, name))
 
 
 def _rows_of(equation: Equation) -> PartitionRule:
     """An op of functron on rows, the last dim, with vectors that all rows share."""
     labels = _dims(equation.operands[0].shape)
-    operands = tuple(
+    operands = [
         labels if len(value.shape) == len(labels) else labels[-1:] for value in equation.operands
-    )
-    results = tuple(labels[: len(value.shape)] for value in equation.results)
-    sizes = sizes_of(equation.operands, operands)
-    return PartitionRule(
-        operands, results, sizes, whole=frozenset(labels[-1]), run=shards.run_own_op
-    )
+    ]
+    results = [labels[: len(value.shape)] for value in equation.results]
+    return _rule(equation, operands, results, whole=labels[-1], run=shards.run_own_op)
 
 
 def _glu(equation: Equation) -> PartitionRule:
@@ -322,13 +338,11 @@ def _glu(equation: Equation) -> PartitionRule:
 
 
 def _packed_glu_rule(equation: Equation) -> PartitionRule:
-    (y,) = equation.results
-    rows, sizes = _dims(y.shape), sizes_of([y], [_dims(y.shape)])
+    rows = _dims(equation.results[0].shape)
     packed = (*rows[:-1], ("half", *rows[-1]))
-    whole = frozenset({"half"})
     operands = packed, *[()] * (len(equation.operands) - 1)  # a count is a number
-    return PartitionRule(
-        operands, (rows,), {**sizes, "half": 2}, whole=whole, run=shards.run_own_op
+    return _rule(
+        equation, operands, (rows,), sizes={"half": 2}, whole=("half",), run=shards.run_own_op
     )
 
 
@@ -337,22 +351,16 @@ def _packed_glu_rule(equation: Equation) -> PartitionRule:
 
 def _view(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
-    if x.dtype != y.dtype:
-        return _reinterpret_rule(x, y)
-    before, after, sizes, whole = reshape_labels(x.shape, y.shape)
-    linear = (frozenset({0}),)
-    return PartitionRule((before,), (after,), sizes, whole=whole, linear=linear, run=shards.reshape)
-
-
-def _reinterpret_rule(x: Var, y: Var) -> PartitionRule:
-    """Bits as numbers of another dtype, of which there may be more or fewer in the last dim."""
-    before, after = _dims(x.shape), _dims(y.shape)
-    whole: frozenset[str] = frozenset()
+    if x.dtype == y.dtype:
+        before, after, sizes, whole = reshape_labels(x.shape, y.shape)
+        own: dict[str, Any] = {"linear": (frozenset({0}),), "run": shards.reshape}
+        return PartitionRule((before,), (after,), sizes, whole=whole, **own)
+    # bits as numbers of another dtype, of which there may be more or fewer in the last dim
+    before, after, cut = _dims(x.shape), _dims(y.shape), ()
     if x.shape != y.shape:
         after = (*after[:-1], ("cut",) if y.shape[-1] != 1 else ())
-        whole = frozenset({*before[-1], "cut"})
-    sizes = sizes_of([x, y], [before, after])
-    return PartitionRule((before,), (after,), sizes, whole=whole, run=shards.reinterpret)
+        cut = (*before[-1], "cut")
+    return _rule(equation, (before,), (after,), whole=cut, run=shards.reinterpret)
 
 
 def reshape_labels(
@@ -371,7 +379,7 @@ def reshape_labels(
         return *sides, sizes, frozenset(sizes)
     ends = [_ends(before), _ends(after)]
     cuts = sorted({1, *ends[0], *ends[1]})
-    sizes, whole = {}, set()
+    sizes = {}
     for number, (start, end) in enumerate(itertools.pairwise(cuts)):
         # a cut that does not fit the next one has no letter of its own
         sizes[f"r{number}"] = end // start if end % start == 0 else 0
@@ -386,7 +394,7 @@ def reshape_labels(
             rows.append(tuple(f"r{i}" for i in range(places[start], places[end])))
             start = end
         labels.append(tuple(rows))
-    return labels[0], labels[1], sizes, frozenset(whole)
+    return labels[0], labels[1], sizes, frozenset()
 
 
 def _ends(shape: Sequence[int]) -> list[int]:
@@ -440,8 +448,7 @@ def _reorder_rule(
         (x,) = equation.operands
         labels = _dims(x.shape)
         rows = tuple(() if i is None else labels[i] for i in order(equation, len(labels)))
-        linear = (frozenset({0}),)
-        return PartitionRule((labels,), (rows,), sizes_of([x], [labels]), linear=linear, run=run)
+        return _rule(equation, (labels,), (rows,), linear=_FIRST_LINEAR, run=run)
 
     return rule
 
@@ -472,104 +479,76 @@ def _squeeze_order(equation: Equation, num_dims: int) -> list[int]:
 def _expand_rule(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     labels = _dims(y.shape)
-    linear = (frozenset({0}),)
-    sizes = sizes_of([y], [labels])
-    return PartitionRule(
-        (_align_labels(x, y.shape, labels),), (labels,), sizes, linear=linear, run=shards.expand
-    )
+    given = _align_labels(x, y.shape, labels)
+    return _rule(equation, (given,), (labels,), linear=_FIRST_LINEAR, run=shards.expand)
 
 
 def _repeat_rule(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     offset = len(y.shape) - len(x.shape)
-    labels = _dims(x.shape)
-    rows: list[tuple[str, ...]] = []
-    sizes = sizes_of([x], [labels])
-    for i, times in enumerate(_argument(equation, "repeats")):
+    labels, repeats = _dims(x.shape), _argument(equation, "repeats")
+    times = {f"t{i}": count for i, count in enumerate(repeats) if count != 1}
+    rows = []
+    for i in range(len(repeats)):
         inner = labels[i - offset] if i >= offset else ()
-        rows.append((f"t{i}", *inner) if times != 1 else inner)
-        sizes |= {f"t{i}": times} if times != 1 else {}
-    whole = frozenset(letter for letter in sizes if letter.startswith("t"))
-    return PartitionRule((labels,), (tuple(rows),), sizes, whole=whole, linear=(frozenset({0}),))
+        rows.append((f"t{i}", *inner) if f"t{i}" in times else inner)
+    linear = _FIRST_LINEAR
+    return _rule(equation, (labels,), (tuple(rows),), sizes=times, whole=times, linear=linear)
 
 
 def _split_rule(equation: Equation) -> PartitionRule:
     """Parts of a dim: where they are equal, each has the same letter of it."""
     (x,), results = equation.operands, equation.results
-    dim = _axes(equation)[0] if "dim" in _names(equation) else 0
-    labels = list(_dims(x.shape))
-    parts = {value.shape[dim] for value in results}
-    even = len(parts) == 1 and len(results) * min(parts) == x.shape[dim]
-    sizes = sizes_of([x], [tuple(labels)])
-    outer = labels[dim]
+    dim, labels = _axes(equation)[0], _dims(x.shape)
+    outer, sizes, own, whole = labels[dim], {}, [labels[dim]], ()
+    sum_, parts = x.shape[dim], {value.shape[dim] for value in results}
+    even = len(parts) == 1 and len(results) * min(parts) == sum_
     if even and len(results) > 1:
-        inner = ("part",) if results[0].shape[dim] != 1 else ()
-        outer = ("parts", *inner)
-        sizes |= {"parts": len(results), "part": results[0].shape[dim]}
-        after = [tuple(inner if i == dim else row for i, row in enumerate(labels))] * len(results)
-        whole = frozenset({"parts"})
-    else:
-        whole = frozenset() if len(results) == 1 and even else frozenset(outer) | {"cut"}
-        own = [("cut",) if whole and value.shape[dim] != 1 else () for value in results]
-        own = own if whole else [outer]
-        after = [
-            tuple(own[k] if i == dim else row for i, row in enumerate(labels))
-            for k in range(len(results))
-        ]
-        sizes["cut"] = 0
-    before = tuple(outer if i == dim else row for i, row in enumerate(labels))
-    linear = (frozenset({0}),)
-    return PartitionRule(
-        (before,), tuple(after), sizes, whole=whole, linear=linear, run=shards.cut_parts
-    )
+        inner = ("part",) if min(parts) != 1 else ()
+        outer, own, whole = ("parts", *inner), [inner] * len(results), ("parts",)
+        sizes = {"parts": len(results)}
+    elif not even:
+        own = [("cut",) if value.shape[dim] != 1 else () for value in results]
+        whole, sizes = (*outer, "cut"), {"cut": 0}
+    before, *after = (_replace_dim(labels, dim, row) for row in (outer, *own))
+    return _rule(
+        equation, (before,), after, sizes=sizes, whole=whole, linear=_FIRST_LINEAR,
+        run=shards.cut_parts,
+    )  # fmt: skip
 
 
-def _names(equation: Equation) -> set[str]:
-    op: Any = equation.op
-    return {argument.name for argument in op._schema.arguments}
+def _replace_dim(labels: Labels, dim: int, letters: tuple[str, ...]) -> Labels:
+    return (*labels[:dim], letters, *labels[dim + 1 :])
 
 
 def _select_rule(equation: Equation) -> PartitionRule:
     """One place, or a range, of a dim, which is whole unless the range is all of it."""
     (x,), (y,) = equation.operands, equation.results
     dim, labels = _axes(equation)[0], _dims(x.shape)
-    linear = (frozenset({0}),)
-    sizes = sizes_of([x], [labels])
+    rows, whole, run = labels, (), None
     if len(y.shape) < len(x.shape):
-        rows = tuple(row for i, row in enumerate(labels) if i != dim)
-        return PartitionRule((labels,), (rows,), sizes, whole=frozenset(labels[dim]), linear=linear)
-    if y.shape[dim] == x.shape[dim] and _argument(equation, "step", 1) == 1:
-        return PartitionRule((labels,), (labels,), sizes, linear=linear, run=shards.same)
-    own = ("cut",) if y.shape[dim] != 1 else ()
-    rows = tuple(own if i == dim else row for i, row in enumerate(labels))
-    whole = frozenset({*labels[dim], "cut"})
-    return PartitionRule(
-        (labels,), (rows,), {**sizes, "cut": y.shape[dim]}, whole=whole, linear=linear
-    )
+        rows, whole = (*labels[:dim], *labels[dim + 1 :]), labels[dim]
+    elif y.shape[dim] == x.shape[dim] and _argument(equation, "step", 1) == 1:
+        run = shards.same
+    else:
+        rows = _replace_dim(labels, dim, ("cut",) if y.shape[dim] != 1 else ())
+        whole = (*labels[dim], "cut")
+    return _rule(equation, (labels,), (rows,), whole=whole, linear=_FIRST_LINEAR, run=run)
 
 
 def _concatenate_rule(equation: Equation) -> PartitionRule:
     """Parts one after another along a dim; where they are equal, with one letter for all."""
     operands, (y,) = equation.operands, equation.results
-    linear = (frozenset(range(len(operands))),)
+    count, linear = len(operands), (range(len(operands)),)
+    dim, labels = (_argument(equation, "dim") or 0) % len(y.shape), _dims(y.shape)
     stacked = equation.name == "stack"
-    dim = (_argument(equation, "dim") or 0) % len(y.shape)
-    labels = list(_dims(y.shape))
-    sizes = sizes_of([y], [tuple(labels)])
-    if stacked:
-        own = tuple(row for i, row in enumerate(labels) if i != dim)
-        after = tuple(("parts",) if i == dim else row for i, row in enumerate(labels))
-        sizes |= {"parts": len(operands)}
-        rule = PartitionRule((own,) * len(operands), (after,), sizes, linear=linear)
-        return replace(rule, whole=frozenset({"parts"}))
-    parts = {value.shape[dim] if value.shape != (0,) else 0 for value in operands}
-    if len(parts) == 1 and len(operands) > 1:
+    parts = {1} if stacked else {x.shape[dim] if x.shape != (0,) else 0 for x in operands}
+    if stacked or (len(parts) == 1 and count > 1):
         inner = ("part",) if min(parts) != 1 else ()
-        before = tuple(inner if i == dim else row for i, row in enumerate(labels))
-        after = tuple(("parts", *inner) if i == dim else row for i, row in enumerate(labels))
-        sizes |= {"parts": len(operands), "part": min(parts)}
-        rule = PartitionRule((before,) * len(operands), (after,), sizes, linear=linear)
-        return replace(rule, whole=frozenset({"parts"}))
+        before = (*labels[:dim], *([] if stacked else [inner]), *labels[dim + 1 :])
+        after = _replace_dim(labels, dim, ("parts", *inner))
+        sizes, whole = {"parts": count}, ("parts",)
+        return _rule(equation, (before,) * count, (after,), sizes=sizes, whole=whole, linear=linear)
     # beside nothing but empty parts, one is all of it, such as of a cache that begins
     alone = {value.shape[dim] for value in operands if len(value.shape) == len(y.shape)}
     alone = alone <= {0, y.shape[dim]} and math.prod(y.shape) > 0
@@ -581,12 +560,9 @@ def _concatenate_rule(equation: Equation) -> PartitionRule:
             continue
         own = (f"p{number}",) if value.shape[dim] != 1 else ()
         own = labels[dim] if value.shape[dim] == y.shape[dim] else own
-        rows.append(tuple(own if i == dim else row for i, row in enumerate(labels)))
+        rows.append(_replace_dim(labels, dim, own))
         whole |= set() if alone and own == labels[dim] else set(own)
-    sizes |= sizes_of(operands, rows)
-    return PartitionRule(
-        tuple(rows), (tuple(labels),), sizes, whole=frozenset(whole), linear=linear
-    )
+    return _rule(equation, rows, (labels,), whole=whole, linear=linear)
 
 
 def _pad_rule(equation: Equation) -> PartitionRule:
@@ -599,10 +575,9 @@ def _pad_rule(equation: Equation) -> PartitionRule:
     rows = tuple(
         (f"q{i}",) if i in changed and y.shape[i] != 1 else row for i, row in enumerate(labels)
     )
-    whole = frozenset(letter for i in changed for letter in (*labels[i], *rows[i]))
-    sizes = sizes_of([x, y], [labels, rows])
-    linear = (frozenset({0}),) if not _argument(equation, "value", 0) else ()
-    return PartitionRule((labels,), (rows,), sizes, whole=whole, linear=linear)
+    whole = [letter for i in changed for letter in (*labels[i], *rows[i])]
+    linear = () if _argument(equation, "value", 0) else _FIRST_LINEAR
+    return _rule(equation, (labels,), (rows,), whole=whole, linear=linear)
 
 
 def _overwritten(equation: Equation) -> PartitionRule:
@@ -610,14 +585,12 @@ def _overwritten(equation: Equation) -> PartitionRule:
     x, source = equation.operands
     dim, labels = _argument(equation, "dim") % len(x.shape), _dims(x.shape)
     if len(source.shape) < len(x.shape):
-        rows = tuple(row for i, row in enumerate(labels) if i != dim)
+        rows = (*labels[:dim], *labels[dim + 1 :])
     else:
-        own = ("cut",) if source.shape[dim] != 1 else ()
-        rows = tuple(own if i == dim else row for i, row in enumerate(labels))
-    sizes = sizes_of([x, source], [labels, rows])
-    whole, linear = frozenset({*labels[dim], "cut"}), (frozenset({0, 1}),)
+        rows = _replace_dim(labels, dim, ("cut",) if source.shape[dim] != 1 else ())
     run = shards.select_scatter if equation.name == "select_scatter" else None
-    return PartitionRule((labels, rows), (labels,), sizes, whole=whole, linear=linear, run=run)
+    whole = (*labels[dim], "cut")
+    return _rule(equation, (labels, rows), (labels,), whole=whole, linear=((0, 1),), run=run)
 
 
 # --- lookups
@@ -632,19 +605,12 @@ def _embedding(equation: Equation) -> PartitionRule:
         )
     rows = _dims(ids.shape, "i")
     table = _dims(weight.shape, "w")
-    sizes = sizes_of([weight, ids], [table, rows])
-    combined: dict[str, Reduction] = dict.fromkeys(table[0], "sum")
     counted = _argument(equation, "scale_grad_by_freq")  # all ids, each with its row
-    whole = {letter for dim in (*rows, table[0]) for letter in dim} if counted else ()
-    return PartitionRule(
-        (table, rows),
-        ((*rows, table[1]),),
-        sizes,
-        combined,
-        whole=frozenset(whole),
-        linear=(frozenset({0}),),
-        run=shards.embedding,
-    )
+    whole = [letter for dim in (*rows, table[0]) for letter in dim] if counted else ()
+    return _rule(
+        equation, (table, rows), ((*rows, table[1]),), combined=dict.fromkeys(table[0], "sum"),
+        whole=whole, linear=_FIRST_LINEAR, run=shards.embedding,
+    )  # fmt: skip
 
 
 def _gather(equation: Equation) -> PartitionRule:
@@ -659,17 +625,11 @@ def _gather(equation: Equation) -> PartitionRule:
         else:
             table.append((f"d{i}",) if size != 1 else ())
             rows.append(table[-1])
-    sizes = sizes_of([x, index], [tuple(table), tuple(rows)])
-    combined: dict[str, Reduction] = dict.fromkeys(table[dim], "sum") if table else {}
-    return PartitionRule(
-        (tuple(table), tuple(rows)),
-        (tuple(rows),),
-        sizes,
-        combined,
-        whole=frozenset(whole),
-        linear=(frozenset({0}),),
-        run=shards.gather,
-    )
+    combined = dict.fromkeys(table[dim], "sum") if table else {}
+    return _rule(
+        equation, (tuple(table), tuple(rows)), (tuple(rows),), combined=combined, whole=whole,
+        linear=_FIRST_LINEAR, run=shards.gather,
+    )  # fmt: skip
 
 
 def _index(equation: Equation) -> PartitionRule:
@@ -739,8 +699,7 @@ def _mask_put(equation: Equation) -> PartitionRule | None:
     # of what a read gives, whose dim of the places that are true stands for all of the mask's
     rows, shape = (*labels[:start], (), *labels[end:]), (*x.shape[:start], 1, *x.shape[end:])
     operands = labels, labels[start:end], _align_labels(values, shape, rows)
-    sizes, linear = sizes_of([x], [labels]), (frozenset({0, 2}),)
-    return PartitionRule(operands, (labels,), sizes, linear=linear, run=shards.mask_put)
+    return _rule(equation, operands, (labels,), linear=((0, 2),), run=shards.mask_put)
 
 
 def _index_write(equation: Equation) -> PartitionRule:
@@ -752,12 +711,11 @@ def _index_write(equation: Equation) -> PartitionRule:
         own = _dims(value.shape, "o")
         same = len(value.shape) == len(labels)
         rows.append((*labels[:dim], *own[dim : dim + 1], *labels[dim + 1 :]) if same else own)
-    sizes = sizes_of(equation.operands, rows)
     kept = {letter for i, row in enumerate(labels) if i != dim for letter in row}
-    linear = (frozenset({0, 2}),) if source and equation.name != "index_reduce" else ()
+    linear = ((0, 2),) if source and equation.name != "index_reduce" else ()
     run = shards.index_fill if equation.name == "index_fill" else None
-    whole = frozenset(sizes) - kept
-    return PartitionRule(tuple(rows), (labels,), sizes, whole=whole, linear=linear, run=run)
+    made = _rule(equation, rows, (labels,), linear=linear, run=run)
+    return replace(made, whole=frozenset(made.sizes) - kept)
 
 
 def _nll_loss(equation: Equation) -> PartitionRule:
@@ -768,11 +726,9 @@ def _nll_loss(equation: Equation) -> PartitionRule:
     inside = {letter for row in labels for letter in row}
     operands = (labels, rows[: len(target.shape)], *((labels[-1],) for _ in weight))
     whole = frozenset(labels[-1]) if weight else frozenset()
-    sizes = sizes_of([x], [labels])
-    return PartitionRule(
-        operands, results, sizes, inside=frozenset(inside) - whole, whole=whole,
-        run=getattr(shards, equation.name.removesuffix("_forward")),
-    )  # fmt: skip
+    run = getattr(shards, equation.name.removesuffix("_forward"))
+    inside = frozenset(inside) - whole
+    return _rule(equation, operands, results, inside=inside, whole=whole, run=run)
 
 
 def _attention(equation: Equation) -> PartitionRule:
@@ -802,7 +758,7 @@ def _attention(equation: Equation) -> PartitionRule:
     rule = PartitionRule(
         tuple(rows), tuple(results), sizes, whole=frozenset(whole), run=shards.attention
     )
-    return _without_units(rule, equation)
+    return _without_units(rule)
 
 
 def attention_over(travel: Mapping[str, Travel]) -> MakeRule:
@@ -847,14 +803,14 @@ def _dispatch_rule(equation: Equation) -> PartitionRule:
         rows.append(tuple(dims))
     tokens = (("n",), ("d",))
     operands = (*rows, tokens, *((("n",), ("choice",)) for _ in (experts, weights, kept)))
-    sizes = sizes_of(equation.operands, operands)
-    return PartitionRule(
-        operands, (tokens,), sizes, {"f": "sum"}, inside=frozenset({"e"}),
-        whole=frozenset(sizes) - {"e", "f", "n"}, beside={"e": "n"}, run=shards.dispatch_tokens,
+    made = _rule(
+        equation, operands, (tokens,), combined={"f": "sum"}, inside=frozenset({"e"}),
+        beside={"e": "n"}, run=shards.dispatch_tokens,
     )  # fmt: skip
+    return replace(made, whole=frozenset(made.sizes) - {"e", "f", "n"})
 
 
-def _without_units(rule: PartitionRule, equation: Equation) -> PartitionRule:
+def _without_units(rule: PartitionRule) -> PartitionRule:
     """`rule` whose letters of size 1 no axis may split."""
     units = {letter for letter, size in rule.sizes.items() if size == 1}
     return replace(rule, whole=rule.whole | units)
@@ -865,43 +821,33 @@ def _convolution(equation: Equation) -> PartitionRule:
     space = [(f"k{i}",) for i in range(len(x.shape) - 2)]
     places = [(f"s{i}",) for i in range(len(x.shape) - 2)]
     outs = [(f"z{i}",) for i in range(len(x.shape) - 2)]
-    rows = [(("b",), ("c",), *places), (("o",), ("c",), *space), *((("o",),) for _ in bias)]
-    (y,) = equation.results
-    result = (("b",), ("o",), *outs)
-    sizes = sizes_of([*equation.operands, y], [*rows, result])
-    grouped = _argument(equation, "groups") != 1 or _argument(equation, "transposed")
+    transposed = _argument(equation, "transposed")
+    grouped = transposed or _argument(equation, "groups") != 1
+    kernel = (("c",) if transposed else ("o",), ("m",) if grouped else ("c",), *space)
+    rows = [(("b",), ("c",), *places), kernel, *((("o",),) for _ in bias)]
     whole = {row[0] for row in (*space, *places, *outs)}
-    whole |= {"c", "o"} if grouped else ({"c"} if bias else set())
-    if grouped:
-        rows[1] = (("o",), ("m",), *space) if not _argument(equation, "transposed") else (
-            ("c",), ("m",), *space)  # fmt: skip
-        whole |= {"m"}
-        sizes = sizes_of([*equation.operands, y], [*rows, result])
-    combined: dict[str, Reduction] = {} if "c" in whole else {"c": "sum"}
-    return _without_units(
-        PartitionRule(tuple(rows), (result,), sizes, combined, whole=frozenset(whole)), equation
-    )
+    whole |= {"c", "o", "m"} if grouped else ({"c"} if bias else set())
+    combined = {} if "c" in whole else {"c": "sum"}
+    result = (("b",), ("o",), *outs)
+    return _without_units(_rule(equation, rows, (result,), combined=combined, whole=whole))
 
 
-def factory(equation: Equation) -> PartitionRule:
-    """A new tensor of known numbers: every rank makes all of it, and takes its part at use."""
-    results = tuple(_dims(value.shape, f"n{i}.") for i, value in enumerate(equation.results))
-    operands = tuple(_dims(value.shape, f"o{i}.") for i, value in enumerate(equation.operands))
-    values = [*equation.results, *equation.operands]
-    sizes = sizes_of(values, [*results, *operands])
-    return PartitionRule(operands, results, sizes, whole=frozenset(sizes))
+def whole(equation: Equation) -> PartitionRule:
+    """An operation that every rank runs on replicated operands, if any, for all of the results.
+
+    Of new tensors of known numbers each rank makes all, and takes its part where it is used.
+    """
+    results = [_dims(value.shape, f"n{i}.") for i, value in enumerate(equation.results)]
+    operands = [_dims(value.shape, f"o{i}.") for i, value in enumerate(equation.operands)]
+    made = _rule(equation, operands, results)
+    return replace(made, whole=frozenset(made.sizes))
 
 
 def _like(equation: Equation) -> PartitionRule:
     """A new tensor of the dtype and device of another, wherever that lies."""
-    made = factory(equation)
+    made = whole(equation)
     read = frozenset(letter for row in made.operands for dim in row for letter in dim)
     return replace(made, inside=read, whole=made.whole - read, run=shards.fresh)
-
-
-def whole(equation: Equation) -> PartitionRule:
-    """An operation that every rank runs on replicated operands."""
-    return factory(equation)
 
 
 def _linear_whole(equation: Equation) -> PartitionRule:
@@ -947,8 +893,8 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         "masked_fill": lambda e: pointwise(*([(0,)] if e.args[2] == 0 else []))(e),
         **_rows("zero zeros_like ones_like full_like empty_like", pointwise()),
         **_rows("check_ids", pointwise()),
-        **_rows("arange full zeros ones scalar_tensor empty eye linspace", factory),
-        **_rows("tril_indices triu_indices", factory),
+        **_rows("arange full zeros ones scalar_tensor empty eye linspace", whole),
+        **_rows("tril_indices triu_indices", whole),
         **_rows("new_zeros new_ones new_full new_empty", _like),
         "sum": reduction("sum", linear=True),
         "mean": reduction("sum", linear=True, run=shards.mean),

@@ -8,6 +8,7 @@ are simulated, differentiated and traced like everything else in a per-rank prog
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -194,18 +195,32 @@ def cut_parts(site: EquationSite, x, *args, **kwargs):
 
 
 def _dims(site: EquationSite) -> list[int]:
-    given = name_arguments(site.equation.op, site.equation.args, site.equation.kwargs).get("dim")
-    count = len(site.equation.operands[0].shape)
+    """The dims that an operation is along: those it is given, or normalises, or all."""
+    named = name_arguments(site.equation.op, site.equation.args, site.equation.kwargs)
+    given, count = named.get("dim"), len(site.equation.operands[0].shape)
+    if "normalized_shape" in named:
+        return list(range(count - len(named["normalized_shape"]), count))
     if given is None or given == []:
         return list(range(count))
     return [dim % max(count, 1) for dim in (given if isinstance(given, (list, tuple)) else [given])]
 
 
-def mean(site: EquationSite, x, *args, **kwargs):
+def _along_split(run: Callable) -> RunShard:
+    """`run`, also given the dims and the axes that split them; the operation where none does."""
+
+    @functools.wraps(run)
+    def on_shard(site: EquationSite, x, *args, **kwargs):
+        dims = _dims(site)
+        axes = [name for dim in dims for name in site.split(0, dim)]
+        return run(site, x, dims, axes, *args, **kwargs) if axes else site.op(x, *args, **kwargs)
+
+    return on_shard
+
+
+@_along_split
+def mean(site: EquationSite, x, dims, axes, *args, **kwargs):
     """This rank's part of the mean: its sum, divided by the global count."""
-    dims, shape = _dims(site), site.equation.operands[0].shape
-    if not any(site.split(0, dim) for dim in dims):
-        return site.op(x, *args, **kwargs)
+    shape = site.equation.operands[0].shape
     count = math.prod(shape[dim] for dim in dims)
     (result,) = site.equation.results
     keep = len(result.shape) == len(shape)
@@ -218,49 +233,40 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def softmax(site: EquationSite, x, dim, half_to_float=False):
+@_along_split
+def softmax(site: EquationSite, x, dims, axes, dim, half_to_float=False):
     """Softmax along a dim that may be split: two reductions of one number per row."""
-    axes = site.split(0, dim)
-    if not axes:
-        return site.op(x, dim, half_to_float)
     x = x.float() if half_to_float else x
-    e = (x - _largest(x, dim, axes)).exp()
-    return e / _total(e.sum(dim, keepdim=True), axes)
+    e = (x - _largest(x, dims, axes)).exp()
+    return e / _total(e.sum(dims, keepdim=True), axes)
 
 
-def safe_softmax(site: EquationSite, x, dim, dtype=None):
+@_along_split
+def safe_softmax(site: EquationSite, x, dims, axes, dim, dtype=None):
     """`softmax`, with zeros where all of the dim is minus infinity."""
-    axes = site.split(0, dim)
-    if not axes:
-        return site.op(x, dim, dtype)
     x = x if dtype is None else x.to(dtype)
-    e = (x - _largest(x, dim, axes)).exp()
-    total = _total(e.sum(dim, keepdim=True), axes)
+    e = (x - _largest(x, dims, axes)).exp()
+    total = _total(e.sum(dims, keepdim=True), axes)
     return e / torch.where(total == 0, 1, total)
 
 
-def log_softmax(site: EquationSite, x, dim, half_to_float=False):
+@_along_split
+def log_softmax(site: EquationSite, x, dims, axes, dim, half_to_float=False):
     """The logarithm of `softmax`."""
-    axes = site.split(0, dim)
-    if not axes:
-        return site.op(x, dim, half_to_float)
     x = x.float() if half_to_float else x
-    x = x - _largest(x, dim, axes)
-    return x - _total(x.exp().sum(dim, keepdim=True), axes).log()
+    x = x - _largest(x, dims, axes)
+    return x - _total(x.exp().sum(dims, keepdim=True), axes).log()
 
 
-def _largest(x: torch.Tensor, dim, axes: Sequence[str]) -> torch.Tensor:
+def _largest(x: torch.Tensor, dims: Sequence[int], axes: Sequence[str]) -> torch.Tensor:
     """The maximum over dims and ranks, with no derivative; 0 where it is infinite."""
-    most = lax.pmax(lax.stop_gradient(x).amax(dim, keepdim=True), axes)
+    most = lax.pmax(lax.stop_gradient(x).amax(dims, keepdim=True), axes)
     return torch.where(most.abs() == math.inf, torch.zeros_like(most), most)
 
 
-def extremum(site: EquationSite, x, *args, **kwargs):
+@_along_split
+def extremum(site: EquationSite, x, dims, axes, *args, **kwargs):
     """The largest, or for amin the smallest, over dims that may be split."""
-    dims = _dims(site)
-    axes = [name for dim in dims for name in site.split(0, dim)]
-    if not axes:
-        return site.op(x, *args, **kwargs)
     largest = site.equation.name == "amax"
     return _extremum(x, dims, axes, site.equal, largest).reshape(site.shapes[0])
 
@@ -284,24 +290,18 @@ def _extremum(x: torch.Tensor, dims, axes: Sequence[str], equal, largest: bool) 
     return _Overwritten.apply(mean, found)  # of which the numbers are exact
 
 
-def logsumexp(site: EquationSite, x, *args, **kwargs):
+@_along_split
+def logsumexp(site: EquationSite, x, dims, axes, *args, **kwargs):
     """log sum exp over dims that may be split."""
-    dims = _dims(site)
-    axes = [name for dim in dims for name in site.split(0, dim)]
-    if not axes:
-        return site.op(x, *args, **kwargs)
     most = _largest(x, dims, axes)
     total = _total((x - most).exp().sum(dims, keepdim=True), axes, site.equal)
     out = total.log() + most
     return out.reshape(site.shapes[0])
 
 
-def norm(site: EquationSite, x, ord=2, *args, **kwargs):  # noqa: A002
+@_along_split
+def norm(site: EquationSite, x, dims, axes, ord=2, *args, **kwargs):  # noqa: A002
     """The vector norm over dims that may be split."""
-    dims = _dims(site)
-    axes = [name for dim in dims for name in site.split(0, dim)]
-    if not axes:
-        return site.op(x, ord, *args, **kwargs)
     x = x.to(kwargs.get("dtype") or x.dtype).abs()
     if ord in (math.inf, -math.inf):
         return _extremum(x, dims, axes, site.equal, largest=ord > 0).reshape(site.shapes[0])
@@ -313,12 +313,9 @@ def norm(site: EquationSite, x, ord=2, *args, **kwargs):  # noqa: A002
     return torch.where(some, root, 0).reshape(site.shapes[0])
 
 
-def layer_norm(site: EquationSite, x, normalized_shape, weight, bias, eps):
+@_along_split
+def layer_norm(site: EquationSite, x, dims, axes, normalized_shape, weight, bias, eps):
     """Layer normalisation of dims that may be split: the mean, then the variance, are summed."""
-    dims = list(range(-len(normalized_shape), 0))
-    axes = [name for dim in dims for name in site.split(0, dim)]
-    if not axes:
-        return site.op(x, normalized_shape, weight, bias, eps)
     count = math.prod(normalized_shape)
     mean = _total(x.sum(dims, keepdim=True), axes) / count
     variance = _total((x - mean).square().sum(dims, keepdim=True), axes) / count
@@ -328,12 +325,9 @@ def layer_norm(site: EquationSite, x, normalized_shape, weight, bias, eps):
     return (y if bias is None else y + bias), mean, scale
 
 
-def rms_norm(site: EquationSite, x, normalized_shape, weight=None, eps=None):
+@_along_split
+def rms_norm(site: EquationSite, x, dims, axes, normalized_shape, weight=None, eps=None):
     """Root-mean-square normalisation of dims that may be split."""
-    dims = list(range(-len(normalized_shape), 0))
-    axes = [name for dim in dims for name in site.split(0, dim)]
-    if not axes:
-        return site.op(x, normalized_shape, weight, eps)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     total = _total(x.square().sum(dims, keepdim=True), axes)
     scale = (total / math.prod(normalized_shape) + eps).rsqrt()
@@ -344,6 +338,17 @@ def _mask_rows(values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
     return torch.where(here, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
+def _look_up(site: EquationSite, letter: str, ids, read: Callable, *, after: int = 0):
+    """``read(ids)`` of this rank's part of a letter; zeros where an id is in another rank's.
+
+    Args:
+        letter: that `ids` are places in.
+        after: the dims of results after those of `ids`.
+    """
+    local, here = site.local(ids, letter)
+    return _mask_rows(read(torch.where(here, local, 0)), here.reshape(*here.shape, *(1,) * after))
+
+
 def embedding(site: EquationSite, weight, ids, padding_idx=-1, *args, **kwargs):
     """Rows of a table; zeros for those that are in another rank's part of it.
 
@@ -352,8 +357,7 @@ def embedding(site: EquationSite, weight, ids, padding_idx=-1, *args, **kwargs):
     letters = site.operands[0][0]
     if not site.names(letters):
         return site.op(weight, ids, padding_idx, *args, **kwargs)
-    local, here = site.local(ids, letters[0])
-    rows = _mask_rows(F.embedding(torch.where(here, local, 0), weight), here.unsqueeze(-1))
+    rows = _look_up(site, letters[0], ids, lambda here: F.embedding(here, weight), after=1)
     if padding_idx < 0:
         return rows
     return torch.where((ids == padding_idx).unsqueeze(-1), lax.stop_gradient(rows), rows)
@@ -370,8 +374,7 @@ def gather(site: EquationSite, x, dim, index, **kwargs):
     letters: list[str] = [*labels[dim]] if labels else []
     if not site.names(letters):
         return torch.gather(x, dim, index)
-    local, here = site.local(index, letters[0])
-    return _mask_rows(torch.gather(x, dim, torch.where(here, local, 0)), here)
+    return _look_up(site, letters[0], index, lambda here: torch.gather(x, dim, here))
 
 
 def index(site: EquationSite, x, *args: Any, **kwargs):
@@ -383,10 +386,9 @@ def index(site: EquationSite, x, *args: Any, **kwargs):
     letters = site.operands[0][dim]
     if not site.names(letters):
         return site.op(x, *args, **kwargs)
-    size = site.sizes[letters[0]]
-    local, here = site.local(torch.where(ids < 0, ids + size, ids), letters[0])
-    rows = x[(*(slice(None),) * dim, torch.where(here, local, 0))]
-    return _mask_rows(rows, here.reshape(*here.shape, *(1,) * (x.dim() - 1 - dim)))
+    ids = torch.where(ids < 0, ids + site.sizes[letters[0]], ids)
+    before, after = (slice(None),) * dim, x.dim() - 1 - dim
+    return _look_up(site, letters[0], ids, lambda here: x[(*before, here)], after=after)
 
 
 def mask_put(site: EquationSite, x, indices, values, accumulate=False):
@@ -454,9 +456,7 @@ def nll_loss(site: EquationSite, x, target, weight, reduction, ignore_index, lse
     ids = torch.where(counts, target, 0).unsqueeze(-1)
     letters = labels[-1]
     if site.names(letters):
-        local, here = site.local(ids, letters[0])
-        ids, counts_here = torch.where(here, local, 0), here
-        picked = _mask_rows(x.gather(-1, ids), counts_here)
+        picked = _look_up(site, letters[0], ids, lambda here: x.gather(-1, here))
         picked = _total(picked, site.names(letters), site.equal)
         picked = (picked if lse is None else picked - lse).squeeze(-1)
     else:

@@ -134,7 +134,7 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         lambda c: _axis(c, "cp") > 1, "cp in the mesh, which splits sequences", "add cp=N"
     ),
     "gpt.moe.dispatch": Need(
-        lambda c: any(_axis(c, axis) > 1 for axis in c.parallelism.experts),
+        lambda c: any(_axis(c, axis) > 1 for axis in c.parallelism.expert_axis_names),
         "experts that ranks divide",
         "add ep=N to the mesh",
     ),
@@ -407,7 +407,7 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
     if config.data.seq % parts:
         fix = f"set it to {-(-config.data.seq // parts) * parts}"
         yield Problem("seq", str(config.data.seq), f"a multiple of {parts}: {why}", fix)
-    if "tp" in ranks.experts and mesh["tp"] > 1 and not ranks.sequence_parallel:
+    if "tp" in ranks.expert_axis_names and mesh["tp"] > 1 and not ranks.sequence_parallel:
         wanted = "tokens that tp splits, where experts are divided over it"
         fix = "add --sequence-parallel, or leave tp out of it"
         yield Problem("expert_axes", repr(ranks.expert_axes), wanted, fix)

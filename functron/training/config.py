@@ -117,7 +117,7 @@ class ParallelismConfig:
     gather: Literal["use", "keep", "step"] = setting("use", "step")
 
     @property
-    def experts(self) -> tuple[str, ...]:
+    def expert_axis_names(self) -> tuple[str, ...]:
         """`expert_axes`, one by one."""
         return tuple(filter(None, (axis.strip() for axis in self.expert_axes.split(","))))
 

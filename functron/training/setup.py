@@ -163,7 +163,7 @@ class RunSetup:
             ValueError: the model cannot run on the mesh.
         """
         axes = ("dp", "fsdp") if self.config.parallelism.zero == 3 else ("fsdp",)
-        settings = {"experts": self.config.parallelism.experts}
+        settings = {"expert_axes": self.config.parallelism.expert_axis_names}
         chosen = {name: settings[name] for name in settings if name in self.family.rules_settings}
         return self.family.rules(self.model, self.mesh, fsdp=axes, **chosen)
 
@@ -194,7 +194,7 @@ class RunSetup:
             "context": gpt.Context(
                 config.parallelism.context, "zigzag" if config.parallelism.zigzag else "contiguous"
             ),
-            "experts": config.parallelism.experts,
+            "expert_axes": config.parallelism.expert_axis_names,
             "kernels": use(config.compute.kernels),
             "loss_chunk_tokens": config.compute.loss_chunk_tokens,
             "products": nn.PRODUCTS,

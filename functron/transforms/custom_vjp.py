@@ -23,8 +23,8 @@ from functron.core.errors import public
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
-from functron.transforms.gradient import rule_vjp
-from functron.transforms.remat import CallSite, fresh, map_level, partial_of, will_be_differentiated
+from functron.transforms.gradient import replace_at
+from functron.transforms.remat import CallSite, fresh, map_level, pull_back, will_be_differentiated
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -131,14 +131,12 @@ class _Rule:
         pools = {"operand": operands, "made": made}
         kept = [pools[pool][at] if pool in pools else at for pool, at in self._recipe]
         residuals = tree.unflatten(self._kept_structure, kept)
-        given: list[Any] = [None] * self.num_outputs
-        for i, cotangent in zip(self.floats, cotangents, strict=True):
-            given[i] = cotangent
+        given = replace_at([None] * self.num_outputs, self.floats, cotangents)
         with self.site.entered(operands, check=False) as (functions, args):
             grads = functions()[1](residuals, tree.unflatten(self.out_structure, given))
         leaves = leaves_like(args, grads)
         first = self.site.first_argument
-        flat = [leaves[self.site.positions[i - first]] for i in self.moving]
+        flat = [leaves[self.site.arguments.positions[i - first]] for i in self.moving]
         return tuple(
             torch.zeros_like(operands[i]) if grad is None else grad
             for i, grad in zip(self.moving, flat, strict=True)
@@ -263,10 +261,7 @@ class _CustomVjp(Function):
         ]
         pull = _Pull.of(level, count, len(made))
         moved: Any = _Backward.apply(pull, *operands, *made, *given)
-        grads: list[Any] = [None] * count
-        for i, grad in zip(level.rule.moving, moved, strict=True):
-            grads[i] = grad
-        return None, *grads
+        return None, *replace_at([None] * count, level.rule.moving, moved)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -353,12 +348,8 @@ class _Backward(Function):
         needed = pull.without_made(ctx.needs_input_grad[1:])
         moving = [i for i, wanted in enumerate(needed) if wanted]
         with in_phase("recompute"):
-            partial = partial_of(pull.again, values, moving)
-            _, pullback = rule_vjp(partial, *(values[i] for i in moving))
-        grads: list[Any] = [None] * len(values)
-        for i, grad in zip(moving, pullback(cotangents), strict=True):
-            grads[i] = grad
-        count = pull.num_operands
+            _, pullback = pull_back(pull.again, values, moving)
+        grads, count = pullback(cotangents), pull.num_operands
         return None, *grads[:count], *[None] * pull.num_made, *grads[count:]
 
     @staticmethod

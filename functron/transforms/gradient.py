@@ -8,8 +8,9 @@ and `torch.func.vjp` otherwise, and keep the graph only where something outside 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,16 +81,15 @@ def value_and_grad(
         leaves, structure = tree.flatten(chosen)
         refuse_orphans("value_and_grad", leaves)
         _check_leaves(tree.paths(chosen), leaves)
-        split = _Split()
+        outside = None  # the auxiliary values without their tensors
 
         def scalar(*flat):
-            new = list(args)
-            for position, value in zip(positions, tree.unflatten(structure, flat), strict=True):
-                new[position] = value
-            out = f(*new, **kwargs)
+            nonlocal outside
+            out = f(*replace_at(args, positions, tree.unflatten(structure, flat)), **kwargs)
             value, aux = out if has_aux else (out, None)
             check_loss(value, axes)
-            return value, split.tensors(aux)
+            tensors, outside = _split_output(aux)
+            return value, tensors
 
         value, aux, pullback = _pullback(
             scalar, leaves, is_differentiated_outside(f, (args, kwargs))
@@ -97,7 +97,8 @@ def value_and_grad(
         seed = loss_seed(value, axes)
         grads = tree.unflatten(structure, [share(leaf) for leaf in pullback(seed)])
         grads = grads[0] if isinstance(argnums, int) else grads
-        return ((value, split.join(aux)) if has_aux else value), grads
+        assert outside is not None
+        return ((value, outside.fill(aux)) if has_aux else value), grads
 
     return wrapped
 
@@ -149,32 +150,27 @@ def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     """`vjp` as a part of a derivative: its cotangents are not yet the shares of a gradient."""
     leaves, structure = tree.flatten(primals)
     moving = [i for i, leaf in enumerate(leaves) if tree.is_float(leaf)]
-    split = _Split()
+    outside, is_float = TensorSlots(structure, [], []), []
 
     def flat(*values):
-        full = list(leaves)
-        for i, value in zip(moving, values, strict=True):
-            full[i] = value
-        outputs = split.tensors(f(*tree.unflatten(structure, full)))
+        nonlocal outside
+        made = f(*tree.unflatten(structure, replace_at(leaves, moving, values)))
+        outputs, outside = _split_output(made)
+        is_float[:] = map(tree.is_float, outputs)
         floats = tuple(value for value in outputs if tree.is_float(value))
         return floats, [value for value in outputs if not tree.is_float(value)]
 
     outer = is_differentiated_outside(f, primals)
     floats, others, pull = _pullback(flat, [leaves[i] for i in moving], outer)
-    pool = (iter(floats), iter(others))
-    outputs = [next(pool[0] if is_float else pool[1]) for is_float in split.is_float]
+    pool = (iter(others), iter(floats))
+    outputs = [next(pool[moves]) for moves in is_float]
 
     @public
     def pullback(cotangent: tree.Tree) -> tuple:
-        given = split.tensors_of(cotangent)
-        pairs = zip(given, split.is_float, strict=True)
-        moved = pull(tuple(value for value, is_float in pairs if is_float))
-        full: list[Any] = [None] * len(leaves)
-        for i, value in zip(moving, moved, strict=True):
-            full[i] = value
-        return tree.unflatten(structure, full)
+        moved = pull(tuple(itertools.compress(outside.select(cotangent), is_float)))
+        return tree.unflatten(structure, replace_at([None] * len(leaves), moving, moved))
 
-    return split.join(outputs), pullback
+    return outside.fill(outputs), pullback
 
 
 @public
@@ -307,28 +303,48 @@ def share(leaf: torch.Tensor) -> torch.Tensor:
     return leaf if scope().shares is None else as_share(leaf)  # in a trace, what varies is one
 
 
-class _Split:
-    """A tree taken apart into its tensors, which transforms track, and the rest."""
+def replace_at(values: Sequence, positions: Sequence[int], new: Iterable) -> list:
+    """`values` with `new` ones at these positions."""
+    found = list(values)
+    for position, value in zip(positions, new, strict=True):
+        found[position] = value
+    return found
 
-    def tensors(self, value: tree.Tree) -> list[torch.Tensor]:
-        refuse_holders("cannot see into what a differentiated function returns", "output", value)
-        leaves, self.structure = tree.flatten(value)
-        self.rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.positions = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        found = [leaves[i] for i in self.positions]
-        self.is_float = [tree.is_float(leaf) for leaf in found]
-        return found
 
-    def tensors_of(self, other: tree.Tree) -> list:
-        """The leaves of `other`, of the same structure, where the first had tensors."""
+class TensorSlots(NamedTuple):
+    """A tree without its tensors, which transforms track: they hold them apart.
+
+    Attributes:
+        structure: of the tree.
+        leaves: None in place of tensors.
+        positions: the leaves that were tensors.
+    """
+
+    structure: tree.Structure
+    leaves: list
+    positions: list[int]
+
+    def fill(self, tensors: Iterable[torch.Tensor]) -> tree.Tree:
+        """The tree with these tensors."""
+        return tree.unflatten(self.structure, replace_at(self.leaves, self.positions, tensors))
+
+    def select(self, other: tree.Tree) -> list:
+        """The leaves that a tree of the same structure has in place of the tensors."""
         flat = self.structure.flatten_up_to(other)
         return [flat[i] for i in self.positions]
 
-    def join(self, tensors: Iterable[torch.Tensor]) -> tree.Tree:
-        full = list(self.rest)
-        for i, tensor in zip(self.positions, tensors, strict=True):
-            full[i] = tensor
-        return tree.unflatten(self.structure, full)
+
+def split_tensors(value: tree.Tree) -> tuple[list[torch.Tensor], TensorSlots]:
+    """The tensors of a tree, and the tree without them."""
+    leaves, structure = tree.flatten(value)
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    rest = replace_at(leaves, positions, [None] * len(positions))
+    return [leaves[i] for i in positions], TensorSlots(structure, rest, positions)
+
+
+def _split_output(value: tree.Tree) -> tuple[list[torch.Tensor], TensorSlots]:
+    refuse_holders("cannot see into what a differentiated function returns", "output", value)
+    return split_tensors(value)
 
 
 def _check_leaves(paths: list[str], leaves: list) -> None:
@@ -356,27 +372,20 @@ def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:
             f"grad: the function returned {got}; wanted a floating-point scalar (with aux outputs, "
             "pass has_aux=True)"
         )
+    if not scope().check:
+        return
     _require_replicated(value, axes)
-    found = varying_axes(value) if scope().check else ()
-    varying = tuple(name for name in found if axes is None or name in axes)
-    own = (
-        []
-        if axes is None or not scope().check
-        else [
-            name
-            for name, axis in scope().axes.items()
-            if isinstance(axis, SimulatedAxis) and name not in axes and not axis.varies(value)
-        ]
-    )
-    if own:
+    varying, chosen = varying_axes(value), scope().axes if axes is None else axes
+    simulated = [x.name for x in scope().axes.values() if isinstance(x, SimulatedAxis)]
+    if own := [x for x in simulated if x not in chosen and x not in varying]:
         names = ", ".join(map(repr, own))
         raise ValueError(
             f"grad at {user_line()}: got a loss that is the same along {names}; wanted each rank's "
             f"own there, since axes={tuple(axes or ())}; fix: do not reduce the loss over {names}, "
             f"or add {names} to axes"
         )
-    if varying:
-        names = ", ".join(map(repr, varying))
+    if together := [x for x in varying if x in chosen]:
+        names = ", ".join(map(repr, together))
         raise ValueError(
             f"grad at {user_line()}: got a loss that varies over {names}; wanted one replicated "
             f"over the mesh; fix: {LOSS_FIX}"
@@ -386,7 +395,7 @@ def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:
 def _require_replicated(value: torch.Tensor, axes: Sequence[str] | None) -> None:
     """Leave the condition in a program that is being traced, for its own check."""
     for _, axis in _choose_axes(axes):
-        if isinstance(axis, TracedAxis) and scope().check:
+        if isinstance(axis, TracedAxis):
             with compat.no_transforms(), torch.no_grad():  # a statement, of all samples of a vmap
                 axis.mark(compat.plain(value), "require_replicated")
 

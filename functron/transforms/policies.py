@@ -167,31 +167,34 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         raise ValueError(f"checkpoint_name: got {name!r}; wanted a name that is not empty")
     if not compat.dispatch_modes_active():
         return x  # remat and tracing are modes: no one is looking
-    out: Any = _CheckpointName.apply(x, name)
+    out: Any = Annotate.apply(CHECKPOINT_NAME, x, name)
     return out
 
 
-class _CheckpointName(Function):
-    """The identity, down to the plain tensor under all transforms."""
+class Annotate(Function):
+    """y = op(x, *rest) has the numbers of x; its cotangent and tangent are those of x.
+
+    The operation runs on plain tensors, below all transforms.
+    """
 
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(x, name):
-        return CHECKPOINT_NAME(x, name)
+    def forward(op, x, *rest):
+        return op(x, *rest)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.num_rest = len(inputs) - 2
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
-        return cotangents[0], None
+        return None, cotangents[0], *[None] * ctx.num_rest
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
-        return tangents[0].view_as(tangents[0])
+        return tangents[1].view_as(tangents[1])
 
     @staticmethod
-    def vmap(info, in_dims, x, name):
-        return _CheckpointName.apply(x, name), in_dims[0]
+    def vmap(info, in_dims, op, x, *rest):
+        return Annotate.apply(op, x, *rest), in_dims[1]

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,11 +41,11 @@ from functron.core import compat, tree
 from functron.core.closure import hoist, refuse_holders
 from functron.core.compat import Function
 from functron.core.errors import nearest, public
-from functron.core.scopes import in_phase, named_scope, scope_names
+from functron.core.scopes import in_phase, in_scopes, scope_names
 from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
-from functron.transforms.gradient import rule_vjp
-from functron.transforms.policies import CHECKPOINT_NAME, DOTS, RematPolicy, nothing
+from functron.transforms.gradient import replace_at, rule_vjp, split_tensors
+from functron.transforms.policies import CHECKPOINT_NAME, DOTS, Annotate, RematPolicy, nothing
 
 
 class CallSite:
@@ -53,31 +55,25 @@ class CallSite:
         operands: tensors: a token per simulated axis, what the function closes over, and the
             tensors among its arguments.
         num_tokens: how many of them are tokens.
-        positions: which leaves of the arguments are tensors; these are the last operands.
+        first_argument: the operand at which the tensors among its arguments begin.
+        arguments: these without their tensors.
     """
 
     def __init__(self, function: Callable, arguments: tree.Tree):
         hidden, self._close = hoist(function)
-        self._leaves, self._structure = tree.flatten(arguments)
+        tensors, self.arguments = split_tensors(arguments)
         self._scope, self._names = scope(), scope_names()
         self._simulated = [x for x in self._scope.axes.values() if isinstance(x, SimulatedAxis)]
         if self._scope.shares is not None:
             self._simulated.append(self._scope.shares)
-        leaves = enumerate(self._leaves)
-        self.positions = [i for i, leaf in leaves if isinstance(leaf, torch.Tensor)]
         tokens = [axis.token for axis in self._simulated]
-        self.num_tokens, self._num_hidden = len(tokens), len(hidden)
-        self.operands = [*tokens, *hidden, *(self._leaves[i] for i in self.positions)]
+        self.num_tokens, self.first_argument = len(tokens), len(tokens) + len(hidden)
+        self.operands = [*tokens, *hidden, *tensors]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The operands that are no tokens."""
         return self.operands[self.num_tokens :]
-
-    @property
-    def first_argument(self) -> int:
-        """The operand at which the arguments begin."""
-        return self.num_tokens + self._num_hidden
 
     @contextlib.contextmanager
     def entered(
@@ -94,32 +90,19 @@ class CallSite:
         ]
         shares = bound.pop() if self._scope.shares is not None else None
         axes = {axis.name: axis for axis in bound}
-        leaves = list(self._leaves)
-        for i, value in zip(self.positions, operands[self.first_argument :], strict=True):
-            leaves[i] = value
         function = self._close(list(operands[self.num_tokens : self.first_argument]))
-        arguments = tree.unflatten(self._structure, leaves)
+        arguments = self.arguments.fill(operands[self.first_argument :])
         inside = replace(
             self._scope,
             axes={**self._scope.axes, **axes},
             check=check and self._scope.check,
             shares=shares,
         )
-        with enter(inside), _in_named_scopes(self._names):
+        # those named scopes too that backward, which runs elsewhere, is not in
+        here = scope_names()
+        same = len([*itertools.takewhile(bool, map(operator.eq, here, self._names))])
+        with enter(inside), in_scopes((*here, *self._names[same:])):
             yield function, arguments
-
-
-@contextlib.contextmanager
-def _in_named_scopes(names: tuple[str, ...]) -> Iterator[None]:
-    """Put those named scopes in force that backward, which runs elsewhere, is not in."""
-    here = scope_names()
-    same = 0
-    while same < min(len(here), len(names)) and here[same] == names[same]:
-        same += 1
-    with contextlib.ExitStack() as stack:
-        for name in names[same:]:
-            stack.enter_context(named_scope(name))
-        yield
 
 
 def will_be_differentiated(tensors: Sequence[torch.Tensor]) -> bool:
@@ -128,16 +111,13 @@ def will_be_differentiated(tensors: Sequence[torch.Tensor]) -> bool:
     return taped or compat.differentiating()
 
 
-def partial_of(f: Callable, operands: Sequence, moving: Sequence[int]) -> Callable:
-    """`f`, a function of a sequence, as a function of the operands at these positions."""
-
-    def partial(*values):
-        full = list(operands)
-        for i, value in zip(moving, values, strict=True):
-            full[i] = value
-        return f(full)
-
-    return partial
+def pull_back(
+    f: Callable, operands: Sequence, moving: Sequence[int]
+) -> tuple[tree.Tree, Callable[[tree.Tree], list]]:
+    """``f(operands)``, and its pullback to those at the positions `moving`; None for the others."""
+    chosen = [operands[i] for i in moving]
+    out, pullback = rule_vjp(lambda *values: f(replace_at(operands, moving, values)), *chosen)
+    return out, lambda cotangent: replace_at([None] * len(operands), moving, pullback(cotangent))
 
 
 def map_level(
@@ -185,35 +165,13 @@ torch.library.register_vmap(
 )
 
 
+_barrier = torch.ops.functron.barrier.default
+
+
 def tie(x: torch.Tensor, dep: torch.Tensor) -> torch.Tensor:
     """`x`, available only after `dep`; works under torch.func transforms."""
-    out: Any = _Barrier.apply(x, dep)
+    out: Any = Annotate.apply(_barrier, x, dep)
     return out
-
-
-def tie_plain(x: torch.Tensor, dep: torch.Tensor) -> torch.Tensor:
-    """`tie` for plain tensors, from inside a dispatch mode."""
-    return torch.ops.functron.barrier(x, dep)
-
-
-class _Barrier(Function):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x, dep):
-        return torch.ops.functron.barrier(x, dep)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *cotangents) -> Any:
-        return cotangents[0], None
-
-    @staticmethod
-    def vmap(info, in_dims, x, dep):
-        return _Barrier.apply(x, dep), in_dims[0]
 
 
 class ReachMode(TorchDispatchMode):
@@ -379,7 +337,7 @@ class Kept:
             leaves = [_move(x, self.home) for x in leaves]
         elif active() is not None:
             # what is computed from a kept value must not be merged with what forward computed
-            leaves = [tie_plain(x, after) if isinstance(x, torch.Tensor) else x for x in leaves]
+            leaves = [_barrier(x, after) if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
@@ -617,10 +575,9 @@ class _Program:
 
 def _under_grad(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
     floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
-    partial = partial_of(f, operands, floats)
 
     def split(*values):
-        outputs = partial(*values)
+        outputs = f(replace_at(operands, floats, values))
         return [x for x in outputs if x.is_floating_point()], outputs  # vjp refuses integers
 
     made: Any = torch.func.vjp(split, *(operands[i] for i in floats), has_aux=True)
@@ -659,16 +616,12 @@ class _Remat(Function):
                     operands[position] = tie(operands[position], after)
             moving = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
             with program.memory.recalling(after):
-                partial = partial_of(program.f, operands, moving)
-                outputs, pullback = rule_vjp(partial, *(operands[i] for i in moving))
+                outputs, pullback = pull_back(program.f, operands, moving)
         given = tuple(
             torch.zeros_like(out) if value is None else value
             for out, value in zip(outputs, cotangents, strict=True)
         )
-        grads: list[Any] = [None] * len(operands)
-        for i, grad in zip(moving, pullback(given), strict=True):
-            grads[i] = grad
-        return None, *grads
+        return None, *pullback(given)
 
     @staticmethod
     def jvp(ctx, *tangents):

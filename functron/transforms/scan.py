@@ -26,6 +26,7 @@ from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, active, keeper, live_equations
 from functron.spmd.axes import user_line
+from functron.transforms.gradient import replace_at
 from functron.transforms.parameter_gather import by_row
 
 
@@ -305,9 +306,7 @@ def _once(grads: list[Any], of: Sequence[torch.Tensor]) -> list[Any]:
     if not torch.is_grad_enabled() or not moving:
         return grads
     marked: Any = _Once.apply(len(moving), *(grads[i] for i in moving), *of)
-    for i, grad in zip(moving, marked, strict=True):
-        grads[i] = grad
-    return grads
+    return replace_at(grads, moving, marked)
 
 
 def _reverse(ctx, given: list[Var]) -> tuple[Scan, list[Var]]:
@@ -506,13 +505,17 @@ def accumulate(
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         recorder = active()
         if recorder is not None and num_microbatches > 1 and not _is_unrolled():
-            one = functools.partial(_one, f, args, kwargs, positions, dtype)
+
+            def one(batch: tuple) -> tree.Tree:
+                value = f(*replace_at(args, positions, batch), **kwargs)
+                return tree.map(lambda leaf: _cast(leaf, dtype), value)
+
             batch = tuple(_stack_microbatches(args[p], num_microbatches, p) for p in positions)
             return _scan_microbatches(recorder, one, batch)
         parts = [microbatches(args[p], num_microbatches, f"argument {p}") for p in positions]
         total = _Total(dtype)
         for batch in zip(*parts, strict=True):
-            total.add(f(*_choose_microbatch(args, positions, batch), **kwargs))
+            total.add(f(*replace_at(args, positions, batch), **kwargs))
         return total.value
 
     return wrapped
@@ -552,19 +555,6 @@ class _Total:
 
 def _is_tracked(*leaves: Any) -> bool:
     return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-
-
-def _choose_microbatch(args: tuple, positions: tuple, batch: tuple) -> list:
-    """`args` with its batch arguments replaced by those of one microbatch."""
-    full = list(args)
-    for position, part in zip(positions, batch, strict=True):
-        full[position] = part
-    return full
-
-
-def _one(f: Callable, args: tuple, kwargs: dict, positions: tuple, dtype, batch: tuple) -> Any:
-    value = f(*_choose_microbatch(args, positions, batch), **kwargs)
-    return tree.map(lambda leaf: _cast(leaf, dtype), value)
 
 
 def _scan_microbatches(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:

@@ -38,7 +38,7 @@ def batch() -> dict:
 
 
 def mean_loss(config, weights, data, stream=gpt.STREAM, experts=("ep",)):
-    total = gpt.loss(config, weights, data, ft.ModelOptions(stream=stream, experts=experts))
+    total = gpt.loss(config, weights, data, ft.ModelOptions(stream=stream, expert_axes=experts))
     return total / gpt.num_targets(data)
 
 
@@ -110,7 +110,7 @@ MESHES = {
 def test_loss_and_gradients_on_a_mesh(case, name):
     model, config, weights = case
     mesh, stream, axes = MESHES[name]
-    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, experts=axes))
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, expert_axes=axes))
 
     def step(weights, data):
         loss = partial(mean_loss, config, stream=stream, experts=axes)

@@ -123,12 +123,12 @@ def dense(config: gpt.GPTConfig):
 
 def sharded(config, mesh, parallel, experts, *, remat="none", context=None, num_microbatches=1):
     """The per-rank gradient program on `mesh`, as a function of global values."""
-    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, experts=experts))
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, expert_axes=experts))
     options = ft.ModelOptions(
         stream=gpt.SEQUENCE_PARALLEL_STREAM if parallel else gpt.STREAM,
         remat=remat,
         gather=ft.Gather(specs),
-        experts=experts,
+        expert_axes=experts,
         context=context or gpt.Context(),
     )
 

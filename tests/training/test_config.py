@@ -278,7 +278,9 @@ def test_experts_and_long_contexts_that_cannot_be():
     assert "moe.num_experts: got 8; wanted a multiple of ep=3 x tp=2" in text
     assert "expert_axes: got 'ep,tp'; wanted tokens that tp splits" in text
     text = problems(configure(mixtral, mesh="dp=2", expert_axes="dp"))
-    assert "experts: got ('dp',); wanted some of ('ep', 'cp', 'ulysses', 'tp'), each once" in text
+    assert (
+        "expert_axes: got ('dp',); wanted some of ('ep', 'cp', 'ulysses', 'tp'), each once" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -689,7 +689,7 @@ def trace_pieces(
     seq: int,
     gather: Literal["step", "use", "keep"] = "step",
     fsdp: tuple[str, ...] = ("fsdp",),
-    experts: tuple[str, ...] = ("ep",),
+    expert_axes: tuple[str, ...] = ("ep",),
     split: bool = False,
     grad_dtype: torch.dtype | None = None,
     ends: TracedPieces | None = None,
@@ -705,7 +705,7 @@ def trace_pieces(
         gather: where parameters that `fsdp` splits are gathered: once per step, before its first
             microbatch; where they are used, again in backward; or there, and kept until then.
         fsdp: the axes that parameters are split over.
-        experts: the axes that experts are divided over.
+        expert_axes: the axes that experts are divided over.
         split: backward as two programs, I and W, for schedules that have these.
         grad_dtype: of the sums of gradients; None: that of the parameters.
         ends: pieces whose embedding and head are taken: those of the same arguments but for what
@@ -715,11 +715,11 @@ def trace_pieces(
         ValueError: the model cannot run on the mesh.
     """
     whole = mesh.without("pp")
-    rules = gpt.rules(config, whole, fsdp=fsdp, experts=experts)
+    rules = gpt.rules(config, whole, fsdp=fsdp, expert_axes=expert_axes)
     specs = param_specs(gpt.defs(config, options), rules)
     made = Gather() if gather == "step" else Gather(specs, regather=gather == "use")
     tracer = _Tracer(
-        config, whole, replace(options, gather=made, experts=experts), rows, seq, rules,
+        config, whole, replace(options, gather=made, expert_axes=expert_axes), rows, seq, rules,
         gather == "step", split, grad_dtype,
     )  # fmt: skip
     layers = {
@@ -774,7 +774,7 @@ class _Tracer:
             for i in range(len(reads))
         ]
         leaves = tree.leaves(weights)
-        divided = [{*spec_axes(s)} & {*options.experts} for s in tree.leaves(specs, is_spec)]
+        divided = [{*spec_axes(s)} & {*options.expert_axes} for s in tree.leaves(specs, is_spec)]
         return TracedPiece(
             part,
             _donate_sums(stage.program),

@@ -967,7 +967,7 @@ def trace_run(made: RunSetup, rows: int) -> TracedPieces:
         seq=config.data.seq,
         gather=config.parallelism.gather if divided else "step",
         fsdp=over,
-        experts=config.parallelism.experts,
+        expert_axes=config.parallelism.expert_axis_names,
         split=split,
         grad_dtype=torch_dtype(config.optimizer.grad_dtype),
     )
