@@ -13,14 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import tyro
 
 from functron.cli.process import mistakes, run_guarded
 from functron.core.chart import table
 from functron.core.errors import local_path
-from functron.core.settings import Needs, always
 from functron.ops import nvrtc
 from functron.ops.nvrtc import CompiledKernel, CompileError, Defines, KernelSource, Resources
 
@@ -42,10 +40,6 @@ class BuildOptions:
     source: tuple[str, ...] = ()
     cache: Path | None = None
     jobs: int = 0
-
-
-BUILD_NEEDS: Needs = MappingProxyType(always("arch", "source", "cache", "jobs"))
-"""The needs of options, for them to have an effect."""
 
 
 @dataclass(frozen=True)

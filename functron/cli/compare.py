@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import tyro
@@ -16,7 +15,7 @@ from functron import apps
 from functron.cli.options import parse
 from functron.cli.process import mistakes
 from functron.core.errors import refuse
-from functron.core.settings import Needs, always, nest_table
+from functron.core.settings import nest_table
 from functron.training.records import compare
 
 
@@ -37,10 +36,6 @@ class CompareOptions:
     json: bool = False
 
 
-COMPARE_NEEDS: Needs = MappingProxyType(always("runs", "svg", "json"))
-"""The needs of options, for them to have an effect."""
-
-
 def _nest(table: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of functron 0.1 in sections; most comparisons have none, and need no torch."""
     return nest_table(table, importlib.import_module("functron.training.config").TrainConfig)
@@ -48,7 +43,7 @@ def _nest(table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the table, and draw the losses."""
-    options = parse(CompareOptions, arguments, "compare", needs=COMPARE_NEEDS)
+    options = parse(CompareOptions, arguments, "compare")
     with mistakes():
         logs = apps.load_plugins("functron.logs").values()
         found = compare(options.runs, nest=_nest, logs=logs)

@@ -25,7 +25,7 @@ from functron.cli.launch import device_type, join, launch, leave, started_proble
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes, outside
 from functron.core.errors import raise_problems, refuse
-from functron.core.settings import Need, Needs, always, never
+from functron.core.settings import Need, Needs, never
 from functron.ops import launch as kernels
 from functron.ops import nvrtc
 from functron.spmd import Mesh
@@ -34,31 +34,29 @@ if TYPE_CHECKING:
     from functron.apps.planner.measurements import Measurement
 
 planner: Any = apps.find("planner")
-"""Measures meshes; None: all else is looked for."""
+"""The planner, which measures meshes; None where it is not installed."""
 
-State = Literal["ok", "missing", "broken"]
-"""``"missing"`` is what not everybody needs; ``"broken"`` what nothing works without, or what is
-there and does not work."""
+CheckState = Literal["ok", "missing", "broken"]
+"""``"missing"``: absent, and not needed by everybody; ``"broken"``: needed and absent, or present
+and not working."""
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Show what this machine and this installation have, and what is missing; or, with --nproc or
-    under torchrun, measure what the ranks of a mesh can do, before a run is begun on them.
+    """Check this machine and installation; or, with --nproc or under torchrun, benchmark a mesh.
 
-    The exit code is 0 unless something that is needed is broken; of a mesh, unless a rank or a
-    group of ranks is slower than the rest.
+    The exit code is 1 if something that is needed is broken, or, for a mesh, if a rank or a group
+    of ranks is slower than the rest.
 
     Attributes:
-        json: print it as JSON: a list of name, state, found and fix; of a mesh, what --out holds.
+        json: print JSON: a list of name, state, found and fix; for a mesh, the contents of --out.
         mesh: axes and sizes, such as dp=2,tp=4, whose ranks and collectives are measured; empty:
-            dp, of all processes.
+            one axis dp of all processes.
         nproc: processes to start, one per rank of the mesh; 0: those of torchrun, or none.
-        device: cpu, cuda, or auto: cuda where there is one.
-        out: the file that rates are written to, with a picture of the collectives beside it
-            (.svg), and the machine that functron plan --hardware takes (.toml); the disk that it is
-            on is measured.
-        largest_bytes: of the messages that are sent; 0: 4 MiB on CPUs, 256 MiB on GPUs.
+        device: cpu, cuda, or auto: cuda if available.
+        out: write the rates to this JSON file, a picture of the collectives beside it (.svg), and
+            the machine for functron plan --hardware (.toml); its disk is measured, too.
+        largest_bytes: size of the largest message; 0: 4 MiB on CPUs, 256 MiB on GPUs.
     """
 
     json: bool = False
@@ -76,50 +74,47 @@ _SEVERAL = "ranks that send messages"
 
 DOCTOR_NEEDS: Needs = MappingProxyType(
     {
-        **always("json", "mesh", "nproc"),
         **dict.fromkeys(("device", "out"), _MEASURED),
         "largest_bytes": Need(
             lambda c: c.nproc != 1 and _MEASURED.holds(c), _SEVERAL, "start several: --nproc N"
         ),
     }
 )
-"""The needs of options, for them to have an effect, where torchrun started no processes to
-measure."""
+"""Conditions under which options have an effect, outside of torchrun."""
 
 
-def _needs(here: Process | None) -> Needs:
-    """Likewise in any process."""
+def _find_needs(here: Process | None) -> Needs:
     if here is None:
         return DOCTOR_NEEDS
-    alone = never(_SEVERAL, "start several", "largest_bytes") if here.world_size == 1 else {}
-    return {**always(*DOCTOR_NEEDS), **alone}
+    return never(_SEVERAL, "start several", "largest_bytes") if here.world_size == 1 else {}
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that was looked for.
+class Check:
+    """The result of one check.
 
     Attributes:
-        name: of it.
-        found: what there is, or why not.
-        state: how that is.
-        fix: what to do about it, where something can be done.
+        name: what was checked.
+        found: what there is, or why there is nothing.
+        state: whether that is all right.
+        fix: how to mend it; empty: nothing to mend.
     """
 
     name: str
     found: str
-    state: State = "ok"
+    state: CheckState = "ok"
     fix: str = ""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the findings, or the rates of a mesh; the exit code is 1 if one is broken, or slow."""
+    """Print the findings, or the rates of a mesh."""
     here = current()
-    options = parse(DoctorOptions, arguments, "doctor", needs=_needs(here))
+    options = parse(DoctorOptions, arguments, "doctor", needs=_find_needs(here))
     if here is not None or options.nproc or options.mesh:
         return _measure(options, arguments, here)
-    found = list(findings())
-    print(_as_json(found) if options.json else _as_text(found))
+    found = list(run_checks())
+    rows = [dataclasses.asdict(one) for one in found]
+    print(json.dumps(rows, indent=2) if options.json else _format_findings(found))
     return int(any(one.state == "broken" for one in found))
 
 
@@ -154,18 +149,14 @@ def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | N
 
 
 def _describe_machine(found: Measurement) -> str:
-    """The file of the machine, or why there is none, as a comment."""
+    """The machine as TOML, or as a comment the reason why there is none."""
     try:
         return found.machine().to_toml()
     except ValueError as error:
         return "".join(f"# {line}\n" for line in str(error).splitlines())
 
 
-def _as_json(found: Sequence[Finding]) -> str:
-    return json.dumps([dataclasses.asdict(one) for one in found], indent=2)
-
-
-def _as_text(found: Sequence[Finding]) -> str:
+def _format_findings(found: Sequence[Check]) -> str:
     width = max(len(one.name) for one in found)
     lines = []
     for one in found:
@@ -175,55 +166,54 @@ def _as_text(found: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def findings() -> Iterator[Finding]:
-    """Everything that was looked for, in the order to show it."""
-    yield Finding("python", f"{platform.python_version()} at {sys.executable}")
-    yield from _packages()
-    yield _machine()
-    yield from _devices()
-    yield from _communication()
-    yield from _compiler()
-    yield _cache()
-    yield from _extras()
+def run_checks() -> Iterator[Check]:
+    """The results of all checks, in the order to show them."""
+    yield Check("python", f"{platform.python_version()} at {sys.executable}")
+    yield from _check_packages()
+    yield _check_machine()
+    yield from _check_devices()
+    yield from _check_communication()
+    yield from _check_compiler()
+    yield _check_cache()
+    yield from _check_extras()
 
 
-def _machine() -> Finding:
+def _check_machine() -> Check:
     there = os.cpu_count()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{usable} of {there} processors, {memory / 2**30:.1f} GiB of memory"
-    return Finding("machine", f"{text}, {platform.system()} {platform.machine()}")
+    return Check("machine", f"{text}, {platform.system()} {platform.machine()}")
 
 
-def _packages() -> Iterator[Finding]:
-    """functron and torch, and those of functron's needs that are not met."""
+def _check_packages() -> Iterator[Check]:
+    """functron and torch, and the requirements that are not met."""
     requirements, _ = declared()
-    yield Finding("functron", f"{_version('functron') or 'not installed'} at {_home()}")
-    yield Finding("torch", f"{torch.__version__} for {_build()}")
+    yield Check("functron", f"{_find_version('functron') or 'not installed'} at {_HOME}")
+    yield Check("torch", f"{torch.__version__} for {_describe_build()}")
     for requirement in requirements:
-        name, wanted = _parts(requirement)
-        version = _version(name)
+        name, wanted = _split_requirement(requirement)
+        version = _find_version(name)
         if version is None or not satisfies(version, wanted):
             got = f"{version}; wanted {wanted}" if version else f"nothing; wanted {name}{wanted}"
-            yield Finding(name, f"got {got}", "broken", f"pip install '{name}{wanted}'")
+            yield Check(name, f"got {got}", "broken", f"pip install '{name}{wanted}'")
 
 
-def _home() -> Path:
-    return Path(__file__).resolve().parent.parent
+_HOME = Path(__file__).resolve().parent.parent
 
 
-def _build() -> str:
+def _describe_build() -> str:
     if torch.version.cuda is not None:
         return f"CUDA {torch.version.cuda}"
     return f"ROCm {torch.version.hip}" if torch.version.hip is not None else "CPUs"
 
 
 def declared() -> tuple[list[str], dict[str, list[str]]]:
-    """The requirements of functron and of each extra, as installed, or as in a checkout."""
+    """The requirements of functron and of each extra, by the installation or the checkout."""
     try:
         given = metadata.requires("functron") or []
     except metadata.PackageNotFoundError:
-        file = _home().parent / "pyproject.toml"
+        file = _HOME.parent / "pyproject.toml"
         project = tomllib.loads(file.read_text())["project"] if file.is_file() else {}
         return project.get("dependencies", []), project.get("optional-dependencies", {})
     extras: dict[str, list[str]] = {}
@@ -234,14 +224,14 @@ def declared() -> tuple[list[str], dict[str, list[str]]]:
     return extras.pop("", []), extras
 
 
-def _parts(requirement: str) -> tuple[str, str]:
+def _split_requirement(requirement: str) -> tuple[str, str]:
     """``"pyright[nodejs]>=1,<2"`` to ``("pyright", ">=1,<2")``."""
     match = re.match(r"([\w.-]+)(?:\[[^\]]*\])?\s*(.*)", requirement)
     assert match is not None, requirement
     return match[1], match[2]
 
 
-def _version(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -249,105 +239,110 @@ def _version(name: str) -> str | None:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version is within such as ``">=2.11,<2.14"``; ``==13.0.*`` is any 13.0."""
-    have = _numbers(version)
+    """Whether a version meets such as ``">=2.11,<2.14"``; ``==13.0.*`` is any 13.0."""
+    have = _parse_version(version)
     for one in filter(None, wanted.split(",")):
         match = re.match(r"\s*(>=|<|==)\s*([\w.*]+)", one)
-        if match is None:  # what functron's own requirements do not use
+        if match is None:  # no form of functron's own requirements
             continue
-        limit = _numbers(match[2])
+        limit = _parse_version(match[2])
         good = {">=": have >= limit, "<": have < limit, "==": have[: len(limit)] == limit}
         if not good[match[1]]:
             return False
     return True
 
 
-def _numbers(version: str) -> list[int]:
+def _parse_version(version: str) -> list[int]:
     leading = re.match(r"\d+(\.\d+)*", version)
     return [int(part) for part in leading[0].split(".")] if leading else []
 
 
-def _devices() -> Iterator[Finding]:
-    driver = _driver()
-    yield Finding("driver", driver or "no NVIDIA driver", "ok" if driver else "missing")
+def _check_devices() -> Iterator[Check]:
+    driver = _find_driver()
+    yield Check("driver", driver or "no NVIDIA driver", "ok" if driver else "missing")
     if not torch.cuda.is_available():
         if driver and torch.version.cuda is None:
             fix = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
-            yield Finding("gpu", "this torch is for CPUs, on a machine with a GPU", "missing", fix)
+            yield Check(
+                "gpu", "this torch is for CPUs, on a machine with a GPU", "missing", fix
+            )
         elif driver:
             fix = (
                 "nvidia-smi shows whether the driver works; CUDA_VISIBLE_DEVICES may hide the GPUs"
             )
-            yield Finding("gpu", "torch finds none, though there is a driver", "broken", fix)
+            yield Check("gpu", "torch finds none, though there is a driver", "broken", fix)
         else:
-            yield Finding("gpu", "none: functron computes on the CPU", "missing")
+            yield Check("gpu", "none: functron computes on the CPU", "missing")
         return
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         device = torch.device("cuda", index)
         text = f"{about.name}, {kernels.arch_of(device)}, {about.total_memory / 2**30:.1f} GiB"
-        yield Finding(f"gpu {index}", f"{text}, {about.multi_processor_count} processors")
+        yield Check(f"gpu {index}", f"{text}, {about.multi_processor_count} processors")
 
 
-def _driver() -> str | None:
-    """The version of NVIDIA's kernel module; None where there is none."""
+def _find_driver() -> str | None:
+    """The version of NVIDIA's kernel module; None: not loaded."""
     file = Path("/proc/driver/nvidia/version")
     text = file.read_text() if file.is_file() else ""
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
     return match[1] if match else None
 
 
-def _communication() -> Iterator[Finding]:
+def _check_communication() -> Iterator[Check]:
     fix = "install a build of torch with torch.distributed"
     if not dist.is_available():
-        yield Finding("distributed", "this torch has no torch.distributed", "broken", fix)
+        yield Check("distributed", "this torch has no torch.distributed", "broken", fix)
         return
     gloo = dist.is_gloo_available()
-    yield Finding("gloo", "in torch" if gloo else "not in this torch", "ok" if gloo else "broken")
+    yield Check(
+        "gloo", "in torch" if gloo else "not in this torch", "ok" if gloo else "broken"
+    )
     if dist.is_nccl_available() and torch.version.cuda is not None:
-        yield Finding("nccl", ".".join(map(str, nccl.version())))
+        yield Check("nccl", ".".join(map(str, nccl.version())))
     else:
         many = torch.cuda.is_available() and torch.cuda.device_count() > 1
-        yield Finding("nccl", "not in this torch", "broken" if many else "missing")
+        yield Check("nccl", "not in this torch", "broken" if many else "missing")
 
 
-def _compiler() -> Iterator[Finding]:
-    """NVRTC, and whether kernels can be used."""
+def _check_compiler() -> Iterator[Check]:
+    """NVRTC, and whether functron's kernels can be used."""
     reason = nvrtc.missing()
     if reason is None:
         archs = ", ".join(f"sm_{number}" for number in nvrtc.supported())
-        yield Finding("nvrtc", f"{nvrtc.version()} at {nvrtc.library_path()}, for {archs}")
+        yield Check("nvrtc", f"{nvrtc.version()} at {nvrtc.library_path()}, for {archs}")
     else:
-        yield Finding("nvrtc", reason.split(";")[0], "missing", nvrtc.INSTALL)
+        yield Check("nvrtc", reason.split(";")[0], "missing", nvrtc.INSTALL)
     if not torch.cuda.is_available():
         can = "; they compile here (python -m functron.cli.build)" if reason is None else ""
-        yield Finding("kernels", f"no GPU to run them on{can}", "missing")
+        yield Check("kernels", f"no GPU to run them on{can}", "missing")
         return
     for index in range(torch.cuda.device_count()):
         why_not = kernels.usable(torch.device("cuda", index))
-        found = why_not or "usable"
-        yield Finding(f"kernels {index}", found, "missing" if why_not else "ok")
+        yield Check(f"kernels {index}", why_not or "usable", "missing" if why_not else "ok")
 
 
-def _cache() -> Finding:
+def _check_cache() -> Check:
     folder = nvrtc.default_folder()
     if folder is None:
-        return Finding("cache", "none: this user has no home, so kernels compile in every process")
+        return Check(
+            "cache", "none: this user has no home, so kernels compile in every process"
+        )
     sizes = [path.stat().st_size for path in folder.glob(f"*{nvrtc.SUFFIX}")]
-    return Finding("cache", f"{folder}: {len(sizes)} cubins, {sum(sizes) / 2**20:.1f} MiB")
+    return Check("cache", f"{folder}: {len(sizes)} cubins, {sum(sizes) / 2**20:.1f} MiB")
 
 
-def _extras() -> Iterator[Finding]:
-    """The extras of the installation; that for developing functron only where it is complete."""
+def _check_extras() -> Iterator[Check]:
+    """The extras of the installation."""
     for extra, requirements in declared()[1].items():
         lacking = [
             name + wanted
-            for name, wanted in map(_parts, requirements)
-            if (version := _version(name)) is None or not satisfies(version, wanted)
+            for name, wanted in map(_split_requirement, requirements)
+            if (version := _find_version(name)) is None or not satisfies(version, wanted)
         ]
         name = f"extra {extra}"
         if not lacking:
-            yield Finding(name, "installed")
+            yield Check(name, "installed")
         else:
             fix = f"pip install 'functron[{extra}]'"
-            yield Finding(name, f"lacks {', '.join(lacking)}", "missing", fix)
+            yield Check(name, f"lacks {', '.join(lacking)}", "missing", fix)

@@ -1,4 +1,4 @@
-"""``functron evaluate | sample``: losses of a trained model on held-out texts, and its own text."""
+"""``functron evaluate | sample``: a trained model's losses on held-out texts, and its own texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.settings import Need, Needs, always
+from functron.core.settings import Need, Needs, number_problems, setting
 from functron.data import Tokenizer
 from functron.data.mapped_files import TextTokenizer, encode_prompt
 from functron.data.token_datasets import Sliding
@@ -48,53 +48,45 @@ from functron.training.evaluation import (
 from functron.training.run import own_part
 from functron.training.setup import make_setup
 
-Program = Callable[[dict, Mesh | BoundMesh, torch.device], str]
+TextProgram = Callable[[dict, Mesh | BoundMesh, torch.device], str]
 """``(params, mesh, device)`` to the text."""
-_ANY_SEQ = 2048  # of models that take sequences of any length
-_LEAST_SEQ = 256  # where memory does not suffice
-_LOSS_CHUNK_TOKENS = 1024  # so that logits take little memory
+_ANY_SEQ = 2048  # default for models without a longest sequence
+_LEAST_SEQ = 256  # the shortest that is tried where memory does not suffice
+_LOSS_CHUNK_TOKENS = 1024  # limits the memory of logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(RunOptions):
-    """Measure how well a trained model predicts texts: loss, perplexity, and bits per byte of text.
+    """Evaluate a trained model on held-out texts: loss, perplexity, and bits per byte.
 
-    Every token of a text but its first counts once, predicted from up to seq tokens before it.
-    Files are texts, as the model's tokenizer gives them; tokens on disk are one text, or each of
-    their documents where the run keeps them apart. Of conversations, only the
-    tokens of the assistant count.
+    Every token of a text but the first is predicted once, from up to seq tokens before it. A file
+    of text is one text; a file of tokens is one text too, or one per document where the run masks
+    documents. In conversations only the assistant's tokens count.
 
     Attributes:
         data: sets by name, such as "wiki=PREFIX1 code=PREFIX2", each read as the run reads its
-            data; empty: those that the run evaluates itself, or the validation part of its split.
-        seq: tokens that the model reads at a time; 0: as many as it can, or 2048 where that is any
-            number, and fewer where memory does not suffice. A BERT or T5 reads as many as its run
-            says, and windows that are not full are left out.
-        stride: tokens between the beginnings of two windows of seq tokens, of which the last
-            stride ones count: fewer give each token more context, and take longer; 0: seq.
-        batches: how many batches of each; 0: all of it, once.
-        batch: windows per batch, over all ranks; 0: as many as have the tokens that the run has on
-            a rank at a time.
+            data; empty: the run's own evaluation sets, or the validation part of its split.
+        seq: tokens that the model reads at a time; 0: its longest sequence (2048 where it has
+            none), or shorter where memory does not suffice. BERT and T5 read samples as long as in
+            the run; incomplete ones are left out.
+        stride: tokens between the starts of two windows of seq tokens; only the last stride tokens
+            of a window count. A small stride gives each more context and takes longer; 0: seq.
+        batches: batches of each set; 0: the whole set once.
+        batch: windows per batch, over all ranks; 0: as many tokens per rank as in the run.
         json: print a JSON object instead of lines.
     """
 
     data: str = ""
-    seq: int = 0
-    stride: int = 0
-    batches: int = 0
-    batch: int = 0
+    seq: int = setting(0, least=0)
+    stride: int = setting(0, least=0)
+    batches: int = setting(0, least=0)
+    batch: int = setting(0, least=0)
     json: bool = False
-
-
-EVALUATE_NEEDS: Needs = MappingProxyType(
-    {**RUN_NEEDS, **always("data", "seq", "stride", "batches", "batch", "json")}
-)
-"""The needs of options, for them to have an effect; `_window_problems` has those of models."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the numbers of every set."""
-    options = parse(EvaluateOptions, arguments, "evaluate", needs=EVALUATE_NEEDS)
+    options = parse(EvaluateOptions, arguments, "evaluate", needs=RUN_NEEDS)
     here = current()
     with mistakes():
         mesh = Mesh.parse(options.mesh)
@@ -106,26 +98,27 @@ def run(arguments: Sequence[str]) -> int:
         return launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
     with mistakes():
         bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
-        config, sets, notes = _sets(config, options, bound, device)
-        score = _scorer(config, bound, device, path)
+        config, sets, notes = _make_sets(config, options, bound, device)
+        score = _make_scorer(config, bound, device, path)
     found = score(sets)
     leave()
     if here is None or here.rank == 0:
         named = {one.name: one for one in sets}
-        found = {name: _with_bytes(found[name], _bytes_of(one)) for name, one in named.items()}
+        found = {name: _add_bits(found[name], one) for name, one in named.items()}
         print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr, flush=True)
-        print(json.dumps(_finite(found)) if options.json else "\n".join(_lines(found)), flush=True)
+        lines = [json.dumps(_nullify(found))] if options.json else _format_scores(found)
+        print("\n".join(lines), flush=True)
     return 0
 
 
 def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
-    """The run, on this mesh and with these sets; seq and global_batch are the run's on a rank.
+    """The run's configuration on this mesh and with these sets; global_batch is the run's per rank.
 
-    It is divided among ranks as is usual, not as the run was: another mesh need not be.
+    Other settings of parallelism have their defaults: those of the run may not fit this mesh.
     """
     config = load(options.run / run_folder.CONFIG, known_only=True)
     ranks = config.parallelism
-    rows = config.data.global_batch // _share(Mesh.parse(ranks.mesh), ranks.microbatches)
+    rows = config.data.global_batch // _count_parts(Mesh.parse(ranks.mesh), ranks.microbatches)
     return configure(
         config,
         parallelism=ParallelismConfig(options.mesh, ranks.nproc, microbatches=mesh["pp"]),
@@ -141,37 +134,38 @@ def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
 
 
 def _slides(config: TrainConfig) -> bool:
-    """Whether windows slide over texts: a model of another objective reads whole samples."""
+    """Whether windows slide over texts; models of other objectives read whole samples."""
     return config.family.objective == "next"
 
 
-def _sets(
+def _make_sets(
     config: TrainConfig,
     options: EvaluateOptions,
     mesh: Mesh | BoundMesh,
     device: torch.device,
 ) -> tuple[TrainConfig, list[HeldOut], list[str]]:
-    """The run with what a batch has, the sets in such batches, and notes for the user.
+    """The configuration with sizes of batches, the sets cut into them, and notes for the user.
 
-    Collective on a bound mesh: rank 0 decides what fits into memory.
+    Collective on a bound mesh: rank 0 chooses sizes that fit into memory.
     """
-    share = _share(mesh, config.parallelism.microbatches)
+    share = _count_parts(mesh, config.parallelism.microbatches)
     if not _slides(config):
         config = configure(config, seq=options.seq or config.data.seq)
         config = configure(config, global_batch=options.batch or config.data.global_batch * share)
-        note = f"in whole samples of {config.data.seq} tokens; what is left of a set is left out"
+        note = f"in samples of {config.data.seq} tokens; incomplete last ones are left out"
         return config, open_sets(config), [note]
     texts = open_texts(config)
     longest = max(int(one.lengths.max(initial=0)) for one in texts.values())
-    chosen = [_choose_sizes(config, options, mesh, device, longest) if _is_first(mesh) else None]
+    first = not isinstance(mesh, BoundMesh) or mesh.rank == 0
+    chosen = [_choose_sizes(config, options, mesh, device, longest) if first else None]
     if isinstance(mesh, BoundMesh):
         dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     config, notes = chosen[0]
     stride, multiple = options.stride or config.data.seq, sequence_parts(config, _plain(mesh))[0]
-    windows = {"multiple": multiple, "exact": _is_limited(config)}
+    windows = {"multiple": multiple, "exact": bool(_find_capacity(config))}
     sets = [slide(name, one, config, stride, **windows) for name, one in texts.items()]
-    # windows of one document each, which attention need not keep apart
+    # each window is of one document: there is nothing to mask
     return configure(config, mask_documents=False, pack=""), sets, notes
 
 
@@ -182,15 +176,15 @@ def _choose_sizes(
     device: torch.device,
     longest: int,
 ) -> tuple[TrainConfig, list[str]]:
-    """The run with tokens and rows of a batch that fit into memory, and notes for the user.
+    """The configuration with seq and global_batch that fit into memory, and notes for the user.
 
     Args:
-        config: the run, with the seq and global_batch that it has on a rank at a time.
-        options: as given.
-        mesh, device: where.
-        longest: targets of the longest text.
+        config: of the run, with its seq, and its global_batch per rank and microbatch.
+        options: of the command.
+        mesh, device: where it runs.
+        longest: number of targets of the longest text.
     """
-    share = _share(mesh, config.parallelism.microbatches)
+    share = _count_parts(mesh, config.parallelism.microbatches)
     model, on_a_rank = config.architecture, config.data.global_batch * config.data.seq
     parts = sequence_parts(config, _plain(mesh))[0]
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
@@ -198,7 +192,7 @@ def _choose_sizes(
     chunk = config.compute.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
     free, base = free_memory_bytes(device), make_setup(config, mesh)
     if isinstance(mesh, BoundMesh) and device.type == "cpu":
-        free //= mesh.size  # which all are on this machine, as far as is known
+        free //= mesh.size  # assuming that all ranks are on this machine
 
     def sized(seq: int) -> tuple[TrainConfig, int]:
         tokens = -(-min(seq, max(longest, 1)) // parts) * parts
@@ -220,51 +214,38 @@ def _choose_sizes(
     return made, [f"seq {seq}, of {most} that the model reads: {sizes}; --seq sets another"]
 
 
-def _is_limited(config: TrainConfig) -> bool:
-    """Whether experts take so many tokens of a sequence, of which padding then is a part."""
-    return bool(_competing(config))
-
-
-def _competing(config: TrainConfig) -> str:
-    """The tokens that compete for experts, as ``capacity_over`` of a mixture; empty: none."""
+def _find_capacity(config: TrainConfig) -> str:
+    """``capacity_over`` of experts with limited capacity; empty: there are none."""
     moe = config.gpt.moe if config.architecture is config.gpt else None
     return moe.capacity_over if moe is not None and moe.capacity_factor else ""
-
-
-def _is_first(mesh: Mesh | BoundMesh) -> bool:
-    return not isinstance(mesh, BoundMesh) or mesh.rank == 0
 
 
 def _plain(mesh: Mesh | BoundMesh) -> Mesh:
     return mesh.mesh if isinstance(mesh, BoundMesh) else mesh
 
 
-def _share(mesh: Mesh | BoundMesh, microbatches: int) -> int:
-    """Into how many parts a batch is cut."""
+def _count_parts(mesh: Mesh | BoundMesh, microbatches: int) -> int:
+    """Parts of a batch: microbatches of all data-parallel ranks."""
     return microbatches * math.prod(mesh[axis] for axis in DATA_AXES)
 
 
 def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Process | None) -> None:
-    found = [
-        Problem(name, str(value), "at least 0")
-        for name in ("seq", "stride", "batches", "batch")
-        if (value := getattr(options, name)) < 0
-    ]
-    share = _share(mesh, config.parallelism.microbatches)
+    found = [*number_problems(options)]
+    share = _count_parts(mesh, config.parallelism.microbatches)
     if options.batch > 0 and options.batch % share:
         fix = f"set it to {-(-options.batch // share) * share}"
         found.append(Problem("batch", str(options.batch), f"a multiple of {share}", fix))
     found += _window_problems(config, options, mesh)
     found += [*options.problems(mesh, here), *problems_of(config)]
     raise_problems("cannot evaluate", found)
-    # texts may be shorter than windows
+    # with seq=1, as texts may be shorter than windows
     check(configure(config, seq=1) if _slides(config) else config)
 
 
 def _window_problems(
     config: TrainConfig, options: EvaluateOptions, mesh: Mesh
 ) -> Iterator[Problem]:
-    """The problems of seq and stride."""
+    """Problems of seq and stride with this model."""
     model, family = config.architecture, config.family
     most = getattr(model, "max_seq", None)
     seq = options.seq or most or _ANY_SEQ
@@ -274,12 +255,12 @@ def _window_problems(
     if options.seq % parts:
         fix = f"set it to {-(-options.seq // parts) * parts}"
         yield Problem("seq", str(options.seq), f"a multiple of {parts}: {why}", fix)
-    if parts > 1 and _slides(config) and _is_limited(config):
-        wanted = f"whole sequences on a rank, not in {why}: experts of limited capacity would see "
-        wanted += "what pads the ends of texts"
+    if parts > 1 and _slides(config) and _find_capacity(config):
+        wanted = f"whole sequences per rank, not {why}: padding at the ends of texts would take "
+        wanted += "part of the experts' limited capacity"
         yield Problem("mesh", repr(options.mesh), wanted, "leave cp and ulysses out")
-    if _slides(config) and _competing(config) == "batch":
-        wanted = "'sequence': a text would compete with those that are in its batch by chance"
+    if _slides(config) and _find_capacity(config) == "batch":
+        wanted = "'sequence': otherwise a text's loss depends on the others in its batch"
         fix = "set it so in the run's config.toml"
         yield Problem("gpt.moe.capacity_over", "'batch'", wanted, fix)
     if options.stride and not _slides(config):
@@ -289,19 +270,17 @@ def _window_problems(
         yield Problem("stride", str(options.stride), f"at most seq={seq}", "leave it out")
 
 
-def _scorer(
+def _make_scorer(
     config: TrainConfig, mesh: Mesh | BoundMesh, device: torch.device, path: Path
 ) -> Callable[[Sequence[HeldOut]], dict]:
-    """A function that evaluates sets with a checkpoint's parameters; the rest stays on disk."""
+    """A function that evaluates sets with a checkpoint's parameters, which alone are read."""
     names = list(checkpoint.Checkpoint(path))
     if not lora.has_adapters(names):
-        config = configure(config, lora_rank=0)  # a run that has begun from a model without
+        config = configure(config, lora_rank=0)  # the run's first checkpoint has none yet
     made = make_setup(config, mesh)
     histories = tree.paths(tree.partition(made.defs, history_mask(made.defs))[0])
     if histories and set(names).isdisjoint(f"params/{name}" for name in histories):
-        made = make_setup(
-            configure(config, products=""), mesh
-        )  # likewise: nothing is remembered yet
+        made = make_setup(configure(config, products=""), mesh)  # nor magnitudes
     like, where = made.init(random.key(0).to("meta")), made.placement
     if config.evaluation.averaged:
         assert made.averaged is not None
@@ -319,23 +298,18 @@ def _scorer(
     return lambda sets: evaluate(program, params, sets, batch)
 
 
-def _bytes_of(held_out: HeldOut) -> int | None:
-    """Bytes of the text that all targets of a set stand for; None: not known, or not all count."""
-    samples = held_out.samples
+def _add_bits(numbers: dict[str, float], held_out: HeldOut) -> dict[str, float | None]:
+    """The numbers with ``bits_per_byte`` of the text; None: unknown, or not all of it counts."""
+    samples, bits = held_out.samples, None
     whole = held_out.num_batches * held_out.global_batch >= samples.num_samples
-    return samples.num_bytes if whole and isinstance(samples, Sliding) else None
-
-
-def _with_bytes(numbers: dict[str, float], num_bytes: int | None) -> dict[str, float | None]:
-    """The numbers with ``bits_per_byte``, of all targets over the bytes that they stand for."""
-    bits = None
+    num_bytes = samples.num_bytes if whole and isinstance(samples, Sliding) else None
     if num_bytes and math.isfinite(numbers["loss"]):
         bits = numbers["loss"] * numbers["tokens"] / math.log(2) / num_bytes
     return {**numbers, "bits_per_byte": bits}
 
 
-def _finite(found: dict) -> dict:
-    """The numbers as JSON can write them: null where they are not finite."""
+def _nullify(found: dict) -> dict:
+    """The numbers for JSON: null where they are not finite."""
     return {
         name: {
             key: None if value is None or not math.isfinite(value) else value
@@ -345,7 +319,7 @@ def _finite(found: dict) -> dict:
     }
 
 
-def _lines(found: dict) -> list[str]:
+def _format_scores(found: dict) -> list[str]:
     lines = []
     for name, numbers in found.items():
         bits = numbers["bits_per_byte"]
@@ -363,19 +337,18 @@ class SampleOptions(RunOptions):
     """Continue a prompt with a trained model.
 
     Attributes:
-        prompt: the text to continue; a T5's has <extra_id_0>, <extra_id_1> and so on for what is
-            missing.
-        tokens: how many tokens (bytes, where the run has no tokenizer) to add at most.
-        tokenizer: what makes tokens of the prompt, a path or bytes; empty: the run's own.
-        chat: take the prompt for a message of the user, and print the answer alone.
-        temperature: 1 samples from the model's distribution, below 1 from its likelier part, 0
-            takes the likeliest.
-        top_k: sample among so many likeliest tokens; 0: among all.
-        top_p: sample among the fewest tokens that together have this probability; 1: among all.
-        seed: of the draws.
-        mesh: axes and sizes, such as tp=4 or fsdp=2,tp=2, over which a model is split that is too
-            large for one rank; the text is the same. Ranks of data axes read copies of the prompt.
-            Empty: one rank.
+        prompt: the text to continue; for a T5 with <extra_id_0>, <extra_id_1>, ... in place of
+            missing spans.
+        tokens: the most tokens to add (bytes, where the run has no tokenizer).
+        tokenizer: tokenizer file or folder, or bytes; empty: the run's own.
+        chat: treat the prompt as a user's message, and print the answer only.
+        temperature: of the softmax: 1: the model's distribution; below 1: sharper; 0: greedy.
+        top_k: sample among the k likeliest tokens; 0: all.
+        top_p: sample among the fewest tokens with this total probability; 1: all.
+        seed: random seed.
+        mesh: axes and sizes, such as tp=4 or fsdp=2,tp=2, that shard a model too large for one
+            rank; the text is the same. Data-parallel ranks read copies of the prompt. Empty: one
+            rank.
     """
 
     prompt: str
@@ -390,22 +363,20 @@ class SampleOptions(RunOptions):
 
 _DRAWN = Need(
     lambda c: c.tokens > 0 and c.temperature > 0,
-    "tokens that are drawn by chance",
+    "tokens that are sampled",
     "set --temperature above 0, and --tokens",
 )
 
 SAMPLE_NEEDS: Needs = MappingProxyType(
     {
         **RUN_NEEDS,
-        **always("prompt", "tokens", "tokenizer", "chat"),
-        "temperature": Need(lambda c: c.tokens > 0, "tokens to draw", "set --tokens above 0"),
+        "temperature": Need(lambda c: c.tokens > 0, "tokens to add", "set --tokens above 0"),
         "top_k": _DRAWN,
         "top_p": Need(lambda c: c.top_p == 1 or _DRAWN.holds(c), _DRAWN.wanted, _DRAWN.fix),
         "seed": _DRAWN,
     }
 )
-"""The needs of options, for them to have an effect; `_check_prompt` has those of models. A top_p of
-1 says that nothing is left out, which is so."""
+"""Conditions under which options have an effect; top_p=1 may always be given."""
 
 
 def sample(arguments: Sequence[str]) -> int:
@@ -417,7 +388,7 @@ def sample(arguments: Sequence[str]) -> int:
         config = load(options.run / run_folder.CONFIG, known_only=True)
         _check_prompt(options, config, mesh, here)
         kind = device_type(options.device, options.nproc)
-        tokenizer = _tokenizer(options, config)
+        tokenizer = _open_tokenizer(options, config)
         restores = isinstance(config.architecture, t5.T5Config)
         complete = _restore_spans if restores else _continue_prompt
         program = complete(options, config, tokenizer)
@@ -428,7 +399,7 @@ def sample(arguments: Sequence[str]) -> int:
         print(f"{note} (--nproc {mesh.size} starts processes)", file=sys.stderr)
     with mistakes():
         bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
-        text = program(_params(options, config, bound, device), bound, device)
+        text = program(_read_params(options, config, bound, device), bound, device)
     leave()
     if here is None or here.rank == 0:
         print(text, flush=True)
@@ -438,10 +409,10 @@ def sample(arguments: Sequence[str]) -> int:
 def _check_prompt(
     options: SampleOptions, config: TrainConfig, mesh: Mesh, here: Process | None
 ) -> None:
-    """Refuse what cannot be sampled from, or not on this mesh."""
+    """Refuse models that cannot be sampled from, or not on this mesh."""
     model, found = config.architecture, []
     if isinstance(model, bert.BertConfig):
-        fix = "fill in what is masked with bert.forward, as examples/pretrain_bert.py does"
+        fix = "predict masked tokens with bert.forward, as examples/pretrain_bert.py does"
         found.append(Problem(str(options.run), "a run of a BERT", "one that continues text", fix))
     if isinstance(model, mamba.MambaConfig) and mesh.size > 1:
         wanted = "one rank with a Mamba-2 model"
@@ -455,13 +426,13 @@ def _check_prompt(
     config.family.rules(model, mesh)
 
 
-def _params(
+def _read_params(
     options: SampleOptions,
     config: TrainConfig,
     mesh: Mesh | BoundMesh,
     device: torch.device,
 ) -> dict:
-    """The parameters of the newest checkpoint, as the mesh splits them."""
+    """The parameters of the newest checkpoint, sharded over the mesh."""
     stored = checkpoint.Checkpoint(checkpoint.latest(options.run / run_folder.CHECKPOINTS))
     defs = lora.defs_in(config.family.defs(config.architecture), config.lora.adapters, stored)
     rules = config.family.rules(config.architecture, mesh)
@@ -471,8 +442,8 @@ def _params(
 
 def _continue_prompt(
     options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer
-) -> Program:
-    """The prompt continued by a model, or its answer alone."""
+) -> TextProgram:
+    """Continues the prompt, or answers it."""
     ids, model = _encode_prompt(options, tokenizer), config.architecture
     assert isinstance(model, gpt.GPTConfig | mamba.MambaConfig)
 
@@ -500,8 +471,8 @@ def _continue_prompt(
 
 def _restore_spans(
     options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer
-) -> Program:
-    """The spans that a T5 restores in a prompt which has sentinels in their places."""
+) -> TextProgram:
+    """Restores the spans that sentinels stand for in a T5's prompt."""
     model = config.architecture
     assert isinstance(model, t5.T5Config)
     reader = data.reader_of(configure(config, out=str(options.run)))
@@ -527,32 +498,31 @@ def _restore_spans(
 
 
 def _rows(ids: list[int], mesh: Mesh | BoundMesh, device: torch.device) -> torch.Tensor:
-    """The prompt, once for every data rank: this process's rows."""
+    """This process's rows: the prompt, once for every data-parallel rank."""
     simulated = () if isinstance(mesh, BoundMesh) else DATA_AXES
     copies = math.prod(mesh[axis] for axis in simulated)
     return torch.tensor([ids] * copies, dtype=torch.int64, device=device)
 
 
 def _cut_at_stop(tokens: list[int], stops: Collection[int]) -> list[int]:
-    """Tokens up to the first stop: a row that has ended repeats it while others go on."""
+    """Tokens up to the first stop, which a row repeats while others go on."""
     ends = (index for index, token in enumerate(tokens) if token in stops)
     return tokens[: next(ends, len(tokens)) + 1]
 
 
-def _tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
+def _open_tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
     if options.tokenizer:
         how = {"pattern": config.data.tokenizer_pattern, "rules": config.data.rules}
         return open_tokenizer(options.tokenizer, **how)
     found = data.tokenizer_of(configure(config, out=str(options.run)))
     if found is None and data.is_on_disk(config):
-        got = "a run on tokens that does not say what made them"
+        got = "a run on tokens without a tokenizer"
         fix = "name it: --tokenizer FILE, or --tokenizer bytes"
         refuse("cannot read", "tokenizer", got, "their tokenizer", fix)
     return found or ByteTokenizer()
 
 
 def _encode_prompt(options: SampleOptions, tokenizer: TextTokenizer) -> list[int]:
-    """The prompt's tokens."""
     if options.chat:
         if not isinstance(tokenizer, Tokenizer):
             got = "a run on bytes" if tokenizer.file is None else str(tokenizer.file)
@@ -564,5 +534,4 @@ def _encode_prompt(options: SampleOptions, tokenizer: TextTokenizer) -> list[int
 
 
 def _begin_conversation(options: SampleOptions) -> list[dict[str, str]]:
-    """The conversation that the prompt begins."""
     return [{"role": "user", "content": options.prompt}]

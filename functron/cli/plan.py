@@ -1,4 +1,4 @@
-"""``functron plan | recipe | trace | params | schedule``: runs before they begin; none begins."""
+"""``functron plan | recipe | trace | params | schedule``: inspect runs without starting them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import (
     Need,
     Needs,
-    always,
     names_with_tag,
     needs_under,
     never,
+    number_problems,
     section,
     setting,
     settings_of,
@@ -52,50 +52,50 @@ if TYPE_CHECKING:
     from functron.apps.planner.search import Choices, SearchResult
 
 planner: Any = apps.find("planner")
-"""Of `run` and `recipes`, which are no commands without it; the others do without."""
+"""The planner, which `run` and `recipes` need; None where it is not installed."""
 
-_SEQ = 2048  # of models that take sequences of any length
+_SEQ = 2048  # default for models without a longest sequence
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Find the fastest ways to train a GPT on so many GPUs, without one of them.
+    """Rank parallel configurations of a GPT for N GPUs by a cost model. No GPU is needed.
 
-    Meshes, schedules, microbatches, remat, ZeRO, gathering and sequence parallelism are searched:
-    what does not fit into memory is left out, by traces of the model's layers, and the others are
-    ranked by the time of a step on the machine. The best ten are printed, each with what it loses
-    most time by, and an interval that holds the time of nine runs in ten.
+    Meshes, schedules, microbatches, activation checkpointing, ZeRO, parameter gathering and
+    sequence parallelism are searched. Candidates whose traced layers do not fit into memory are
+    dropped; the others are ranked by estimated step time. The best ten are printed, each with its
+    largest losses of time and a 90% interval of the step time.
 
     Attributes:
-        run: a run folder, or a file like its config.toml, whose model, samples and optimizer are
-            planned, and which what is found is written into; none: a preset, by --model.
-        gpus: how many.
-        seq: tokens per sample; 0: as many as the model takes.
+        run: a run folder or config.toml, whose model, batches and optimizer are planned; default:
+            the preset of --model.
+        gpus: number of GPUs.
+        seq: tokens per sample; 0: the model's longest.
         global_batch: samples per step, over all GPUs.
-        precision: the policy, as of functron train; auto: bf16, and on a CPU float32.
-        hardware: a machine by name, or a TOML file of one.
-        fix: settings that every candidate has, such as tp=8,pp=16,remat=full: pp, dp, fsdp, cp, ep,
-            tp, schedule, chunks, rows (samples of a rank in a microbatch), microbatches, remat,
+        precision: precision policy, as for functron train; auto: bf16, or float32 on a CPU.
+        hardware: name of a known machine, or the path of a TOML file that describes one.
+        fix: settings that all candidates have, such as tp=8,pp=16,remat=full: pp, dp, fsdp, cp, ep,
+            tp, schedule, chunks, rows (samples per rank and microbatch), microbatches, remat,
             sequence_parallel, zero, gather, precision, offload.
-        at_least: settings that are at least so large, such as microbatches=8,tp=2.
-        why: say why candidates with these settings, such as pp=16,tp=4, are not the best.
-        explain: show what makes up the time and the memory of the best, figure by figure.
-        precisions: policies to try beside one another, such as bf16,fp8-block; empty: --precision.
-        top: how many to print.
-        tokens: how many are to be trained on, for GPU hours and energy; 0: leave these out.
-        cpu_seconds: of this process, after which no further kinds of layers are traced.
-        out: a file for the configuration of the best, which functron train --config runs as it is.
-        model: name of a preset; it fills the table of its architecture.
+        at_least: lower bounds of numeric settings, such as microbatches=8,tp=2.
+        why: explain why candidates with these settings, such as pp=16,tp=4, are not the best.
+        explain: show how the best step's time and memory add up.
+        precisions: precision policies to compare, such as bf16,fp8-block; empty: --precision alone.
+        top: number of candidates to print.
+        tokens: training tokens, for which GPU hours and energy are printed; 0: not printed.
+        cpu_seconds: CPU time, after which no more kinds of layers are traced.
+        out: write the best candidate's configuration to this file, for functron train --config.
+        model: name of a preset, which sets the architecture.
         gpt: the architecture.
         optimizer: the optimizer.
-        picture: a file for the front of memory and time, as SVG.
-        timeline: a file for the ranks' work over time: .svg, or .json for Perfetto.
+        picture: write step time over memory of the Pareto-optimal candidates to this file, as SVG.
+        timeline: write the best step's timeline to this file: .svg, or .json for Perfetto.
     """
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RUN]")]] = ""
-    gpus: int = 8
-    seq: int = 0
-    global_batch: int = 1024
+    gpus: int = setting(8, least=1)
+    seq: int = setting(0, least=0)
+    global_batch: int = setting(1024, least=1)
     precision: str = "auto"
     hardware: str = "h100"
     fix: str = ""
@@ -103,7 +103,7 @@ class PlanOptions:
     why: str = ""
     explain: bool = False
     precisions: str = ""
-    top: int = 10
+    top: int = setting(10, least=1)
     tokens: float = 0.0
     cpu_seconds: float = 30.0
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -115,53 +115,45 @@ class PlanOptions:
 
 
 def _is_fixed(options: PlanOptions) -> bool:
-    """Whether all candidates have a policy that --fix names."""
+    """Whether --fix sets the precision of all candidates."""
     return "precision" in planner.parse_settings(options.fix, "fix")
 
 
-_OF_POLICIES = tuple(
-    f"optimizer.{name}" for name in OPTIMIZER_NEEDS if name.startswith("loss_scale.")
-)
-"""Options that have an effect under some policies, which are those of the candidates."""
-
 PLAN_NEEDS: Needs = MappingProxyType({
-    **always(
-        "run", "gpus", "seq", "global_batch", "hardware", "fix", "at_least", "why", "explain",
-        "top", "tokens", "cpu_seconds", "out", "picture", "timeline", "model",
-    ),
     "precision": Need(
         lambda c: c.precision == "auto" or not (c.precisions or _is_fixed(c)),
-        "policies that neither --precisions nor --fix names",
+        "a precision that neither --precisions nor --fix sets",
         "leave these out",
     ),
     "precisions": Need(
-        lambda c: not _is_fixed(c), "policies that --fix does not name", "leave precision out of it"
+        lambda c: not _is_fixed(c), "a precision that --fix does not set", "leave it out of --fix"
     ),
     **never(
         "a dtype that follows from the policy of each candidate",
-        "name a policy: --precision, or several: --precisions",
+        "set --precision or --precisions",
         "gpt.dtype", "optimizer.fp32_masters", "optimizer.master_bits",
         "optimizer.stochastic_rounding", "optimizer.mu_dtype", "optimizer.nu_dtype",
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.loss_scale.initial",
     ),
     **never("a setting of candidates", "add --fix offload=true", "optimizer.offload"),
     **needs_under("gpt", GPT_NEEDS),
-    **needs_under("optimizer", OPTIMIZER_NEEDS),
-    **always("gpt", "optimizer", *_OF_POLICIES),
+    **needs_under(
+        "optimizer",  # loss scales depend on the candidates' precision
+        {n: need for n, need in OPTIMIZER_NEEDS.items() if not n.startswith("loss_scale.")},
+    ),
 })  # fmt: skip
-"""The needs of options, for them to have an effect. Others of a model and an optimizer are in what
-is planned, or in the file of it that functron train runs."""
+"""Conditions under which options have an effect; those without an entry always have."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the best ways; write what was asked for."""
+    """Print the best candidates, and write the files that were asked for."""
     with mistakes():
         options, config = _parsed(arguments)
         fixed = planner.parse_settings(options.fix, "fix")
         least = planner.parse_settings(options.at_least, "at-least", numbers=True)
         asked = planner.parse_settings(options.why, "why")
         choices = planner.Choices(config, planner.hardware(options.hardware))
-        more = {"precisions": _precisions(options)} if options.precisions else {}
+        more = {"precisions": _parse_precisions(options.precisions)} if options.precisions else {}
         space = choices.space(options.gpus, fixed=fixed, least=least, **more)
         search = functools.partial(
             planner.search, model=choices, top=options.top, cpu_seconds=options.cpu_seconds
@@ -173,7 +165,7 @@ def run(arguments: Sequence[str]) -> int:
         if not found.best:
             raise ValueError(planner.explain_misfit(found))
         reasons = planner.why(found, asked, space, choices) if asked else ""
-    print(_title(options, choices))
+    print(_describe_plan(options, choices))
     print(f"\n{found}")
     if reasons:
         print(f"\nwhy not {reasons}")
@@ -190,14 +182,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
-    """The options, and the run that they are about.
+    """The options, and the run to be planned.
 
     Raises:
-        ValueError: no such run, preset or policy, or numbers that are none.
+        ValueError: there is no such run, preset or policy, or numbers are out of range.
     """
-    name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    model, precision = value_of("--model", arguments), value_of("--precision", arguments)
-    base = starting_config(file_of(Path(name)) if name else None, model=model)
+    name, base = _read_base(arguments)
     own: dict[str, Any] = {}
     if name:
         own = {"seq": base.data.seq, "global_batch": base.data.global_batch}
@@ -206,21 +196,19 @@ def _parsed(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
         optimizer=base.optimizer, **own,
     )  # fmt: skip
     options = parse(PlanOptions, arguments, "plan", default, needs=PLAN_NEEDS)
-    if options.run != name:
-        title, fix = "cannot tell which run this is about", f"functron plan {options.run} ..."
-        refuse(title, "run", repr(options.run), "the first argument", fix)
+    _check_is_first(options.run, name, "plan")
     if options.model != base.model:
         refuse("cannot plan two models", "model", f"{base.model} and {options.model}", "one")
-    longest = getattr(base.architecture, "max_seq", 2048)
+    longest = getattr(base.architecture, "max_seq", _SEQ)
     _check(options, longest)
-    ranks = base.parallelism
+    ranks, precision = base.parallelism, value_of("--precision", arguments)
     config = configure(
         base,
         gpt=options.gpt,
         optimizer=options.optimizer,
         seq=options.seq or longest,
         global_batch=options.global_batch,
-        # the search finds the others, and has no place for vocab_over_pp and processes
+        # the search chooses the others; it knows neither vocab_over_pp nor processes
         parallelism=ParallelismConfig(
             context=ranks.context, zigzag=ranks.zigzag, expert_axes=ranks.expert_axes
         ),
@@ -230,13 +218,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
 
 
 def _check(options: PlanOptions, longest: int) -> None:
-    """Raise for numbers that are none."""
-    least = {"gpus": 1, "top": 1, "global_batch": 1, "seq": 0}
-    found = [
-        Problem(name, str(getattr(options, name)), f"at least {smallest}")
-        for name, smallest in least.items()
-        if getattr(options, name) < smallest
-    ]
+    """Refuse numbers out of range, and names that are unknown."""
+    found = [*number_problems(options)]
     if options.seq > longest:
         fix = "shorten the samples, or raise it: --gpt.max-seq"
         found.append(Problem("seq", str(options.seq), f"at most gpt.max_seq={longest}", fix))
@@ -251,15 +234,15 @@ def _check(options: PlanOptions, longest: int) -> None:
     raise_problems("cannot plan this", found)
 
 
-def _precisions(options: PlanOptions) -> tuple[str, ...]:
-    names = tuple(filter(None, (name.strip() for name in options.precisions.split(","))))
+def _parse_precisions(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, (name.strip() for name in text.split(","))))
     for name in names:
         if name not in POLICIES:
             refuse("cannot plan this", "precisions", repr(name), f"some of {', '.join(POLICIES)}")
     return names
 
 
-def _title(options: PlanOptions, choices: Choices) -> str:
+def _describe_plan(options: PlanOptions, choices: Choices) -> str:
     config, machine = choices.config, choices.machine
     calibration = machine.calibration
     if calibration.rows:
@@ -275,7 +258,6 @@ def _title(options: PlanOptions, choices: Choices) -> str:
 def _write(
     options: PlanOptions, arguments: Sequence[str], choices: Choices, found: SearchResult
 ) -> None:
-    """The files that were asked for."""
     best = found.best[0]
     if options.out is not None:
         options.out.write_text(
@@ -288,7 +270,7 @@ def _write(
     if options.picture is not None:
         options.picture.write_text(found.svg(), encoding="utf-8")
     if options.timeline is not None and not best.estimate.lanes:
-        print(f"\nno {options.timeline}: the pipeline of the best has too many actions to draw")
+        print(f"\nno {options.timeline}: the best pipeline has too many actions to draw")
     elif options.timeline is not None and options.timeline.suffix == ".svg":
         options.timeline.write_text(best.estimate.svg(), encoding="utf-8")
     elif options.timeline is not None:
@@ -300,12 +282,12 @@ def _write(
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """Show the recipes, complete configurations of large runs that functron plan has made; or one.
+    """List recipes (complete configurations of large runs, made by functron plan), or show one.
 
     Attributes:
-        action: ls lists them; show prints one, as functron train --config reads it.
-        name: of the recipe to show.
-        sbatch: print the Slurm script that fits it in its place.
+        action: ls lists the recipes; show prints one, for functron train --config.
+        name: the recipe to show.
+        sbatch: print a Slurm job script for the recipe instead.
     """
 
     action: tyro.conf.Positional[Annotated[Literal["ls", "show"], tyro.conf.arg(metavar="ls|show")]]
@@ -313,14 +295,9 @@ class RecipeOptions:
     sbatch: bool = False
 
 
-RECIPE_NEEDS: Needs = MappingProxyType(always("action", "name", "sbatch"))
-"""The needs of options, for them to have an effect. `recipes` refuses those that ls has no use
-for."""
-
-
 def recipes(arguments: Sequence[str]) -> int:
     """List the recipes, or print one."""
-    options = parse(RecipeOptions, arguments, "recipe", needs=RECIPE_NEEDS)
+    options = parse(RecipeOptions, arguments, "recipe")
     with mistakes():
         if options.action == "ls":
             if options.name or options.sbatch:
@@ -343,16 +320,14 @@ _SHAPES, _STEPS = names_with_tag(TrainConfig, "shapes"), names_with_tag(TrainCon
 _NAMES = tuple(each.name for each in settings_of(TrainConfig))
 
 
-def _of(read: Collection[str]) -> Needs:
-    """Of these settings, the needs that they have in training too."""
+def _find_needs(read: Collection[str]) -> Needs:
+    """The conditions that these settings have in training too."""
     tops = {name.partition(".")[0] for name in read}
     named = {n: need for n, need in TRAIN_NEEDS.items() if n in read or n.partition(".")[0] in tops}
-    told = {name: told_in(name) for name in TOLD_NEEDS if name in tops}
-    return {**always(*(n for n in read if n not in (*named, *told))), **named, **told}
+    return named | {name: told_in(name) for name in TOLD_NEEDS if name in tops}
 
 
-def _axes(*names: str) -> Need:
-    """The need of settings for ranks of any of these axes."""
+def _need_axes(*names: str) -> Need:
     return Need(
         lambda c: any(Mesh.parse(c.parallelism.mesh)[name] > 1 for name in names),
         f"several ranks of {' or '.join(names)}",
@@ -367,10 +342,9 @@ _BY_SAMPLES = Need(
 )
 
 PARAMS_NEEDS: Needs = MappingProxyType({
-    **always("run"),
-    **_of(_SHAPES),
+    **_find_needs(_SHAPES),
     "zero": Need(
-        lambda c: c.parallelism.zero == 3 and _axes("dp").holds(c),
+        lambda c: c.parallelism.zero == 3 and _need_axes("dp").holds(c),
         "parameters that ranks divide",
         "set it to 3, and add dp=N to the mesh",
     ),
@@ -385,17 +359,16 @@ PARAMS_NEEDS: Needs = MappingProxyType({
         *(name for name in _NAMES if name not in _SHAPES),
     ),
 })  # fmt: skip
-"""The needs of options, for them to have an effect on the parameters that functron params shows."""
+"""Conditions under which options change what functron params shows."""
 
 TRACE_NEEDS: Needs = MappingProxyType({
-    **always("run", "program"),
-    **_of(_STEPS),
+    **_find_needs(_STEPS),
     **PRECISION_NEEDS,
     "zero": Need(
         lambda c: (
-            _axes("dp", "fsdp").holds(c)
+            _need_axes("dp", "fsdp").holds(c)
             if c.parallelism.zero == 3
-            else _axes("dp", "ep", "cp", "ulysses").holds(c)
+            else _need_axes("dp", "ep", "cp", "ulysses").holds(c)
         ),
         "several ranks that hold the same",
         "add dp=N to the mesh",
@@ -406,7 +379,7 @@ TRACE_NEEDS: Needs = MappingProxyType({
         "choose one",
     ),
     "nproc": Need(
-        lambda c: c.lora.rank > 0 and _axes("pp").holds(c),
+        lambda c: c.lora.rank > 0 and _need_axes("pp").holds(c),
         "stages of a pipeline that train adapters",
         _DRY,
     ),
@@ -424,22 +397,21 @@ TRACE_NEEDS: Needs = MappingProxyType({
         *(name for name in _NAMES if name not in _STEPS),
     ),
 })  # fmt: skip
-"""The needs of options, for them to have an effect on what functron trace shows of a step."""
+"""Conditions under which options change what functron trace shows."""
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Show what one rank computes, sends and holds in a training step. Nothing is run.
+    """Show the computation, communication and memory of one rank in a training step. Nothing runs.
 
-    Of a pipeline it is what each of its ranks computes, hands on and holds, stage by stage. Options
-    of a run that change none of it are refused.
+    With a pipeline this is shown for each of its ranks, stage by stage. Options that change nothing
+    of it are refused.
 
     Attributes:
-        run: a run folder, or a file like its config.toml, whose options the others override; none:
-            a preset, by --model, with the longest samples that it takes (--seq), or 2048 tokens
-            where it takes any, and one of them for each data-parallel rank and microbatch
-            (--global-batch).
-        program: print the whole program as well (not with pp).
+        run: a run folder or config.toml, whose settings other options override; default: the preset
+            of --model with the longest samples that it takes (--seq; 2048 tokens where it takes
+            any), one for each data-parallel rank and microbatch (--global-batch).
+        program: print the whole traced program, too (not with pp).
     """
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RUN]")]] = ""
@@ -448,7 +420,7 @@ class TraceOptions:
 
 
 def trace(arguments: Sequence[str]) -> int:
-    """Print cost and memory, and the program where that is asked for."""
+    """Print cost and memory, and with --program the traced program."""
     with mistakes():
         options = _parse(TraceOptions, arguments, "trace", TRACE_NEEDS, seq=0, global_batch=0)
         config: TrainConfig = options.options
@@ -466,13 +438,13 @@ def trace(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class ParamsOptions:
-    """Show the parameters of a model, and how a mesh splits them. No memory is needed for them.
+    """Show the parameters of a model, and how a mesh shards them. None are allocated.
 
-    Options of a run that change none of it are refused.
+    Options that change nothing of it are refused.
 
     Attributes:
-        run: a run folder, or a file like its config.toml, whose options the others override; none:
-            a preset, by --model.
+        run: a run folder or config.toml, whose settings other options override; default: the preset
+            of --model.
     """
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RUN]")]] = ""
@@ -489,17 +461,17 @@ def params(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Draw a pipeline schedule: who computes what when, where forwards, and backwards for inputs
-    and for weights, take a unit of time each.
+    """Draw a pipeline schedule. Forwards, and backwards for inputs and for weights, take one unit
+    of time each.
 
     Attributes:
         name: gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, combined-1f1b, zb-h1, zb-h2, zbv,
-            v-min, v-half, dualpipe, dualpipev, forward, or the file of a table.
-        pp: ranks; 0: 4, or those of the table.
+            v-min, v-half, dualpipe, dualpipev, forward, or the path of a table.
+        pp: pipeline ranks; 0: 4, or those of the table.
         microbatches: per step; 0: 8, or those of the table.
-        chunks: stages per rank, where the schedule lets choose; 0: what it has by default.
-        svg: write the drawing into this file.
-        table: print the table instead, as a file that can be edited and given as the name.
+        chunks: stages per rank, where the schedule allows several numbers; 0: its default.
+        svg: write the drawing to this file.
+        table: print the schedule as a table instead, which can be edited and passed as the name.
     """
 
     name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="NAME")]]
@@ -510,16 +482,9 @@ class ScheduleOptions:
     table: bool = False
 
 
-SCHEDULE_NEEDS: Needs = MappingProxyType(
-    always("name", "pp", "microbatches", "chunks", "svg", "table")
-)
-"""The needs of options, for them to have an effect. `functron.pipeline.make` refuses counts that a
-schedule does not have."""
-
-
 def schedule(arguments: Sequence[str]) -> int:
     """Print the drawing or the table."""
-    options = parse(ScheduleOptions, arguments, "schedule", needs=SCHEDULE_NEEDS)
+    options = parse(ScheduleOptions, arguments, "schedule")
     with mistakes():
         own = Schedule.load(options.name) if Path(options.name).is_file() else None
         ranks, microbatches = (own.num_ranks, own.num_microbatches) if own else (4, 8)
@@ -532,14 +497,14 @@ def schedule(arguments: Sequence[str]) -> int:
 
 
 def _parse(kind: Any, arguments: Sequence[str], command: str, needs: Needs, **fields: Any) -> Any:
-    """The options of a command: of the run that the first argument names, or of a preset.
+    """The options of a command about a run, which the first argument names, or about a preset.
 
     Args:
-        kind: a dataclass with ``run``, a positional argument, ``options``, a `TrainConfig`, and
-            what the command takes besides; options override those of the run.
-        arguments: as they were given. A run comes first.
+        kind: a dataclass with ``run``, a positional argument, ``options``, a `TrainConfig`, and the
+            command's own options.
+        arguments: of the command line.
         command: its name.
-        needs: of its options.
+        needs: conditions under which its options have an effect.
         fields: of the `TrainConfig`, where no run is named.
 
     Raises:
@@ -547,20 +512,28 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, needs: Needs, **fi
         functron.cli.process.InputError, SystemExit: as `functron.cli.options.parse`.
     """
     arguments = with_names(arguments, options_of(TrainConfig))
-    run = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    model = value_of("--model", arguments)
-    file, precision = file_of(Path(run)) if run else None, value_of("--precision", arguments)
-    base = starting_config(file, model=model, precision=precision, **fields)
-    default = kind(run=run, options=base)
-    made = parse(kind, arguments, command, default, needs=needs)
-    if made.run != run:
-        title, fix = "cannot tell which run this is about", f"functron {command} {made.run} ..."
-        refuse(title, "run", repr(made.run), "the first argument", fix)
+    precision = value_of("--precision", arguments)
+    run, base = _read_base(arguments, precision=precision, **fields)
+    made = parse(kind, arguments, command, kind(run=run, options=base), needs=needs)
+    _check_is_first(made.run, run, command)
     return made
 
 
+def _read_base(arguments: Sequence[str], **fields: Any) -> tuple[str, TrainConfig]:
+    """The run that the first argument names, and its configuration; or "", and a preset's."""
+    run = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    file = file_of(Path(run)) if run else None
+    return run, starting_config(file, model=value_of("--model", arguments), **fields)
+
+
+def _check_is_first(run: str, first: str, command: str) -> None:
+    if run != first:
+        title, fix = "cannot tell which run this is about", f"functron {command} {run} ..."
+        refuse(title, "run", repr(run), "the first argument", fix)
+
+
 def value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """The value of an option; None: it has none, or the parser will say what is wrong."""
+    """The value of an option in the command line; None: it has none."""
     for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if word == option and following:
             return following
@@ -570,14 +543,14 @@ def value_of(option: str, arguments: Sequence[str]) -> str | None:
 
 
 def file_of(path: Path) -> Path:
-    """The file that has the options of a run."""
+    """The configuration file of a run folder; any other path as it is."""
     if not path.is_dir():
         return path
     if not run_folder.is_run(path):
         near = records.nearest(path)
         fix = "" if near is None else f"name {near}, which is one"
         wanted = f"a run folder, or a file like its {run_folder.CONFIG}"
-        refuse("no such run", str(path), "a folder where no run is", wanted, fix)
+        refuse("no such run", str(path), "a folder without a run", wanted, fix)
     return path / run_folder.CONFIG
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -19,7 +18,6 @@ from functron.checkpoint import latest, list_text, show_text, steps, verify_text
 from functron.cli.options import parse
 from functron.cli.process import mistakes
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.settings import Needs, always
 from functron.data.preprocess import SETTINGS_NEEDS, PreprocessSettings, Progress
 from functron.data.preprocess import preprocess as make_tokens
 from functron.data.shards import is_tokens
@@ -68,26 +66,9 @@ class ConvertOptions:
     expert_parallel: int = 1
 
 
-CONVERT_NEEDS: Needs = MappingProxyType(
-    always(
-        "source",
-        "target",
-        "dtype",
-        "averaged",
-        "max_seq",
-        "fused_projections",
-        "quantise",
-        "model",
-        "expert_parallel",
-    )
-)
-"""The needs of options, for them to have an effect. `conversion.convert` refuses those that do not
-go with its source and target."""
-
-
 def convert(arguments: Sequence[str]) -> int:
     """Convert, and print a summary."""
-    options = parse(ConvertOptions, arguments, "convert", needs=CONVERT_NEEDS)
+    options = parse(ConvertOptions, arguments, "convert")
     with mistakes():
         schemes = {text.partition(":")[0] for text in (options.source, options.target)}
         others = schemes - {conversion.RUN, *conversion.FORMATS}
@@ -124,13 +105,9 @@ class CheckpointOptions:
     path: tyro.conf.Positional[Path]
 
 
-CHECKPOINT_NEEDS: Needs = MappingProxyType(always("action", "path"))
-"""The needs of options, for them to have an effect."""
-
-
 def checkpoint(arguments: Sequence[str]) -> int:
     """Print the listing, the contents, or that they are right."""
-    options = parse(CheckpointOptions, arguments, "checkpoint", needs=CHECKPOINT_NEEDS)
+    options = parse(CheckpointOptions, arguments, "checkpoint")
     with mistakes():
         folder = options.path
         if options.action == "verify" and is_tokens(folder):
@@ -186,18 +163,9 @@ class MigrateOptions:
     json: bool = False
 
 
-MIGRATE_NEEDS: Needs = MappingProxyType(
-    always(
-        "source", "out", "env", "extra", "without", "processes", "closest", "run", "strict", "json"
-    )
-)
-"""The needs of options, for them to have an effect. Variables and what is left out are looked for
-in the line."""
-
-
 def migrate(arguments: Sequence[str]) -> int:
     """Write the configuration, and print the table."""
-    options = parse(MigrateOptions, arguments, "migrate", needs=MIGRATE_NEEDS)
+    options = parse(MigrateOptions, arguments, "migrate")
     with mistakes():
         made = megatron.migrate(
             options.source,
@@ -292,16 +260,9 @@ class UpcycleOptions:
     averaged: bool = False
 
 
-UPCYCLE_NEEDS: Needs = MappingProxyType(
-    always("source", "target", "experts", "top_k", "expert_dim", "aux_loss", "seed", "averaged")
-)
-"""The needs of options, for them to have an effect. `upcycle_run` refuses averages that a run does
-not keep."""
-
-
 def upcycle(arguments: Sequence[str]) -> int:
     """Make the run folder, and print a summary."""
-    options = parse(UpcycleOptions, arguments, "upcycle", needs=UPCYCLE_NEEDS)
+    options = parse(UpcycleOptions, arguments, "upcycle")
     with mistakes():
         dense = config.load(Path(options.source) / run_folder.CONFIG, known_only=True).gpt
         moe = MoEConfig(

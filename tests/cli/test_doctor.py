@@ -23,8 +23,8 @@ from functron.cli.main import main
 from functron.ops import launch, nvrtc
 
 
-def looked_for() -> dict[str, doctor.Finding]:
-    return {one.name: one for one in doctor.findings()}
+def looked_for() -> dict[str, doctor.Check]:
+    return {one.name: one for one in doctor.run_checks()}
 
 
 def told(*command: str) -> str | None:
@@ -63,7 +63,7 @@ def test_python_and_packages_are_those_that_are_imported(here):
     extras = re.findall(r"^Provides-Extra: (.+)$", installed, re.MULTILINE)
     assert "test" in extras
     assert {name for name in here if name.startswith("extra ")} == {f"extra {x}" for x in extras}
-    assert here["extra test"] == doctor.Finding("extra test", "installed")  # it runs this
+    assert here["extra test"] == doctor.Check("extra test", "installed")  # it runs this
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").is_file(), reason="a system that says it elsewhere")
@@ -81,8 +81,8 @@ def test_gpus_are_those_of_the_driver(here):
     listed = told("nvidia-smi", "-L")
     versions = told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if not listed or not versions:
-        assert here["driver"] == doctor.Finding("driver", "no NVIDIA driver", "missing")
-        assert here["gpu"] == doctor.Finding("gpu", "none: functron computes on the CPU", "missing")
+        assert here["driver"] == doctor.Check("driver", "no NVIDIA driver", "missing")
+        assert here["gpu"] == doctor.Check("gpu", "none: functron computes on the CPU", "missing")
         assert here["kernels"].found.startswith("no GPU to run them on")
         return
     assert here["driver"].found == versions.splitlines()[0]
@@ -121,7 +121,7 @@ def test_nvrtc_is_there_where_a_kernel_compiles(here):
 )
 def test_a_gpu_that_torch_does_not_see_is_reported(monkeypatch, cuda, state, fix):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "_driver", lambda: "580.65.06")
+    monkeypatch.setattr(doctor, "_find_driver", lambda: "580.65.06")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(doctor.nccl, "version", lambda: (2, 28, 9))
     gpu = looked_for()["gpu"]
@@ -140,7 +140,7 @@ def two_gpus(monkeypatch):
         "get_device_capability": (9, 0), "current_device": 0,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
-    monkeypatch.setattr(doctor, "_driver", lambda: "580.65.06")
+    monkeypatch.setattr(doctor, "_find_driver", lambda: "580.65.06")
     monkeypatch.setattr(doctor.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -153,7 +153,7 @@ def two_gpus(monkeypatch):
 def test_gpus_are_listed_with_whether_kernels_run(two_gpus, capsys):
     found = looked_for()
     assert found["gpu 1"].found == "NVIDIA H200, sm_90a, 140.0 GiB, 132 processors"
-    assert found["kernels 0"] == doctor.Finding("kernels 0", "usable")
+    assert found["kernels 0"] == doctor.Check("kernels 0", "usable")
     assert found["nccl"].found == "2.28.9"
     assert found["driver"].found == "580.65.06"
     assert main(["doctor"]) == 0
@@ -164,7 +164,7 @@ def test_gpus_whose_kernels_cannot_be_used_say_why_and_are_no_failure(
 ):
     monkeypatch.setattr(nvrtc, "missing", lambda: "NVRTC: got none; fix: pip install it")
     found = looked_for()
-    assert found["nvrtc"] == doctor.Finding("nvrtc", "NVRTC: got none", "missing", nvrtc.INSTALL)
+    assert found["nvrtc"] == doctor.Check("nvrtc", "NVRTC: got none", "missing", nvrtc.INSTALL)
     assert found["kernels 1"].state == "missing"
     assert found["kernels 1"].found == "NVRTC: got none; fix: pip install it"
     assert main(["doctor"]) == 0
@@ -193,19 +193,19 @@ def test_what_is_not_installed_or_too_old_is_named_with_the_command(monkeypatch,
     ]  # fmt: skip
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(metadata, "requires", lambda name: needs)
-    found = {one.name: one for one in [*doctor._packages(), *doctor._extras()]}
+    found = {one.name: one for one in [*doctor._check_packages(), *doctor._check_extras()]}
     assert found["functron"].found.startswith("not installed at ")
     assert main(["doctor"]) == 1
     text = "got 2.9.1+cu128; wanted >=2.11,<2.14"
     fix = "pip install 'torch>=2.11,<2.14'"
-    assert found["torch"] == doctor.Finding("torch", text, "broken", fix)
+    assert found["torch"] == doctor.Check("torch", text, "broken", fix)
     assert found["tqdm"].found == "got nothing; wanted tqdm>=4.66"
     assert "numpy" not in found
     assert found["extra wandb"].found == "lacks wandb>=0.19"
     assert found["extra wandb"].fix == "pip install 'functron[wandb]'"
     assert found["extra hub"].found == "lacks jinja2>=3"
     assert found["extra x"].found == "lacks unheard-of"
-    assert found["extra y"] == doctor.Finding("extra y", "installed")
+    assert found["extra y"] == doctor.Check("extra y", "installed")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_tokens_on_disk_say_what_made_them(text, tmp_path, capsys):
     assert with_tokenizer(config) == config
     assert main.main([*TRAIN, "--data", data, "--out", str(other)]) == 0
     assert main.main(["sample", str(other), "--prompt", "a"]) == 2
-    assert "does not say what made them; wanted their tokenizer" in capsys.readouterr().err
+    assert "a run on tokens without a tokenizer; wanted their tokenizer" in capsys.readouterr().err
     assert sampled(other, capsys, "--tokenizer", "bytes").startswith("the quick")
 
 
