@@ -152,7 +152,8 @@ def test_is_set_to_fine_tune(model, tmp_path, capsys):
     ]
     assert main(new) == 2
     assert (
-        f"source: got 'hf:{path}'; wanted no source for a run that begins" in capsys.readouterr().err
+        f"source: got 'hf:{path}'; wanted no source for a run that begins"
+        in capsys.readouterr().err
     )
     assert not (tmp_path / "n").exists()
     assert made.optimizer.fp32_masters  # updates of 2e-5 would round to nothing

@@ -386,7 +386,10 @@ def test_what_a_t5_cannot_be_trained_with(tmp_path):
     )
     split = configure(config, mesh="tp=2", sequence_parallel=True, seq=36)
     said = problems(split)
-    assert "seq: got 36, for which the decoder has 9 targets; wanted a multiple of tp=2 of them" in said
+    assert (
+        "seq: got 36, for which the decoder has 9 targets; wanted a multiple of tp=2 of them"
+        in said
+    )
     found = re.search(r"set it to (\d+), or leave sequence_parallel out", said)
     assert found is not None
     validate(configure(split, seq=int(found[1])))
