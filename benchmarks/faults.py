@@ -39,6 +39,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from functron import checkpoint, data, tree
+from functron.apps.guard.stragglers import Comparison, Stopwatch, axes_of
+from functron.apps.guard.watchdog import Watchdog
 from functron.checkpoint import saver
 from functron.checkpoint.folder import LATER
 from functron.cli import launch, process
@@ -52,9 +54,7 @@ from functron.training import faults, records, run_folder
 from functron.training.anomalies import AnomalyConfig, Guard
 from functron.training.config import TrainConfig, configure, load
 from functron.training.run import Job, own_hash, prepare
-from functron.training.stragglers import Comparison, Stopwatch, axes_of
 from functron.training.train import replicas_of, train
-from functron.training.watchdog import Watchdog
 
 RANKS = 4
 TINY = [

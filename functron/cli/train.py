@@ -41,13 +41,11 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, load, starting_config, with_model
 from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
-from functron.training.rerun import attribute_fault
-from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, exit_code
+from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, end_process, exit_code
 from functron.training.resume import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.setup import RunSetup, make_setup
-from functron.training.train import Outcome, replicas_of, train
-from functron.training.watchdog import ended
+from functron.training.train import Outcome, attribute_fault, replicas_of, train
 
 if TYPE_CHECKING:
     from functron.apps.planner.machines import Hardware
@@ -185,7 +183,7 @@ def _dry(made: RunSetup, machine: Hardware | None, kind: str) -> str:
 
 
 def hung(text: str, first: bool) -> None:
-    """End this process for a hang; see `functron.training.watchdog.ended`.
+    """End this process for a hang; see `functron.training.restarts.end_process`.
 
     Args:
         text: why.
@@ -195,7 +193,7 @@ def hung(text: str, first: bool) -> None:
     if here is not None and (first or here.launched_here):
         record_failure(here, RuntimeError(text), f"functron: {text}")
         first = False
-    ended(text, first)
+    end_process(text, first)
 
 
 def _names_precision(arguments: Sequence[str]) -> bool:
@@ -210,8 +208,7 @@ def _assemble(
     if here is None:
         out, begin_from = _folder(config)
         return prepare(config, mesh, kind, begin_from, recast=recast, at=at), out
-    asked = config.watchdog.hang_after or config.stragglers.every or config.watchdog.check_programs
-    recorder = FlightRecorder(kind) if asked else None
+    recorder = FlightRecorder(kind) if config.reads_recorder else None
     bound, device = join(mesh, here, kind, config.watchdog.timeout_seconds, recorder)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)

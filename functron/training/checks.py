@@ -119,8 +119,6 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     ),
     "overlong": Need(data.is_chat, "conversations", "name some: --data FILE.jsonl"),
     "timeout_seconds": _PROCESSES,
-    "hang_after": _PROCESSES,
-    "stragglers_every": _PROCESSES,
     "check_replicas_every": _PROCESSES,
     "on_corruption": Need(
         lambda c: c.parallelism.nproc > 0 and c.replicas.every > 0,

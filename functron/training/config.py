@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 from functron.checkpoint.memory import MemoryConfig
 from functron.checkpoint.saver import CheckpointConfig
-from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse, remote_problem
+from functron.core.errors import (
+    Problem,
+    list_plugins,
+    load_function,
+    nearest,
+    on_hub,
+    raise_problems,
+    refuse,
+    remote_problem,
+)
 from functron.core.settings import (
     Need,
     explain_field,
@@ -28,8 +37,10 @@ from functron.core.settings import (
     read_table,
     replace_settings,
     section,
+    sections_of,
     setting,
     value_at,
+    with_sections,
 )
 from functron.data.blend import is_blend
 from functron.data.text_files import DataConfig
@@ -53,10 +64,9 @@ from functron.optim.config import SCHEDULE_NEEDS, moments_of
 from functron.precision import POLICIES, PrecisionPolicy
 from functron.precision.recipe import PrecisionConfig
 from functron.training.anomalies import AnomalyConfig, with_factors
+from functron.training.loop import WaitingConfig
 from functron.training.records import CONFIG, METRICS, LoggingConfig
 from functron.training.replicas import ReplicasConfig
-from functron.training.stragglers import StragglersConfig
-from functron.training.watchdog import WatchdogConfig
 
 C = TypeVar("C", bound="TrainConfig")
 
@@ -215,9 +225,12 @@ class TrainConfig:
     (step).
 
     `configure` makes one of the names that options have, such as ``save_every`` for
-    ``checkpoint.save_every``; `functron.core.settings.with_sections` adds sections to it. A section
-    may have ``problems()``, which `functron.training.checks.validate` lists, and ``hook(session)``,
-    which makes a hook of the run's loop.
+    ``checkpoint.save_every``; `functron.core.settings.with_sections` adds sections to it, and those
+    of the applications that are there (group ``functron.sections``) it has. A section may have:
+
+    - ``problems()``, which `functron.training.checks.validate` lists;
+    - ``hook(session)``, which makes a hook of the run's loop of a `functron.training.run.Session`;
+    - ``reads_recorder``: whether it needs collectives to be recorded.
 
     Paths are those of this machine: one such as s3://bucket/run is a ValueError.
 
@@ -234,7 +247,7 @@ class TrainConfig:
         t5: that of a T5.
         lora: low-rank additions to its matrices.
         parallelism: what ranks divide.
-        watchdog, stragglers: ranks that hang, or are slow.
+        watchdog: ranks that others wait for.
         precision: its dtypes.
         compute: how a step is computed, and on what.
         steps: optimization steps.
@@ -276,8 +289,7 @@ class TrainConfig:
     t5: T5Config | None = setting(None, "shapes step", box="model")
     lora: LoRAConfig = section(LoRAConfig, box="model")
     parallelism: ParallelismConfig = section(ParallelismConfig, flat=True)
-    watchdog: WatchdogConfig = section(WatchdogConfig, box="parallelism", flat=True)
-    stragglers: StragglersConfig = section(StragglersConfig, box="parallelism")
+    watchdog: WaitingConfig = section(WaitingConfig, box="parallelism", flat=True)
     precision: PrecisionConfig = section(PrecisionConfig, flat=True)
     compute: ComputeConfig = section(ComputeConfig, box="precision", flat=True)
     steps: int = setting(200, "common step", box="optimizer", least=1)
@@ -317,6 +329,11 @@ class TrainConfig:
             for name in names_with_tag(type(self), "path")
         )
         raise_problems("there are no such places on this machine", filter(None, found))
+
+    @property
+    def reads_recorder(self) -> bool:
+        """Whether a section needs the collectives of processes to be recorded."""
+        return any(getattr(each, "reads_recorder", False) for each in sections_of(self))
 
     @property
     def architecture(self) -> TrainedConfig:
@@ -433,6 +450,12 @@ class TrainConfig:
             ValueError: `ramp_up` describes no sizes of batches.
         """
         return self.data.order_samples or self.data.batches.first_sample(self.steps)
+
+
+if not TYPE_CHECKING:  # which knows the library's own sections
+    _GROUP = "functron.sections"
+    _found = {name: load_function(at, _GROUP) for name, at in list_plugins(_GROUP).items()}
+    TrainConfig = with_sections(TrainConfig, _found)
 
 
 @overload

@@ -18,11 +18,34 @@ from typing import Any
 import torch
 
 from functron.core import tree
+from functron.core.settings import setting
 from functron.program.cost import peak_memory_bytes
 from functron.training import records
 
 Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
 """``(state, batch) -> (state, metrics)``."""
+
+
+@dataclass(frozen=True)
+class WaitingConfig:
+    """How processes wait for one another.
+
+    Attributes:
+        timeout_seconds: after which processes give up on one that has stopped: in collectives, and
+            in saves where it shows no sign of life. A fifth of it where nobody else comes at all,
+            as far as a process can tell.
+        check_programs: compare before every collective what its ranks are about to enter, by the
+            job's store, and end with what differs, before they wait for one another. Slow: for a
+            step that hangs.
+    """
+
+    timeout_seconds: float = setting(300.0, least=1)
+    check_programs: bool = False
+
+    @property
+    def reads_recorder(self) -> bool:
+        """Whether collectives are recorded for it."""
+        return self.check_programs
 
 
 @dataclass(eq=False)
@@ -257,7 +280,7 @@ def loop(
         got = type(batches).__name__
         raise TypeError(f"batches: got a {got}; wanted a function of a step's number, from 0; fix: "
                         "lambda index: batches[index]")  # fmt: skip
-    course = _Course([_as_hook(hook) for hook in hooks], agree)
+    course = _Course([as_hook(hook) for hook in hooks], agree)
     course.newest = course.at = At(start - 1, steps, state, step, _course=course)
     started: deque[At] = deque()
     with ExitStack() as ends:
@@ -363,7 +386,8 @@ class _Course:
         self.call(hook, "end", self.at)
 
 
-def _as_hook(given: Any) -> LoopHook:
+def as_hook(given: Any) -> LoopHook:
+    """The hook that was given, or that of a function of a step; TypeError for anything else."""
     if isinstance(given, LoopHook):
         return given
     if isinstance(given, type) or not callable(given):

@@ -8,8 +8,10 @@ SIGUSR1 and limits of time are requests to stop that a running step outlives.
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -292,6 +294,9 @@ REQUEUE_CODE = 128 + signal.SIGUSR1
 RESHAPE_CODE = 75
 """That of a run that saved, to be started with more ranks at once: EX_TEMPFAIL of sysexits.h."""
 
+HANG_CODE = 124
+"""The exit code of processes of a job that hung: that of timeout(1)."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ECHO_SECONDS = 2.0
 
@@ -303,6 +308,16 @@ def exit_code(stopped_by: int | None) -> int:
     """
     codes = {None: 0, EXIT_AFTER: REQUEUE_CODE, RESHAPE: RESHAPE_CODE}
     return codes[stopped_by] if stopped_by in codes else 128 + int(stopped_by or 0)
+
+
+def end_process(text: str, first: bool) -> None:
+    """End this process for a hang: say why, if it is the one to, and leave with `HANG_CODE`.
+
+    Nothing is waited for: other threads are blocked.
+    """
+    if first:
+        print(f"functron: {text}", file=sys.stderr, flush=True)
+    os._exit(HANG_CODE)
 
 
 @dataclass

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ from functron.training.evaluation import HeldOut, evaluate, loss_program, open_s
 from functron.training.loop import At, LoopHook, close_with
 from functron.training.records import Reporter
 from functron.training.replicas import batch_hash
-from functron.training.restarts import Request
+from functron.training.restarts import Request, end_process
 from functron.training.resume import abstract_state, restore_state
 from functron.training.setup import RunSetup, Watch, make_setup
 from functron.training.step import State
-from functron.training.stragglers import Comparison
 
 
 @dataclass(frozen=True)
@@ -438,20 +437,22 @@ def memory_hook(run: Run) -> MemoryHook | None:
     return None if memory is None else MemoryHook(run, memory)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
-    """A run while it is trained, for its hooks: with its folder, its processes and its events.
+    """A run while it is trained, for the hooks of its sections: its folder, processes and events.
 
     Attributes:
-        run: what is trained; another one after an anomaly was answered.
+        run: what is trained; another one where a hook has it go on with other steps.
         out: its folder; None: no files.
         job: its processes.
         write: an event, as `functron.training.records.event_log` yields it.
         stop: whether someone asked to stop.
         peak_flops: FLOP/s of all devices together.
-        phases: listeners to the phases of the loop: the recorder of the mesh, and the watchdog.
-        comparison: of the ranks' speeds; None: nobody asks.
+        end_process: ends this process at once, without saving; called with the reason, and whether
+            this process is the one that prints it. For a job that hangs.
         also: makes one more reporter of records, for rank 0.
+        blocks: with blocks that are left when the training ends, to which hooks add theirs.
+        hooks: of the sections, each made once; they hear of the phase "restore" between two loops.
     """
 
     run: Run
@@ -460,14 +461,10 @@ class Session:
     write: Callable[..., None]
     stop: Request
     peak_flops: float | None = None
-    phases: Sequence[LoopHook] = ()
-    comparison: Comparison | None = None
+    end_process: Callable[[str, bool], None] = end_process
     also: Callable[[], Reporter] | None = None
-
-    @property
-    def listeners(self) -> list[LoopHook]:
-        """The hooks that go on listening between loops, as anomalies are answered."""
-        return [*self.phases, *([] if self.comparison is None else [self.comparison])]
+    blocks: ExitStack = field(default_factory=ExitStack)
+    hooks: list[LoopHook] = field(default_factory=list)
 
 
 def own_part(

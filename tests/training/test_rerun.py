@@ -18,9 +18,8 @@ from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import configure
 from functron.training.faults import Corrupt, inject
-from functron.training.rerun import Verdict, unlike
 from functron.training.run import prepare
-from functron.training.train import train
+from functron.training.train import Verdict, train, unlike
 
 GPT = GPTConfig(vocab_size=256, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=16)
 BASE = configure(

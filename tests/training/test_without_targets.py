@@ -17,9 +17,8 @@ from functron.optim.schedules import read_schedule_count
 from functron.spmd import Mesh
 from functron.training.anomalies import AnomalyConfig, Detector
 from functron.training.config import TrainConfig, configure, with_model
-from functron.training.rerun import TITLES
 from functron.training.run import prepare
-from functron.training.train import train
+from functron.training.train import TITLES, train
 
 SHORT = ["--model", "gpt2-tiny", "--seq", "8", "--global-batch", "1", "--device", "cpu"]
 

@@ -42,7 +42,6 @@ from functron.data.sampling import parse_ramp_up
 from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, read_yaml
-from functron.training.stragglers import StragglersConfig
 
 TITLE = "cannot migrate"
 _KINDS: Mapping[FateKind, str] = MappingProxyType(
@@ -381,7 +380,7 @@ def _read_logs(reading: Reading) -> dict[str, Any]:
         reading.note("log_layers_every", name, why="norms by layer, every 100 steps")
         found |= {"log_layers_every": 100} if reading(name) else {}
     slow = reading.take("log_straggler", "stragglers_every", "every five steps")
-    return found | ({"stragglers_every": StragglersConfig.every} if slow else {})
+    return found | ({"stragglers_every": 5} if slow else {})
 
 
 def _read_anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
