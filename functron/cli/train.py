@@ -29,7 +29,7 @@ from functron.cli.options import named_fields, options_of, parse, with_names
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.settings import Needs, always, value_at, with_sections
+from functron.core.settings import Needs, always, sections_of, value_at, with_sections
 from functron.data import Blend
 from functron.models import lora
 from functron.models.family import PRESETS
@@ -45,7 +45,7 @@ from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, end_process, 
 from functron.training.resume import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.setup import RunSetup, make_setup
-from functron.training.train import Outcome, attribute_fault, replicas_of, train
+from functron.training.train import Outcome, attribute_fault, train
 
 if TYPE_CHECKING:
     from functron.apps.planner.machines import Hardware
@@ -267,11 +267,9 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
             f"mesh   {config.parallelism.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
-    if (replicas := replicas_of(run, Job(True, True))) and config.replicas.every:
-        share = replicas.covered(run.state)
-        rest = "" if share == 1 else "; no other rank has the rest"
-        every = f"every {config.replicas.every} steps"
-        lines.append(f"checks replicas of {share:.0%} of the state's bytes, {every}{rest}")
+    for section in sections_of(config):
+        introduce = getattr(section, "introduce", None)
+        lines += [] if introduce is None else introduce(run)
     if (note := bubble_note(run.setup)) is not None:
         lines.append(f"bubble {note}")
     if config.resume:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from functron.training.costs import step_report
     from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
     from functron.training.records import compare
-    from functron.training.replicas import leaf_hash
     from functron.training.restarts import stop_on_signals
     from functron.training.run import prepare
     from functron.training.run_folder import with_changed_batch

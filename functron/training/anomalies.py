@@ -353,10 +353,9 @@ class Guard(LoopHook):
         write: an event, as `functron.training.records.event_log` yields it.
         samples: what is known of the samples of a step, from 0, for events.
         before: records of the steps before the first.
-        skips: whether gradients need not be finite, since the step leaves out such updates.
+        skips: whether gradients need not be finite, since the step leaves out such updates. What
+            they came from may be repaired by a hook then, which is no anomaly.
         overflows: whether nothing need be finite where gradients are not: the loss is scaled.
-        repaired: called at a step whose numbers are not finite: whether the state that made them
-            has been repaired. With `skips` that is no anomaly, then: the update was left out.
 
     Attributes:
         found: the anomaly that the loop ended for; None: it did not.
@@ -371,10 +370,9 @@ class Guard(LoopHook):
         *,
         skips: bool = False,
         overflows: bool = False,
-        repaired: Callable[[At], bool] | None = None,
     ):
         self.config, self.write, self._samples = config, write, samples
-        self._skips, self._overflows, self._repaired = skips, overflows, repaired
+        self._skips, self._overflows = skips, overflows
         self.found: Anomaly | None = None
         self._detector = Detector(config, before)
         self._limits: dict[int, float] = {}
@@ -386,7 +384,7 @@ class Guard(LoopHook):
     def after(self, at: At) -> None:
         """Look at the record; the state of a step that is to be forgotten is not saved."""
         finite = all(math.isfinite(at.record.get(name) or 0.0) for name in METRICS)
-        if not finite and self._repaired is not None and self._repaired(at) and self._skips:
+        if not finite and at.repair() and self._skips:
             return
         found = self.observe(at.record)
         if found is not None:

@@ -119,12 +119,6 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     ),
     "overlong": Need(data.is_chat, "conversations", "name some: --data FILE.jsonl"),
     "timeout_seconds": _PROCESSES,
-    "check_replicas_every": _PROCESSES,
-    "on_corruption": Need(
-        lambda c: c.parallelism.nproc > 0 and c.replicas.every > 0,
-        "processes whose replicas are compared",
-        "set nproc and check_replicas_every",
-    ),
     "sequence_parallel": Need(
         lambda c: _axis(c, "tp") > 1, "tp in the mesh, which it splits sequences over", "add tp=N"
     ),

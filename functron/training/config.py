@@ -66,7 +66,6 @@ from functron.precision.recipe import PrecisionConfig
 from functron.training.anomalies import AnomalyConfig, with_factors
 from functron.training.loop import WaitingConfig
 from functron.training.records import CONFIG, METRICS, LoggingConfig
-from functron.training.replicas import ReplicasConfig
 
 C = TypeVar("C", bound="TrainConfig")
 
@@ -230,6 +229,7 @@ class TrainConfig:
 
     - ``problems()``, which `functron.training.checks.validate` lists;
     - ``hook(session)``, which makes a hook of the run's loop of a `functron.training.run.Session`;
+    - ``introduce(run)``, lines on what it does, which a run begins with;
     - ``reads_recorder``: whether it needs collectives to be recorded.
 
     Paths are those of this machine: one such as s3://bucket/run is a ValueError.
@@ -271,7 +271,6 @@ class TrainConfig:
         evaluation: of held-out data.
         restarts, memory: how it goes on after a fault.
         anomalies: which losses and gradient norms are not as they should be, and what is done.
-        replicas: ranks that hold the same.
         logging: what is recorded.
     """
 
@@ -309,7 +308,6 @@ class TrainConfig:
     restarts: RestartsConfig = section(RestartsConfig, box="resilience", flat=True)
     memory: MemoryConfig = section(MemoryConfig, box="resilience")
     anomalies: AnomalyConfig = section(AnomalyConfig, box="resilience")
-    replicas: ReplicasConfig = section(ReplicasConfig, box="resilience")
     logging: LoggingConfig = section(LoggingConfig)
 
     def __new__(cls, *sections: Any, **named: Any):
@@ -441,6 +439,10 @@ class TrainConfig:
         total, style = self.rate_schedule.total_steps, own.weight_decay_incr_style
         made = weight_decay_increase(*ends, total, style)
         return made if self.counted is None else self.counted(made)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        return self.checkpoint.save_every > 0 and step % self.checkpoint.save_every == 0
 
     @property
     def ordered_samples(self) -> int:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -113,6 +113,13 @@ class At:
         """Ask all hooks of all ranks again whether to stop, after what took long. Collective."""
         self.stopped_by = self._course.ask(self) or self.stopped_by
 
+    def repair(self) -> bool:
+        """Have the hooks look for damage where numbers are not finite: whether one repaired it.
+
+        Collective.
+        """
+        return self._course.repair(self)
+
     def stop(self, *, keeps: bool = True) -> None:
         """End the loop after this step, and those ahead of it. Every rank must decide so alike.
 
@@ -169,7 +176,13 @@ class LoopHook:
 
     The order in which they are called is in `loop`. A function ``f(at)`` is a hook, too: its
     `after`.
+
+    Attributes:
+        judges: of a section's hook, whether it comes after those that write records, and before
+            those that save: it looks at records, and may stop the loop for them.
     """
+
+    judges: ClassVar[bool] = False
 
     def begin(self, at: At) -> None:
         """Before the first step; ``at.step`` steps have been taken."""
@@ -190,6 +203,10 @@ class LoopHook:
 
     def end(self, at: At) -> None:
         """At the end, however it comes; ``at`` is the last step whose record was read."""
+
+    def repair(self, at: At) -> bool:
+        """Numbers are not finite: whether `At.newest` was damaged in memory, and is repaired."""
+        return False
 
     def phase(self, name: str, index: int) -> None:
         """The loop goes over to this phase of step `index`, from 0."""
@@ -350,6 +367,9 @@ class _Course:
     def ask(self, at: At) -> int:
         asked = (self.call(hook, "ask", at) for hook in self.hooks)
         return self._agree(max(asked, default=0))
+
+    def repair(self, at: At) -> bool:
+        return any(self.call(hook, "repair", at) for hook in self.hooks)
 
     def is_due(self, step: int) -> bool:
         return any(self.call(hook, "due", step) for hook in self.hooks)

@@ -23,7 +23,7 @@ from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
 from functron.data import Blend, Samples
-from functron.data.sampling import Gaps, RampUp, drawn
+from functron.data.sampling import Gaps, RampUp, drawn, mix
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE
@@ -32,7 +32,6 @@ from functron.training.config import TrainConfig
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import At, LoopHook, close_with
 from functron.training.records import Reporter
-from functron.training.replicas import batch_hash
 from functron.training.restarts import Request, end_process
 from functron.training.resume import abstract_state, restore_state
 from functron.training.setup import RunSetup, Watch, make_setup
@@ -56,7 +55,7 @@ class Run:
         held_out_loss: of `functron.training.evaluation.loss_program`; None without sets.
         notes: what of its checkpoint was converted, or begins anew, in words.
         begun_from: the checkpoint that it began with, or went on from; None: random parameters.
-        around: what every program of a step is wrapped in, such as `functron.training.faults`.
+        around: what every program of a step is wrapped in, such as faults on purpose.
         at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
             before the batch of a step, "evaluate" and "save" after so many steps, and what
             `checkpoint.Saver` calls it with.
@@ -484,6 +483,34 @@ def own_part(
         name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
         for name, x in host.items()
     }
+
+
+def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:
+    """A 64-bit checksum of rows of a batch, on the host, that adds up over parts of it.
+
+    The sum modulo 2^64 of all integers times odd factors by leaf, row and column: the sum over the
+    parts of a batch, by rows or columns, is that of the batch.
+
+    Args:
+        batch: with ``rows``, the numbers of its rows; what has one dim is the same in all parts
+            by columns.
+        first_column: of this part of the sequences.
+    """
+    rows, total = batch["rows"].numpy().astype(np.uint64), 0
+    for number, name in enumerate(sorted(batch)):
+        if batch[name].dim() == 1 and first_column:
+            continue  # the first part of these rows has counted it
+        x = batch[name].numpy()
+        if x.dtype.kind == "f":
+            x = x.view(f"i{x.dtype.itemsize}")
+        x = x.reshape(len(rows), -1).astype(np.uint64)
+        places = np.arange(first_column, first_column + x.shape[1], dtype=np.uint64)
+        columns, weights = (
+            mix(places, number, 0) | np.uint64(1),
+            mix(rows, number, 1) | np.uint64(1),
+        )
+        total += int((((x + np.uint64(1)) * columns).sum(1) * weights).sum())
+    return total % 2**64
 
 
 def own_hash(mesh: Mesh | BoundMesh, batch: Mapping[str, torch.Tensor]) -> int:

@@ -44,7 +44,7 @@ from functron.training.anomalies import (
     Record,
     check_finite,
 )
-from functron.training.config import TrainConfig, configure
+from functron.training.config import configure
 from functron.training.data import prefetch
 from functron.training.evaluation import EvaluationHook
 from functron.training.loop import (
@@ -58,7 +58,6 @@ from functron.training.loop import (
     loop,
     record_to,
 )
-from functron.training.replicas import ReplicaHook, Replicas
 from functron.training.restarts import (
     EXIT_AFTER,
     RESHAPE,
@@ -192,9 +191,8 @@ def _train_on(session: Session, past: list[dict[str, Any]]) -> Outcome:
 def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outcome, Anomaly | None]:
     """Take steps until all are taken, someone asks to stop, or an anomaly ends them: that, too."""
     run, reached, history = session.run, session.run.state, []
-    stop = StopHook(session.stop, lambda step: _saves(run.config, step))
-    replicas = _make_replica_hook(session)
-    guard = _make_guard(session, past, replicas)
+    stop = StopHook(session.stop, run.config.saves_after)
+    guard = _make_guard(session, past)
     with _open_batches(session) as batches:
         steps = loop(
             run.step,
@@ -202,7 +200,7 @@ def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outco
             batches.take,
             start=run.start,
             steps=run.config.steps,
-            hooks=hooks_of(session, batches, stop, guard, replicas),
+            hooks=hooks_of(session, batches, stop, guard),
             agree=lambda number: int(session.job.across(number, dist.ReduceOp.MAX)),
             ahead=int(run.device.type == "cuda"),
         )
@@ -223,7 +221,6 @@ def hooks_of(
     batches: Batches,
     stop: StopHook,
     guard: Guard,
-    replicas: ReplicaHook | None,
 ) -> list[LoopHook | Callable[[At], Any]]:
     """The hooks of a run, in their order; see `loop` for when each is called.
 
@@ -232,7 +229,6 @@ def hooks_of(
         batches: of its steps.
         stop: stops where someone asks for it.
         guard: judges the numbers.
-        replicas: compares the state with that of other ranks.
     """
     run, config, out = session.run, session.run.config, session.out
     scaled = config.optimizer.loss_scale
@@ -243,12 +239,12 @@ def hooks_of(
         LayerHook(run.watch) if run.watch is not None else None,
         record_blanks,
         _make_evaluation_hook(run),
-        *session.hooks,
+        *(hook for hook in session.hooks if not hook.judges),
         TargetsHook(run, batches),
         *(record_to(reporter) for reporter in _make_reporters(session)),
         OverflowHook(patience, run.setup.overflowing) if patience else None,
         guard,
-        replicas,
+        *(hook for hook in session.hooks if hook.judges),
         memory_hook(run),
         CheckpointHook(run, out, session.stop) if out is not None else None,
     ]
@@ -260,7 +256,8 @@ def make_section_hooks(session: Session) -> Iterator[LoopHook]:
 
     It is called once, on all ranks alike, and returns a `LoopHook` or a function of a step, or None
     where the section asks for nothing. So a new ability with its options is one file: a section
-    with its hook. These come after the record is made, and before it is written and judged.
+    with its hook. These come after the record is made, and before it is written and judged, but for
+    those that judge it.
     """
     for section in sections_of(session.run.config):
         make = getattr(section, "hook", None)
@@ -339,7 +336,7 @@ class CheckpointHook(LoopHook):
 
     def due(self, step: int) -> bool:
         """Whether to save after so many steps."""
-        return _saves(self._run.config, step)
+        return self._run.config.saves_after(step)
 
     def after(self, at: At) -> None:
         """Save where it is due."""
@@ -365,10 +362,6 @@ class CheckpointHook(LoopHook):
         if at.left:
             self._save(at)
         close_with(self._saver, at.error)
-
-
-def _saves(config: TrainConfig, step: int) -> bool:
-    return config.checkpoint.save_every > 0 and step % config.checkpoint.save_every == 0
 
 
 class Batches:
@@ -486,9 +479,7 @@ def _read_past(run: Run, out: Path | None) -> list[dict[str, Any]]:
     ]
 
 
-def _make_guard(
-    session: Session, past: Sequence[records.Record], replicas: ReplicaHook | None
-) -> Guard:
+def _make_guard(session: Session, past: Sequence[records.Record]) -> Guard:
     config = session.run.config
     return Guard(
         config.anomalies,
@@ -497,21 +488,6 @@ def _make_guard(
         past,
         skips=config.optimizer.skip_nonfinite > 0,
         overflows=config.optimizer.loss_scale.initial > 0,
-        repaired=None if replicas is None else replicas.repair_newest,
-    )
-
-
-def _make_replica_hook(session: Session) -> ReplicaHook | None:
-    config = session.run.config
-    replicas = replicas_of(session.run, session.job) if config.replicas.every else None
-    if replicas is None:
-        return None
-    return ReplicaHook(
-        replicas,
-        session.write,
-        config.replicas.every,
-        repairs=config.replicas.on_corruption == "repair",
-        saves=lambda step: _saves(config, step),
     )
 
 
@@ -568,18 +544,6 @@ def _listen_for_recorder(run: Run) -> list[LoopHook]:
             recorder.begin(step)
 
     return [PhaseHook(begin)]
-
-
-def replicas_of(run: Run, job: Job) -> Replicas | None:
-    """The replicas of the state of `run`; None where this process has all of it."""
-    if not isinstance(run.mesh, BoundMesh):
-        return None
-
-    def largest(number: int) -> int:
-        return int(job.across(number, dist.ReduceOp.MAX))
-
-    stages = "pp" if run.setup.is_pipelined else None
-    return Replicas(run.mesh, run.setup.state_specs, stages, largest, job.gather)
 
 
 def _log_end(write: Callable[..., None], outcome: Outcome) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from functron.apps.guard.faults import Corrupt, inject
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import configure
-from functron.training.faults import Corrupt, inject
 from functron.training.loop import every, loop
 from functron.training.records import EVENTS, read
 from functron.training.restarts import Request, StopHook

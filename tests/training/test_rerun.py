@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from functron.apps.guard.faults import Corrupt, inject
 from functron.cli.main import main
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training import records, run_folder
 from functron.training.anomalies import AnomalyConfig
 from functron.training.config import configure
-from functron.training.faults import Corrupt, inject
 from functron.training.run import prepare
 from functron.training.train import Verdict, train, unlike
 

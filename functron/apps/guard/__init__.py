@@ -1,7 +1,8 @@
-"""Guards of long runs: ranks that hang or are slow.
+"""Guards of long runs: ranks that hang, are slow, or have other bits than their replicas.
 
 Each is a section of the configuration with its hook: `watchdog` (a step that hangs, and which rank
-is to blame) and `stragglers` (a rank that the others wait for).
+is to blame), `stragglers` (a rank that the others wait for) and `corruption` (replicas of the state
+that differ). `faults` puts what they are for into a run, for tests.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 from functron.core import import_lazily
 
 if TYPE_CHECKING:
+    from functron.apps.guard import faults
+    from functron.apps.guard.corruption import CorruptionError, ReplicasConfig, leaf_hash
     from functron.apps.guard.stragglers import StragglersConfig
     from functron.apps.guard.watchdog import WatchdogConfig
 

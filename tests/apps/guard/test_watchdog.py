@@ -133,7 +133,7 @@ from functron.cli.train import hung
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.apps.guard import watchdog
-from functron.training import faults
+from functron.apps.guard import faults
 from functron.training.config import configure
 from functron.training.run import prepare
 from functron.training.train import train
