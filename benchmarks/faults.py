@@ -40,6 +40,7 @@ from tqdm import tqdm
 
 from functron import checkpoint, data, tree
 from functron.apps.guard import faults
+from functron.apps.guard.anomalies import AnomalyConfig, Guard
 from functron.apps.guard.corruption import replicas_of
 from functron.apps.guard.stragglers import Comparison, Stopwatch, axes_of
 from functron.apps.guard.watchdog import Watchdog
@@ -53,7 +54,6 @@ from functron.optim import OptimizerConfig
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training import records, run_folder
-from functron.training.anomalies import AnomalyConfig, Guard
 from functron.training.config import TrainConfig, configure, load
 from functron.training.run import Job, own_hash, prepare
 from functron.training.train import train

@@ -16,7 +16,7 @@ from functron.core.errors import has_module, list_plugins, load_plugin
 
 APPLICATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "guard": (),
+        "guard": ("rerun",),
         "megatron": ("migrate",),
         "planner": ("plan", "recipe"),
     }
@@ -30,6 +30,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "functron.record_names": {"megatron": "functron.apps.megatron.launches:name_records"},
         "functron.sample_orders": {"megatron": "functron.apps.megatron.sample_order:make_order"},
         "functron.sections": {
+            "anomalies": "functron.apps.guard.anomalies:AnomalyConfig",
             "replicas": "functron.apps.guard.corruption:ReplicasConfig",
             "stragglers": "functron.apps.guard.stragglers:StragglersConfig",
             "watchdog": "functron.apps.guard.watchdog:WatchdogConfig",

@@ -45,13 +45,15 @@ from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, end_process, 
 from functron.training.resume import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.setup import RunSetup, make_setup
-from functron.training.train import Outcome, attribute_fault, train
+from functron.training.train import Outcome, train
 
 if TYPE_CHECKING:
     from functron.apps.planner.machines import Hardware
 
 planner: Any = apps.find("planner")
 """Tells what a step is expected to take; None: runs do without it."""
+guard: Any = apps.find("guard")
+"""Takes a step again; None: there is no such command."""
 
 
 @dataclass(frozen=True)
@@ -471,7 +473,9 @@ def rerun(arguments: Sequence[str]) -> int:
             bound, device = join(mesh, here, kind, config.watchdog.timeout_seconds)
             made = prepare(config, bound, device)
     with deterministic() if config.compute.deterministic else nullcontext():
-        verdict = attribute_fault(made, options.run, Job.of(made), options.step, (), exact=exact)
+        verdict = guard.attribute_fault(
+            made, options.run, Job.of(made), options.step, (), exact=exact
+        )
     leave()
     if here is None or here.rank == 0:
         print(verdict, flush=True)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from functron.core import import_lazily
 
 if TYPE_CHECKING:
-    from functron.training.anomalies import AnomalyConfig, FiniteHook
     from functron.training.config import TrainConfig, configure, load
     from functron.training.costs import step_report
-    from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
+    from functron.training.loop import FiniteHook, LoopHook, Meter, every, loop, progress, record_to
     from functron.training.records import compare
     from functron.training.restarts import stop_on_signals
     from functron.training.run import prepare

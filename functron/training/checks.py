@@ -46,7 +46,6 @@ from functron.pipeline.partition import Part
 from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, restarts, run_folder
-from functron.training.anomalies import ANOMALY_NEEDS, anomaly_problems
 from functron.training.config import (
     ParallelismConfig,
     TrainConfig,
@@ -146,7 +145,6 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         {name: need for name, need in SCHEDULE_NEEDS.items() if name != "total_steps"},
         lambda c: c.rate_schedule,
     ),
-    **needs_under("anomalies", ANOMALY_NEEDS),
     "learning_rate": Need(
         lambda c: c.reads_rate,
         "an optimizer that takes its rate from a schedule",
@@ -346,7 +344,6 @@ def validate(
             lambda: list(restarts.problems_of(config, mesh, processes, launched_here)), messages
         )
         problems += found or []
-    problems += anomaly_problems(config.anomalies)
     for section in sections_of(config):
         own = getattr(section, "problems", None)
         problems += [] if own is None else own()
@@ -731,8 +728,8 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
 def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterator[Problem]:
     """Samples of the first steps that were left out, or were not, when these were taken."""
     try:
-        seen = begun.anomalies.gaps.number(config.data.batches.first_sample(steps))
-        gaps, before = config.anomalies.gaps, begun.anomalies.gaps
+        seen = begun.gaps.number(config.data.batches.first_sample(steps))
+        gaps, before = config.gaps, begun.gaps
     except ValueError:
         return  # said elsewhere
     kept = [tuple(x for x in g.ranges if x[0] < seen) for g in (gaps, before)]

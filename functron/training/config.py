@@ -43,6 +43,7 @@ from functron.core.settings import (
     with_sections,
 )
 from functron.data.blend import is_blend
+from functron.data.sampling import Gaps
 from functron.data.text_files import DataConfig
 from functron.models import gpt
 from functron.models.bert import BertConfig
@@ -63,7 +64,6 @@ from functron.optim import (
 from functron.optim.config import SCHEDULE_NEEDS, moments_of
 from functron.precision import POLICIES, PrecisionPolicy
 from functron.precision.recipe import PrecisionConfig
-from functron.training.anomalies import AnomalyConfig, with_factors
 from functron.training.loop import WaitingConfig
 from functron.training.records import CONFIG, METRICS, LoggingConfig
 
@@ -230,6 +230,8 @@ class TrainConfig:
     - ``problems()``, which `functron.training.checks.validate` lists;
     - ``hook(session)``, which makes a hook of the run's loop of a `functron.training.run.Session`;
     - ``introduce(run)``, lines on what it does, which a run begins with;
+    - ``gaps``, the samples that are left out, and ``change_rate(schedule)``;
+    - ``limits_updates``: whether its hook sets the limit of `functron.optim.with_limit`;
     - ``reads_recorder``: whether it needs collectives to be recorded.
 
     Paths are those of this machine: one such as s3://bucket/run is a ValueError.
@@ -270,7 +272,6 @@ class TrainConfig:
         checkpoint: when it is saved.
         evaluation: of held-out data.
         restarts, memory: how it goes on after a fault.
-        anomalies: which losses and gradient norms are not as they should be, and what is done.
         logging: what is recorded.
     """
 
@@ -307,7 +308,6 @@ class TrainConfig:
     evaluation: EvaluationConfig = section(EvaluationConfig)
     restarts: RestartsConfig = section(RestartsConfig, box="resilience", flat=True)
     memory: MemoryConfig = section(MemoryConfig, box="resilience")
-    anomalies: AnomalyConfig = section(AnomalyConfig, box="resilience")
     logging: LoggingConfig = section(LoggingConfig)
 
     def __new__(cls, *sections: Any, **named: Any):
@@ -427,7 +427,24 @@ class TrainConfig:
         """The learning rate of each step, from 0."""
         schedule = make_schedule(self.rate_schedule)
         schedule = schedule if self.counted is None else self.counted(schedule)
-        return with_factors(schedule, self.anomalies.factors)
+        for each in sections_of(self):
+            change = getattr(each, "change_rate", None)
+            schedule = schedule if change is None else change(schedule)
+        return schedule
+
+    @property
+    def gaps(self) -> Gaps:
+        """The samples that a section leaves out of the order of the data.
+
+        Raises:
+            ValueError: it does not describe them.
+        """
+        return next((each.gaps for each in sections_of(self) if hasattr(each, "gaps")), Gaps())
+
+    @property
+    def limits_updates(self) -> bool:
+        """Whether a section has updates left out whose gradients are above a limit."""
+        return any(getattr(each, "limits_updates", False) for each in sections_of(self))
 
     @property
     def weight_decay(self) -> Callable[[Any], Any]:

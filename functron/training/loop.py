@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -203,6 +204,17 @@ class LoopHook:
 
     def end(self, at: At) -> None:
         """At the end, however it comes; ``at`` is the last step whose record was read."""
+
+    def go_on(self, session: Any) -> bool:
+        """Whether a training run whose loop has ended goes on with ``session.run``. Collective.
+
+        `loop` itself does not ask. The hook may put another run there: from an earlier state, or
+        with another configuration. A run that somebody stopped does not go on.
+
+        Args:
+            session: a `functron.training.run.Session`, whose run has the state after the last step.
+        """
+        return False
 
     def repair(self, at: At) -> bool:
         """Numbers are not finite: whether `At.newest` was damaged in memory, and is repaired."""
@@ -565,6 +577,65 @@ def record_to(
 def progress() -> LoopHook:
     """A hook that shows a bar: loss, gradient norm, tokens per second, losses of held-out sets."""
     return _Writer(lambda at: records.progress(at.steps, at.step))
+
+
+LOSS_AND_NORM = ("loss", "grad_norm")
+"""The numbers of a record by which a run is judged."""
+
+
+def check_finite(record: Record, names: Sequence[str] = LOSS_AND_NORM) -> None:
+    """Raise FloatingPointError where one of these numbers of a record is not finite."""
+    for name in names:
+        if not math.isfinite(record.get(name) or 0.0):
+            what = {"loss": "loss", "grad_norm": "gradients of norm"}[name]
+            raise FloatingPointError(
+                f"step {record['step']}: got {what} {record[name]}; wanted a finite number; fix: "
+                "lower the learning rate, lengthen the warm-up, clip gradients, or train in float32"
+            )
+
+
+class FiniteHook(LoopHook):
+    """Ends a loop with FloatingPointError where loss or gradients are not finite.
+
+    After the hooks that write records, and before those that save.
+
+    Args:
+        skips: whether gradients need not be, since the step leaves out such updates.
+    """
+
+    def __init__(self, *, skips: bool = False):
+        self._names = LOSS_AND_NORM[:1] if skips else LOSS_AND_NORM
+
+    def after(self, at: At) -> None:
+        """Check the record."""
+        check_finite(at.record, self._names)
+
+
+class OverflowHook(LoopHook):
+    """Ends a loop where gradients overflow in step after step, and the scale of the loss is least.
+
+    Args:
+        patience: raise FloatingPointError after so many steps in a row.
+        layers: ``(state, batch)`` to the names of the layers whose gradients then are not finite,
+            for the message; it may give up the state. None: nobody knows.
+    """
+
+    def __init__(self, patience: int, layers: Callable[[Any, Any], Sequence[str]] | None = None):
+        self._patience, self._layers = patience, layers
+
+    def after(self, at: At) -> None:
+        """Look at how many steps the optimizer has left out in a row."""
+        if at.metrics.get("stuck", 0) < self._patience:
+            return
+        newest = at.newest  # the one whose state is whole
+        names = [] if self._layers is None else self._layers(newest.state, newest.batch)
+        where = f", in {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+        raise FloatingPointError(
+            f"step {at.step}: got gradients that are not finite in {self._patience} steps in a row"
+            f"{where}, with the loss times {at.record['loss_scale']:g}, the least; wanted finite "
+            "ones; fix: train in bf16 (--precision bf16), lower the learning rate, or lengthen the "
+            "warm-up"
+        )
 
 
 @dataclass(frozen=True)

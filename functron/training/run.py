@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from functron import checkpoint
 from functron.checkpoint.memory import Memory
 from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
@@ -27,8 +29,8 @@ from functron.data.sampling import Gaps, RampUp, drawn, mix
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE
-from functron.training import data
-from functron.training.config import TrainConfig
+from functron.training import data, run_folder
+from functron.training.config import TrainConfig, configure
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import At, LoopHook, close_with
 from functron.training.records import Reporter
@@ -99,7 +101,7 @@ class Run:
     @cached_property
     def gaps(self) -> Gaps:
         """The samples that it leaves out."""
-        return self.config.anomalies.gaps
+        return self.config.gaps
 
     def samples_of(self, step: int) -> dict[str, Any]:
         """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
@@ -149,6 +151,48 @@ class Run:
             return step
         idle = self.setup.idle_watch if watched else self.setup.idle_step
         return idle if self.around is None else self.around(idle)
+
+    def own_hash(self, host: dict[str, torch.Tensor]) -> int:
+        """This process's share of the checksum of a batch, of which it has this part."""
+        return own_hash(self.mesh, host)
+
+    def with_config(self, config: TrainConfig) -> Run:
+        """The run as another configuration has it: its set-up and programs are made anew."""
+        made = make_setup(config, self.mesh)
+        step, watch = programs(made, self.around)
+        return dataclasses.replace(self, setup=made, step=step, watch=watch)
+
+    def simulate(self, path: Path) -> Run:
+        """The run on ranks that this process simulates, from a checkpoint of it; not compiled."""
+        assert isinstance(self.mesh, BoundMesh)
+        config = configure(self.config, compile=False, cuda_graph=False, nproc=0)
+        made = dataclasses.replace(self.setup, config=config, mesh=self.mesh.mesh)
+        state, _ = begin_state(made, path, self.device)
+        step, watch = programs(made, self.around)
+        return dataclasses.replace(self, setup=made, state=state, step=step, watch=watch)
+
+    def restore(self, out: Path | None, job: Job, most: int, *, forget: bool = False) -> State:
+        """The newest state that is saved and has taken at most so many steps. Collective.
+
+        Args:
+            out: its folder; None, or without such a state: the one that the run began with.
+            job: its processes.
+            most: steps.
+            forget: remove what was saved after that.
+        """
+        folder = None if out is None else out / run_folder.CHECKPOINTS
+
+        def find_newest() -> int | None:
+            saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
+            newest = max((step for step in saved if step <= most), default=None)
+            for step in saved if forget else ():
+                if folder is not None and step > (newest or 0):
+                    shutil.rmtree(folder / str(step))
+            return newest
+
+        newest = job.broadcast(find_newest)
+        path = self.begun_from if newest is None or folder is None else folder / str(newest)
+        return begin_state(self.setup, path, self.device)[0]
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """The loss, perplexity and number of targets of every held-out set, by its name.
@@ -381,7 +425,7 @@ def _memory_of(made: RunSetup, memory: Path | None) -> Memory | None:
     if memory is None or not isinstance(made.mesh, BoundMesh):
         return None
     like = abstract_state(made, random.key(made.config.seed).to("meta"))
-    samples = made.config.anomalies.skipped_samples  # which a state has not seen
+    samples = made.config.gaps  # which a state has not seen
     earlier = made.config.data.earlier_batches  # after which it has seen others
     seen = f"{made.config.seed} {samples}" + (f" {earlier}" if earlier else "")
     return Memory(memory, made.mesh, like, seen)
@@ -450,6 +494,7 @@ class Session:
         end_process: ends this process at once, without saving; called with the reason, and whether
             this process is the one that prints it. For a job that hangs.
         also: makes one more reporter of records, for rank 0.
+        history: the records of the steps taken, up to where the run now begins.
         blocks: with blocks that are left when the training ends, to which hooks add theirs.
         hooks: of the sections, each made once; they hear of the phase "restore" between two loops.
     """
@@ -464,6 +509,16 @@ class Session:
     also: Callable[[], Reporter] | None = None
     blocks: ExitStack = field(default_factory=ExitStack)
     hooks: list[LoopHook] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def read_records(self) -> list[dict[str, Any]]:
+        """The records in the run's folder."""
+        return [] if self.out is None else run_folder.records(self.out)
+
+    def write_config(self) -> None:
+        """Write the configuration of the run into its folder, where this process is to."""
+        if self.job.main and self.out is not None:
+            run_folder.write_config(self.out, self.run.config)
 
 
 def own_part(

@@ -24,8 +24,6 @@ from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.records import CONFIG, METRICS, is_run, read
 
 CHECKPOINTS = "checkpoints"
-AGAIN = "again"
-"""Where a state lies while ranks compute the step after it by themselves."""
 HUB = "hub"
 """Where the config.json and tokenizer lie that a run's model came with."""
 

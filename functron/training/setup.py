@@ -445,7 +445,7 @@ class RunSetup:
         self, made: optim.GradientTransformation, weights: dict
     ) -> optim.GradientTransformation:
         """`made`, whose updates are left out where that is asked for and gradients are spikes."""
-        skips = self.config.anomalies.on_spike == "skip"
+        skips = self.config.limits_updates
         return optim.with_limit(made, of=weights) if skips else made
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A training run: `train` composes the hooks of its loop, and answers anomalies.
+"""A training run: `train` composes the hooks of its loop.
 
 `hooks_of` is the list: a run is its step, its batches and these hooks. Records have what the
 machine could do and what the process used: the denominators of MFU and memory.
@@ -7,16 +7,12 @@ machine could do and what the process used: the denominators of MFU and memory.
 from __future__ import annotations
 
 import dataclasses
-import math
-import shutil
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,32 +23,21 @@ from functron.core import compat, tree
 from functron.core.errors import local_path, raise_problems
 from functron.core.settings import sections_of
 from functron.data import Blend
-from functron.data.sampling import earlier_text
 from functron.models import gpt
 from functron.optim.schedules import read_schedule_count
-from functron.program.cost import free_memory_bytes, peak_flops
+from functron.program.cost import peak_flops
 from functron.spmd import BoundMesh
 from functron.spmd.flight import Agreement
 from functron.spmd.mesh import LostRanksError
 from functron.training import data, records, restarts, run_folder
-from functron.training.anomalies import (
-    METRICS,
-    Anomaly,
-    AnomalyConfig,
-    Guard,
-    OverflowHook,
-    Record,
-    check_finite,
-)
-from functron.training.config import configure
 from functron.training.data import prefetch
 from functron.training.evaluation import EvaluationHook
 from functron.training.loop import (
     At,
     LoopHook,
     Meter,
+    OverflowHook,
     PhaseHook,
-    Step,
     as_hook,
     close_with,
     loop,
@@ -71,14 +56,12 @@ from functron.training.run import (
     Job,
     Run,
     Session,
-    begin_state,
     count_samples,
     deterministic,
     memory_hook,
     own_hash,
-    programs,
 )
-from functron.training.setup import Watch, make_setup
+from functron.training.setup import Watch
 from functron.training.step import State
 
 
@@ -124,8 +107,8 @@ def train(
     Raises:
         ValueError: the configuration says where the model came from, and its parameters are random;
             or `out` is no path of this machine.
-        FloatingPointError: loss or gradients are not finite, or an anomaly is one too many; or
-            float16 overflows without end.
+        FloatingPointError: loss or gradients are not finite, or float16 overflows without end; or
+            a hook ends the run for its numbers.
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, device = run.config, run.device
@@ -155,44 +138,30 @@ def train(
             write = stack.enter_context(records.event_log(out / records.EVENTS))
         session = Session(run, out, job, write, stop, peak, hung, also, stack)
         session.hooks = [*_listen_for_recorder(run), *make_section_hooks(session)]
-        return _train_on(session, job.broadcast(lambda: _read_past(run, out)))
+        return _train_on(session)
 
 
-def _train_on(session: Session, past: list[dict[str, Any]]) -> Outcome:
-    """Take the steps of a run, and answer anomalies, until it ends.
-
-    Args:
-        session: the run.
-        past: records of the steps before, by which anomalies are found.
-    """
-    run, most, history, answers = session.run, session.run.config.anomalies.most, [], 0
+def _train_on(session: Session) -> Outcome:
+    """Take the steps of a run, which hooks may have go on otherwise, until it ends."""
     while True:
-        outcome, found = _take_steps(session, past)
+        begun = session.run.start
+        stopped_by = _take_steps(session)
         for hook in session.hooks:
-            hook.phase("restore", outcome.history[-1]["step"] if outcome.history else run.start)
-        history += outcome.history
-        if found is None or outcome.stopped_by:
-            _log_end(session.write, outcome)
-            return outcome._replace(history=history)
-        verdict = None
-        if run.config.anomalies.attribute:
-            verdict = attribute_fault(run, session.out, session.job, found.step, past + history)
-            session.write("rerun", found.step, **verdict.event())
-            check_hardware(verdict)
-        answers += found.action in ("rollback", "lower-rate")
-        _check_answers(found, answers, most, history)
-        if found.action == "rollback":
-            outcome = outcome._replace(state=None)  # there is no room for it beside an earlier one
-        run = session.run = _answer_anomaly(session, outcome, found, verdict)
-        history = [record for record in history if record["step"] <= run.start]
-        past = [record for record in past if record["step"] <= run.start] + history
+            hook.phase("restore", session.run.start)
+        # a mesh grows after a hook had the run go on
+        if stopped_by in (None, RESHAPE) and any(hook.go_on(session) for hook in session.hooks):
+            kept = session.run.start
+            session.history = [record for record in session.history if record["step"] <= kept]
+            continue
+        if session.run.start > begun:
+            _log_end(session, stopped_by)
+        return Outcome(session.run.state, session.history, stopped_by)
 
 
-def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outcome, Anomaly | None]:
-    """Take steps until all are taken, someone asks to stop, or an anomaly ends them: that, too."""
-    run, reached, history = session.run, session.run.state, []
+def _take_steps(session: Session) -> int | None:
+    """Take steps until all are taken, or something stops them: as of `StopHook`."""
+    run, reached, taken = session.run, session.run.state, session.run.start
     stop = StopHook(session.stop, run.config.saves_after)
-    guard = _make_guard(session, past)
     with _open_batches(session) as batches:
         steps = loop(
             run.step,
@@ -200,27 +169,23 @@ def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outco
             batches.take,
             start=run.start,
             steps=run.config.steps,
-            hooks=hooks_of(session, batches, stop, guard),
+            hooks=hooks_of(session, batches, stop),
             agree=lambda number: int(session.job.across(number, dist.ReduceOp.MAX)),
             ahead=int(run.device.type == "cuda"),
         )
         try:
             for state, record in steps:
-                reached = state
-                history.append(record)
+                reached, taken = state, record["step"]
+                session.history.append(record)
         except BaseException as error:
             steps.throw(error)  # an interrupt that comes here is one of this rank, which saves not
             raise
-    # a mesh grows after an anomaly was answered
-    waits = guard.found is not None and stop.stopped_by == RESHAPE
-    return Outcome(reached, history, None if waits else stop.stopped_by), guard.found
+    session.run = dataclasses.replace(run, state=reached, start=taken)
+    return stop.stopped_by
 
 
 def hooks_of(
-    session: Session,
-    batches: Batches,
-    stop: StopHook,
-    guard: Guard,
+    session: Session, batches: Batches, stop: StopHook
 ) -> list[LoopHook | Callable[[At], Any]]:
     """The hooks of a run, in their order; see `loop` for when each is called.
 
@@ -228,7 +193,6 @@ def hooks_of(
         session: the run.
         batches: of its steps.
         stop: stops where someone asks for it.
-        guard: judges the numbers.
     """
     run, config, out = session.run, session.run.config, session.out
     scaled = config.optimizer.loss_scale
@@ -243,7 +207,6 @@ def hooks_of(
         TargetsHook(run, batches),
         *(record_to(reporter) for reporter in _make_reporters(session)),
         OverflowHook(patience, run.setup.overflowing) if patience else None,
-        guard,
         *(hook for hook in session.hooks if hook.judges),
         memory_hook(run),
         CheckpointHook(run, out, session.stop) if out is not None else None,
@@ -466,31 +429,6 @@ def _write_nothing(kind: str, step: int, **about: Any) -> None:
     """Write no event."""
 
 
-def _read_past(run: Run, out: Path | None) -> list[dict[str, Any]]:
-    """Of the records before the first step of `run`, the numbers that anomalies are found by."""
-    if out is None or not run.start:
-        return []
-    last = run_folder.records(out)
-    kept = [record for record in last if record["step"] <= run.start]
-    names = ("step", "loss", "grad_norm", "targets")
-    return [
-        {name: record.get(name) for name in names}
-        for record in kept[-run.config.anomalies.window - 1 :]
-    ]
-
-
-def _make_guard(session: Session, past: Sequence[records.Record]) -> Guard:
-    config = session.run.config
-    return Guard(
-        config.anomalies,
-        session.write,
-        session.run.samples_of,
-        past,
-        skips=config.optimizer.skip_nonfinite > 0,
-        overflows=config.optimizer.loss_scale.initial > 0,
-    )
-
-
 def _count_updates(step: Callable) -> Callable:
     """A step whose metrics have the count that its rates are of, as ``updates``.
 
@@ -546,459 +484,10 @@ def _listen_for_recorder(run: Run) -> list[LoopHook]:
     return [PhaseHook(begin)]
 
 
-def _log_end(write: Callable[..., None], outcome: Outcome) -> None:
+def _log_end(session: Session, stopped_by: int | None) -> None:
     """Record why a run left early; the launcher records it where it grows."""
-    if outcome.stopped_by is None or not outcome.history:
-        return
-    step, code = outcome.history[-1]["step"], exit_code(outcome.stopped_by)
-    if outcome.stopped_by == EXIT_AFTER:
-        write("exit_after", step, code=code)
-    elif outcome.stopped_by != RESHAPE:
-        write("signal", step, signal=signal.Signals(outcome.stopped_by).name, code=code)
-
-
-def _check_answers(
-    found: Anomaly, answers: int, most: int, history: Sequence[records.Record]
-) -> None:
-    """Raise FloatingPointError where the run is to stop for an anomaly."""
-    if found.action == "stop" and found.kind == "nonfinite":
-        check_finite(history[-1], (found.metric,))
-    if found.action == "stop":
-        raise FloatingPointError(
-            f"{found}: a spike; wanted none (--anomalies.on-spike stop); fix: go on from a "
-            "checkpoint before it, with --resume --anomalies.on-spike rollback or lower-rate"
-        )
-    if answers > most:
-        raise FloatingPointError(
-            f"{found}; wanted no more after {most} times {found.action}; fix: see events.jsonl, "
-            "lower the learning rate, or raise --anomalies.most"
-        )
-
-
-def _answer_anomaly(
-    session: Session, outcome: Outcome, found: Anomaly, verdict: Verdict | None
-) -> Run:
-    """The run that goes on after an anomaly, as the policy has it. Collective."""
-    run, out, taken = session.run, session.out, outcome.history[-1]["step"]
-    if found.action == "rollback":
-        # samples have no part in what does not happen again
-        skips = verdict is None or verdict.kind != "transient"
-        return _roll_back(session, found, skips=skips)
-    on = dataclasses.replace(run, state=outcome.state, start=taken)
-    if found.action != "lower-rate":
-        return on
-    anomalies = run.config.anomalies.lower_rate(taken)
-    config = configure(run.config, anomalies=anomalies)
-    made = make_setup(config, run.mesh)
-    step, watch = programs(made, run.around)
-    session.write("lower-rate", taken, factor=anomalies.rate_factor, since=found.step)
-    if session.job.main and out is not None:
-        run_folder.write_config(out, config)
-    return dataclasses.replace(on, setup=made, step=step, watch=watch)
-
-
-def _roll_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
-    """The run from a checkpoint before an anomaly, without the samples that led to it. Collective.
-
-    What was saved after that checkpoint is removed: it has seen them. Steps that were taken before
-    the batches changed are taken again with the batches of now, which the mesh can divide.
-    """
-    run, out, job = session.run, session.out, session.job
-    policy, batches = run.config.anomalies, run.batches
-    first = max(found.step - 1 - policy.rollback_steps, 0)  # the first step that is forgotten
-    config, skips = run.config, skips and policy.skip_data
-    if skips:
-        numbers = (batches.first_sample(step) for step in (first, found.step))
-        config = configure(config, anomalies=policy.without(*numbers))
-    folder = None if out is None else out / run_folder.CHECKPOINTS
-
-    def begin() -> int | None:
-        saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
-        begun = max((step for step in saved if step <= first), default=None)
-        for step in saved:
-            if folder is not None and step > (begun or 0):
-                shutil.rmtree(folder / str(step))
-        if out is not None:
-            run_folder.write_config(out, config)
-        return begun
-
-    begun = job.broadcast(begin)
-    where = run.begun_from if begun is None or folder is None else folder / str(begun)
-    state, _ = begin_state(run.setup, where, run.device)
-    start = int(state.step)
-    skipped = {"skipped": config.anomalies.skipped_samples} if skips else {}
-    session.write("rollback", found.step, to=start, since=first + 1, **skipped)
-    # the programs are the same, of which samples are no part; but rates may count them
-    made, step, watch = dataclasses.replace(run.setup, config=config), run.step, run.watch
-    if start < sum(steps for steps, _ in batches.earlier):
-        config = configure(config, earlier_batches=earlier_text(batches.until(start)))
-        job.broadcast(lambda: None if out is None else run_folder.write_config(out, config))
-        made = make_setup(config, run.mesh)
-        step, watch = programs(made, run.around)
-    return Run(
-        made, run.text, state, step, watch, run.device, start,
-        run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around, run.at, run.memory,
-    )  # fmt: skip
-
-
-# --- a step again, to tell a fault of the hardware from one of the model or its samples
-
-Numbers = tuple[float, ...]
-"""The loss and the gradient norm of a step."""
-
-TITLES: Mapping[str, str] = {
-    "transient": "transient: other bits when it is taken again, as from a fault of the hardware",
-    "persistent": "persistent: ranks that compute the same do not agree, each time",
-    "data": "data or model: the same bits again, on every rank that was asked",
-    "unsteady": "unsteady: it does not repeat its own bits, which --deterministic operations do",
-    "other batch": "other batch: the samples are not those that the run was given",
-}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The cause of the numbers of a step, as far as taking it again tells.
-
-    Attributes:
-        step: from 1, as in records.
-        kind: one of `TITLES`.
-        begun: the steps that the state had taken from which it was taken again.
-        recorded: the numbers that the run had; None: it has no record of the step.
-        again: those of the second time.
-        since: the first step, of those that were taken again, whose numbers are others; None: none.
-        ranks: that differ from most; of two that differ, both.
-        compared: how many ranks computed the step by themselves; 0: it was not compared.
-        layer: the first in the order of the computation that has an activation or gradient which is
-            not finite.
-        samples: those of the step, as `functron.training.run.Run.samples_of`.
-    """
-
-    step: int
-    kind: Literal["transient", "persistent", "data", "unsteady", "other batch"]
-    begun: int
-    recorded: Numbers | None
-    again: Numbers
-    since: int | None = None
-    ranks: tuple[int, ...] = ()
-    compared: int = 0
-    layer: str | None = None
-    samples: Mapping[str, Any] = field(default_factory=dict)
-
-    def event(self) -> dict[str, Any]:
-        """It as the entries of an event."""
-        found = {
-            "class": self.kind,
-            "begun": self.begun,
-            "since": self.since,
-            "ranks": list(self.ranks),
-            "compared": self.compared,
-            "layer": self.layer,
-            **dict(zip(METRICS, self.again, strict=False)),
-        }
-        return {name: value for name, value in found.items() if value is not None} | {
-            **self.samples
-        }
-
-    def __str__(self) -> str:
-        def shown(numbers: Numbers | None) -> str:
-            rows = zip(("loss", "gradient norm"), numbers or (), strict=False)
-            return ", ".join(f"{name} {value!r}" for name, value in rows) or "nothing"
-
-        lines = [
-            f"step {self.step}, from the state after {self.begun} steps",
-            f"recorded  {shown(self.recorded)}",
-            f"again     {shown(self.again)}",
-            f"class     {TITLES[self.kind]}",
-        ]
-        if self.since is not None and self.since != self.step:
-            lines.append(f"since     step {self.since}, the first whose numbers are others")
-        if self.compared:
-            lines.append(f"compared  {self.compared} ranks that each computed the whole step")
-        if self.ranks:
-            lines.append(f"ranks     {', '.join(map(str, self.ranks))}")
-        if self.layer is not None:
-            lines.append(f"layer     {self.layer} is the first that is not finite")
-        if self.samples:
-            first, end = self.samples["samples"]
-            sources = self.samples.get("sources", ())
-            named = (
-                [f"{name}: {', '.join(map(str, x))}" for name, x in sources.items()]
-                if (isinstance(sources, Mapping))
-                else [str(source) for source in sources if source]
-            )
-            lines.append(f"samples   {first} to {end - 1}" + "".join(f"; {x}" for x in named))
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Replay:
-    """All that taking steps of a run again needs; made by `replay_of`.
-
-    Attributes:
-        config: what anomalies are, of which the limits of steps follow.
-        begin: ``(index) -> (state, steps)``, the newest state that is known before a step, and how
-            many steps it has taken; the same on every rank. Collective.
-        step: ``(index) -> step``, what the run takes at a step.
-        batch: ``(index) -> batch``.
-        checksum: ``(index) -> text``, the checksum of that as records have it. Collective.
-        alone: ``(state, index) -> numbers by rank``, of every rank the loss and gradient norm that
-            it computes by itself; None where there are no ranks or no memory for it. Collective.
-        watch: a step that says more of layers.
-        samples: ``(index)`` to what is known of the samples.
-        broadcast: ``(find) -> value``, what rank 0 finds. Collective.
-    """
-
-    config: AnomalyConfig
-    begin: Callable[[int], tuple[Any, int]]
-    step: Callable[[int], Step]
-    batch: Callable[[int], Any]
-    checksum: Callable[[int], str]
-    alone: Callable[[Any, int], Sequence[Numbers] | None]
-    watch: Callable[[], Watch]
-    samples: Callable[[int], Mapping[str, Any]]
-    broadcast: Callable[[Callable[[], Any]], Any]
-
-
-def take_again(
-    replay: Replay, step: int, recorded: Mapping[int, Record], *, exact: bool = True
-) -> Verdict:
-    """The verdict on a step of a run, from 1. Collective.
-
-    Needs memory for two states. The state that the run itself has is left alone.
-
-    Args:
-        replay: of the run.
-        step: which one, from 1 as in records.
-        recorded: the records of the run, by step; those that lack are not compared.
-        exact: whether numbers are compared bit for bit; otherwise, where the run was on other
-            ranks, to one in a thousand.
-    """
-    index, same = step - 1, _same if exact else _close
-    state, begun = replay.begin(index)
-    past = [recorded[number] for number in sorted(recorded) if number <= begun]
-    guard = Guard(replay.config, _ignore_event, lambda at: {}, past)
-    since = None
-    for at in range(begun, index):
-        guard.set_limit(state, at)
-        state, metrics = replay.step(at)(state, replay.batch(at))
-        numbers = numbers_of(metrics)
-        found = {"targets": 0} if "targets" in metrics else {}
-        guard.observe({**dict(zip(METRICS, numbers, strict=False)), **found, "step": at + 1})
-        if since is None and not _agrees(recorded.get(at + 1), numbers, same):
-            since = at + 1
-    guard.set_limit(state, index)
-    batch = replay.batch(index)
-    again, twice = (numbers_of(replay.step(index)(_copy(state), batch)[1]) for _ in range(2))
-    record = recorded.get(step)
-    if since is None and not _agrees(record, again, same):
-        since = step
-    known = None if record is None else _numbers(record, again)
-    differs = record is not None and record.get("batch") not in (None, replay.checksum(index))
-    finite = all(map(math.isfinite, again))
-    layer = None if finite else _first_layer(replay.watch(), _copy(state), batch)
-    facts: dict[str, Any] = {"layer": layer, "samples": replay.samples(index), "since": since}
-
-    def verdict(kind: Any, **more: Any) -> Verdict:
-        return Verdict(step, kind, begun, known, again, **facts, **more)
-
-    if replay.broadcast(lambda: differs):
-        return verdict("other batch")
-    if replay.broadcast(lambda: not _same(again, twice)):
-        return verdict("unsteady")
-    if replay.broadcast(lambda: since is not None):
-        return verdict("transient")
-    by_rank = replay.alone(state, index)
-    if by_rank is None:
-        return verdict("data")
-    wrong = unlike(by_rank)
-    return verdict("persistent" if wrong else "data", ranks=tuple(wrong), compared=len(by_rank))
-
-
-def unlike(found: Sequence[Numbers]) -> list[int]:
-    """The places of numbers unlike those of most; all, where there is no most."""
-    keys = [tuple(repr(number) for number in numbers) for numbers in found]
-    (most, count), *others = Counter(keys).most_common()
-    if not others:
-        return []
-    if 2 * count > len(keys):
-        return [place for place, key in enumerate(keys) if key != most]
-    return list(range(len(keys)))
-
-
-def numbers_of(metrics: Mapping[str, Any]) -> Numbers:
-    """The loss and the gradient norm in the metrics of a step, on the host."""
-    return tuple(float(metrics[name]) for name in METRICS if name in metrics)
-
-
-def _numbers(record: Record, like: Numbers) -> Numbers:
-    """Those of a record; what JSON had no word for is NaN, and a step without targets has 0."""
-    if record.get("targets") == 0:
-        return (0.0,) * len(like)
-    values = [record.get(name) for name in METRICS[: len(like)]]
-    return tuple(math.nan if value is None else float(value) for value in values)
-
-
-def _agrees(
-    record: Record | None, numbers: Numbers, same: Callable[[Numbers, Numbers], bool]
-) -> bool:
-    return record is None or same(_numbers(record, numbers), numbers)
-
-
-def _same(a: Numbers, b: Numbers) -> bool:
-    """Whether numbers are equal, all that are not finite among one another, as records have it."""
-    pairs = zip(a, b, strict=True)
-    return all(x == y or not (math.isfinite(x) or math.isfinite(y)) for x, y in pairs)
-
-
-def _close(a: Numbers, b: Numbers) -> bool:
-    pairs = zip(a, b, strict=True)
-    return all(math.isclose(x, y, rel_tol=1e-3) or _same((x,), (y,)) for x, y in pairs)
-
-
-def _copy(state: Any) -> Any:
-    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
-
-
-def _ignore_event(kind: str, step: int, **about: Any) -> None:
-    """Write no event."""
-
-
-def _first_layer(watch: Watch, state: Any, batch: Any) -> str | None:
-    """The first layer that is not finite in a step, which is given up the state.
-
-    Of the residual stream the first in the order of the model; else of gradients the last, where
-    backward begins.
-    """
-    _, metrics = watch.step(state, batch)
-    found = watch.layers(metrics)
-    streams = [name for name in watch.stream if not _finite(found[name], "activation_rms")]
-    if streams:
-        return f"{streams[0]}, its activations"
-    parameters = [name for name in found if not _finite(found[name], "param_norm")]
-    if parameters:
-        return f"{parameters[0]}, its parameters"
-    order = [*watch.stream, *(name for name in found if name not in watch.stream)]
-    wrong = [name for name in order if not _finite(found[name], "grad_norm")]
-    if not wrong:
-        return None
-    # what comes after the last layer of the stream is of the loss, where backward begins
-    return f"{wrong[-1]}, its gradients"
-
-
-def _finite(numbers: Mapping[str, float], name: str) -> bool:
-    return math.isfinite(numbers.get(name, 0.0))
-
-
-def check_hardware(verdict: Verdict) -> None:
-    """Raise OSError where ranks make the same mistake each time."""
-    if verdict.kind != "persistent":
-        return
-    who = ", ".join(map(str, verdict.ranks))
-    raise OSError(
-        f"step {verdict.step}: ranks {who} of {verdict.compared} compute other numbers than the "
-        "others of the same state and batch, each time; wanted the same bits on all; fix: take "
-        "their machine out, then go on with --resume"
-    )
-
-
-def replay_of(run: Run, out: Path | None, job: Job) -> Replay:
-    """All that taking steps of `run` again needs."""
-    folder = None if out is None else out / run_folder.CHECKPOINTS
-
-    def begin(index: int) -> tuple[State, int]:
-        def newest() -> int | None:
-            saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
-            return max((step for step in saved if step <= index), default=None)
-
-        begun = job.broadcast(newest)
-        where = run.begun_from if begun is None or folder is None else folder / str(begun)
-        state, _ = begin_state(run.setup, where, run.device)
-        return state, int(state.step)
-
-    def step(index: int) -> Callable:
-        (targets,) = job.start_sum(run.num_targets(run.host_batch(index)))()
-        if run.watch is not None and run.watch.due(index):
-            return run.taking(run.watch.step, targets, watched=True)
-        return run.taking(run.step, targets)
-
-    def checksum(index: int) -> str:
-        (total,) = job.start_sum(own_hash(run.mesh, run.host_batch(index)))()
-        return f"{total:016x}"
-
-    def watch() -> Watch:
-        found = run.setup.watching()
-        return (
-            found if run.around is None else dataclasses.replace(found, step=run.around(found.step))
-        )
-
-    return Replay(
-        run.config.anomalies,
-        begin,
-        step,
-        run.batch,
-        checksum,
-        lambda state, index: _alone(run, out, job, state, index),
-        watch,
-        run.samples_of,
-        job.broadcast,
-    )
-
-
-def attribute_fault(
-    run: Run,
-    out: Path | None,
-    job: Job,
-    step: int,
-    known: Sequence[records.Record],
-    *,
-    exact: bool = True,
-) -> Verdict:
-    """The verdict on a step of `run`, from 1, by taking it again. Collective.
-
-    Args:
-        run: its state is left alone.
-        out: its folder.
-        job: its processes.
-        step: which one.
-        known: records of this session, beside those in the folder.
-        exact: as of `take_again`.
-    """
-    names = ("step", "batch", "loss", "grad_norm", "targets")
-
-    def stored() -> list[dict[str, Any]]:
-        rows = [] if out is None else run_folder.records(out)
-        return [{name: row.get(name) for name in names} for row in rows if row["step"] <= step]
-
-    found = {record["step"]: record for record in job.broadcast(stored)}
-    found |= {record["step"]: record for record in known if "batch" in record}
-    return take_again(replay_of(run, out, job), step, found, exact=exact)
-
-
-def _alone(run: Run, out: Path | None, job: Job, state: State, index: int) -> list[Numbers] | None:
-    """The numbers of a step that every rank computes by itself, all of it, simulating the others.
-
-    The state goes through a checkpoint, which is removed. None where there are no other ranks, no
-    folder for it, or no memory for the whole state on each.
-    """
-    mesh = run.mesh
-    if not isinstance(mesh, BoundMesh) or out is None:
-        return None
-    leaves = run.setup.placement.leaves
-    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    free = -job.across(-free_memory_bytes(run.device), dist.ReduceOp.MAX)
-    together = 1 if run.device.type == "cuda" else mesh.size
-    if 3 * nbytes * together > free:
-        return None
-    path = out / run_folder.AGAIN
-    checkpoint.save(
-        path, state, placement=run.setup.placement, timeout=run.config.watchdog.timeout_seconds
-    )
-    config = configure(run.config, compile=False, cuda_graph=False, nproc=0)
-    made = dataclasses.replace(run.setup, config=config, mesh=mesh.mesh)
-    whole, _ = begin_state(made, path, run.device)
-    simulated = dataclasses.replace(run, setup=made, state=whole)
-    step, _ = programs(made, run.around)
-    numbers = numbers_of(step(whole, simulated.batch(index))[1])
-    found = job.gather(numbers)
-    job.broadcast(lambda: shutil.rmtree(path, ignore_errors=True))
-    return found
+    step, code = session.run.start, exit_code(stopped_by)
+    if stopped_by == EXIT_AFTER:
+        session.write("exit_after", step, code=code)
+    elif stopped_by not in (None, RESHAPE):
+        session.write("signal", step, signal=signal.Signals(stopped_by).name, code=code)

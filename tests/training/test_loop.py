@@ -23,10 +23,9 @@ from functron.spmd import Mesh, P, shard_map
 from functron.spmd.donation import Donated
 from functron.spmd.mesh import LostRanksError
 from functron.training import records
-from functron.training.anomalies import FiniteHook
 from functron.training.config import TrainConfig, configure
 from functron.training.evaluation import EvaluationHook
-from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
+from functron.training.loop import FiniteHook, LoopHook, Meter, every, loop, progress, record_to
 from functron.training.restarts import (
     EXIT_AFTER,
     REQUEUE_CODE,

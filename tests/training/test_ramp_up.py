@@ -21,6 +21,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, optim, random, tree
+from functron.apps.guard.anomalies import AnomalyConfig
 from functron.apps.guard.faults import Corrupt, inject
 from functron.checkpoint.restore import read_params
 from functron.cli.main import main
@@ -28,7 +29,6 @@ from functron.cli.train import parse_train
 from functron.data import ByteText, IndexedWriter
 from functron.optim import OptimizerConfig
 from functron.training import run_folder, with_changed_batch
-from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, load
 from functron.training.run import prepare

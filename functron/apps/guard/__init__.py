@@ -1,8 +1,9 @@
-"""Guards of long runs: ranks that hang, are slow, or have other bits than their replicas.
+"""Guards of long runs: against ranks that hang or are slow, wrong bits, and losses that jump.
 
 Each is a section of the configuration with its hook: `watchdog` (a step that hangs, and which rank
-is to blame), `stragglers` (a rank that the others wait for) and `corruption` (replicas of the state
-that differ). `faults` puts what they are for into a run, for tests.
+is to blame), `stragglers` (a rank that the others wait for), `corruption` (replicas of the state
+that differ) and `anomalies` (numbers that are not as they should be). `faults` puts what they are
+for into a run, for tests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functron.core import import_lazily
 
 if TYPE_CHECKING:
     from functron.apps.guard import faults
+    from functron.apps.guard.anomalies import AnomalyConfig, attribute_fault
     from functron.apps.guard.corruption import CorruptionError, ReplicasConfig, leaf_hash
     from functron.apps.guard.stragglers import StragglersConfig
     from functron.apps.guard.watchdog import WatchdogConfig
