@@ -32,6 +32,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "functron.sections": {
             "anomalies": "functron.apps.guard.anomalies:AnomalyConfig",
             "replicas": "functron.apps.guard.corruption:ReplicasConfig",
+            "restarts": "functron.apps.guard.restarts:RestartsConfig",
             "stragglers": "functron.apps.guard.stragglers:StragglersConfig",
             "watchdog": "functron.apps.guard.watchdog:WatchdogConfig",
         },

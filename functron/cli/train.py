@@ -41,7 +41,7 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, load, starting_config, with_model
 from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
-from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, end_process, exit_code
+from functron.training.loop import REQUEUE_CODE, RESHAPE_CODE, end_process, exit_code
 from functron.training.resume import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.setup import RunSetup, make_setup
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 planner: Any = apps.find("planner")
 """Tells what a step is expected to take; None: runs do without it."""
 guard: Any = apps.find("guard")
-"""Takes a step again; None: there is no such command."""
+"""Takes a step again, and starts runs again; None: nobody does."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def run(
             return 0
     if config.compute.deterministic:  # cuBLAS reads it when it makes its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if here is None and config.restarts.max_restarts:
+    restarts = None if guard is None else guard.settings_of_restarts(config)
+    if here is None and restarts is not None and restarts.max_restarts:
         with mistakes():
             out = run_folder.claim(config)
         return supervise(config, arguments, out, program=program)
@@ -185,7 +186,7 @@ def _dry(made: RunSetup, machine: Hardware | None, kind: str) -> str:
 
 
 def hung(text: str, first: bool) -> None:
-    """End this process for a hang; see `functron.training.restarts.end_process`.
+    """End this process for a hang; see `functron.training.loop.end_process`.
 
     Args:
         text: why.

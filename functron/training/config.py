@@ -29,7 +29,6 @@ from functron.core.errors import (
     remote_problem,
 )
 from functron.core.settings import (
-    Need,
     explain_field,
     names_with_tag,
     nest_table,
@@ -179,41 +178,6 @@ class EvaluationConfig:
     averaged: bool = setting(False, short="eval_averaged")
 
 
-_STARTED = Need(
-    lambda restarts: restarts.max_restarts > 0,
-    "processes that are started again",
-    "set max_restarts",
-)
-
-
-@dataclass(frozen=True)
-class RestartsConfig:
-    """How a run goes on after a process died, and when it leaves by itself.
-
-    Attributes:
-        max_restarts: how often processes that `nproc` started are started again after one died,
-            from the newest complete checkpoint: so often without progress, which is a step or a
-            checkpoint beyond all before; progress sets the count back. Mistakes and numbers that
-            are not finite end the run at once.
-        pause_seconds: how long to wait before that; twice as long after each start without
-            progress, up to a minute.
-        elastic: the sizes that an axis of the mesh may have, such as dp=2:8, or dp=2,4,8: a restart
-            goes on with as many ranks as there are `slots` for, and with the same batches, of which
-            each rank then has more microbatches; at a checkpoint the run grows again. Sizes that do
-            not divide the batches are passed over.
-        slots: a file with the number of processes that can be had now, which a scheduler or a
-            person may change at any time; empty: as many as there are GPUs.
-        exit_after: save and leave after so long, such as 3h50m, with the exit code 138, which says
-            to start the job again, as after SIGUSR1; empty: never.
-    """
-
-    max_restarts: int = setting(0, "common", least=0)
-    pause_seconds: float = setting(1.0, short="restart_pause_seconds", least=0, need=_STARTED)
-    elastic: str = ""
-    slots: str = setting("", "path")
-    exit_after: str = ""
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that determines a training run, in sections that stand beside what they configure.
@@ -227,7 +191,8 @@ class TrainConfig:
     ``checkpoint.save_every``; `functron.core.settings.with_sections` adds sections to it, and those
     of the applications that are there (group ``functron.sections``) it has. A section may have:
 
-    - ``problems()``, which `functron.training.checks.validate` lists;
+    - ``problems()`` and ``run_problems(config, mesh, processes, launched_here)``, which
+      `functron.training.checks.validate` lists: of itself, and with other sections;
     - ``hook(session)``, which makes a hook of the run's loop of a `functron.training.run.Session`;
     - ``introduce(run)``, lines on what it does, which a run begins with;
     - ``gaps``, the samples that are left out, and ``change_rate(schedule)``;
@@ -271,7 +236,7 @@ class TrainConfig:
             samples of ramp_up are those of the whole run.
         checkpoint: when it is saved.
         evaluation: of held-out data.
-        restarts, memory: how it goes on after a fault.
+        memory: states that it keeps there, for restarts.
         logging: what is recorded.
     """
 
@@ -306,7 +271,6 @@ class TrainConfig:
     change_batch: bool = setting(False, box="checkpoint")
     checkpoint: CheckpointConfig = section(CheckpointConfig, flat=True)
     evaluation: EvaluationConfig = section(EvaluationConfig)
-    restarts: RestartsConfig = section(RestartsConfig, box="resilience", flat=True)
     memory: MemoryConfig = section(MemoryConfig, box="resilience")
     logging: LoggingConfig = section(LoggingConfig)
 

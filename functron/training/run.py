@@ -32,9 +32,8 @@ from functron.spmd.flight import EVERYWHERE
 from functron.training import data, run_folder
 from functron.training.config import TrainConfig, configure
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
-from functron.training.loop import At, LoopHook, close_with
+from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
-from functron.training.restarts import Request, end_process
 from functron.training.resume import abstract_state, restore_state
 from functron.training.setup import RunSetup, Watch, make_setup
 from functron.training.step import State
@@ -491,6 +490,7 @@ class Session:
         write: an event, as `functron.training.records.event_log` yields it.
         stop: whether someone asked to stop.
         peak_flops: FLOP/s of all devices together.
+        began: when the process did, by ``time.monotonic()``.
         end_process: ends this process at once, without saving; called with the reason, and whether
             this process is the one that prints it. For a job that hangs.
         also: makes one more reporter of records, for rank 0.
@@ -505,6 +505,7 @@ class Session:
     write: Callable[..., None]
     stop: Request
     peak_flops: float | None = None
+    began: float = 0.0
     end_process: Callable[[str, bool], None] = end_process
     also: Callable[[], Reporter] | None = None
     blocks: ExitStack = field(default_factory=ExitStack)

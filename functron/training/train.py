@@ -29,27 +29,25 @@ from functron.program.cost import peak_flops
 from functron.spmd import BoundMesh
 from functron.spmd.flight import Agreement
 from functron.spmd.mesh import LostRanksError
-from functron.training import data, records, restarts, run_folder
+from functron.training import data, records, run_folder
 from functron.training.data import prefetch
 from functron.training.evaluation import EvaluationHook
 from functron.training.loop import (
+    EXIT_AFTER,
+    RESHAPE,
     At,
     LoopHook,
     Meter,
     OverflowHook,
     PhaseHook,
-    as_hook,
-    close_with,
-    loop,
-    record_to,
-)
-from functron.training.restarts import (
-    EXIT_AFTER,
-    RESHAPE,
     Request,
     StopHook,
+    as_hook,
+    close_with,
     end_process,
     exit_code,
+    loop,
+    record_to,
     stop_requests,
 )
 from functron.training.run import (
@@ -129,14 +127,10 @@ def train(
         if config.compute.deterministic:
             stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
-        if config.restarts.exit_after:
-            stop.ends = began + restarts.seconds_of(config.restarts.exit_after)
-        if config.restarts.elastic and job.main:
-            stop.grown = lambda: restarts.can_grow(config)
         write = _write_nothing
         if job.main and out is not None:
             write = stack.enter_context(records.event_log(out / records.EVENTS))
-        session = Session(run, out, job, write, stop, peak, hung, also, stack)
+        session = Session(run, out, job, write, stop, peak, began, hung, also, stack)
         session.hooks = [*_listen_for_recorder(run), *make_section_hooks(session)]
         return _train_on(session)
 

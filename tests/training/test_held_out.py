@@ -29,8 +29,7 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.data import open_samples
 from functron.training.evaluation import EvaluationHook, loss_memory_bytes, open_sets
-from functron.training.loop import FiniteHook, loop
-from functron.training.restarts import stop_on_signals
+from functron.training.loop import FiniteHook, loop, stop_on_signals
 from functron.training.run import prepare
 from tests.data.chats import corpus, make_tokenizer, write_lines
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL

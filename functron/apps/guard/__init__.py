@@ -2,8 +2,9 @@
 
 Each is a section of the configuration with its hook: `watchdog` (a step that hangs, and which rank
 is to blame), `stragglers` (a rank that the others wait for), `corruption` (replicas of the state
-that differ) and `anomalies` (numbers that are not as they should be). `faults` puts what they are
-for into a run, for tests.
+that differ), `anomalies` (numbers that are not as they should be) and `restarts` (processes that
+are started again, on fewer or more ranks). `faults` puts what all of these are for into a run, for
+tests.
 """
 
 from __future__ import annotations
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
     from functron.apps.guard import faults
     from functron.apps.guard.anomalies import AnomalyConfig, attribute_fault
     from functron.apps.guard.corruption import CorruptionError, ReplicasConfig, leaf_hash
+    from functron.apps.guard.restarts import (
+        Elastic,
+        RestartsConfig,
+        fitting,
+        num_slots,
+        pause_seconds,
+        read_progress,
+        seconds_of,
+        settings_of_restarts,
+        usable_sizes,
+    )
     from functron.apps.guard.stragglers import StragglersConfig
     from functron.apps.guard.watchdog import WatchdogConfig
 

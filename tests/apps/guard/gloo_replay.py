@@ -19,9 +19,8 @@ from functron.apps.guard.faults import Corrupt, inject
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training.config import configure
-from functron.training.loop import every, loop
+from functron.training.loop import Request, StopHook, every, loop
 from functron.training.records import EVENTS, read
-from functron.training.restarts import Request, StopHook
 from functron.training.run import Job, prepare
 from functron.training.train import train
 

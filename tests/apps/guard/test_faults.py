@@ -21,7 +21,7 @@ from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training import run_folder
 from functron.training.config import configure
-from functron.training.restarts import stop_requests
+from functron.training.loop import stop_requests
 from functron.training.run import prepare
 from functron.training.step import State
 from functron.training.train import train

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from functron.apps.guard.watchdog import HANGS, verdict
+from functron.training.loop import HANG_CODE
 from functron.training.records import EVENTS, read
-from functron.training.restarts import HANG_CODE
 
 KINDS = {
     "a": ["psum", "tp", 8, "float32"],
