@@ -186,7 +186,7 @@ def _dry(made: RunSetup, machine: Hardware | None, kind: str) -> str:
 
 
 def hung(text: str, first: bool) -> None:
-    """End this process for a hang; see `functron.training.loop.end_process`.
+    """End this process for a hang; see `end_process`.
 
     Args:
         text: why.

@@ -589,7 +589,7 @@ LOSS_AND_NORM = ("loss", "grad_norm")
 """The numbers of a record by which a run is judged."""
 
 
-def check_finite(record: Record, names: Sequence[str] = LOSS_AND_NORM) -> None:
+def check_finite(record: Mapping[str, Any], names: Sequence[str] = LOSS_AND_NORM) -> None:
     """Raise FloatingPointError where one of these numbers of a record is not finite."""
     for name in names:
         if not math.isfinite(record.get(name) or 0.0):

@@ -213,8 +213,8 @@ def make_section_hooks(session: Session) -> Iterator[LoopHook]:
 
     It is called once, on all ranks alike, and returns a `LoopHook` or a function of a step, or None
     where the section asks for nothing. So a new ability with its options is one file: a section
-    with its hook. These come after the record is made, and before it is written and judged, but for
-    those that judge it.
+    with its hook. These come after the record is made, and before it is written; those that judge
+    it, after that.
     """
     for section in sections_of(session.run.config):
         make = getattr(section, "hook", None)

@@ -80,8 +80,9 @@ class StragglersConfig:
     def hook(self, session: Session) -> Comparison | None:
         """The search for ranks that are slow; None: there is one, or nobody asks. Collective."""
         mesh, out, job = session.run.mesh, session.out, session.job
-        asked = self.every and isinstance(mesh, BoundMesh) and mesh.size > 1
-        if not asked or mesh.recorder is None:
+        if not (self.every and isinstance(mesh, BoundMesh) and mesh.size > 1):
+            return None
+        if (recorder := mesh.recorder) is None:
             return None
 
         def gather(mine: torch.Tensor) -> torch.Tensor:
@@ -93,7 +94,7 @@ class StragglersConfig:
             print(f"functron: {text}", file=sys.stderr, flush=True)
 
         clock = DeviceClock() if session.run.device.type == "cuda" else None
-        watch = Stopwatch(mesh.recorder, axes_of(mesh), clock)
+        watch = Stopwatch(recorder, axes_of(mesh), clock)
         hosts = job.gather(socket.gethostname())
         file = out / PICTURE if out is not None and job.main else None
         told = say if job.main else None
