@@ -39,6 +39,11 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from functron import checkpoint, data, tree
+from functron.apps.guard import faults
+from functron.apps.guard.anomalies import AnomalyConfig, Guard
+from functron.apps.guard.corruption import replicas_of
+from functron.apps.guard.stragglers import Comparison, Stopwatch, axes_of
+from functron.apps.guard.watchdog import Watchdog
 from functron.checkpoint import saver
 from functron.checkpoint.folder import LATER
 from functron.cli import launch, process
@@ -48,13 +53,10 @@ from functron.data.sampling import shuffled
 from functron.optim import OptimizerConfig
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
-from functron.training import faults, records, run_folder
-from functron.training.anomalies import AnomalyConfig, Guard
+from functron.training import records, run_folder
 from functron.training.config import TrainConfig, configure, load
 from functron.training.run import Job, own_hash, prepare
-from functron.training.stragglers import Comparison, Stopwatch, axes_of
-from functron.training.train import replicas_of, train
-from functron.training.watchdog import Watchdog
+from functron.training.train import train
 
 RANKS = 4
 TINY = [

@@ -189,6 +189,7 @@ def test_an_application_in_the_library_is_found(text):
 
 _WITHOUT = """
 import sys
+import tempfile
 from functron import apps
 from functron.cli.main import COMMANDS, main
 
@@ -198,7 +199,8 @@ class Blocker:
             raise ModuleNotFoundError(name, name=name)
 
 assert {command for each in apps.APPLICATIONS.values() for command in each} <= COMMANDS.keys()
-for name in [name for name in sys.modules if name.startswith(("functron.apps", "functron.cli"))]:
+above = ("functron.apps", "functron.cli", "functron.training")
+for name in [name for name in sys.modules if name.startswith(above)]:
     del sys.modules[name]
 sys.meta_path.insert(0, Blocker())
 from functron import apps
@@ -210,6 +212,9 @@ small = ["train", "--model", "llama3-tiny", "--seq", "8", "--global-batch", "2",
 assert main([*small, "--dry-run"]) == 0
 assert main([*small, "--dry-run", "--hardware", "h100"]) == 2
 assert main(["plan", "--gpus", "8"]) == 2
+with tempfile.TemporaryDirectory() as folder:
+    assert main([*small, "--steps", "2", "--out", folder + "/run"]) == 0
+assert main([*small, "--hang-after", "3"]) == 2
 """
 
 
@@ -217,6 +222,7 @@ def test_the_command_line_does_without_applications():
     done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "cannot tell how long a step takes" in done.stderr
+    assert "hang-after" in done.stderr
 
 
 def test_no_cycle(imports):

@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from functron import apps
 from functron.checkpoint.memory import folder_of
 from functron.cli.process import MARK, UNSET, InputError, Process
 from functron.core.errors import Problem
@@ -43,18 +44,11 @@ from functron.core.settings import Needs, always
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training.config import TrainConfig
+from functron.training.loop import REQUEUE_CODE, RESHAPE_CODE
 from functron.training.records import CONFIG, EVENTS, event_log
-from functron.training.restarts import (
-    REQUEUE_CODE,
-    RESHAPE_CODE,
-    Elastic,
-    fitting,
-    num_slots,
-    pause_seconds,
-    read_progress,
-    seconds_of,
-    usable_sizes,
-)
+
+guard: Any = apps.find("guard")
+"""Decides how a run is started again; None: none is."""
 
 TIMEOUT_SECONDS = 300.0
 """How long a collective waits for a rank, unless a run says otherwise."""
@@ -492,15 +486,14 @@ def supervise(
 
 
 def _supervise(config: TrainConfig, arguments: Sequence[str], out: Path, start: Start) -> int:
-    ends = time.monotonic() + (
-        seconds_of(config.restarts.exit_after) if config.restarts.exit_after else math.inf
-    )
-    failures, best, now = 0, read_progress(out), config
+    own = guard.settings_of_restarts(config)
+    ends = time.monotonic() + (guard.seconds_of(own.exit_after) if own.exit_after else math.inf)
+    failures, best, now = 0, guard.read_progress(out), config
     with event_log(out / EVENTS) as write:
         while (left := ends - time.monotonic()) > 0:
-            wanted = fitting(config, num_slots(config))
+            wanted = guard.fitting(config, guard.num_slots(config))
             if wanted is not None and wanted.parallelism.mesh != now.parallelism.mesh:
-                _log_reshape(write, now, wanted, read_progress(out)[0])
+                _log_reshape(write, now, wanted, guard.read_progress(out)[0])
             now = wanted or now
             arguments_now = _again(config, now, arguments, out, left)
             ending = _TOO_FEW if wanted is None else start(now.parallelism.nproc, arguments_now)
@@ -510,17 +503,19 @@ def _supervise(config: TrainConfig, arguments: Sequence[str], out: Path, start: 
                 print(ending.text, file=sys.stderr, flush=True)
             if ending.final:
                 return ending.code
-            done = read_progress(out)
+            done = guard.read_progress(out)
             progress = any(new > old for new, old in zip(done, best, strict=True))
             best = max(done[0], best[0]), max(done[1], best[1])
             failures = 1 if progress else failures + 1
-            if failures > config.restarts.max_restarts:
-                print(_given_up(config, failures), file=sys.stderr, flush=True)
+            if failures > own.max_restarts:
+                print(_given_up(own.max_restarts, failures), file=sys.stderr, flush=True)
                 return ending.code
-            pause = pause_seconds(config.restarts.pause_seconds, failures - 1)
+            pause = guard.pause_seconds(own.pause_seconds, failures - 1)
             about = {"rank": ending.rank, "code": ending.code, "why": ending.text.splitlines()[-1]}
             write("restart", done[0], **about, failures=failures, pause_seconds=pause)
-            print(_announce(failures, config, done[0], pause), file=sys.stderr, flush=True)
+            print(
+                _announce(failures, own.max_restarts, done[0], pause), file=sys.stderr, flush=True
+            )
             time.sleep(max(min(pause, ends - time.monotonic()), 0))
     return REQUEUE_CODE
 
@@ -535,12 +530,13 @@ def _again(
     more = ["--out", str(out), "--resume", "auto"]
     if (out / CONFIG).is_file():  # where a run notes what became of it, such as samples left out
         more += ["--config", str(out / CONFIG)]
-    if config.restarts.elastic:
-        sizes = Elastic(Elastic.parse(config.restarts.elastic).axis, usable_sizes(config))
+    own = guard.settings_of_restarts(config)
+    if own.elastic:
+        sizes = guard.Elastic(guard.Elastic.parse(own.elastic).axis, guard.usable_sizes(config))
         ranks = now.parallelism
         more += ["--mesh", ranks.mesh, "--nproc", str(ranks.nproc), "--elastic", str(sizes)]
         more += ["--microbatches", str(ranks.microbatches)]
-    if config.restarts.exit_after:
+    if own.exit_after:
         more += ["--exit-after", f"{left:.3f}s"]
     return ["train", *arguments, *more]
 
@@ -561,16 +557,16 @@ def _log_reshape(
     )
 
 
-def _announce(failures: int, config: TrainConfig, step: int, pause: float) -> str:
+def _announce(failures: int, most: int, step: int, pause: float) -> str:
     where = f"from step {step}" if step else "from the beginning: nothing is saved yet"
     return (
         f"functron: starts again in {pause:g} s, {where} "
-        f"(failure {failures} without progress; --max-restarts {config.restarts.max_restarts})"
+        f"(failure {failures} without progress; --max-restarts {most})"
     )
 
 
-def _given_up(config: TrainConfig, failures: int) -> str:
+def _given_up(most: int, failures: int) -> str:
     return (
         f"functron: given up after {failures} starts without progress; "
-        f"fix: see why, then go on with --resume (--max-restarts {config.restarts.max_restarts})"
+        f"fix: see why, then go on with --resume (--max-restarts {most})"
     )

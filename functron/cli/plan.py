@@ -383,11 +383,11 @@ TRACE_NEEDS: Needs = MappingProxyType({
         "stages of a pipeline that train adapters",
         _DRY,
     ),
-    "anomalies.on_spike": Need(
-        lambda c: c.anomalies.on_spike == "skip",
-        "skip, of which a step itself knows",
-        _DRY,
-    ),
+    **{
+        name: Need(lambda c: c.limits_updates, "skip, of which a step itself knows", _DRY)
+        for name in ("anomalies.on_spike",)
+        if name in _NAMES
+    },
     **dict.fromkeys(("mask_documents", "pack"), _GPT),
     **dict.fromkeys(("mask_rate", "mean_span"), _SPANS),
     **dict.fromkeys(("ramp_up", "earlier_batches"), _BY_SAMPLES),

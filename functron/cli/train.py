@@ -29,7 +29,7 @@ from functron.cli.options import named_fields, options_of, parse, with_names
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.settings import Needs, always, value_at, with_sections
+from functron.core.settings import Needs, always, sections_of, value_at, with_sections
 from functron.data import Blend
 from functron.models import lora
 from functron.models.family import PRESETS
@@ -41,19 +41,19 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, load, starting_config, with_model
 from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, reader_of, with_tokenizer
-from functron.training.rerun import attribute_fault
-from functron.training.restarts import REQUEUE_CODE, RESHAPE_CODE, exit_code
+from functron.training.loop import REQUEUE_CODE, RESHAPE_CODE, end_process, exit_code
 from functron.training.resume import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
 from functron.training.setup import RunSetup, make_setup
-from functron.training.train import Outcome, replicas_of, train
-from functron.training.watchdog import ended
+from functron.training.train import Outcome, train
 
 if TYPE_CHECKING:
     from functron.apps.planner.machines import Hardware
 
 planner: Any = apps.find("planner")
 """Tells what a step is expected to take; None: runs do without it."""
+guard: Any = apps.find("guard")
+"""Takes a step again, and starts runs again; None: nobody does."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def run(
             return 0
     if config.compute.deterministic:  # cuBLAS reads it when it makes its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if here is None and config.restarts.max_restarts:
+    restarts = None if guard is None else guard.settings_of_restarts(config)
+    if here is None and restarts is not None and restarts.max_restarts:
         with mistakes():
             out = run_folder.claim(config)
         return supervise(config, arguments, out, program=program)
@@ -185,7 +186,7 @@ def _dry(made: RunSetup, machine: Hardware | None, kind: str) -> str:
 
 
 def hung(text: str, first: bool) -> None:
-    """End this process for a hang; see `functron.training.watchdog.ended`.
+    """End this process for a hang; see `end_process`.
 
     Args:
         text: why.
@@ -195,7 +196,7 @@ def hung(text: str, first: bool) -> None:
     if here is not None and (first or here.launched_here):
         record_failure(here, RuntimeError(text), f"functron: {text}")
         first = False
-    ended(text, first)
+    end_process(text, first)
 
 
 def _names_precision(arguments: Sequence[str]) -> bool:
@@ -210,8 +211,7 @@ def _assemble(
     if here is None:
         out, begin_from = _folder(config)
         return prepare(config, mesh, kind, begin_from, recast=recast, at=at), out
-    asked = config.watchdog.hang_after or config.stragglers.every or config.watchdog.check_programs
-    recorder = FlightRecorder(kind) if asked else None
+    recorder = FlightRecorder(kind) if config.reads_recorder else None
     bound, device = join(mesh, here, kind, config.watchdog.timeout_seconds, recorder)
     chosen = [_folder(config) if here.rank == 0 else None]
     dist.broadcast_object_list(chosen, device=device)
@@ -270,11 +270,9 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
             f"mesh   {config.parallelism.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
-    if (replicas := replicas_of(run, Job(True, True))) and config.replicas.every:
-        share = replicas.covered(run.state)
-        rest = "" if share == 1 else "; no other rank has the rest"
-        every = f"every {config.replicas.every} steps"
-        lines.append(f"checks replicas of {share:.0%} of the state's bytes, {every}{rest}")
+    for section in sections_of(config):
+        introduce = getattr(section, "introduce", None)
+        lines += [] if introduce is None else introduce(run)
     if (note := bubble_note(run.setup)) is not None:
         lines.append(f"bubble {note}")
     if config.resume:
@@ -476,7 +474,9 @@ def rerun(arguments: Sequence[str]) -> int:
             bound, device = join(mesh, here, kind, config.watchdog.timeout_seconds)
             made = prepare(config, bound, device)
     with deterministic() if config.compute.deterministic else nullcontext():
-        verdict = attribute_fault(made, options.run, Job.of(made), options.step, (), exact=exact)
+        verdict = guard.attribute_fault(
+            made, options.run, Job.of(made), options.step, (), exact=exact
+        )
     leave()
     if here is None or here.rank == 0:
         print(verdict, flush=True)

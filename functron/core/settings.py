@@ -232,7 +232,9 @@ def with_sections(kind: type[T], sections: Mapping[str, type]) -> type[T]:
 
     Args:
         kind: a frozen dataclass.
-        sections: by their names, frozen dataclasses all of whose fields have defaults.
+        sections: by their names, frozen dataclasses all of whose fields have defaults. One may say
+            its box and whether its settings have short names in a class attribute ``MARK``, a
+            `Mark`. One that is a subclass of the section of its name takes its place.
 
     Raises:
         ValueError: a section, or a short name of its settings, is there already; or it is not
@@ -246,9 +248,15 @@ _FROZEN = "write @dataclass(frozen=True) above it"
 
 @functools.cache
 def _extend_settings(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
-    taken = {*paths_of(kind), *(field.name for field in dataclasses.fields(kind))}
-    shorts = [each.mark.short for _, inner in sections for each in settings_of(inner)]
-    added = [*(name for name, _ in sections), *filter(None, shorts)]
+    own = {each.name: section_in(hints_of(kind)[each.name])[0] for each in dataclasses.fields(kind)}
+    extended = {n for n, inner in sections if own.get(n) and issubclass(inner, own[n])}
+    marks = {x.name: mark_of(x) for x in dataclasses.fields(kind) if x.name in extended}
+    marks |= {name: inner.MARK for name, inner in sections if hasattr(inner, "MARK")}
+    marks |= {name: Mark() for name, _ in sections if name not in marks}
+    settings = [x for name, inner in sections for x in _settings_in(inner, f"{name}.", marks[name])]
+    taken = {n for n, path in paths_of(kind).items() if path.partition(".")[0] not in extended}
+    taken |= own.keys() - extended
+    added = [*(name for name, _ in sections), *(each.name for each in settings)]
     raise_problems(
         "cannot add these sections",
         [
@@ -268,8 +276,11 @@ def _extend_settings(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
             if not _is_supported(hint := _hint_at(inner, each.path))
         ],
     )
-    fields = [(name, inner, section(inner)) for name, inner in sections]
-    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
+    rows = [
+        (name, inner, dataclasses.field(default_factory=inner, metadata={_MARK: marks[name]}))
+        for name, inner in sections
+    ]
+    made: Any = dataclasses.make_dataclass(kind.__name__, rows, bases=(kind,), frozen=True)
     made.__doc__, made.__module__ = kind.__doc__, kind.__module__
     return made
 
@@ -524,11 +535,13 @@ class Need:
         holds: of the configuration that the table is for: whether the option has an effect.
         wanted: what it is an option of.
         fix: how to have that.
+        whole: of a setting's `need`: whether the whole configuration is asked, not its section.
     """
 
     holds: Callable[[Any], bool]
     wanted: str
     fix: str
+    whole: bool = False
 
 
 Needs = Mapping[str, Need]
@@ -569,6 +582,9 @@ def needs_of(kind: type) -> Needs:
 
 
 def _apply_to_section(need: Need, find: Callable[[Any], Any]) -> Need:
+    if need.whole:
+        return need
+
     def holds(config: Any) -> bool:
         found = find(config)
         return found is None or need.holds(found)

@@ -1,8 +1,8 @@
 """The flight recorder: which collectives a process entered and left in a step, in their order.
 
-It says what a process waits for when nothing moves any more (`functron.training.watchdog`), how
-long it waited over each axis (`functron.training.stragglers`), and, by choice, that ranks are about
-to enter different collectives, which would wait for one another for ever (`Agreement`).
+It says what a process waits for when nothing moves any more, how long it waited over each axis,
+and, by choice, that ranks are about to enter different collectives, which would wait for one
+another for ever (`Agreement`).
 
 A mesh is bound with a recorder (`Mesh.bind`) and hands it to its axes. Eager collectives record
 themselves. Those in compiled code are called by torch, which finds a process group by its name:

@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING
 from functron.core import import_lazily
 
 if TYPE_CHECKING:
-    from functron.training.anomalies import AnomalyConfig, FiniteHook
+    from functron.training import run_folder
     from functron.training.config import TrainConfig, configure, load
     from functron.training.costs import step_report
-    from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
+    from functron.training.loop import (
+        FiniteHook,
+        LoopHook,
+        Meter,
+        every,
+        loop,
+        progress,
+        record_to,
+        stop_on_signals,
+    )
     from functron.training.records import compare
-    from functron.training.replicas import leaf_hash
-    from functron.training.restarts import stop_on_signals
     from functron.training.run import prepare
     from functron.training.run_folder import with_changed_batch
     from functron.training.setup import RunSetup, make_setup

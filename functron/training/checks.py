@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from functron.checkpoint.memory import axis_of
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.core.settings import (
@@ -45,8 +46,7 @@ from functron.optim.config import OPTIMIZER_NEEDS, SCHEDULE_NEEDS
 from functron.pipeline.partition import Part
 from functron.precision import POLICIES, Recipe
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
-from functron.training import data, evaluation, records, restarts, run_folder
-from functron.training.anomalies import ANOMALY_NEEDS, anomaly_problems
+from functron.training import data, evaluation, records, run_folder
 from functron.training.config import (
     ParallelismConfig,
     TrainConfig,
@@ -119,14 +119,6 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     ),
     "overlong": Need(data.is_chat, "conversations", "name some: --data FILE.jsonl"),
     "timeout_seconds": _PROCESSES,
-    "hang_after": _PROCESSES,
-    "stragglers_every": _PROCESSES,
-    "check_replicas_every": _PROCESSES,
-    "on_corruption": Need(
-        lambda c: c.parallelism.nproc > 0 and c.replicas.every > 0,
-        "processes whose replicas are compared",
-        "set nproc and check_replicas_every",
-    ),
     "sequence_parallel": Need(
         lambda c: _axis(c, "tp") > 1, "tp in the mesh, which it splits sequences over", "add tp=N"
     ),
@@ -154,7 +146,6 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         {name: need for name, need in SCHEDULE_NEEDS.items() if name != "total_steps"},
         lambda c: c.rate_schedule,
     ),
-    **needs_under("anomalies", ANOMALY_NEEDS),
     "learning_rate": Need(
         lambda c: c.reads_rate,
         "an optimizer that takes its rate from a schedule",
@@ -196,9 +187,6 @@ TOLD_NEEDS: Needs = MappingProxyType({
         lambda c: _axis(c, "fsdp") > 1 or c.parallelism.zero == 3,
         "ranks that hold parts of parameters",
         "add fsdp=N to the mesh, or --zero 3",
-    ),
-    "slots": Need(
-        lambda c: bool(c.restarts.elastic), "a run that shrinks and grows", "set elastic"
     ),
     "cuda_graph": Need(lambda c: c.compute.compile, "a compiled step", "add --compile"),
 })  # fmt: skip
@@ -350,11 +338,14 @@ def validate(
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
     problems += _number_problems(config)
     if mesh is not None and min(config.data.global_batch, config.parallelism.microbatches) >= 1:
-        found = _try(
-            lambda: list(restarts.problems_of(config, mesh, processes, launched_here)), messages
+        asked = [each for each in sections_of(config) if hasattr(each, "run_problems")]
+        place = config, mesh, processes, launched_here
+        problems += (
+            _try(lambda: [each for one in asked for each in one.run_problems(*place)], messages)
+            or []
         )
-        problems += found or []
-    problems += anomaly_problems(config.anomalies)
+        if config.memory.save_every > 0:
+            problems += _memory_problems(config, mesh, processes)
     for section in sections_of(config):
         own = getattr(section, "problems", None)
         problems += [] if own is None else own()
@@ -429,6 +420,18 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         fix += "or unset RANK and WORLD_SIZE, where torchrun left them over"
         got = f"{processes} process{'' if processes == 1 else 'es'} for a mesh of {mesh.size}"
         yield Problem("mesh", got, "one process per rank", fix)
+
+
+def _memory_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> Iterator[Problem]:
+    name, got = "memory_save_every", str(config.memory.save_every)
+    if axis_of(mesh) is None:
+        wanted = "several dp or fsdp ranks, which keep copies for one another"
+        yield Problem(name, f"{got} on {mesh or 'one rank'}", wanted, "add dp=2, or leave it out")
+    if processes is None and not config.parallelism.nproc:
+        yield Problem(name, f"{got} without processes", "processes", f"add --nproc {mesh.size}")
+    if not Path(config.memory.folder).is_dir():
+        wanted, fix = "a folder of main memory", "mount a tmpfs, and name it"
+        yield Problem("memory_folder", f"{config.memory.folder}, where none is", wanted, fix)
 
 
 def _batch_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
@@ -739,8 +742,8 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
 def _gap_problems(config: TrainConfig, begun: TrainConfig, steps: int) -> Iterator[Problem]:
     """Samples of the first steps that were left out, or were not, when these were taken."""
     try:
-        seen = begun.anomalies.gaps.number(config.data.batches.first_sample(steps))
-        gaps, before = config.anomalies.gaps, begun.anomalies.gaps
+        seen = begun.gaps.number(config.data.batches.first_sample(steps))
+        gaps, before = config.gaps, begun.gaps
     except ValueError:
         return  # said elsewhere
     kept = [tuple(x for x in g.ranges if x[0] < seen) for g in (gaps, before)]

@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 from functron.checkpoint.memory import MemoryConfig
 from functron.checkpoint.saver import CheckpointConfig
-from functron.core.errors import Problem, nearest, on_hub, raise_problems, refuse, remote_problem
+from functron.core.errors import (
+    Problem,
+    list_plugins,
+    load_function,
+    nearest,
+    on_hub,
+    raise_problems,
+    refuse,
+    remote_problem,
+)
 from functron.core.settings import (
-    Need,
     explain_field,
     names_with_tag,
     nest_table,
@@ -28,10 +36,13 @@ from functron.core.settings import (
     read_table,
     replace_settings,
     section,
+    sections_of,
     setting,
     value_at,
+    with_sections,
 )
 from functron.data.blend import is_blend
+from functron.data.sampling import Gaps
 from functron.data.text_files import DataConfig
 from functron.models import gpt
 from functron.models.bert import BertConfig
@@ -52,11 +63,8 @@ from functron.optim import (
 from functron.optim.config import SCHEDULE_NEEDS, moments_of
 from functron.precision import POLICIES, PrecisionPolicy
 from functron.precision.recipe import PrecisionConfig
-from functron.training.anomalies import AnomalyConfig, with_factors
+from functron.training.loop import WaitingConfig
 from functron.training.records import CONFIG, METRICS, LoggingConfig
-from functron.training.replicas import ReplicasConfig
-from functron.training.stragglers import StragglersConfig
-from functron.training.watchdog import WatchdogConfig
 
 C = TypeVar("C", bound="TrainConfig")
 
@@ -170,41 +178,6 @@ class EvaluationConfig:
     averaged: bool = setting(False, short="eval_averaged")
 
 
-_STARTED = Need(
-    lambda restarts: restarts.max_restarts > 0,
-    "processes that are started again",
-    "set max_restarts",
-)
-
-
-@dataclass(frozen=True)
-class RestartsConfig:
-    """How a run goes on after a process died, and when it leaves by itself.
-
-    Attributes:
-        max_restarts: how often processes that `nproc` started are started again after one died,
-            from the newest complete checkpoint: so often without progress, which is a step or a
-            checkpoint beyond all before; progress sets the count back. Mistakes and numbers that
-            are not finite end the run at once.
-        pause_seconds: how long to wait before that; twice as long after each start without
-            progress, up to a minute.
-        elastic: the sizes that an axis of the mesh may have, such as dp=2:8, or dp=2,4,8: a restart
-            goes on with as many ranks as there are `slots` for, and with the same batches, of which
-            each rank then has more microbatches; at a checkpoint the run grows again. Sizes that do
-            not divide the batches are passed over.
-        slots: a file with the number of processes that can be had now, which a scheduler or a
-            person may change at any time; empty: as many as there are GPUs.
-        exit_after: save and leave after so long, such as 3h50m, with the exit code 138, which says
-            to start the job again, as after SIGUSR1; empty: never.
-    """
-
-    max_restarts: int = setting(0, "common", least=0)
-    pause_seconds: float = setting(1.0, short="restart_pause_seconds", least=0, need=_STARTED)
-    elastic: str = ""
-    slots: str = setting("", "path")
-    exit_after: str = ""
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that determines a training run, in sections that stand beside what they configure.
@@ -215,9 +188,16 @@ class TrainConfig:
     (step).
 
     `configure` makes one of the names that options have, such as ``save_every`` for
-    ``checkpoint.save_every``; `functron.core.settings.with_sections` adds sections to it. A section
-    may have ``problems()``, which `functron.training.checks.validate` lists, and ``hook(session)``,
-    which makes a hook of the run's loop.
+    ``checkpoint.save_every``; `functron.core.settings.with_sections` adds sections to it, and those
+    of the applications that are there (group ``functron.sections``) it has. A section may have:
+
+    - ``problems()`` and ``run_problems(config, mesh, processes, launched_here)``, which
+      `functron.training.checks.validate` lists: of itself, and with other sections;
+    - ``hook(session)``, which makes a hook of the run's loop of a `functron.training.run.Session`;
+    - ``introduce(run)``, lines on what it does, which a run begins with;
+    - ``gaps``, the samples that are left out, and ``change_rate(schedule)``;
+    - ``limits_updates``: whether its hook sets the limit of `functron.optim.with_limit`;
+    - ``reads_recorder``: whether it needs collectives to be recorded.
 
     Paths are those of this machine: one such as s3://bucket/run is a ValueError.
 
@@ -234,7 +214,7 @@ class TrainConfig:
         t5: that of a T5.
         lora: low-rank additions to its matrices.
         parallelism: what ranks divide.
-        watchdog, stragglers: ranks that hang, or are slow.
+        watchdog: ranks that others wait for.
         precision: its dtypes.
         compute: how a step is computed, and on what.
         steps: optimization steps.
@@ -256,9 +236,7 @@ class TrainConfig:
             samples of ramp_up are those of the whole run.
         checkpoint: when it is saved.
         evaluation: of held-out data.
-        restarts, memory: how it goes on after a fault.
-        anomalies: which losses and gradient norms are not as they should be, and what is done.
-        replicas: ranks that hold the same.
+        memory: states that it keeps there, for restarts.
         logging: what is recorded.
     """
 
@@ -276,8 +254,7 @@ class TrainConfig:
     t5: T5Config | None = setting(None, "shapes step", box="model")
     lora: LoRAConfig = section(LoRAConfig, box="model")
     parallelism: ParallelismConfig = section(ParallelismConfig, flat=True)
-    watchdog: WatchdogConfig = section(WatchdogConfig, box="parallelism", flat=True)
-    stragglers: StragglersConfig = section(StragglersConfig, box="parallelism")
+    watchdog: WaitingConfig = section(WaitingConfig, box="parallelism", flat=True)
     precision: PrecisionConfig = section(PrecisionConfig, flat=True)
     compute: ComputeConfig = section(ComputeConfig, box="precision", flat=True)
     steps: int = setting(200, "common step", box="optimizer", least=1)
@@ -294,10 +271,7 @@ class TrainConfig:
     change_batch: bool = setting(False, box="checkpoint")
     checkpoint: CheckpointConfig = section(CheckpointConfig, flat=True)
     evaluation: EvaluationConfig = section(EvaluationConfig)
-    restarts: RestartsConfig = section(RestartsConfig, box="resilience", flat=True)
     memory: MemoryConfig = section(MemoryConfig, box="resilience")
-    anomalies: AnomalyConfig = section(AnomalyConfig, box="resilience")
-    replicas: ReplicasConfig = section(ReplicasConfig, box="resilience")
     logging: LoggingConfig = section(LoggingConfig)
 
     def __new__(cls, *sections: Any, **named: Any):
@@ -317,6 +291,11 @@ class TrainConfig:
             for name in names_with_tag(type(self), "path")
         )
         raise_problems("there are no such places on this machine", filter(None, found))
+
+    @property
+    def reads_recorder(self) -> bool:
+        """Whether a section needs the collectives of processes to be recorded."""
+        return any(getattr(each, "reads_recorder", False) for each in sections_of(self))
 
     @property
     def architecture(self) -> TrainedConfig:
@@ -412,7 +391,24 @@ class TrainConfig:
         """The learning rate of each step, from 0."""
         schedule = make_schedule(self.rate_schedule)
         schedule = schedule if self.counted is None else self.counted(schedule)
-        return with_factors(schedule, self.anomalies.factors)
+        for each in sections_of(self):
+            change = getattr(each, "change_rate", None)
+            schedule = schedule if change is None else change(schedule)
+        return schedule
+
+    @property
+    def gaps(self) -> Gaps:
+        """The samples that a section leaves out of the order of the data.
+
+        Raises:
+            ValueError: it does not describe them.
+        """
+        return next((each.gaps for each in sections_of(self) if hasattr(each, "gaps")), Gaps())
+
+    @property
+    def limits_updates(self) -> bool:
+        """Whether a section has updates left out whose gradients are above a limit."""
+        return any(getattr(each, "limits_updates", False) for each in sections_of(self))
 
     @property
     def weight_decay(self) -> Callable[[Any], Any]:
@@ -425,6 +421,10 @@ class TrainConfig:
         made = weight_decay_increase(*ends, total, style)
         return made if self.counted is None else self.counted(made)
 
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        return self.checkpoint.save_every > 0 and step % self.checkpoint.save_every == 0
+
     @property
     def ordered_samples(self) -> int:
         """Of how many samples the order of an application is made.
@@ -433,6 +433,12 @@ class TrainConfig:
             ValueError: `ramp_up` describes no sizes of batches.
         """
         return self.data.order_samples or self.data.batches.first_sample(self.steps)
+
+
+if not TYPE_CHECKING:  # which knows the library's own sections
+    _GROUP = "functron.sections"
+    _found = {name: load_function(at, _GROUP) for name, at in list_plugins(_GROUP).items()}
+    TrainConfig = with_sections(TrainConfig, _found)
 
 
 @overload

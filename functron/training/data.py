@@ -503,7 +503,7 @@ def _ordered_samples(config: TrainConfig, order: SampleOrder, part: str, build: 
     )
     if part == PARTS[0]:
         last = config.data.batches.first_sample(config.steps) - 1
-        needed = int(config.anomalies.gaps.number(last)) + 1
+        needed = int(config.gaps.number(last)) + 1
         if needed > (count := order.count(made)):
             fix = "take fewer steps" + ("; or give weights in place of all" if blend[1:] else "")
             wanted = f"at most {count}, which the order has"

@@ -32,9 +32,8 @@ from functron.spmd import BoundMesh, P, shard_map
 from functron.spmd.params import abstract_params
 from functron.training import data
 from functron.training.config import TrainConfig, configure
-from functron.training.loop import At, LoopHook
+from functron.training.loop import RESHAPE, At, LoopHook
 from functron.training.records import EVAL
-from functron.training.restarts import RESHAPE
 from functron.training.setup import RunSetup
 from functron.transforms import accumulate
 from functron.transforms.gradient_functions import gather_parameters

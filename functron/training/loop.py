@@ -1,28 +1,58 @@
 """The loop of training steps: a generator, and the hooks that look on, act and decide beside it.
 
 `loop` knows a step, its batches and hooks, and nothing of files, signals or processes: those are
-hooks, each beside what it is about. Here are the general ones: `every`, `progress`, `record_to`.
+hooks, each beside what it is about. Here are the general ones: `every`, `progress`, `record_to`,
+and those that end a loop: where numbers are not finite, and for requests to stop. Ctrl-C, SIGTERM,
+SIGUSR1 and limits of time are such requests, which a running step outlives.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
+import os
+import signal
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from functron.core import tree
+from functron.core.settings import setting
 from functron.program.cost import peak_memory_bytes
 from functron.training import records
 
 Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
 """``(state, batch) -> (state, metrics)``."""
+
+
+@dataclass(frozen=True)
+class WaitingConfig:
+    """How processes wait for one another.
+
+    Attributes:
+        timeout_seconds: after which processes give up on one that has stopped: in collectives, and
+            in saves where it shows no sign of life. A fifth of it where nobody else comes at all,
+            as far as a process can tell.
+        check_programs: compare before every collective what its ranks are about to enter, by the
+            job's store, and end with what differs, before they wait for one another. Slow: for a
+            step that hangs.
+    """
+
+    timeout_seconds: float = setting(300.0, least=1)
+    check_programs: bool = False
+
+    @property
+    def reads_recorder(self) -> bool:
+        """Whether collectives are recorded for it."""
+        return self.check_programs
 
 
 @dataclass(eq=False)
@@ -90,6 +120,13 @@ class At:
         """Ask all hooks of all ranks again whether to stop, after what took long. Collective."""
         self.stopped_by = self._course.ask(self) or self.stopped_by
 
+    def repair(self) -> bool:
+        """Have the hooks look for damage where numbers are not finite: whether one repaired it.
+
+        Collective.
+        """
+        return self._course.repair(self)
+
     def stop(self, *, keeps: bool = True) -> None:
         """End the loop after this step, and those ahead of it. Every rank must decide so alike.
 
@@ -146,7 +183,13 @@ class LoopHook:
 
     The order in which they are called is in `loop`. A function ``f(at)`` is a hook, too: its
     `after`.
+
+    Attributes:
+        judges: of a section's hook, whether it comes after those that write records, and before
+            those that save: it looks at records, and may stop the loop for them.
     """
+
+    judges: ClassVar[bool] = False
 
     def begin(self, at: At) -> None:
         """Before the first step; ``at.step`` steps have been taken."""
@@ -167,6 +210,21 @@ class LoopHook:
 
     def end(self, at: At) -> None:
         """At the end, however it comes; ``at`` is the last step whose record was read."""
+
+    def go_on(self, session: Any) -> bool:
+        """Whether a training run whose loop has ended goes on with ``session.run``. Collective.
+
+        `loop` itself does not ask. The hook may put another run there: from an earlier state, or
+        with another configuration. A run that somebody stopped does not go on.
+
+        Args:
+            session: a `functron.training.run.Session`, whose run has the state after the last step.
+        """
+        return False
+
+    def repair(self, at: At) -> bool:
+        """Numbers are not finite: whether `At.newest` was damaged in memory, and is repaired."""
+        return False
 
     def phase(self, name: str, index: int) -> None:
         """The loop goes over to this phase of step `index`, from 0."""
@@ -257,7 +315,7 @@ def loop(
         got = type(batches).__name__
         raise TypeError(f"batches: got a {got}; wanted a function of a step's number, from 0; fix: "
                         "lambda index: batches[index]")  # fmt: skip
-    course = _Course([_as_hook(hook) for hook in hooks], agree)
+    course = _Course([as_hook(hook) for hook in hooks], agree)
     course.newest = course.at = At(start - 1, steps, state, step, _course=course)
     started: deque[At] = deque()
     with ExitStack() as ends:
@@ -328,6 +386,9 @@ class _Course:
         asked = (self.call(hook, "ask", at) for hook in self.hooks)
         return self._agree(max(asked, default=0))
 
+    def repair(self, at: At) -> bool:
+        return any(self.call(hook, "repair", at) for hook in self.hooks)
+
     def is_due(self, step: int) -> bool:
         return any(self.call(hook, "due", step) for hook in self.hooks)
 
@@ -363,7 +424,8 @@ class _Course:
         self.call(hook, "end", self.at)
 
 
-def _as_hook(given: Any) -> LoopHook:
+def as_hook(given: Any) -> LoopHook:
+    """The hook that was given, or that of a function of a step; TypeError for anything else."""
     if isinstance(given, LoopHook):
         return given
     if isinstance(given, type) or not callable(given):
@@ -523,6 +585,65 @@ def progress() -> LoopHook:
     return _Writer(lambda at: records.progress(at.steps, at.step))
 
 
+LOSS_AND_NORM = ("loss", "grad_norm")
+"""The numbers of a record by which a run is judged."""
+
+
+def check_finite(record: Mapping[str, Any], names: Sequence[str] = LOSS_AND_NORM) -> None:
+    """Raise FloatingPointError where one of these numbers of a record is not finite."""
+    for name in names:
+        if not math.isfinite(record.get(name) or 0.0):
+            what = {"loss": "loss", "grad_norm": "gradients of norm"}[name]
+            raise FloatingPointError(
+                f"step {record['step']}: got {what} {record[name]}; wanted a finite number; fix: "
+                "lower the learning rate, lengthen the warm-up, clip gradients, or train in float32"
+            )
+
+
+class FiniteHook(LoopHook):
+    """Ends a loop with FloatingPointError where loss or gradients are not finite.
+
+    After the hooks that write records, and before those that save.
+
+    Args:
+        skips: whether gradients need not be, since the step leaves out such updates.
+    """
+
+    def __init__(self, *, skips: bool = False):
+        self._names = LOSS_AND_NORM[:1] if skips else LOSS_AND_NORM
+
+    def after(self, at: At) -> None:
+        """Check the record."""
+        check_finite(at.record, self._names)
+
+
+class OverflowHook(LoopHook):
+    """Ends a loop where gradients overflow in step after step, and the scale of the loss is least.
+
+    Args:
+        patience: raise FloatingPointError after so many steps in a row.
+        layers: ``(state, batch)`` to the names of the layers whose gradients then are not finite,
+            for the message; it may give up the state. None: nobody knows.
+    """
+
+    def __init__(self, patience: int, layers: Callable[[Any, Any], Sequence[str]] | None = None):
+        self._patience, self._layers = patience, layers
+
+    def after(self, at: At) -> None:
+        """Look at how many steps the optimizer has left out in a row."""
+        if at.metrics.get("stuck", 0) < self._patience:
+            return
+        newest = at.newest  # the one whose state is whole
+        names = [] if self._layers is None else self._layers(newest.state, newest.batch)
+        where = f", in {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+        raise FloatingPointError(
+            f"step {at.step}: got gradients that are not finite in {self._patience} steps in a row"
+            f"{where}, with the loss times {at.record['loss_scale']:g}, the least; wanted finite "
+            "ones; fix: train in bf16 (--precision bf16), lower the learning rate, or lengthen the "
+            "warm-up"
+        )
+
+
 @dataclass(frozen=True)
 class Meter(LoopHook):
     """A hook that makes the record of a step complete: rates of tokens and FLOPs, and memory.
@@ -598,3 +719,171 @@ _OF_OPTIMIZER = frozenset({"stuck", "updates"})
 def _count_tokens(batch: Any) -> int | None:
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     return tokens.numel() if isinstance(tokens, torch.Tensor) else None
+
+
+# --- requests to stop
+
+
+EXIT_AFTER = int(signal.NSIG)
+"""That a run's time is over, where the number of a signal may stand as well."""
+RESHAPE = EXIT_AFTER + 1
+"""That a run goes on with more ranks, likewise."""
+
+REQUEUE_CODE = 128 + signal.SIGUSR1
+"""The exit code of a run that saved and left before its end, to be started again: 138."""
+RESHAPE_CODE = 75
+"""That of a run that saved, to be started with more ranks at once: EX_TEMPFAIL of sysexits.h."""
+
+HANG_CODE = 124
+"""The exit code of processes of a job that hung: that of timeout(1)."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_ECHO_SECONDS = 2.0
+
+
+def exit_code(stopped_by: int | None) -> int:
+    """The exit code of a process that ended early: 128 + the signal's number, as shells have it.
+
+    Where its time was over that of SIGUSR1, with which schedulers say so.
+    """
+    codes = {None: 0, EXIT_AFTER: REQUEUE_CODE, RESHAPE: RESHAPE_CODE}
+    return codes[stopped_by] if stopped_by in codes else 128 + int(stopped_by or 0)
+
+
+def end_process(text: str, first: bool) -> None:
+    """End this process for a hang: say why, if it is the one to, and leave with `HANG_CODE`.
+
+    Nothing is waited for: other threads are blocked.
+    """
+    if first:
+        print(f"functron: {text}", file=sys.stderr, flush=True)
+    os._exit(HANG_CODE)
+
+
+@dataclass
+class Request:
+    """Whether someone asked to stop.
+
+    Attributes:
+        signal: the signal that asked, or None.
+        ends: when the time of the run is over, by ``time.monotonic()``.
+        grown: whether there are processes for a larger mesh; asked where a checkpoint is saved.
+    """
+
+    signal: int | None = None
+    ends: float = math.inf
+    grown: Callable[[], bool] | None = None
+    _asked_at: float = field(default=0.0, init=False, repr=False)
+    _previous: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def asked(self, *, saving: bool = False) -> int:
+        """The number of the signal, or `EXIT_AFTER` or `RESHAPE`; 0 where nobody asked."""
+        if self.signal is not None:
+            return self.signal
+        if time.monotonic() >= self.ends:
+            return EXIT_AFTER
+        return RESHAPE if saving and self.grown is not None and self.grown() else 0
+
+    def listen(self) -> None:
+        """Install the handlers of `stop_requests`; nothing where they are installed.
+
+        Outside the main thread, where Python allows no handlers, nothing changes.
+        """
+        if not self._previous and threading.current_thread() is threading.main_thread():
+            # noted before each is installed, so that `restore` is right whenever it is interrupted
+            for number in _SIGNALS:
+                self._previous[number] = signal.getsignal(number)
+                signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        """Put back the handlers that were installed before."""
+        for number, handler in self._previous.items():
+            # a handler that was not installed from Python comes as None and cannot be put back
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._previous = {}
+
+    def _handle(self, number: int, frame: object) -> None:
+        recent = time.monotonic() - self._asked_at < _ECHO_SECONDS
+        echo = number == signal.SIGUSR1 or (number == self.signal == signal.SIGTERM and recent)
+        if self.signal in (None, signal.SIGUSR1):
+            self.signal, self._asked_at = number, time.monotonic()
+        elif not echo:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_requests() -> Iterator[Request]:
+    """Turn the first SIGINT, SIGTERM or SIGUSR1 within the with block into a `Request`.
+
+    The second one raises KeyboardInterrupt at once, but for SIGUSR1, which only ever asks, and a
+    SIGTERM that comes twice within 2 seconds: a scheduler sends it to every process of a job, and
+    its launcher passes it on. The handlers that were installed before are put back at the end.
+    Outside the main thread, where Python allows no handlers, nothing changes.
+    """
+    request = Request()
+    try:
+        request.listen()
+        yield request
+    finally:
+        request.restore()
+
+
+class StopHook(LoopHook):
+    """Has a loop stop for a `Request`, on all ranks after the same step.
+
+    Args:
+        request: asked at every step; after what took long, for its signal alone.
+        saves: whether a checkpoint is saved after so many steps; the mesh may grow there.
+        listens: whether it turns signals into requests itself, as `stop_on_signals` says.
+
+    Attributes:
+        stopped_by: the signal that ended the loop early, whichever rank received it, `EXIT_AFTER`
+            or `RESHAPE`; None where it did not.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        saves: Callable[[int], bool] = lambda step: False,
+        *,
+        listens: bool = False,
+    ):
+        self.request, self._saves, self._listens = request, saves, listens
+        self.stopped_by: int | None = None
+
+    def begin(self, at: At) -> None:
+        """Listen from here on."""
+        self.stopped_by = None
+        if self._listens:
+            self.request.signal = None
+            self.request.listen()
+
+    def phase(self, name: str, index: int) -> None:
+        """Listen while the loop runs, and not in its body, which may never come back."""
+        if self._listens:
+            (self.request.restore if name == "body" else self.request.listen)()
+
+    def ask(self, at: At) -> int:
+        """The request of this rank."""
+        if at.stopped_by is not None:
+            return self.request.signal or 0
+        asked = self.request.asked(saving=self._saves(at.step) and not at.last)
+        return 0 if at.last and asked == EXIT_AFTER else asked
+
+    def end(self, at: At) -> None:
+        """Say why the loop ended; the handlers of before are back."""
+        self.stopped_by = at.stopped_by or None
+        if self._listens:
+            self.request.restore()
+
+
+def stop_on_signals() -> StopHook:
+    """A hook with which the first Ctrl-C, SIGTERM or SIGUSR1 ends a loop after its running step.
+
+    So hooks can save, as at any end; the second one raises KeyboardInterrupt, as `stop_requests`
+    has it. Handlers are installed only while the loop itself runs: in the body signals do what they
+    did before, so that a Ctrl-C raises KeyboardInterrupt, and a loop that nobody goes on with
+    leaves none behind. A body that takes long is within ``with stop_requests() as request``, and
+    the hook `StopHook` of that. First in the list of hooks, it listens until all others have ended.
+    """
+    return StopHook(Request(), listens=True)

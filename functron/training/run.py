@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,26 +19,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from functron import checkpoint
 from functron.checkpoint.memory import Memory
 from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
 from functron.data import Blend, Samples
-from functron.data.sampling import Gaps, RampUp, drawn
+from functron.data.sampling import Gaps, RampUp, drawn, mix
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE
-from functron.training import data
-from functron.training.config import TrainConfig
+from functron.training import data, run_folder
+from functron.training.config import TrainConfig, configure
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
-from functron.training.loop import At, LoopHook, close_with
+from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
-from functron.training.replicas import batch_hash
-from functron.training.restarts import Request
 from functron.training.resume import abstract_state, restore_state
 from functron.training.setup import RunSetup, Watch, make_setup
 from functron.training.step import State
-from functron.training.stragglers import Comparison
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Run:
         held_out_loss: of `functron.training.evaluation.loss_program`; None without sets.
         notes: what of its checkpoint was converted, or begins anew, in words.
         begun_from: the checkpoint that it began with, or went on from; None: random parameters.
-        around: what every program of a step is wrapped in, such as `functron.training.faults`.
+        around: what every program of a step is wrapped in, such as faults on purpose.
         at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
             before the batch of a step, "evaluate" and "save" after so many steps, and what
             `checkpoint.Saver` calls it with.
@@ -101,7 +100,7 @@ class Run:
     @cached_property
     def gaps(self) -> Gaps:
         """The samples that it leaves out."""
-        return self.config.anomalies.gaps
+        return self.config.gaps
 
     def samples_of(self, step: int) -> dict[str, Any]:
         """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
@@ -151,6 +150,48 @@ class Run:
             return step
         idle = self.setup.idle_watch if watched else self.setup.idle_step
         return idle if self.around is None else self.around(idle)
+
+    def own_hash(self, host: dict[str, torch.Tensor]) -> int:
+        """This process's share of the checksum of a batch, of which it has this part."""
+        return own_hash(self.mesh, host)
+
+    def with_config(self, config: TrainConfig) -> Run:
+        """The run as another configuration has it: its set-up and programs are made anew."""
+        made = make_setup(config, self.mesh)
+        step, watch = programs(made, self.around)
+        return dataclasses.replace(self, setup=made, step=step, watch=watch)
+
+    def simulate(self, path: Path) -> Run:
+        """The run on ranks that this process simulates, from a checkpoint of it; not compiled."""
+        assert isinstance(self.mesh, BoundMesh)
+        config = configure(self.config, compile=False, cuda_graph=False, nproc=0)
+        made = dataclasses.replace(self.setup, config=config, mesh=self.mesh.mesh)
+        state, _ = begin_state(made, path, self.device)
+        step, watch = programs(made, self.around)
+        return dataclasses.replace(self, setup=made, state=state, step=step, watch=watch)
+
+    def restore(self, out: Path | None, job: Job, most: int, *, forget: bool = False) -> State:
+        """The newest state that is saved and has taken at most so many steps. Collective.
+
+        Args:
+            out: its folder; None, or without such a state: the one that the run began with.
+            job: its processes.
+            most: steps.
+            forget: remove what was saved after that.
+        """
+        folder = None if out is None else out / run_folder.CHECKPOINTS
+
+        def find_newest() -> int | None:
+            saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
+            newest = max((step for step in saved if step <= most), default=None)
+            for step in saved if forget else ():
+                if folder is not None and step > (newest or 0):
+                    shutil.rmtree(folder / str(step))
+            return newest
+
+        newest = job.broadcast(find_newest)
+        path = self.begun_from if newest is None or folder is None else folder / str(newest)
+        return begin_state(self.setup, path, self.device)[0]
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """The loss, perplexity and number of targets of every held-out set, by its name.
@@ -383,7 +424,7 @@ def _memory_of(made: RunSetup, memory: Path | None) -> Memory | None:
     if memory is None or not isinstance(made.mesh, BoundMesh):
         return None
     like = abstract_state(made, random.key(made.config.seed).to("meta"))
-    samples = made.config.anomalies.skipped_samples  # which a state has not seen
+    samples = made.config.gaps  # which a state has not seen
     earlier = made.config.data.earlier_batches  # after which it has seen others
     seen = f"{made.config.seed} {samples}" + (f" {earlier}" if earlier else "")
     return Memory(memory, made.mesh, like, seen)
@@ -438,20 +479,24 @@ def memory_hook(run: Run) -> MemoryHook | None:
     return None if memory is None else MemoryHook(run, memory)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
-    """A run while it is trained, for its hooks: with its folder, its processes and its events.
+    """A run while it is trained, for the hooks of its sections: its folder, processes and events.
 
     Attributes:
-        run: what is trained; another one after an anomaly was answered.
+        run: what is trained; another one where a hook has it go on with other steps.
         out: its folder; None: no files.
         job: its processes.
         write: an event, as `functron.training.records.event_log` yields it.
         stop: whether someone asked to stop.
         peak_flops: FLOP/s of all devices together.
-        phases: listeners to the phases of the loop: the recorder of the mesh, and the watchdog.
-        comparison: of the ranks' speeds; None: nobody asks.
+        began: when the process did, by ``time.monotonic()``.
+        end_process: ends this process at once, without saving; called with the reason, and whether
+            this process is the one that prints it. For a job that hangs.
         also: makes one more reporter of records, for rank 0.
+        history: the records of the steps taken, up to where the run now begins.
+        blocks: with blocks that are left when the training ends, to which hooks add theirs.
+        hooks: of the sections, each made once; they hear of the phase "restore" between two loops.
     """
 
     run: Run
@@ -460,14 +505,21 @@ class Session:
     write: Callable[..., None]
     stop: Request
     peak_flops: float | None = None
-    phases: Sequence[LoopHook] = ()
-    comparison: Comparison | None = None
+    began: float = 0.0
+    end_process: Callable[[str, bool], None] = end_process
     also: Callable[[], Reporter] | None = None
+    blocks: ExitStack = field(default_factory=ExitStack)
+    hooks: list[LoopHook] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def listeners(self) -> list[LoopHook]:
-        """The hooks that go on listening between loops, as anomalies are answered."""
-        return [*self.phases, *([] if self.comparison is None else [self.comparison])]
+    def read_records(self) -> list[dict[str, Any]]:
+        """The records in the run's folder."""
+        return [] if self.out is None else run_folder.records(self.out)
+
+    def write_config(self) -> None:
+        """Write the configuration of the run into its folder, where this process is to."""
+        if self.job.main and self.out is not None:
+            run_folder.write_config(self.out, self.run.config)
 
 
 def own_part(
@@ -487,6 +539,34 @@ def own_part(
         name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
         for name, x in host.items()
     }
+
+
+def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:
+    """A 64-bit checksum of rows of a batch, on the host, that adds up over parts of it.
+
+    The sum modulo 2^64 of all integers times odd factors by leaf, row and column: the sum over the
+    parts of a batch, by rows or columns, is that of the batch.
+
+    Args:
+        batch: with ``rows``, the numbers of its rows; what has one dim is the same in all parts
+            by columns.
+        first_column: of this part of the sequences.
+    """
+    rows, total = batch["rows"].numpy().astype(np.uint64), 0
+    for number, name in enumerate(sorted(batch)):
+        if batch[name].dim() == 1 and first_column:
+            continue  # the first part of these rows has counted it
+        x = batch[name].numpy()
+        if x.dtype.kind == "f":
+            x = x.view(f"i{x.dtype.itemsize}")
+        x = x.reshape(len(rows), -1).astype(np.uint64)
+        places = np.arange(first_column, first_column + x.shape[1], dtype=np.uint64)
+        columns, weights = (
+            mix(places, number, 0) | np.uint64(1),
+            mix(rows, number, 1) | np.uint64(1),
+        )
+        total += int((((x + np.uint64(1)) * columns).sum(1) * weights).sum())
+    return total % 2**64
 
 
 def own_hash(mesh: Mesh | BoundMesh, batch: Mapping[str, torch.Tensor]) -> int:

@@ -24,8 +24,6 @@ from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.records import CONFIG, METRICS, is_run, read
 
 CHECKPOINTS = "checkpoints"
-AGAIN = "again"
-"""The folder of a state while ranks replay the step after it one by one."""
 HUB = "hub"
 """The folder of the config.json and tokenizer that a run's model came with."""
 

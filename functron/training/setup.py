@@ -444,7 +444,7 @@ class RunSetup:
         self, made: optim.GradientTransformation, weights: dict
     ) -> optim.GradientTransformation:
         """`made`, which skips the updates of spikes where the configuration says so."""
-        skips = self.config.anomalies.on_spike == "skip"
+        skips = self.config.limits_updates
         return optim.with_limit(made, of=weights) if skips else made
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A training run: `train` composes the hooks of its loop, and answers anomalies.
+"""A training run: `train` composes the hooks of its loop.
 
 `hooks_of` is the list: a run is its step, its batches and these hooks. Records have what the
 machine could do and what the process used: the denominators of MFU and memory.
@@ -7,12 +7,9 @@ machine could do and what the process used: the denominators of MFU and memory.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,51 +23,44 @@ from functron.core import compat, tree
 from functron.core.errors import local_path, raise_problems
 from functron.core.settings import sections_of
 from functron.data import Blend
-from functron.data.sampling import earlier_text
 from functron.models import gpt
 from functron.optim.schedules import read_schedule_count
 from functron.program.cost import peak_flops
 from functron.spmd import BoundMesh
-from functron.spmd.flight import Agreement, DeviceClock
+from functron.spmd.flight import Agreement
 from functron.spmd.mesh import LostRanksError
-from functron.training import data, records, restarts, run_folder, watchdog
-from functron.training.anomalies import Anomaly, Guard, OverflowHook, check_finite
-from functron.training.config import TrainConfig, configure
+from functron.training import data, records, run_folder
 from functron.training.data import prefetch
 from functron.training.evaluation import EvaluationHook
 from functron.training.loop import (
+    EXIT_AFTER,
+    RESHAPE,
     At,
     LoopHook,
     Meter,
+    OverflowHook,
     PhaseHook,
-    close_with,
-    loop,
-    record_to,
-)
-from functron.training.replicas import ReplicaHook, Replicas
-from functron.training.rerun import Verdict, attribute_fault, check_hardware
-from functron.training.restarts import (
-    EXIT_AFTER,
-    RESHAPE,
     Request,
     StopHook,
+    as_hook,
+    close_with,
+    end_process,
     exit_code,
+    loop,
+    record_to,
     stop_requests,
 )
 from functron.training.run import (
     Job,
     Run,
     Session,
-    begin_state,
     count_samples,
     deterministic,
     memory_hook,
     own_hash,
-    programs,
 )
-from functron.training.setup import Watch, make_setup
+from functron.training.setup import Watch
 from functron.training.step import State
-from functron.training.stragglers import PICTURE, Comparison, Stopwatch, axes_of
 
 
 class Outcome(NamedTuple):
@@ -95,7 +85,7 @@ def train(
     out: Path | None,
     *,
     began: float | None = None,
-    hung: Callable[[str, bool], None] = watchdog.ended,
+    hung: Callable[[str, bool], None] = end_process,
     also: Callable[[], records.Reporter] | None = None,
 ) -> Outcome:
     """Take the steps of `run`, and leave what a run folder holds in `out` (None: no files).
@@ -109,14 +99,14 @@ def train(
         out: the run folder.
         began: when the process did, by ``time.monotonic()``: ``exit_after`` counts from then; None:
             now.
-        hung: ends the process where the job hangs; see `functron.training.watchdog.Watchdog`.
+        hung: ends the process where the job hangs; see `Session`.
         also: makes one more reporter of records, for rank 0.
 
     Raises:
         ValueError: the configuration says where the model came from, and its parameters are random;
             or `out` is no path of this machine.
-        FloatingPointError: loss or gradients are not finite, or an anomaly is one too many; or
-            float16 overflows without end.
+        FloatingPointError: loss or gradients are not finite, or float16 overflows without end; or
+            a hook ends the run for its numbers.
         OSError, TimeoutError: a checkpoint could not be written.
     """
     config, device = run.config, run.device
@@ -137,57 +127,35 @@ def train(
         if config.compute.deterministic:
             stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
-        if config.restarts.exit_after:
-            stop.ends = began + restarts.seconds_of(config.restarts.exit_after)
-        if config.restarts.elastic and job.main:
-            stop.grown = lambda: restarts.can_grow(config)
         write = _write_nothing
         if job.main and out is not None:
             write = stack.enter_context(records.event_log(out / records.EVENTS))
-        watched = stack.enter_context(_start_watchdog(run, out, job, hung))
-        past = job.broadcast(lambda: _read_past(run, out))
-        phases = [PhaseHook(phase) for phase in (*_listen_for_recorder(run), *watched)]
-        compared = _make_comparison(run, out, job, write)
-        return _train_on(Session(run, out, job, write, stop, peak, phases, compared, also), past)
+        session = Session(run, out, job, write, stop, peak, began, hung, also, stack)
+        session.hooks = [*_listen_for_recorder(run), *make_section_hooks(session)]
+        return _train_on(session)
 
 
-def _train_on(session: Session, past: list[dict[str, Any]]) -> Outcome:
-    """Take the steps of a run, and answer anomalies, until it ends.
-
-    Args:
-        session: the run.
-        past: records of the steps before, by which anomalies are found.
-    """
-    run, most, history, answers = session.run, session.run.config.anomalies.most, [], 0
+def _train_on(session: Session) -> Outcome:
+    """Take the steps of a run, which hooks may have go on otherwise, until it ends."""
     while True:
-        outcome, found = _take_steps(session, past)
-        for hook in session.listeners:
-            hook.phase("restore", outcome.history[-1]["step"] if outcome.history else run.start)
-        history += outcome.history
-        if found is None or outcome.stopped_by:
-            _log_end(session.write, outcome)
-            return outcome._replace(history=history)
-        verdict = None
-        if run.config.anomalies.attribute:
-            verdict = attribute_fault(run, session.out, session.job, found.step, past + history)
-            session.write("rerun", found.step, **verdict.event())
-            check_hardware(verdict)
-        answers += found.action in ("rollback", "lower-rate")
-        _check_answers(found, answers, most, history)
-        if found.action == "rollback":
-            outcome = outcome._replace(state=None)  # there is no room for it beside an earlier one
-        run = _answer_anomaly(session, outcome, found, verdict)
-        session = dataclasses.replace(session, run=run)
-        history = [record for record in history if record["step"] <= run.start]
-        past = [record for record in past if record["step"] <= run.start] + history
+        begun = session.run.start
+        stopped_by = _take_steps(session)
+        for hook in session.hooks:
+            hook.phase("restore", session.run.start)
+        # a mesh grows after a hook had the run go on
+        if stopped_by in (None, RESHAPE) and any(hook.go_on(session) for hook in session.hooks):
+            kept = session.run.start
+            session.history = [record for record in session.history if record["step"] <= kept]
+            continue
+        if session.run.start > begun:
+            _log_end(session, stopped_by)
+        return Outcome(session.run.state, session.history, stopped_by)
 
 
-def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outcome, Anomaly | None]:
-    """Take steps until all are taken, someone asks to stop, or an anomaly ends them: that, too."""
-    run, reached, history = session.run, session.run.state, []
-    stop = StopHook(session.stop, lambda step: _saves(run.config, step))
-    replicas = _make_replica_hook(session)
-    guard = _make_guard(session, past, replicas)
+def _take_steps(session: Session) -> int | None:
+    """Take steps until all are taken, or something stops them: as of `StopHook`."""
+    run, reached, taken = session.run, session.run.state, session.run.start
+    stop = StopHook(session.stop, run.config.saves_after)
     with _open_batches(session) as batches:
         steps = loop(
             run.step,
@@ -195,28 +163,23 @@ def _take_steps(session: Session, past: Sequence[records.Record]) -> tuple[Outco
             batches.take,
             start=run.start,
             steps=run.config.steps,
-            hooks=hooks_of(session, batches, stop, guard, replicas),
+            hooks=hooks_of(session, batches, stop),
             agree=lambda number: int(session.job.across(number, dist.ReduceOp.MAX)),
             ahead=int(run.device.type == "cuda"),
         )
         try:
             for state, record in steps:
-                reached = state
-                history.append(record)
+                reached, taken = state, record["step"]
+                session.history.append(record)
         except BaseException as error:
             steps.throw(error)  # an interrupt that comes here is one of this rank, which saves not
             raise
-    # a mesh grows after an anomaly was answered
-    waits = guard.found is not None and stop.stopped_by == RESHAPE
-    return Outcome(reached, history, None if waits else stop.stopped_by), guard.found
+    session.run = dataclasses.replace(run, state=reached, start=taken)
+    return stop.stopped_by
 
 
 def hooks_of(
-    session: Session,
-    batches: Batches,
-    stop: StopHook,
-    guard: Guard,
-    replicas: ReplicaHook | None,
+    session: Session, batches: Batches, stop: StopHook
 ) -> list[LoopHook | Callable[[At], Any]]:
     """The hooks of a run, in their order; see `loop` for when each is called.
 
@@ -224,44 +187,40 @@ def hooks_of(
         session: the run.
         batches: of its steps.
         stop: stops where someone asks for it.
-        guard: judges the numbers.
-        replicas: compares the state with that of other ranks.
     """
     run, config, out = session.run, session.run.config, session.out
     scaled = config.optimizer.loss_scale
     patience = scaled.patience if scaled.initial else 0
     found = [
         stop,
-        *session.phases,
         _make_meter(session, batches),
         LayerHook(run.watch) if run.watch is not None else None,
         record_blanks,
-        session.comparison,
         _make_evaluation_hook(run),
-        *section_hooks(session),
+        *(hook for hook in session.hooks if not hook.judges),
         TargetsHook(run, batches),
         *(record_to(reporter) for reporter in _make_reporters(session)),
         OverflowHook(patience, run.setup.overflowing) if patience else None,
-        guard,
-        replicas,
+        *(hook for hook in session.hooks if hook.judges),
         memory_hook(run),
         CheckpointHook(run, out, session.stop) if out is not None else None,
     ]
     return [hook for hook in found if hook is not None]
 
 
-def section_hooks(session: Session) -> Iterator[LoopHook]:
+def make_section_hooks(session: Session) -> Iterator[LoopHook]:
     """The hooks of sections of the configuration: of each that has a method ``hook(session)``.
 
-    It returns a `LoopHook`, or None where the section asks for nothing. So a new ability with its
-    options is one file: a section with its hook. These come after the record is made, and before
-    it is written and judged.
+    It is called once, on all ranks alike, and returns a `LoopHook` or a function of a step, or None
+    where the section asks for nothing. So a new ability with its options is one file: a section
+    with its hook. These come after the record is made, and before it is written; those that judge
+    it, after that.
     """
     for section in sections_of(session.run.config):
         make = getattr(section, "hook", None)
         hook = None if make is None else make(session)
         if hook is not None:
-            yield hook
+            yield as_hook(hook)
 
 
 def record_blanks(at: At) -> None:
@@ -334,7 +293,7 @@ class CheckpointHook(LoopHook):
 
     def due(self, step: int) -> bool:
         """Whether to save after so many steps."""
-        return _saves(self._run.config, step)
+        return self._run.config.saves_after(step)
 
     def after(self, at: At) -> None:
         """Save where it is due."""
@@ -360,10 +319,6 @@ class CheckpointHook(LoopHook):
         if at.left:
             self._save(at)
         close_with(self._saver, at.error)
-
-
-def _saves(config: TrainConfig, step: int) -> bool:
-    return config.checkpoint.save_every > 0 and step % config.checkpoint.save_every == 0
 
 
 class Batches:
@@ -468,48 +423,6 @@ def _write_nothing(kind: str, step: int, **about: Any) -> None:
     """Write no event."""
 
 
-def _read_past(run: Run, out: Path | None) -> list[dict[str, Any]]:
-    """Of the records before the first step of `run`, the numbers that anomalies are found by."""
-    if out is None or not run.start:
-        return []
-    last = run_folder.records(out)
-    kept = [record for record in last if record["step"] <= run.start]
-    names = ("step", "loss", "grad_norm", "targets")
-    return [
-        {name: record.get(name) for name in names}
-        for record in kept[-run.config.anomalies.window - 1 :]
-    ]
-
-
-def _make_guard(
-    session: Session, past: Sequence[records.Record], replicas: ReplicaHook | None
-) -> Guard:
-    config = session.run.config
-    return Guard(
-        config.anomalies,
-        session.write,
-        session.run.samples_of,
-        past,
-        skips=config.optimizer.skip_nonfinite > 0,
-        overflows=config.optimizer.loss_scale.initial > 0,
-        repaired=None if replicas is None else replicas.repair_newest,
-    )
-
-
-def _make_replica_hook(session: Session) -> ReplicaHook | None:
-    config = session.run.config
-    replicas = replicas_of(session.run, session.job) if config.replicas.every else None
-    if replicas is None:
-        return None
-    return ReplicaHook(
-        replicas,
-        session.write,
-        config.replicas.every,
-        repairs=config.replicas.on_corruption == "repair",
-        saves=lambda step: _saves(config, step),
-    )
-
-
 def _count_updates(step: Callable) -> Callable:
     """A step whose metrics have the count that its rates are of, as ``updates``.
 
@@ -547,7 +460,7 @@ def _make_reporters(session: Session) -> list[records.Reporter]:
     return [*found, records.report_missing_targets(), *([] if also is None else [also()])]
 
 
-def _listen_for_recorder(run: Run) -> list[Callable[[str, int], None]]:
+def _listen_for_recorder(run: Run) -> list[LoopHook]:
     """Tell the recorder of the mesh when a step begins; it compares ranks, if asked to."""
     config, mesh = run.config, run.mesh
     if not isinstance(mesh, BoundMesh) or mesh.recorder is None:
@@ -562,164 +475,13 @@ def _listen_for_recorder(run: Run) -> list[Callable[[str, int], None]]:
         if name == "data":
             recorder.begin(step)
 
-    return [begin]
+    return [PhaseHook(begin)]
 
 
-def _make_comparison(
-    run: Run, out: Path | None, job: Job, write: Callable[..., None]
-) -> Comparison | None:
-    """The search for ranks that are slow; None: there is one, or nobody asks. Collective."""
-    every, mesh = run.config.stragglers.every, run.mesh
-    if not (every and isinstance(mesh, BoundMesh) and mesh.size > 1 and mesh.recorder is not None):
-        return None
-
-    def gather(mine: torch.Tensor) -> torch.Tensor:
-        found = [torch.empty_like(mine) for _ in range(mesh.size)]
-        dist.all_gather(found, mine, group=job.group)
-        return torch.stack(found)
-
-    def say(text: str) -> None:
-        print(f"functron: {text}", file=sys.stderr, flush=True)
-
-    clock = DeviceClock() if run.device.type == "cuda" else None
-    watch = Stopwatch(mesh.recorder, axes_of(mesh), clock)
-    hosts = job.gather(socket.gethostname())
-    picture = out / PICTURE if out is not None and job.main else None
-    return Comparison(mesh, hosts, every, watch, gather, write, say if job.main else None, picture)
-
-
-@contextmanager
-def _start_watchdog(
-    run: Run, out: Path | None, job: Job, hung: Callable[[str, bool], None]
-) -> Iterator[list[Callable[[str, int], None]]]:
-    """Listeners to the phases of the loop that end the process where the job hangs. Collective."""
-    config, mesh, batches = run.config, run.mesh, run.batches
-    watched = config.watchdog.hang_after > 0 and out is not None
-    if not (watched and isinstance(mesh, BoundMesh) and mesh.recorder is not None):
-        yield []
-        return
-
-    def compiles(step: int) -> bool:
-        grown = step > run.start and batches.batch_size(step) != batches.batch_size(step - 1)
-        return step == run.start or grown or (run.watch is not None and run.watch.due(step))
-
-    assert out is not None
-    dog = watchdog.Watchdog.of(
-        mesh,
-        out,
-        job.across(time.time(), dist.ReduceOp.MAX),
-        hang_after=config.watchdog.hang_after,
-        timeout=config.watchdog.timeout_seconds,
-        fresh=compiles,
-        end=hung,
-        group=job.group,
-    )
-    with dog.watching():
-        yield [dog.phase]
-
-
-def replicas_of(run: Run, job: Job) -> Replicas | None:
-    """The replicas of the state of `run`; None where this process has all of it."""
-    if not isinstance(run.mesh, BoundMesh):
-        return None
-
-    def largest(number: int) -> int:
-        return int(job.across(number, dist.ReduceOp.MAX))
-
-    stages = "pp" if run.setup.is_pipelined else None
-    return Replicas(run.mesh, run.setup.state_specs, stages, largest, job.gather)
-
-
-def _log_end(write: Callable[..., None], outcome: Outcome) -> None:
+def _log_end(session: Session, stopped_by: int | None) -> None:
     """Record why a run left early; the launcher records it where it grows."""
-    if outcome.stopped_by is None or not outcome.history:
-        return
-    step, code = outcome.history[-1]["step"], exit_code(outcome.stopped_by)
-    if outcome.stopped_by == EXIT_AFTER:
-        write("exit_after", step, code=code)
-    elif outcome.stopped_by != RESHAPE:
-        write("signal", step, signal=signal.Signals(outcome.stopped_by).name, code=code)
-
-
-def _check_answers(
-    found: Anomaly, answers: int, most: int, history: Sequence[records.Record]
-) -> None:
-    """Raise FloatingPointError where the run is to stop for an anomaly."""
-    if found.action == "stop" and found.kind == "nonfinite":
-        check_finite(history[-1], (found.metric,))
-    if found.action == "stop":
-        raise FloatingPointError(
-            f"{found}: a spike; wanted none (--anomalies.on-spike stop); fix: go on from a "
-            "checkpoint before it, with --resume --anomalies.on-spike rollback or lower-rate"
-        )
-    if answers > most:
-        raise FloatingPointError(
-            f"{found}; wanted no more after {most} times {found.action}; fix: see events.jsonl, "
-            "lower the learning rate, or raise --anomalies.most"
-        )
-
-
-def _answer_anomaly(
-    session: Session, outcome: Outcome, found: Anomaly, verdict: Verdict | None
-) -> Run:
-    """The run that goes on after an anomaly, as the policy has it. Collective."""
-    run, out, taken = session.run, session.out, outcome.history[-1]["step"]
-    if found.action == "rollback":
-        # samples have no part in what does not happen again
-        skips = verdict is None or verdict.kind != "transient"
-        return _roll_back(session, found, skips=skips)
-    on = dataclasses.replace(run, state=outcome.state, start=taken)
-    if found.action != "lower-rate":
-        return on
-    anomalies = run.config.anomalies.lower_rate(taken)
-    config = configure(run.config, anomalies=anomalies)
-    made = make_setup(config, run.mesh)
-    step, watch = programs(made, run.around)
-    session.write("lower-rate", taken, factor=anomalies.rate_factor, since=found.step)
-    if session.job.main and out is not None:
-        run_folder.write_config(out, config)
-    return dataclasses.replace(on, setup=made, step=step, watch=watch)
-
-
-def _roll_back(session: Session, found: Anomaly, *, skips: bool = True) -> Run:
-    """The run from a checkpoint before an anomaly, without the samples that led to it. Collective.
-
-    What was saved after that checkpoint is removed: it has seen them. Steps that were taken before
-    the batches changed are taken again with the batches of now, which the mesh can divide.
-    """
-    run, out, job = session.run, session.out, session.job
-    policy, batches = run.config.anomalies, run.batches
-    first = max(found.step - 1 - policy.rollback_steps, 0)  # the first step that is forgotten
-    config, skips = run.config, skips and policy.skip_data
-    if skips:
-        numbers = (batches.first_sample(step) for step in (first, found.step))
-        config = configure(config, anomalies=policy.without(*numbers))
-    folder = None if out is None else out / run_folder.CHECKPOINTS
-
-    def begin() -> int | None:
-        saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
-        begun = max((step for step in saved if step <= first), default=None)
-        for step in saved:
-            if folder is not None and step > (begun or 0):
-                shutil.rmtree(folder / str(step))
-        if out is not None:
-            run_folder.write_config(out, config)
-        return begun
-
-    begun = job.broadcast(begin)
-    where = run.begun_from if begun is None or folder is None else folder / str(begun)
-    state, _ = begin_state(run.setup, where, run.device)
-    start = int(state.step)
-    skipped = {"skipped": config.anomalies.skipped_samples} if skips else {}
-    session.write("rollback", found.step, to=start, since=first + 1, **skipped)
-    # the programs are the same, of which samples are no part; but rates may count them
-    made, step, watch = dataclasses.replace(run.setup, config=config), run.step, run.watch
-    if start < sum(steps for steps, _ in batches.earlier):
-        config = configure(config, earlier_batches=earlier_text(batches.until(start)))
-        job.broadcast(lambda: None if out is None else run_folder.write_config(out, config))
-        made = make_setup(config, run.mesh)
-        step, watch = programs(made, run.around)
-    return Run(
-        made, run.text, state, step, watch, run.device, start,
-        run.held_out, run.held_out_loss, run.notes, run.begun_from, run.around, run.at, run.memory,
-    )  # fmt: skip
+    step, code = session.run.start, exit_code(stopped_by)
+    if stopped_by == EXIT_AFTER:
+        session.write("exit_after", step, code=code)
+    elif stopped_by not in (None, RESHAPE):
+        session.write("signal", step, signal=signal.Signals(stopped_by).name, code=code)

@@ -58,7 +58,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from functron import Mesh, tree
 from functron.checkpoint import memory as room
-from functron.training.faults import flip_file
+from functron.apps.guard.faults import flip_file
 
 dist.init_process_group("gloo")
 mesh = Mesh(dp=2, tp=2).bind()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from functron import checkpoint, tree
+from functron.apps.guard.faults import flip_file
 from functron.cli import launch, plan
 from functron.cli import main as commands
 from functron.cli import options as parsing
@@ -21,7 +22,6 @@ from functron.cli.process import Process
 from functron.core.settings import names_with_tag, settings_of
 from functron.training import run_folder
 from functron.training.config import TrainConfig
-from functron.training.faults import flip_file
 
 SMALL = [
     "--data", argparse.__file__, "--seq", "16", "--global-batch", "4", "--gpt.num-layers", "2",

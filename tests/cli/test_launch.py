@@ -274,7 +274,7 @@ CHANGING = """
 import os, sys
 from pathlib import Path
 from functron.cli import process, train
-from functron.training.faults import Kill, moments
+from functron.apps.guard.faults import Kill, moments
 number, slots, *arguments = sys.argv[1:]
 os.environ["TORCHELASTIC_RUN_ID"] = f"{process.MARK}tests"  # --nproc is of the command that starts it
 rank = process.current().rank

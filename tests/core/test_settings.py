@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
 from functron.core.errors import Problem
 from functron.core.settings import (
+    Mark,
     Need,
     fields_under,
     follow,
@@ -200,6 +202,30 @@ def test_sections_are_added_to_a_class_of_its_own():
         with_sections(Whole, {"taken": Taken})
     with pytest.raises(ValueError, match=r"saving: got a name that is taken"):
         with_sections(Whole, {"saving": Profile})
+
+    @dataclass(frozen=True)
+    class Boxed:
+        MARK: ClassVar[Mark] = Mark(box="results", flat=True)
+
+        save_every: int = 0
+        depth: int = 3
+
+    with pytest.raises(ValueError, match=r"save_every: got a name that is taken"):
+        with_sections(Whole, {"boxed": Boxed})
+
+    @dataclass(frozen=True)
+    class LongerSaving(Saving):
+        MARK: ClassVar[Mark] = Mark(box="results", flat=True)
+
+        depth: int = 3
+
+    longer = with_sections(Whole, {"saving": LongerSaving})  # in the place of what it extends
+    assert [each.name for each in dataclasses.fields(longer)] == [
+        each.name for each in dataclasses.fields(Whole)
+    ]
+    depth = next(each for each in settings_of(longer) if each.path == "saving.depth")
+    assert (depth.name, depth.mark.box) == ("depth", "results")
+    assert longer().saving == LongerSaving()
 
     @dataclass
     class Loose:

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from functron.apps.guard.faults import flip_file
 from functron.cli.main import main
 from functron.core import tree
 from functron.data import shards
 from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.data.shards import open_tokens, verify
-from functron.training.faults import flip_file
 from tests.data.chats import WORDS, make_tokenizer, tokenizers
 from tests.data.megatron_bytes import expected
 

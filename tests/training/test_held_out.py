@@ -25,13 +25,11 @@ from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.spmd import Mesh
 from functron.training import run_folder
-from functron.training.anomalies import FiniteHook
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.data import open_samples
 from functron.training.evaluation import EvaluationHook, loss_memory_bytes, open_sets
-from functron.training.loop import loop
-from functron.training.restarts import stop_on_signals
+from functron.training.loop import FiniteHook, loop, stop_on_signals
 from functron.training.run import prepare
 from tests.data.chats import corpus, make_tokenizer, write_lines
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL

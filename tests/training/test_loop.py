@@ -23,18 +23,23 @@ from functron.spmd import Mesh, P, shard_map
 from functron.spmd.donation import Donated
 from functron.spmd.mesh import LostRanksError
 from functron.training import records
-from functron.training.anomalies import FiniteHook
 from functron.training.config import TrainConfig, configure
 from functron.training.evaluation import EvaluationHook
-from functron.training.loop import LoopHook, Meter, every, loop, progress, record_to
-from functron.training.restarts import (
+from functron.training.loop import (
     EXIT_AFTER,
     REQUEUE_CODE,
     RESHAPE,
     RESHAPE_CODE,
+    FiniteHook,
+    LoopHook,
+    Meter,
     Request,
     StopHook,
+    every,
     exit_code,
+    loop,
+    progress,
+    record_to,
     stop_on_signals,
     stop_requests,
 )

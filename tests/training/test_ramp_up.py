@@ -21,16 +21,16 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, optim, random, tree
+from functron.apps.guard.anomalies import AnomalyConfig
+from functron.apps.guard.faults import Corrupt, inject
 from functron.checkpoint.restore import read_params
 from functron.cli.main import main
 from functron.cli.train import parse_train
 from functron.data import IndexedWriter, TextWindows
 from functron.optim import OptimizerConfig
 from functron.training import run_folder, with_changed_batch
-from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, load
-from functron.training.faults import Corrupt, inject
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from functron.training.train import train

@@ -191,7 +191,7 @@ KILLED = """
 import os, sys
 from functron.cli.process import run_guarded
 from functron.cli.train import run
-from functron.training.faults import Kill, moments
+from functron.apps.guard.faults import Kill, moments
 at = moments([Kill("step", rank=1, step=5)], int(os.environ["RANK"]))
 sys.exit(run_guarded(lambda: run(sys.argv[1:], at)))
 """

@@ -188,6 +188,7 @@ ELSEWHERE = [
     "blend_order",
     "change_batch",
     "special_tokens",
+    "slots",
     "prepend_bos",
     "text_rules",
     "optimizer.master_bits",

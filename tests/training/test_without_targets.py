@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from functron import tree
+from functron.apps.guard.anomalies import TITLES, AnomalyConfig, Detector
 from functron.cli.main import main
 from functron.data import IndexedWriter
 from functron.optim import LossScale, OptimizerConfig, ScheduleConfig
 from functron.optim.schedules import read_schedule_count
 from functron.spmd import Mesh
-from functron.training.anomalies import AnomalyConfig, Detector
 from functron.training.config import TrainConfig, configure, with_model
-from functron.training.rerun import TITLES
 from functron.training.run import prepare
 from functron.training.train import train
 

@@ -39,10 +39,8 @@ from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import fields_under, name_of, value_at
 from functron.data.sampling import parse_ramp_up
-from functron.training.anomalies import AnomalyConfig
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, read_yaml
-from functron.training.stragglers import StragglersConfig
 
 TITLE = "cannot migrate"
 _KINDS: Mapping[FateKind, str] = MappingProxyType(
@@ -381,7 +379,7 @@ def _read_logs(reading: Reading) -> dict[str, Any]:
         reading.note("log_layers_every", name, why="norms by layer, every 100 steps")
         found |= {"log_layers_every": 100} if reading(name) else {}
     slow = reading.take("log_straggler", "stragglers_every", "every five steps")
-    return found | ({"stragglers_every": StragglersConfig.every} if slow else {})
+    return found | ({"stragglers_every": 5} if slow else {})
 
 
 def _read_anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -399,7 +397,7 @@ def _read_anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, 
         text = _join_ranges(
             (ramp.first_sample(n - 1), ramp.first_sample(n)) for n in sorted(skipped)
         )
-        found["anomalies"] = AnomalyConfig(skipped_samples=text)
+        found["anomalies.skipped_samples"] = text
         why = "the samples are left out, and later steps have those that come next"
         reading.note("anomalies.skipped_samples", "iterations_to_skip", why=why)
     return found

@@ -15,13 +15,13 @@ from functron.apps.megatron.architecture import FamilyName, read_vocabulary
 from functron.apps.megatron.arguments import Reading
 from functron.apps.megatron.launches import is_open
 from functron.core.errors import Problem
+from functron.core.settings import paths_of, value_at
 from functron.data.sampling import parse_ramp_up
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.optim.config import MuonConfig
 from functron.optim.loss_scaling import LossScale
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, configure, read_yaml, with_precision
-from functron.training.watchdog import WatchdogConfig
 
 NONE = ("none", "None", "null", "")
 """Values that stand for nothing."""
@@ -634,7 +634,8 @@ def _memory(reading: Reading) -> dict[str, Any]:
     minutes = reading.take("distributed_timeout_minutes", "timeout_seconds")
     if reading.has("distributed_timeout_minutes"):
         found["timeout_seconds"] = 60.0 * minutes
-        found["hang_after"] = min(WatchdogConfig.hang_after, 30.0 * minutes)
+        if "hang_after" in paths_of(TrainConfig):
+            found["hang_after"] = min(value_at(TrainConfig(), "hang_after"), 30.0 * minutes)
     return found
 
 

@@ -716,7 +716,7 @@ def report_comparison(
     """A reporter that says, after `COMPARED_STEPS` steps, expected against measured.
 
     The median of the steps after the first four is compared, and what ranks measured of their
-    sections (see `functron.training.stragglers`), where they did.
+    sections (of --stragglers-every), where they did.
 
     Args:
         estimate: of the run's step.

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from functron import checkpoint, tree
+from functron.apps.guard.anomalies import AnomalyConfig, Detector, Guard, with_factors
+from functron.apps.guard.faults import Corrupt, inject
 from functron.cli.main import main
 from functron.data.sampling import shuffled
 from functron.spmd import Mesh
 from functron.training import records, run_folder
-from functron.training.anomalies import AnomalyConfig, Detector, Guard, with_factors
 from functron.training.config import configure, load
-from functron.training.faults import Corrupt, inject
 from functron.training.run import prepare
 from functron.training.train import train
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from functron.training import restarts
+from functron.apps.guard import restarts
+from functron.apps.guard.restarts import Elastic, fitting, resize, seconds_of, usable_sizes
 from functron.training.checks import validate
 from functron.training.config import configure
-from functron.training.restarts import Elastic, fitting, resize, seconds_of, usable_sizes
 
 DP = configure(
     mesh="dp=4", nproc=4, global_batch=12, device="cpu", max_restarts=3, elastic="dp=2:6"

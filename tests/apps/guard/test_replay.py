@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from functron.apps.guard.anomalies import AnomalyConfig, Verdict, unlike
+from functron.apps.guard.faults import Corrupt, inject
 from functron.cli.main import main
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training import records, run_folder
-from functron.training.anomalies import AnomalyConfig
 from functron.training.config import configure
-from functron.training.faults import Corrupt, inject
-from functron.training.rerun import Verdict, unlike
 from functron.training.run import prepare
 from functron.training.train import train
 
@@ -136,4 +135,4 @@ def test_most_ranks_say_which_is_wrong():
 
 @pytest.mark.distributed
 def test_processes_name_the_rank_that_is_always_wrong(torchrun, tmp_path):
-    torchrun(Path(__file__).with_name("gloo_rerun.py"), 3, tmp_path, timeout=180)
+    torchrun(Path(__file__).with_name("gloo_replay.py"), 3, tmp_path, timeout=180)

@@ -2,7 +2,7 @@
 
 And one that is asked to stop.
 
-Started by test_rerun.py, with a folder for runs.
+Started by test_replay.py, with a folder for runs.
 """
 
 import argparse
@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from functron.apps.guard.anomalies import AnomalyConfig
+from functron.apps.guard.faults import Corrupt, inject
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
-from functron.training.anomalies import AnomalyConfig
 from functron.training.config import configure
-from functron.training.faults import Corrupt, inject
-from functron.training.loop import every, loop
+from functron.training.loop import Request, StopHook, every, loop
 from functron.training.records import EVENTS, read
-from functron.training.restarts import Request, StopHook
 from functron.training.run import Job, prepare
 from functron.training.train import train
 

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from functron.apps.guard.watchdog import HANGS, verdict
+from functron.training.loop import HANG_CODE
 from functron.training.records import EVENTS, read
-from functron.training.watchdog import HANG_CODE, HANGS, verdict
 
 KINDS = {
     "a": ["psum", "tp", 8, "float32"],
@@ -131,7 +132,8 @@ from functron.cli.process import current, run_guarded
 from functron.cli.train import hung
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
-from functron.training import faults, watchdog
+from functron.apps.guard import watchdog
+from functron.apps.guard import faults
 from functron.training.config import configure
 from functron.training.run import prepare
 from functron.training.train import train

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import bisect
 import math
+import socket
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +24,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
+from functron.apps.guard.watchdog import ON_PROCESSES
 from functron.core import chart
-from functron.core.settings import setting
+from functron.core.settings import Mark, setting
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE, DeviceClock, FlightRecorder
 from functron.training.loop import At, LoopHook
+
+if TYPE_CHECKING:
+    from functron.training.run import Session
 
 PICTURE = "stragglers.svg"
 OWN = ("data", "compute", "update", "host")
@@ -61,7 +68,37 @@ class StragglersConfig:
             others wait for, which takes three such windows; 0: never.
     """
 
-    every: int = setting(5, short="stragglers_every", least=0)
+    MARK: ClassVar[Mark] = Mark(box="parallelism")
+
+    every: int = setting(5, short="stragglers_every", least=0, need=ON_PROCESSES)
+
+    @property
+    def reads_recorder(self) -> bool:
+        """Whether collectives are recorded for it."""
+        return self.every > 0
+
+    def hook(self, session: Session) -> Comparison | None:
+        """The search for ranks that are slow; None: there is one, or nobody asks. Collective."""
+        mesh, out, job = session.run.mesh, session.out, session.job
+        if not (self.every and isinstance(mesh, BoundMesh) and mesh.size > 1):
+            return None
+        if (recorder := mesh.recorder) is None:
+            return None
+
+        def gather(mine: torch.Tensor) -> torch.Tensor:
+            found = [torch.empty_like(mine) for _ in range(mesh.size)]
+            dist.all_gather(found, mine, group=job.group)
+            return torch.stack(found)
+
+        def say(text: str) -> None:
+            print(f"functron: {text}", file=sys.stderr, flush=True)
+
+        clock = DeviceClock() if session.run.device.type == "cuda" else None
+        watch = Stopwatch(recorder, axes_of(mesh), clock)
+        hosts = job.gather(socket.gethostname())
+        file = out / PICTURE if out is not None and job.main else None
+        told = say if job.main else None
+        return Comparison(mesh, hosts, self.every, watch, gather, session.write, told, file)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
-from functron.spmd import BoundMesh, Mesh
-from functron.spmd.flight import EVERYWHERE, DeviceClock, FlightRecorder
-from functron.training.stragglers import (
+from functron.apps.guard.stragglers import (
     NOISE,
     OWN,
     Comparison,
@@ -20,6 +18,8 @@ from functron.training.stragglers import (
     groups_of,
     stragglers,
 )
+from functron.spmd import BoundMesh, Mesh
+from functron.spmd.flight import EVERYWHERE, DeviceClock, FlightRecorder
 
 MESH = Mesh(dp=2, tp=2)
 GROUPS = {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]}

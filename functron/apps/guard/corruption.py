@@ -1,4 +1,4 @@
-"""Silent corruption: replicas of the state that are not equal to the bit; checksums of batches.
+"""Silent corruption: replicas of the state that are not equal to the bit.
 
 Parts of the state that several ranks hold have the same bits on all of them, at any time: they are
 computed of the same numbers by the same program. A bit that flips in one of them is found by a
@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
+from functron.apps.guard.watchdog import ON_PROCESSES
 from functron.core import tree
 from functron.core.errors import Problem
-from functron.core.settings import setting
-from functron.data.sampling import mix
+from functron.core.settings import Mark, Need, setting
 from functron.spmd import BoundMesh, collectives, shard_map
 from functron.spmd.spec import P, is_spec, spec_axes
 from functron.training.loop import At, LoopHook
+
+if TYPE_CHECKING:
+    from functron.training.run import Job, Run, Session
 
 COLUMNS = 512
 """Words of 4 bytes in a row of those that are hashed."""
@@ -30,6 +33,14 @@ ROWS = 1 << 13
 """Rows that are hashed at a time: 16 MiB, for which a check needs twice as much memory."""
 SMALL = 1 << 16
 """Leaves of at most so many bytes are hashed together."""
+
+
+_COMPARED = Need(
+    lambda config: config.parallelism.nproc > 0 and config.replicas.every > 0,
+    "processes whose replicas are compared",
+    "set nproc and check_replicas_every",
+    whole=True,
+)
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,28 @@ class ReplicasConfig:
             there is no majority the run stops.
     """
 
-    every: int = setting(200, short="check_replicas_every", least=0)
-    on_corruption: Literal["repair", "stop"] = setting("repair", short="on_corruption")
+    MARK: ClassVar[Mark] = Mark(box="resilience")
+
+    every: int = setting(200, short="check_replicas_every", least=0, need=ON_PROCESSES)
+    on_corruption: Literal["repair", "stop"] = setting(
+        "repair", short="on_corruption", need=_COMPARED
+    )
+
+    def hook(self, session: Session) -> ReplicaHook | None:
+        """Compares the replicas of the state; None: there are none, or nobody asks."""
+        replicas = replicas_of(session.run, session.job) if self.every else None
+        if replicas is None:
+            return None
+        repairs, saves = self.on_corruption == "repair", session.run.config.saves_after
+        return ReplicaHook(replicas, session.write, self.every, repairs=repairs, saves=saves)
+
+    def introduce(self, run: Run) -> Iterator[str]:
+        """How much of the state is compared, among the first lines of a run."""
+        if self.every and (replicas := replicas_of(run, None)) is not None:
+            share = replicas.covered(run.state)
+            rest = "" if share == 1 else "; no other rank has the rest"
+            every = f"every {self.every} steps"
+            yield f"checks replicas of {share:.0%} of the state's bytes, {every}{rest}"
 
 
 class CorruptionError(OSError):
@@ -133,34 +164,6 @@ def _group_hash(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     return (each * _odd(len(parts), 3, each.device)).sum()
 
 
-def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:
-    """A 64-bit checksum of rows of a batch, on the host, that adds up over parts of it.
-
-    The sum modulo 2^64 of all integers times odd factors by leaf, row and column: the sum over the
-    parts of a batch, by rows or columns, is that of the batch.
-
-    Args:
-        batch: with ``rows``, the numbers of its rows; what has one dim is the same in all parts
-            by columns.
-        first_column: of this part of the sequences.
-    """
-    rows, total = batch["rows"].numpy().astype(np.uint64), 0
-    for number, name in enumerate(sorted(batch)):
-        if batch[name].dim() == 1 and first_column:
-            continue  # the first part of these rows has counted it
-        x = batch[name].numpy()
-        if x.dtype.kind == "f":
-            x = x.view(f"i{x.dtype.itemsize}")
-        x = x.reshape(len(rows), -1).astype(np.uint64)
-        places = np.arange(first_column, first_column + x.shape[1], dtype=np.uint64)
-        columns, weights = (
-            mix(places, number, 0) | np.uint64(1),
-            mix(rows, number, 1) | np.uint64(1),
-        )
-        total += int((((x + np.uint64(1)) * columns).sum(1) * weights).sum())
-    return total % 2**64
-
-
 # --- replicas
 
 
@@ -198,15 +201,13 @@ class Replicas:
         mesh: the ranks, which are processes.
         specs: of the state.
         stages: the axis of a pipeline's ranks; None: there is none.
-        largest: the largest of all ranks' numbers; collective.
-        gathered: what every rank says, on every rank; collective.
+        job: their processes, which compare what they found; None: `covered` alone is asked for.
     """
 
     mesh: BoundMesh
     specs: tree.Tree
     stages: str | None
-    largest: Callable[[int], int]
-    gathered: Callable[[Any], Sequence[Any]]
+    job: Job | None
 
     def groups(self, state: tree.Tree) -> list[_Group]:
         """The leaves of a state by the axes that replicate them; without those that none does."""
@@ -242,7 +243,8 @@ class Replicas:
 
         found = self._run(hashes, state)
         differs = any(bool((column != column[0]).any()) for column in found)
-        if not self.largest(int(differs)):
+        assert self.job is not None
+        if not self.job.across(int(differs), dist.ReduceOp.MAX):
             return []
         return self._findings(state, groups)
 
@@ -275,7 +277,8 @@ class Replicas:
                 if wrong:
                     held = tuple(ranks[i] for i in wrong)
                     own.append(Finding(paths[number], held, len(ranks), known))
-        return sorted({*itertools.chain.from_iterable(self.gathered(own))})
+        assert self.job is not None
+        return sorted({*itertools.chain.from_iterable(self.job.gather(own))})
 
     def _ranks(self, axes: tuple[str, ...]) -> list[int]:
         """The ranks that share this one's place on all other axes, in the order of a gather."""
@@ -329,6 +332,14 @@ class Replicas:
             raise CorruptionError(words(left, "what was just repaired differs again"))
 
 
+def replicas_of(run: Run, job: Job | None) -> Replicas | None:
+    """The replicas of the state of `run`; None where this process has all of it."""
+    if not isinstance(run.mesh, BoundMesh):
+        return None
+    stages = "pp" if run.setup.is_pipelined else None
+    return Replicas(run.mesh, run.setup.state_specs, stages, job)
+
+
 class ReplicaHook(LoopHook):
     """Compares the replicas of the state every so many steps, and before what is saved.
 
@@ -341,6 +352,8 @@ class ReplicaHook(LoopHook):
         repairs: whether those that differ from most are repaired, in place.
         saves: whether a checkpoint is saved after so many steps.
     """
+
+    judges = True
 
     def __init__(
         self,
@@ -363,7 +376,7 @@ class ReplicaHook(LoopHook):
         if at.last or self.due(at.step):
             self.check(at.state, at.step)
 
-    def repair_newest(self, at: At) -> bool:
+    def repair(self, at: At) -> bool:
         """Whether replicas of the newest state differed, and were repaired."""
         return self.check(at.newest.state, at.newest.step)
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from functron.cli.main import main
-from functron.training import run_folder
-from functron.training.faults import flip_
-from functron.training.replicas import (
+from functron.apps.guard.corruption import (
     COLUMNS,
     ROWS,
     Finding,
     _minority,
-    batch_hash,
     leaf_hash,
     words,
 )
+from functron.apps.guard.faults import flip_
+from functron.cli.main import main
+from functron.training import run_folder
+from functron.training.run import batch_hash
 
 MASK = 2**64 - 1
 
@@ -130,5 +130,5 @@ def test_records_have_a_checksum_of_the_batch_whatever_the_mesh(tmp_path):
 @pytest.mark.distributed
 def test_flipped_bits_are_found_named_and_repaired(torchrun, tmp_path):
     torchrun(
-        Path(__file__).with_name("gloo_replicas.py"), 4, tmp_path, argparse.__file__, timeout=300
+        Path(__file__).with_name("gloo_corruption.py"), 4, tmp_path, argparse.__file__, timeout=300
     )

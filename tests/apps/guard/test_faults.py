@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from functron import checkpoint
+from functron.apps.guard import faults
+from functron.apps.guard.faults import Corrupt, FullDisk, Kill, flip_, flip_file, inject, moments
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
-from functron.training import faults, run_folder
+from functron.training import run_folder
 from functron.training.config import configure
-from functron.training.faults import Corrupt, FullDisk, Kill, flip_, flip_file, inject, moments
-from functron.training.restarts import stop_requests
+from functron.training.loop import stop_requests
 from functron.training.run import prepare
 from functron.training.step import State
 from functron.training.train import train
@@ -206,7 +207,7 @@ import torch.distributed as dist
 from functron import P, lax, shard_map
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
-from functron.training import faults
+from functron.apps.guard import faults
 dist.init_process_group("gloo")
 mesh = Mesh(tp=2).bind(recorder=FlightRecorder())
 sums = shard_map(lambda x: (lax.psum(x, "tp"), lax.psum(2 * x, "tp")), mesh, P("tp"), P())
@@ -256,7 +257,7 @@ def test_a_run_does_not_mind_the_time_of_day(tmp_path):
 
 CUT = """
 import socket, sys
-from functron.training.faults import cut_connections
+from functron.apps.guard.faults import cut_connections
 
 def pair():
     server = socket.create_server(("127.0.0.1", 0))

@@ -3,9 +3,9 @@
 A thread of each process listens to the loop, which names its phases as it goes. After silence each
 rank writes what it waits for into the run folder, `HANGS`: the collective, its line and its place
 in the step, the stacks of all threads, and from which ranks it still hears. From these reports the
-`verdict` follows, a pure function; the first rank that has it says it, and all end with `HANG_CODE`
-long before a collective would give up. Nothing needs a blocked thread, a process group that the run
-uses, or the machine of rank 0.
+`verdict` follows, a pure function; the first rank that has it says it, and all end with the exit
+code 124 long before a collective would give up. Nothing needs a blocked thread, a process group
+that the run uses, or the machine of rank 0.
 """
 
 from __future__ import annotations
@@ -26,24 +26,30 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from functron.compiler import executor
 from functron.core import compat
-from functron.core.settings import setting
+from functron.core.settings import Need, setting
 from functron.spmd import BoundMesh
-from functron.spmd.flight import CollectiveKind, FlightRecorder, describe, list_ranks
+from functron.spmd.flight import (
+    CollectiveKind,
+    FlightRecorder,
+    describe,
+    list_ranks,
+)
+from functron.training.loop import LoopHook, PhaseHook, WaitingConfig
 from functron.training.records import EVENTS, event_log
+
+if TYPE_CHECKING:
+    from functron.training.run import Session
 
 HANGS = "hangs"
 """The folder of reports, in the run folder."""
 VERDICT = "verdict.json"
-
-HANG_CODE = 124
-"""The exit code of processes of a job that hung: that of timeout(1)."""
 
 REPORT_SECONDS = 10.0
 """How long the reports of the others are waited for."""
@@ -59,26 +65,57 @@ PATIENT = frozenset({"start", "first step", "evaluate", "save", "body", "restore
 """Phases that may take as long as a collective waits; the others: `hang_after`."""
 
 
+ON_PROCESSES = Need(
+    lambda config: config.parallelism.nproc > 0,
+    "a run on processes",
+    "start them: --nproc N, or torchrun",
+    whole=True,
+)
+
+
 @dataclass(frozen=True)
-class WatchdogConfig:
+class WatchdogConfig(WaitingConfig):
     """When a step counts as hanging, and what is done to find out why.
 
     Attributes:
-        timeout_seconds: after which processes give up on one that has stopped: in collectives, and
-            in saves where it shows no sign of life. A fifth of it where nobody else comes at all,
-            as far as a process can tell.
         hang_after: seconds in which nothing of a step moves after which the processes find out
             which rank never came to which collective, and end: see hangs/ in the run folder. At
             most half of timeout_seconds; steps may take three times as long as the longest one did,
             and the first one, saves and evaluations almost timeout_seconds. 0: never.
-        check_programs: compare before every collective what its ranks are about to enter, by the
-            job's store, and end with what differs, before they wait for one another. Slow: for a
-            step that hangs.
     """
 
-    timeout_seconds: float = setting(300.0, least=1)
-    hang_after: float = setting(150.0, least=0)
-    check_programs: bool = False
+    hang_after: float = setting(150.0, least=0, need=ON_PROCESSES)
+
+    @property
+    def reads_recorder(self) -> bool:
+        """Whether collectives are recorded for it."""
+        return self.hang_after > 0 or super().reads_recorder
+
+    def hook(self, session: Session) -> LoopHook | None:
+        """Ends the process where the job hangs; told by the phases of the loop. Collective."""
+        out, mesh = session.out, session.run.mesh
+        watched = self.hang_after > 0 and out is not None
+        if not (watched and isinstance(mesh, BoundMesh) and mesh.recorder is not None):
+            return None
+
+        def compiles(step: int) -> bool:
+            run, batches = session.run, session.run.batches
+            grown = step > run.start and batches.batch_size(step) != batches.batch_size(step - 1)
+            return step == run.start or grown or (run.watch is not None and run.watch.due(step))
+
+        assert out is not None
+        dog = Watchdog.of(
+            mesh,
+            out,
+            session.job.across(time.time(), dist.ReduceOp.MAX),
+            hang_after=self.hang_after,
+            timeout=self.timeout_seconds,
+            fresh=compiles,
+            end=session.end_process,
+            group=session.job.group,
+        )
+        session.blocks.enter_context(dog.watching())
+        return PhaseHook(dog.phase)
 
 
 @dataclass(frozen=True)
@@ -596,13 +633,3 @@ def _line(frame: FrameType | None) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
-
-
-def ended(text: str, first: bool) -> None:
-    """End this process for a hang: say why, if it is the one to, and leave with `HANG_CODE`.
-
-    Nothing is waited for: other threads are blocked.
-    """
-    if first:
-        print(f"functron: {text}", file=sys.stderr, flush=True)
-    os._exit(HANG_CODE)

@@ -1,6 +1,6 @@
 """Bits that flip in the state of one of four processes: found, named, and repaired or refused.
 
-Started by test_replicas.py. The first argument is a folder for runs, the second the data.
+Started by test_corruption.py. The first argument is a folder for runs, the second the data.
 """
 
 import sys
@@ -10,14 +10,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from functron import tree
+from functron.apps.guard.corruption import CorruptionError, replicas_of
+from functron.apps.guard.faults import Corrupt, inject
 from functron.models.gpt import GPTConfig
 from functron.spmd import Mesh
 from functron.training.config import configure
-from functron.training.faults import Corrupt, inject
 from functron.training.records import EVENTS, read
-from functron.training.replicas import CorruptionError
 from functron.training.run import Job, own_hash, prepare
-from functron.training.train import replicas_of, train
+from functron.training.train import train
 
 FOLDER, DATA = Path(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo")
