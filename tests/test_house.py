@@ -210,6 +210,13 @@ small = ["train", "--model", "llama3-tiny", "--seq", "8", "--global-batch", "2",
 assert main([*small, "--dry-run"]) == 0
 assert main([*small, "--dry-run", "--hardware", "h100"]) == 2
 assert main(["plan", "--gpus", "8"]) == 2
+from functron import hub
+from functron.models.family import families, list_presets
+assert list(families()) == ["gpt"]
+assert not [name for name in list_presets() if name.startswith(("bert", "t5", "mamba"))]
+assert main([*small, "--model", "bert-tiny", "--dry-run"]) == 2
+assert main([*small, "--mamba.pattern", "M", "--dry-run"]) == 2
+assert "llama" in hub.FORMATS and "bert" not in hub.FORMATS
 """
 
 
@@ -217,6 +224,7 @@ def test_the_command_line_does_without_applications():
     done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "cannot tell how long a step takes" in done.stderr
+    assert "model: got 'bert-tiny'" in done.stderr
 
 
 def test_no_cycle(imports):

@@ -8,24 +8,32 @@ those of other distributions by their entry points. No application imports anoth
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from functron.core.errors import load_plugin
+from functron.core.errors import has_module, list_plugins, load_plugin
 
 APPLICATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "megatron": ("migrate",),
         "planner": ("plan", "recipe"),
+        "zoo": (),
     }
 )
 """By the name of its folder: the commands that there are only with an application."""
 
 PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "functron.families": {
+            "mamba": "functron.apps.zoo.mamba:make_family",
+            "bert": "functron.apps.zoo.bert:make_family",
+            "t5": "functron.apps.zoo.t5:make_family",
+            "vit": "functron.apps.zoo.vit:make_family",
+            "llava": "functron.apps.zoo.llava:make_family",
+        },
         "functron.formats": {"megatron": "functron.apps.megatron.runs:make_format"},
+        "functron.hub_formats": {"zoo": "functron.apps.zoo.formats:list_formats"},
         "functron.logs": {"megatron": "functron.apps.megatron.launches:make_log_reader"},
         "functron.record_names": {"megatron": "functron.apps.megatron.launches:name_records"},
         "functron.sample_orders": {"megatron": "functron.apps.megatron.sample_order:make_order"},
@@ -35,7 +43,9 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 | group | the function | read by |
 |---|---|---|
+| ``functron.families`` | returns a `functron.models.family.Family` | `functron.models.family` |
 | ``functron.formats`` | returns a `functron.training.convert.RunFormat` | ``functron convert`` |
+| ``functron.hub_formats`` | returns `functron.hub.HubFormat`s | `functron.hub` |
 | ``functron.logs`` | returns a `functron.training.records.LogReader` | ``functron compare`` |
 | ``functron.record_names`` | is a `functron.training.records.Naming` of samples | log_names |
 | ``functron.sample_orders`` | returns a `functron.data.sampling.SampleOrder` | order |
@@ -46,12 +56,12 @@ def find(name: str) -> ModuleType | None:
     """The application of this name; None where its folder was left out."""
     assert name in APPLICATIONS, name
     module = f"{__name__}.{name}"
-    return importlib.import_module(module) if _exists(module) else None
+    return importlib.import_module(module) if has_module(module) else None
 
 
 def missing_commands() -> frozenset[str]:
     """The commands of applications that were left out."""
-    left_out = [name for name in APPLICATIONS if not _exists(f"{__name__}.{name}")]
+    left_out = [name for name in APPLICATIONS if not has_module(f"{__name__}.{name}")]
     return frozenset(command for name in left_out for command in APPLICATIONS[name])
 
 
@@ -62,16 +72,8 @@ def load_plugins(group: str, *wanted: str) -> dict[str, Any]:
         group: of the table.
         wanted: names; entry points of other distributions are read where the table lacks one.
     """
-    table = {name: at for name, at in PLUGINS.get(group, {}).items() if _exists(at.split(":")[0])}
-    found = {name: load_plugin(group, name, group)() for name in table}
+    found = {name: load_plugin(group, name, group)() for name in list_plugins(group)}
     if set(wanted) - found.keys():
         others = importlib.import_module("importlib.metadata").entry_points(group=group)
         found |= {one.name: one.load()() for one in others if one.name in wanted}
     return found
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):
-        return False

@@ -22,12 +22,12 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need, Needs, always
 from functron.data import Tokenizer
+from functron.data.denoising import Sentinels
 from functron.data.mapped_files import TextTokenizer, encode_prompt
 from functron.data.token_datasets import Sliding
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
-from functron.models import bert, generation, gpt, lora, mamba, t5
+from functron.models import generation, gpt, lora
 from functron.models.generation import Draw, generate
-from functron.models.t5 import Sentinels, respond
 from functron.program.cost import bytes_text, free_memory_bytes
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
 from functron.spmd.params import history_mask
@@ -418,8 +418,7 @@ def sample(arguments: Sequence[str]) -> int:
         _check_prompt(options, config, mesh, here)
         kind = device_type(options.device, options.nproc)
         tokenizer = _tokenizer(options, config)
-        restores = isinstance(config.architecture, t5.T5Config)
-        complete = _restore_spans if restores else _continue_prompt
+        complete = _continue_prompt if config.family.objective == "next" else _restore_spans
         program = complete(options, config, tokenizer)
     if here is None and options.nproc:
         return launch(options.nproc, ["-m", "functron", "sample", *arguments])
@@ -439,20 +438,22 @@ def _check_prompt(
     options: SampleOptions, config: TrainConfig, mesh: Mesh, here: Process | None
 ) -> None:
     """Refuse what cannot be sampled from, or not on this mesh."""
-    model, found = config.architecture, []
-    if isinstance(model, bert.BertConfig):
-        fix = "fill in what is masked with bert.forward, as examples/pretrain_bert.py does"
-        found.append(Problem(str(options.run), "a run of a BERT", "one that continues text", fix))
-    if isinstance(model, mamba.MambaConfig) and mesh.size > 1:
-        wanted = "one rank with a Mamba-2 model"
+    model, family, found = config.architecture, config.family, []
+    got = f"a run of {family.title}"
+    if family.objective == "masked":
+        fix = (
+            f"fill in what is masked with {family.name}.forward, as examples/pretrain_bert.py does"
+        )
+        found.append(Problem(str(options.run), got, "one that continues text", fix))
+    if family.iterate_logits is not None and mesh.size > 1:
+        wanted = f"one rank with {family.title}"
         found.append(Problem("mesh", options.mesh, wanted, "leave it out"))
-    if isinstance(model, t5.T5Config) and options.chat:
-        got, wanted = "a run of a T5", "a model that converses"
-        found.append(Problem("chat", got, wanted, "leave it out"))
+    if family.objective == "spans" and options.chat:
+        found.append(Problem("chat", got, "a model that converses", "leave it out"))
     raise_problems("cannot sample", [*found, *options.problems(mesh, here)])
     if isinstance(model, gpt.GPTConfig) and mesh.size > 1:
         generation.check(model, mesh)
-    config.family.rules(model, mesh)
+    family.rules(model, mesh)
 
 
 def _params(
@@ -474,7 +475,6 @@ def _continue_prompt(
 ) -> Program:
     """The prompt continued by a model, or its answer alone."""
     ids, model = _encode_prompt(options, tokenizer), config.architecture
-    assert isinstance(model, gpt.GPTConfig | mamba.MambaConfig)
 
     def program(params: dict, mesh: Mesh | BoundMesh, device: torch.device) -> str:
         tokens = generate(
@@ -501,14 +501,14 @@ def _continue_prompt(
 def _restore_spans(
     options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer
 ) -> Program:
-    """The spans that a T5 restores in a prompt which has sentinels in their places."""
-    model = config.architecture
-    assert isinstance(model, t5.T5Config)
+    """The spans that a model restores in a prompt which has sentinels in their places."""
+    model, respond = config.architecture, config.family.respond
+    assert respond is not None
     reader = data.reader_of(configure(config, out=str(options.run)))
     first, _ = data.sentinels(config, reader)
     count, end = data.spans_in(config).count, data.end_of(config, reader)
     spans = Sentinels(first, count, end)
-    ids = spans.read(options.prompt, tokenizer)
+    ids = spans.encode(options.prompt, tokenizer)
 
     def program(params: dict, mesh: Mesh | BoundMesh, device: torch.device) -> str:
         tokens = respond(
@@ -521,7 +521,7 @@ def _restore_spans(
             stop={end},
             mesh=mesh,
         )
-        return spans.written(_cut_at_stop(tokens[0].tolist(), {end}), tokenizer)
+        return spans.decode(_cut_at_stop(tokens[0].tolist(), {end}), tokenizer)
 
     return program
 

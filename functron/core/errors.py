@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
 import types
@@ -134,10 +135,7 @@ def load_plugin(group: str, name: str, path: str, own: Iterable[str] = ()) -> Ca
     """
     if ":" in name:
         return load_function(name, path)
-    try:
-        table = importlib.import_module(APPLICATIONS).PLUGINS.get(group, {})
-    except ModuleNotFoundError:  # a library without its applications
-        table = {}
+    table = _read_plugins(group)
     found = table.get(name)
     others: dict[str, str] = {}
     if found is None:
@@ -147,6 +145,30 @@ def load_plugin(group: str, name: str, path: str, own: Iterable[str] = ()) -> Ca
         fix = nearest(name, [*own, *table, *others])
         refuse(f"no such {path}", path, repr(name), "a known one, or package.module:function", fix)
     return load_function(found, path)
+
+
+def list_plugins(group: str) -> dict[str, str]:
+    """The names and functions (``module:function``) of a group in the table of applications.
+
+    Applications whose folders were left out have none.
+    """
+    table = _read_plugins(group)
+    return {name: at for name, at in table.items() if has_module(at.partition(":")[0])}
+
+
+def has_module(name: str) -> bool:
+    """Whether there is a module of this dotted name; it is not imported, its packages are."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+def _read_plugins(group: str) -> Mapping[str, str]:
+    try:
+        return importlib.import_module(APPLICATIONS).PLUGINS.get(group, {})
+    except ModuleNotFoundError:  # a library without its applications
+        return {}
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

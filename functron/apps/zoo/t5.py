@@ -9,8 +9,7 @@ generates the spans that were taken out of a text, or an answer to it.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,36 +17,32 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import nn
-from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.core.scopes import named_scope
-from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.data.tokenizer import TextTokenizer
-from functron.models.config import Dtype, Named, TextConfig
-from functron.models.generation import Draw, Steps, check_prompt, drawn
-from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
-from functron.models.stack import (
+from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
+    cross_attention,
+    cross_keys,
     head_problems,
     keys_of,
+    masked_attention,
     rate_problems,
+    relative_bias,
+    relative_buckets,
     size_problems,
     summed_loss,
     text_rules,
     whole_heads,
 )
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
+from functron.models.config import Dtype, Named, TextConfig
+from functron.models.family import Family
+from functron.models.generation import Draw, Steps, check_prompt, drawn
+from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
+from functron.nn.attention import KVCache, empty_cache, write_cache
 from functron.nn.layers import sequence_axes
-from functron.nn.masked import (
-    KVCache,
-    cross_attention,
-    cross_keys,
-    empty_cache,
-    masked_attention,
-    relative_bias,
-    relative_buckets,
-    written,
-)
 from functron.program.cost import tokens_attended
 from functron.spmd import DATA_AXES, P, params, shard_map
 from functron.spmd import collectives as lax
@@ -287,7 +282,7 @@ def decode(
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
         padding. Collectives: `nn.gather_sequence` of the memory once; of each block those of
-        `nn.self_attention`, `nn.masked.cross_attention` and `nn.mlp`.
+        `nn.self_attention`, `functron.apps.zoo.layers.cross_attention` and `nn.mlp`.
     """
     stack = Stack("t5", options, key, config.dropout, rows)
     seen = None if mask is None else mask != 0
@@ -490,7 +485,7 @@ def extend(
         after = []
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            own = written(kept.own, k, v, places)
+            own = write_cache(kept.own, k, v, places)
             after.append(own)
             return masked_attention(q, *own, seen=before, bias=bias, scale=1.0)
 
@@ -586,9 +581,6 @@ def flops_per_token(config: T5Config, seq: int, said: int, *, whole: bool = Fals
     return round((6 * matrices + 12 * heads * pairs) / seq)
 
 
-_SENTINEL = re.compile(r"<extra_id_(\d+)>")
-
-
 @torch.no_grad()
 def respond(
     params: tree.Tree,
@@ -665,49 +657,16 @@ def _map_generation(
     )
 
 
-@dataclass(frozen=True)
-class Sentinels:
-    """The ids that stand for missing spans, as text: ``<extra_id_0>``, ``<extra_id_1>``, ...
+def make_family() -> Family:
+    """The family of T5s."""
+    return Family(
+        "t5", "a T5", T5Config, PRESETS, defs, rules, loss, num_targets, flops_per_token,
+        objective="spans", free=("dropout", "init_factor", "vocab_multiple", "dtype"),
+        canonical=_write_out, respond=respond,
+    )  # fmt: skip
 
-    Attributes:
-        first: the id of ``<extra_id_0>``; those of others go down from it by one.
-        count: how many there are.
-        end: the id at the end of the encoder's and of the decoder's text.
-    """
 
-    first: int
-    count: int
-    end: int
-
-    def read(self, text: str, tokenizer: TextTokenizer) -> list[int]:
-        """The ids of a text with the names of sentinels where spans are missing, and the end.
-
-        Raises:
-            ValueError: it names a sentinel that does not exist.
-        """
-        found: list[int] = []
-        for index, piece in enumerate(_SENTINEL.split(text)):
-            if index % 2:
-                found.append(self._named(int(piece)))
-            elif piece:
-                found += tokenizer.encode(piece, special=False)
-        return [*found, self.end]
-
-    def _named(self, number: int) -> int:
-        if number >= self.count:
-            wanted = f"<extra_id_0> to <extra_id_{self.count - 1}>, as it was trained"
-            got = f"<extra_id_{number}>"
-            refuse("unknown sentinel", "prompt", got, wanted, "use those, in order")
-        return self.first - number
-
-    def written(self, tokens: Sequence[int], tokenizer: TextTokenizer) -> str:
-        """The text of ids, with the names of sentinels."""
-        text, plain = "", list[int]()
-        for token in tokens:
-            number = self.first - token
-            if 0 <= number < self.count:
-                text += tokenizer.decode(plain) + f"<extra_id_{number}>"
-                plain = []
-            else:
-                plain.append(token)
-        return text + tokenizer.decode(plain)
+def _write_out(config: T5Config) -> T5Config:
+    """The config with derived sizes written out."""
+    layers, head_dim = config.layers["decoder"], config.attention.head_size
+    return replace(config, decoder_layers=layers, head_dim=head_dim)

@@ -17,24 +17,25 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn
-from functron.core.errors import public, raise_problems
-from functron.core.scopes import named_scope
-from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models.config import Dtype, Named, TextConfig
-from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
-from functron.models.stack import (
+from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
     head_problems,
     keys_of,
+    masked_attention,
     rate_problems,
     size_problems,
     summed_loss,
     text_rules,
     whole_heads,
 )
+from functron.core.errors import public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
+from functron.models.config import Dtype, Named, TextConfig
+from functron.models.family import Family
+from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
 from functron.nn.layers import linear_defs, sequence_axes
-from functron.nn.masked import masked_attention
 from functron.spmd import collectives as lax
 from functron.spmd import params
 from functron.spmd.params import Normal, ParamDef, zeros
@@ -289,3 +290,11 @@ def flops_per_token(config: BertConfig, seq: int, *, whole: bool = False) -> int
     c = config
     total = params.num_params(defs(c)) - (c.max_seq + c.num_types) * c.embed_dim
     return 6 * total + 12 * c.num_layers * c.embed_dim * seq
+
+
+def make_family() -> Family:
+    """The family of BERTs."""
+    return Family(
+        "bert", "a BERT", BertConfig, PRESETS, defs, rules, loss, num_targets, flops_per_token,
+        objective="masked",
+    )  # fmt: skip

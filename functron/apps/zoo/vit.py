@@ -16,24 +16,25 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn
-from functron.core.errors import Problem, public, raise_problems
-from functron.core.scopes import named_scope
-from functron.core.tree import Tree
-from functron.core.typing import Float, Key, Scalar, Tensor
-from functron.models.config import Dtype, Named
-from functron.models.options import DEFAULTS, ModelOptions, check_gathered, num_targets, require
-from functron.models.stack import (
+from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
     head_problems,
+    masked_attention,
     padded,
     size_problems,
     summed_loss,
     tensor_rules,
     whole_heads,
 )
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.tree import Tree
+from functron.core.typing import Float, Key, Scalar, Tensor
+from functron.models.config import Dtype, Named
+from functron.models.family import Family
+from functron.models.options import DEFAULTS, ModelOptions, check_gathered, num_targets, require
 from functron.nn.layers import linear_defs, sequence_axes, weights
-from functron.nn.masked import masked_attention
 from functron.spmd import P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -344,3 +345,15 @@ def loss(
     require(batch, "images", "targets")
     logits = forward(config, weights, batch["images"], options)
     return summed_loss(logits, batch["targets"], config.num_classes, options)
+
+
+def make_family() -> Family:
+    """The family of vision transformers."""
+    return Family(
+        "vit", "a vision transformer", ViTConfig, PRESETS, defs, rules, loss, num_targets,
+        vocab_size=lambda config: config.num_classes, free=FREE_FIELDS,
+    )  # fmt: skip
+
+
+FREE_FIELDS = ("init_stddev", "class_multiple", "dtype")
+"""Fields of a `ViTConfig` that leave the model what it is; see `Family`."""

@@ -12,21 +12,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from functron import nn
-from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
-from functron.core.scopes import named_scope
-from functron.core.settings import Need, Needs
-from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models.config import Dtype, Named, TextConfig
-from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
-from functron.models.stack import (
+from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
     rate_problems,
@@ -34,8 +27,24 @@ from functron.models.stack import (
     summed_loss,
     tensor_rules,
 )
+from functron.apps.zoo.state_space import (
+    Mamba2Config,
+    MambaCache,
+    mamba,
+    mamba_cache,
+    mamba_defs,
+    mamba_step,
+)
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.settings import Need, Needs
+from functron.core.typing import Float, Int, Key, Scalar, Tensor
+from functron.models.config import Dtype, Named, TextConfig
+from functron.models.family import Family
+from functron.models.generation import Steps
+from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
 from functron.nn.layers import sequence_axes
-from functron.nn.mamba import Mamba2Config, MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
 from functron.ops.attention import attention
 from functron.program.cost import tokens_attended
 from functron.spmd import P, params
@@ -93,7 +102,7 @@ class MambaConfig(TextConfig):
         num_heads: heads of the state space, of `head_dim` each; twice `embed_dim` together in
             Mamba-2.
         head_dim: width of a head of the state space.
-        num_groups: groups of B and C; see `functron.nn.mamba.Mamba2Config`.
+        num_groups: groups of B and C; see `functron.apps.zoo.state_space.Mamba2Config`.
         state_dim: numbers of state per feature.
         conv_width: tokens that the short convolution sees.
         chunk: tokens per chunk of the state space; the numbers do not depend on it.
@@ -320,7 +329,8 @@ def forward(
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
-        padding. Collectives per layer: see `nn.mamba`, `nn.self_attention` and `nn.mlp`.
+        padding. Collectives per layer: see `functron.apps.zoo.state_space.mamba`,
+        `nn.self_attention` and `nn.mlp`.
 
     Raises:
         ValueError: the sequence does not divide over the ranks that split it.
@@ -492,3 +502,51 @@ def _layers(config: MambaConfig, weights: dict):
         name = KINDS[kind]
         row = next(rows[name])
         yield name, tree.map(lambda w, row=row: w[row], weights[name])
+
+
+def iterate_logits(
+    weights: dict, config: MambaConfig, tokens: Int[Tensor, "batch seq"], num_tokens: int
+) -> Steps:
+    """The logits of each of `num_tokens` next tokens, for `functron.models.generation.generate`."""
+    cache = empty_cache(config, weights, tokens.shape[0])
+    for index in range(tokens.shape[1] - 1):
+        _, cache = step(config, weights, tokens[:, index], cache)
+    last = tokens[:, -1]
+    for _ in range(num_tokens):
+        found, cache = step(config, weights, last, cache)
+        last = yield found[:, : config.vocab_size].float()
+
+
+# --- the family
+
+
+def make_family() -> Family:
+    """The family of Mamba-2 models and hybrids."""
+    return Family(
+        "mamba", "a Mamba-2 model", MambaConfig, PRESETS, defs, rules, loss, num_targets,
+        flops_per_token, objective="next",
+        free=("dropout", "init_stddev", "vocab_multiple", "dtype", "chunk"), needs=MAMBA_NEEDS,
+        unread=_unread_fields, canonical=_write_out, numbers=_layer_numbers,
+        iterate_logits=iterate_logits,
+    )  # fmt: skip
+
+
+def _layer_numbers(config: MambaConfig) -> dict[str, list[int]]:
+    names = [KINDS[letter] for letter in config.pattern]
+    return {name: [i for i, each in enumerate(names) if each == name] for name in set(names)}
+
+
+def _unread_fields(config: MambaConfig) -> tuple[str, ...]:
+    return tuple(
+        name for name, need in MAMBA_NEEDS.items() if name != "chunk" and not need.holds(config)
+    )
+
+
+def _write_out(config: MambaConfig) -> MambaConfig:
+    """The config with derived sizes written out, and what nothing reads at its default."""
+    derived = {
+        "attention_kv_heads": config.kv_heads,
+        "attention_head_dim": config.attention.head_size,
+    }
+    plain = {name: getattr(MambaConfig, name) for name in _unread_fields(config)}
+    return replace(config, **{**derived, **plain})

@@ -20,6 +20,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from functron.apps.zoo.llava import LlavaConfig
+from functron.apps.zoo.mamba import MambaConfig
+from functron.apps.zoo.t5 import T5Config
+from functron.apps.zoo.vit import ViTConfig
 from functron.core.errors import Problem, nearest
 from functron.hub.entries import (
     ACTIVATIONS,
@@ -55,11 +59,7 @@ from functron.hub.format import (
     under,
 )
 from functron.hub.mixtures import DECODERS
-from functron.models.family import FAMILIES
-from functron.models.llava import LlavaConfig
-from functron.models.mamba import MambaConfig
-from functron.models.t5 import T5Config
-from functron.models.vit import ViTConfig
+from functron.models.family import families
 
 # --- of text: BERT with its head for masked tokens, and T5, versions 1.0 and 1.1
 
@@ -126,7 +126,7 @@ BERT = HubFormat(
         *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
         *("pooler_size_per_head", "pooler_type", "directionality", "gradient_checkpointing"),
     ),
-    family=FAMILIES["bert"],
+    family=families()["bert"],
 )
 
 
@@ -248,7 +248,7 @@ T5 = HubFormat(
         *("dropout_rate", "classifier_dropout", "initializer_factor", "n_positions"),
         *("output_past", "gradient_checkpointing"),
     ),
-    family=FAMILIES["t5"],
+    family=families()["t5"],
 )
 
 
@@ -347,7 +347,7 @@ VIT = HubFormat(
         *("hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride"),
         *("pooler_output_size", "pooler_act"),
     ),
-    family=FAMILIES["vit"],
+    family=families()["vit"],
 )
 
 # --- LLaVA
@@ -554,7 +554,7 @@ LLAVA = HubFormat(
     ignored=("vocab_size", "ignore_index", "projection_dim"),
     naming=_llava_namings,
     surplus=Surplus(_is_surplus, _surplus_name, _surplus_constants),
-    family=FAMILIES["llava"],
+    family=families()["llava"],
 )
 
 # --- state spaces: Mamba-2, and its hybrid Nemotron-H
@@ -747,7 +747,7 @@ MAMBA2 = HubFormat(
     max_seq="",
     copies=_TIED_HEAD,
     ignored=(*_IGNORED, "time_step_min", "norm_before_gate"),  # transformers norms after the gate
-    family=FAMILIES["mamba"],
+    family=families()["mamba"],
 )
 _OF_EXPERTS = (
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "num_experts_per_tok"),
@@ -790,5 +790,10 @@ NEMOTRON_H = HubFormat(
     max_seq="",
     copies=_TIED_HEAD,
     ignored=(*_IGNORED, *_OF_EXPERTS, "expand", "auto_map"),
-    family=FAMILIES["mamba"],
+    family=families()["mamba"],
 )
+
+
+def list_formats() -> tuple[HubFormat, ...]:
+    """All of these formats; of those that fit a model, the first is chosen."""
+    return MAMBA2, NEMOTRON_H, BERT, T5, VIT, LLAVA

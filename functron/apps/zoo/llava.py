@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from functron import nn
+from functron.apps.zoo import vit
+from functron.apps.zoo.vit import ViTConfig
 from functron.core import random
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models import decoder, gpt, vit
-from functron.models.config import GPTConfig, Named
+from functron.models import decoder, gpt
+from functron.models.config import Dtype, GPTConfig, Named
+from functron.models.family import GPT, Family
 from functron.models.options import DEFAULTS, SAMPLE_AXES, ModelOptions, Sequence, arranged, require
-from functron.models.vit import ViTConfig
 from functron.nn.layers import linear_defs
 from functron.pipeline.partition import Part
 from functron.spmd import P
@@ -71,6 +74,11 @@ class LlavaConfig:
             got = f"{self.vision.dtype} and {self.text.dtype}"
             found.append(Problem("vision.dtype and text.dtype", got, "the same", "change one"))
         raise_problems("invalid LlavaConfig", found)
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of parameters and activations."""
+        return self.text.dtype
 
 
 _CLIP = ViTConfig(
@@ -284,3 +292,30 @@ def check_batch(config: LlavaConfig, batch: Mapping[str, Tensor]) -> None:
         if count % each or count > images * each
     ]
     raise_problems("images and image tokens do not fit", found)
+
+
+def make_family() -> Family:
+    """The family of LLaVAs."""
+    return Family(
+        "llava", "a LLaVA", LlavaConfig, PRESETS, defs, rules, loss, num_targets,
+        make=_make_config, free=(), canonical=_write_out,
+        vocab_size=lambda config: config.text.vocab_size,
+    )  # fmt: skip
+
+
+def _make_config(values: Mapping[str, Any], dtype: Dtype) -> LlavaConfig:
+    parts = {
+        "vision": ViTConfig(**values["vision"], dtype=dtype),
+        "text": GPTConfig(**values["text"], dtype=dtype),
+    }
+    return LlavaConfig(**{**values, **parts})
+
+
+def _write_out(config: LlavaConfig) -> LlavaConfig:
+    """The config with derived sizes written out, and what does not matter at its default."""
+    text, vision = GPT.canonical(config.text), config.vision
+    plain: dict[str, Any] = {name: getattr(GPTConfig, name) for name in GPT.free}
+    if text.positions == "rope":  # shorter sequences are as good
+        plain["max_seq"] = GPTConfig.max_seq
+    bare: dict[str, Any] = {name: getattr(ViTConfig, name) for name in vit.FREE_FIELDS}
+    return replace(config, text=replace(text, **plain), vision=replace(vision, **bare))
