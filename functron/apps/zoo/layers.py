@@ -6,10 +6,13 @@ biases on scores, and `cross_attention` is of one sequence to another.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -17,13 +20,13 @@ from torch.nn import functional as F
 
 from functron import nn
 from functron.core import compat, random, tree
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.tree import Tree
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.models.decoder import embed_tokens, gather_unembedding, run_gathered
 from functron.models.gpt import embed_rules, fsdp_problems, tp_problems
-from functron.models.options import ModelOptions
+from functron.models.options import DEFAULTS, ModelOptions, require
 from functron.nn.attention import AttentionConfig, KVCache
 from functron.nn.layers import column_parallel, gather_sequence, row_parallel, weights
 from functron.ops.attention import attention, block, block_backward
@@ -40,17 +43,17 @@ from functron.transforms.custom_vjp import custom_vjp
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Stacks of layers as they are run; options that the family has no place for are refused.
+    """How stacks of layers are run: with which options, and which dropout.
 
     Attributes:
-        family: the module of the model, for messages.
-        options: of the model: stream, remat, gather and axes.
-        key: of dropout's masks; None: no dropout.
-        rate: of dropout.
+        family: name of the family, for messages.
+        options: of the model; `stream`, `remat`, `gather` and `axes` are used.
+        key: random key of dropout; None: no dropout.
+        rate: dropout rate.
         rows: int64 ``[batch]``, the samples' indices in the global batch.
 
     Raises:
-        ValueError: other options than these; all are listed.
+        ValueError: an option that is not used is set; all such options are listed.
     """
 
     family: str
@@ -64,35 +67,35 @@ class Stack:
 
     @property
     def stream(self) -> P:
-        """The spec of the stream."""
+        """The spec of the residual stream."""
         return self.options.stream
 
     @property
     def gather(self) -> Gather:
-        """How parameters that data axes split are gathered."""
+        """How parameters are gathered that are split over data axes."""
         return self.options.gather
 
     def at(self, name: str) -> Stack:
-        """The same for that entry of the parameters, with a key of its own."""
+        """The same for an entry of the parameters, with a random key of its own."""
         key = self.key if self.rate else None
         key = None if key is None else random.fold_in(key, zlib.crc32(name.encode()))
         return replace(self, options=replace(self.options, gather=self.gather.at(name)), key=key)
 
     def core(self, core: Callable) -> Callable:
-        """The core of attention, which backward computes again under remat="selective"."""
+        """The core of attention; under remat="selective" backward recomputes it."""
         return rematerialise(core) if self.options.remat == "selective" else core
 
     def embed(self, weights: Tree, tokens: Tensor, config: Any) -> Tensor:
-        """The stream of embedded tokens, by the table "embed" of the parameters."""
+        """Token embeddings, of the parameter "embed", as the residual stream."""
         return embed_tokens(config, weights, tokens, self.options)
 
     def norm_last(self, weights: Tree, x: Tensor, eps: float) -> Tensor:
-        """RMSNorm of the stream after the layers, by "norm" of the parameters."""
+        """RMSNorm of the stream after the last layer, with the parameter "norm"."""
         with named_scope("norm"):
             return nn.rms_norm(x, self.gather.at("norm")(weights["norm"])["scale"], eps=eps)
 
     def logits(self, weights: Tree, x: Tensor, *, tied: bool, divisor: float = 1.0) -> Tensor:
-        """``[batch, seq, padded_vocab / tp]`` of the normed stream, divided by `divisor`."""
+        """Logits ``[batch, seq, padded_vocab / tp]`` of the normed stream over `divisor`."""
         with named_scope("unembed"):
             matrix = gather_unembedding(weights, self.gather, tied=tied)
             x = x if divisor == 1 else x / divisor
@@ -100,7 +103,7 @@ class Stack:
             return nn.column_parallel(nn.gather_sequence(x, self.stream), matrix)
 
     def drop(self, x: Tensor, key: Tensor | None) -> Tensor:
-        """Dropout on the stream or on what is added to it."""
+        """Dropout of the stream, or of a sublayer's output."""
         if key is None or not self.rate:
             return x
         rows = self.rows
@@ -129,20 +132,44 @@ class Stack:
         return scan(body, x, (weights, keys))[0]
 
 
-def summed_loss(logits: Tensor, targets: Tensor, vocab_size: int, options: ModelOptions) -> Scalar:
-    """The sum of the cross-entropies over the batch of all ranks of ``options.axes``."""
-    with named_scope("loss"):
-        losses = nn.cross_entropy(logits, targets, vocab_size=vocab_size)
-        return lax.psum(losses.sum(), options.axes)
+def sum_cross_entropies(*needed: str, classes: str = "vocab_size") -> Callable[..., Callable]:
+    """Decorate a function that computes the logits of a batch: it becomes the loss of its family.
+
+    The loss is ``(config, weights, batch, options=DEFAULTS, *, key=None)`` to the sum of the
+    cross-entropies of ``batch["targets"]`` over the batch of all ranks of ``options.axes``, where
+    targets of `nn.IGNORE_INDEX` do not count; the function takes the same five arguments.
+
+    Args:
+        needed: entries that a batch must have.
+        classes: the field of the config with the number of columns that are no padding.
+    """
+
+    def decorate(logits: Callable[..., Tensor]) -> Callable[..., Scalar]:
+        @functools.wraps(logits)
+        def loss(config, weights, batch, options=DEFAULTS, *, key=None):
+            require(batch, *needed)
+            found = logits(config, weights, batch, options, key)
+            with named_scope("loss"):
+                size = getattr(config, classes)
+                losses = nn.cross_entropy(found, batch["targets"], vocab_size=size)
+                return lax.psum(losses.sum(), options.axes)
+
+        *first, options, key = (signature := inspect.signature(logits)).parameters.values()
+        options = options.replace(default=DEFAULTS)
+        key = key.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None)
+        vars(loss)["__signature__"] = signature.replace(parameters=[*first, options, key])
+        return public(loss)
+
+    return decorate
 
 
-def keys_of(key: Tensor | None, num: int) -> tuple[Tensor | None, ...]:
-    """`num` keys, or None as often."""
+def split_keys(key: Tensor | None, num: int) -> tuple[Tensor | None, ...]:
+    """`num` random keys made of `key`; as many None where it is None."""
     return (None,) * num if key is None else random.split(key, num).unbind(0)
 
 
-def whole_heads(defs: Tree) -> Tree:
-    """Defs of attention with a key head per query head: what splits heads splits those of keys."""
+def share_head_axis(defs: Tree) -> Tree:
+    """Defs of attention with the axis "kv_heads" renamed "heads": one rule splits both."""
 
     def one(d: ParamDef) -> ParamDef:
         axes = tuple("heads" if name == "kv_heads" else name for name in d.axes)
@@ -170,20 +197,20 @@ def choice_problems(config: object, choices: Mapping[str, object]) -> list[Probl
 
 
 def rate_problems(config: Any) -> list[Problem]:
-    """A problem where the rate of dropout is out of range."""
+    """A problem where the dropout rate is out of range."""
     good = 0 <= config.dropout < 1
     return [] if good else [Problem("dropout", str(config.dropout), "at least 0 and below 1")]
 
 
 def head_problems(heads: str, width: int, count: int) -> list[Problem]:
-    """A problem where `count` heads do not divide the width of the stream."""
+    """A problem where `count` heads do not divide the width of the residual stream."""
     if count < 1 or width % count == 0:
         return []
     return [Problem(heads, str(count), f"a divisor of embed_dim={width}", "or set head_dim")]
 
 
 def text_rules(config: Any, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism on data axes and tp, as `gpt.rules`."""
+    """Rules of a text model for tensor parallelism and FSDP; see `tensor_rules` and `gpt.rules`."""
     c = config
     split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
     return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
@@ -197,21 +224,21 @@ def tensor_rules(
     fsdp: tuple[str, ...],
     replicated: Mapping[str, bool] | None = None,
 ) -> Rules:
-    """Megatron's tensor parallelism and fully sharded data parallelism, for sizes that fit.
+    """Rules for Megatron's tensor parallelism and fully sharded data parallelism.
 
     Args:
         mesh: the ranks, on data axes and tp.
-        split: sizes of the config that tp must divide, by their names.
-        embed: sizes that the ranks of `fsdp` must divide: those of dims called "embed".
+        split: sizes of the config that tp must divide, by field.
+        embed: sizes of "embed" dims, which the ranks of `fsdp` must divide, by field.
         fsdp: the data axes that parameters are split over; see `gpt.rules`.
-        replicated: logical axes that stay whole on every rank where True.
+        replicated: logical axes that every rank holds whole, where True.
 
     Returns:
         Rules for "vocab", "heads", "kv_heads", "mlp", "groups" and "embed".
 
     Raises:
-        ValueError: tp or fsdp does not divide what it splits, or the mesh has ranks on an axis
-            that nothing splits; all offenders are listed.
+        ValueError: tp or fsdp does not divide a size, or the mesh has ranks on an axis that splits
+            nothing in this model; all offenders are listed.
     """
     found = tp_problems(split, mesh["tp"])
     for axis in ("pp", *CONTEXT_AXES, "ep"):
@@ -226,9 +253,59 @@ def tensor_rules(
     return Rules(entries | embed_rules(mesh, fsdp))
 
 
-def padded(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     """`size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
+
+
+# --- encoders that attend from everywhere to everywhere
+
+
+def encoder_defs(config: Any) -> dict:
+    """Defs of a block: ``{"attention", "attention_norm", "mlp", "mlp_norm"}``.
+
+    Linear layers have biases, and norms are LayerNorms. All matrices begin with the same deviation.
+    """
+    c, dtype = config, config.torch_dtype
+    norm = nn.norm_defs(c.embed_dim, "layer", axis="embed", dtype=dtype)
+    start = {"stddev": c.init_stddev, "out_stddev": c.init_stddev, "dtype": dtype}
+    return {
+        "attention": share_head_axis(nn.attention_defs(c.attention, **start)),
+        "attention_norm": norm,
+        "mlp": nn.mlp_defs(c.embed_dim, c.mlp_dim, gated=False, bias=True, **start),
+        "mlp_norm": norm,
+    }
+
+
+def encoder_block(
+    config: Any, stack: Stack, seen: Tensor | None, mlp: Callable, *, norm_first: bool
+) -> Callable[[Tree, Tensor, Tensor | None], Tensor]:
+    """``(parameters, x, key) -> x``: one block, of the parameters of `encoder_defs`.
+
+    Args:
+        config: the architecture.
+        stack: how it is run.
+        seen: ``[batch or 1, seq]``, False where a place is padding; None: none is.
+        mlp: ``(parameters, x) -> y``, the feed-forward layer.
+        norm_first: norm the input of each sublayer (ViT), rather than the sum after it (BERT).
+    """
+    core = stack.core(partial(masked_attention, seen=seen))
+    given = {"rope": None, "stream": stack.stream, "core": core}
+
+    def attend(weights: dict, x: Tensor) -> Tensor:
+        return nn.self_attention(weights, x, config.attention, **given)
+
+    def block(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
+        first, second = split_keys(key, 2)
+        for name, layer, own in (("attention", attend, first), ("mlp", mlp, second)):
+            norm = partial(nn.norm, weights[f"{name}_norm"], eps=config.norm_eps)
+            with named_scope(name):
+                y = layer(weights[name], norm(x) if norm_first else x)
+                x = x + stack.drop(y, own)
+                x = x if norm_first else norm(x)
+        return x
+
+    return block
 
 
 # --- attention
@@ -244,19 +321,20 @@ def masked_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Float[Tensor, "batch seq heads head_dim"]:
-    """softmax(scale q k^T + bias) v over the keys that are seen.
+    """softmax(scale q k^T + bias) v over the keys that are not padding.
 
     A `core` for `nn.self_attention` and `cross_attention`. Without a bias, torch's flash kernels
-    compute it where `functron.ops.attention` has them; with one, whole matrices of scores exist.
+    compute it where `functron.ops.attention` has them; a bias needs the whole matrix of scores in
+    memory.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``.
         k: ``[batch, keys, heads, head_dim]``.
         v: as `k`.
-        seen: ``[batch or 1, keys]``, False where a key is padding; None: all are seen. A query that
-            sees no key gets zeros.
+        seen: ``[batch or 1, keys]``, False where a key is padding; None: no key is. A query that
+            may attend to no key gets zeros.
         bias: ``[heads, seq, keys]``, added to the scores; differentiated.
-        causal: each query sees keys up to its own place only.
+        causal: each query attends to keys up to its own position only.
         scale: of the scores; None for 1 / sqrt(head_dim).
 
     Returns:
@@ -267,30 +345,31 @@ def masked_attention(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if bias is None:
-        y = _block(q, k, v, seen, causal, scale)
+        y = _attend_by_kernels(q, k, v, seen, causal, scale)
     else:
         y = _attend_with_bias(q, k, v, seen, bias, causal, scale)
     return y.transpose(1, 2)
 
 
-def _block(
+def _attend_by_kernels(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """By kernels; with their backward, which knows what to do where a query sees nothing."""
+    """Attention by kernels, with their backward, which is right where a query has no keys."""
     options: dict[str, Any] = {"causal": causal, "scale": scale}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None):
-        out, lse = block(q, k, v, _visible(q, seen), **options)
+        out, lse = block(q, k, v, _hide_padding(q, seen), **options)
         return out, (q, k, v, seen, out, lse)
 
     def backward(kept: tuple, cotangent: Tensor):
         q, k, v, seen, out, lse = kept
-        return *block_backward(cotangent, q, k, v, out, lse, _visible(q, seen), **options), None
+        hidden = _hide_padding(q, seen)
+        return *block_backward(cotangent, q, k, v, out, lse, hidden, **options), None
 
     return custom_vjp(lambda *args: forward(*args)[0], forward, backward)(q, k, v, seen)
 
 
-def _visible(q: Tensor, seen: Tensor | None) -> Visible | None:
+def _hide_padding(q: Tensor, seen: Tensor | None) -> Visible | None:
     if seen is None:
         return None
     queries = torch.zeros(1, q.shape[2], dtype=torch.int32, device=q.device)
@@ -309,7 +388,7 @@ def _attend_with_bias(
     """The formula, with scores and softmax in float32 at least."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.mT).to(wide) * scale + bias.to(wide)
-    lowest = torch.finfo(wide).min  # not -inf, so that rows that see nothing have derivatives
+    lowest = torch.finfo(wide).min  # not -inf: derivatives of rows without keys would be NaN
     hidden = None if seen is None else ~seen[:, None, None, :]
     if causal:
         later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
@@ -323,11 +402,11 @@ def _attend_with_bias(
 
 
 def cross_keys(params: dict, memory: Float[Tensor, "batch keys embed"]) -> KVCache:
-    """The keys and values that `cross_attention` makes of a memory: to be kept, if read often.
+    """The keys and values of `cross_attention`, to be cached where many queries read them.
 
     Args:
         params: as in `cross_attention`.
-        memory: ``[batch, keys, embed]``, whole on every rank that splits heads.
+        memory: ``[batch, keys, embed]``, the encoder's output, whole on every rank of tp.
 
     Returns:
         ``[batch, keys, heads, head_dim]`` each, of this rank's heads. No collectives.
@@ -349,9 +428,9 @@ def cross_attention(
 
     Args:
         params: this rank's part of `nn.attention_defs`, with as many key heads as query heads.
-        x: ``[batch, seq, embed]`` with spec `stream`: what queries are made of.
-        memory: ``[batch, keys, embed]``, whole on every rank of `axis`: keys and values; or these
-            themselves, as `cross_keys` makes them.
+        x: ``[batch, seq, embed]`` with spec `stream`, the input of the queries.
+        memory: ``[batch, keys, embed]``, whole on every rank of `axis`, the input of keys and
+            values; or the result of `cross_keys`.
         stream: the spec of x and of the result.
         core: computes softmax(q k^T) v; for example `masked_attention` with a mask.
 
@@ -385,10 +464,11 @@ def relative_buckets(
     """The bucket of each query's distance to each key (Raffel et al. 2020, section 2.1).
 
     Half the buckets are for one distance each, the others for ranges that grow geometrically up to
-    `max_distance`, beyond which all is one. Between distance e, the number of the first ones, and
-    M = `max_distance` the bucket of distance d is ``e + floor((n - e) log(d / e) / log(M / e))``,
-    computed in integers. If `bidirectional`, keys after the query have buckets of their own, half
-    of all; else they count as at distance 0. The first query is at the place of key `first`.
+    `max_distance`; the last one has all larger distances. Between distance e, the number of the
+    first ones, and M = `max_distance`, the bucket of distance d is
+    ``e + floor((n - e) log(d / e) / log(M / e))``, computed in integers. If `bidirectional`, half
+    of the buckets are for keys after the query; else such keys count as at distance 0. The first
+    query is at the position of key `first`.
 
     Returns:
         int64 ``[queries, keys]`` in ``[0, num_buckets)``.
@@ -398,14 +478,14 @@ def relative_buckets(
     count = num_buckets // 2 if bidirectional else num_buckets
     distance = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
     exact = count // 2
-    starts = compat.constant(_starts(exact, count - exact, max_distance), places.device)
+    starts = compat.constant(_find_range_starts(exact, count - exact, max_distance), places.device)
     far = exact + torch.bucketize(distance, starts, right=True)
     bucket = torch.where(distance < exact, distance, far)
     return bucket + (ahead > 0) * count if bidirectional else bucket
 
 
-def _starts(exact: int, ranges: int, max_distance: int) -> list[int]:
-    """The first distance of each range but the first: least d with d^n >= M^k e^(n - k)."""
+def _find_range_starts(exact: int, ranges: int, max_distance: int) -> list[int]:
+    """The first distance of each range after the first: the least d with d^n >= M^k e^(n - k)."""
     starts, distance = [], exact
     for k in range(1, ranges):
         least = max_distance**k * exact ** (ranges - k)
@@ -418,5 +498,5 @@ def _starts(exact: int, ranges: int, max_distance: int) -> list[int]:
 def relative_bias(
     table: Float[Tensor, "buckets heads"], buckets: Int[Tensor, "queries keys"]
 ) -> Float[Tensor, "heads queries keys"]:
-    """T5's biases on scores: a number per bucket and head, of this rank's heads."""
+    """T5's biases of attention scores, for this rank's heads: a number per bucket and head."""
     return F.embedding(buckets, table).permute(2, 0, 1).contiguous()
