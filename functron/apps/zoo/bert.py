@@ -33,9 +33,8 @@ from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Dtype, Named, TextConfig
 from functron.models.family import Family
-from functron.models.options import DEFAULTS, Batch, ModelOptions, check_length, num_targets
-from functron.nn.layers import linear_defs, sequence_axes
-from functron.spmd import collectives as lax
+from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
+from functron.nn.layers import linear_defs
 from functron.spmd import params
 from functron.spmd.params import Normal, ParamDef, zeros
 
@@ -174,7 +173,6 @@ def encode(
     """
     stack = Stack("bert", options, key, config.dropout, rows)
     stream, gather = options.stream, options.gather
-    check_length(tokens.shape[1], config.max_seq, lax.axis_size(sequence_axes(stream)))
     with named_scope("embed"):
         x = stack.embed(weights, tokens, config)
         x = nn.add_positions(x, gather.at("positions")(weights["positions"]), stream=stream)

@@ -26,9 +26,15 @@ from functron.core.tree import Tree
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.models.decoder import embed_tokens, gather_unembedding, run_gathered
 from functron.models.gpt import embed_rules, fsdp_problems, tp_problems
-from functron.models.options import DEFAULTS, ModelOptions, require
+from functron.models.options import DEFAULTS, ModelOptions, check_length, require
 from functron.nn.attention import AttentionConfig, KVCache
-from functron.nn.layers import column_parallel, gather_sequence, row_parallel, weights
+from functron.nn.layers import (
+    column_parallel,
+    gather_sequence,
+    row_parallel,
+    sequence_axes,
+    weights,
+)
 from functron.ops.attention import attention, block, block_backward
 from functron.ops.chunked_attention import Visible
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
@@ -86,7 +92,14 @@ class Stack:
         return rematerialise(core) if self.options.remat == "selective" else core
 
     def embed(self, weights: Tree, tokens: Tensor, config: Any) -> Tensor:
-        """Token embeddings, of the parameter "embed", as the residual stream."""
+        """Token embeddings, of the parameter "embed", as the residual stream.
+
+        Raises:
+            ValueError: the sequence is longer than the config's `max_seq`, if it has one, or does
+                not divide over the ranks that split it.
+        """
+        ranks = lax.axis_size(sequence_axes(self.stream))
+        check_length(tokens.shape[1], getattr(config, "max_seq", None), ranks)
         return embed_tokens(config, weights, tokens, self.options)
 
     def norm_last(self, weights: Tree, x: Tensor, eps: float) -> Tensor:

@@ -43,12 +43,10 @@ from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Dtype, Named, TextConfig
 from functron.models.family import Family
 from functron.models.generation import Steps
-from functron.models.options import DEFAULTS, Batch, ModelOptions, check_length, num_targets
-from functron.nn.layers import sequence_axes
+from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.ops.attention import attention
 from functron.program.cost import tokens_attended
 from functron.spmd import P, params
-from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import Rules
@@ -336,7 +334,6 @@ def forward(
         ValueError: the sequence does not divide over the ranks that split it.
     """
     stack = Stack("mamba", options, key, config.dropout, rows)
-    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(options.stream)))
     keys = stack.keys(len(config.pattern) + 1)
     with named_scope("embed"):
         x = stack.embed(weights, tokens, config)

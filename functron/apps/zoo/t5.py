@@ -40,9 +40,8 @@ from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Dtype, Named, TextConfig
 from functron.models.family import Family
 from functron.models.generation import Draw, Steps, check_prompt, drawn
-from functron.models.options import DEFAULTS, Batch, ModelOptions, check_length, num_targets
+from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.nn.attention import KVCache, empty_cache, write_cache
-from functron.nn.layers import sequence_axes
 from functron.program.cost import tokens_attended
 from functron.spmd import DATA_AXES, P, params, shard_map
 from functron.spmd import collectives as lax
@@ -140,18 +139,18 @@ class T5Config(TextConfig):
         )
 
 
-def _make_preset(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, head_dim: int = 64):
+def _make_preset_1_1(
+    num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, head_dim: int = 64
+) -> T5Config:
     return T5Config(
         vocab_size=32128, num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads,
-        mlp_dim=mlp_dim, head_dim=head_dim, activation="relu", gated=False, tied=True, dropout=0.1,
+        mlp_dim=mlp_dim, head_dim=head_dim,
     )  # fmt: skip
 
 
-def _make_preset_1_1(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int):
-    return T5Config(
-        vocab_size=32128, num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads,
-        mlp_dim=mlp_dim, head_dim=64,
-    )  # fmt: skip
+def _make_preset(*sizes: int, head_dim: int = 64) -> T5Config:
+    own = _make_preset_1_1(*sizes, head_dim=head_dim)
+    return replace(own, activation="relu", gated=False, tied=True, dropout=0.1)
 
 
 PRESETS: Mapping[str, T5Config] = Named(
@@ -319,7 +318,6 @@ def _run_stack(
 
 
 def _embed_tokens(config: T5Config, weights: dict, tokens: Tensor, stack: Stack) -> Tensor:
-    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(stack.stream)))
     with named_scope("embed"):
         return stack.embed(weights, tokens, config)
 
