@@ -29,10 +29,11 @@ if TYPE_CHECKING:
         transforms,
     )
     from functron.apps import planner as plan
+    from functron.apps.zoo import bert, llava, mamba, t5, vit
     from functron.compiler.jit import jit
     from functron.core import random, tree
     from functron.core.scopes import named_scope
-    from functron.models import bert, gpt, llava, lora, mamba, t5, vit
+    from functron.models import gpt, lora
     from functron.models.generation import generate
     from functron.models.options import Hook, ModelOptions
     from functron.partitioning import constrain, from_module, partition

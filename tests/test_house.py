@@ -215,6 +215,13 @@ assert main(["plan", "--gpus", "8"]) == 2
 with tempfile.TemporaryDirectory() as folder:
     assert main([*small, "--steps", "2", "--out", folder + "/run"]) == 0
 assert main([*small, "--hang-after", "3"]) == 2
+from functron import hub
+from functron.models.family import families, list_presets
+assert list(families()) == ["gpt"]
+assert not [name for name in list_presets() if name.startswith(("bert", "t5", "mamba"))]
+assert main([*small, "--model", "bert-tiny", "--dry-run"]) == 2
+assert main([*small, "--mamba.pattern", "M", "--dry-run"]) == 2
+assert "llama" in hub.FORMATS and "bert" not in hub.FORMATS
 """
 
 
@@ -223,6 +230,7 @@ def test_the_command_line_does_without_applications():
     assert done.returncode == 0, done.stderr
     assert "cannot tell how long a step takes" in done.stderr
     assert "hang-after" in done.stderr
+    assert "model: got 'bert-tiny'" in done.stderr
 
 
 def test_no_cycle(imports):

@@ -19,13 +19,22 @@ APPLICATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "guard": ("rerun",),
         "megatron": ("migrate",),
         "planner": ("plan", "recipe"),
+        "zoo": (),
     }
 )
 """By the name of its folder: the commands that there are only with an application."""
 
 PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "functron.families": {
+            "mamba": "functron.apps.zoo.mamba:make_family",
+            "bert": "functron.apps.zoo.bert:make_family",
+            "t5": "functron.apps.zoo.t5:make_family",
+            "vit": "functron.apps.zoo.vit:make_family",
+            "llava": "functron.apps.zoo.llava:make_family",
+        },
         "functron.formats": {"megatron": "functron.apps.megatron.runs:make_format"},
+        "functron.hub_formats": {"zoo": "functron.apps.zoo.formats:list_formats"},
         "functron.logs": {"megatron": "functron.apps.megatron.launches:make_log_reader"},
         "functron.record_names": {"megatron": "functron.apps.megatron.launches:name_records"},
         "functron.sample_orders": {"megatron": "functron.apps.megatron.sample_order:make_order"},
@@ -42,7 +51,9 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 | group | the function | read by |
 |---|---|---|
+| ``functron.families`` | returns a `functron.models.family.Family` | `functron.models.family` |
 | ``functron.formats`` | returns a `functron.training.convert.RunFormat` | ``functron convert`` |
+| ``functron.hub_formats`` | returns `functron.hub.HubFormat`s | `functron.hub` |
 | ``functron.logs`` | returns a `functron.training.records.LogReader` | ``functron compare`` |
 | ``functron.record_names`` | is a `functron.training.records.Naming` of samples | log_names |
 | ``functron.sample_orders`` | returns a `functron.data.sampling.SampleOrder` | order |

@@ -22,12 +22,12 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need, Needs, number_problems, setting
 from functron.data import Tokenizer
+from functron.data.denoising import Sentinels
 from functron.data.mapped_files import TextTokenizer, encode_prompt
 from functron.data.token_datasets import Sliding
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
-from functron.models import bert, generation, gpt, lora, mamba, t5
+from functron.models import generation, gpt, lora
 from functron.models.generation import Draw, generate
-from functron.models.t5 import Sentinels, respond
 from functron.program.cost import bytes_text, free_memory_bytes
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
 from functron.spmd.params import history_mask
@@ -389,8 +389,7 @@ def sample(arguments: Sequence[str]) -> int:
         _check_prompt(options, config, mesh, here)
         kind = device_type(options.device, options.nproc)
         tokenizer = _open_tokenizer(options, config)
-        restores = isinstance(config.architecture, t5.T5Config)
-        complete = _restore_spans if restores else _continue_prompt
+        complete = _continue_prompt if config.family.objective == "next" else _restore_spans
         program = complete(options, config, tokenizer)
     if here is None and options.nproc:
         return launch(options.nproc, ["-m", "functron", "sample", *arguments])
@@ -410,20 +409,22 @@ def _check_prompt(
     options: SampleOptions, config: TrainConfig, mesh: Mesh, here: Process | None
 ) -> None:
     """Refuse models that cannot be sampled from, or not on this mesh."""
-    model, found = config.architecture, []
-    if isinstance(model, bert.BertConfig):
-        fix = "predict masked tokens with bert.forward, as examples/pretrain_bert.py does"
-        found.append(Problem(str(options.run), "a run of a BERT", "one that continues text", fix))
-    if isinstance(model, mamba.MambaConfig) and mesh.size > 1:
-        wanted = "one rank with a Mamba-2 model"
+    model, family, found = config.architecture, config.family, []
+    got = f"a run of {family.title}"
+    if family.objective == "masked":
+        fix = (
+            f"fill in what is masked with {family.name}.forward, as examples/pretrain_bert.py does"
+        )
+        found.append(Problem(str(options.run), got, "one that continues text", fix))
+    if family.iterate_logits is not None and mesh.size > 1:
+        wanted = f"one rank with {family.title}"
         found.append(Problem("mesh", options.mesh, wanted, "leave it out"))
-    if isinstance(model, t5.T5Config) and options.chat:
-        got, wanted = "a run of a T5", "a model that converses"
-        found.append(Problem("chat", got, wanted, "leave it out"))
+    if family.objective == "spans" and options.chat:
+        found.append(Problem("chat", got, "a model that converses", "leave it out"))
     raise_problems("cannot sample", [*found, *options.problems(mesh, here)])
     if isinstance(model, gpt.GPTConfig) and mesh.size > 1:
         generation.check(model, mesh)
-    config.family.rules(model, mesh)
+    family.rules(model, mesh)
 
 
 def _read_params(
@@ -445,7 +446,6 @@ def _continue_prompt(
 ) -> TextProgram:
     """Continues the prompt, or answers it."""
     ids, model = _encode_prompt(options, tokenizer), config.architecture
-    assert isinstance(model, gpt.GPTConfig | mamba.MambaConfig)
 
     def program(params: dict, mesh: Mesh | BoundMesh, device: torch.device) -> str:
         tokens = generate(
@@ -473,13 +473,13 @@ def _restore_spans(
     options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer
 ) -> TextProgram:
     """Restores the spans that sentinels stand for in a T5's prompt."""
-    model = config.architecture
-    assert isinstance(model, t5.T5Config)
+    model, respond = config.architecture, config.family.respond
+    assert respond is not None
     reader = data.reader_of(configure(config, out=str(options.run)))
     first, _ = data.sentinels(config, reader)
     count, end = data.spans_in(config).count, data.end_of(config, reader)
     spans = Sentinels(first, count, end)
-    ids = spans.read(options.prompt, tokenizer)
+    ids = spans.encode(options.prompt, tokenizer)
 
     def program(params: dict, mesh: Mesh | BoundMesh, device: torch.device) -> str:
         tokens = respond(
@@ -492,7 +492,7 @@ def _restore_spans(
             stop={end},
             mesh=mesh,
         )
-        return spans.written(_cut_at_stop(tokens[0].tolist(), {end}), tokenizer)
+        return spans.decode(_cut_at_stop(tokens[0].tolist(), {end}), tokenizer)
 
     return program
 

@@ -32,7 +32,7 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Needs, always, sections_of, value_at, with_sections
 from functron.data import Blend
 from functron.models import lora
-from functron.models.family import PRESETS
+from functron.models.family import list_presets
 from functron.spmd import Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.spmd.params import history_mask, num_params
@@ -416,7 +416,7 @@ def _parse(
     made = parse(options_kind, arguments, "train", default, needs=OWN_NEEDS)
     made = replace(made, options=run_folder.with_changed_batch(made.options))
     plain, now = kind(), made.options
-    plain = with_model(plain, now.model) if now.model in PRESETS else plain
+    plain = with_model(plain, now.model) if now.model in list_presets() else plain
 
     def is_set_back(path: str) -> bool:
         return value_at(now, path) == value_at(plain, path) != value_at(base, path)

@@ -227,6 +227,17 @@ def sections_of(config: Any) -> Iterator[Any]:
     yield from (value for value in values if dataclasses.is_dataclass(value))
 
 
+def with_optional_sections(kind: type[T], sections: Mapping[str, type], mark: Mark) -> type[T]:
+    """A configuration with sections of these names that are None by default, all of this mark."""
+    fields = [
+        (name, inner | None, dataclasses.field(default=None, metadata={_MARK: mark}))
+        for name, inner in sections.items()
+    ]
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
+    made.__doc__, made.__module__ = kind.__doc__, kind.__module__
+    return made
+
+
 def with_sections(kind: type[T], sections: Mapping[str, type]) -> type[T]:
     """A configuration with more sections than `kind` has: a dataclass of its own.
 

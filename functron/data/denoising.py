@@ -19,6 +19,7 @@ Fill-in-the-middle: documents with their middles at the end, for models that com
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from torch import Tensor
 from functron.core import random
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.sampling import IGNORED, Samples
+from functron.data.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
@@ -376,3 +378,54 @@ class FillInTheMiddle:
         else:
             parts = (begin, p, before, s, after, m, inside, end)
         return np.concatenate([np.asarray(part, np.int64) for part in parts])
+
+
+_SENTINEL = re.compile(r"<extra_id_(\d+)>")
+
+
+@dataclass(frozen=True)
+class Sentinels:
+    """The ids that stand for missing spans, as text: ``<extra_id_0>``, ``<extra_id_1>``, ...
+
+    Attributes:
+        first: the id of ``<extra_id_0>``; those of others go down from it by one.
+        count: how many there are.
+        end: the id at the end of the encoder's and of the decoder's text.
+    """
+
+    first: int
+    count: int
+    end: int
+
+    def encode(self, text: str, tokenizer: TextTokenizer) -> list[int]:
+        """The ids of a text with the names of sentinels where spans are missing, and the end.
+
+        Raises:
+            ValueError: it names a sentinel that does not exist.
+        """
+        found: list[int] = []
+        for index, piece in enumerate(_SENTINEL.split(text)):
+            if index % 2:
+                found.append(self._find_id(int(piece)))
+            elif piece:
+                found += tokenizer.encode(piece, special=False)
+        return [*found, self.end]
+
+    def _find_id(self, number: int) -> int:
+        if number >= self.count:
+            wanted = f"<extra_id_0> to <extra_id_{self.count - 1}>, as it was trained"
+            got = f"<extra_id_{number}>"
+            refuse("unknown sentinel", "prompt", got, wanted, "use those, in order")
+        return self.first - number
+
+    def decode(self, tokens: Sequence[int], tokenizer: TextTokenizer) -> str:
+        """The text of ids, with the names of sentinels."""
+        text, plain = "", list[int]()
+        for token in tokens:
+            number = self.first - token
+            if 0 <= number < self.count:
+                text += tokenizer.decode(plain) + f"<extra_id_{number}>"
+                plain = []
+            else:
+                plain.append(token)
+        return text + tokenizer.decode(plain)

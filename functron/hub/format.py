@@ -20,7 +20,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem
 from functron.hub.entries import HubEntry, write_entries
-from functron.models.family import FAMILIES, Config, Family, family_of, field_text
+from functron.models.family import GPT, Config, Family, family_of, field_text
 from functron.spmd.params import ParamDef, pieces_of
 
 LeafBox = tuple[tuple[int, int], ...]
@@ -353,7 +353,7 @@ class HubFormat:
     unused: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     copies: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
-    family: Family = FAMILIES["gpt"]
+    family: Family = GPT
     naming: Callable[[Any, Mapping[str, Any]], Sequence[Sequence[NameRule]]] | None = None
     surplus: Surplus | None = None
     describes: str = "config.json"

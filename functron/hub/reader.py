@@ -19,11 +19,19 @@ from typing import Any, Protocol, cast, get_args, runtime_checkable
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, local_path, nearest, public, raise_problems, refuse
+from functron.core.errors import (
+    Problem,
+    list_plugins,
+    load_plugin,
+    local_path,
+    nearest,
+    public,
+    raise_problems,
+    refuse,
+)
 from functron.hub import files
 from functron.hub.decoders import LACKING
 from functron.hub.entries import LONGEST, NO_TOKENS, family_fix, read_entries, write_entries
-from functron.hub.families import BERT, LLAVA, MAMBA2, NEMOTRON_H, T5, VIT
 from functron.hub.files import TensorSource, open_folder
 from functron.hub.format import (
     HubFormat,
@@ -37,14 +45,20 @@ from functron.hub.format import (
 from functron.hub.mixtures import DECODERS
 from functron.hub.quantised import ENTRY, decode, read_scheme
 from functron.models.config import Dtype, GPTConfig
-from functron.models.family import Config, differing_fields, dtype_of, family_of, field_text
+from functron.models.family import Config, differing_fields, family_of, field_text
 from functron.spmd import BoundMesh, Mesh, P
 from functron.spmd.params import abstract_params, param_specs
 from functron.spmd.spec import is_spec, local_shape, offsets, validate
 
-FORMATS: Mapping[str, HubFormat] = MappingProxyType(
-    {**DECODERS, **{form.model_type: form for form in (MAMBA2, NEMOTRON_H, BERT, T5, VIT, LLAVA)}}
-)
+
+def _list_formats() -> dict[str, HubFormat]:
+    """Those of decoders, and then those of applications (``"functron.hub_formats"``)."""
+    group = "functron.hub_formats"
+    others = (load_plugin(group, name, "format")() for name in list_plugins(group))
+    return {**DECODERS, **{form.model_type: form for forms in others for form in forms}}
+
+
+FORMATS: Mapping[str, HubFormat] = MappingProxyType(_list_formats())
 """By transformers' name in config.json. Of those that fit a model, the first is chosen."""
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -74,7 +88,7 @@ def read_config(
             some that are not known here.
 
     Returns:
-        A `GPTConfig`, `MambaConfig`, `BertConfig`, `T5Config`, `ViTConfig` or `LlavaConfig`.
+        The config of its family, such as a `GPTConfig`.
 
     Raises:
         ValueError: the format is unknown, or the file asks for something that our model does not
@@ -226,7 +240,7 @@ def write_config(
         out |= write_entries(form.entries, config, [])
     out.pop(ENTRY, None)  # of the files that the model came in
     entry = "dtype" if "dtype" in out else "torch_dtype"
-    return {**out, entry: dtype or dtype_of(config)}
+    return {**out, entry: dtype or config.dtype}
 
 
 def still_describes(kept: Mapping[str, Any], config: Config, form: HubFormat) -> bool:
@@ -419,8 +433,7 @@ def load_model(
         device: where the parameters are put.
 
     Returns:
-        The config (`GPTConfig`, `MambaConfig`, `BertConfig`, `T5Config`, `ViTConfig` or
-        `LlavaConfig`), and the parameters. The specs of shards are
+        The config of its family, such as a `GPTConfig`, and the parameters. The specs of shards are
         ``param_specs(defs(config), rules(config, mesh))``.
 
     Raises:

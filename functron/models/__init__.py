@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from functron.core import import_lazily
 
 if TYPE_CHECKING:
-    from functron.models import bert, gpt, llava, lora, mamba, t5, vit
+    from functron.models import gpt, lora
     from functron.models.generation import generate
     from functron.models.options import Hook, ModelOptions
 

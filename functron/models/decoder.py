@@ -21,6 +21,7 @@ from functron import nn
 from functron.core import compat, random, tree
 from functron.core.errors import refuse
 from functron.core.scopes import named_scope
+from functron.core.tree import Tree
 from functron.core.typing import Float, Key, Scalar, Tensor
 from functron.models.config import GPTConfig
 from functron.models.options import (
@@ -35,7 +36,6 @@ from functron.models.options import (
     own_block,
     refuse_mixing,
 )
-from functron.models.stack import embed_tokens, gather_unembedding, run_gathered
 from functron.nn import context
 from functron.nn.layers import JOINED, sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
@@ -44,7 +44,7 @@ from functron.precision import history_def
 from functron.spmd import CONTEXT_AXES, P, params
 from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
-from functron.transforms import Gather
+from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
 from functron.transforms.parameter_gather import without_codes
 from functron.transforms.scan import scan_in_turn
@@ -785,3 +785,34 @@ def _sum_squares(
     tokens = x.shape[0] * x.shape[1] * lax.axis_size(axes)
     count = torch.full((), tokens, dtype=torch.int64, device=x.device)
     return {"squares": lax.psum(lax.stop_gradient(squares), axes), "count": count}
+
+
+def run_gathered(layer: Callable, options: ModelOptions, gather: Gather) -> Callable:
+    """A layer as it is run: parameters gathered around it, activations perhaps computed again.
+
+    Args:
+        layer: ``(parameters, *rest)``, of one layer.
+        options: of the model, whose remat says what backward computes again.
+        gather: of one layer's parameters.
+    """
+    policy = {"full": policies.nothing, "dots": policies.dots}
+    # what is recomputed is inside what is gathered: so gathering depends on parameters alone
+    return gather.around(
+        rematerialise(layer, policy=policy.get(options.remat, policies.everything))
+    )
+
+
+def embed_tokens(
+    config: Any, weights: Tree, tokens: Tensor, options: ModelOptions, scale: float = 1.0
+) -> Tensor:
+    """`nn.embed_tokens` by the table "embed" of the parameters, with spec ``options.stream``."""
+    table = options.gather.at("embed")(weights["embed"])
+    check_gathered("embed_dim", table.shape[1], config.embed_dim)
+    given = {"scale": scale, "vocab_size": config.vocab_size}
+    return nn.embed_tokens(table, tokens, stream=options.stream, **given)
+
+
+def gather_unembedding(weights: Tree, gather: Gather, *, tied: bool) -> Tensor:
+    """The matrix of logits: "unembed", or where they are tied "embed", which is its transpose."""
+    name = "embed" if tied else "unembed"
+    return gather.at(name)(weights[name])

@@ -1,32 +1,31 @@
-"""The architectures: one table of the functions, presets and facts of each.
+"""Families of models: the functions, presets and facts of each architecture, as one value.
 
 Training, reading and writing of weights ask the family of a config and do not ask which
 architecture it is; all functions are pure, and take the config first.
+
+`GPT` is the decoder. Applications add families by their table (`functron.apps.PLUGINS`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-from functron.core.errors import refuse
-from functron.models import bert, gpt, llava, mamba, t5, vit
-from functron.models.bert import BertConfig
-from functron.models.config import Dtype, GPTConfig, Named
-from functron.models.llava import LlavaConfig
-from functron.models.mamba import MambaConfig
-from functron.models.t5 import T5Config
-from functron.models.vit import ViTConfig
+from functron.core.errors import list_plugins, load_plugin, refuse
+from functron.core.settings import Needs
+from functron.core.typing import Tensor
+from functron.models import gpt
+from functron.models.config import GPT_NEEDS, Dtype, GPTConfig, Named, TextConfig
 from functron.nn.moe import MoEConfig
 
-TrainedConfig = GPTConfig | MambaConfig | BertConfig | T5Config
-"""An architecture that ``functron train`` trains."""
+Config = Any
+"""The config of a model of any family: a frozen dataclass that has a `dtype`.
 
-Config = TrainedConfig | ViTConfig | LlavaConfig
-"""Any architecture."""
+Those that ``functron train`` trains are `TextConfig`."""
 
 OptionName = Literal["context", "expert_axes", "kernels", "loss_chunk_tokens", "products"]
 """Fields of `ModelOptions` that the losses of some families read, beside those of all."""
@@ -61,6 +60,7 @@ class Family:
         vocab_size: ``(config)`` to the rows of the dim that is padded, without the padding.
         free: fields of the config that leave the model what it is, but for the rounding of its
             dtype: of training, initial values and padding.
+        needs: what fields of the config need, to have an effect.
         unread: ``(config)`` to fields that nothing reads in a model like that.
         canonical: ``(config)`` to the config with what is derived written out, and what nothing
             reads at its default: two configs of one model are equal there, but for `free`.
@@ -70,7 +70,7 @@ class Family:
 
     name: str
     title: str
-    config: type[Config]
+    config: type
     presets: Mapping[str, Any]
     defs: Callable[..., dict]
     rules: Callable
@@ -84,9 +84,12 @@ class Family:
     make: Callable[[Mapping[str, Any], Dtype], Config] | None = None
     vocab_size: Callable[[Any], int] = lambda config: config.vocab_size
     free: tuple[str, ...] = ("dropout", "init_stddev", "vocab_multiple", "dtype")
+    needs: Needs = field(default_factory=dict)
     unread: Callable[[Any], tuple[str, ...]] = lambda config: ()
     canonical: Callable[[Any], Config] = lambda config: config
     numbers: Callable[[Any], Mapping[str, Sequence[int]]] = lambda config: {}
+    iterate_logits: Callable[..., Any] | None = None
+    respond: Callable[..., Tensor] | None = None
 
     def has_details(self, config: Config) -> bool:
         """Whether the loss of `config` has several terms: those of `gpt.loss_and_details`."""
@@ -146,105 +149,40 @@ def _gpt_numbers(config: GPTConfig) -> dict[str, range]:
     return {**config.stacks, "mtp": ahead}
 
 
-def _mamba_numbers(config: MambaConfig) -> dict[str, list[int]]:
-    names = [mamba.KINDS[letter] for letter in config.pattern]
-    return {name: [i for i, each in enumerate(names) if each == name] for name in set(names)}
-
-
-def _mamba_unread(config: MambaConfig) -> tuple[str, ...]:
-    of_kind = {
-        "attention": ("attention_heads", "attention_kv_heads", "attention_head_dim"),
-        "mlp": ("mlp_dim", "activation", "gated"),
-        "mamba": (
-            *("num_heads", "head_dim", "num_groups", "state_dim", "conv_width"),
-            *("conv_bias", "dt_min"),
-        ),
-    }
-    return tuple(n for kind, names in of_kind.items() if kind not in config.counts for n in names)
-
-
-def _mamba_canonical(config: MambaConfig) -> MambaConfig:
-    derived = {
-        "attention_kv_heads": config.kv_heads,
-        "attention_head_dim": config.attention.head_size,
-    }
-    plain = {name: getattr(MambaConfig, name) for name in _mamba_unread(config)}
-    return replace(config, **{**derived, **plain})
-
-
-def _t5_canonical(config: T5Config) -> T5Config:
-    layers, head_dim = config.layers["decoder"], config.attention.head_size
-    return replace(config, decoder_layers=layers, head_dim=head_dim)
-
-
-_VIT_FREE = ("init_stddev", "class_multiple", "dtype")
-
-
-def _llava_make(values: Mapping[str, Any], dtype: Dtype) -> LlavaConfig:
-    parts = {
-        "vision": ViTConfig(**values["vision"], dtype=dtype),
-        "text": GPTConfig(**values["text"], dtype=dtype),
-    }
-    return LlavaConfig(**{**values, **parts})
-
-
-def _llava_canonical(config: LlavaConfig) -> LlavaConfig:
-    text, vision = _gpt_canonical(config.text), config.vision
-    plain: dict[str, Any] = {name: getattr(GPTConfig, name) for name in _GPT_FREE}
-    if text.positions == "rope":  # shorter sequences are as good
-        plain["max_seq"] = GPTConfig.max_seq
-    bare: dict[str, Any] = {name: getattr(ViTConfig, name) for name in _VIT_FREE}
-    return replace(config, text=replace(text, **plain), vision=replace(vision, **bare))
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "gpt": Family(
-            "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss,
-            gpt.num_targets, gpt.flops_per_token,
-            settings=frozenset(
-                {"context", "expert_axes", "kernels", "loss_chunk_tokens", "products"}
-            ),
-            rules_settings=frozenset({"expert_axes"}), adapters=True, objective="next",
-            free=_GPT_FREE, canonical=_gpt_canonical, numbers=_gpt_numbers,
-        ),
-        "mamba": Family(
-            "mamba", "a Mamba-2 model", MambaConfig, mamba.PRESETS, mamba.defs, mamba.rules,
-            mamba.loss, mamba.num_targets, mamba.flops_per_token, objective="next",
-            free=("dropout", "init_stddev", "vocab_multiple", "dtype", "chunk"),
-            unread=_mamba_unread, canonical=_mamba_canonical, numbers=_mamba_numbers,
-        ),
-        "bert": Family(
-            "bert", "a BERT", BertConfig, bert.PRESETS, bert.defs, bert.rules, bert.loss,
-            bert.num_targets, bert.flops_per_token, objective="masked",
-        ),
-        "t5": Family(
-            "t5", "a T5", T5Config, t5.PRESETS, t5.defs, t5.rules, t5.loss, t5.num_targets,
-            t5.flops_per_token, objective="spans",
-            free=("dropout", "init_factor", "vocab_multiple", "dtype"), canonical=_t5_canonical,
-        ),
-        "vit": Family(
-            "vit", "a vision transformer", ViTConfig, vit.PRESETS, vit.defs, vit.rules, vit.loss,
-            vit.num_targets, vocab_size=lambda config: config.num_classes, free=_VIT_FREE,
-        ),
-        "llava": Family(
-            "llava", "a LLaVA", LlavaConfig, llava.PRESETS, llava.defs, llava.rules, llava.loss,
-            llava.num_targets, make=_llava_make, free=(), canonical=_llava_canonical,
-            vocab_size=lambda config: config.text.vocab_size,
-        ),
-    }
+GPT = Family(
+    "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss, gpt.num_targets,
+    gpt.flops_per_token,
+    settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "products"}),
+    rules_settings=frozenset({"expert_axes"}), adapters=True, objective="next", free=_GPT_FREE,
+    needs=GPT_NEEDS, canonical=_gpt_canonical, numbers=_gpt_numbers,
 )  # fmt: skip
-"""All of them, by name: of its module and, where it is trained, of its table."""
+"""The decoder, the family that the library itself has."""
 
-TRAINED: Mapping[str, Family] = MappingProxyType(
-    {name: family for name, family in FAMILIES.items() if family.objective is not None}
-)
-"""Those that ``functron train`` trains."""
 
-PRESETS: Mapping[str, TrainedConfig] = Named(
-    {name: config for family in TRAINED.values() for name, config in family.presets.items()}
-)
-"""The presets of the families that are trained; no two have the same name."""
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """All families by name, which is that of their table in a configuration.
+
+    The decoder comes first; the others are those of applications, by the group
+    ``"functron.families"`` of their table.
+    """
+    group = "functron.families"
+    others = {name: load_plugin(group, name, "family")() for name in list_plugins(group)}
+    return MappingProxyType({GPT.name: GPT, **others})
+
+
+@functools.cache
+def trained_families() -> Mapping[str, Family]:
+    """The families that ``functron train`` trains, by name."""
+    trained = {name: family for name, family in families().items() if family.objective is not None}
+    return MappingProxyType(trained)
+
+
+@functools.cache
+def list_presets() -> Mapping[str, TextConfig]:
+    """The presets of the families that are trained; no two have the same name."""
+    trained = trained_families().values()
+    return Named({name: config for family in trained for name, config in family.presets.items()})
 
 
 def family_of(config: object) -> Family:
@@ -253,10 +191,12 @@ def family_of(config: object) -> Family:
     Raises:
         TypeError: it belongs to none of them.
     """
-    for family in FAMILIES.values():
+    if isinstance(config, GPTConfig):
+        return GPT
+    for family in families().values():
         if isinstance(config, family.config):
             return family
-    known = ", ".join(family.config.__name__ for family in FAMILIES.values())
+    known = ", ".join(family.config.__name__ for family in families().values())
     raise TypeError(f"family_of: got {type(config).__name__}; wanted one of {known}")
 
 
@@ -280,8 +220,3 @@ def field_text(value: Any) -> str:
     given = [(each, getattr(value, each.name)) for each in dataclasses.fields(value)]
     changed = ", ".join(f"{each.name}={x!r}" for each, x in given if x != each.default)
     return f"{type(value).__name__}({changed})"
-
-
-def dtype_of(config: Config) -> Dtype:
-    """The dtype of a model's parameters."""
-    return config.text.dtype if isinstance(config, LlavaConfig) else config.dtype

@@ -17,9 +17,10 @@ import torch
 from functron.core import random, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.typing import Float, Int, Tensor
-from functron.models import decoder, gpt, mamba
-from functron.models.config import GPTConfig
+from functron.models import decoder, gpt
+from functron.models.config import GPTConfig, TextConfig
 from functron.models.decoder import block, patterns
+from functron.models.family import family_of
 from functron.models.options import (
     DEFAULTS,
     STREAM,
@@ -31,8 +32,8 @@ from functron.models.options import (
     check_positions,
     own_attention,
 )
+from functron.nn.attention import KVCache, cached_attention, empty_cache, write_cache
 from functron.nn.context import context_attention
-from functron.nn.masked import KVCache, cached_attention, empty_cache, written
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd import collectives as lax
 from functron.spmd.params import param_specs
@@ -230,7 +231,7 @@ class _Attend:
         *params, q, k, v = operands
         hook, given = self._options.hook("attention"), {"window": window, "cap": cap}
         if self._cache is not None:
-            self.after = written(self._cache, k, v, self._places)
+            self.after = write_cache(self._cache, k, v, self._places)
             given |= {"sinks": sinks}
             if hook is None:
                 return cached_attention(q, self.after, self._places, **given)
@@ -238,7 +239,7 @@ class _Attend:
             given = attention_keywords(hook.cached, self._given | given)
             return hook.cached(*params, q, self.after, self._places, **given)
         # prompts begin with nothing kept, so they see themselves alone
-        self.after = written(empty_cache(k, v, self._room), k, v, self._places)
+        self.after = write_cache(empty_cache(k, v, self._room), k, v, self._places)
         if hook is None:
             return context_attention(q, k, v, sinks=sinks, **given)
         given = self._given | given
@@ -330,7 +331,7 @@ class Draw:
 @torch.no_grad()
 def generate(
     params: tree.Tree,
-    config: gpt.GPTConfig | mamba.MambaConfig,
+    config: TextConfig,
     tokens: Tensor,
     num_tokens: int,
     *,
@@ -349,13 +350,13 @@ def generate(
     Keys and values of what was read are kept (`functron.models.generation`), so that each new
     token is read once. Where that cannot be, as the text becomes longer than `max_seq`, or on one
     rank tokens of a sequence compete for experts, or `logits` or an attention without a form for
-    kept keys is given, the last `max_seq` tokens are read again for every new one. A Mamba-2 model
-    reads token by token, however many, and takes as long for each.
+    kept keys is given, the last `max_seq` tokens are read again for every new one. A model with a
+    state of fixed size, such as Mamba-2, reads token by token, and takes as long for each.
 
     Args:
-        params: the parameters of `gpt.defs(config)` or `mamba.defs(config)`, as `mesh` splits them;
-            or what `logits` takes.
-        config: the architecture.
+        params: the parameters of `gpt.defs(config)`, or of the `defs` of another family, as `mesh`
+            splits them; or what `logits` takes.
+        config: of a GPT, or of a family with `iterate_logits` (`functron.models.family.Family`).
         tokens: int64 ``[batch, seq]``, at least one token each; on a bound mesh, those of this
             rank's data-parallel part.
         num_tokens: how many to add.
@@ -379,16 +380,18 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, values out of range, a missing
-            key, a mesh that cannot generate, lengths with what has no cache, or either with a
-            Mamba-2 model.
+            key, a mesh that cannot generate, lengths with what has no cache, or either with
+            another family than GPT.
+        TypeError: a model of this family does not continue texts.
     """
     draw = Draw(temperature, top_k, top_p)
     check_prompt(config, tokens, num_tokens, draw, key, lengths)
-    if isinstance(config, mamba.MambaConfig):
+    if not isinstance(config, GPTConfig):
         others = {"lengths": lengths, "mesh": mesh, "options": options, "logits": logits}
-        _require_alone(others)
-        steps = _recurrent(params, config, tokens, num_tokens)
-        return drawn(steps, draw, tokens, num_tokens, key, stop)
+        iterate = _find_iterator(config, others)
+        return drawn(
+            iterate(params, config, tokens, num_tokens), draw, tokens, num_tokens, key, stop
+        )
     total = tokens.shape[1] + num_tokens
     with_cache = logits is None and total <= config.max_seq
     on_mesh = mesh is not None or options is not None
@@ -430,14 +433,16 @@ def _require_cache(config, mesh, options, by_model: bool, total: int) -> None:
     raise_problems("cannot generate with a cache", found)
 
 
-def _require_alone(others: dict) -> None:
-    """Refuse what a recurrence does not do."""
-    wanted, fix = (
-        "None with a Mamba-2 model",
-        "one rank, prompts of one length; or step by mamba.step",
-    )
+def _find_iterator(config: TextConfig, others: dict) -> Callable[..., Steps]:
+    """The function that generates token by token in this family; refuse arguments it lacks."""
+    family = family_of(config)
+    if family.iterate_logits is None:
+        wanted = "the config of a model that continues texts"
+        refuse("cannot sample", "config", family.title, wanted, error=TypeError)
+    wanted, fix = f"None with {family.title}", "one rank, prompts of one length"
     given = [Problem(name, "a value", wanted, fix) for name, x in others.items() if x is not None]
     raise_problems("cannot sample", given)
+    return family.iterate_logits
 
 
 def drawn(
@@ -542,16 +547,6 @@ def _iterate_with_cache(
         last = yield found.float()
         if index + 1 < num_tokens:
             found, cache = step(params, cache, last, places + index)
-
-
-def _recurrent(params, config: mamba.MambaConfig, tokens: Tensor, num_tokens: int) -> Steps:
-    cache = mamba.empty_cache(config, params, tokens.shape[0])
-    for index in range(tokens.shape[1] - 1):
-        _, cache = mamba.step(config, params, tokens[:, index], cache)
-    last = tokens[:, -1]
-    for _ in range(num_tokens):
-        found, cache = mamba.step(config, params, last, cache)
-        last = yield found[:, : config.vocab_size].float()
 
 
 def cached(

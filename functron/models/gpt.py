@@ -7,6 +7,7 @@ programs: pure functions of this rank's parameters and batch, run as `ModelOptio
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,15 +40,14 @@ from functron.models.options import (
     num_targets,
     require,
 )
-from functron.models.stack import embed_rules, fsdp_problems, tp_problems
 from functron.nn import moe
 from functron.pipeline.partition import Part, whole
 from functron.program.cost import tokens_attended
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P, params
 from functron.spmd import collectives as lax
-from functron.spmd.mesh import BoundMesh, Mesh
+from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.params import Normal, ParamDef
-from functron.spmd.spec import Rules, as_entry
+from functron.spmd.spec import Rules, SpecEntry, as_entry
 
 __all__ = [
     "PRESETS",
@@ -498,3 +498,40 @@ def flops_per_token(config: GPTConfig, seq: int, *, whole: bool = False) -> int:
     windows = [*config.windows, *[0] * config.mtp_depth]
     seen = sum(tokens_attended(seq, window, whole=whole) for window in windows)
     return round(6 * total + 6 * config.num_heads * (qk + v) * seen)
+
+
+def tp_problems(sizes: Mapping[str, int], tp: int) -> list[Problem]:
+    """A problem for each of these sizes, by its name, that tp does not divide."""
+    return [
+        Problem(name, str(size), f"a multiple of tp={tp}", "choose a tp that divides it")
+        for name, size in sizes.items()
+        if size % tp
+    ]
+
+
+def fsdp_problems(
+    sizes: Mapping[str, int], mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]
+) -> list[Problem]:
+    """Axes that are no data axes; else sizes, by their names, that these do not divide."""
+    wanted = "data axes: 'dp', 'fsdp' or both"
+    found = [
+        Problem("fsdp", repr(axis), wanted, "leave it out")
+        for axis in fsdp
+        if axis not in FSDP_AXES
+    ]
+    if found:
+        return found
+    ranks = math.prod(mesh[axis] for axis in fsdp)
+    named = " * ".join(f"{axis}={mesh[axis]}" for axis in fsdp if mesh[axis] > 1)
+    for name, size in sizes.items():
+        if size % ranks:
+            below, above = math.gcd(size, ranks), -(-size // ranks) * ranks
+            fix = f"split over {below} ranks, or set {name}={above}"
+            found.append(Problem(name, str(size), f"a multiple of {named}", fix))
+    return found
+
+
+def embed_rules(mesh: Mesh | BoundMesh, fsdp: tuple[str, ...]) -> dict[str, SpecEntry]:
+    """The rule of dims called "embed", if ranks of `fsdp` split them."""
+    axes = [axis for axis in fsdp if mesh[axis] > 1]
+    return {"embed": as_entry(axes)} if axes else {}

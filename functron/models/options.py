@@ -307,9 +307,10 @@ class Hook:
             and `apply` and `cached` then take them as their first argument, dims of the logical
             axes "heads" and "kv_heads" split as the heads are. Logical axes that the rules do not
             name stay whole on every rank. None: the parameters are those of what is replaced.
-        cached: of "attention": ``(q, cache, places, ...) -> out`` as `nn.masked.cached_attention`,
-            of new queries and the keys kept so far, theirs included; keywords as for `apply`. None:
-            generation reads the text again for every token.
+        cached: of "attention": ``(q, cache, places, ...) -> out`` as
+            `nn.attention.cached_attention`, of new queries and the keys kept so far, theirs
+            included; keywords as for `apply`. None: generation reads the text again for every
+            token.
     """
 
     apply: Callable

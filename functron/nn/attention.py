@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -29,7 +29,8 @@ from functron.nn.layers import (
     weights,
 )
 from functron.ops.attention import attention
-from functron.ops.operations import AUTO, Kernels
+from functron.ops.chunked_attention import attend
+from functron.ops.operations import AUTO, Kernels, upcast
 from functron.ops.qk_norm_rope import QK_NORM_ROPE, qkv_norm_rope, rotate_pairs
 from functron.spmd import collectives as lax
 from functron.spmd.params import Normal, ParamDef, ones, zeros
@@ -38,6 +39,7 @@ from functron.spmd.spec import P
 RopePairs = Literal["halves", "neighbours"]
 """Which dims of a head are rotated together; see `AttentionConfig`."""
 
+_SEQ, _HEADS = 1, 2
 _SEVERAL = 3  # dims of positions, where a token has several
 
 
@@ -485,3 +487,83 @@ def _select_own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: 
     own = (torch.arange(x.shape[-2], device=x.device) == head).unsqueeze(-1)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
     return torch.where(own, x, zero).sum(-2, keepdim=True, dtype=x.dtype)
+
+
+# --- keys and values of tokens before, in generation
+
+
+class KVCache(NamedTuple):
+    """The keys and values of one layer, this rank's heads.
+
+    Attributes:
+        k: ``[batch, length, kv_heads, head_dim]``, rotated; row p is that of the token at place p.
+        v: ``[batch, length, kv_heads, value_dim]``.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+def empty_cache(
+    k: Float[Tensor, "batch seq kv_heads head_dim"],
+    v: Float[Tensor, "batch seq kv_heads value_dim"],
+    length: int,
+) -> KVCache:
+    """A cache with room for `length` tokens, like these keys and values; it holds zeros."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros_like(x[:, :1]).expand(-1, length, -1, -1)
+
+    return KVCache(zeros(k), zeros(v))
+
+
+def write_cache(
+    cache: KVCache,
+    k: Float[Tensor, "batch seq kv_heads head_dim"],
+    v: Float[Tensor, "batch seq kv_heads value_dim"],
+    places: Int[Tensor, "batch seq"],
+) -> KVCache:
+    """The cache with new keys and values at their places, distinct within a row; others stay."""
+
+    def put(kept: Tensor, new: Tensor) -> Tensor:
+        at = places[..., None, None].expand(new.shape)
+        return kept.scatter(_SEQ, at, new.to(kept.dtype))
+
+    return KVCache(put(cache.k, k), put(cache.v, v))
+
+
+def cached_attention(
+    q: Float[Tensor, "batch seq heads head_dim"],
+    cache: KVCache,
+    places: Int[Tensor, "batch seq"],
+    *,
+    window: int | Int[Tensor, ""] = 0,
+    sinks: Float[Tensor, " heads"] | None = None,
+    cap: float = 0.0,
+) -> Float[Tensor, "batch seq heads value_dim"]:
+    """softmax(q k^T / sqrt(head_dim)) v over the kept keys, each query seeing those up to its own.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``, few of them: scores of all are in memory at once.
+        cache: with the keys of these tokens in it already.
+        places: int64 ``[batch, seq]``, those of the queries.
+        window: how many keys a query sees at most, itself included; 0 for all.
+        sinks: ``[heads]`` logits that join the softmax's denominator only.
+        cap: scores s are cap tanh(s / cap); 0: as they are.
+
+    Returns:
+        ``[batch, seq, heads, value_dim]`` in q's dtype. No collectives.
+    """
+    keys = torch.arange(cache.k.shape[_SEQ], device=q.device)
+    distance = places.unsqueeze(-1) - keys
+    seen = distance >= 0
+    if isinstance(window, Tensor):
+        seen = seen & ((distance < window) | (window == 0))
+    elif window:
+        seen = seen & (distance < window)
+    q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, cache.k, cache.v))
+    out, lse = attend(q, k, v, ~seen.unsqueeze(1), 1 / math.sqrt(q.shape[-1]), cap=cap)
+    if sinks is not None:
+        share = torch.sigmoid(lse - upcast(sinks).unsqueeze(-1))
+        out = out * share.unsqueeze(-1)
+    return out.to(q.dtype).transpose(_SEQ, _HEADS)

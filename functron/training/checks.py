@@ -32,9 +32,7 @@ from functron.core.settings import (
 )
 from functron.data.blend import NEWEST, is_blend
 from functron.data.sampling import ARITHMETIC, Gaps, RampUp
-from functron.models.config import GPT_NEEDS
-from functron.models.family import PRESETS, TRAINED, differing_fields, dtype_of, field_text
-from functron.models.mamba import MAMBA_NEEDS
+from functron.models.family import differing_fields, field_text, list_presets, trained_families
 from functron.optim import (
     group_problems,
     optimizer_problems,
@@ -73,12 +71,12 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """
     family, architecture = config.family, config.architecture
     default = TrainConfig()
-    for name in TRAINED:
+    for name, other in trained_families().items():
         given = getattr(config, name)
         if given is not None and given is not architecture and given != getattr(default, name):
             wanted = f"nothing beside [{family.name}]: one run trains one architecture"
-            fix = f"leave it out, or name a preset that is {TRAINED[name].title}"
-            yield Problem(name, f"settings of {TRAINED[name].title}", wanted, fix)
+            fix = f"leave it out, or name a preset that is {other.title}"
+            yield Problem(name, f"settings of {other.title}", wanted, fix)
     yield from data.objective_problems(config, mesh)
     longest = getattr(architecture, "max_seq", None)
     if longest is not None and config.data.seq > longest:
@@ -138,8 +136,15 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         SCHEDULE_NEEDS["total_steps"].wanted,
         SCHEDULE_NEEDS["total_steps"].fix,
     ),
-    **needs_under("gpt", GPT_NEEDS, lambda c: c.gpt if c.family.name == "gpt" else None),
-    **needs_under("mamba", MAMBA_NEEDS),
+    **{
+        path: need
+        for name, family in trained_families().items()
+        for path, need in needs_under(
+            name,
+            family.needs,
+            lambda c, name=name: c.architecture if c.family.name == name else None,
+        ).items()
+    },
     **needs_under("optimizer", OPTIMIZER_NEEDS),
     **needs_under(
         "learning_rate",
@@ -163,6 +168,10 @@ _ORDERED = Need(
 )
 _TOKENS = Need(data.is_on_disk, "tokens on disk", "make them with functron preprocess")
 
+_RESTORING = " or ".join(
+    family.title for family in trained_families().values() if family.objective != "next"
+)
+
 TOLD_NEEDS: Needs = MappingProxyType({
     **dict.fromkeys(("schedule", "chunks", "layout", "vocab_over_pp"), _PIPELINE),
     **dict.fromkeys(("eval_batches", "eval_data", "eval_averaged"), _HELD_OUT),
@@ -176,7 +185,7 @@ TOLD_NEEDS: Needs = MappingProxyType({
         name: Need(
             lambda c, name=name: name not in data.useless_of(c),
             "a model that restores tokens",
-            "choose a BERT or a T5",
+            f"choose {_RESTORING}" if _RESTORING else "",
         )
         for name in ("mask_rate", "mask_token", "mean_span", "end_token")
     },
@@ -205,7 +214,7 @@ def _is_mixed(config: TrainConfig) -> bool:
 
 
 _NARROW = Need(
-    lambda c: dtype_of(c.architecture) in ("bfloat16", "float16"),
+    lambda c: c.architecture.dtype in ("bfloat16", "float16"),
     "parameters of 16 bits",
     "add --precision bf16",
 )
@@ -264,7 +273,7 @@ def unused(
         ValueError: the run folder's configuration cannot be read.
     """
     usual = [type(config)()]
-    if config.model in PRESETS:
+    if config.model in list_presets():
         usual.append(with_model(usual[0], config.model))
     if config.precision.name in POLICIES:
         usual.append(with_precision(usual[-1], config.precision.name))

@@ -29,6 +29,7 @@ from functron.core.errors import (
     remote_problem,
 )
 from functron.core.settings import (
+    Mark,
     explain_field,
     names_with_tag,
     nest_table,
@@ -39,18 +40,17 @@ from functron.core.settings import (
     sections_of,
     setting,
     value_at,
+    with_optional_sections,
     with_sections,
 )
 from functron.data.blend import is_blend
 from functron.data.sampling import Gaps
 from functron.data.text_files import DataConfig
 from functron.models import gpt
-from functron.models.bert import BertConfig
-from functron.models.family import PRESETS, TRAINED, Family, TrainedConfig, dtype_of, family_of
+from functron.models.config import TextConfig
+from functron.models.family import Family, family_of, list_presets, trained_families
 from functron.models.gpt import GPTConfig
 from functron.models.lora import LoRAConfig, drop_routed
-from functron.models.mamba import MambaConfig
-from functron.models.t5 import T5Config
 from functron.ops.operations import KernelChoice
 from functron.optim import (
     OptimizerConfig,
@@ -178,6 +178,13 @@ class EvaluationConfig:
     averaged: bool = setting(False, short="eval_averaged")
 
 
+def _add_families(kind: type[C]) -> type[C]:
+    """A configuration with a section for each family that is trained; None: another one is."""
+    others = {name: each.config for name, each in trained_families().items() if name != "gpt"}
+    return with_optional_sections(kind, others, Mark(frozenset(("shapes", "step")), box="model"))
+
+
+@_add_families
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that determines a training run, in sections that stand beside what they configure.
@@ -208,10 +215,8 @@ class TrainConfig:
         source: where the model came from, such as hf:PATH, if it is no preset: what functron
             convert recorded, and no option. launch:FILE: a launch line that describes it, not its
             parameters.
-        gpt: the architecture, unless another is given.
-        mamba: that of a Mamba-2 model or a hybrid of it.
-        bert: that of a BERT.
-        t5: that of a T5.
+        gpt: the architecture, unless another is given: other families that are trained have a table
+            of their name, such as bert, which is None in a run of a GPT.
         lora: low-rank additions to its matrices.
         parallelism: what ranks divide.
         watchdog: ranks that others wait for.
@@ -249,9 +254,6 @@ class TrainConfig:
         "RUN trains it",
     )
     gpt: GPTConfig = section(lambda: gpt.PRESETS["tiny"], "shapes step", box="model")
-    mamba: MambaConfig | None = setting(None, "shapes step", box="model")
-    bert: BertConfig | None = setting(None, "shapes step", box="model")
-    t5: T5Config | None = setting(None, "shapes step", box="model")
     lora: LoRAConfig = section(LoRAConfig, box="model")
     parallelism: ParallelismConfig = section(ParallelismConfig, flat=True)
     watchdog: WaitingConfig = section(WaitingConfig, box="parallelism", flat=True)
@@ -298,9 +300,10 @@ class TrainConfig:
         return any(getattr(each, "reads_recorder", False) for each in sections_of(self))
 
     @property
-    def architecture(self) -> TrainedConfig:
-        """The model to train: `mamba`, `bert` or `t5` where one is given, and `gpt` otherwise."""
-        return self.mamba or self.bert or self.t5 or self.gpt
+    def architecture(self) -> TextConfig:
+        """The model to train: that of another family where one is given, and `gpt` otherwise."""
+        others = (getattr(self, name) for name in trained_families() if name != "gpt")
+        return next(filter(None, others), self.gpt)
 
     @property
     def has_origin(self) -> bool:
@@ -327,7 +330,7 @@ class TrainConfig:
         """The name of the model for the user: the preset, or the architecture and its source."""
         if self.source:
             return f"{self.model} of {self.source}"
-        same = self.model in PRESETS and PRESETS[self.model] == self.architecture
+        same = list_presets().get(self.model) == self.architecture
         return self.model if same else f"{self.model} with changes"
 
     @property
@@ -343,7 +346,7 @@ class TrainConfig:
         halved = own.master_bits < OptimizerConfig.master_bits
         masters = "remainder" if halved else "float32" if own.fp32_masters else ""
         return PrecisionPolicy(
-            dtype_of(self.architecture),
+            self.architecture.dtype,
             "stochastic" if own.stochastic_rounding else masters,
             own.grad_dtype,
             own.reduce_dtype,
@@ -462,10 +465,10 @@ def configure(base: Any = None, /, **settings: Any) -> Any:
         ValueError: values of another kind, or no such preset.
     """
     base = TrainConfig() if base is None else base
-    if "model" in settings and not {*TRAINED, "source"} & settings.keys():
-        name = settings["model"]
-        if name not in PRESETS:
-            refuse("no such model", "model", repr(name), "a preset", nearest(str(name), PRESETS))
+    if "model" in settings and not {*trained_families(), "source"} & settings.keys():
+        name, known = settings["model"], list_presets()
+        if name not in known:
+            refuse("no such model", "model", repr(name), "a preset", nearest(str(name), known))
         base = with_model(base, name)
     return replace_settings(base, settings)
 
@@ -476,7 +479,7 @@ def with_model(config: C, name: str) -> C:
     Raises:
         ValueError: there is no such preset; the nearest is suggested.
     """
-    return dataclasses.replace(config, model=name, source="", **_tables(PRESETS[name]))
+    return dataclasses.replace(config, model=name, source="", **_tables(list_presets()[name]))
 
 
 def with_precision(config: C, name: str) -> C:
@@ -507,9 +510,9 @@ def with_precision(config: C, name: str) -> C:
     return dataclasses.replace(config, precision=precision, optimizer=optimizer, **own)
 
 
-def _tables(architecture: TrainedConfig) -> dict[str, Any]:
+def _tables(architecture: TextConfig) -> dict[str, Any]:
     """The values of all families' fields where this is what is trained."""
-    tables = {name: getattr(TrainConfig(), name) for name in TRAINED}
+    tables = {name: getattr(TrainConfig(), name) for name in trained_families()}
     return tables | {family_of(architecture).name: architecture}
 
 
@@ -573,15 +576,15 @@ def read_settings(
     """
     table = nest_table(table, kind)
     if model is not None:
-        table = {k: value for k, value in table.items() if k not in (*TRAINED, "source")}
+        table = {k: value for k, value in table.items() if k not in (*trained_families(), "source")}
         table["model"] = model
     problems: list[Problem] = []
     preset, base = table.get("model", "tiny"), kind()
     if not table.get("source"):
-        if preset in PRESETS:
+        if preset in list_presets():
             base = with_model(base, preset)
         else:
-            fix = nearest(str(preset), PRESETS)
+            fix = nearest(str(preset), list_presets())
             problems.append(Problem("model", repr(preset), "a preset", fix))
     values = read_table(table, base, problems)
     raise_problems(f"cannot use the configuration {name}", problems)

@@ -30,8 +30,8 @@ from functron.core.errors import Problem, local_path, nearest, raise_problems, r
 from functron.hub.reader import CONFIG, load, read_config, read_table
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt, lora
-from functron.models.config import Dtype
-from functron.models.family import Config, TrainedConfig, dtype_of, family_of
+from functron.models.config import Dtype, TextConfig
+from functron.models.family import Config, family_of, trained_families
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
@@ -65,7 +65,7 @@ class Conversion:
     def __str__(self) -> str:
         count = num_params(family_of(self.config).defs(self.config))
         kept = f"; with {', '.join(self.files)}" if self.files else ""
-        return f"{count:,} parameters ({dtype_of(self.config)}) in {self.target}{kept}"
+        return f"{count:,} parameters ({self.config.dtype}) in {self.target}{kept}"
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,10 @@ def _make_run(
             refuse("cannot convert", "dtype", repr(dtype), wanted, fix)
         kind = known[dtype]
     model = read_config(path, dtype=kind, max_seq=max_seq)
-    if not isinstance(model, TrainedConfig):
+    if family_of(model).objective is None:
         fix = "use it in Python: hub.load_model(path), hub.save"
-        wanted = "a decoder, Mamba-2, a hybrid, BERT or T5: functron train has no others"
+        others = [each.title for each in trained_families().values() if each.name != "gpt"]
+        wanted = f"{', '.join(['a decoder', *others])}: functron train has no others"
         refuse("cannot convert", f"hf:{path}", family_of(model).title, wanted, fix)
     if fused_projections and not isinstance(model, GPTConfig):
         wanted = "False: only decoders have such a layout"
@@ -258,7 +259,7 @@ _SHARE = 0.8
 """Of free memory: some is needed beside the traced program, by the allocator's rounding say."""
 
 
-def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConfig, int, int]:
+def fine_tuning(model: TextConfig, free_bytes: int) -> tuple[config.TrainConfig, int, int]:
     """Settings to go on with trained parameters: a small learning rate, and steps that fit.
 
     AdamW with a peak of 2e-5 after a warm-up and a cosine to 0, weight decay 0.01 (0 on norms and

@@ -214,7 +214,7 @@ def end_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> int:
     if end is not None and end < size:
         return end
     got = "-1 for a tokenizer without one" if end is None else str(end)
-    wanted = f"an id below t5.vocab_size={size}"
+    wanted = f"an id below {config.family.name}.vocab_size={size}"
     raise_problems("no token that ends a text", [
         Problem("end_token", got, wanted, "name one: --end-token ID, or name the --tokenizer")
     ])  # fmt: skip

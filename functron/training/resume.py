@@ -35,8 +35,7 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import nest_table
 from functron.models import lora
-from functron.models.config import GPTConfig
-from functron.models.family import TrainedConfig
+from functron.models.config import GPTConfig, TextConfig
 from functron.ops.adamw import halves, joined
 from functron.optim.low_precision import (
     BLOCK,
@@ -181,7 +180,7 @@ def _require_recast(done: Sequence[str], stored: checkpoint.Checkpoint, recast: 
     raise_problems(title, [] if recast else found)
 
 
-def _check_layout(names: Sequence[str], model: TrainedConfig) -> None:
+def _check_layout(names: Sequence[str], model: TextConfig) -> None:
     """Refuse fused projections where the model's are not, and the other way round."""
     stored = any({"qkv", "gate_up"} & {*name.split("/")} for name in names)
     if isinstance(model, GPTConfig) and stored != model.fused_projections:

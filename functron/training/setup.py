@@ -19,8 +19,9 @@ from functron import checkpoint, nn, optim
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
+from functron.models.config import TextConfig
 from functron.models.decoder import with_histories
-from functron.models.family import Family, TrainedConfig
+from functron.models.family import Family
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
 from functron.ops import use
@@ -146,7 +147,7 @@ class RunSetup:
         return self.config.family
 
     @property
-    def model(self) -> TrainedConfig:
+    def model(self) -> TextConfig:
         """The architecture."""
         return self.config.architecture
 

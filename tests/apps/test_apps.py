@@ -11,7 +11,9 @@ import pytest
 
 from functron import apps
 from functron.apps.megatron import make_format
+from functron.core.errors import list_plugins
 from functron.data import IndexedWriter
+from functron.models.family import families
 from functron.training.config import configure, dump, load
 from functron.training.data import open_samples
 
@@ -63,6 +65,16 @@ def test_others_are_read_where_the_table_lacks_a_name(monkeypatch):
     assert apps.load_plugins("functron.formats", "megatron").keys() == {"megatron"}
     assert asked == []
     assert apps.load_plugins("functron.formats", "mine", "none").keys() == {"megatron", "mine"}
+
+
+def test_what_was_left_out_is_not_listed(monkeypatch):
+    group = "functron.families"
+    assert list_plugins(group) == apps.PLUGINS[group]
+    assert list(families()) == ["gpt", *apps.PLUGINS[group]]
+    missing = {"bert": "functron.apps.nowhere.bert:make_family", "t5": apps.PLUGINS[group]["t5"]}
+    monkeypatch.setattr(apps, "PLUGINS", {group: missing})
+    assert [*list_plugins(group)] == ["t5"]
+    assert list_plugins("functron.no_such_group") == {}
 
 
 @pytest.mark.parametrize("name", NAMES)

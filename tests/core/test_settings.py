@@ -27,6 +27,7 @@ from functron.core.settings import (
     settings_of,
     unused_problems,
     value_at,
+    with_optional_sections,
     with_sections,
 )
 
@@ -233,6 +234,20 @@ def test_sections_are_added_to_a_class_of_its_own():
 
     with pytest.raises(ValueError, match=r"loose: got Loose, which can be changed; .*frozen=True"):
         with_sections(Whole, {"loose": Loose})
+
+
+def test_sections_may_be_none():
+    mark = Mark(frozenset(["step"]), box="model")
+    kind = with_optional_sections(Whole, {"saver": Saving, "files": Files}, mark)
+    assert (kind().saver, kind().files) == (None, None)
+    assert replace_settings(kind(), {"files__seq": 3}).files == Files(seq=3)
+    assert plain_table(kind())["saver"] == "none"
+    added = [each for each in settings_of(kind) if each.path.startswith("files.")]
+    assert [(each.name, each.mark.box) for each in added] == [
+        ("files.data", "model"),
+        ("files.seq", "model"),
+    ]
+    assert all("step" in each.mark.tags for each in added)
 
 
 def test_values_of_another_kind_are_refused():

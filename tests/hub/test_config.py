@@ -17,7 +17,7 @@ from functron.hub.decoders import LACKING
 from functron.hub.format import config_problems
 from functron.hub.mixtures import DECODERS
 from functron.hub.reader import FORMATS, differences, parse
-from functron.models.family import FAMILIES
+from functron.models.family import GPT
 from tests.hub import tiny
 
 # As published; the numbers of parameters are those that the files have.
@@ -223,7 +223,7 @@ def test_defaults_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", list(DECODERS))
 def test_every_field_of_ours_is_accounted_for(name):
     """A field that is added to GPTConfig must be mapped, or be refused where it is not default."""
-    form, free = DECODERS[name], FAMILIES["gpt"].free
+    form, free = DECODERS[name], GPT.free
     covered = [field for entry in form.entries for field in entry.ours]
     assert len(covered) == len(set(covered))
     assert not set(covered) & set(free)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from functron import hub
-from tests.hub import tiny, tiny_others
+from tests.apps.zoo import tiny_others
+from tests.hub import tiny
 from tests.hub.gloo_hub import QUANTISED, layouts_of
 
 pytestmark = pytest.mark.distributed

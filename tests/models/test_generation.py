@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, nn, random
-from functron.models import generation, t5
+from functron import Mesh, gpt, nn, random
+from functron.models import generation
 from functron.models import generation as sample
 from functron.nn.moe import MoEConfig
-from functron.transforms import Gather
 
 BASE = gpt.GPTConfig(
     vocab_size=37,
@@ -108,45 +107,6 @@ def test_a_mesh_goes_on_beyond_the_context(mesh):
     assert torch.equal(
         ft.generate(weights, BASE, tokens, 9, mesh=Mesh.parse(mesh), **options), wanted
     )
-
-
-@pytest.mark.pairwise(of=lambda mesh, tied: [{"mesh": mesh}, {"tied": tied}])
-@pytest.mark.parametrize("mesh", ["", "dp=2,tp=2", "fsdp=2,tp=4"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_t5_says_with_a_cache_what_it_decodes(tied, mesh):
-    config = t5.T5Config(
-        vocab_size=37, num_layers=1, decoder_layers=3, embed_dim=16, num_heads=4, head_dim=5,
-        mlp_dim=24, num_buckets=4, max_distance=6, tied=tied, gated=not tied, init_factor=2.0,
-        vocab_multiple=8, dtype="float64",
-    )  # fmt: skip
-    mesh = Mesh.parse(mesh)
-    weights = ft.init_params(random.key(0), t5.defs(config))
-    drawn = torch.Generator().manual_seed(1)
-    tokens, given = (torch.randint(0, 37, (2, size), generator=drawn) for size in (7, 12))
-    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-    wanted = t5.forward(config, weights, tokens, given, mask=mask)[..., :37]
-    specs = ft.param_specs(t5.defs(config), t5.rules(config, mesh))
-    gather, rows = Gather(specs), P(ft.DATA_AXES)
-
-    def logits(weights, tokens, mask, given):
-        cache = t5.prefill(
-            config, weights, tokens, ft.ModelOptions(gather=gather), room=14, mask=mask
-        )
-        found = []
-        for index, said in enumerate(given.unbind(1)):
-            place = torch.tensor(index)
-            now, cache = t5.extend(
-                config, weights, cache, said, place, ft.ModelOptions(gather=gather), mask=mask
-            )
-            found.append(now)
-        return torch.stack(found, 1), cache
-
-    out = (rows, t5.cache_specs(config))
-    mapped = ft.shard_map(logits, mesh, (specs, rows, rows, rows), out)
-    got, cache = mapped(weights, tokens, mask, given)
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-    assert cache.own.k.shape == (3, 2, 14, 4, 5)
-    assert cache.memory.v.shape == (3, 2, 7, 4, 5)
 
 
 def test_prompts_of_different_lengths_do_not_mix():

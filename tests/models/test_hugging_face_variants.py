@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import functron as ft
 from functron import gpt, hub, nn
 from tests.hub import tiny
-from tests.models.test_hugging_face_architectures import (
+from tests.models.float64_models import (
     Float64,
     assert_leaves_close,
     assert_outputs_close,

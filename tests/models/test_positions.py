@@ -18,9 +18,7 @@ from functron import Mesh, P, gpt, nn, random
 from functron.models.generation import extend, prefill
 from functron.pipeline import Partition, make, pipelined
 from functron.pipeline.partition import layout_of
-from tests.models.test_composition import BASE, BATCH, SEQ, assert_equal, batch
-from tests.models.test_context_composition import CONTEXTS, packed
-from tests.models.test_hugging_face_architectures import (
+from tests.models.float64_models import (
     Float64,
     assert_leaves_close,
     assert_mapped,
@@ -30,6 +28,8 @@ from tests.models.test_hugging_face_architectures import (
     stacked,
     tensors,
 )
+from tests.models.test_composition import BASE, BATCH, SEQ, assert_equal, batch
+from tests.models.test_context_composition import CONTEXTS, packed
 
 CONFIG = replace(BASE, num_kv_heads=4, head_dim=8, rope_sections=(1, 2, 1), rope_theta=50.0)
 SECTIONS = len(CONFIG.rope_sections)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from functron import optim, random, tree
+from functron.apps.zoo.bert import BertConfig
+from functron.apps.zoo.mamba import MambaConfig
+from functron.apps.zoo.t5 import T5Config
 from functron.cli.main import main
 from functron.cli.train import _parse
 from functron.core.settings import fields_under, follow, path_of, settings_of, value_at
 from functron.models import gpt
-from functron.models.bert import BertConfig
 from functron.models.family import family_of
-from functron.models.mamba import MambaConfig
-from functron.models.t5 import T5Config
 from functron.nn import RopeScaling
 from functron.nn.moe import MoEConfig
 from functron.optim.config import OPTIMIZER_NEEDS, OPTIMIZERS, SCHEDULE_NEEDS, SCHEDULES

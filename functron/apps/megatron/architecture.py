@@ -16,12 +16,10 @@ from typing import Any, Literal
 from functron import nn
 from functron.apps.megatron.arguments import Reading
 from functron.apps.megatron.launches import is_open
+from functron.core.errors import refuse
 from functron.data.tokenizer import open_tokenizer
-from functron.models.bert import BertConfig
-from functron.models.config import GPTConfig
-from functron.models.family import TrainedConfig
-from functron.models.mamba import KINDS, MambaConfig
-from functron.models.t5 import T5Config
+from functron.models.config import GPTConfig, TextConfig
+from functron.models.family import families
 from functron.nn.moe import MoEConfig
 
 FamilyName = Literal["gpt", "bert", "t5", "mamba"]
@@ -50,7 +48,7 @@ def find_family(reading: Reading, program: str) -> FamilyName:
     return "gpt"
 
 
-def read_model(reading: Reading, family: FamilyName) -> TrainedConfig:
+def read_model(reading: Reading, family: FamilyName) -> TextConfig:
     """The model that the arguments describe; its dtype is that of the default.
 
     Args:
@@ -58,11 +56,14 @@ def read_model(reading: Reading, family: FamilyName) -> TrainedConfig:
         family: what it trains.
 
     Raises:
-        ValueError: the sizes describe no model.
+        ValueError: the sizes describe no model, or its family was left out of this installation.
     """
-    makers: Mapping[str, Callable[[Reading], TrainedConfig]] = {
+    makers: Mapping[str, Callable[[Reading], TextConfig]] = {
         "gpt": _gpt, "bert": _bert, "t5": _t5, "mamba": _mamba,
     }  # fmt: skip
+    if family not in families():
+        wanted = f"a family of this installation: {', '.join(families())}"
+        refuse("cannot read this launch line", "model", family, wanted)
     reading.explain("not needed", "the layers are functron's own", "spec")
     reading.explain("not needed", "the program says it", "export_model_type")
     for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
@@ -620,7 +621,7 @@ def _expect(reading: Reading, wanted: Mapping[str, tuple[Sequence[Any], str]], t
             reading.refuse_unless_closest(name, f"{what}, as {title} has")
 
 
-def _bert(reading: Reading) -> BertConfig:
+def _bert(reading: Reading) -> TextConfig:
     own = _common(reading, "bert")
     _plain(reading, "a BERT")
     own["activation"] = _activation(reading, "bert.activation", "bert")
@@ -647,10 +648,10 @@ def _bert(reading: Reading) -> BertConfig:
     reading.ignore("num_query_groups", "decoder_num_layers", "decoder_seq_length")
     reading.ignore("relative_attention_num_buckets", "relative_attention_max_distance")
     reading.ignore("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
-    return BertConfig(**own)
+    return families()["bert"].config(**own)
 
 
-def _t5(reading: Reading) -> T5Config:
+def _t5(reading: Reading) -> TextConfig:
     own = _common(reading, "t5")
     _plain(reading, "a T5")
     own["decoder_layers"] = reading.take("decoder_num_layers", "t5.decoder_layers") or 0
@@ -679,10 +680,13 @@ def _t5(reading: Reading) -> T5Config:
         "not needed", "norms are before sublayers", "apply_residual_connection_post_layernorm"
     )
     reading.ignore("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio")
-    return T5Config(**own)
+    return families()["t5"].config(**own)
 
 
-def _mamba(reading: Reading) -> MambaConfig:
+_LAYER_LETTERS = "M*-"  # state spaces, attention and feed-forward layers, in patterns of hybrids
+
+
+def _mamba(reading: Reading) -> TextConfig:
     own = _common(reading, "mamba")
     _plain(reading, "a Mamba-2 model")
     layers = reading.take("num_layers", "mamba.pattern")
@@ -693,8 +697,10 @@ def _mamba(reading: Reading) -> MambaConfig:
         fix = "write the pattern out: --with hybrid-override-pattern=M-M*..."
         reading.refuse(names[0], "a pattern: how ratios are laid out differs by version", fix)
     text = "M" * (layers or 1) if text is None else text.replace("|", "")
-    if set(text) - set(KINDS) or not text:
-        reading.refuse("hybrid_layer_pattern", f"letters of {' '.join(KINDS)}", "experts: a GPT")
+    if set(text) - set(_LAYER_LETTERS) or not text:
+        reading.refuse(
+            "hybrid_layer_pattern", f"letters of {' '.join(_LAYER_LETTERS)}", "experts: a GPT"
+        )
         text = "M"
     own |= {"pattern": text, "activation": _activation(reading, "mamba.activation", "mamba")}
     hidden, size = own["embed_dim"], reading.take("mamba_head_dim", "mamba.head_dim")
@@ -721,4 +727,4 @@ def _mamba(reading: Reading) -> MambaConfig:
     reading.explain(
         "not needed", "norms are before sublayers", "apply_residual_connection_post_layernorm"
     )
-    return MambaConfig(**own)
+    return families()["mamba"].config(**own)

@@ -42,7 +42,7 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.blend import ALL, parse_blend
 from functron.models.config import PRESETS, GPTConfig
-from functron.models.family import FAMILIES, differing_fields, field_text
+from functron.models.family import GPT, differing_fields, field_text
 from functron.nn.moe import MoEConfig
 from functron.spmd import Mesh
 from functron.training import config, run_folder
@@ -753,7 +753,7 @@ def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
     """Refuse a config that is another one when it is read from its arguments."""
     title = "Megatron has no such model"
     raise_problems(title, [] if config.moe is None else [*_check_routing(config.moe)])
-    canonical = FAMILIES["gpt"].canonical
+    canonical = GPT.canonical
     # rows of padding, and how parameters are joined, are of the layout alone
     plain = replace(
         config, vocab_size=config.padded_vocab, vocab_multiple=config.padded_vocab,

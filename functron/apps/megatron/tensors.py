@@ -68,7 +68,7 @@ from functron.hub.format import (
 )
 from functron.hub.reader import local_on_mesh, match, read_layouts
 from functron.models.config import GPTConfig
-from functron.models.family import FAMILIES
+from functron.models.family import GPT
 
 # --- names of tensors
 
@@ -153,7 +153,7 @@ def _list_rules(config: GPTConfig) -> tuple[NameRule, ...]:
 
 def _layouts(config: GPTConfig, rows: int | None = None) -> list[HubLayout]:
     """The tensors of a model whose embedding has so many rows; None: those of padding too."""
-    family = FAMILIES["gpt"]
+    family = GPT
     numbers = {**family.numbers(config), "mtp": range(config.mtp_depth)}
     rows = config.padded_vocab if rows is None else rows
     return layouts(_list_rules(config), family.defs(config), rows, numbers)

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import yaml
 
-from functron.apps.megatron import Migration, migrate
+from functron.apps.megatron import Migration, architecture, migrate
 from functron.apps.megatron import arguments as megatron
 from functron.apps.megatron.architecture import parse_pattern
 from functron.apps.megatron.launches import LaunchLine, read_script, record_script, show_open
 from functron.core.settings import value_at
 from functron.data import preprocess
 from functron.models.config import PRESETS
+from functron.models.family import GPT
 from functron.optim.config import make_schedule
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
@@ -409,6 +410,14 @@ def test_other_models_are_refused_or_the_closest(line):
     hybrid = "--hybrid-override-pattern M*-M --position-embedding-type none --normalization RMSNorm"
     config = config_of(line, f"{hybrid} --mamba-num-groups 2", program="pretrain_mamba.py")
     assert (config.mamba.pattern, config.mamba.num_heads) == ("M*-M", 2)
+
+
+def test_a_family_that_was_left_out_is_refused(line, monkeypatch):
+    monkeypatch.setattr(architecture, "families", lambda: {"gpt": GPT})
+    wanted = "launch line\n  - model: got bert; wanted a family of this installation: gpt"
+    with pytest.raises(ValueError, match=wanted):
+        config_of(line, "", program="pretrain_bert.py")
+    assert config_of(line, "").family is GPT
 
 
 def test_tokens_that_are_here_are_looked_into(line, tmp_path, monkeypatch):

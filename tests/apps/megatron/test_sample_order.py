@@ -21,7 +21,7 @@ from functron.cli.train import parse_train
 from functron.data import Blend, IndexedWriter
 from functron.data.indexed import IndexedFile
 from functron.data.shards import verify
-from functron.models.family import PRESETS
+from functron.models.family import list_presets
 from functron.training import data
 from functron.training.checks import validate
 from functron.training.config import configure
@@ -247,7 +247,7 @@ def test_what_cannot_be_ordered_so(tmp_path):
         ({"fim_rate": 0.5, "fim_tokens": "1,2,3"}, "order: got megatron with fim_rate=0.5"),
         ({"format": "mock", "data": ""}, "order: got megatron with data=mock; wanted Megatron-LM's .bin and .idx"),
         ({"format": "text"}, "order: got megatron with data="),
-        ({"bert": PRESETS["bert-tiny"]}, "order: got megatron with a BERT; wanted a model that predicts the next token"),
+        ({"bert": list_presets()["bert-tiny"]}, "order: got megatron with a BERT; wanted a model that predicts the next token"),
         ({"seed": -1}, "seed: got -1; wanted 0 to 2^32 - 1 with order=megatron"),
         ({"order_samples": -1}, "order_samples: got -1; wanted at least 0"),
         ({"blend_surplus": -1.0}, "blend_surplus: got -1.0; wanted at least 0"),

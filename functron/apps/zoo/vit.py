@@ -1,13 +1,13 @@
 """A vision transformer (Dosovitskiy et al. 2021), and with other settings CLIP's (Radford 2021).
 
-An image is cut into patches, which a linear map makes into a sequence after a learned class token;
-learned positions are added, and pre-norm blocks attend from everywhere to everywhere. `features`
-gives a vector per patch, `forward` the logits of classes.
+A linear map embeds the patches of an image, which follow a learned class token; learned position
+embeddings are added, and pre-norm blocks attend to all patches. `features` returns a vector per
+patch, `forward` the logits of classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,24 +16,24 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn
-from functron.core.errors import Problem, public, raise_problems
-from functron.core.scopes import named_scope
-from functron.core.tree import Tree
-from functron.core.typing import Float, Key, Scalar, Tensor
-from functron.models.config import Dtype, Named
-from functron.models.options import DEFAULTS, ModelOptions, check_gathered, num_targets, require
-from functron.models.stack import (
+from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
+    encoder_block,
+    encoder_defs,
     head_problems,
-    padded,
+    round_up,
     size_problems,
-    summed_loss,
+    sum_cross_entropies,
     tensor_rules,
-    whole_heads,
 )
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Key, Tensor
+from functron.models.config import Dtype, Named
+from functron.models.family import Family
+from functron.models.options import DEFAULTS, Batch, ModelOptions, check_gathered, num_targets
 from functron.nn.layers import linear_defs, sequence_axes, weights
-from functron.nn.masked import masked_attention
 from functron.spmd import P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -51,20 +51,20 @@ class ViTConfig:
     """Architecture of a vision transformer.
 
     Attributes:
-        image_size: pixels of a side.
-        patch_size: pixels of a side of a patch.
+        image_size: height and width of an image, in pixels.
+        patch_size: height and width of a patch, in pixels.
         channels: numbers per pixel.
-        num_layers: blocks.
-        embed_dim: width of the stream.
-        num_heads: heads of attention.
+        num_layers: number of blocks.
+        embed_dim: width of the residual stream.
+        num_heads: number of attention heads.
         mlp_dim: width of the feed-forward hidden layer.
         activation: of feed-forward layers; "quick_gelu" is x sigmoid(1.702 x) (CLIP).
-        patch_bias: a bias on patches (CLIP has none).
-        pre_norm: a norm before the blocks (CLIP).
-        final_norm: a norm after them (LLaVA takes features without).
-        num_classes: what `forward` tells apart; 0: there is only `features`.
+        patch_bias: the embedding of patches has a bias (not in CLIP).
+        pre_norm: a norm before the first block (CLIP).
+        final_norm: a norm after the last block (not for the features that LLaVA reads).
+        num_classes: number of classes; 0: the model has no head, and only `features`.
         norm_eps: epsilon of the norms.
-        init_stddev: of all matrices.
+        init_stddev: standard deviation of all initial matrices.
         class_multiple: classes are padded to a multiple of it; every tensor-parallel size that
             divides it fits.
         dtype: of parameters and activations.
@@ -102,13 +102,13 @@ class ViTConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image, which come after the class token."""
+        """The number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def padded_classes(self) -> int:
         """Columns of the head."""
-        return padded(self.num_classes, self.class_multiple)
+        return round_up(self.num_classes, self.class_multiple)
 
     @property
     def attention(self) -> nn.AttentionConfig:
@@ -121,7 +121,7 @@ class ViTConfig:
         return getattr(torch, self.dtype)
 
 
-def _vit(
+def _make_preset(
     num_layers: int, embed_dim: int, num_heads: int, patch_size: int, num_classes: int = 1000
 ) -> ViTConfig:
     return ViTConfig(
@@ -135,35 +135,28 @@ PRESETS: Mapping[str, ViTConfig] = Named(
         "vit-tiny": ViTConfig(
             num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192, num_classes=10
         ),
-        "vit-base-16": _vit(12, 768, 12, 16),
-        "vit-large-16": _vit(24, 1024, 16, 16),
-        "vit-huge-14": _vit(32, 1280, 16, 14),
+        "vit-base-16": _make_preset(12, 768, 12, 16),
+        "vit-large-16": _make_preset(24, 1024, 16, 16),
+        "vit-huge-14": _make_preset(32, 1280, 16, 14),
         "clip-large-14-336": ViTConfig(
             image_size=336, patch_size=14, num_layers=24, embed_dim=1024, num_heads=16,
             mlp_dim=4096, activation="quick_gelu", patch_bias=False, pre_norm=True, norm_eps=1e-5,
         ),
     }
 )  # fmt: skip
-"""Named architectures: "vit-tiny" is for images of 32 x 32; the others have their papers' sizes."""
+"""Named configs: "vit-tiny" is for images of 32 x 32; the others have their papers' sizes."""
 
 
 @public
 def defs(config: ViTConfig) -> dict:
     """The parameters of the patches, the blocks, and the head.
 
-    ``{"patches", "class", "positions", "pre_norm"?, "blocks", "norm"?, "head"?}``; those of all
+    ``{"patches", "class", "positions", "pre_norm"?, "blocks", "norm"?, "head"?}``; parameters of
     blocks are stacked on a leading "layers" dim.
     """
     c, dtype, stddev = config, config.torch_dtype, config.init_stddev
     normal, size = Normal(stddev), config.patch_size
     norm = nn.norm_defs(c.embed_dim, "layer", axis="embed", dtype=dtype)
-    stddevs = {"stddev": stddev, "out_stddev": stddev, "dtype": dtype}
-    block = {
-        "attention_norm": norm,
-        "attention": whole_heads(nn.attention_defs(c.attention, **stddevs)),
-        "mlp_norm": norm,
-        "mlp": nn.mlp_defs(c.embed_dim, c.mlp_dim, gated=False, bias=True, **stddevs),
-    }
     model = {
         "patches": linear_defs(
             (c.channels, size, size, c.embed_dim),
@@ -175,7 +168,7 @@ def defs(config: ViTConfig) -> dict:
         ),
         "class": ParamDef((c.embed_dim,), ("embed",), normal, dtype, decay=False),
         "positions": ParamDef((c.num_patches + 1, c.embed_dim), (None, "embed"), normal, dtype),
-        "blocks": params.stack(block, c.num_layers),
+        "blocks": params.stack(encoder_defs(c), c.num_layers),
     }
     model |= {"pre_norm": norm} if c.pre_norm else {}
     model |= {"norm": norm} if c.final_norm else {}
@@ -193,7 +186,7 @@ def defs(config: ViTConfig) -> dict:
 
 @public
 def rules(config: ViTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism on data axes and tp, as `gpt.rules`."""
+    """Rules for tensor parallelism and FSDP; see `gpt.rules`."""
     c = config
     split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim}
     split |= {"class_multiple": c.padded_classes} if c.num_classes else {}
@@ -213,12 +206,12 @@ def features(
         config: the architecture.
         weights: this rank's part of the parameters.
         images: ``[batch, channels, image_size, image_size]``, this rank's.
-        options: stream, remat, gather and axes; others are refused. Where the stream splits the
-            sequence it is filled up with places that are not seen.
+        options: stream, remat, gather and axes; others are refused. A sequence that is split over
+            ranks is padded to a multiple of their number.
 
     Returns:
         ``[batch, 1 + num_patches, embed]``, the same on all ranks of tp. Collectives per block: see
-        `nn.self_attention` and `nn.mlp`; with a split sequence one all-gather at the end.
+        `nn.self_attention` and `nn.mlp`; one all-gather at the end where the sequence is split.
 
     Raises:
         ValueError: the images have another size.
@@ -226,21 +219,23 @@ def features(
     stack, stream, gather = Stack("vit", options), options.stream, options.gather
     axes = sequence_axes(stream)
     count, ranks = config.num_patches + 1, lax.axis_size(axes)
-    total = padded(count, ranks)
+    total = round_up(count, ranks)
     with named_scope("embed"):
         place = lax.global_index(total // ranks, axes, device=images.device)
-        x = _embed_patches(config, weights, _patches(config, images), place, total, gather)
+        x = _embed_patches(config, weights, _cut_patches(config, images), place, total, gather)
     seen = None if total == count else (torch.arange(total, device=x.device) < count)[None]
     if config.pre_norm:
         x = nn.norm(gather.at("pre_norm")(weights["pre_norm"]), x, eps=config.norm_eps)
-    x = stack.at("blocks").over(_block(config, stack, seen), x, weights["blocks"], None)
+    mlp = partial(_feed_forward, config, stream)
+    block = encoder_block(config, stack, seen, mlp, norm_first=True)
+    x = stack.at("blocks").over(block, x, weights["blocks"], None)
     if config.final_norm:
         with named_scope("norm"):
             x = nn.norm(gather.at("norm")(weights["norm"]), x, eps=config.norm_eps)
     return nn.gather_sequence(x, stream)[:, :count]
 
 
-def _patches(config: ViTConfig, images: Tensor) -> Tensor:
+def _cut_patches(config: ViTConfig, images: Tensor) -> Tensor:
     """``[batch, num_patches, channels * patch_size ** 2]``, row by row."""
     side = config.image_size
     if tuple(images.shape[1:]) != (config.channels, side, side):
@@ -256,7 +251,7 @@ def _patches(config: ViTConfig, images: Tensor) -> Tensor:
 def _embed_patches(
     config: ViTConfig, weights: dict, patches: Tensor, place: Tensor, total: int, gather: Gather
 ) -> Tensor:
-    """The stream at these of `total` places: the class token's, the patches', and filling."""
+    """The residual stream at the positions `place`: the class token, then patches, then padding."""
     layer = gather.at("patches")(weights["patches"])
     check_gathered("embed_dim", layer["w"].shape[-1], config.embed_dim)
     w, table = layer["w"].flatten(0, 2), gather.at("positions")(weights["positions"])
@@ -270,28 +265,7 @@ def _embed_patches(
     return x + table
 
 
-def _block(
-    config: ViTConfig, stack: Stack, seen: Tensor | None
-) -> Callable[[Tree, Tensor, None], Tensor]:
-    """``(parameters, x, None) -> x``: one pre-norm block."""
-    core = stack.core(partial(masked_attention, seen=seen))
-    stream, eps = stack.stream, config.norm_eps
-
-    def block(weights: dict, x: Tensor, key: None) -> Tensor:
-        with named_scope("attention"):
-            y = nn.norm(weights["attention_norm"], x, eps=eps)
-            layer = weights["attention"]
-            x = x + nn.self_attention(
-                layer, y, config.attention, rope=None, stream=stream, core=core
-            )
-        with named_scope("mlp"):
-            y = nn.norm(weights["mlp_norm"], x, eps=eps)
-            return x + _mlp(config, weights["mlp"], y, stream)
-
-    return block
-
-
-def _mlp(config: ViTConfig, layer: dict, x: Tensor, stream: P) -> Tensor:
+def _feed_forward(config: ViTConfig, stream: P, layer: dict, x: Tensor) -> Tensor:
     if config.activation != "quick_gelu":
         return nn.mlp(layer, x, activation=config.activation, stream=stream)
     y = nn.column_parallel(nn.gather_sequence(x, stream), *weights(layer["up"]))
@@ -305,7 +279,7 @@ def forward(
     images: Float[Tensor, "batch channels height width"],
     options: ModelOptions = DEFAULTS,
 ) -> Float[Tensor, "batch columns"]:
-    """The logits of every image's class, from what the class token has become.
+    """The logits of every image's class, from the class token's features.
 
     The arguments are those of `features`.
 
@@ -317,30 +291,33 @@ def forward(
         ValueError: the model has no classes.
     """
     if not config.num_classes:
-        raise ValueError("vit: got num_classes=0; wanted classes; set it, or use vit.features")
+        raise ValueError("vit: got num_classes=0; wanted at least 1; set it, or use vit.features")
     x = features(config, weights, images, options)
     with named_scope("head"):
         head = options.gather.at("head")(weights["head"])
         return nn.column_parallel(x[:, 0], head["w"], head["b"])
 
 
-@public
-def loss(
-    config: ViTConfig,
-    weights: dict,
-    batch: Mapping[str, Tensor],
-    options: ModelOptions = DEFAULTS,
-    *,
-    key: Key | None = None,
-) -> Scalar:
+@sum_cross_entropies("images", "targets", classes="num_classes")
+def loss(config: ViTConfig, weights: dict, batch: Batch, options: ModelOptions, key: Key | None):
     """The sum of all images' cross-entropies over the batch of all ranks, as `gpt.loss`.
 
     Args:
         batch: this rank's ``images``, and ``targets`` int64 ``[batch]``, of which `nn.IGNORE_INDEX`
             do not count.
-        key: not used: nothing is random.
+        key: not used; there is no dropout.
     """
     del key
-    require(batch, "images", "targets")
-    logits = forward(config, weights, batch["images"], options)
-    return summed_loss(logits, batch["targets"], config.num_classes, options)
+    return forward(config, weights, batch["images"], options)
+
+
+FREE_FIELDS = ("init_stddev", "class_multiple", "dtype")
+"""Fields of a `ViTConfig` that leave the model what it is; see `Family`."""
+
+
+def make_family() -> Family:
+    """The family of vision transformers."""
+    return Family(
+        "vit", "a vision transformer", ViTConfig, PRESETS, defs, rules, loss, num_targets,
+        vocab_size=lambda config: config.num_classes, free=FREE_FIELDS,
+    )  # fmt: skip

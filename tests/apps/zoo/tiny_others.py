@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from functron import bert, hub, llava, mamba, t5, vit
 from tests.hub import tiny
+from tests.models.float64_models import Float64
 
 transformers = tiny.transformers
 VOCAB, EMBED, HEADS, MLP, BATCH, SEQ = 61, 32, 4, 48, 2, 12
@@ -20,16 +20,6 @@ SIZES = {
     "num_attention_heads": HEADS,
     "intermediate_size": MLP,
 }
-
-
-class Float64(TorchFunctionMode):
-    """Where this is in force, what is converted to float32 becomes float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        wide = lambda x: torch.float64 if x is torch.float32 else x
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        kwargs = {name: wide(x) for name, x in (kwargs or {}).items()}
-        return func(*map(wide, args), **kwargs)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ import torch
 
 import functron as ft
 from functron import bert, checkpoint, mamba, random, t5, tree
+from functron.apps.zoo.bert import BertConfig
+from functron.apps.zoo.t5 import respond
 from functron.cli.main import main
 from functron.data import Blend, IndexedWriter, Tokenizer
-from functron.data.denoising import Transformed, spans_of
+from functron.data.denoising import Sentinels, Transformed, spans_of
 from functron.data.tokenizer import ByteTokenizer
-from functron.models.bert import BertConfig
-from functron.models.family import PRESETS, TRAINED, family_of
+from functron.models.family import family_of, list_presets, trained_families
 from functron.models.generation import Draw
-from functron.models.t5 import Sentinels, respond
 from functron.spmd import Mesh
 from functron.training import data as corpus
 from functron.training import run_folder
@@ -80,7 +80,7 @@ def problems(config: TrainConfig) -> str:
 @pytest.mark.parametrize("model", ["mamba2-tiny", "nemotron-h-8b", "bert-base", "t5-small"])
 def test_toml_there_and_back(tmp_path, model):
     config = with_model(configure(steps=3), model)
-    assert config.architecture is PRESETS[model]
+    assert config.architecture is list_presets()[model]
     file = tmp_path / "config.toml"
     file.write_text(dump(config))
     assert load(file) == config
@@ -96,7 +96,7 @@ def test_a_config_without_a_preset_comes_back(tmp_path):
         file.write_text(dump(config))
         assert load(file) == config
     file.write_text('model = "mamba2-tiny"\n[mamba]\npattern = "M"\n')
-    assert load(file).mamba == dataclasses.replace(PRESETS["mamba2-tiny"], pattern="M")
+    assert load(file).mamba == dataclasses.replace(list_presets()["mamba2-tiny"], pattern="M")
     file.write_text('model = "mamba-tiny"\n[mamba]\npatern = "M"\n')
     with pytest.raises(ValueError, match="did you mean 'mamba2-tiny'") as caught:
         load(file)
@@ -104,8 +104,8 @@ def test_a_config_without_a_preset_comes_back(tmp_path):
 
 
 def test_names_of_presets_are_unique():
-    assert len(PRESETS) == sum(len(family.presets) for family in TRAINED.values())
-    for name, config in PRESETS.items():
+    assert len(list_presets()) == sum(len(family.presets) for family in trained_families().values())
+    for name, config in list_presets().items():
         assert name in family_of(config).presets
     with pytest.raises(TypeError, match="family_of: got int"):
         family_of(3)
@@ -113,7 +113,7 @@ def test_names_of_presets_are_unique():
 
 def test_what_a_mamba_cannot_be_trained_with(tmp_path):
     config = with_model(configure(mesh="pp=2", lora_rank=2, loss_chunk_tokens=8), "mamba2-tiny")
-    said = problems(configure(config, gpt=PRESETS["gpt2"], mask_documents=True))
+    said = problems(configure(config, gpt=list_presets()["gpt2"], mask_documents=True))
     for line in (
         "mesh: got pp=2; wanted pp=1 for this model; fix: put those ranks on dp, fsdp or tp",
         "gpt: got settings of a GPT; wanted nothing beside [mamba]",
@@ -277,7 +277,7 @@ def test_masks_of_tokens_on_disk_and_tokenizers(tmp_path):
     assert set(samples.progress(16)) == set(map(str, blend.values()))
     validate(config)
     # nothing says which id is free: the last one is, and text that has it is refused
-    model = dataclasses.replace(PRESETS["bert-tiny"], vocab_size=80)
+    model = dataclasses.replace(list_presets()["bert-tiny"], vocab_size=80)
     config = configure(config, mask_token=-1, bert=model)
     samples = corpus.open_samples(config)
     with pytest.raises(ValueError, match="id 79 at token"):
@@ -302,7 +302,7 @@ def _tokens(place, low: int):
 
 def test_what_a_bert_cannot_be_trained_with():
     config = with_model(configure(mask_rate=1.5, seq=1000, pack="best-fit"), "bert-tiny")
-    small = dataclasses.replace(PRESETS["bert-tiny"], vocab_size=257)
+    small = dataclasses.replace(list_presets()["bert-tiny"], vocab_size=257)
     said = problems(configure(config, bert=small, data="chats.jsonl"))
     for line in (
         "mask_rate: got 1.5; wanted above 0 and below 1",
@@ -377,7 +377,7 @@ def test_what_a_t5_cannot_be_trained_with(tmp_path):
     ):
         assert line in said
     config = with_model(TrainConfig(), "t5-tiny")
-    small = dataclasses.replace(PRESETS["t5-tiny"], vocab_size=260)
+    small = dataclasses.replace(list_presets()["t5-tiny"], vocab_size=260)
     assert "t5.vocab_size: got 260 token ids; wanted at least 264: 257 of text, and 7" in problems(
         configure(config, t5=small)
     )
@@ -417,8 +417,8 @@ def test_a_t5_says_what_its_forward_pass_does():
         respond(weights, model, read, 4, draw=Draw(1.0))
     names = Sentinels(10, 3, 4)
     letters = ByteTokenizer()
-    assert names.read("a<extra_id_0>b<extra_id_2>", letters) == [97, 10, 98, 8, 4]
-    assert names.written([10, 97, 98, 9, 4], letters) == "<extra_id_0>ab<extra_id_1>\x04"
+    assert names.encode("a<extra_id_0>b<extra_id_2>", letters) == [97, 10, 98, 8, 4]
+    assert names.decode([10, 97, 98, 9, 4], letters) == "<extra_id_0>ab<extra_id_1>\x04"
 
 
 def test_the_command_restores(restoring, capsys):
@@ -470,7 +470,7 @@ import torch
 import torch.distributed as dist
 import functron as ft
 from functron import Mesh, gpt, random, t5
-from functron.models.t5 import respond
+from functron.apps.zoo.t5 import respond
 from functron.models.generation import Draw
 
 dist.init_process_group("gloo")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import Mesh
-from functron.nn.mamba import (
+from functron.apps.zoo.state_space import (
     Mamba2Config,
     mamba,
     mamba_cache,

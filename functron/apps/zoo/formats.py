@@ -1,15 +1,14 @@
-"""Formats of models beside decoders of attention alone: state spaces, encoders, images.
+"""Hugging Face formats of the zoo: BERT, T5, ViT, LLaVA, Mamba-2 and Nemotron-H.
 
-Of text BERT, T5, Mamba-2 and Nemotron-H, its hybrid with attention and feed-forward layers; ViT of
-images, and LLaVA of both. Not read is what transformers' models have beyond ours: BERT's pooler and
-next-sentence head, which its model for masked tokens has no use for either, and rates of dropout,
-which a run configures. Two things of state spaces are computed otherwise in transformers, beside
-what rounding does:
+Nemotron-H is a hybrid of Mamba-2 with attention and feed-forward layers. Parts that our models lack
+are not read: BERT's pooler and next-sentence head, which transformers' model for masked tokens does
+not use either. Dropout rates are not read, as a run configures them. Transformers computes two
+things of state spaces differently:
 
-* Step sizes: Mamba-2 keeps them within ``time_step_limit``, Nemotron-H above ``time_step_min``.
-  Ours have a lower limit alone, `MambaConfig.dt_min`.
-* ``residual_in_fp32``: the stream between layers is float32 in models of 16 bits. Ours is in the
-  model's dtype, so the entry is not read.
+* Step sizes: Mamba-2 limits them to ``time_step_limit``, Nemotron-H to at least ``time_step_min``.
+  Our models have a lower limit only, `MambaConfig.dt_min`.
+* ``residual_in_fp32``: the residual stream is float32 in models of 16 bits. Ours has the model's
+  dtype, so the entry is not read.
 """
 
 from __future__ import annotations
@@ -20,6 +19,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from functron.apps.zoo.llava import LlavaConfig
+from functron.apps.zoo.mamba import MambaConfig
+from functron.apps.zoo.t5 import T5Config
+from functron.apps.zoo.vit import ViTConfig
 from functron.core.errors import Problem, nearest
 from functron.hub.entries import (
     ACTIVATIONS,
@@ -55,11 +58,7 @@ from functron.hub.format import (
     under,
 )
 from functron.hub.mixtures import DECODERS
-from functron.models.family import FAMILIES
-from functron.models.llava import LlavaConfig
-from functron.models.mamba import MambaConfig
-from functron.models.t5 import T5Config
-from functron.models.vit import ViTConfig
+from functron.models.family import families
 
 # --- of text: BERT with its head for masked tokens, and T5, versions 1.0 and 1.1
 
@@ -83,8 +82,8 @@ BERT_RULES = (
 )
 
 
-def _first_names(rule: NameRule) -> NameRule:
-    """The rule for the first BERTs, which have TensorFlow's names of norms."""
+def _rename_norms(rule: NameRule) -> NameRule:
+    """The rule for the first published BERTs, whose norms have TensorFlow's names."""
     name = rule.name.replace("LayerNorm.weight", "LayerNorm.gamma")
     return replace(rule, name=name.replace("LayerNorm.bias", "LayerNorm.beta"))
 
@@ -110,7 +109,7 @@ BERT = HubFormat(
         only("add_cross_attention", False, why="attention to another sequence"),
         only("is_encoder_decoder", False, why="decoder"),
     ),
-    naming=lambda *_: (BERT_RULES, tuple(map(_first_names, BERT_RULES))),
+    naming=lambda *_: (BERT_RULES, tuple(map(_rename_norms, BERT_RULES))),
     prefix="bert.",
     unused=(
         r"bert\.pooler\..*",
@@ -126,12 +125,12 @@ BERT = HubFormat(
         *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
         *("pooler_size_per_head", "pooler_type", "directionality", "gradient_checkpointing"),
     ),
-    family=FAMILIES["bert"],
+    family=families()["bert"],
 )
 
 
-def _stack(stack: str, gated: bool) -> list[NameRule]:
-    """The names of T5's encoder or decoder."""
+def _make_stack_rules(stack: str, gated: bool) -> list[NameRule]:
+    """The rules of T5's encoder or decoder."""
     ours, cross = f"{stack}/blocks", stack == "decoder"
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     found = [NameRule(table, "bucket heads -> bucket heads", (f"{stack}/relative",))]
@@ -148,9 +147,9 @@ def _stack(stack: str, gated: bool) -> list[NameRule]:
     return [*found, *norm(f"{stack}.final_layer_norm", f"{stack}/norm")]
 
 
-def t5_rules(gated: bool) -> tuple[NameRule, ...]:
-    """T5's names: of version 1.1, or, without gates, of version 1.0."""
-    stacks = (*_stack("encoder", gated), *_stack("decoder", gated))
+def make_t5_rules(gated: bool) -> tuple[NameRule, ...]:
+    """T5's rules: of version 1.1 if gated, else of version 1.0."""
+    stacks = (*_make_stack_rules("encoder", gated), *_make_stack_rules("decoder", gated))
     unembed = NameRule("lm_head.weight", UNEMBED, ("unembed",))
     return (NameRule("shared.weight", EMBED, ("embed",)), *stacks, unembed)
 
@@ -158,7 +157,7 @@ def t5_rules(gated: bool) -> tuple[NameRule, ...]:
 _FORWARD = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 _GATED = {f"gated-{name}": ours for name, ours in ACTIVATIONS.items() if name != "gelu"}
 _FORWARD_NAMES: Mapping[str, str] = {**ACTIVATIONS, "gated-gelu": "gelu_tanh", **_GATED}
-"""``relu``, or ``gated-gelu``, by which the tanh approximation is meant."""
+"""Such as ``relu``, or ``gated-gelu``, which means the tanh approximation of gelu."""
 
 
 def _read_forward(table: HubTable, _: Mapping) -> dict:
@@ -167,7 +166,7 @@ def _read_forward(table: HubTable, _: Mapping) -> dict:
         wanted, fix = "one that our model has", nearest(str(value), _FORWARD_NAMES)
         raise EntryError(Problem(_FORWARD[0], repr(value), wanted, fix))
     ours, gated = _FORWARD_NAMES[value], value.startswith("gated-")
-    # transformers 5 writes down what it made of the entry, and believes that later
+    # transformers 5 writes two entries that it derives from this one, and reads those later
     act, gate = table.get(_FORWARD[1]), table.get(_FORWARD[2], gated)
     if (act is not None and ACTIVATIONS.get(act) != ours) or gate is not gated:
         got, wanted = f"{act!r} and {gate!r}", f"those of {_FORWARD[0]}={value!r}"
@@ -189,15 +188,15 @@ _TIED = ("tie_word_embeddings", "scale_decoder_outputs")
 
 
 def _read_tied(table: HubTable, _: Mapping) -> dict:
-    """Whether the decoder's result is divided by sqrt(d_model), which is whether matrices are tied.
+    """Whether the decoder's output is divided by sqrt(d_model): so it is where matrices are tied.
 
-    Transformers 5 has true for tied in any case, and has a head of its own where files do.
+    Transformers 5 writes that matrices are tied in any case, and reads a head where files have one.
     """
     tied = table.get(_TIED[0], True)
     scaled = table.get(_TIED[1], tied)
     if not isinstance(scaled, bool) or not isinstance(tied, bool) or (scaled and not tied):
         got = f"{tied!r} and {scaled!r}"
-        wanted = "true and true (1.0), or false: our model divides where matrices are tied"
+        wanted = "true and true (1.0), or false: our model divides if matrices are tied"
         raise EntryError(Problem(" and ".join(_TIED), got, wanted))
     return {"tied": scaled}
 
@@ -206,7 +205,7 @@ _START = ("decoder_start_token_id", "pad_token_id")
 
 
 def _read_start(table: HubTable, _: Mapping) -> dict:
-    """The token that the decoder begins with: padding's, where it is not given."""
+    """The first token of the decoder's input; the padding token where it is not given."""
     start = next((table[name] for name in _START if table.get(name) is not None), 0)
     if not isinstance(start, int):
         raise EntryError(Problem(_START[0], repr(start), "a token"))
@@ -235,10 +234,10 @@ T5 = HubFormat(
         only("is_encoder_decoder", True, why="encoder or decoder alone"),
         only("is_decoder", False, why="decoder alone"),
     ),
-    naming=lambda config, _: (t5_rules(config.gated),),
+    naming=lambda config, _: (make_t5_rules(config.gated),),
     prefix="",
     max_seq="",
-    # in the first T5s, of a table that nothing reads
+    # a table of the first published T5s, which is not used
     unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     copies=(
         (r"(encoder|decoder)\.embed_tokens\.weight", "embed"),
@@ -248,7 +247,7 @@ T5 = HubFormat(
         *("dropout_rate", "classifier_dropout", "initializer_factor", "n_positions"),
         *("output_past", "gradient_checkpointing"),
     ),
-    family=FAMILIES["t5"],
+    family=families()["t5"],
 )
 
 
@@ -264,7 +263,7 @@ _ACTIVATIONS: Mapping[str, str] = {
 }
 
 
-def _block(at: str, names: tuple[str, ...]) -> tuple[NameRule, ...]:
+def _make_block_rules(at: str, names: tuple[str, ...]) -> tuple[NameRule, ...]:
     """A block's tensors: its norms, queries, keys, values and output, and its MLP."""
     before, after, q, k, v, out, up, down = (f"{at}.{name}" for name in names)
     return (
@@ -275,7 +274,7 @@ def _block(at: str, names: tuple[str, ...]) -> tuple[NameRule, ...]:
     )
 
 
-def _vit_rules(block: tuple[NameRule, ...]) -> tuple[NameRule, ...]:
+def _make_vit_rules(block: tuple[NameRule, ...]) -> tuple[NameRule, ...]:
     at = "vit.embeddings"
     return (
         NameRule(f"{at}.cls_token", "() () embed -> embed", ("class",)),
@@ -298,7 +297,7 @@ _LABELS = ("id2label", "label2id", "num_labels")
 
 
 def _read_labels(table: HubTable, _: Mapping) -> dict:
-    """The number of classes: that of labels, which are called LABEL_0 and so on."""
+    """The number of classes, which is that of the labels."""
     labels, count = table.get(_LABELS[0]), table.get(_LABELS[2])
     found = len(labels) if isinstance(labels, Mapping) else count if count is not None else 2
     if not is_a(found, int) or found < 1 or (labels and count not in (None, found)):
@@ -322,12 +321,12 @@ _SIZES = (
     same("num_attention_heads", "num_heads", 12),
     same("intermediate_size", "mlp_dim", 3072),
 )
-"""The sizes of ViT and of CLIP's vision transformer, whose defaults are the same."""
+"""The sizes of ViT and of CLIP's vision transformer, which have the same defaults."""
 
 VIT = HubFormat(
     "vit",
     "ViTForImageClassification",
-    _vit_rules(_block("vit.encoder.layer.{layer}", _STORED)),
+    _make_vit_rules(_make_block_rules("vit.encoder.layer.{layer}", _STORED)),
     (
         architecture("ViTForImageClassification"),
         square("image_size", "image_size", 224),
@@ -339,7 +338,7 @@ VIT = HubFormat(
         only("qkv_bias", True, why="attention without biases"),
         fixed(patch_bias=True, pre_norm=False, final_norm=True),
     ),
-    in_memory=_vit_rules(_block("vit.layers.{layer}", _LATER)),
+    in_memory=_make_vit_rules(_make_block_rules("vit.layers.{layer}", _LATER)),
     prefix="vit.",
     max_seq="",
     unused=(r"vit\.pooler\..*",),
@@ -347,7 +346,7 @@ VIT = HubFormat(
         *("hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride"),
         *("pooler_output_size", "pooler_act"),
     ),
-    family=FAMILIES["vit"],
+    family=families()["vit"],
 )
 
 # --- LLaVA
@@ -356,15 +355,15 @@ _CLIP = ("q_proj", "k_proj", "v_proj", "out_proj")
 _CLIP = ("layer_norm1", "layer_norm2", *(f"self_attn.{n}" for n in _CLIP), "mlp.fc1", "mlp.fc2")
 
 
-def _clip_rules(at: str) -> tuple[NameRule, ...]:
-    """CLIP's vision transformer, without the norm after it."""
+def _make_clip_rules(at: str) -> tuple[NameRule, ...]:
+    """The rules of CLIP's vision transformer, without its last norm."""
     places = f"{at}.embeddings.position_embedding.weight"
     found = (
         NameRule(f"{at}.embeddings.class_embedding", "embed -> embed", ("class",)),
         *linear(f"{at}.embeddings.patch_embedding", "patches", *_PATCHES),
         NameRule(places, "place embed -> place embed", ("positions",)),
         *norm(f"{at}.pre_layrnorm", "pre_norm"),
-        *_block(f"{at}.encoder.layers.{{layer}}", _CLIP),
+        *_make_block_rules(f"{at}.encoder.layers.{{layer}}", _CLIP),
     )
     return under("vision", found)
 
@@ -375,18 +374,18 @@ _LLAVA_DECODERS: Mapping[str, HubFormat] = {
 """Those that may be in a LLaVA: with Llama's names of a model's parts."""
 
 
-def _fitting(config: LlavaConfig) -> list[HubFormat]:
+def _find_decoders(config: LlavaConfig) -> list[HubFormat]:
     """The formats that the decoder of a LLaVA may have."""
     return [form for form in _LLAVA_DECODERS.values() if not config_problems(config.text, form)]
 
 
-def _llava_namings(config: LlavaConfig, table: HubTable) -> list[tuple[NameRule, ...]]:
+def _list_llava_namings(config: LlavaConfig, table: HubTable) -> list[tuple[NameRule, ...]]:
     """Names as published; as transformers 5 writes them; and as they are in its memory.
 
     Of decoders that fit, that of config.json comes first: Phi-3's names are other than Llama's.
     """
     found, here = [], (table.get(_TEXT[0]) or {}).get("model_type")
-    for form in sorted(_fitting(config), key=lambda form: form.model_type != here):
+    for form in sorted(_find_decoders(config), key=lambda form: form.model_type != here):
         text = under("text", form.rules)
         stored = tuple(replace(r, name=f"language_model.{r.name}") for r in text)
         memory = tuple(
@@ -401,7 +400,7 @@ def _llava_namings(config: LlavaConfig, table: HubTable) -> list[tuple[NameRule,
                 *linear(f"{connector}.linear_1", "connector/up", *SQUARE),
                 *linear(f"{connector}.linear_2", "connector/down", *SQUARE),
             )
-            found.append((*_clip_rules(tower), *layers, *decoder))
+            found.append((*_make_clip_rules(tower), *layers, *decoder))
     return found
 
 
@@ -427,7 +426,7 @@ _FIRST = {
 _UNREAD = ("projection_dim", "initializer_factor", "vocab_size", "dropout")
 
 
-def _part(table: HubTable, name: str, default: HubTable, known: Mapping | tuple) -> HubTable:
+def _read_part(table: HubTable, name: str, default: HubTable, known: Mapping | tuple) -> HubTable:
     """The config of a part, or the default where there is none, with the format it is of."""
     inner = table.get(name)
     if inner is None:
@@ -452,7 +451,7 @@ _VISION = ("vision_config", "vision_feature_layer")
 
 def _read_vision(table: HubTable, _: Mapping) -> dict:
     """The vision transformer, with as many blocks as come before the features that are used."""
-    inner = _part(table, _VISION[0], _FIRST, ("clip_vision_model",))
+    inner = _read_part(table, _VISION[0], _FIRST, ("clip_vision_model",))
     found: list[Problem] = []
     values = read_entries(_TOWER, _UNREAD, inner, found)
     blocks, used = values.get("num_layers", 1), table.get(_VISION[1], -2)
@@ -475,24 +474,24 @@ _TEXT = ("text_config", "tie_word_embeddings")
 
 
 def _read_text(table: HubTable, _: Mapping) -> dict:
-    """The decoder; that matrices are tied may stand in either config."""
-    inner = _part(table, _TEXT[0], {"model_type": "llama"}, _LLAVA_DECODERS)
+    """The decoder; either config may say that matrices are tied."""
+    inner = _read_part(table, _TEXT[0], {"model_type": "llama"}, _LLAVA_DECODERS)
     if table.get(_TEXT[1]):
         inner = {**inner, _TEXT[1]: True}
     form = _LLAVA_DECODERS[str(inner["model_type"])]
     found: list[Problem] = []
     values = read_entries(form.entries, form.ignored, inner, found)
     _raise_within(_TEXT[0], found)
-    # transformers' LLaVA has a head of its own, without the cap of a Gemma's
+    # the head of transformers' LLaVA does not cap logits, as a Gemma's does
     return {"text": {name: value for name, value in values.items() if name != "logit_cap"}}
 
 
 def _write_text(config: LlavaConfig) -> dict:
     if config.text.logit_cap:
-        wanted = "0: in this family the decoder's cap is not used"
+        wanted = "0: logits are not capped in this family"
         raise EntryError(Problem("text.logit_cap", str(config.text.logit_cap), wanted))
-    fit = _fitting(config)
-    if not fit:  # of what is nearest
+    fit = _find_decoders(config)
+    if not fit:  # the problems of the nearest format
         found = [config_problems(config.text, form) for form in _LLAVA_DECODERS.values()]
         _raise_within("text", min(found, key=len))
     inner = {"architectures": [fit[0].architecture], "model_type": fit[0].model_type, **NO_TOKENS}
@@ -516,7 +515,7 @@ _AT = "vision_tower.vision_model"
 
 
 def _is_surplus(config: LlavaConfig, name: str) -> bool:
-    """Whether a tensor is of CLIP's norm of the class token or of blocks after the features."""
+    """Whether a tensor is CLIP's norm of the class token, or of a block after the features."""
     tower = r"(?:model\.)?vision_tower\.(?:vision_model\.)?"
     if re.fullmatch(tower + r"(post_layernorm\.(weight|bias)|embeddings\.position_ids)", name):
         return True
@@ -524,11 +523,11 @@ def _is_surplus(config: LlavaConfig, name: str) -> bool:
     return found is not None and int(found[1]) >= config.vision.num_layers
 
 
-def _surplus_name(name: str) -> str:
+def _name_surplus(name: str) -> str:
     return re.sub(r"\A(?:model\.)?vision_tower\.(?:vision_model\.)?", f"{_AT}.", name)
 
 
-def _surplus_constants(config: LlavaConfig) -> dict[str, tuple[tuple[int, ...], float]]:
+def _make_surplus(config: LlavaConfig) -> dict[str, tuple[tuple[int, ...], float]]:
     shape = (config.vision.embed_dim,)
     return {f"{_AT}.post_layernorm.weight": (shape, 1), f"{_AT}.post_layernorm.bias": (shape, 0)}
 
@@ -542,7 +541,7 @@ LLAVA = HubFormat(
         HubEntry(_VISION, ("vision",), _read_vision, _write_vision),
         HubEntry(_TEXT, ("text",), _read_text, _write_text),
         HubEntry(_IMAGE, ("image_token",), _read_image_token, lambda c: {_IMAGE[0]: c.image_token}),
-        # how many tokens an image is, which follows from its patches; processors read it
+        # the number of tokens of an image, which processors read, follows from its patches
         HubEntry(("image_seq_length",), write=lambda c: {"image_seq_length": c.vision.num_patches}),
         activation("projector_hidden_act", "gelu"),
         only("multimodal_projector_bias", True, None, why="connector without biases"),
@@ -552,9 +551,9 @@ LLAVA = HubFormat(
     max_seq="",
     copies=((r"(language_model\.)?lm_head\.weight", "text/embed"),),
     ignored=("vocab_size", "ignore_index", "projection_dim"),
-    naming=_llava_namings,
-    surplus=Surplus(_is_surplus, _surplus_name, _surplus_constants),
-    family=FAMILIES["llava"],
+    naming=_list_llava_namings,
+    surplus=Surplus(_is_surplus, _name_surplus, _make_surplus),
+    family=families()["llava"],
 )
 
 # --- state spaces: Mamba-2, and its hybrid Nemotron-H
@@ -572,13 +571,13 @@ _INNER: Mapping[str, str] = {
 
 
 def _fuse(name: str, kind: str, parts: tuple[str, ...], at: str, dims: str) -> NameRule:
-    """A tensor in which the leaves of `parts` stand one after another."""
+    """The rule of a tensor that is the concatenation of the leaves of `parts`."""
     all_dims = tuple(dims.format(_INNER[part]) for part in parts)
     return NameRule(name, all_dims, tuple(f"mamba/mixer/{at}{part}/{kind}" for part in parts))
 
 
-def _rules(base: str) -> tuple[NameRule, ...]:
-    """The names of all layers, under ``backbone`` or ``model``."""
+def _make_mamba_rules(base: str) -> tuple[NameRule, ...]:
+    """The rules of all layers, under ``backbone`` or ``model``."""
     layer = f"{base}.layers.{{layer}}"
     mixer, ours = f"{layer}.mixer", "mamba/mixer"
     each = "heads -> heads"
@@ -606,7 +605,7 @@ def _rules(base: str) -> tuple[NameRule, ...]:
 
 
 def _read_count(table: HubTable, _: Mapping) -> dict:
-    """Mamba-2's pattern, which is a number of layers."""
+    """Mamba-2's pattern: all layers are state spaces."""
     count = table.get("num_hidden_layers", 64)
     if not is_a(count, int) or count < 1:
         raise EntryError(Problem("num_hidden_layers", repr(count), "a whole number from 1 on"))
@@ -631,14 +630,14 @@ _PATTERN = ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers")
 
 
 def _read_pattern(table: HubTable, _: Mapping) -> dict:
-    """Nemotron-H's layers: a list of their names, or the pattern itself."""
+    """Nemotron-H's pattern, from a list of names of layers or as it is."""
     types, pattern = table.get(_PATTERN[0]), table.get(_PATTERN[1])
     name, found = (_PATTERN[0], types) if types is not None else (_PATTERN[1], pattern)
     letters = [_LAYERS.get(str(kind)) for kind in types or ()] or list(pattern or "")
     others = [str(kind) for kind in found or () if kind not in {*_LAYERS, *_LAYERS.values()}]
     if others or not letters:
         got = ", ".join(sorted(set(others))) or repr(found)
-        wanted = "layers of state spaces (M), attention (*) and feed-forward (-)"
+        wanted = "state spaces (M), attention (*) and feed-forward layers (-)"
         raise EntryError(Problem(name, got, wanted, "our model has no others"))
     return {"pattern": "".join(str(letter) for letter in letters)}
 
@@ -649,13 +648,13 @@ def _write_pattern(config: MambaConfig) -> dict:
     return dict(zip(_PATTERN, (types, config.pattern, len(types)), strict=True))
 
 
-def _step_limits(*, lower: bool) -> HubEntry:
-    """Limits of step sizes: the lower one is ours in Mamba-2; Nemotron-H has neither."""
+def _make_step_limits(*, lower: bool) -> HubEntry:
+    """Limits of step sizes: Mamba-2 has a lower one; Nemotron-H has none in this entry."""
     theirs = "time_step_limit"
 
     def read(table: HubTable, _: Mapping) -> dict:
         value = table.get(theirs) or [0.0, math.inf]
-        limits = [_number(each) for each in value] if isinstance(value, list) else []
+        limits = [_read_number(each) for each in value] if isinstance(value, list) else []
         if len(limits) != 2 or limits[0] is None or limits[1] != math.inf:
             wanted, fix = "a number and infinity", "our model has no upper limit"
             raise EntryError(Problem(theirs, repr(value), wanted, fix))
@@ -670,15 +669,15 @@ def _step_limits(*, lower: bool) -> HubEntry:
     return HubEntry((theirs,), ("dt_min",) if lower else (), read, write)
 
 
-def _number(value: Any) -> float | None:
-    """A number of JSON, which has infinity only as transformers 5 writes it, or older ones did."""
+def _read_number(value: Any) -> float | None:
+    """A number of JSON; infinity as transformers 5 or older versions write it."""
     if isinstance(value, Mapping):
         return math.inf if value.get("__float__") == "Infinity" else None
     return float(value) if is_a(value, float) else None
 
 
 def _read_expand(table: HubTable, values: Mapping) -> dict:
-    """The inner width as a multiple of the stream's, which Mamba-2 insists on."""
+    """Check that the inner width is this multiple of the stream's, as Mamba-2 requires."""
     expand = table.get("expand", 2)
     inner = values.get("num_heads", 0) * values.get("head_dim", 0)
     if inner != values.get("embed_dim", 0) * (expand if is_a(expand, int) else 0):
@@ -699,7 +698,7 @@ _BIASES: Mapping[str, str] = {"use_bias": "M", "attention_bias": "*", "mlp_bias"
 
 
 def _read_biases(table: HubTable, values: Mapping) -> dict:
-    """Nemotron-H's biases, of each kind of layers; ours are on all of them or none."""
+    """Nemotron-H's biases by kind of layer; our model has them on all kinds or on none."""
     pattern = values.get("pattern", "")
     used = {name: bool(table.get(name)) for name, kind in _BIASES.items() if kind in pattern}
     if len(set(used.values())) > 1:
@@ -727,7 +726,7 @@ _TIED_HEAD = ((r"lm_head\.weight", "embed"),)
 MAMBA2 = HubFormat(
     "mamba2",
     "Mamba2ForCausalLM",
-    _rules("backbone"),
+    _make_mamba_rules("backbone"),
     (
         architecture("Mamba2ForCausalLM"),
         HubEntry(("num_hidden_layers",), ("pattern",), _read_count, _write_count),
@@ -738,7 +737,7 @@ MAMBA2 = HubFormat(
         same("state_size", "state_dim", 128),
         same("chunk_size", "chunk", 256),
         same("use_bias", "bias", False),
-        _step_limits(lower=True),
+        _make_step_limits(lower=True),
         HubEntry(("expand",), (), _read_expand, _write_expand),
         only("hidden_act", "silu", "swish", why="other activation of state spaces"),
         only("rms_norm", True, why="state space without its norm"),
@@ -747,7 +746,7 @@ MAMBA2 = HubFormat(
     max_seq="",
     copies=_TIED_HEAD,
     ignored=(*_IGNORED, "time_step_min", "norm_before_gate"),  # transformers norms after the gate
-    family=FAMILIES["mamba"],
+    family=families()["mamba"],
 )
 _OF_EXPERTS = (
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "num_experts_per_tok"),
@@ -755,13 +754,13 @@ _OF_EXPERTS = (
     *("moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 )
-"""Entries about layers of experts, of which `_read_pattern` allows none, and modules for tokens
+"""Entries about experts, which `_read_pattern` refuses, and about modules that predict tokens
 further ahead."""
 
 NEMOTRON_H = HubFormat(
     "nemotron_h",
     "NemotronHForCausalLM",
-    _rules("backbone"),
+    _make_mamba_rules("backbone"),
     (
         architecture("NemotronHForCausalLM"),
         HubEntry(_PATTERN, ("pattern",), _read_pattern, _write_pattern),
@@ -777,7 +776,7 @@ NEMOTRON_H = HubFormat(
         derived("head_dim", "attention_head_dim", 128, lambda c: c.attention.head_size),
         same("intermediate_size", "mlp_dim", 21504),
         activation("mlp_hidden_act", "relu2"),
-        _step_limits(lower=False),
+        _make_step_limits(lower=False),
         HubEntry(tuple(_BIASES), ("bias",), _read_biases, lambda c: dict.fromkeys(_BIASES, c.bias)),
         fixed(gated=False),
         only("mamba_hidden_act", "silu", "swish", why="other activation of state spaces"),
@@ -785,10 +784,15 @@ NEMOTRON_H = HubFormat(
         only("sliding_window", None, why="window in attention layers"),
         only("num_nextn_predict_layers", 0, why="modules for tokens further ahead"),
     ),
-    in_memory=_rules("model"),
+    in_memory=_make_mamba_rules("model"),
     prefix="backbone.",
     max_seq="",
     copies=_TIED_HEAD,
     ignored=(*_IGNORED, *_OF_EXPERTS, "expand", "auto_map"),
-    family=FAMILIES["mamba"],
+    family=families()["mamba"],
 )
+
+
+def list_formats() -> tuple[HubFormat, ...]:
+    """All formats of the zoo; of those that fit a model, the first is chosen."""
+    return MAMBA2, NEMOTRON_H, BERT, T5, VIT, LLAVA

@@ -1,16 +1,15 @@
-"""T5: an encoder and a decoder that reads it (Raffel et al. 2020), versions 1.0 and 1.1.
+"""T5: an encoder, and a decoder that attends to it (Raffel et al. 2020), versions 1.0 and 1.1.
 
 Blocks are pre-norm with RMSNorm and no biases. Scores of self-attention are not divided by
-sqrt(head_dim), and get a learned number per head and bucket of relative position, which all blocks
-of a stack share. The decoder's blocks attend besides to the encoder's normed result. It
+sqrt(head_dim), and have a learned bias per head and bucket of relative positions, which all blocks
+of a stack share. Blocks of the decoder attend to the encoder's normed output as well. The decoder
 generates the spans that were taken out of a text, or an answer to it.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,36 +17,31 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import nn
-from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.core.scopes import named_scope
-from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.data.tokenizer import TextTokenizer
-from functron.models.config import Dtype, Named, TextConfig
-from functron.models.generation import Draw, Steps, check_prompt, drawn
-from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
-from functron.models.stack import (
+from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
-    head_problems,
-    keys_of,
-    rate_problems,
-    size_problems,
-    summed_loss,
-    text_rules,
-    whole_heads,
-)
-from functron.nn.layers import sequence_axes
-from functron.nn.masked import (
-    KVCache,
     cross_attention,
     cross_keys,
-    empty_cache,
+    head_problems,
     masked_attention,
+    rate_problems,
     relative_bias,
     relative_buckets,
-    written,
+    share_head_axis,
+    size_problems,
+    split_keys,
+    sum_cross_entropies,
+    text_rules,
 )
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Tensor
+from functron.models.config import Dtype, Named, TextConfig
+from functron.models.family import Family
+from functron.models.generation import Draw, Steps, check_prompt, drawn
+from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
+from functron.nn.attention import KVCache, empty_cache, write_cache
 from functron.program.cost import tokens_attended
 from functron.spmd import DATA_AXES, P, params, shard_map
 from functron.spmd import collectives as lax
@@ -79,24 +73,25 @@ class T5Config(TextConfig):
     """Architecture of a T5 (Raffel et al. 2020), version 1.0 or 1.1.
 
     Attributes:
-        num_layers: blocks of the encoder.
-        decoder_layers: of the decoder; 0: as many.
-        embed_dim: width of the streams.
-        num_heads: heads of attention.
+        num_layers: number of blocks of the encoder.
+        decoder_layers: number of blocks of the decoder; 0: as many.
+        embed_dim: width of the residual streams.
+        num_heads: number of attention heads.
         head_dim: width of a head; 0: ``embed_dim // num_heads``.
         mlp_dim: width of feed-forward hidden layers.
-        num_buckets: of relative positions, of which each stack has a bias per bucket and head.
-        max_distance: from which on all are one bucket.
+        num_buckets: number of buckets of relative positions; each stack has a bias per bucket and
+            head.
+        max_distance: distances from this one on share a bucket.
         activation: of feed-forward layers: relu in 1.0, gelu_tanh in 1.1.
         gated: multiply it by a second projection (1.1).
-        tied: one matrix for embedding and unembedding, the decoder's result being divided by
-            sqrt(embed_dim) before (1.0); else two, and nothing is divided (1.1).
-        start_id: the token that the decoder begins with; that of padding in published models.
+        tied: one matrix for embedding and unembedding, and the decoder's output is divided by
+            sqrt(embed_dim) before the logits (1.0); else two matrices, and no division (1.1).
+        start_id: the first token of the decoder's input; the padding token in published models.
         norm_eps: epsilon of the norms.
-        dropout: rate on the embeddings, on what sublayers add, and on the stacks' results;
-            attention probabilities and hidden features are not dropped.
-        init_factor: multiplies the deviations of initial matrices, which are those of the paper's
-            code.
+        dropout: rate on the embeddings, on the outputs of sublayers, and on the outputs of the
+            stacks; attention probabilities and hidden features are not dropped.
+        init_factor: multiplies the standard deviations of initial matrices, which are those of the
+            paper's code.
     """
 
     num_layers: int = 2
@@ -133,7 +128,7 @@ class T5Config(TextConfig):
 
     @property
     def layers(self) -> dict[str, int]:
-        """The blocks of each stack."""
+        """The number of blocks of each stack."""
         return {"encoder": self.num_layers, "decoder": self.decoder_layers or self.num_layers}
 
     @property
@@ -144,44 +139,44 @@ class T5Config(TextConfig):
         )
 
 
-def _t5(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, head_dim: int = 64):
+def _make_preset_1_1(
+    num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, head_dim: int = 64
+) -> T5Config:
     return T5Config(
         vocab_size=32128, num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads,
-        mlp_dim=mlp_dim, head_dim=head_dim, activation="relu", gated=False, tied=True, dropout=0.1,
+        mlp_dim=mlp_dim, head_dim=head_dim,
     )  # fmt: skip
 
 
-def _t5_1_1(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int):
-    return T5Config(
-        vocab_size=32128, num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads,
-        mlp_dim=mlp_dim, head_dim=64,
-    )  # fmt: skip
+def _make_preset(*sizes: int, head_dim: int = 64) -> T5Config:
+    own = _make_preset_1_1(*sizes, head_dim=head_dim)
+    return replace(own, activation="relu", gated=False, tied=True, dropout=0.1)
 
 
 PRESETS: Mapping[str, T5Config] = Named(
     {
         # of bytes, with one token that ends a text and 127 sentinels
         "t5-tiny": T5Config(vocab_size=384, embed_dim=64, num_heads=4, mlp_dim=128),
-        "t5-small": _t5(6, 512, 8, 2048),
-        "t5-base": _t5(12, 768, 12, 3072),
-        "t5-large": _t5(24, 1024, 16, 4096),
-        "t5-3b": _t5(24, 1024, 32, 16384, head_dim=128),
-        "t5-11b": _t5(24, 1024, 128, 65536, head_dim=128),
-        "t5-1.1-base": _t5_1_1(12, 768, 12, 2048),
-        "t5-1.1-large": _t5_1_1(24, 1024, 16, 2816),
-        "t5-1.1-xl": _t5_1_1(24, 2048, 32, 5120),
-        "t5-1.1-xxl": _t5_1_1(24, 4096, 64, 10240),
+        "t5-small": _make_preset(6, 512, 8, 2048),
+        "t5-base": _make_preset(12, 768, 12, 3072),
+        "t5-large": _make_preset(24, 1024, 16, 4096),
+        "t5-3b": _make_preset(24, 1024, 32, 16384, head_dim=128),
+        "t5-11b": _make_preset(24, 1024, 128, 65536, head_dim=128),
+        "t5-1.1-base": _make_preset_1_1(12, 768, 12, 2048),
+        "t5-1.1-large": _make_preset_1_1(24, 1024, 16, 2816),
+        "t5-1.1-xl": _make_preset_1_1(24, 2048, 32, 5120),
+        "t5-1.1-xxl": _make_preset_1_1(24, 4096, 64, 10240),
     }
 )
-"""Named architectures: "t5-tiny" trains on a laptop; the others have the published sizes."""
+"""Named configs: "t5-tiny" trains on a laptop; the others have the published sizes."""
 
 
 @public
 def defs(config: T5Config) -> dict:
     """The parameters: ``{"embed", "encoder", "decoder", "unembed"?}``.
 
-    Each stack is ``{"relative", "blocks", "norm"}``, with all blocks stacked on a leading "layers"
-    dim.
+    Each stack is ``{"relative", "blocks", "norm"}``; parameters of blocks are stacked on a leading
+    "layers" dim.
     """
     c, dtype, factor = config, config.torch_dtype, config.init_factor
     vocab, embed = c.padded_vocab, c.embed_dim
@@ -207,7 +202,7 @@ def _block_defs(config: T5Config, *, cross: bool) -> dict:
 
     def attention() -> dict:
         stddevs = {"stddev": factor / wide, "out_stddev": factor / inner}
-        layer = whole_heads(nn.attention_defs(heads, **stddevs, dtype=dtype))
+        layer = share_head_axis(nn.attention_defs(heads, **stddevs, dtype=dtype))
         # scores are not divided by sqrt(head_dim) later
         start = Normal(factor / wide / math.sqrt(heads.head_size))
         return layer | {"q": {"w": replace(layer["q"]["w"], init=start)}}
@@ -241,14 +236,14 @@ def encode(
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
 ) -> Float[Tensor, "batch own_seq embed"]:
-    """The encoder's result: a vector per token, for the decoder to attend to.
+    """The encoder's output: a vector per token, to which the decoder attends.
 
     Args:
         config: the architecture.
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, this rank's samples.
-        mask: ``[batch, seq]``, 0 or False where a token is padding, which none attends to; None: no
-            token is.
+        mask: ``[batch, seq]``, 0 or False where a token is padding, to which no token attends;
+            None: there is no padding.
         options: stream, remat, gather and axes; others are refused.
         rows, key: as in `gpt.forward`.
 
@@ -276,18 +271,18 @@ def decode(
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
 ) -> Float[Tensor, "batch seq columns"]:
-    """The logits of every next token of the decoder.
+    """The logits of the decoder's next token at every position.
 
     Args:
         config, weights, options, rows, key: as in `encode`.
-        tokens: int64 ``[batch, seq]``, what the decoder has seen; see `shift_right`.
+        tokens: int64 ``[batch, seq]``, the decoder's input; see `shift_right`.
         memory: the result of `encode`, with spec ``options.stream``.
         mask: of the encoder's tokens, as in `encode`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
-        padding. Collectives: `nn.gather_sequence` of the memory once; of each block those of
-        `nn.self_attention`, `nn.masked.cross_attention` and `nn.mlp`.
+        padding. Collectives: `nn.gather_sequence` of the memory once, and for each block those of
+        `nn.self_attention`, `functron.apps.zoo.layers.cross_attention` and `nn.mlp`.
     """
     stack = Stack("t5", options, key, config.dropout, rows)
     seen = None if mask is None else mask != 0
@@ -305,17 +300,17 @@ def _run_stack(
     memory: Tensor | None,
     seen: Tensor | None,
 ) -> Tensor:
-    """The normed result of the encoder, or of the decoder if there is a memory."""
+    """The normed output of the encoder, or of the decoder if there is a memory."""
     seq, count = tokens.shape[1], config.layers[name]
     x = _embed_tokens(config, weights, tokens, stack)
     stack, weights = stack.at(name), weights[name]
     keys = stack.keys(count + 2)
     x = stack.drop(x, None if keys is None else keys[-1])
     bias = _make_bias(config, weights, stack, seq, seq, bidirectional=memory is None)
-    # the encoder's own tokens may be padding; what the decoder sees of itself is what came before
+    # the encoder's tokens may be padding; the decoder attends to its earlier tokens
     reads = {"seen": seen} if memory is None else {"causal": True}
     core = stack.core(partial(masked_attention, bias=bias, scale=1.0, **reads))
-    block = _block(config, stack, core, memory, seen)
+    block = _make_block(config, stack, core, memory, seen)
     x = stack.at("blocks").over(block, x, weights["blocks"], None if keys is None else keys[:count])
     return stack.drop(
         stack.norm_last(weights, x, config.norm_eps), None if keys is None else keys[-2]
@@ -323,7 +318,6 @@ def _run_stack(
 
 
 def _embed_tokens(config: T5Config, weights: dict, tokens: Tensor, stack: Stack) -> Tensor:
-    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(stack.stream)))
     with named_scope("embed"):
         return stack.embed(weights, tokens, config)
 
@@ -338,7 +332,7 @@ def _make_bias(
     bidirectional: bool = False,
     first: int | Tensor = 0,
 ) -> Tensor:
-    """``[heads, queries, keys]``: added to the scores of a stack's self-attention."""
+    """``[heads, queries, keys]``: the bias of the scores of a stack's self-attention."""
     with named_scope("relative"):
         table = stack.gather.at("relative")(weights["relative"])
         buckets = relative_buckets(
@@ -354,26 +348,26 @@ def _make_bias(
 
 
 def _compute_logits(config: T5Config, weights: dict, x: Tensor, stack: Stack) -> Tensor:
-    """``[batch, seq, padded_vocab / tp]`` logits of the decoder's normed result."""
+    """``[batch, seq, padded_vocab / tp]`` logits of the decoder's normed output."""
     divisor = math.sqrt(config.embed_dim) if config.tied else 1.0
     return stack.logits(weights, x, tied=config.tied, divisor=divisor)
 
 
-def _block(
+def _make_block(
     config: T5Config,
     stack: Stack,
     core: Callable,
     memory: Tensor | KVCache | None = None,
     seen: Tensor | None = None,
 ) -> Callable:
-    """``(parameters, x, key) -> x``: one block of the encoder, or with a memory of the decoder.
+    """``(parameters, x, key) -> x``: one block of the encoder; of the decoder if it has a memory.
 
     Args:
         config: the architecture.
         stack: how it is run.
         core: of self-attention.
-        memory: what the decoder looks at, or the keys and values of this block made of it.
-        seen: which of its tokens are no padding.
+        memory: the encoder's output, or this block's keys and values of it.
+        seen: False where a token of the encoder is padding.
     """
     look = stack.core(partial(masked_attention, seen=seen, scale=1.0))
     stream, shape = stack.stream, config.attention
@@ -382,7 +376,7 @@ def _block(
         return nn.rms_norm(x, scale["scale"], eps=config.norm_eps)
 
     def block(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
-        first, second, third = keys_of(key, 3)
+        first, second, third = split_keys(key, 3)
         with named_scope("attention"):
             y = norm(weights["attention_norm"], x)
             layer = weights["attention"]
@@ -405,12 +399,11 @@ def _block(
 
 
 class T5Cache(NamedTuple):
-    """Keys and values of each block of the decoder: of the text that is read, and of the answer.
+    """Keys and values of each block of the decoder: of its own tokens, and of the encoder's output.
 
     Attributes:
-        own: ``[layers, batch, room, heads, head_dim]``, of the decoder's tokens so far; zeros from
-            there on.
-        memory: ``[layers, batch, keys, heads, head_dim]``, of the encoder's result.
+        own: ``[layers, batch, room, heads, head_dim]``, of the decoder's tokens so far; then zeros.
+        memory: ``[layers, batch, keys, heads, head_dim]``, of the encoder's output.
     """
 
     own: KVCache
@@ -418,7 +411,7 @@ class T5Cache(NamedTuple):
 
 
 def cache_specs(config: T5Config) -> T5Cache:
-    """How a cache is split: samples over data axes, heads over tp."""
+    """The specs of a cache: samples are split over data axes, heads over tp."""
     row: Any = P(None, DATA_AXES, None, "tp")
     return T5Cache(KVCache(row, row), KVCache(row, row))
 
@@ -432,11 +425,11 @@ def prefill(
     room: int,
     mask: Tensor | None = None,
 ) -> T5Cache:
-    """The cache of a text that the encoder has read, before the decoder's first token.
+    """Run the encoder, and make the cache of the decoder before its first token.
 
     Args:
-        config, weights, tokens, options, mask: as in `encode`; of the options ``gather`` alone.
-        room: for how many tokens of the decoder the cache has room.
+        config, weights, tokens, options, mask: as in `encode`; of the options only ``gather``.
+        room: number of tokens of the decoder that the cache has room for.
 
     Returns:
         The cache. Collectives: those of `encode`, and of `gather` for each block of the decoder.
@@ -461,21 +454,22 @@ def extend(
     *,
     mask: Tensor | None = None,
 ) -> tuple[Float[Tensor, "batch vocab"], T5Cache]:
-    """The logits of the decoder's token after these ones, and the cache with these ones in it.
+    """The logits of the decoder's next token after `tokens`, and the cache with `tokens` in it.
 
-    The result of `decode` for all tokens so far, at the last one; each token is read once.
+    The result is that of `decode` for all tokens so far, at the last one.
 
     Args:
         config, weights: as in `decode`.
-        cache: of the text and of the decoder's tokens before.
+        cache: the result of `prefill`, or of this function for the token before.
         tokens: int64 ``[batch]``, at first ``config.start_id``.
-        place: int64 scalar, how many tokens of the decoder came before.
+        place: int64 scalar, the number of the decoder's tokens before.
         options: as in `prefill`.
-        mask: of the encoder's tokens, as `prefill` was given it.
+        mask: of the encoder's tokens, as for `prefill`.
 
     Returns:
         ``[batch, vocab_size]`` in float32 at least, the same on all ranks of tp, and the cache.
-        Collectives: those of `decode` but for the memory, and one all-gather of the logits over tp.
+        Collectives: those of `decode` without that of the memory, and one all-gather of the logits
+        over tp.
     """
     whole = Stack("t5", options)
     x = _embed_tokens(config, weights, tokens[:, None], whole)
@@ -490,11 +484,11 @@ def extend(
         after = []
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            own = written(kept.own, k, v, places)
+            own = write_cache(kept.own, k, v, places)
             after.append(own)
             return masked_attention(q, *own, seen=before, bias=bias, scale=1.0)
 
-        return _block(config, stack, core, kept.memory, seen)(weights, x, None), after[0]
+        return _make_block(config, stack, core, kept.memory, seen)(weights, x, None), after[0]
 
     once = stack.gather.at("blocks").rows().around(layer)
     x, own = scan(lambda x, row: once(row[0], x, row[1]), x, (params["blocks"], cache))
@@ -508,7 +502,7 @@ def extend(
 def shift_right(targets: Int[Tensor, "batch seq"], start: int) -> Int[Tensor, "batch seq"]:
     """The decoder's input that predicts these targets: `start`, and each target but the last.
 
-    Targets of `nn.IGNORE_INDEX` become `start`, too.
+    Targets of `nn.IGNORE_INDEX` become `start` as well.
     """
     before = torch.cat([torch.full_like(targets[:, :1], start), targets[:, :-1]], 1)
     return torch.where(before == nn.IGNORE_INDEX, start, before)
@@ -532,45 +526,36 @@ def forward(
     return decode(config, weights, given, memory, options, **given_too)
 
 
-@public
-def loss(
-    config: T5Config,
-    weights: dict,
-    batch: Mapping[str, Tensor],
-    options: ModelOptions = DEFAULTS,
-    *,
-    key: Key | None = None,
-) -> Scalar:
+@sum_cross_entropies("tokens", "targets")
+def loss(config: T5Config, weights: dict, batch: Batch, options: ModelOptions, key: Key | None):
     """The sum of all targets' losses over the batch of all ranks; replicated, as `gpt.loss`.
 
     Args:
-        batch: this rank's ``tokens`` int64 ``[batch, seq]``, which the encoder reads, perhaps with
-            a ``mask``; ``targets`` int64 ``[batch, decoded]``, of which `nn.IGNORE_INDEX` do not
+        batch: this rank's ``tokens`` int64 ``[batch, seq]``, the encoder's input, perhaps with a
+            ``mask``; ``targets`` int64 ``[batch, decoded]``, of which `nn.IGNORE_INDEX` do not
             count; perhaps ``rows``.
 
     Raises:
         ValueError: the batch has no targets.
     """
-    require(batch, "tokens", "targets")
     others = {name: batch.get(name) for name in ("mask", "rows")}
     given = shift_right(batch["targets"], config.start_id)
-    logits = forward(config, weights, batch["tokens"], given, options, key=key, **others)
-    return summed_loss(logits, batch["targets"], config.vocab_size, options)
+    return forward(config, weights, batch["tokens"], given, options, key=key, **others)
 
 
 def flops_per_token(config: T5Config, seq: int, said: int, *, whole: bool = False) -> int:
-    """Model FLOPs of forward and backward per token that the encoder reads.
+    """Model FLOPs of forward and backward per token of the encoder.
 
-    6 for each parameter that multiplies a token's activations, of the decoder and the unembedding
-    for ``said / seq`` tokens, and 12 H D per pair of tokens of attention, that of the decoder to
-    itself counted as half; see `gpt.flops_per_token`. Keys and values of the memory are those of
-    the encoder's tokens.
+    6 for each parameter that multiplies a token's activations (of the decoder and the unembedding
+    ``said / seq`` tokens per token of the encoder), and 12 H D per pair of tokens of attention;
+    the decoder's causal self-attention counts as half; see `gpt.flops_per_token`. Keys and values
+    of cross-attention are computed for the encoder's tokens.
 
     Args:
         config: the architecture.
-        seq: tokens that the encoder reads.
-        said: tokens that the decoder says.
-        whole: count the decoder's attention to itself as whole.
+        seq: number of the encoder's tokens.
+        said: number of the decoder's tokens.
+        whole: count the decoder's self-attention as whole.
     """
     c = config
     model, heads = defs(c), c.num_heads * c.attention.head_size
@@ -586,9 +571,6 @@ def flops_per_token(config: T5Config, seq: int, said: int, *, whole: bool = Fals
     return round((6 * matrices + 12 * heads * pairs) / seq)
 
 
-_SENTINEL = re.compile(r"<extra_id_(\d+)>")
-
-
 @torch.no_grad()
 def respond(
     params: tree.Tree,
@@ -602,23 +584,23 @@ def respond(
     stop: Collection[int] = (),
     mesh: Mesh | BoundMesh | None = None,
 ) -> Tensor:
-    """The decoder's answer to the text that the encoder reads, drawn token by token.
+    """Generate the decoder's answer to the encoder's input, token by token.
 
-    The encoder reads once, and keys and values of its result are made once; those of the decoder's
-    own tokens are kept (`t5.prefill`, `t5.extend`).
+    The encoder runs once (`t5.prefill`); keys and values of its output and of the decoder's tokens
+    are cached (`t5.extend`).
 
     Args:
         params: the parameters of `t5.defs(config)`, as `mesh` splits them.
         config: the architecture.
-        tokens: int64 ``[batch, seq]``, what is read, with its end; on a bound mesh, those of this
-            rank's data-parallel part.
-        num_tokens: how many are drawn at most.
-        draw: how a token is drawn.
-        mask: ``[batch, seq]``, 0 or False where a token is padding; None: no token is.
-        key: of the draws; temperature 0 needs none.
-        stop: tokens after which a row has ended: it repeats that token while others go on.
-        mesh: data and tensor-parallel ranks that do it together, simulated or bound; None: one.
-            Parameters lie on it as ``t5.rules(config, mesh)`` has it.
+        tokens: int64 ``[batch, seq]``, the encoder's input, with its end token; on a bound mesh,
+            the samples of this rank's data-parallel part.
+        num_tokens: largest number of tokens to generate.
+        draw: how a token is drawn from logits.
+        mask: ``[batch, seq]``, 0 or False where a token is padding; None: there is no padding.
+        key: random key of the draws; not needed at temperature 0.
+        stop: tokens that end a row, which repeats its last token while other rows go on.
+        mesh: data and tensor-parallel axes, simulated or bound; None: one rank. Parameters are
+            split as by ``t5.rules(config, mesh)``.
 
     Returns:
         int64 ``[batch, drawn]``.
@@ -665,49 +647,16 @@ def _map_generation(
     )
 
 
-@dataclass(frozen=True)
-class Sentinels:
-    """The ids that stand for missing spans, as text: ``<extra_id_0>``, ``<extra_id_1>``, ...
+def make_family() -> Family:
+    """The family of T5s."""
+    return Family(
+        "t5", "a T5", T5Config, PRESETS, defs, rules, loss, num_targets, flops_per_token,
+        objective="spans", free=("dropout", "init_factor", "vocab_multiple", "dtype"),
+        canonical=_write_out, respond=respond,
+    )  # fmt: skip
 
-    Attributes:
-        first: the id of ``<extra_id_0>``; those of others go down from it by one.
-        count: how many there are.
-        end: the id at the end of the encoder's and of the decoder's text.
-    """
 
-    first: int
-    count: int
-    end: int
-
-    def read(self, text: str, tokenizer: TextTokenizer) -> list[int]:
-        """The ids of a text with the names of sentinels where spans are missing, and the end.
-
-        Raises:
-            ValueError: it names a sentinel that does not exist.
-        """
-        found: list[int] = []
-        for index, piece in enumerate(_SENTINEL.split(text)):
-            if index % 2:
-                found.append(self._named(int(piece)))
-            elif piece:
-                found += tokenizer.encode(piece, special=False)
-        return [*found, self.end]
-
-    def _named(self, number: int) -> int:
-        if number >= self.count:
-            wanted = f"<extra_id_0> to <extra_id_{self.count - 1}>, as it was trained"
-            got = f"<extra_id_{number}>"
-            refuse("unknown sentinel", "prompt", got, wanted, "use those, in order")
-        return self.first - number
-
-    def written(self, tokens: Sequence[int], tokenizer: TextTokenizer) -> str:
-        """The text of ids, with the names of sentinels."""
-        text, plain = "", list[int]()
-        for token in tokens:
-            number = self.first - token
-            if 0 <= number < self.count:
-                text += tokenizer.decode(plain) + f"<extra_id_{number}>"
-                plain = []
-            else:
-                plain.append(token)
-        return text + tokenizer.decode(plain)
+def _write_out(config: T5Config) -> T5Config:
+    """The config with derived sizes written out."""
+    layers, head_dim = config.layers["decoder"], config.attention.head_size
+    return replace(config, decoder_layers=layers, head_dim=head_dim)

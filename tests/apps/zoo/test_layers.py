@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from functron import Mesh, P, nn
-from functron.nn.masked import cross_attention, masked_attention, relative_bias, relative_buckets
+from functron.apps.zoo.layers import (
+    cross_attention,
+    masked_attention,
+    relative_bias,
+    relative_buckets,
+)
 
 BATCH, SEQ, KEYS, EMBED, HEADS, HEAD_DIM = 4, 8, 6, 6, 8, 4
 CONFIG = nn.AttentionConfig(embed_dim=EMBED, num_heads=HEADS, head_dim=HEAD_DIM, bias=True)

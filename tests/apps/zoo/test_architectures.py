@@ -17,6 +17,7 @@ import torch
 import functron as ft
 from functron import Mesh, P, bert, gpt, llava, mamba, random, t5, tree, vit
 from functron.data.denoising import mask_tokens
+from functron.transforms import Gather
 
 TOLERANCE = 1e-10
 BATCH, SEQ, VOCAB = 8, 16, 50
@@ -388,3 +389,81 @@ def test_a_connector_alone_is_trained():
     moved = tree.map(lambda new, old: bool((new != old).any()), state.params, weights)
     assert all(tree.leaves(moved["connector"]))
     assert not any(tree.leaves([moved["vision"], moved["text"]]))
+
+
+@pytest.mark.pairwise(of=lambda mesh, tied: [{"mesh": mesh}, {"tied": tied}])
+@pytest.mark.parametrize("mesh", ["", "dp=2,tp=2", "fsdp=2,tp=4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_t5_says_with_a_cache_what_it_decodes(tied, mesh):
+    config = t5.T5Config(
+        vocab_size=37, num_layers=1, decoder_layers=3, embed_dim=16, num_heads=4, head_dim=5,
+        mlp_dim=24, num_buckets=4, max_distance=6, tied=tied, gated=not tied, init_factor=2.0,
+        vocab_multiple=8, dtype="float64",
+    )  # fmt: skip
+    mesh = Mesh.parse(mesh)
+    weights = ft.init_params(random.key(0), t5.defs(config))
+    drawn = torch.Generator().manual_seed(1)
+    tokens, given = (torch.randint(0, 37, (2, size), generator=drawn) for size in (7, 12))
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    wanted = t5.forward(config, weights, tokens, given, mask=mask)[..., :37]
+    specs = ft.param_specs(t5.defs(config), t5.rules(config, mesh))
+    gather, rows = Gather(specs), P(ft.DATA_AXES)
+
+    def logits(weights, tokens, mask, given):
+        cache = t5.prefill(
+            config, weights, tokens, ft.ModelOptions(gather=gather), room=14, mask=mask
+        )
+        found = []
+        for index, said in enumerate(given.unbind(1)):
+            place = torch.tensor(index)
+            now, cache = t5.extend(
+                config, weights, cache, said, place, ft.ModelOptions(gather=gather), mask=mask
+            )
+            found.append(now)
+        return torch.stack(found, 1), cache
+
+    out = (rows, t5.cache_specs(config))
+    mapped = ft.shard_map(logits, mesh, (specs, rows, rows, rows), out)
+    got, cache = mapped(weights, tokens, mask, given)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    assert cache.own.k.shape == (3, 2, 14, 4, 5)
+    assert cache.memory.v.shape == (3, 2, 7, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_models_that_continue_no_text_are_refused(name):
+    config = {"bert": BERT, "t5": t5.PRESETS["t5-tiny"]}[name]
+    with pytest.raises(
+        TypeError, match=f"config: got a {name.upper()}; wanted the config of a mod"
+    ):
+        ft.generate({}, config, integers(0, VOCAB, 1, 4), 2, temperature=0)
+
+
+def test_options_without_a_place_are_refused():
+    hook = ft.Hook(lambda q, k, v: v)
+    options = ft.ModelOptions(context=gpt.Context("gather"), experts=(), attention=hook)
+    with pytest.raises(ValueError, match=r"bert cannot be run with these options") as error:
+        bert.forward(bert.PRESETS["bert-tiny"], {}, text()["tokens"], options)
+    for name in ("context", "experts", "attention"):
+        assert f"options.{name}" in str(error.value)
+
+
+def test_a_batch_without_what_the_model_reads_is_told():
+    families = {
+        bert: ("tokens", "targets"),
+        t5: ("tokens", "targets"),
+        mamba: ("tokens", "targets"),
+        vit: ("images", "targets"),
+        llava: ("tokens", "targets", "images"),
+    }
+    tokens = integers(0, VOCAB, 2, 4)
+    others = {"input_ids": tokens, "labels": tokens, "pixel_values": tokens.double()}
+    for family, names in families.items():
+        own = next(iter(family.PRESETS.values()))
+        with pytest.raises(ValueError, match="the batch cannot be used") as caught:
+            family.loss(own, {}, others)
+        for name in names:
+            wanted = f"- {name}: got a batch with input_ids, labels, pixel_values"
+            assert wanted in str(caught.value)
+        with pytest.raises(ValueError, match=r"targets: got .*labels\[:, 1:\] of tokens"):
+            family.num_targets(*([own] if family is llava else []), others)

@@ -1,26 +1,29 @@
-"""LLaVA: a decoder that reads images among its tokens (Liu et al. 2023).
+"""LLaVA: a decoder whose input has images among its tokens (Liu et al. 2023).
 
-Every patch of an image becomes one embedding: features of a vision transformer through a connector,
-two linear layers (Liu et al. 2024, section 3.2). These take the places of image tokens in the
-stream that the decoder, `functron.models.gpt`, begins with. Image tokens are never targets.
+A vision transformer and a connector of two linear layers (Liu et al. 2024, section 3.2) make one
+embedding of each patch of an image. These replace the embeddings of image tokens in the input of
+the decoder, `functron.models.gpt`. Image tokens are never targets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from functron import nn
+from functron.apps.zoo import vit
+from functron.apps.zoo.vit import ViTConfig
 from functron.core import random
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models import decoder, gpt, vit
-from functron.models.config import GPTConfig, Named
+from functron.models import decoder, gpt
+from functron.models.config import Dtype, GPTConfig, Named
+from functron.models.family import GPT, Family
 from functron.models.options import DEFAULTS, SAMPLE_AXES, ModelOptions, Sequence, arranged, require
-from functron.models.vit import ViTConfig
 from functron.nn.layers import linear_defs
 from functron.pipeline.partition import Part
 from functron.spmd import P
@@ -45,9 +48,9 @@ class LlavaConfig:
     """Architecture of a LLaVA.
 
     Attributes:
-        vision: the transformer that makes features of images.
+        vision: the vision transformer.
         text: the decoder.
-        image_token: the token at whose places patches are put, in order.
+        image_token: the token whose embeddings are replaced by those of patches, in order.
         activation: between the connector's layers.
     """
 
@@ -72,6 +75,11 @@ class LlavaConfig:
             found.append(Problem("vision.dtype and text.dtype", got, "the same", "change one"))
         raise_problems("invalid LlavaConfig", found)
 
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of parameters and activations."""
+        return self.text.dtype
+
 
 _CLIP = ViTConfig(
     image_size=336, patch_size=14, num_layers=23, embed_dim=1024, num_heads=16, mlp_dim=4096,
@@ -80,7 +88,7 @@ _CLIP = ViTConfig(
 _SMALL = ViTConfig(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192, final_norm=False)
 
 
-def _vicuna(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) -> GPTConfig:
+def _make_vicuna(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) -> GPTConfig:
     return GPTConfig(
         vocab_size=32064, num_layers=num_layers, embed_dim=embed_dim, num_heads=num_heads,
         mlp_dim=mlp_dim, max_seq=4096, vocab_multiple=64,
@@ -90,11 +98,11 @@ def _vicuna(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) -> GP
 PRESETS: Mapping[str, LlavaConfig] = Named(
     {
         "llava-tiny": LlavaConfig(_SMALL, gpt.PRESETS["llama3-tiny"]),
-        "llava-1.5-7b": LlavaConfig(_CLIP, _vicuna(32, 4096, 32, 11008), image_token=32000),
-        "llava-1.5-13b": LlavaConfig(_CLIP, _vicuna(40, 5120, 40, 13824), image_token=32000),
+        "llava-1.5-7b": LlavaConfig(_CLIP, _make_vicuna(32, 4096, 32, 11008), image_token=32000),
+        "llava-1.5-13b": LlavaConfig(_CLIP, _make_vicuna(40, 5120, 40, 13824), image_token=32000),
     }
 )
-"""Named architectures; those of LLaVA 1.5 have CLIP's last block, which is not used, left out."""
+"""Named configs; those of LLaVA 1.5 are without CLIP's last block, which is not used."""
 
 
 @public
@@ -126,7 +134,7 @@ def defs(config: LlavaConfig, options: ModelOptions = DEFAULTS) -> dict:
 def rules(
     config: LlavaConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
 ) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism: those of `vit` and of `gpt`."""
+    """Rules for tensor parallelism and FSDP: those of `vit` and of `gpt`."""
     both = dict(vit.rules(config.vision, mesh, fsdp=fsdp))
     both |= gpt.rules(config.text, mesh, fsdp=fsdp)
     found = []
@@ -156,20 +164,20 @@ def forward(
         tokens: int64 ``[batch, seq]``, with an image token for each patch of each image, in order;
             see `check_batch`.
         images: ``[batch, images, channels, image_size, image_size]``; a sample with fewer image
-            tokens does not use the last ones.
-        options: as in `gpt.forward`, but for context, experts, router and watch, which are refused;
-            hooks are of the text's decoder.
+            tokens does not use its last images.
+        options: as in `gpt.forward`; context, experts, router and watch are refused. Hooks apply to
+            the decoder.
         rows, key: as in `gpt.forward`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``, as `gpt.forward`. Collectives: those of `vit.features`,
-        one all-reduce of the connector's result, and those of `gpt.forward`.
+        one all-reduce of the connector's output, and those of `gpt.forward`.
 
     Raises:
         ValueError: as `vit.features` and `gpt.forward` do.
     """
     batch = {"tokens": tokens} if rows is None else {"tokens": tokens, "rows": rows}
-    text, x, sequence = _stream(config, weights, batch, images, options, key)
+    text, x, sequence = _embed(config, weights, batch, images, options, key)
     part = Part(range(config.text.num_layers), loss=True)
     x, _ = decoder.stream(config.text, part, weights["text"], x, sequence, text, key)
     return decoder.logits(config.text, weights["text"], x, text)
@@ -191,8 +199,8 @@ def loss(
             `forward`; perhaps ``rows``. Targets of `nn.IGNORE_INDEX` and image tokens do not count.
     """
     require(batch, "tokens", "targets", "images")
-    batch = {**batch, "targets": _targets(config, batch)}
-    text, x, sequence = _stream(config, weights, batch, batch["images"], options, key)
+    batch = {**batch, "targets": _hide_image_targets(config, batch)}
+    text, x, sequence = _embed(config, weights, batch, batch["images"], options, key)
     part = Part(range(config.text.num_layers), loss=True)
     return decoder.loss(config.text, part, weights["text"], x, sequence, text, key)
 
@@ -201,7 +209,7 @@ _OPTIONS = ("stream", "remat", "gather", "kernels", "loss_chunk_tokens", "axes",
             "norm", "block")  # fmt: skip
 
 
-def _stream(
+def _embed(
     config: LlavaConfig,
     weights: dict,
     batch: Mapping[str, Tensor],
@@ -209,9 +217,9 @@ def _stream(
     options: ModelOptions,
     key: Key | None,
 ) -> tuple[ModelOptions, Tensor, Sequence]:
-    """The decoder's options, and the stream that its blocks begin with.
+    """The decoder's options, the residual stream before its first block, and the token positions.
 
-    That has embeddings of tokens, and patches in the places of image tokens.
+    The stream has embeddings of tokens, and those of patches at image tokens.
     """
     options.require_only("llava", *_OPTIONS)
     vision = ModelOptions(options.stream, options.remat, options.gather.at("vision"))
@@ -239,7 +247,7 @@ def _stream(
         )
 
 
-def _targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Tensor:
+def _hide_image_targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Tensor:
     require(batch, "targets")
     targets = batch["targets"]
     return torch.where(targets == config.image_token, nn.IGNORE_INDEX, targets)
@@ -249,27 +257,27 @@ def _targets(config: LlavaConfig, batch: Mapping[str, Tensor]) -> Tensor:
 def num_targets(
     config: LlavaConfig, batch: Mapping[str, Tensor], axes: tuple[str, ...] = SAMPLE_AXES
 ) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
+    """The number of targets that count, over the batch of all ranks: int64; one all-reduce.
 
     Args:
-        config: whose image tokens do not count; for `make_step` use
+        config: the architecture, whose image tokens do not count; for `make_step` use
             ``functools.partial(llava.num_targets, config)``.
         batch: this rank's ``targets``.
         axes: those of the loss's `ModelOptions`.
     """
-    return lax.psum((_targets(config, batch) != nn.IGNORE_INDEX).sum(), axes)
+    return lax.psum((_hide_image_targets(config, batch) != nn.IGNORE_INDEX).sum(), axes)
 
 
 def check_batch(config: LlavaConfig, batch: Mapping[str, Tensor]) -> None:
-    """Check that every sample has image tokens for whole images, and no more than it has images.
+    """Check that the image tokens of every sample are those of whole images, and not too many.
 
-    For batches on the host, before a step: values are read.
+    For batches on the host, before a step, as values are read.
 
     Args:
         batch: ``tokens`` and ``images``.
 
     Raises:
-        ValueError: with the samples where this is not so.
+        ValueError: the samples where this is not so are listed.
     """
     each, images = config.vision.num_patches, batch["images"].shape[1]
     counts = (batch["tokens"] == config.image_token).sum(1).tolist()
@@ -278,9 +286,36 @@ def check_batch(config: LlavaConfig, batch: Mapping[str, Tensor]) -> None:
             f"tokens[{row}]",
             f"{count} image tokens",
             f"a multiple of the {each} patches of an image, at most {images * each}",
-            "write each image as so many image tokens",
+            f"write {each} image tokens for each image",
         )
         for row, count in enumerate(counts)
         if count % each or count > images * each
     ]
     raise_problems("images and image tokens do not fit", found)
+
+
+def make_family() -> Family:
+    """The family of LLaVAs."""
+    return Family(
+        "llava", "a LLaVA", LlavaConfig, PRESETS, defs, rules, loss, num_targets,
+        make=_make_config, free=(), canonical=_write_out,
+        vocab_size=lambda config: config.text.vocab_size,
+    )  # fmt: skip
+
+
+def _make_config(values: Mapping[str, Any], dtype: Dtype) -> LlavaConfig:
+    parts = {
+        "vision": ViTConfig(**values["vision"], dtype=dtype),
+        "text": GPTConfig(**values["text"], dtype=dtype),
+    }
+    return LlavaConfig(**{**values, **parts})
+
+
+def _write_out(config: LlavaConfig) -> LlavaConfig:
+    """The config with derived sizes written out, and what does not matter at its default."""
+    text, vision = GPT.canonical(config.text), config.vision
+    plain: dict[str, Any] = {name: getattr(GPTConfig, name) for name in GPT.free}
+    if text.positions == "rope":  # shorter sequences are as good
+        plain["max_seq"] = GPTConfig.max_seq
+    bare: dict[str, Any] = {name: getattr(ViTConfig, name) for name in vit.FREE_FIELDS}
+    return replace(config, text=replace(text, **plain), vision=replace(vision, **bare))

@@ -1,6 +1,6 @@
 """Mamba-2, and hybrids of it with attention and feed-forward layers, by a pattern of layers.
 
-Every layer adds to the stream what its mixer makes of the normed stream: a state space (``M``),
+A layer norms the residual stream and adds the output of its mixer to it: a state space (``M``),
 attention without positions (``*``) or a feed-forward layer (``-``), in the order of
 `MambaConfig.pattern`, as in Megatron's hybrid models and Nemotron-H (Waleffe et al. 2024, "An
 Empirical Study of Mamba-based Language Models"; Blakeman et al. 2025). As for `functron.models.gpt`
@@ -12,34 +12,41 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from functron import nn
-from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
-from functron.core.scopes import named_scope
-from functron.core.settings import Need, Needs
-from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models.config import Dtype, Named, TextConfig
-from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
-from functron.models.stack import (
+from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
     rate_problems,
     size_problems,
-    summed_loss,
+    sum_cross_entropies,
     tensor_rules,
 )
-from functron.nn.layers import sequence_axes
-from functron.nn.mamba import Mamba2Config, MambaCache, mamba, mamba_cache, mamba_defs, mamba_step
+from functron.apps.zoo.state_space import (
+    Mamba2Config,
+    MambaCache,
+    mamba,
+    mamba_cache,
+    mamba_defs,
+    mamba_step,
+)
+from functron.core import tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.settings import Need, Needs
+from functron.core.typing import Float, Int, Key, Tensor
+from functron.models.config import Dtype, Named, TextConfig
+from functron.models.family import Family
+from functron.models.generation import Steps
+from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.ops.attention import attention
 from functron.program.cost import tokens_attended
 from functron.spmd import P, params
-from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import Rules
@@ -90,26 +97,26 @@ class MambaConfig(TextConfig):
         pattern: a letter per layer: ``M`` a state space, ``*`` attention, ``-`` a feed-forward
             layer.
         embed_dim: width of the residual stream.
-        num_heads: heads of the state space, of `head_dim` each; twice `embed_dim` together in
-            Mamba-2.
+        num_heads: number of heads of the state space; ``num_heads * head_dim`` is twice `embed_dim`
+            in Mamba-2.
         head_dim: width of a head of the state space.
-        num_groups: groups of B and C; see `functron.nn.mamba.Mamba2Config`.
+        num_groups: groups of B and C; see `functron.apps.zoo.state_space.Mamba2Config`.
         state_dim: numbers of state per feature.
         conv_width: tokens that the short convolution sees.
-        chunk: tokens per chunk of the state space; the numbers do not depend on it.
+        chunk: tokens per chunk of the state space; results do not depend on it.
         conv_bias: biases on the convolution.
         dt_min: step sizes are at least this (0.001 in Nemotron-H).
-        attention_heads: query heads of attention layers.
-        attention_kv_heads: their key/value heads; 0: as many.
-        attention_head_dim: width of these; 0: ``embed_dim // attention_heads``.
+        attention_heads: number of query heads of attention layers.
+        attention_kv_heads: number of key/value heads; 0: as many as query heads.
+        attention_head_dim: width of a head; 0: ``embed_dim // attention_heads``.
         mlp_dim: width of feed-forward layers.
         activation: of feed-forward layers.
         gated: multiply it by a second projection.
         bias: biases on all linear layers.
         norm_eps: epsilon of all norms.
         tied: one matrix for embedding and unembedding.
-        init_stddev: of all matrices; those that write to the stream are divided by
-            sqrt(2 layers).
+        init_stddev: standard deviation of initial matrices; divided by sqrt(2 layers) for those
+            whose output is added to the residual stream.
         dtype: of parameters and activations; decays and steps are float32 at least.
     """
 
@@ -159,7 +166,7 @@ class MambaConfig(TextConfig):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many layers there are of each kind, by its name in the parameters."""
+        """The number of layers of each kind, by its name in the parameters."""
         each = {name: self.pattern.count(letter) for letter, name in KINDS.items()}
         return {name: count for name, count in each.items() if count}
 
@@ -197,7 +204,7 @@ class MambaConfig(TextConfig):
         )
 
 
-def _mamba2(num_layers: int, embed_dim: int) -> MambaConfig:
+def _make_preset(num_layers: int, embed_dim: int) -> MambaConfig:
     return MambaConfig(
         pattern="M" * num_layers,
         vocab_size=50277,
@@ -222,11 +229,11 @@ PRESETS: Mapping[str, MambaConfig] = Named(
         "mamba2-hybrid-tiny": MambaConfig(
             pattern="M-M*-", num_groups=4, mlp_dim=192, attention_kv_heads=4, **_SMALL
         ),
-        "mamba2-130m": _mamba2(24, 768),
-        "mamba2-370m": _mamba2(48, 1024),
-        "mamba2-780m": _mamba2(48, 1536),
-        "mamba2-1.3b": _mamba2(48, 2048),
-        "mamba2-2.7b": _mamba2(64, 2560),
+        "mamba2-130m": _make_preset(24, 768),
+        "mamba2-370m": _make_preset(48, 1024),
+        "mamba2-780m": _make_preset(48, 1536),
+        "mamba2-1.3b": _make_preset(48, 2048),
+        "mamba2-2.7b": _make_preset(64, 2560),
         "nemotron-h-8b": MambaConfig(
             pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
             vocab_size=131072, embed_dim=4096, num_heads=128, num_groups=8, state_dim=128,
@@ -235,18 +242,18 @@ PRESETS: Mapping[str, MambaConfig] = Named(
         ),
     }
 )  # fmt: skip
-"""Named architectures: the tiny ones train on a laptop; the others have their papers' sizes."""
+"""Named configs: the tiny ones train on a laptop; the others have their papers' sizes."""
 
 
 MambaCaches = tuple[Any, ...]
-"""Per layer: a `MambaCache`; keys and values so far; or () of a feed-forward layer."""
+"""For each layer a `MambaCache`, or the keys and values so far, or () for a feed-forward layer."""
 
 
 @public
 def defs(config: MambaConfig) -> dict:
     """The parameters: ``{"embed", "mamba"?, "attention"?, "mlp"?, "norm", "unembed"?}``.
 
-    Those of all layers of a kind are stacked on a leading "layers" dim.
+    Parameters of layers of one kind are stacked on a leading "layers" dim.
     """
     c, dtype = config, config.torch_dtype
     normal = Normal(c.init_stddev)
@@ -276,10 +283,10 @@ def defs(config: MambaConfig) -> dict:
 def rules(
     config: MambaConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
 ) -> Rules:
-    """Tensor parallelism and fully sharded data parallelism for this model and mesh.
+    """Rules for tensor parallelism and FSDP of this model on this mesh.
 
-    Heads, feed-forward features and vocabulary split over ``tp``. With fewer groups of B and C, or
-    fewer key/value heads, than ranks, these are replicated and each rank uses those of its heads.
+    Heads, feed-forward features and vocabulary are split over ``tp``. With fewer groups of B and C,
+    or fewer key/value heads, than ranks, every rank holds all of them and uses those of its heads.
     Arguments and errors are those of `gpt.rules`; the mesh has data axes and tp.
     """
     c, tp = config, mesh["tp"]
@@ -320,13 +327,13 @@ def forward(
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
-        padding. Collectives per layer: see `nn.mamba`, `nn.self_attention` and `nn.mlp`.
+        padding. Collectives per layer: see `functron.apps.zoo.state_space.mamba`,
+        `nn.self_attention` and `nn.mlp`.
 
     Raises:
         ValueError: the sequence does not divide over the ranks that split it.
     """
     stack = Stack("mamba", options, key, config.dropout, rows)
-    check_length(tokens.shape[1], None, lax.axis_size(sequence_axes(options.stream)))
     keys = stack.keys(len(config.pattern) + 1)
     with named_scope("embed"):
         x = stack.embed(weights, tokens, config)
@@ -339,12 +346,12 @@ def forward(
         if count < config.counts[name]:
             layers = tree.map(lambda w, rows=slice(start, stop): w[rows], layers)
         own = None if keys is None else keys[done : done + count]
-        x = stack.at(name).over(_layer(config, name, stack), x, layers, own)
+        x = stack.at(name).over(_make_layer(config, name, stack), x, layers, own)
         first[kind], done = stop, done + count
-    return _logits(config, weights, x, stack)
+    return _compute_logits(config, weights, x, stack)
 
 
-def _layer(config: MambaConfig, name: str, stack: Stack):
+def _make_layer(config: MambaConfig, name: str, stack: Stack):
     """``(parameters, x, key) -> x`` of one layer of this kind."""
     stream = stack.stream
 
@@ -366,19 +373,12 @@ def _layer(config: MambaConfig, name: str, stack: Stack):
     return layer
 
 
-def _logits(config: MambaConfig, weights: dict, x: Tensor, stack: Stack) -> Tensor:
+def _compute_logits(config: MambaConfig, weights: dict, x: Tensor, stack: Stack) -> Tensor:
     return stack.logits(weights, stack.norm_last(weights, x, config.norm_eps), tied=config.tied)
 
 
-@public
-def loss(
-    config: MambaConfig,
-    weights: dict,
-    batch: Mapping[str, Tensor],
-    options: ModelOptions = DEFAULTS,
-    *,
-    key: Key | None = None,
-) -> Scalar:
+@sum_cross_entropies("tokens", "targets")
+def loss(config: MambaConfig, weights: dict, batch: Batch, options: ModelOptions, key: Key | None):
     """The sum of all tokens' losses over the batch of all ranks; replicated, as `gpt.loss`.
 
     Args:
@@ -386,26 +386,24 @@ def loss(
             targets of `nn.IGNORE_INDEX` do not count.
 
     Raises:
-        ValueError: samples are packed of several documents, between which the state would leak.
+        ValueError: samples have several documents, between which the state would leak.
     """
     if "segments" in batch:
         raise ValueError(
             "mamba.loss: got packed documents (segments); wanted samples of one document each: the "
             "state is not reset between documents; fix: do not pack"
         )
-    require(batch, "tokens", "targets")
-    logits = forward(config, weights, batch["tokens"], options, rows=batch.get("rows"), key=key)
-    return summed_loss(logits, batch["targets"], config.vocab_size, options)
+    return forward(config, weights, batch["tokens"], options, rows=batch.get("rows"), key=key)
 
 
 def flops_per_token(config: MambaConfig, seq: int, *, whole: bool = False) -> int:
     """Model FLOPs of forward and backward per token: 6 N + 15 S + 6 L H D T.
 
-    N counts the parameters that multiply a token's activations: embedding look-ups do not. S counts
-    the numbers of state of all layers: ``h = a h + (dt x) B`` takes 3 operations of each, ``C h``
-    two, and backward twice as many; what computing in chunks adds is no part of the model. The last
-    term is that of L causal attention layers over `seq` tokens, as in `gpt.flops_per_token`, where
-    `whole` is explained too.
+    N counts the parameters that multiply a token's activations, without look-ups of embeddings. S
+    counts the numbers in the states of all layers: ``h = a h + (dt x) B`` takes 3 operations for
+    each, ``C h`` two, and backward twice as many; the cost of computing in chunks is not counted.
+    The last term is that of L causal attention layers over `seq` tokens; see `gpt.flops_per_token`
+    for it and for `whole`.
     """
     c, counts = config, config.counts
     total = params.num_params(defs(c))
@@ -424,10 +422,10 @@ def empty_cache(config: MambaConfig, weights: dict, batch: int) -> MambaCaches:
 
     Args:
         weights: this rank's part of the parameters, whole over data axes.
-        batch: how many sequences.
+        batch: number of sequences.
     """
     out: list[Any] = []
-    for name, layer in _layers(config, weights):
+    for name, layer in _list_layers(config, weights):
         if name == "mamba":
             out.append(mamba_cache(layer["mixer"], config.mixer, batch))
         else:
@@ -439,15 +437,15 @@ def empty_cache(config: MambaConfig, weights: dict, batch: int) -> MambaCaches:
 def step(
     config: MambaConfig, weights: dict, tokens: Int[Tensor, " batch"], cache: MambaCaches
 ) -> tuple[Float[Tensor, "batch columns"], MambaCaches]:
-    """The logits of the token after this one, and the cache with it: `forward` as a recurrence.
+    """The logits of the token after `tokens`, and the new cache: `forward` as a recurrence.
 
-    State-space layers take the same time and memory for every token; attention keeps its keys.
+    State-space layers take the same time and memory for every token; attention caches its keys.
 
     Args:
         config: the architecture.
         weights: this rank's part of the parameters, whole over data axes.
-        tokens: int64 ``[batch]``, the next of each sequence.
-        cache: after the tokens before; see `empty_cache`.
+        tokens: int64 ``[batch]``, the next token of each sequence.
+        cache: after the tokens before; at first that of `empty_cache`.
 
     Returns:
         ``[batch, padded_vocab / tp]``, and the new cache. Collectives: as `forward` of one token.
@@ -456,23 +454,23 @@ def step(
         weights["embed"], tokens.unsqueeze(1), stream=P(), vocab_size=config.vocab_size
     )
     out = []
-    for (name, layer), kept in zip(_layers(config, weights), cache, strict=True):
+    for (name, layer), kept in zip(_list_layers(config, weights), cache, strict=True):
         mixer = layer["mixer"]
         y = nn.rms_norm(x, layer["norm"]["scale"], eps=config.norm_eps)
         if name == "mamba":
             y, kept = mamba_step(mixer, y, MambaCache(*kept), config.mixer)
         elif name == "attention":
-            y, kept = _attention_step(config, mixer, y, kept)
+            y, kept = _attend_step(config, mixer, y, kept)
         else:
             y = nn.mlp(mixer, y, activation=config.activation, stream=P())
         x = x + y
         out.append(kept)
     stack = Stack("mamba", ModelOptions(stream=P()))
-    return _logits(config, weights, x, stack)[:, 0], tuple(out)
+    return _compute_logits(config, weights, x, stack)[:, 0], tuple(out)
 
 
-def _attention_step(config: MambaConfig, mixer: dict, x: Tensor, kept: tuple) -> tuple:
-    """Attention of one token to the keys so far and its own, and all of these."""
+def _attend_step(config: MambaConfig, mixer: dict, x: Tensor, kept: tuple) -> tuple:
+    """Attention of one token to the cached keys and its own, and the new cache."""
     all_of_them: list[Tensor] = []
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -485,10 +483,58 @@ def _attention_step(config: MambaConfig, mixer: dict, x: Tensor, kept: tuple) ->
     return y, tuple(all_of_them)
 
 
-def _layers(config: MambaConfig, weights: dict):
+def _list_layers(config: MambaConfig, weights: dict):
     """Each layer's kind and parameters, in order."""
     rows = {name: itertools.count() for name in config.counts}
     for kind in config.pattern:
         name = KINDS[kind]
         row = next(rows[name])
         yield name, tree.map(lambda w, row=row: w[row], weights[name])
+
+
+def iterate_logits(
+    weights: dict, config: MambaConfig, tokens: Int[Tensor, "batch seq"], num_tokens: int
+) -> Steps:
+    """The logits of each of `num_tokens` next tokens, for `functron.models.generation.generate`."""
+    cache = empty_cache(config, weights, tokens.shape[0])
+    for index in range(tokens.shape[1] - 1):
+        _, cache = step(config, weights, tokens[:, index], cache)
+    last = tokens[:, -1]
+    for _ in range(num_tokens):
+        found, cache = step(config, weights, last, cache)
+        last = yield found[:, : config.vocab_size].float()
+
+
+# --- the family
+
+
+def make_family() -> Family:
+    """The family of Mamba-2 models and hybrids."""
+    return Family(
+        "mamba", "a Mamba-2 model", MambaConfig, PRESETS, defs, rules, loss, num_targets,
+        flops_per_token, objective="next",
+        free=("dropout", "init_stddev", "vocab_multiple", "dtype", "chunk"), needs=MAMBA_NEEDS,
+        unread=_unread_fields, canonical=_write_out, numbers=_layer_numbers,
+        iterate_logits=iterate_logits,
+    )  # fmt: skip
+
+
+def _layer_numbers(config: MambaConfig) -> dict[str, list[int]]:
+    names = [KINDS[letter] for letter in config.pattern]
+    return {name: [i for i, each in enumerate(names) if each == name] for name in set(names)}
+
+
+def _unread_fields(config: MambaConfig) -> tuple[str, ...]:
+    return tuple(
+        name for name, need in MAMBA_NEEDS.items() if name != "chunk" and not need.holds(config)
+    )
+
+
+def _write_out(config: MambaConfig) -> MambaConfig:
+    """The config with derived sizes written out, and what nothing reads at its default."""
+    derived = {
+        "attention_kv_heads": config.kv_heads,
+        "attention_head_dim": config.attention.head_size,
+    }
+    plain = {name: getattr(MambaConfig, name) for name in _unread_fields(config)}
+    return replace(config, **{**derived, **plain})

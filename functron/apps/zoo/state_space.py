@@ -1,13 +1,13 @@
 """Mamba-2: state-space duality, by chunks and token by token, and the mixer around it.
 
-Per head, a state S ``[head_dim, state_dim]`` decays, takes up each token's input, and is read:
+Each head has a state S ``[head_dim, state_dim]``, which decays and adds each token's input:
 
     S_t = exp(dt_t a) S_{t-1} + dt_t x_t b_t^T        y_t = S_t c_t
 
 (Dao & Gu 2024, "Transformers are SSMs", eq. 1 and section 7). `ssd_step` is this recurrence. `ssd`
 computes the same of a whole sequence with matrix products: within a chunk it is masked linear
 attention, y = (L * (C B^T)) (dt x) with L_ts = exp(a dt_{s+1} + ... + a dt_t) (section 6), and only
-one state per chunk is handed from each chunk to the next.
+one state per chunk is passed to the next chunk.
 
 The mixer is projections, a short convolution, the state space, and a gated norm:
 
@@ -16,10 +16,10 @@ The mixer is projections, a short convolution, the state space, and a gated norm
     y = ssd(x, softplus(dt + dt_bias), -exp(a_log), B, C) + d x
     out = (rms_norm(y silu(z)) scale) W_out
 
-(section 7 and figure 6). Heads split over ranks, and with them x, z and dt. So do
-groups of B and C where the ranks divide them, as in Megatron's MambaMixer; with fewer groups every
-rank makes all of B and C and uses those of its heads, and the sums of squares of a group's norm are
-added over the ranks that share it.
+(section 7 and figure 6). Heads are split over ranks, and with them x, z and dt. So are groups of B
+and C if the number of ranks divides theirs, as in Megatron's MambaMixer; with fewer groups every
+rank computes all of B and C and uses those of its heads, and the ranks that share a group add up
+the sums of squares of its norm.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def ssd(
     Raises:
         ValueError: the chunk is empty, or groups do not divide heads.
     """
-    _check(x, b, chunk)
+    _check_sizes(x, b, chunk)
     seq, groups = x.shape[1], b.shape[2]
     chunk = min(chunk, seq)
     wide = torch.promote_types(x.dtype, torch.float32)
-    steps = _chunks(dt.to(wide), chunk).unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2)
-    inputs = _chunks(x.to(wide), chunk).unflatten(-2, (groups, -1)).permute(0, 1, 3, 4, 2, 5)
+    steps = _split_chunks(dt.to(wide), chunk).unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2)
+    inputs = _split_chunks(x.to(wide), chunk).unflatten(-2, (groups, -1)).permute(0, 1, 3, 4, 2, 5)
     inputs = inputs * steps.unsqueeze(-1)
-    b, c = (_chunks(y.to(wide), chunk).transpose(2, 3) for y in (b, c))
+    b, c = (_split_chunks(y.to(wide), chunk).transpose(2, 3) for y in (b, c))
 
     # from here on [batch, chunks, groups, heads of a group, ...]: tokens without decay or input,
     # such as those that fill the last chunk, leave the state as it is
@@ -95,7 +95,7 @@ def ssd(
     if state is not None:
         first = state.to(wide).unflatten(1, (groups, -1))
     kept = total[..., -1].exp()[..., None, None]
-    last, starts = scan(_hand_on, first, (own.movedim(1, 0), kept.movedim(1, 0)))
+    last, starts = scan(_pass_state, first, (own.movedim(1, 0), kept.movedim(1, 0)))
     before = (c.unsqueeze(3) @ starts.movedim(0, 1).mT) * total.exp().unsqueeze(-1)
 
     y = (inside + before).permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
@@ -124,12 +124,12 @@ def ssd_step(
     return (new @ c.unsqueeze(-1)).squeeze(-1).to(x.dtype), new
 
 
-def _hand_on(state: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _pass_state(state: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     own, kept = row
     return kept * state + own, state
 
 
-def _chunks(x: Tensor, chunk: int) -> Tensor:
+def _split_chunks(x: Tensor, chunk: int) -> Tensor:
     """``[batch, seq, ...]`` as ``[batch, chunks, chunk, ...]``, zeros at the end."""
     missing = -x.shape[1] % chunk
     if missing:
@@ -137,7 +137,7 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
     return x.unflatten(1, (-1, chunk))
 
 
-def _check(x: Tensor, b: Tensor, chunk: int) -> None:
+def _check_sizes(x: Tensor, b: Tensor, chunk: int) -> None:
     if chunk < 1:
         raise ValueError(f"ssd: got chunk={chunk}; wanted at least 1 token; 64 to 256 are fast")
     if x.shape[2] % b.shape[2]:
@@ -158,14 +158,14 @@ class Mamba2Config:
         num_groups: groups of B and C, each serving consecutive heads; the gated norm is over the
             heads of a group.
         state_dim: numbers of state per feature.
-        conv_width: how many tokens the convolution sees.
+        conv_width: number of tokens that the convolution sees.
         chunk: tokens per chunk of `ssd`.
         bias: biases on the projections in and out.
         conv_bias: biases on the convolution.
         norm_eps: epsilon of the gated norm.
-        dt_limit: step sizes are kept within.
-        dt_init: step sizes start between these, evenly on a log scale.
-        a_init: decays a start evenly between minus these.
+        dt_limit: lower and upper limit of step sizes.
+        dt_init: initial step sizes lie between these, evenly on a log scale.
+        a_init: initial decays a lie evenly between minus these.
     """
 
     embed_dim: int
@@ -332,33 +332,33 @@ def gated_norm(
     each = g.unflatten(2, (local, -1))
     mean = each.square().mean((-1, -2))
     if num_groups % ranks:
-        mean = _shared_mean(mean, num_groups, axis)
+        mean = _mean_over_ranks(mean, num_groups, axis)
     normed = (each * torch.rsqrt(mean + eps)[..., None, None]).flatten(2, 3)
     return (normed * scale.to(wide)).to(z.dtype)
 
 
-def _shared_mean(
+def _mean_over_ranks(
     mean: Float[Tensor, "batch seq 1"], num_groups: int, axis: str
 ) -> Float[Tensor, "batch seq 1"]:
     """The mean over a group's ranks, from that over this rank's part of the group."""
     sharing = lax.axis_size(axis) // num_groups
     if num_groups == 1:
         return lax.psum(mean, axis) / sharing
-    own = _own_group(num_groups, axis, mean.device).to(mean.dtype)
+    own = _find_own_group(num_groups, axis, mean.device).to(mean.dtype)
     return (lax.psum(mean * own, axis) * own).sum(-1, keepdim=True) / sharing
 
 
-def _own_group(num_groups: int, axis: str, device: torch.device) -> Tensor:
+def _find_own_group(num_groups: int, axis: str, device: torch.device) -> Tensor:
     """``[num_groups]``: which group this rank's heads are of, where several ranks share one."""
     sharing = lax.axis_size(axis) // num_groups
     return torch.arange(num_groups, device=device) == lax.axis_index(axis) // sharing
 
 
-def _own_part(x: Tensor, config: Mamba2Config, axis: str) -> Tensor:
+def _select_groups(x: Tensor, config: Mamba2Config, axis: str) -> Tensor:
     """The groups of b or c that this rank's heads use."""
     if x.shape[-2] * lax.axis_size(axis) == config.num_groups or config.num_groups == 1:
         return x
-    own = _own_group(config.num_groups, axis, x.device).unsqueeze(-1)
+    own = _find_own_group(config.num_groups, axis, x.device).unsqueeze(-1)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
     return torch.where(own, x, zero).sum(-2, keepdim=True, dtype=x.dtype)
 
@@ -373,7 +373,7 @@ class _Inputs(NamedTuple):
     dt: Tensor
 
 
-def _inputs(params: dict, u: Tensor, config: Mamba2Config) -> _Inputs:
+def _project_inputs(params: dict, u: Tensor, config: Mamba2Config) -> _Inputs:
     x, b, c, z, dt = (column_parallel(u, *weights(params[n])) for n in ("x", "b", "c", "z", "dt"))
     wide = torch.promote_types(dt.dtype, torch.float32)
     dt = F.softplus(dt.to(wide) + params["dt_bias"].to(wide))
@@ -383,16 +383,18 @@ def _inputs(params: dict, u: Tensor, config: Mamba2Config) -> _Inputs:
     return _Inputs(x, b, c, z, dt)
 
 
-def _rates(params: dict) -> Tensor:
+def _compute_decays(params: dict) -> Tensor:
     a_log = params["a_log"]
     return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
 
 
-def _conv(params: dict, x: Tensor, before: Tensor | None) -> Tensor:
+def _convolve(params: dict, x: Tensor, before: Tensor | None) -> Tensor:
     return F.silu(causal_conv(x, params["w"], params.get("b"), before))
 
 
-def _out(params: dict, y: Tensor, x: Tensor, z: Tensor, config: Mamba2Config, axis: str) -> Tensor:
+def _gate_output(
+    params: dict, y: Tensor, x: Tensor, z: Tensor, config: Mamba2Config, axis: str
+) -> Tensor:
     """The skip and the gated norm."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = y.to(wide) + params["d"].to(wide).unsqueeze(-1) * x.to(wide)
@@ -420,11 +422,11 @@ def mamba(
         sequence also `gather_sequence`; and those of `gated_norm`.
     """
     u = gather_sequence(u, stream, axis)
-    made = _inputs(params, u, config)
-    x, b, c = (_conv(params["conv"][n], getattr(made, n), None) for n in ("x", "b", "c"))
-    b, c = (_own_part(y, config, axis) for y in (b, c))
-    y, _ = ssd(x, made.dt, _rates(params), b, c, chunk=config.chunk)
-    y = _out(params, y, x, made.z, config, axis)
+    made = _project_inputs(params, u, config)
+    x, b, c = (_convolve(params["conv"][n], getattr(made, n), None) for n in ("x", "b", "c"))
+    b, c = (_select_groups(y, config, axis) for y in (b, c))
+    y, _ = ssd(x, made.dt, _compute_decays(params), b, c, chunk=config.chunk)
+    y = _gate_output(params, y, x, made.z, config, axis)
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis)
 
 
@@ -433,7 +435,7 @@ def mamba_cache(params: dict, config: Mamba2Config, batch: int) -> MambaCache:
 
     Args:
         params: this rank's part of `mamba_defs`.
-        batch: how many sequences.
+        batch: number of sequences.
     """
 
     def past(name: str) -> Tensor:
@@ -464,13 +466,13 @@ def mamba_step(
     Returns:
         Collectives: as `mamba` of one token.
     """
-    made = _inputs(params, u, config)
+    made = _project_inputs(params, u, config)
     x, b, c = (
-        _conv(params["conv"][n], getattr(made, n), getattr(cache, n)) for n in ("x", "b", "c")
+        _convolve(params["conv"][n], getattr(made, n), getattr(cache, n)) for n in ("x", "b", "c")
     )
-    own_b, own_c = (_own_part(y, config, axis)[:, 0] for y in (b, c))
-    y, state = ssd_step(cache.state, x[:, 0], made.dt[:, 0], _rates(params), own_b, own_c)
-    y = _out(params, y.unsqueeze(1), x, made.z, config, axis)
+    own_b, own_c = (_select_groups(y, config, axis)[:, 0] for y in (b, c))
+    y, state = ssd_step(cache.state, x[:, 0], made.dt[:, 0], _compute_decays(params), own_b, own_c)
+    y = _gate_output(params, y.unsqueeze(1), x, made.z, config, axis)
     out = row_parallel(y, *weights(params["out"]), stream=P(), axis=axis)
     past = {n: torch.cat([getattr(cache, n), getattr(made, n)], 1)[:, 1:] for n in ("x", "b", "c")}
     return out, MambaCache(**past, state=state)

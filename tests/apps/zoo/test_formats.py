@@ -1,7 +1,7 @@
 """Models beside decoders against transformers: from a folder, back, and onto meshes; and refused.
 
 Transformers converts to float32 in norms, the state space and softmax even in a float64 model;
-`tiny_others.Float64` makes these float64, so that agreement can be asked to 1e-10.
+`Float64` makes these float64, so that agreement can be asked to 1e-10.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 import functron as ft
 from functron import BoundMesh, Mesh, hub, tree
+from functron.apps.zoo.formats import _ACTIVATIONS, _FORWARD_NAMES
 from functron.hub import files, reader
 from functron.hub.mixtures import DECODERS
 from functron.spmd.spec import shard
 from functron.training import config as run_config
 from functron.training import convert
-from tests.hub import tiny, tiny_others
+from tests.apps.zoo import tiny_others
+from tests.hub import tiny
+from tests.models.float64_models import Float64
 
 TOLERANCE = 1e-10
 TYPES = {
@@ -175,7 +179,7 @@ def test_simulated_ranks_give_the_same_logits(models, name):
     given = tiny_others.CASES[name].inputs()
     asked = lambda w: tiny_others.CASES[name].ours(config, w, given)
     run = lambda w: ft.lax.all_gather(asked(w), "tp", axis=-1, tiled=True)
-    with tiny_others.Float64(), torch.no_grad():
+    with Float64(), torch.no_grad():
         got = ft.shard_map(run, mesh, (specs,), ft.P(), check=False)(params)
     assert_logits(got[..., : expected.shape[-1]], expected)
 
@@ -514,3 +518,13 @@ def test_every_decoder_in_a_llava(name, tmp_path):
         other = replace(config, text=replace(config.text, **{change: got}))
         with pytest.raises(ValueError, match=rf"text.{change}: got {got}; wanted"):
             hub.write_config(other, hub.FORMATS["llava"])
+
+
+@pytest.mark.parametrize("names", [_ACTIVATIONS, _FORWARD_NAMES], ids=["images", "t5"])
+def test_activations_are_those_of_transformers(names):
+    ours = {**ft.nn.layers.ACTIVATIONS, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    for theirs, name in names.items():
+        act = tiny.transformers.T5Config(feed_forward_proj=theirs).dense_act_fn
+        made = ACT2FN[theirs if names is not _FORWARD_NAMES else act]
+        torch.testing.assert_close(ours[name](x), made(x), rtol=1e-6, atol=1e-9)

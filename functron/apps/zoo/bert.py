@@ -1,14 +1,14 @@
 """BERT: a bidirectional encoder that predicts masked tokens (Devlin et al. 2019).
 
-Tokens, places and segments are embedded and normed; blocks add attention to all tokens that are no
-padding, and a feed-forward layer, and norm after each. A transformed stream times the embedding
-gives the logits of the tokens at masked places. There is no next-sentence loss, which later work
-found no use for (Liu et al. 2019, section 4.2). `functron.data.denoising` makes masked batches.
+Token, position and segment embeddings are summed and normed. Each block adds attention, to all
+tokens but padding, and a feed-forward layer, with a norm after each. A dense layer, a norm and the
+transposed embedding give the logits. There is no next-sentence loss, which later work found to be
+useless (Liu et al. 2019, section 4.2). `functron.data.denoising` makes masked batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,25 +17,24 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn
-from functron.core.errors import public, raise_problems
-from functron.core.scopes import named_scope
-from functron.core.typing import Float, Int, Key, Scalar, Tensor
-from functron.models.config import Dtype, Named, TextConfig
-from functron.models.options import DEFAULTS, ModelOptions, check_length, num_targets, require
-from functron.models.stack import (
+from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
+    encoder_block,
+    encoder_defs,
     head_problems,
-    keys_of,
     rate_problems,
     size_problems,
-    summed_loss,
+    sum_cross_entropies,
     text_rules,
-    whole_heads,
 )
-from functron.nn.layers import linear_defs, sequence_axes
-from functron.nn.masked import masked_attention
-from functron.spmd import collectives as lax
+from functron.core.errors import public, raise_problems
+from functron.core.scopes import named_scope
+from functron.core.typing import Float, Int, Key, Tensor
+from functron.models.config import Dtype, Named, TextConfig
+from functron.models.family import Family
+from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
+from functron.nn.layers import linear_defs
 from functron.spmd import params
 from functron.spmd.params import Normal, ParamDef, zeros
 
@@ -57,15 +56,15 @@ class BertConfig(TextConfig):
     """Architecture of a BERT.
 
     Attributes:
-        num_layers: blocks.
-        embed_dim: width of the stream.
-        num_heads: heads of attention.
+        num_layers: number of blocks.
+        embed_dim: width of the residual stream.
+        num_heads: number of attention heads.
         mlp_dim: width of the feed-forward hidden layer.
         max_seq: longest sequence, in tokens.
-        num_types: kinds of segments of a sample.
-        activation: of feed-forward layers and before the logits.
+        num_types: number of segment types.
+        activation: of feed-forward layers, and of the dense layer before the logits.
         norm_eps: epsilon of the norms.
-        init_stddev: of all matrices.
+        init_stddev: standard deviation of all initial matrices.
     """
 
     num_layers: int = 4
@@ -105,37 +104,19 @@ PRESETS: Mapping[str, BertConfig] = Named(
         ),
     }
 )
-"""Named architectures: "bert-tiny" trains on a laptop; the others have the paper's sizes."""
+"""Named configs: "bert-tiny" trains on a laptop; the others have the paper's sizes."""
 
 
 @public
 def defs(config: BertConfig) -> dict:
     """The parameters: ``{"embed", "positions", "types", "embed_norm", "blocks", "head"}``.
 
-    Those of all blocks are stacked on a leading "layers" dim. The head is a dense layer with a
+    Parameters of blocks are stacked on a leading "layers" dim. The head is a dense layer with a
     norm, and a bias per token of the vocabulary.
     """
     c, dtype = config, config.torch_dtype
     normal = Normal(c.init_stddev)
     norm = nn.norm_defs(c.embed_dim, "layer", axis="embed", dtype=dtype)
-    block = {
-        "attention": whole_heads(
-            nn.attention_defs(
-                c.attention, stddev=c.init_stddev, out_stddev=c.init_stddev, dtype=dtype
-            )
-        ),
-        "attention_norm": norm,
-        "mlp": nn.mlp_defs(
-            c.embed_dim,
-            c.mlp_dim,
-            gated=False,
-            bias=True,
-            stddev=c.init_stddev,
-            out_stddev=c.init_stddev,
-            dtype=dtype,
-        ),
-        "mlp_norm": norm,
-    }
     dense = linear_defs(
         (c.embed_dim, c.embed_dim),
         ("embed", None),
@@ -150,7 +131,7 @@ def defs(config: BertConfig) -> dict:
         "positions": ParamDef((c.max_seq, c.embed_dim), (None, "embed"), normal, dtype),
         "types": ParamDef((c.num_types, c.embed_dim), (None, "embed"), normal, dtype),
         "embed_norm": norm,
-        "blocks": params.stack(block, c.num_layers),
+        "blocks": params.stack(encoder_defs(c), c.num_layers),
         "head": {"dense": dense, "norm": norm, "bias": vocab},
     }
 
@@ -170,15 +151,15 @@ def encode(
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
 ) -> Float[Tensor, "batch own_seq embed"]:
-    """The stream after all blocks: a vector per token.
+    """The residual stream after the last block: a vector per token.
 
     Args:
         config: the architecture.
         weights: this rank's part of the parameters.
         tokens: int64 ``[batch, seq]``, this rank's samples.
-        types: int64 ``[batch, seq]``, the kind of each token's segment; None: 0.
-        mask: ``[batch, seq]``, 0 or False where a token is padding, which none attends to; None: no
-            token is.
+        types: int64 ``[batch, seq]``, the segment type of each token; None: 0.
+        mask: ``[batch, seq]``, 0 or False where a token is padding, to which no token attends;
+            None: there is no padding.
         options: stream, remat, gather and axes; others are refused.
         rows, key: as in `gpt.forward`.
 
@@ -192,7 +173,6 @@ def encode(
     """
     stack = Stack("bert", options, key, config.dropout, rows)
     stream, gather = options.stream, options.gather
-    check_length(tokens.shape[1], config.max_seq, lax.axis_size(sequence_axes(stream)))
     with named_scope("embed"):
         x = stack.embed(weights, tokens, config)
         x = nn.add_positions(x, gather.at("positions")(weights["positions"]), stream=stream)
@@ -203,28 +183,10 @@ def encode(
     stack = stack.at("blocks")
     keys = stack.keys(config.num_layers + 1)
     x = stack.drop(x, None if keys is None else keys[-1])
-    block = _block(config, stack, None if mask is None else mask != 0)
+    mlp = partial(nn.mlp, activation=config.activation, stream=stream)
+    seen = None if mask is None else mask != 0
+    block = encoder_block(config, stack, seen, mlp, norm_first=False)
     return stack.over(block, x, weights["blocks"], None if keys is None else keys[:-1])
-
-
-def _block(config: BertConfig, stack: Stack, seen: Tensor | None) -> Callable:
-    """``(parameters, x, key) -> x``: one block, normed after each sublayer."""
-    core = stack.core(partial(masked_attention, seen=seen))
-    stream, eps = stack.stream, config.norm_eps
-
-    def block(weights: dict, x: Tensor, key: Tensor | None) -> Tensor:
-        first, second = keys_of(key, 2)
-        with named_scope("attention"):
-            attention = weights["attention"]
-            y = nn.self_attention(
-                attention, x, config.attention, rope=None, stream=stream, core=core
-            )
-            x = nn.norm(weights["attention_norm"], x + stack.drop(y, first), eps=eps)
-        with named_scope("mlp"):
-            y = nn.mlp(weights["mlp"], x, activation=config.activation, stream=stream)
-            return nn.norm(weights["mlp_norm"], x + stack.drop(y, second), eps=eps)
-
-    return block
 
 
 @public
@@ -239,7 +201,7 @@ def forward(
     rows: Int[Tensor, " batch"] | None = None,
     key: Key | None = None,
 ) -> Float[Tensor, "batch seq columns"]:
-    """The logits of the token at every place; the arguments are those of `encode`.
+    """The logits of the token at every position; the arguments are those of `encode`.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
@@ -256,36 +218,35 @@ def forward(
         return nn.column_parallel(x, matrix, head["bias"])
 
 
-@public
-def loss(
-    config: BertConfig,
-    weights: dict,
-    batch: Mapping[str, Tensor],
-    options: ModelOptions = DEFAULTS,
-    *,
-    key: Key | None = None,
-) -> Scalar:
-    """The sum of the losses at masked places over the batch of all ranks, as `gpt.loss`.
+@sum_cross_entropies("tokens", "targets")
+def loss(config: BertConfig, weights: dict, batch: Batch, options: ModelOptions, key: Key | None):
+    """The sum of the losses at masked positions over the batch of all ranks, as `gpt.loss`.
 
     Args:
-        batch: this rank's ``tokens`` and ``targets``, int64 ``[batch, seq]``, targets being
-            `nn.IGNORE_INDEX` except at masked places; perhaps ``types`` and ``mask``, see `encode`,
-            and ``rows``.
+        batch: this rank's ``tokens`` and ``targets``, int64 ``[batch, seq]``; targets are
+            `nn.IGNORE_INDEX` except at masked positions; perhaps ``types`` and ``mask``, see
+            `encode`, and ``rows``.
     """
-    require(batch, "tokens", "targets")
     given = {name: batch.get(name) for name in ("types", "mask", "rows")}
-    logits = forward(config, weights, batch["tokens"], options, key=key, **given)
-    return summed_loss(logits, batch["targets"], config.vocab_size, options)
+    return forward(config, weights, batch["tokens"], options, key=key, **given)
 
 
 def flops_per_token(config: BertConfig, seq: int, *, whole: bool = False) -> int:
     """Model FLOPs of forward and backward per token: 6 N + 12 L H D T.
 
-    Attention is not causal, so it is whole by any convention; see `gpt.flops_per_token`.
+    Attention is not causal, so `whole` changes nothing; see `gpt.flops_per_token`.
 
-    N counts the parameters that multiply a token's activations: look-ups of tokens, positions and
-    types do not, but the embedding does where it gives the logits, of all places.
+    N counts the parameters that multiply a token's activations. Looking up tokens, positions and
+    types does not multiply, but the product with the embedding that gives the logits does.
     """
     c = config
     total = params.num_params(defs(c)) - (c.max_seq + c.num_types) * c.embed_dim
     return 6 * total + 12 * c.num_layers * c.embed_dim * seq
+
+
+def make_family() -> Family:
+    """The family of BERTs."""
+    return Family(
+        "bert", "a BERT", BertConfig, PRESETS, defs, rules, loss, num_targets, flops_per_token,
+        objective="masked",
+    )  # fmt: skip
