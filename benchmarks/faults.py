@@ -978,8 +978,8 @@ def overhead(folder: Path, options: argparse.Namespace) -> Found:
     recorder.ranks["tp"] = (0, 1)
     began, times = time.perf_counter(), 20_000
     for _ in range(times):
-        recorder.wait(recorder.begun("psum", "tp", rows))
-        recorder.left()
+        recorder.wait(recorder.enter("psum", "tp", rows))
+        recorder.leave()
     each = (time.perf_counter() - began) / times
     return [
         f"a step of {1e3 * statistics.median(off):.1f} ms with {count} collectives, recorded, "

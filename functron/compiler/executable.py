@@ -29,7 +29,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -77,8 +77,11 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
             continue
         group = compat.group(mesh.groups[axis])
         digests: list = [None] * size
+        recorder, waiting = mesh.recorder, nullcontext()
+        if recorder is not None:
+            waiting = recorder.record("agreement about a program", axis, None)
         try:
-            with _record_wait(mesh, axis):
+            with waiting:
                 dist.all_gather_object(digests, mine, group=group)
         except RuntimeError as error:
             raise_lost(error, f"compiling {program.name} over {axis!r} at {user_line()}")
@@ -96,13 +99,6 @@ def check_agreement(program: Code, mesh: BoundMesh) -> None:
             "one another for ever; fix: decide by lax.axis_index and torch.where, not by a Python "
             "branch on the rank. The difference:\n" + "\n".join(changes[:20])
         )
-
-
-def _record_wait(mesh: BoundMesh, axis: str) -> AbstractContextManager[None]:
-    """A with block in which this process waits for others to have traced a program."""
-    if mesh.recorder is None:
-        return nullcontext()
-    return mesh.recorder.record("agreement about a program", axis, None)
 
 
 def without_device_numbers(program: Code) -> str:

@@ -179,7 +179,7 @@ class LoopOverlap:
 def make_overlap(
     step: Loop, routine: Callable[[Procedure], RunProcedure], groups: Mapping[str, str]
 ) -> LoopOverlap | None:
-    """What overlaps with the iterations of a loop; None: nothing does.
+    """The work that overlaps with the iterations of a loop; None: there is none.
 
     Args:
         routine: makes a procedure ready to run.

@@ -98,7 +98,7 @@ class Var:
 
     @property
     def type(self) -> TensorType:
-        """What it is, without a name and memory."""
+        """Its properties without name and memory."""
         return TensorType(self.shape, self.stride, self.dtype, self.device)
 
     def meta(self) -> torch.Tensor:

@@ -181,7 +181,7 @@ def _is_factory(func: Any) -> bool:
     """Whether results are numbers that are known without those of operands."""
     name = func._schema.name.split("::")[1]
     tensors = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
-    return name.endswith("_describe_result") or name.startswith("new_") or not tensors
+    return name.endswith("_like") or name.startswith("new_") or not tensors
 
 
 _active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
@@ -410,7 +410,12 @@ class Recorder(TorchDispatchMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise ValueError(f"trace: at {_line()} the program {explain(BRANCHES, func.name())}")
         if compat.proxies_active():
-            _refuse_proxies()
+            raise ValueError(
+                f"trace: at {_line()} the program traces a part of itself with another tracer "
+                "(torch.func.linearize, make_fx), which would see nothing; wanted transforms of "
+                "functions; fix: torch.func.jvp(f, (x,), (v,)) in place of "
+                "torch.func.linearize(f, x)[1](v)"
+            )
         stops = keeper() is not None and func is _aten.detach.default
         if func in _SAME and isinstance(args[0], torch.Tensor) and not stops:
             return self._record_alias(func, args[0])
@@ -850,14 +855,6 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, _PLAIN)
-
-
-def _refuse_proxies() -> None:
-    raise ValueError(
-        f"trace: at {_line()} the program traces a part of itself with another tracer "
-        "(torch.func.linearize, make_fx), which would see nothing; wanted transforms of functions; "
-        "fix: torch.func.jvp(f, (x,), (v,)) in place of torch.func.linearize(f, x)[1](v)"
-    )
 
 
 def _line() -> str:

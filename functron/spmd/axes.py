@@ -234,8 +234,9 @@ class BoundAxis:
             recorder.wait(recorder.enter(op, self.name, x))
         try:
             if op == "ppermute":
+                sources, targets, wait = operands
                 place = self.index, self.size, self.group
-                result = permute_ranks(x, *operands, *place)
+                result = permute_ranks(x, sources, targets, wait, *place)
             else:
                 result = _c10d.wait_tensor(_STARTS[op](self, x, *operands))
         except RuntimeError as error:

@@ -15,9 +15,10 @@ and back, `ppermute` and `all_to_all` to their inverses.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +39,8 @@ from functron.spmd.axes import (
 )
 from functron.spmd.ragged import ragged_all_to_all
 
+F = TypeVar("F", bound=Callable)
+
 __all__ = [
     "all_gather",
     "all_to_all",
@@ -57,12 +60,20 @@ __all__ = [
 ]
 
 
-def _refuse_groups(axis_index_groups: object) -> None:
-    if axis_index_groups is not None:
-        raise ValueError(
-            "axis_index_groups is not supported: give the mesh one axis per level of grouping, "
-            "such as Mesh(node=2, local=4) for groups of 4, and reduce over the axis you mean"
-        )
+def _collective(fn: F) -> F:
+    """`fn` as users call it, which tells what to do without JAX's `axis_index_groups`."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, axis_index_groups: object = None, **kwargs: Any) -> Any:
+        if axis_index_groups is not None:
+            raise ValueError(
+                "axis_index_groups is not supported: give the mesh one axis per level of grouping, "
+                "such as Mesh(node=2, local=4) for groups of 4, and reduce over the axis you mean"
+            )
+        return fn(*args, **kwargs)
+
+    made: Any = call
+    return public(made)
 
 
 def _flag_redundant(x: torch.Tensor, axes: Sequence[Axis], name: str) -> None:
@@ -80,14 +91,8 @@ def _dim(dim: int, num_dims: int, name: str) -> int:
     return dim % num_dims
 
 
-@public
-def psum(
-    x: tree.Tree,
-    axis_name: AxisNames,
-    *,
-    axis_index_groups: None = None,
-    equal_cotangents: bool = False,
-) -> tree.Tree:
+@_collective
+def psum(x: tree.Tree, axis_name: AxisNames, *, equal_cotangents: bool = False) -> tree.Tree:
     """y = sum of x over the ranks of `axis_name`; equal on all of them.
 
     Varying -> replicated. Bool is summed as int32; a Python number is multiplied by the axis size.
@@ -108,7 +113,6 @@ def psum(
         ValueError: x is provably equal on all ranks already (under shard_map's check), or the axis
             is unbound; in backward, in simulation, cotangents are not what was said.
     """
-    _refuse_groups(axis_index_groups)
     axes = lookup(axis_name)
 
     def one(leaf: Any) -> Any:
@@ -123,14 +127,13 @@ def psum(
     return tree.map(one, x)
 
 
-@public
-def pmean(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) -> tree.Tree:
+@_collective
+def pmean(x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
     """y = mean of x over the ranks of `axis_name`; equal on all of them.
 
     One all-reduce per axis, of x's bytes; backward the same. Integers give floats, as in JAX. On a
     value that is already replicated it is the identity.
     """
-    _refuse_groups(axis_index_groups)
     axes = lookup(axis_name)
     size = math.prod(axis.size for axis in axes)
 
@@ -156,35 +159,28 @@ def _call_over(primitive: type, x: tree.Tree, axis_name: AxisNames) -> tree.Tree
     return tree.map(one, x)
 
 
-@public
-def pmax(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) -> tree.Tree:
+@_collective
+def pmax(x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
     """y = elementwise maximum of x over the ranks of `axis_name`; equal on all of them.
 
     One all-reduce (max) per axis, of x's bytes. Has no derivative: differentiating through it
     raises; write ``pmax(stop_gradient(x), axis)`` where none is meant.
     """
-    _refuse_groups(axis_index_groups)
     return _call_over(primitives.Pmax, x, axis_name)
 
 
-@public
-def pmin(x: tree.Tree, axis_name: AxisNames, *, axis_index_groups: None = None) -> tree.Tree:
+@_collective
+def pmin(x: tree.Tree, axis_name: AxisNames) -> tree.Tree:
     """y = elementwise minimum of x over the ranks of `axis_name`; equal on all of them.
 
     One all-reduce (min) per axis, of x's bytes. Has no derivative, like `pmax`.
     """
-    _refuse_groups(axis_index_groups)
     return _call_over(primitives.Pmin, x, axis_name)
 
 
-@public
+@_collective
 def all_gather(
-    x: tree.Tree,
-    axis_name: AxisNames,
-    *,
-    axis: int = 0,
-    tiled: bool = False,
-    axis_index_groups: None = None,
+    x: tree.Tree, axis_name: AxisNames, *, axis: int = 0, tiled: bool = False
 ) -> tree.Tree:
     """y = every rank's x, stacked (or, tiled, concatenated) along dim `axis` in rank order.
 
@@ -193,7 +189,6 @@ def all_gather(
 
     Shapes: ``[..., d, ...]`` to ``[..., n, d, ...]``, or tiled to ``[..., n * d, ...]``.
     """
-    _refuse_groups(axis_index_groups)
     axes = lookup(axis_name)
 
     def one(leaf: torch.Tensor) -> torch.Tensor:
@@ -224,14 +219,9 @@ def _split_dim(leaf: torch.Tensor, dim: int, size: int, tiled: bool, name: str) 
     return (leaf.unflatten(dim, (size, -1)) if tiled else leaf).movedim(dim, 0)
 
 
-@public
+@_collective
 def psum_scatter(
-    x: tree.Tree,
-    axis_name: AxisNames,
-    *,
-    scatter_dimension: int = 0,
-    tiled: bool = False,
-    axis_index_groups: None = None,
+    x: tree.Tree, axis_name: AxisNames, *, scatter_dimension: int = 0, tiled: bool = False
 ) -> tree.Tree:
     """y = this rank's part, along `scatter_dimension`, of the sum of x over ranks.
 
@@ -243,7 +233,6 @@ def psum_scatter(
     Raises:
         ValueError: the dim does not split; or, under shard_map's check, x is replicated already.
     """
-    _refuse_groups(axis_index_groups)
     axes = lookup(axis_name)
     sizes = [axis.size for axis in axes]
 
@@ -264,15 +253,9 @@ def psum_scatter(
     return tree.map(one, x)
 
 
-@public
+@_collective
 def all_to_all(
-    x: tree.Tree,
-    axis_name: AxisNames,
-    split_axis: int,
-    concat_axis: int,
-    *,
-    tiled: bool = False,
-    axis_index_groups: None = None,
+    x: tree.Tree, axis_name: AxisNames, split_axis: int, concat_axis: int, *, tiled: bool = False
 ) -> tree.Tree:
     """Split x along dim `split_axis`, send part s to rank s, join what arrives at `concat_axis`.
 
@@ -285,7 +268,6 @@ def all_to_all(
     Raises:
         ValueError: the dim does not split.
     """
-    _refuse_groups(axis_index_groups)
     axes = lookup(axis_name)
     sizes = [axis.size for axis in axes]
 

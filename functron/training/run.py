@@ -363,7 +363,7 @@ class Job:
         if not isinstance(run.mesh, BoundMesh):
             return cls(bound, True, group)
         recorder = run.mesh.recorder
-        entered = None if recorder is None else recorder.entered
+        entered = None if recorder is None else recorder.record
         return cls(bound, run.mesh.rank == 0, group, entered)
 
     def across(self, number: float, operation: Any) -> float:

@@ -301,33 +301,31 @@ def _garble(recorder: FlightRecorder, fault: Garble, operand: torch.Tensor | Non
         got = "one that sends nothing"
         refuse("cannot change what a rank sends", "collective", got, "one that sends numbers")
     flip_(operand, fault.element, fault.bit)
-    if (
-        recorder.find_line(2) is None
-    ):  # compiled code sends what it needs no more, or receives there
-        return
-    left = recorder.left
+    if recorder.find_line(2) is None:
+        return  # compiled code sends what it needs no more, or receives there
+    leave = recorder.leave
 
     def righted() -> None:
-        setattr(recorder, "left", left)  # noqa: B010  (of this one object)
+        setattr(recorder, "leave", leave)  # noqa: B010  (of this one object)
         flip_(operand, fault.element, fault.bit)
-        left()
+        leave()
 
-    setattr(recorder, "left", righted)  # noqa: B010
+    setattr(recorder, "leave", righted)  # noqa: B010
 
 
 def _before(mesh: BoundMesh, number: int, act: Callable[[torch.Tensor | None], None]) -> None:
     """Call `act` with what the collective of that number in the step sends, before it, once."""
     recorder = mesh.recorder
     assert recorder is not None
-    begun = recorder.begun
+    enter = recorder.enter
 
     def diverted(*about: Any) -> Any:
         if len(recorder.sequence) == number:
-            setattr(recorder, "begun", begun)  # noqa: B010  (of this one object)
+            setattr(recorder, "enter", enter)  # noqa: B010  (of this one object)
             act(about[2])
-        return begun(*about)
+        return enter(*about)
 
-    setattr(recorder, "begun", diverted)  # noqa: B010
+    setattr(recorder, "enter", diverted)  # noqa: B010
 
 
 def _idle(seconds: float, how: str) -> None:
