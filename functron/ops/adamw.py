@@ -252,7 +252,7 @@ def adamw_(
 def _order(
     numbers: AdamwNumbers, weight_decay: float, found_inf: Any, rounding: Stochastic | None
 ) -> tuple:
-    """What both ops are given besides tensors of the leaf."""
+    """The arguments of both ops after the tensors of a leaf."""
     count, rate, b1, b2, eps, clip = numbers
     key, salt, place = rounding or (None, 0, ())
     place = list(place or _WHOLE)

@@ -30,7 +30,7 @@ BlockResult = tuple[
     Float[Tensor, "batch heads seq value_dim"],
     Float[Tensor, "batch heads seq"],
 ]
-"""What queries see of a block of keys, and the logsumexp of their scores."""
+"""The attention to a block of keys, and the logsumexp of the scores."""
 
 BlockCotangents = tuple[
     Float[Tensor, "batch heads seq head_dim"],

@@ -49,7 +49,7 @@ def scaled_matmul(
 ) -> torch.Tensor:
     """y = a b^T in `dtype`: one equation of a traced program, of 2 M N K FLOPs.
 
-    No derivative: see `functron.precision.product`. No collectives.
+    No derivative: see `functron.precision.matmul`. No collectives.
 
     Args:
         a: ``[..., M, K]``, as `quantise` makes it.
