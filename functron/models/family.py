@@ -28,7 +28,7 @@ TrainedConfig = GPTConfig | MambaConfig | BertConfig | T5Config
 Config = TrainedConfig | ViTConfig | LlavaConfig
 """Any architecture."""
 
-OptionName = Literal["context", "experts", "kernels", "loss_chunk_tokens", "products"]
+OptionName = Literal["context", "experts", "kernels", "loss_chunk_tokens", "matmul"]
 """Fields of `ModelOptions` that the losses of some families read, beside those of all."""
 
 
@@ -202,7 +202,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpt": Family(
             "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss,
             gpt.num_targets, gpt.flops_per_token,
-            settings=frozenset({"context", "experts", "kernels", "loss_chunk_tokens", "products"}),
+            settings=frozenset({"context", "experts", "kernels", "loss_chunk_tokens", "matmul"}),
             rules_settings=frozenset({"experts"}), adapters=True, objective="next",
             free=_GPT_FREE, canonical=_gpt_canonical, numbers=_gpt_numbers,
         ),

@@ -57,7 +57,7 @@ class ParamDef:
         pieces: the parameters that are joined in this one, in order: the name that each one's layer
             has alone, in place of this one's, and its entries of the last dim but one, which no
             rule may split; see `pieces_of`. (): it is one.
-        matrix: of a linear layer whose products `functron.nn.Products` computes, how many of the
+        matrix: of a linear layer whose products `functron.nn.Matmul` computes, how many of the
             last dims are its inputs, and how many its outputs; (): it is no such layer's.
     """
 
