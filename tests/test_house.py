@@ -287,7 +287,6 @@ def test_docstrings_say_what_things_are(texts):
 SHARED_TYPE_NAMES = frozenset(
     [
         "Activation",
-        "Argument",
         "Block",
         "Box",
         "Cache",
@@ -295,29 +294,14 @@ SHARED_TYPE_NAMES = frozenset(
         "Chunk",
         "Comparison",
         "Config",
-        "Draw",
-        "Dtype",
         "Finding",
-        "Format",
         "Function",
-        "Group",
-        "Kernels",
         "Kind",
-        "Layout",
         "Memory",
-        "Moment",
-        "Order",
-        "Part",
-        "Piece",
         "Placement",
         "Program",
-        "Quantised",
         "Record",
-        "Row",
         "Schedule",
-        "Scheme",
-        "Score",
-        "Setting",
         "Source",
         "State",
         "Step",
@@ -384,13 +368,10 @@ OTHERS = frozenset(
 UNRESOLVED = frozenset(
     [
         "dp_reshardable",
-        "eps_root",
         "eval_batches",
         "eval_data",
         "eval_every",
-        "join_schedules",
         "lora_targets",
-        "polynomial_schedule",
         "torch_dist",
     ]
 )
@@ -484,7 +465,6 @@ def test_a_reference_to_nothing_is_found(names, path, is_found):
 MOST_LINES, MOST_PARAMETERS = 60, 12
 LARGE = frozenset(
     [
-        "_by_streams",
         "_environment",
         "_introduction",
         "context_attention",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -245,6 +246,18 @@ def _carve_tensor(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, strides)
 
 
+def _place_in_buffer(
+    streams: Streams, parts: Iterable[tree.Tree]
+) -> list[tuple[torch.Tensor, int, int]]:
+    """The tensors in host memory, each with the first and last byte of its copy in a buffer."""
+    end, rows = 0, []
+    for x in tree.leaves(list(parts)):
+        if not streams.on_device(x):
+            rows.append((x, end, end + x.nbytes))
+            end += -(-x.nbytes // _ALIGNED) * _ALIGNED
+    return rows
+
+
 def _by_streams(
     streams: Streams,
     leaves: Sequence[torch.Tensor],
@@ -263,16 +276,7 @@ def _by_streams(
     device = next(leaf.device for leaf in leaves if streams.on_device(leaf))
     compute, into, out = streams.current(device), streams.new(device), streams.new(device)
     moves = [i is not None and streams.on_device(leaves[i]) for i in owners]
-    # of each piece what moves, and the first and last byte of where to
-    rows: list[list[tuple[torch.Tensor, int, int]]] = []
-    for state in far:
-        end, row = 0, []
-        for part, one in zip(state, moves, strict=True):
-            for x in tree.leaves(part) if one else ():
-                if not streams.on_device(x):
-                    row.append((x, end, end + x.nbytes))
-                    end += -(-x.nbytes // _ALIGNED) * _ALIGNED
-        rows.append(row)
+    rows = [_place_in_buffer(streams, compress(state, moves)) for state in far]
     sizes = [row[-1][2] if row else 0 for row in rows]
     alone = any(sum(leaves[i][box].nbytes for i, box in p.items()) > group_bytes for p in pieces)
     count = 1 if alone else 2
