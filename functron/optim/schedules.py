@@ -222,8 +222,8 @@ def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> RateSchedule
 def join(schedules: Sequence[RateSchedule], boundaries: Sequence[int]) -> RateSchedule:
     """Schedule i before count ``boundaries[i]``; each one counts from its own start.
 
-    Optax's ``join_schedules``: ``join([a, b], [100])`` is ``a(count)`` up to count 99, then ``b(count
-    - 100)``.
+    ``join([a, b], [100])`` is ``a(count)`` before count 100, then ``b(count - 100)``, as Optax's
+    ``join_schedules``.
 
     Raises:
         ValueError: the number of boundaries is not that of schedules less 1, or they do not
