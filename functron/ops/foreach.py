@@ -1,16 +1,14 @@
 """Functions of many tensors at once: elementwise in place, and sums of squares.
 
 `torch._foreach_*` and `torch._fused_*` update many tensors in few kernels, but have no vmap rules,
-and inside a simulated mesh (or any vmap) the leaves are batched. An elementwise function does not
-care which dims are batch dims, so `foreach_` hands it the plain tensors underneath, with their
-batch dims aligned as views. Rejected alternatives: a loop over leaves of plain operations (twice
-the memory traffic, many small kernels), and vmap rules for each private operation (one per
-operation and torch version, where this is one function).
+and in simulation (or any vmap) leaves are batched. As elementwise functions do not care which dims
+are batch dims, `foreach_` passes them the plain tensors underneath, with batch dims aligned as
+views. Rejected: a loop over leaves of plain operations (twice the memory traffic, many small
+kernels), and vmap rules for each private operation and torch version.
 
-Sums of squares, of which the norm of gradients is the root, are close to float64 at any size. A
-float32 sum of squares that one accumulator adds up loses 1e-3 beyond ten million elements, and
-another amount on every sharding: torch's norms do that on CPUs. Here no float32 sum is of more than
-a bounded number of terms, and what these give is added up in float64.
+Sums of squares, for norms of gradients, are close to float64 at any size. A float32 sum in one
+accumulator, as in torch's norms on CPUs, loses 1e-3 beyond ten million elements, and another amount
+on every sharding. Here float32 sums have a bounded number of terms, and are added up in float64.
 """
 
 from __future__ import annotations
@@ -91,9 +89,9 @@ def foreach_(
 
 
 def _refuse_taped(name: str, columns: list[LeafColumn]) -> None:
-    """Raise ValueError where torch's tape has how a tensor was computed, and would miss the update.
+    """Raise ValueError for tensors with a history on torch's tape, which would miss the update.
 
-    A leaf of the tape, such as a torch.nn.Parameter, is updated as torch's optimizers do it.
+    Leaves of the tape, such as a torch.nn.Parameter, are updated as torch's optimizers do it.
     """
     if not torch.is_grad_enabled() or compat.dispatch_modes_active():
         return
@@ -159,9 +157,9 @@ def _dense_row(row: LeafRow, num_mutated: int, copied: list) -> LeafRow:
 
 
 def laid_out(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`x` as `like` lies in memory, its batch dims under vmap included; `x` itself if it does.
+    """`x` in the memory layout of `like`, with its batch dims under vmap; `x` itself if it has it.
 
-    So a traced program returns what takes the memory of `like`, a donated argument.
+    So the result of a traced program can take the memory of `like`, a donated argument.
     """
     if not compat.is_wrapped(x) and not compat.is_wrapped(like) and x.stride() == like.stride():
         return x
