@@ -469,6 +469,7 @@ def linear_log_sum_exp_and_target(
 
     def backward(residuals, cotangents):
         x, w, ids, valid, lse = residuals
+        d_lse, d_target = cotangents
         alone = compat.unobserved()
         dw = torch.empty_like(w) if alone else None
         dx, dws = None, []
@@ -478,7 +479,8 @@ def linear_log_sum_exp_and_target(
             with in_phase("recompute"):
                 logits = x @ part
             moved = logits_cotangent(
-                *cotangents, logits, ids - first, lse, None if valid is None else valid - first,
+                d_lse, d_target, logits, ids - first, lse,
+                None if valid is None else valid - first,
                 overwrite=alone, kernels=kernels,
             )  # fmt: skip
             more = moved @ part.mT

@@ -147,7 +147,7 @@ def _backward(
 
 
 def _pieces(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of ``[..., kv_heads, group + 2, head_dim]``, with one dim of heads."""
+    """Queries, keys and values, with one dim of heads, of a joint projection."""
     return qkv[..., :-2, :].flatten(-3, -2), qkv[..., -2, :], qkv[..., -1, :]
 
 

@@ -603,9 +603,9 @@ def _format_kernel(launch: Launch, x, amax, key, outer, inner, salt, text, emula
     turned = x.stride(2) != 1 and x.stride(1) == 1
     read = x.mT if turned else x
     y, scales = _kernel_results(read, f, amax)
-    back, back_scales = _kernel_results(x, f, amax) if turned else (None, None)
-    _launch(launch, f, read, amax, (y, scales), (back, back_scales))
-    values, found = (back, scales if f.shared else back_scales) if turned else (y, scales)
+    values, found = _kernel_results(x, f, amax) if turned else (y, scales)
+    _launch(launch, f, read, amax, (y, scales), (values, found) if turned else (None, None))
+    found = scales if f.shared else found
     if f.blocks == "1x128":
         found = found.mT
     elif f.blocks == "128x128":

@@ -469,7 +469,7 @@ def fused_adamw_(
         _by_kernel_(rows, numbers, tree.paths(params))
         return params, mu, nu, masters
     found = [
-        adamw_op(*row, numbers(row[0]), decay, master=master, rounding=how)
+        adamw_op(*row, numbers=numbers(row[0]), weight_decay=decay, master=master, rounding=how)
         for *row, master, how, decay in rows
     ]
     new = [tree.unflatten(structure, list(column)) for column in zip(*found, strict=True)]
@@ -488,7 +488,8 @@ def _by_kernel_(rows: list[tuple], numbers: Callable, paths: Sequence[str]) -> N
             *masters, grads = rest
             for row in zip(params, grads, mu, nu, *masters, strict=True):
                 master = row[4] if masters else None
-                adamw_(*row[:4], numbers(row[0]), decay, master=master, rounding=how)
+                how_much = {"numbers": numbers(row[0]), "weight_decay": decay}
+                adamw_(*row[:4], **how_much, master=master, rounding=how)
 
         return fn
 
