@@ -19,7 +19,15 @@ import torch
 
 from functron.core import compat
 from functron.core.errors import Problem, raise_problems
-from functron.ops.operations import Gradient, Launch, define, packable, type_name
+from functron.ops.operations import (
+    Gradient,
+    Launch,
+    define,
+    map_batch,
+    packable,
+    statistics,
+    type_name,
+)
 from functron.spmd.axes import SimulatedAxis, scope
 from functron.spmd.simulate import no_share
 
@@ -323,19 +331,8 @@ def _reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return wide.square().sum(1), (~wide.isfinite()).any(1).to(wide.dtype)
 
 
-def _fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = x.shape[0]
-    return x.new_empty(rows, dtype=_accumulator(x)), x.new_empty(rows, dtype=_accumulator(x))
-
-
 def _accumulator(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    x = args[0].movedim(in_dims[0], 0)
-    sums, flags = op(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_zeros(x[..., 0].numel(), 0))
-    return (sums.reshape(size, -1), flags.reshape(size, -1)), (0, 0)
 
 
 def _backward(saved, cotangents) -> tuple[torch.Tensor]:
@@ -347,8 +344,8 @@ SUM_OF_SQUARES = define(
     "sum_of_squares(Tensor x) -> (Tensor, Tensor)",
     kernel=_kernel,
     reference=_reference,
-    fake=_fake,
-    batch=_batch,
+    fake=lambda x: (statistics(x), statistics(x)),
+    batch=map_batch(1),
     gradient=Gradient(backward=_backward, auxiliary=(1,)),
 )
 """Of every row of x, [rows, dim]: the sum of squares and 1.0 where an element is not finite."""
