@@ -297,16 +297,12 @@ class _GroupedWeight(Function):
         return w.flatten(1, 2), 0
 
 
-def _batch_product(info, in_dims, x, w, sizes, zeros=True):
+def _map_product(info, in_dims, x, w, sizes, zeros=True):
     return _Grouped.vmap(info, in_dims, x, w, sizes, zeros, True)
 
 
-def _batch_weight_product(info, in_dims, x, y, sizes, groups):
-    return _GroupedWeight.vmap(info, in_dims, x, y, sizes, groups)
-
-
-torch.library.register_vmap("functron::grouped_matmul", _batch_product, lib=_LIBRARY)
-torch.library.register_vmap("functron::grouped_matmul_weight", _batch_weight_product, lib=_LIBRARY)
+torch.library.register_vmap("functron::grouped_matmul", _map_product, lib=_LIBRARY)
+torch.library.register_vmap("functron::grouped_matmul_weight", _GroupedWeight.vmap, lib=_LIBRARY)
 
 
 def _fold_rows(
