@@ -357,13 +357,10 @@ OTHERS = frozenset(
 UNRESOLVED = frozenset(
     [
         "dp_reshardable",
-        "eps_root",
         "eval_batches",
         "eval_data",
         "eval_every",
-        "join_schedules",
         "lora_targets",
-        "polynomial_schedule",
         "torch_dist",
     ]
 )
@@ -457,7 +454,6 @@ def test_a_reference_to_nothing_is_found(names, path, is_found):
 MOST_LINES, MOST_PARAMETERS = 60, 12
 LARGE = frozenset(
     [
-        "_by_streams",
         "_environment",
         "_introduction",
         "context_attention",

@@ -257,21 +257,21 @@ class Layer:
 
     def attention(self, weights: dict, x: Tensor) -> Tensor:
         """Attention of the normed stream: projections, rotary positions, core."""
-        config, options, products = self.config, self.options, self.products(weights)
+        config, options, matmul = self.config, self.options, self.matmul(weights)
         weights = weights["attention"]
         check_gathered("embed_dim", weights["out"]["w"].shape[-1], config.embed_dim)
         core = self._make_core(weights)
         core = rematerialise(core) if options.remat == "selective" else core
         given = {"stream": options.stream, "core": core, "kernels": options.kernels}
-        given["products"] = products
+        given["matmul"] = matmul
         if not config.kv_rank:
             return nn.self_attention(weights, x, config, rope=self.rope, **given)
         assert self.rope is not None
         return nn.mla(weights, x, config, rope=self.rope, **given)
 
-    def products(self, weights: dict) -> nn.Products:
+    def matmul(self, weights: dict) -> nn.Matmul:
         """The functions that compute this layer's products."""
-        made, lead = _in_runs(self.options.products, self.options), self.options.stream
+        made, lead = _in_runs(self.options.matmul, self.options), self.options.stream
         if made.draws:
             over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
             index = (self.sequence.rows, self.sequence.slots)
@@ -300,7 +300,7 @@ class Layer:
         """The feed-forward layer of the normed stream, or experts where `weights` have "moe"."""
         options = self.options
         if "moe" in weights:
-            own = (self.options, self.keys[2], self.products(weights))
+            own = (self.options, self.keys[2], self.matmul(weights))
             return _moe(self.config, weights["moe"], x, self.sequence, *own)
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
@@ -309,7 +309,7 @@ class Layer:
             refuse_mixing("mlp", whole, weights["mlp"], x, options, gathers=True)
             return hook.apply(weights["mlp"], x, activation=activation, **given), None
         assert activation != "clamped_swiglu"
-        given["products"] = self.products(weights)
+        given["matmul"] = self.matmul(weights)
         return nn.mlp(weights["mlp"], x, activation=activation, **given), None
 
     def drop(self, x: Tensor, which: int) -> Tensor:
@@ -317,12 +317,12 @@ class Layer:
         return dropout(self.config, self.sequence, self.options, x, self.keys[which])
 
 
-def _in_runs(products: nn.Products, options: ModelOptions) -> nn.Products:
+def _in_runs(matmul: nn.Matmul, options: ModelOptions) -> nn.Matmul:
     """These products, told of how many runs of consecutive tokens a rank's are."""
     runs = options.context.runs
-    if products is nn.PRODUCTS or runs == 1:
-        return products
-    return products._replace(linear=functools.partial(products.linear, runs=runs))
+    if matmul is nn.MATMUL or runs == 1:
+        return matmul
+    return matmul._replace(linear=functools.partial(matmul.linear, runs=runs))
 
 
 def transformer_block(layer: Layer, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
@@ -361,7 +361,7 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     def once(weights: dict, x: Tensor, key: Tensor | None, own: dict) -> Any:
         keys: tuple[Tensor | None, ...] = (None,) * 4
         if key is not None:
-            drawn = random.fold_in(key, 3) if options.products.draws else None
+            drawn = random.fold_in(key, 3) if options.matmul.draws else None
             keys = (*random.split(key, 3).unbind(0), drawn)
         reach, rope = own.get("window", window), _select_rope(ropes, own)
         return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
@@ -370,7 +370,7 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
 
     def step(x: Tensor, row: tuple) -> tuple[Tensor, Auxiliary | None]:
         # torch's products read no codes
-        weights = without_codes(row[0]) if options.products is nn.PRODUCTS else row[0]
+        weights = without_codes(row[0]) if options.matmul is nn.MATMUL else row[0]
         return gathered(weights, x, *row[1:])
 
     return step
@@ -383,7 +383,7 @@ def _moe(
     sequence: Sequence,
     options: ModelOptions,
     key: Tensor | None,
-    products: nn.Products,
+    matmul: nn.Matmul,
 ) -> tuple[Tensor, Auxiliary]:
     assert config.moe is not None
     tokens, targets, hook = sequence.tokens, sequence.targets, options.hook("router")
@@ -402,7 +402,7 @@ def _moe(
         positions=places,
         counted=counted != 0,
         kernels=options.kernels,
-        products=products,
+        matmul=matmul,
         router=None if hook is None else hook.apply,
     )
     return y, Auxiliary(share, sums)
@@ -482,7 +482,7 @@ StageOutput = Tensor | tuple[Tensor, Auxiliary | Activations]
 def drawing_key(config: GPTConfig, options: ModelOptions, key: Key | None) -> Key | None:
     """`key` where the model draws random numbers, or a hook may; None saves making keys of it."""
     own = any(options.hook(name) is not None for name in ("block", "router"))
-    return key if config.random or own or options.products.draws else None
+    return key if config.random or own or options.matmul.draws else None
 
 
 def stream(
@@ -516,10 +516,10 @@ def stream(
             continue
         gather = options.gather.at(name).rows()
         turns = []
-        for products, run in itertools.groupby(
-            range(start, stop), lambda at: options.products.of_layer(at, config.num_layers)
+        for matmul, run in itertools.groupby(
+            range(start, stop), lambda at: options.matmul.of_layer(at, config.num_layers)
         ):
-            layer = block(config, sequence, replace(options, products=products), gather)
+            layer = block(config, sequence, replace(options, matmul=matmul), gather)
             turns.append((len(list(run)), _with_stream_size(layer) if options.watch else layer))
         own = {what: rows[start:stop] for what, rows in differing.items()}
         xs = (weights[name], None if keys is None else keys[start:stop], own)
@@ -575,7 +575,7 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -
         x = nn.gather_sequence(_scale_stream(config, x), options.stream)
         if options.context.order == "zigzag":
             x = context.to_contiguous(x, 1)
-        own: Any = {"name": "unembed", "products": options.products.of_logits}
+        own: Any = {"name": "unembed", "matmul": options.matmul.of_logits}
         return _cap_logits(
             config, nn.column_parallel(x, _unembedding(config, weights, options), **own)
         )
@@ -608,7 +608,7 @@ def loss(
         got = f"{options.loss_chunk_tokens} with logit_cap"
         wanted = "0: capped logits are made at once"
         refuse("the loss of capped logits", "loss_chunk_tokens", got, wanted, "leave it out")
-    if options.products.logits and options.loss_chunk_tokens:
+    if options.matmul.logits and options.loss_chunk_tokens:
         got = f"{options.loss_chunk_tokens} with products of logits"
         wanted = "0: the chunked loss makes logits again in blocks of columns, by torch's products"
         fix = "leave it out, or logits=low"
@@ -624,8 +624,8 @@ def loss(
             x = nn.gather_sequence(_scale_stream(config, x), options.stream)
             if chunk := options.loss_chunk_tokens:
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **given)
-            products = _in_runs(options.products.of_logits, options)
-            out = nn.column_parallel(x, matrix, name="unembed", products=products)
+            matmul = _in_runs(options.matmul.of_logits, options)
+            out = nn.column_parallel(x, matrix, name="unembed", matmul=matmul)
             out = _cap_logits(config, out)
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, **given)
@@ -708,8 +708,8 @@ def _predict_ahead(
     """
     assert sequence.targets is not None
     key = drawing_key(config, options, key)
-    after = options.products.of_layer(config.num_layers, config.num_layers)
-    inner = replace(options, products=after)
+    after = options.matmul.of_layer(config.num_layers, config.num_layers)
+    inner = replace(options, matmul=after)
     gather, stacked = options.gather.at("mtp").rows(), weights["mtp"]
     rows = [tree.map(lambda w, k=k: w[k], stacked) for k in range(config.mtp_depth)]
     without = ("embed_norm", "stream_norm", "norm") if config.norm == "bare_layer" else ()

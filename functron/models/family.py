@@ -27,7 +27,7 @@ Config = Any
 
 Those that ``functron train`` trains are `TextConfig`."""
 
-OptionName = Literal["context", "expert_axes", "kernels", "loss_chunk_tokens", "products"]
+OptionName = Literal["context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"]
 """Fields of `ModelOptions` that the losses of some families read, beside those of all."""
 
 
@@ -152,7 +152,7 @@ def _gpt_numbers(config: GPTConfig) -> dict[str, range]:
 GPT = Family(
     "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss, gpt.num_targets,
     gpt.flops_per_token,
-    settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "products"}),
+    settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"}),
     rules_settings=frozenset({"expert_axes"}), adapters=True, objective="next", free=_GPT_FREE,
     needs=GPT_NEEDS, canonical=_gpt_canonical, numbers=_gpt_numbers,
 )  # fmt: skip

@@ -185,8 +185,8 @@ def _advance(
             sequence = whole._replace(attend=attend)
             which = {what: of[layers.start + row] for what, of in differing.items()}
             own = tree.map(lambda w, r=row: w[r], weights[name])
-            products = options.products.of_layer(layers.start + row, config.num_layers)
-            layer = block(config, sequence, replace(options, products=products), gather)
+            matmul = options.matmul.of_layer(layers.start + row, config.num_layers)
+            layer = block(config, sequence, replace(options, matmul=matmul), gather)
             x, _ = layer(x, (own, None, which))
             if attend.after is None:
                 got, wanted = "a block without layer.attention", "one whose keys can be kept"

@@ -371,7 +371,7 @@ class ModelOptions:
         context: how attention reaches across the ranks that split sequences.
         expert_axes: the axes that experts are divided over, as the rules have it; see `gpt.rules`.
         kernels: which operations CUDA kernels of functron compute; see `functron.ops.use`.
-        products: what computes the products of attention's projections, of feed-forward layers and
+        matmul: what computes the products of attention's projections, of feed-forward layers and
             of experts: quantised ones, as `functron.precision.quantised` makes them.
         loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
             backward: they take memory for so many tokens alone; 0: of all, once.
@@ -392,7 +392,7 @@ class ModelOptions:
     context: Context = RING
     expert_axes: tuple[str, ...] = ("ep",)
     kernels: Kernels = AUTO
-    products: nn.Products = nn.PRODUCTS
+    matmul: nn.Matmul = nn.MATMUL
     loss_chunk_tokens: int = 0
     axes: tuple[str, ...] = SAMPLE_AXES
     watch: bool = False

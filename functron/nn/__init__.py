@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from functron.nn.context import context_attention
     from functron.nn.layers import (
         ACTIVATIONS,
-        PRODUCTS,
+        MATMUL,
         Activation,
         Adapter,
+        Matmul,
         NormKind,
-        Products,
         add_norm,
         add_positions,
         column_parallel,

@@ -17,8 +17,8 @@ import torch
 
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.layers import (
-    PRODUCTS,
-    Products,
+    MATMUL,
+    Matmul,
     apart,
     column_parallel,
     gather_sequence,
@@ -367,7 +367,7 @@ def self_attention(
     axis: str = "tp",
     core: Callable = causal_attention,
     kernels: Kernels = AUTO,
-    products: Products = PRODUCTS,
+    matmul: Matmul = MATMUL,
 ) -> Float[Tensor, "batch seq embed"]:
     """Causal self-attention over the stream, with the heads split over `axis`.
 
@@ -381,15 +381,15 @@ def self_attention(
             example `context_attention`, where axes of the mesh split the sequence, or where there
             are sinks, which it is given as ``sinks=``.
         kernels: of ``"qk_norm_rope"`` and ``"rms_norm"``.
-        products: what computes the projections.
+        matmul: what computes the projections.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
         bytes forward and one backward; with a split sequence, all-gather and reduce-scatter each.
         With `qk_norm_across`, two all-reduces of one number per token besides, in either direction.
     """
-    x, params = gather_sequence(x, stream, axis), apart(params, products)
-    project = functools.partial(_project, params, x, config, axis, products)
+    x, params = gather_sequence(x, stream, axis), apart(params, matmul)
+    project = functools.partial(_project, params, x, config, axis, matmul)
     heads = [project(name) for name in (("qkv",) if "qkv" in params else ("q", "k", "v"))]
     q, k, v = _norm_and_rotate(params, heads, config, rope, kernels, axis)
     if config.score_scale:  # what computes scores divides them by the root of their width
@@ -398,19 +398,19 @@ def self_attention(
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
     if config.attention_gate:
         y = y * torch.sigmoid(project("gate"))
-    out: Any = {"name": "attention/out", "products": products}
+    out: Any = {"name": "attention/out", "matmul": matmul}
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis, **out)
 
 
 def _project(
-    params: dict, x: Tensor, config: AttentionConfig, axis: str, products: Products, name: str
+    params: dict, x: Tensor, config: AttentionConfig, axis: str, matmul: Matmul, name: str
 ) -> Tensor:
     """Heads of queries, keys, values, or of the gate; keys may be the same on all ranks."""
     w, bias, lora = weights(params[name])
     several = name in ("k", "v") and lax.axis_size(axis) > 1
     replicated = several and w.shape[1] == config.kv_heads
     where: Any = {"name": f"attention/{name}", "axis": axis, "replicated": replicated}
-    return column_parallel(x, w, bias, lora, products=products, **where)
+    return column_parallel(x, w, bias, lora, matmul=matmul, **where)
 
 
 def _norm_and_rotate(

@@ -71,7 +71,7 @@ def _multiply_grouped(x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, **where
     return grouped_matmul(x, w, sizes, *zeros)
 
 
-class Products(NamedTuple):
+class Matmul(NamedTuple):
     """The functions that compute the products of linear layers, in the place of torch's.
 
     Such as quantised ones (`functron.precision`). They see this rank's parts, and are told which
@@ -102,18 +102,18 @@ class Products(NamedTuple):
     last: int = 0
     logits: bool = False
 
-    def of_layer(self, layer: int, num_layers: int) -> Products:
+    def of_layer(self, layer: int, num_layers: int) -> Matmul:
         """Those of a layer, counted from 0; of what comes after all layers, those of the last."""
         high = layer < self.first or (self.last > 0 and layer >= num_layers - self.last)
-        return PRODUCTS if high else self
+        return MATMUL if high else self
 
     @property
-    def of_logits(self) -> Products:
+    def of_logits(self) -> Matmul:
         """Those of the product that makes logits."""
-        return self if self.logits else PRODUCTS
+        return self if self.logits else MATMUL
 
 
-PRODUCTS = Products()
+MATMUL = Matmul()
 """Torch's."""
 
 
@@ -150,14 +150,14 @@ def _product(
     x: Tensor,
     w: Tensor | Encoded,
     lora: Adapter | None,
-    products: Products,
+    matmul: Matmul,
     where: Mapping[str, Any],
 ) -> Tensor:
     """x w + scale (x a) b for a matrix w ``[in, out]``; w + scale a b is never formed.
 
     Linear in x and in the rows of w and a, so that it may be any rank's part of a sum.
     """
-    y = products.linear(x, w, **where)
+    y = matmul.linear(x, w, **where)
     if lora is None:
         return y
     narrow = x @ lora.a.flatten(0, -2)
@@ -173,27 +173,27 @@ def column_parallel(
     name: str = "linear",
     axis: AxisNames = "tp",
     replicated: bool = False,
-    products: Products = PRODUCTS,
+    matmul: Matmul = MATMUL,
 ) -> Float[Tensor, "*outputs"]:
     """y = x w + b, with the columns of w split.
 
     Args:
         x: ``[..., embed]``, the same on all ranks of the axis (call `gather_sequence` first).
         w: ``[embed, *features]``, this rank's columns; several feature dims are kept apart. With
-            codes, for `products` that read them.
+            codes, for `matmul` that read them.
         bias: ``[*features]``.
         lora: a low-rank addition to w, this rank's columns of its b.
-        name: of the layer, which `products` is told.
+        name: of the layer, which `matmul` is told.
         axis: the mesh axis that splits the columns; () where all ranks have them all.
         replicated: it does not split them, and x is the same on its ranks.
-        products: what computes x w.
+        matmul: what computes x w.
 
     Returns:
-        ``[..., *features]``, this rank's features. No collectives but those of `products`.
+        ``[..., *features]``, this rank's features. No collectives but those of `matmul`.
     """
     own: Any = {"outer": (), "partial": axis} if replicated else {"outer": axis, "partial": ()}
     where = {"name": name, "inner": (), **own}
-    y = _product(x, w.flatten(1), lora, products, where)
+    y = _product(x, w.flatten(1), lora, matmul, where)
     y = y.unflatten(-1, w.shape[1:]) if w.dim() > 2 else y
     return y if bias is None else y + bias
 
@@ -207,7 +207,7 @@ def row_parallel(
     stream: P,
     axis: str = "tp",
     name: str = "linear",
-    products: Products = PRODUCTS,
+    matmul: Matmul = MATMUL,
 ) -> Float[Tensor, "batch seq embed"]:
     """y = sum over ranks of x w, plus b once, with the rows of w split.
 
@@ -218,15 +218,15 @@ def row_parallel(
         lora: a low-rank addition to w, this rank's rows of its a.
         stream: the spec of the result; decides between all-reduce and reduce-scatter.
         axis: the mesh axis that splits the features.
-        name: of the layer, which `products` is told.
-        products: what computes x w.
+        name: of the layer, which `matmul` is told.
+        matmul: what computes x w.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`, and those of
-        `products`.
+        `matmul`.
     """
     where = {"name": name, "inner": axis, "outer": (), "partial": ()}
-    y = _product(x.flatten(SEQ_DIM + 1), w.flatten(0, -2), lora, products, where)
+    y = _product(x.flatten(SEQ_DIM + 1), w.flatten(0, -2), lora, matmul, where)
     y = reduce_partial(y, stream, axis)
     return y if bias is None else y + bias
 
@@ -244,7 +244,7 @@ def linear_defs(
 ) -> dict[str, ParamDef]:
     """Defs ``{"w", "b"}`` of a linear layer; without `bias` (its shape) there is no ``"b"``.
 
-    With `pieces` it is several that are joined; with `matrix` `Products` computes it. See
+    With `pieces` it is several that are joined; with `matrix` `Matmul` computes it. See
     `ParamDef`.
     """
     defs = {"w": ParamDef(shape, axes, Normal(stddev), dtype, pieces=pieces, matrix=matrix)}
@@ -263,13 +263,13 @@ JOINED = MappingProxyType({"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")})
 which all but the first have one entry."""
 
 
-def apart(params: dict, products: Products) -> dict:
+def apart(params: dict, matmul: Matmul) -> dict:
     """The parameters of several layers; with joined ones apart, unless products are torch's.
 
     Others scale, draw and cut into blocks by the places of a matrix's columns: a rank that has a
     part of each of two matrices has no run of the columns of both.
     """
-    if products is PRODUCTS:
+    if matmul is MATMUL:
         return params
     made = dict(params)
     for joined, names in JOINED.items():
@@ -437,7 +437,7 @@ def mlp(
     stream: P,
     axis: str = "tp",
     kernels: Kernels = AUTO,
-    products: Products = PRODUCTS,
+    matmul: Matmul = MATMUL,
 ) -> Float[Tensor, "batch seq embed"]:
     """y = act(x up) down, or (act(x gate) * (x up)) down where there is a gate (Shazeer 2020).
 
@@ -446,29 +446,29 @@ def mlp(
         x: ``[batch, seq, embed]`` with spec `stream`.
         activation: one of `ACTIVATIONS`.
         kernels: of ``"glu"``.
-        products: what computes the products. Other ones than torch's keep what is gated, for the
+        matmul: what computes the products. Other ones than torch's keep what is gated, for the
             product after it.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce forward and one
         backward; with a split sequence, all-gather and reduce-scatter each.
     """
-    params = apart(params, products)
+    params = apart(params, matmul)
     x = gather_sequence(x, stream, axis)
     act = ACTIVATIONS[activation]
     w, bias, lora = weights(params["down"])
-    narrow: Any = {"stream": stream, "axis": axis, "name": "mlp/down", "products": products}
+    narrow: Any = {"stream": stream, "axis": axis, "name": "mlp/down", "matmul": matmul}
     if "gate_up" in params:
-        gate, up = _wide(params, "gate_up", x, axis, products).flatten(-2), None
+        gate, up = _wide(params, "gate_up", x, axis, matmul).flatten(-2), None
     else:
-        up = _wide(params, "up", x, axis, products)
+        up = _wide(params, "up", x, axis, matmul)
         if "gate" not in params:
             return row_parallel(act(up), w, bias, lora, **narrow)
-        gate = _wide(params, "gate", x, axis, products)
+        gate = _wide(params, "gate", x, axis, matmul)
     if not kernels.takes("glu", gate, up):
         gate, up = halves(gate, up)
         hidden = act(gate) * up
-    elif lora is None and products is PRODUCTS:
+    elif lora is None and matmul is MATMUL:
         assert isinstance(w, Tensor)
         y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
         return y if bias is None else y + bias
@@ -477,9 +477,9 @@ def mlp(
     return row_parallel(hidden, w, bias, lora, **narrow)
 
 
-def _wide(params: dict, name: str, x: Tensor, axis: str, products: Products) -> Tensor:
+def _wide(params: dict, name: str, x: Tensor, axis: str, matmul: Matmul) -> Tensor:
     own = weights(params[name])
-    return column_parallel(x, *own, name=f"mlp/{name}", axis=axis, products=products)
+    return column_parallel(x, *own, name=f"mlp/{name}", axis=axis, matmul=matmul)
 
 
 NormKind = Literal["rms", "layer", "bare_layer"]

@@ -35,8 +35,8 @@ from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Bool, Float, Tensor
 from functron.nn.attention import AttentionConfig, RopeScaling, apply_rope, causal_attention
 from functron.nn.layers import (
-    PRODUCTS,
-    Products,
+    MATMUL,
+    Matmul,
     column_parallel,
     gather_sequence,
     linear_defs,
@@ -207,7 +207,7 @@ def mla(
     axis: str = "tp",
     core: Callable = causal_attention,
     kernels: Kernels = AUTO,
-    products: Products = PRODUCTS,
+    matmul: Matmul = MATMUL,
 ) -> Float[Tensor, "batch seq embed"]:
     """Multi-head latent attention over the stream, with the heads split over `axis`.
 
@@ -222,7 +222,7 @@ def mla(
         core: computes softmax(q k^T / sqrt(q's dims)) v of this rank's heads, ``(q, k, v) -> out``,
             v being of `v_head_dim`; for example `context_attention`.
         kernels: of norms and of rotation.
-        products: what computes the projections.
+        matmul: what computes the projections.
 
     Returns:
         ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
@@ -231,7 +231,7 @@ def mla(
         one reduce-scatter of the result, and the transposes of both backward.
     """
     c = config
-    linear = functools.partial(_apply_linear, params, stream, axis, products)
+    linear = functools.partial(_apply_linear, params, stream, axis, matmul)
     ahead = _project_query_latent(params, x, c, linear, kernels)
     narrow = (ahead, *_project_latents(params, x, c, linear, kernels))
     ahead, latent, k_rope = _gather_tokens(narrow, stream, axis)
@@ -242,7 +242,7 @@ def mla(
     shared = apply_rope(k_rope.unsqueeze(-2), rope, **settings)
     # one key for all heads: expanding it is what sums its gradient over them
     k = torch.cat([k_nope, shared.expand(*k_nope.shape[:-1], -1)], -1)
-    out: Any = {"name": "attention/out", "products": products}
+    out: Any = {"name": "attention/out", "matmul": matmul}
     return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis, **out)
 
 
@@ -259,7 +259,7 @@ def mla_cache(
 
     Collectives: with a split sequence one all-gather of the result.
     """
-    linear = functools.partial(_apply_linear, params, stream, axis, PRODUCTS)
+    linear = functools.partial(_apply_linear, params, stream, axis, MATMUL)
     latent, k_rope = _gather_tokens(_project_latents(params, x, config, linear), stream, axis)
     shared = apply_rope(k_rope.unsqueeze(-2), rope, interleaved=config.rope_interleaved)
     return Latents(latent, shared.squeeze(-2))
@@ -290,7 +290,7 @@ def mla_absorbed(
         ``[batch, seq, embed]`` with spec `stream`. Collectives: as `mla`.
     """
     c = config
-    linear = functools.partial(_apply_linear, params, stream, axis, PRODUCTS)
+    linear = functools.partial(_apply_linear, params, stream, axis, MATMUL)
     (ahead,) = _gather_tokens((_project_query_latent(params, x, c, linear),), stream, axis)
     nope, rotated = _project_queries(ahead, c, rope, linear)
     w_uk, w_uv = params["kv_up"]["w"].split([c.head_size, c.v_head_dim], -1)
@@ -318,16 +318,16 @@ def _gather_tokens(parts: tuple[Tensor, ...], stream: P, axis: str) -> tuple[Ten
 
 
 def _apply_linear(
-    params: dict, stream: P, axis: str, products: Products, name: str, x: Tensor
+    params: dict, stream: P, axis: str, matmul: Matmul, name: str, x: Tensor
 ) -> Tensor:
     """The linear layer `name`: to latents, whose columns every rank has, or to its heads."""
     own = weights(params[name])
     if not name.endswith("down"):
-        return column_parallel(x, *own, name=f"attention/{name}", axis=axis, products=products)
+        return column_parallel(x, *own, name=f"attention/{name}", axis=axis, matmul=matmul)
     # of tokens that axis splits, nothing is a part of a sum over it
     same = axis not in sequence_axes(stream)
     where: Any = {"name": f"attention/{name}", "axis": axis if same else (), "replicated": same}
-    return column_parallel(x, *own, products=products, **where)
+    return column_parallel(x, *own, matmul=matmul, **where)
 
 
 def _project_query_latent(

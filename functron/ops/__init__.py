@@ -1,10 +1,10 @@
-"""Operations that models and optimizers are made of, and the choice of what computes them.
+"""Operations of models and optimizers, and the choice of what computes them.
 
-`define` registers an op from its reference, shapes, vmap rule, gradient and CUDA kernel; `use`
-makes the `Kernels` that choose reference or kernel, op by op. Each op has a module: `attention`,
+`define` registers an op with its reference, shapes, vmap rule, gradient and CUDA kernel; `use`
+makes the `Kernels` that choose reference or kernel for each op. The modules are `attention`,
 `softmax`, `norms`, `glu`, `qk_norm_rope`, `cross_entropy`, `moe`, `grouped_matmul`, `quantise`,
-`scaled_matmul`, `adamw`, `global_norm`, `ids`, `foreach`; `nvrtc` compiles the files of
-``kernels/`` and `launch` runs them.
+`scaled_matmul`, `adamw` and `foreach`; `nvrtc` compiles the files of ``kernels/`` and `launch` runs
+them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """AdamW on one leaf in one pass over memory, with a float32 master or stochastic rounding.
 
-One launch per leaf, and no table of pointers for many leaves in one: functron stacks the parameters
-of all layers, so a model has a dozen leaves of up to gigabytes, and the launches saved would be
-0.1 ms of a step. What a table would cost: a copy to the device in every step, as gradients move,
-which a captured graph replays stale; element types and the decay of every leaf in the table; and
-tensors that hide behind integers from whoever checks bounds, aliasing and lifetimes.
+One launch per leaf: functron stacks the parameters of all layers, so a model has a dozen leaves of
+up to gigabytes, and a table of pointers for many leaves in one launch would save 0.1 ms of a step.
+It would cost a copy to the device in every step, as gradients move, which a captured graph replays
+stale; element types and the decay of every leaf in the table; and tensors behind integers, hidden
+from checks of bounds, aliasing and lifetimes.
 
-Stochastic rounding is to one of the two neighbours, so that the mean is the number itself. Where it
-is done at every step, updates far below a parameter's last bit add up, on average, as they
-do in a float32 master copy, which costs 4 bytes per parameter; to nearest they would all be lost.
+Stochastic rounding picks one of the two neighbours, so that the mean is the number itself. So
+updates far below a parameter's last bit add up on average, as in a float32 master, which costs 4
+bytes per parameter; rounded to nearest they would all be lost.
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ def random_bits(key: torch.Tensor, shape: Sequence[int], index: Index = None) ->
 def stochastic_round(x: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in `dtype`, rounded away from 0 with the probability that makes the mean x.
 
-    That probability is exact to 2^-16. What is beyond the largest number goes to it or to infinity,
-    infinities stay, and NaN stays NaN.
+    That probability is exact to 2^-16. Beyond the largest number it rounds to that or to infinity;
+    infinities and NaN stay. No derivative: it is piecewise constant.
 
     Args:
         x: float32.
         bits: 16 random bits for each element, int32, as `random_bits` makes them.
         dtype: bfloat16 or float16; float32 stays as it is.
-
-    No derivative: it is piecewise constant.
 
     Raises:
         TypeError: another dtype.
@@ -73,11 +71,11 @@ def stochastic_round(x: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) ->
 
 
 def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in bfloat16, and in int16 what it lacks of x: `joined` makes x of both, to the bit.
+    """x in bfloat16, and the int16 remainder with which `joined` restores x, to the bit.
 
-    To nearest, and what lies in the middle away from 0: then just 2^16 numbers of float32 go to
-    each one of bfloat16, which 16 bits can tell apart. (To even it would be 2^16 + 1 and 2^16 - 1.)
-    NaN stays NaN, but for its bits. No derivative.
+    Rounded to nearest, ties away from 0: then exactly 2^16 numbers of float32 go to each one of
+    bfloat16, which 16 bits can tell apart. (With ties to even it would be 2^16 + 1 and 2^16 - 1.)
+    NaN stays NaN, with other bits. No derivative.
 
     Args:
         x: float32.
@@ -96,10 +94,10 @@ def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def remainder(x: torch.Tensor) -> torch.Tensor:
-    """The bits that x in bfloat16, rounded to even, lacks of x, as int16 for `joined`.
+    """The int16 remainder of x in bfloat16, rounded to even, for `joined`.
 
-    Numbers in the middle of two that were rounded towards 0 lack one bit more than that can say:
-    they are brought one last bit nearer to it. NaN lacks nothing.
+    Ties that were rounded towards 0 need one bit more than int16 has: they move one last bit nearer
+    to 0. NaN has remainder 0.
 
     Args:
         x: float32.
@@ -162,9 +160,8 @@ def place_of(
 
     Args:
         shape: of the whole array.
-        starts: of the part, per dim.
-        sizes: of the part, per dim. At most three of them after the first that is not 1 may be
-            smaller than the array's.
+        starts, sizes: of the part, per dim. At most three sizes after the first that is not 1 may
+            be smaller than the array's.
     """
     pitch, offset = 1, 0
     digits: list[list[int]] = []  # [count, pitch], the innermost first
@@ -252,7 +249,7 @@ def adamw_(
 def _order(
     numbers: AdamwNumbers, weight_decay: float, found_inf: Any, rounding: Stochastic | None
 ) -> tuple:
-    """What both ops are given besides tensors of the leaf."""
+    """The arguments of both ops after the tensors of a leaf."""
     count, rate, b1, b2, eps, clip = numbers
     key, salt, place = rounding or (None, 0, ())
     place = list(place or _WHOLE)

@@ -1,20 +1,20 @@
 """Scaled dot-product attention that torch.func can map and differentiate at the speed of SDPA.
 
 O = softmax(Q K^T / sqrt(d) + causal mask) V (Vaswani et al. 2017, eq. 1; computed as in Dao 2023),
-where several heads of queries may share one of keys, which is then read, not copied. One function,
-`implementation`, says what computes it: a kernel of torch's that gives the logsumexp (cuDNN's or
-FlashAttention on CUDA, in half precision; flash attention on CPUs), by autograd Functions that fold
-simulated ranks into the batch dim; SDPA, where neither the logsumexp is wanted nor a transform of
-torch.func runs (SDPA has no batching rule, and would run one call per rank); or the formula.
+where several query heads may share a key head, which is then read, not copied. `implementation`
+chooses what computes it: a kernel of torch's that gives the logsumexp (cuDNN or FlashAttention on
+CUDA, in half precision; flash attention on CPUs), in autograd Functions that fold simulated ranks
+into the batch dim; SDPA, where neither the logsumexp is needed nor a torch.func transform runs
+(SDPA has no batching rule: it would run once per rank); or the formula.
 
-Attention over keys that are split into blocks is computed block by block: every block gives its own
-softmax and its logsumexp, `functron.ops.softmax.merge` joins two of them, and `block_backward`
-takes the logsumexp of the whole, which makes each block's cotangents exact without the others (Liu
-et al. 2023, ring attention; Dao et al. 2022).
+Attention over keys that are split into blocks is computed block by block: each block gives its
+softmax and logsumexp, `functron.ops.softmax.merge` joins two of them, and `block_backward` takes
+the logsumexp over all blocks, which makes each block's cotangents exact without the others (Liu et
+al. 2023, ring attention; Dao et al. 2022).
 
-Masks by document and by window, which may differ between ranks, and caps of scores are one kernel
-on CUDA (`functron.ops.flex_attention`); elsewhere they exist for one chunk of queries and one chunk
-of keys at a time (`functron.ops.chunked_attention`), each computed by a kernel or the formula.
+Document and window masks, which may differ between ranks, and score caps are one kernel on CUDA
+(`functron.ops.flex_attention`). Elsewhere they exist for one chunk of queries and keys at a time
+(`functron.ops.chunked_attention`), computed by a kernel or the formula.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ def block(
         q: ``[batch, heads, seq, head_dim]``.
         k: ``[batch, kv_heads, keys, head_dim]``; each key head serves heads / kv_heads consecutive
             query heads.
-        v: as `k`; its width may be another.
-        visible: which keys to see; None for all. Memory is then that of one chunk at most.
-        causal: mask, besides, the keys that come after the query by their places in this block.
+        v: as `k`; its width may differ.
+        visible: which keys each query sees; None for all. Memory is then that of one chunk at most.
+        causal: also mask keys after the query, by their positions in this block.
         scale: of the scores.
-        cap: scores s are cap tanh(s / cap); 0: as they are.
-        kernels: of ``"attention"``, one kernel for masks and caps (if chosen outright, an op that
-            on CPUs is the formula); of ``"softmax"``, for blocks with masks that neither this nor a
-            kernel of torch takes (if chosen outright, all with masks); and of ``"lse_merge"``.
+        cap: scores s become cap tanh(s / cap); 0: unchanged.
+        kernels: of ``"attention"``: one kernel for masks and caps (if chosen explicitly, an op that
+            on CPUs is the formula); of ``"softmax"``: for masked blocks that no other kernel takes
+            (if chosen explicitly, all masked ones); and of ``"lse_merge"``.
 
     Returns:
-        ``(out, lse)`` in q's dtype and in float32 at least. Rows that see nothing give 0 and -inf.
-        No collectives.
+        ``(out, lse)`` in q's dtype and in float32 at least. Queries that see no key give 0 and
+        -inf. No collectives.
     """
     chosen = implementation(q, k, v, visible, cap=cap, kernels=kernels)
     if chosen.name == "flex":
@@ -119,11 +119,11 @@ def block_backward(
         cotangent: of the result over all blocks.
         q, k, v, visible, causal, scale, cap, kernels: as in `block`.
         out: the result over all blocks, in q's dtype.
-        lse: the logsumexp over all blocks; of a row that should not count, any huge number.
+        lse: the logsumexp over all blocks; any huge number for rows that do not count.
 
     Returns:
-        ``(dq, dk, dv)``: summed over the blocks of a query, dq is its cotangent; dk and dv are
-        summed over the heads that share them. In the dtypes of q, k and v. No collectives.
+        ``(dq, dk, dv)``, dk and dv summed over the query heads that share them, in the dtypes of q,
+        k and v. The cotangent of a query is the sum of dq over its blocks. No collectives.
     """
     operands = (cotangent, q, k, v, out, lse)
     chosen = implementation(q, k, v, visible, cap=cap, kernels=kernels)
@@ -156,15 +156,15 @@ KernelName = Literal["sdpa", "cudnn", "flash", "flex", "formula"]
 
 @dataclass(frozen=True)
 class Implementation:
-    """A kernel that computes an attention; `implementation` chooses it.
+    """The kernel that computes an attention; `implementation` chooses it.
 
     Attributes:
         name: ``"cudnn"`` and ``"flash"`` are kernels of torch that give the logsumexp (the latter
-            also on CPUs, where blocks with masks are computed by it chunk by chunk); ``"flex"`` is
-            one kernel for all masks and caps, torch's FlexAttention; ``"sdpa"`` is
-            `torch.nn.functional.scaled_dot_product_attention`, which gives no logsumexp;
-            ``"formula"`` is written in plain operations, in chunks.
-        reason: why it is this one, and why no faster one.
+            also on CPUs, where it computes masked blocks chunk by chunk); ``"flex"`` is one kernel
+            for all masks and caps, torch's FlexAttention; ``"sdpa"`` is
+            `torch.nn.functional.scaled_dot_product_attention`, without logsumexp; ``"formula"`` is
+            written in plain operations, in chunks.
+        reason: why it was chosen, and why no faster one.
     """
 
     name: KernelName
@@ -176,13 +176,13 @@ class Gpu:
     """The facts besides the operands that the choice of a kernel depends on.
 
     Attributes:
-        capability: of the device, such as (9, 0).
-        cudnn: the version of cuDNN as torch gives it, such as 91900; 0 where there is none or the
-            process forbids it for attention (`torch.backends.cuda.enable_cudnn_sdp`).
-        flash: the FlashAttention that computes torch's operation: "FA2", or what the process
-            activated by `torch.nn.attention.activate_flash_attention_impl`.
+        capability: compute capability of the device, such as (9, 0).
+        cudnn: the version of cuDNN as torch gives it, such as 91900; 0 where it is missing or
+            disabled for attention (`torch.backends.cuda.enable_cudnn_sdp`).
+        flash: the FlashAttention behind torch's operation: "FA2", or the one activated by
+            `torch.nn.attention.activate_flash_attention_impl`.
         deterministic: whether `torch.use_deterministic_algorithms` is on.
-        triton: whether kernels can be made for it.
+        triton: whether Triton is installed.
     """
 
     capability: tuple[int, int]
@@ -222,15 +222,14 @@ def implementation(
 ) -> Implementation:
     """The kernel that computes this attention, here and now, and why no faster one does.
 
-    `attention` and `block` ask it, which every other attention is made of: over a ring, and of
-    simulated ranks. It looks at shapes, dtypes and devices, at the transforms of torch.func and the
-    trace that run where it is called, and at nothing else of the operands.
+    `attention` and `block`, of which all other attention is made (context parallelism, simulated
+    ranks), call it. It depends on shapes, dtypes and devices, and on the transforms of torch.func
+    and the trace that are active, but not on values.
 
     Args:
         q, k, v, visible, cap, kernels: as in `block`.
-        logsumexp: whether that is wanted, as `block` does; `attention` does not.
-        on: the GPU to choose for; None for that of q (or, where torch has none, one of which
-            nothing is known).
+        logsumexp: whether it is needed, as in `block` but not in `attention`.
+        on: the GPU to choose for; None for that of q (or, where torch has none, an unknown one).
     """
     if cap or visible is not None:
         why_not = _no_flex(q, k, v, kernels, on)

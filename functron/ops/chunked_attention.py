@@ -1,9 +1,8 @@
-"""Attention in chunks of queries and keys, by the formula: for every device, dtype and mask.
+"""Attention in chunks of queries and keys: for every device, dtype and mask.
 
-Masks by document and by window, which may differ between ranks, exist for one chunk of queries and
-one chunk of keys at a time, and so do scores (online softmax: Milakov & Gimelshein 2018). A chunk
-is computed by `attend`, the formula in plain operations, which has derivatives of every order, or
-by what else the caller has.
+Document and window masks, which may differ between ranks, and scores exist for one chunk of queries
+and keys at a time (online softmax: Milakov & Gimelshein 2018). A chunk is computed by `attend`, the
+formula in plain operations with derivatives of every order, or by a function of the caller's.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ BlockResult = tuple[
     Float[Tensor, "batch heads seq value_dim"],
     Float[Tensor, "batch heads seq"],
 ]
-"""What queries see of a block of keys, and the logsumexp of their scores."""
+"""The attention to a block of keys, and the logsumexp of the scores."""
 
 BlockCotangents = tuple[
     Float[Tensor, "batch heads seq head_dim"],
@@ -45,22 +44,20 @@ CHUNK = 512
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """Which keys a query may see, besides causality by place: a test of integers per pair.
+    """Which keys a query may see, besides causality in the block: integer tests per pair.
 
-    A key is visible if it is of the query's segment and, with a window, at most window - 1
-    positions before it. Each is ``[batch or 1, seq]``, or None where it is not tested. Or pairs say
-    so, one by one.
+    A key is visible if it is in the query's segment and, with a window, at most window - 1
+    positions before it. Each field is ``[batch or 1, seq]``, or None where it is not tested; or
+    `pairs` says it for each pair.
 
     Attributes:
-        query_segments: document numbers of the queries.
-        key_segments: of the keys.
-        query_positions: positions of the queries; needed with a window only.
-        key_positions: of the keys.
-        window: how many keys a query sees at most, itself included; 0 for all. An int, or an
+        query_segments, key_segments: document numbers of queries and keys.
+        query_positions, key_positions: positions of queries and keys; needed with a window only.
+        window: number of keys a query sees at most, itself included; 0 for all. An int, or an
             integer scalar tensor.
-        apart: at least so many positions lie between a query and the key of its number, on every
-            rank; with an int for a window, chunks out of reach are not computed. None: not known.
-        pairs: whether each key is visible to each query; None: those that pass the tests are.
+        apart: a lower bound of the distance between a query and the key of the same index, on every
+            rank; with an int window, chunks out of reach are skipped. None: not known.
+        pairs: whether each key is visible to each query; None: all pairs that pass the tests.
     """
 
     query_segments: Int[Tensor, "_ seq"] | None = None
@@ -160,9 +157,9 @@ def attend(
 ) -> BlockResult:
     """softmax(scale q k^T) v without the keys that are `hidden`, and the logsumexp.
 
-    The whole matrix of scores at once; softmax by the op ``"softmax"`` where `kernels` takes it.
-    Both float32 at least; 0 and -inf in rows that see nothing. With a `cap` other than 0 scores s
-    are cap tanh(s / cap), which no kernel computes (Gemma 2).
+    The whole score matrix at once; softmax by the op ``"softmax"`` where `kernels` takes it. Both
+    float32 at least; 0 and -inf in rows that see no key. A `cap` other than 0 makes scores s cap
+    tanh(s / cap) (Gemma 2), which no kernel computes.
     """
     if not cap and kernels.takes("softmax", q, k, v):
         s = _unfold_groups(_fold_groups(q, k.shape[1]) @ k.mT, q.shape[1])

@@ -1,22 +1,19 @@
-"""The local half of vocabulary-parallel cross-entropy, of logits or of the product that makes them.
+"""The local part of vocabulary-parallel cross-entropy, of logits or of the product that makes them.
 
-For one rank's logits x it gives lse = log sum_j exp(x_j) and the target's logit. Both are one
-number per token, so what ranks exchange afterwards is small and the full logits never exist
-anywhere. Autograd would keep several copies of the logits; this keeps the logits alone, and
-backward makes the one tensor it returns: d x = lse' softmax(x) + target' onehot. Logits are read
-once, and no probabilities are kept.
+For one rank's logits x it gives lse = log sum_j exp(x_j) and the target's logit, two numbers per
+token, so that ranks exchange little and full logits exist nowhere. Where autograd would keep
+several copies of the logits, this keeps the logits alone, and backward makes one tensor: d x = lse'
+softmax(x) + target' onehot. Logits are read once, and no probabilities are kept.
 
-Of x w it gives the same without the whole of x w: logits exist a chunk at a time. Forward computes
-the logits of some tokens, keeps two numbers of each, and goes on to the next. Backward computes
-them again, but those of all tokens in some columns: as the log of the sum is known, a column's
-softmax needs no other column, and so its part of dw is one matrix product over all tokens,
-accumulated where matrix products are, while dx, the smaller, is summed up in float32. Rejected:
-chunks of tokens in backward too, as Liger-Kernel has it (Hsu et al. 2024): the sum of dw is then as
-large as w in float32, and is read and written once per chunk.
+For a product x w the logits exist a chunk at a time. Forward computes the logits of some tokens,
+keeps two numbers of each, and goes on. Backward recomputes them, for all tokens in some columns:
+given the log of the sum, a column's softmax needs no other column, so its part of dw is one matrix
+product over all tokens, while dx, the smaller, is summed in float32. Rejected: chunks of tokens in
+backward too, as in Liger-Kernel (Hsu et al. 2024): a float32 sum as large as w would be read and
+written once per chunk.
 
-Ids that index a table or columns are refused outside of their range. Vocabulary-parallel lookups
-take an id that no rank holds for one that another rank has, so that one outside of the vocabulary
-would count as zeros, on a single device too.
+Ids that index a table or columns are checked: in vocabulary-parallel lookups an id outside of the
+vocabulary looks like one that another rank holds, and would count as zeros.
 """
 
 from __future__ import annotations
@@ -63,10 +60,10 @@ def log_sum_exp_and_target(
 
     Args:
         logits: ``[..., vocab]``, floating point.
-        ids: ``[...]`` int64 positions in the last dim; anything outside it gives target logit 0.
-        valid: how many columns count, from the first; the others are padding. An int64 scalar, or
-            an int, below 0 as 0; None when there is no padding. Or ``[vocab]`` bool, False for
-            columns that are padding: torch's operations alone take such.
+        ids: ``[...]`` int64 positions in the last dim; others give target logit 0.
+        valid: number of leading columns that count; the others are padding. An int64 scalar, or an
+            int, below 0 as 0; None without padding. Or ``[vocab]`` bool, False for padding: always
+            computed by torch's operations.
         kernels: of ``"cross_entropy"``.
 
     Returns:
@@ -172,16 +169,11 @@ def _shares(d_lse: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(some, d_lse, nothing).unsqueeze(-1), torch.where(some, lse, nothing)
 
 
-def _pullback(
-    d_lse: Tensor,
-    d_target: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    lse: Tensor,
-    valid: Tensor | None,
-) -> Tensor:
+def _pullback(*operands: Any) -> Tensor:
+    """The cotangent of logits; of (d_lse, d_target, logits, ids, lse, mask of columns or None)."""
+    d_lse, d_target, logits, ids, lse, valid = operands
     if compat.transforms_active() and not (torch.is_grad_enabled() or compat.differentiating()):
-        made: Any = _Cotangent.apply(d_lse, d_target, logits, ids, lse, valid)
+        made: Any = _Cotangent.apply(*operands)
         return made
     x = _mask_columns(upcast(logits), valid)
     at, d_target = _targets(d_target, ids, logits.shape[-1])
@@ -198,9 +190,7 @@ class _Cotangent(Function):
 
     generate_vmap_rule = False
 
-    @staticmethod
-    def forward(d_lse, d_target, logits, ids, lse, valid):
-        return _pullback(d_lse, d_target, logits, ids, lse, valid)
+    forward = staticmethod(_pullback)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -221,9 +211,7 @@ class _Cotangent(Function):
 class _LogSumExpTarget(Function):
     generate_vmap_rule = False
 
-    @staticmethod
-    def forward(logits, ids, valid):
-        return _statistics(logits, ids, valid)
+    forward = staticmethod(_statistics)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -270,9 +258,9 @@ def _lead_mask(valid: Tensor | None, dim: int | None, size: int, like: Tensor) -
 class _LossShares(torch.autograd.Function):
     """`_LogSumExpTarget` on torch's tape: softmax(x) in forward, which backward overwrites.
 
-    torch's softmax goes over a row while the processor's cache has it, so forward reads and writes
-    the logits once, and backward again; exponentials are taken once. At their most there are two
-    tensors of the logits' size, as there are without.
+    torch's softmax reuses a row while it is in the processor's cache, so forward and backward each
+    read and write the logits once, and exponentials are computed once. At most two tensors of the
+    logits' size exist, as otherwise.
     """
 
     @staticmethod
@@ -374,16 +362,10 @@ def _pullback_of_number(*operands: Any) -> Tensor:
     return _pullback(*rest, _mask(valid, rest[2])).contiguous()
 
 
-def _overwrite(
-    d_lse: Tensor,
-    d_target: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    lse: Tensor,
-    valid: Tensor | None,
-) -> None:
+def _overwrite(*operands: Any) -> None:
+    d_lse, d_target, logits, ids, lse, valid = operands
     if upcast(logits) is not logits:
-        logits.copy_(_pullback_of_number(d_lse, d_target, logits, ids, lse, valid))
+        logits.copy_(_pullback_of_number(*operands))
         return
     at, d_target = _targets(d_target, ids, logits.shape[-1])
     d_lse, lse = _shares(d_lse, lse)
@@ -451,23 +433,22 @@ def linear_log_sum_exp_and_target(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """``log_sum_exp_and_target(x @ w, ids, valid)``, with few of the logits alive at a time.
 
-    Between forward and backward live x, w, ids and one number per token. Both make at most the
-    logits of `chunk_tokens` tokens, or as many, or as many as x has elements; backward makes them
-    once more, which is a third more work than x w and its derivatives, and overwrites them with
-    their cotangents where nothing traces or transforms it. Derivatives of derivatives, and forward
-    mode, keep all.
+    Saved for backward are x, w, ids and one number per token. Forward and backward hold the logits
+    of `chunk_tokens` tokens, or as many elements as x has. Backward recomputes them, a third more
+    work than x w and its derivatives, and overwrites them with their cotangents unless traced or
+    transformed. Derivatives of derivatives, and forward mode, keep all.
 
     Args:
         x: ``[N, D]``.
         w: ``[D, V]`` in any layout; for tied embeddings ``table.mT``.
         ids: int64 ``[N]``; see `log_sum_exp_and_target`.
-        valid: how many columns count, as there.
-        chunk_tokens: how many tokens' logits exist at a time in forward.
+        valid: number of columns that count, as there.
+        chunk_tokens: number of tokens whose logits exist at a time in forward.
         kernels: of ``"cross_entropy"``.
 
     Returns:
-        Two tensors ``[N]`` in float32 at least. No collectives, in backward neither: dx is that of
-        these columns alone, to be summed over the ranks that split them.
+        Two tensors ``[N]`` in float32 at least. No collectives, in backward neither: dx is the part
+        of these columns, to be summed over the ranks that split them.
 
     Raises:
         ValueError: `chunk_tokens` is below 1.
@@ -488,6 +469,7 @@ def linear_log_sum_exp_and_target(
 
     def backward(residuals, cotangents):
         x, w, ids, valid, lse = residuals
+        d_lse, d_target = cotangents
         alone = compat.unobserved()
         dw = torch.empty_like(w) if alone else None
         dx, dws = None, []
@@ -497,7 +479,8 @@ def linear_log_sum_exp_and_target(
             with in_phase("recompute"):
                 logits = x @ part
             moved = logits_cotangent(
-                *cotangents, logits, ids - first, lse, None if valid is None else valid - first,
+                d_lse, d_target, logits, ids - first, lse,
+                None if valid is None else valid - first,
                 overwrite=alone, kernels=kernels,
             )  # fmt: skip
             more = moved @ part.mT
@@ -532,16 +515,16 @@ _IDS.define("check_ids(Tensor ids, str name, int size, int? ignored) -> ()")
 
 
 def check_ids(ids: torch.Tensor, name: str, size: int, ignored: int | None = None) -> None:
-    """Check that ids are 0 to ``size - 1``, on every rank; where a program is traced, when it runs.
+    """Check that ids are 0 to ``size - 1``, on every rank; in traced programs, when they run.
 
-    On CPUs, also in compiled programs, the numbers are looked at. On other devices, and where
-    something else than `trace` records, a device-side assertion says the same: nothing waits.
+    On CPUs, also in compiled programs, the numbers are read. On other devices, and under other
+    tracers than `trace`, a device-side assertion checks them without waiting.
 
     Args:
         ids: integers of any shape.
-        name: what they are, for messages.
+        name: of the ids in messages.
         size: of the vocabulary.
-        ignored: one more that is allowed; None: none.
+        ignored: one more id that is allowed; None: none.
 
     Raises:
         ValueError: an id is outside.

@@ -1,14 +1,14 @@
-"""Attention with masks in one kernel: torch's FlexAttention, from tensors to tensors.
+"""Attention with masks in one kernel: torch's FlexAttention (Dong et al. 2024).
 
 A query sees a key of its own segment, at or after its first position, and, if causal, at or before
-its own place (Dong et al. 2024, FlexAttention). Chunks of 128 queries and 128 keys of which no pair
-can be seen, judged by the extremes of these numbers, are not computed. That is exact where they
-grow along the sequence, and elsewhere computes chunks for nothing.
+its own index. Chunks of 128 queries and keys without a visible pair, judged by the extremes of
+these numbers, are skipped: exact where the numbers grow along the sequence; otherwise some chunks
+are computed in vain.
 
-What runs is a graph of a few operations of ATen and torch's higher-order operation, made here
-without dynamo and compiled by Inductor, once for each shape; backward takes any logsumexp, as that
-of all keys of a ring, which torch's public function does not. Run as it is, on the CPU, the graph
-is a formula of torch's: the tests compare it with ours. torch 2.11 to 2.13.
+What runs is a graph of a few ATen operations and torch's higher-order operation, made without
+dynamo and compiled by Inductor once for each shape. Its backward takes any logsumexp, such as that
+over all keys of a ring, unlike torch's public function. On CPUs the graph runs uncompiled as a
+formula of torch's, which tests compare with ours. torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def chunks(
     static: FlexSettings,
     device: torch.device,
 ) -> Tensor:
-    """The chunks that may have pairs to be seen, bool ``[batch, rows, columns]``; all that have."""
+    """The chunks that may have visible pairs, bool ``[batch, rows, columns]``: a superset."""
     rows = torch.arange(-(-seq // SIZE), device=device).unsqueeze(1)
     columns = torch.arange(-(-keys // SIZE), device=device).unsqueeze(0)
     needed = (columns <= rows if static.causal else columns + rows >= 0).unsqueeze(0)

@@ -1,16 +1,14 @@
 """Functions of many tensors at once: elementwise in place, and sums of squares.
 
 `torch._foreach_*` and `torch._fused_*` update many tensors in few kernels, but have no vmap rules,
-and inside a simulated mesh (or any vmap) the leaves are batched. An elementwise function does not
-care which dims are batch dims, so `foreach_` hands it the plain tensors underneath, with their
-batch dims aligned as views. Rejected alternatives: a loop over leaves of plain operations (twice
-the memory traffic, many small kernels), and vmap rules for each private operation (one per
-operation and torch version, where this is one function).
+and in simulation (or any vmap) leaves are batched. As elementwise functions do not care which dims
+are batch dims, `foreach_` passes them the plain tensors underneath, with batch dims aligned as
+views. Rejected: a loop over leaves of plain operations (twice the memory traffic, many small
+kernels), and vmap rules for each private operation and torch version.
 
-Sums of squares, of which the norm of gradients is the root, are close to float64 at any size. A
-float32 sum of squares that one accumulator adds up loses 1e-3 beyond ten million elements, and
-another amount on every sharding: torch's norms do that on CPUs. Here no float32 sum is of more than
-a bounded number of terms, and what these give is added up in float64.
+Sums of squares, for norms of gradients, are close to float64 at any size. A float32 sum in one
+accumulator, as in torch's norms on CPUs, loses 1e-3 beyond ten million elements, and another amount
+on every sharding. Here float32 sums have a bounded number of terms, and are added up in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +19,15 @@ import torch
 
 from functron.core import compat
 from functron.core.errors import Problem, raise_problems
-from functron.ops.operations import Gradient, Launch, define, packable, type_name
+from functron.ops.operations import (
+    Gradient,
+    Launch,
+    define,
+    map_batch,
+    packable,
+    statistics,
+    type_name,
+)
 from functron.spmd.axes import SimulatedAxis, scope
 from functron.spmd.simulate import no_share
 
@@ -91,9 +97,9 @@ def foreach_(
 
 
 def _refuse_taped(name: str, columns: list[LeafColumn]) -> None:
-    """Raise ValueError where torch's tape has how a tensor was computed, and would miss the update.
+    """Raise ValueError for tensors with a history on torch's tape, which would miss the update.
 
-    A leaf of the tape, such as a torch.nn.Parameter, is updated as torch's optimizers do it.
+    Leaves of the tape, such as a torch.nn.Parameter, are updated as torch's optimizers do it.
     """
     if not torch.is_grad_enabled() or compat.dispatch_modes_active():
         return
@@ -159,9 +165,9 @@ def _dense_row(row: LeafRow, num_mutated: int, copied: list) -> LeafRow:
 
 
 def laid_out(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`x` as `like` lies in memory, its batch dims under vmap included; `x` itself if it does.
+    """`x` in the memory layout of `like`, with its batch dims under vmap; `x` itself if it has it.
 
-    So a traced program returns what takes the memory of `like`, a donated argument.
+    So the result of a traced program can take the memory of `like`, a donated argument.
     """
     if not compat.is_wrapped(x) and not compat.is_wrapped(like) and x.stride() == like.stride():
         return x
@@ -325,19 +331,8 @@ def _reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return wide.square().sum(1), (~wide.isfinite()).any(1).to(wide.dtype)
 
 
-def _fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = x.shape[0]
-    return x.new_empty(rows, dtype=_accumulator(x)), x.new_empty(rows, dtype=_accumulator(x))
-
-
 def _accumulator(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _batch(size: int, in_dims: tuple, args: tuple, op) -> tuple:
-    x = args[0].movedim(in_dims[0], 0)
-    sums, flags = op(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_zeros(x[..., 0].numel(), 0))
-    return (sums.reshape(size, -1), flags.reshape(size, -1)), (0, 0)
 
 
 def _backward(saved, cotangents) -> tuple[torch.Tensor]:
@@ -349,8 +344,8 @@ SUM_OF_SQUARES = define(
     "sum_of_squares(Tensor x) -> (Tensor, Tensor)",
     kernel=_kernel,
     reference=_reference,
-    fake=_fake,
-    batch=_batch,
+    fake=lambda x: (statistics(x), statistics(x)),
+    batch=map_batch(1),
     gradient=Gradient(backward=_backward, auxiliary=(1,)),
 )
 """Of every row of x, [rows, dim]: the sum of squares and 1.0 where an element is not finite."""

@@ -1,14 +1,14 @@
 """Gated activations, hidden = act(gate) * up (Shazeer 2020): ``kernels/glu.cu``.
 
-Gate and up are tensors of their own, `GLU`, or halves of one, `GLU_PACKED`, whose gradient is then
-made as one as well. Autograd of the plain formula keeps act(gate) beside both and reads them thrice
-in backward; this keeps gate and up alone, and computes act(gate) again. The product that follows
-would keep hidden, a third of what an MLP keeps; `glu_linear` computes that again too, in the pass
-that makes the gradients of gate and up. As this reads the cotangent, no compiler takes the second
-computation for the first one.
+Gate and up are separate tensors, `GLU`, or halves of one, `GLU_PACKED`, with a single gradient.
+Autograd of the formula saves act(gate) beside both and reads them three times in backward; this
+saves gate and up alone, and recomputes act(gate). The following product would save hidden, a third
+of an MLP's saved tensors; `glu_linear` recomputes that too, in the pass that makes the gradients of
+gate and up. As that pass reads the cotangent, no compiler merges the recomputation with the first
+one.
 
-Rows of experts lie in room for the most that there can be. `count`, of every op here, says how many
-are real: kernels leave the others as they find them.
+Rows of experts have room for the most that there can be. Every op takes `count`, the number of real
+rows; kernels leave the others undefined.
 """
 
 from __future__ import annotations
@@ -268,19 +268,18 @@ def glu_linear(
     activation: str,
     sizes: Int[Tensor, " groups"] | None = None,
 ) -> Float[Tensor, "*batch outer"]:
-    """``glu(gate, up, activation) @ w``, of which gate, up and w alone are kept for backward.
+    """``glu(gate, up, activation) @ w``, which saves only gate, up and w for backward.
 
-    The same gradients, bit for bit. No collectives; where w has a part of the rows of a matrix, the
-    result is a part of a sum.
+    The same gradients, bit for bit. No collectives; with a shard of the rows of w, the result is a
+    partial sum.
 
     Args:
-        gate, up: of one shape and dtype; or both side by side, and None, whose gradient is then
-            made as one.
+        gate, up: of one shape and dtype; or both side by side, and None, with a single gradient.
         w: of that dtype.
         activation: one of `GLU_ACTIVATIONS`.
-        sizes: of groups of rows ``[R, inner]``, each with a w of its own: see `grouped_matmul`.
-            Nothing is computed in rows of no group by a kernel: gradients of gate and up there may
-            be anything, and nobody may read them.
+        sizes: of groups of rows ``[R, inner]``, each with its own w: see `grouped_matmul`. Kernels
+            leave rows of no group undefined, as are their gradients of gate and up, which must not
+            be read.
     """
 
     def product(gate, up, w, sizes):

@@ -1,14 +1,14 @@
-"""A matrix product per group of rows: what a rank's experts compute, as one operation.
+"""A matrix product per group of rows, such as a rank's experts compute, as one operation.
 
 y[r] = x[r] w[g] for the rows r of group g, groups being consecutive (Gale et al. 2022, MegaBlocks).
-How many rows a group has is data, so nothing is padded to the largest group and no work is done for
-empty ones. On the CPU it is one matrix product per group over offsets on the host; on CUDA in
-bfloat16 torch's grouped kernel, with offsets on the device.
+The number of rows per group is data: nothing is padded to the largest group, and empty groups cost
+nothing. CPUs run one matrix product per group, with offsets on the host; CUDA in bfloat16 torch's
+grouped kernel, with offsets on the device.
 
-The derivatives are grouped products again, x's with w transposed, w's one product of inner
-dimension `sizes[g]` per group, so every order exists. Rejected: padding every expert to a capacity
-and one batched product (wasted work, or dropped tokens), and torch's own rules for
-`torch._grouped_mm` (no vmap rule, bfloat16 only on CUDA).
+The derivatives are grouped products again, x's with w transposed, w's with inner dimension
+`sizes[g]` per group, so every order exists. Rejected: padding every expert to a capacity and one
+batched product (wasted work, or dropped tokens), and torch's own rules for `torch._grouped_mm` (no
+vmap rule, bfloat16 only on CUDA).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def grouped_matmul(
     zeros: bool = True,
     zeros_back: bool = True,
 ) -> Float[Tensor, "rows outer"]:
-    """y[r] = x[r] w[g], where g is the group of row r; zeros in rows that belong to none.
+    """y[r] = x[r] w[g], where g is the group of row r; zeros in rows of no group.
 
     ``grouped_matmul(x, w, tensor([2, 0, 1]))`` multiplies rows 0 and 1 by w[0], row 2 by w[2].
 
@@ -48,9 +48,8 @@ def grouped_matmul(
         x: ``[M, D]``, sorted by group: the first ``sizes[0]`` rows are those of group 0.
         w: ``[G, D, F]`` of x's dtype, in any layout.
         sizes: int64 ``[G]``, whose sum is at most M.
-        zeros: False: what a kernel leaves in rows of no group, which may be anything, stays there,
-            for a caller who never reads them: a pass over the result less.
-        zeros_back: the same for the derivative of x; whoever has it must not read those rows.
+        zeros: False: kernels leave rows of no group undefined, which saves a pass over the result.
+        zeros_back: the same for the derivative of x.
 
     Returns:
         ``[M, F]``. No collectives. Traced, it is one operation of 2 M D F FLOPs.
@@ -298,16 +297,12 @@ class _GroupedWeight(Function):
         return w.flatten(1, 2), 0
 
 
-def _batch_product(info, in_dims, x, w, sizes, zeros=True):
+def _map_product(info, in_dims, x, w, sizes, zeros=True):
     return _Grouped.vmap(info, in_dims, x, w, sizes, zeros, True)
 
 
-def _batch_weight_product(info, in_dims, x, y, sizes, groups):
-    return _GroupedWeight.vmap(info, in_dims, x, y, sizes, groups)
-
-
-torch.library.register_vmap("functron::grouped_matmul", _batch_product, lib=_LIBRARY)
-torch.library.register_vmap("functron::grouped_matmul_weight", _batch_weight_product, lib=_LIBRARY)
+torch.library.register_vmap("functron::grouped_matmul", _map_product, lib=_LIBRARY)
+torch.library.register_vmap("functron::grouped_matmul_weight", _GroupedWeight.vmap, lib=_LIBRARY)
 
 
 def _fold_rows(

@@ -1,10 +1,10 @@
-"""Mixtures of experts: which experts tokens choose, and their rows to experts and back.
+"""Mixture of experts: routing, sorting tokens by expert, and moving rows to experts and back.
 
-`moe_router` takes logits to experts and weights, `sorted_assignments` sorts the choices by expert.
-`PERMUTE` and `ADD_ROWS` are each other's transposes, as `functron.spmd.ragged.copy_rows` and
-`add_rows` are; `UNPERMUTE` is the latter with weights. All are gathers, in both directions. Sums
-are in float32 (float64 where rows are), in the order of a token's choices, and rounded once to the
-dtype of rows.
+`moe_router` turns logits into experts and weights, `sorted_assignments` sorts the choices by
+expert. `PERMUTE` and `ADD_ROWS` are each other's transposes, as `functron.spmd.ragged.copy_rows`
+and `add_rows` are; `UNPERMUTE` is the latter with weights. All are gathers, in both directions.
+Sums are in float32 (float64 where rows are), in the order of a token's choices, and rounded once to
+the rows' dtype.
 """
 
 from __future__ import annotations
@@ -197,19 +197,19 @@ Sorted = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def sorted_assignments(experts: Tensor, kept: Tensor, num_experts: int, rows: int) -> Sorted:
-    """Assignments by expert, in order within each, and those not kept last: in torch's operations.
+    """Assignments (token, choice) sorted by expert, stably, those not kept last; in torch's
+    operations.
 
     Args:
         experts: int64 ``[N, k]``, from 0 to num_experts - 1.
         kept: bool ``[N, k]``.
-        num_experts: experts.
-        rows: how many to make room for, at most N k.
+        num_experts: number of experts.
+        rows: number of rows to make, at most N k.
 
     Returns:
-        order: int64 ``[rows]``, the assignment (token k + choice) of each row.
-        tokens: int64 ``[rows]``.
-        slots: int64 ``[N, k]``, the row of each assignment; -1 where there is no room.
-        sizes: int64 ``[num_experts]``, how many of those that are kept each expert has.
+        order: int64 ``[rows]``, the assignment (token k + choice) of each row; tokens: int64
+        ``[rows]``; slots: int64 ``[N, k]``, the row of each assignment, or -1 where there is no
+        room; sizes: int64 ``[num_experts]``, the number of kept assignments of each expert.
     """
     key = torch.where(kept, experts, num_experts).flatten()
     order = torch.sort(key, stable=True).indices
@@ -297,24 +297,23 @@ def moe_router(
     """Scores s of logits, the experts e_1 ... e_k with the largest s + balance, and their weights.
 
     Weights are s[e_j]; or divided by their sum, to which 1e-20 is added; or the softmax of the
-    chosen logits. Scores are rounded: of equal experts, or groups, the one of larger logits is
-    chosen, and then the first. NaN is above all numbers, so choices are always experts, and no
-    expert is chosen twice.
+    chosen logits. Scores are rounded: ties between experts, or groups, go to the larger logits, and
+    then to the first. NaN ranks above all numbers, so choices are always experts, and none is
+    chosen twice.
 
     Args:
         logits: ``[N, E]``; float32, or (its reference only) another floating dtype.
         balance: ``[E]`` or None. It has no gradient.
-        top_k: choices of each token.
-        score: ``"given"`` takes the logits for the scores.
+        top_k: number of choices of each token.
+        score: ``"softmax"``, ``"sigmoid"``, or ``"given"`` for logits that are scores.
         weighting: ``"scores"``, ``"renormalised"`` or ``"softmax of chosen"``.
-        num_groups: groups of neighbouring experts; at most 32 in the kernel.
-        top_groups: how many of these a token chooses from.
-        group_score: groups are chosen by the sum of their best two, or by their best.
+        num_groups: number of groups of neighbouring experts; at most 32 in the kernel.
+        top_groups: number of groups that a token chooses from.
+        group_score: groups are ranked by the sum of their best two, or by their best.
 
     Returns:
-        experts: int64 ``[N, top_k]``, best first.
-        weights: ``[N, top_k]``.
-        scores: ``[N, E]``. Differentiable in reverse, any number of times; no collectives.
+        experts: int64 ``[N, top_k]``, best first; weights: ``[N, top_k]``; scores: ``[N, E]``.
+        Differentiable in reverse, any number of times; no collectives.
 
     Raises:
         ValueError: sizes that do not fit, more than 512 experts (kernel).
@@ -358,8 +357,8 @@ def choose(
 ) -> Tensor:
     """The `top_k` experts of largest ``scores [..., E]`` plus `balance` in the best groups.
 
-    Scores are rounded: those of logits far below 0 all vanish, those far above 0 all are 1. Of
-    equal numbers the one of the larger logits is chosen, and of equal ones of these the first.
+    Scores are rounded (to 0 for very low logits, to 1 for very high ones): ties go to the larger
+    logits, and then to the first expert.
     """
     pairs = num_groups > 1 and top_two
     logits = logits.clamp_min(torch.finfo(logits.dtype).min)  # only what is taken is at -inf
@@ -402,10 +401,10 @@ def _order_of_pairs(logits: Tensor, score: KernelScore) -> Tensor:
 def best(x: Tensor, num: int, ties: Tensor | None = None) -> Tensor:
     """The indices of the `num` largest of the last dim, in order.
 
-    Of equals the one with the largest of `ties`, finite numbers, and then the first.
+    Ties go to the largest of `ties`, finite numbers, and then to the first.
 
-    One maximum after the other: for the few experts of a token that takes a third of the time of a
-    stable sort, and `topk` leaves it open which of equals it returns.
+    One maximum after the other: a third of the time of a stable sort for the few experts of a
+    token, and unlike `topk` with defined ties.
     """
     found = []
     while len(found) < num:
@@ -421,19 +420,10 @@ def best(x: Tensor, num: int, ties: Tensor | None = None) -> Tensor:
     return torch.cat(found, dim=-1)
 
 
-def _router_kernel(
-    launch: Launch,
-    logits: Tensor,
-    balance: Tensor | None,
-    top_k: int,
-    score: int,
-    weighting: int,
-    num_groups: int,
-    top_groups: int,
-    top_two: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _router_kernel(launch: Launch, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    logits, balance, top_k, *modes = args
     tokens, experts = logits.shape
-    _check_router(logits, num_groups)
+    _check_router(logits, num_groups=modes[2])
     logits = logits if logits.stride(1) == 1 or experts == 1 else logits.contiguous()
     if balance is not None:
         balance = balance.to(torch.float32).contiguous()
@@ -442,26 +432,17 @@ def _router_kernel(
     launch(
         "moe_router", "route", _router_grid(launch, logits), _LANES * _ROUTER_WARPS,
         logits, balance, chosen, weights, scores, tokens, experts, logits.stride(0), top_k,
-        score, weighting, num_groups, top_groups, top_two,
-        defines=_items(experts), shared_bytes=_ROUTER_WARPS * (2 * experts + top_k) * 4,
+        *modes, defines=_items(experts), shared_bytes=_ROUTER_WARPS * (2 * experts + top_k) * 4,
     )  # fmt: skip
     return chosen, weights, scores
 
 
-def _router_backward_kernel(
-    launch: Launch,
-    d_weights: Tensor,
-    d_scores: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    scores: Tensor,
-    score: int,
-    weighting: int,
-) -> Tensor:
+def _router_backward_kernel(launch: Launch, *args: Any) -> Tensor:
+    *tensors, score, weighting = args
+    _, _, chosen, _, scores = tensors = [x.contiguous() for x in tensors]
     tokens, experts = scores.shape
-    _check_router(scores, 1)
+    _check_router(scores, num_groups=1)
     d_logits = scores.new_empty(tokens, experts)
-    tensors = (x.contiguous() for x in (d_weights, d_scores, chosen, weights, scores))
     launch(
         "moe_router", "route_backward", _router_grid(launch, scores), _LANES * _ROUTER_WARPS,
         *tensors, d_logits, tokens, experts, chosen.shape[1], score, weighting,
@@ -489,16 +470,8 @@ def _items(experts: int) -> dict[str, str]:
     return {"ITEMS": str(next(items for items in _ITEMS if items * _LANES >= experts))}
 
 
-def _router_reference(
-    logits: Tensor,
-    balance: Tensor | None,
-    top_k: int,
-    score: int,
-    weighting: int,
-    num_groups: int,
-    top_groups: int,
-    top_two: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _router_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    logits, balance, top_k, score, weighting, num_groups, top_groups, top_two = args
     kinds: tuple[Callable, ...] = (lambda x: x.softmax(-1), torch.sigmoid, torch.clone)
     scores = kinds[score](logits)
     chosen = choose(
@@ -513,15 +486,8 @@ def _router_reference(
     return chosen, weights, scores
 
 
-def _backward_reference(
-    d_weights: Tensor,
-    d_scores: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    scores: Tensor,
-    score: int,
-    weighting: int,
-) -> Tensor:
+def _router_backward_reference(*args: Any) -> Tensor:
+    d_weights, d_scores, chosen, weights, scores, score, weighting = args
     kind, of_chosen = _SCORES[score], _WEIGHTINGS[weighting]
     if of_chosen != "scores":
         d_weights = d_weights - (weights * d_weights).sum(-1, keepdim=True)
@@ -557,10 +523,10 @@ ROUTER_BACKWARD = define(
     "moe_router_backward(Tensor d_weights, Tensor d_scores, Tensor chosen, Tensor weights, "
     "Tensor scores, int score, int weighting) -> Tensor",
     kernel=_router_backward_kernel,
-    reference=_backward_reference,
+    reference=_router_backward_reference,
     fake=lambda d_weights, d_scores, *rest: d_scores.new_empty(d_scores.shape),
     batch=map_batch(5),
-    gradient=_backward_reference,
+    gradient=_router_backward_reference,
 )
 
 

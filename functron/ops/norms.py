@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm of rows, alone or of a sum: ``kernels/rms_norm.cu``, ``layer_norm.cu``.
 
 A pre-norm block adds to its residual stream and then normalises it: `ADD_RMS_NORM` and
-`ADD_LAYER_NORM` do both in one pass, and return the sum, which the stream goes on with. It is
-rounded to the stream's dtype before it is normalised, as it is without kernels.
+`ADD_LAYER_NORM` do both in one pass, and also return the sum, which is rounded to the stream's
+dtype before it is normalised, as without kernels.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _layer_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def normalise_rows(x: Tensor, *moments: Tensor) -> Tensor:
-    """``(x - mean) / deviation`` of rows; of one statistic, without the mean: RMSNorm's."""
+    """``(x - mean) / deviation`` of rows; with one statistic, without the mean: RMSNorm's."""
     *means, rstd = moments
     centred = x - means[0].unsqueeze(-1) if means else x
     return centred * rstd.unsqueeze(-1)
 
 
 def normed_gradient(moved: Tensor, normed: Tensor, *moments: Tensor) -> Tensor:
-    """The cotangent of rows from `moved`, that of what `normalise_rows` made of them."""
+    """The cotangent of rows from `moved`, that of `normalise_rows` of them."""
     along = normed * (moved * normed).mean(-1, keepdim=True)
     *means, rstd = moments
     if means:
@@ -100,7 +100,7 @@ def _reference(
 def _backward(
     moments_of: RowMoments, again: bool, dy: Tensor, d_sum: Tensor | None, x: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """The cotangents in torch's operations; `again`: statistics are computed, not those given."""
+    """The cotangents in torch's operations; `again`: statistics are recomputed."""
     *operands, eps, center = rest
     vectors, moments = operands[: len(operands) // 2], operands[len(operands) // 2 :]
     wide, g = upcast(x), upcast(dy)
@@ -187,9 +187,9 @@ def _define_norm(
 
     Args:
         name: of the op.
-        vectors: its operands after x, and after residual, that all rows share.
-        statistics_of_rows: the float32 numbers of each row that follow its results, as many.
-        moments_of: these numbers in torch's operations.
+        vectors: operands after x (and residual) that all rows share.
+        statistics_of_rows: float32 numbers of each row that follow the results, as many.
+        moments_of: computes these numbers in torch's operations.
     """
     count, settings = len(vectors), "float eps, bool zero_centered"
     operands = ", ".join([*(f"Tensor {each}" for each in vectors), settings])

@@ -1,12 +1,11 @@
 """Compiling kernels with NVRTC, CUDA's compiler as a library: it needs no GPU, driver or nvcc.
 
-``cuda.bindings`` is imported in functions only: an installation for CPUs has none. A `KernelSource`
-knows where a kernel's file is, which variants it has and what it includes.
+``cuda.bindings`` is imported in functions only, as installations for CPUs lack it.
 
-Compiled kernels are kept on disk, so that each is compiled once. A file is a hash of the rest, a
-line of JSON, then the cubin; its name has a hash of everything that the cubin depends on. Files
-appear whole (they are renamed into place) and are verified when they are read, so ranks, jobs and
-machines may share a folder, and what is damaged is compiled again.
+Compiled kernels are cached on disk. A file has a hash of its content, a line of JSON, then the
+cubin; its name has a hash of everything that the cubin depends on. Files are renamed into place and
+verified when read, so ranks, jobs and machines may share a folder, and damaged files are compiled
+again.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def digest_of_headers(folder: Path, names: tuple[str, ...]) -> str:
 def check_defines(source: KernelSource, defines: Defines) -> None:
     """Refuse macros that the source's ``// build:`` lines do not declare.
 
-    Else what is compiled ahead of time, and tested, would not be what runs.
+    Otherwise other variants would run than are compiled ahead of time, and tested.
 
     Raises:
         ValueError: a macro or a value is missing or unknown.

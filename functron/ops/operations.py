@@ -1,20 +1,18 @@
-"""Operations of functron's own: registered once, differentiable, mappable, and computed by choice.
+"""Custom operations: registered once, differentiable, vmappable, with a choice of implementations.
 
-An op is an entry of ``torch.ops.functron``: on the CPU it computes its reference, on CUDA its
-kernel, on fake tensors shapes. What makes it differentiable is an autograd Function around that
-entry, with a vmap rule of its own and kept whole by dynamo; its backward calls another op of this
-kind. So one definition works on the tape, under torch.func in any order of grad and vmap, in traced
-programs and in compiled ones.
+An op is an entry of ``torch.ops.functron``, which computes its reference on CPUs, its kernel on
+CUDA, and shapes on fake tensors. An autograd Function around it, with a vmap rule, makes it
+differentiable; its backward calls another op of this kind. So one definition works on torch's tape,
+under torch.func in any order of grad and vmap, in traced programs and in compiled ones.
 
 Rejected: ``torch.library.register_autograd``, whose Function refuses torch.func.grad (2.11 to
-2.13); and a Function alone over an entry without derivatives, which gives zero gradients, silently,
-in torch.compile(torch.func.grad).
+2.13); and a Function over an entry without derivatives, which silently gives zero gradients in
+torch.compile(torch.func.grad).
 
-`define` registers an op, with one of the vmap rules `map_one_by_one`, `map_rows` and
-`map_batch` or its own. `use`
-and `Kernels` choose what computes it: a CUDA kernel of functron, or torch's operations. Below are
-what host code of kernels asks about its operands (`rows_of`, `packable`, `type_name`), and how rows
-are given to the threads of kernels (`layout`): the host's side of ``kernels/rows.cuh``.
+`define` registers an op, with a vmap rule of its own or `map_one_by_one`, `map_rows` or
+`map_batch`. `use` and `Kernels` choose functron's kernels or torch's operations. The rest serves
+the host code of kernels: checks of operands (`rows_of`, `packable`, `type_name`), and `layout`, the
+assignment of rows to threads, the host's side of ``kernels/rows.cuh``.
 """
 
 from __future__ import annotations
@@ -55,12 +53,13 @@ class Launch(Protocol):
         """Run ``kernel`` of ``kernels/<source>.cu`` on the tensors' device and current stream.
 
         Args:
-            source: the file's name.
-            kernel: the function's.
-            grid: blocks; where it is empty, nothing runs.
-            block: threads of a block.
-            args: tensors are pointers, None a null pointer, integers ``long long``, numbers float.
-            defines: the macros that it is compiled with.
+            source: the name of the file.
+            kernel: the name of the function.
+            grid: number of blocks; where it is 0, nothing runs.
+            block: number of threads of a block.
+            args: tensors become pointers, None a null pointer, integers ``long long``, numbers
+                float.
+            defines: the macros to compile it with.
             shared_bytes: of dynamic shared memory.
         """
         ...
@@ -75,12 +74,12 @@ class Gradient:
     """How an op is differentiated in reverse.
 
     Attributes:
-        save: ``(args, outputs)``, tuples both, to what backward needs: tensors, numbers, None; the
-            arguments unless given.
-        backward: ``(saved, cotangents)``, one per output, zeros where there is none, to one
-            cotangent per argument, None for those without. It may call ops, and must be linear.
-        auxiliary: the outputs, by position, that have no derivative (statistics that only backward
-            reads); integer ones never have.
+        backward: ``(saved, cotangents)``, one cotangent per output, zeros where there is none, to
+            one per argument, None for arguments without. It may call ops, and must be linear.
+        save: ``(args, outputs)``, both tuples, to what backward needs: tensors, numbers, None; by
+            default the arguments.
+        auxiliary: positions of outputs that have no derivative (statistics for backward); integer
+            outputs never have one.
     """
 
     backward: Callable[[Sequence[Any], tuple[torch.Tensor, ...]], Sequence[torch.Tensor | None]]
@@ -90,11 +89,11 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A registered operation; `define` makes it. Calling it computes it.
+    """A registered operation, made by `define`. Calling it computes it.
 
     Attributes:
         name: in ``torch.ops.functron``.
-        raw: that entry, which knows no derivatives.
+        raw: that entry, without derivatives.
         reference: computes it in torch's operations.
         kernel: its host code, ``(launch, *args)``.
         differentiable: whether it has a gradient.
@@ -121,22 +120,22 @@ def define(
     batch: Callable | None = None,
     gradient: Gradient | Callable | None = None,
 ) -> Op:
-    """Register the op of this schema.
+    """Register an op.
 
     Args:
-        schema: as torch writes it, ``"name(Tensor x, float eps) -> (Tensor, Tensor)"``. Names that
-            end in ``_`` write to their operands (``Tensor(a!) x``): they are called on plain
-            tensors, and have neither gradient nor vmap rule.
+        schema: as torch writes it, ``"name(Tensor x, float eps) -> (Tensor, Tensor)"``. Ops whose
+            name ends in ``_`` write to their operands (``Tensor(a!) x``): they take plain tensors
+            only, and have neither gradient nor vmap rule.
         reference: ``(*args)`` in torch's operations, on any device and floating dtype; results are
-            no views of operands.
+            not views of operands.
         kernel: ``(launch, *args)``: makes results and calls `launch`, a `Launch`.
         fake: ``(*args)`` to empty results of the same shapes, strides, dtypes and device.
-        batch: ``(size, in_dims, args, op) -> (results, out_dims)``: the op mapped over dims of its
-            arguments (None where one has none), by calling `op`, which takes what this op takes.
-        gradient: of reverse mode. A function of the same arguments stands for what torch makes of
-            it: the reference itself, or a formula that computes again the statistics which the op
-            is passed (a derivative in their direction would be lost: they are auxiliary). None
-            refuses.
+        batch: ``(size, in_dims, args, op) -> (results, out_dims)``: computes the op mapped over
+            dims of its arguments (None where one has none) by calling `op`.
+        gradient: of reverse mode: a `Gradient`, or a function of the same arguments that torch
+            differentiates: the reference, or a formula that recomputes the statistics which the op
+            is passed (their derivatives would be lost: they are auxiliary). None: not
+            differentiable.
     """
     name = schema.split("(")[0].split(".")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -252,7 +251,7 @@ def _load_saved(ctx: Any) -> list:
 
 
 def _of_formula(formula: Any) -> Gradient:
-    """The gradient that torch gives of a function in its operations."""
+    """The gradient that torch derives of a function in its operations."""
 
     def backward(saved: Sequence[Any], cotangents: tuple) -> list:
         moving = [i for i, x in enumerate(saved) if tree.is_float(x)]
@@ -276,7 +275,7 @@ def _of_formula(formula: Any) -> Gradient:
 
 
 def map_one_by_one(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
-    """The op called once for each element of the mapped dim, results stacked: always right."""
+    """The op called once for each element of the mapped dim, results stacked: right for all ops."""
     calls = [
         op(*[x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)])
         for i in range(size)
@@ -289,8 +288,8 @@ def map_one_by_one(size: int, in_dims: Sequence, args: Sequence, op: Callable) -
 def map_rows(whole: Sequence[int]) -> Callable:
     """The rule of an op whose operands are rows, except those at the positions `whole`.
 
-    Rows are independent of each other, and have any number of dims in front: the mapped dim becomes
-    the first of these, unless an operand that all rows share is mapped.
+    Rows are independent, and have any number of leading dims: the mapped dim becomes the first of
+    these, unless an operand in `whole` is mapped.
     """
 
     def rule(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
@@ -307,9 +306,9 @@ def map_rows(whole: Sequence[int]) -> Callable:
 
 
 def map_batch(num: int) -> Callable:
-    """The rule of an op whose first `num` operands and whose results have a batch dim in front.
+    """The rule of an op whose first `num` operands, and all results, have a leading batch dim.
 
-    The mapped dim becomes a part of it, of all of them; the other arguments are not mapped.
+    The mapped dim is merged into it; the other arguments are not mapped.
     """
 
     def rule(size: int, in_dims: Sequence, args: Sequence, op: Callable) -> tuple[Any, Any]:
@@ -326,7 +325,7 @@ def map_batch(num: int) -> Callable:
 
 
 def leading(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    """`x` with its mapped dim first; expanded where it is not mapped."""
+    """`x` with its mapped dim first; expanded where it has none."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
@@ -358,10 +357,10 @@ def type_name(x: torch.Tensor, op: str) -> str:
 
 
 def check_shapes(op: str, **operands: tuple[torch.Tensor | None, Sequence[int]]) -> None:
-    """Refuse operands that are not of the shapes given beside them: kernels would read elsewhere.
+    """Refuse operands of other shapes than those given beside them, which kernels would misread.
 
     Raises:
-        ValueError: one has another shape. None has any.
+        ValueError: an operand, if not None, has another shape.
     """
     for name, (x, wanted) in operands.items():
         if x is not None and tuple(x.shape) != tuple(wanted):
@@ -395,8 +394,8 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 def packable(dim: int, *tensors: torch.Tensor | None) -> bool:
     """Whether rows of `dim` elements can be read and written 16 bytes at a time.
 
-    All tensors are as `rows_of` returns them: their bases, their row strides and `dim` must be
-    multiples of 16 bytes.
+    Tensors are as `rows_of` returns them: addresses, row strides and `dim` must be multiples of 16
+    bytes.
     """
     for x in tensors:
         if x is None:
@@ -419,7 +418,7 @@ _HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Kernels:
-    """A choice of implementations, passed to what computes with them; `use` makes it.
+    """A choice of implementations, passed to functions that compute with ops; `use` makes it.
 
     Attributes:
         choice: for operations that `by_op` does not name.
@@ -430,11 +429,11 @@ class Kernels:
     by_op: Mapping[str, KernelChoice] = field(default_factory=lambda: MappingProxyType({}))
 
     def takes(self, op: str, *operands: torch.Tensor | None) -> bool:
-        """Whether the operation `op` is to be computed by its registered op on these operands.
+        """Whether `op` is to be computed by its registered op on these operands.
 
         Args:
-            op: its name.
-            operands: those whose device and dtype decide; None and integers do not.
+            op: the name of the operation.
+            operands: their devices and floating dtypes decide; None and integers do not.
         """
         choice = self.by_op.get(op, self.choice)
         if choice != "auto":
@@ -513,12 +512,13 @@ _MOST_COLUMNS = 2**30
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How rows are given to threads; see ``kernels/rows.cuh``.
+    """The assignment of rows to threads; see ``kernels/rows.cuh``.
 
     Attributes:
-        lanes: threads of a row.
-        block: threads of a block, one row or, with a warp for each, several.
-        columns: of a row of sums: the row's, and what is missing to a whole turn of all lanes.
+        lanes: number of threads per row.
+        block: number of threads of a block, which has one row or, with a warp for each, several.
+        columns: of a row of partial sums: the row's, rounded up to a multiple of all lanes'
+            elements.
     """
 
     lanes: int
@@ -531,7 +531,7 @@ class RowLayout:
         return self.block // self.lanes
 
     def grid(self, launch: Launch, x: Tensor, resident: int) -> int:
-        """As many blocks as run at a time, where multiprocessors hold `resident` threads each."""
+        """The number of blocks that run at once, if a multiprocessor holds `resident` threads."""
         at_a_time = launch.processors(x.device) * max(1, resident // self.block)
         return min(-(-x.shape[0] // self.rows), at_a_time)
 
@@ -561,7 +561,7 @@ def layout(dim: int, element_size: int, most: int) -> RowLayout:
 
 
 def vector(x: Tensor, weights: Tensor) -> tuple[Tensor, int]:
-    """Weights as kernels take them, and whether they are float32 where the rows are narrower."""
+    """Weights as kernels take them, and whether they are float32 while rows are narrower."""
     if weights.dtype != x.dtype:
         weights = weights.float()
     return weights.contiguous(), int(weights.dtype != x.dtype)
@@ -599,6 +599,6 @@ def summed_rows(rows: Tensor) -> Tensor:
 
 
 def statistics(x: Tensor) -> Tensor:
-    """An empty number for every row, in the dtype of `upcast`."""
+    """An empty tensor with one number per row, in the dtype of `upcast`."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty(x.shape[:-1], dtype=wide)

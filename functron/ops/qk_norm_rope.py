@@ -1,15 +1,13 @@
-"""RMSNorm of queries and keys per head and their rotation by position: ``kernels/qk_norm_rope.cu``.
+"""RMSNorm of queries and keys per head, and their rotary embedding: ``kernels/qk_norm_rope.cu``.
 
-One launch reads and writes every element of q and k once, wherever they lie: as tensors of their
-own, or as views of what one projection has made of queries, keys and values. Without scales nothing
-is normalised, and backward then needs neither q nor k. `qkv_norm_rope` takes what a projection has
-made group by group, and its backward makes one gradient of it.
+One launch reads and writes every element of q and k once, as separate tensors or as views of one
+projection's result. Without scales nothing is normalised, and backward needs neither q nor k.
+`qkv_norm_rope` takes the result of a joint projection, and its backward makes one gradient of it.
 
-`QK_NORM_ROPE` makes new tensors; `QK_NORM_ROPE_` writes over q and k, for generation and wherever
-nothing is differentiated. Backward always makes new tensors: that of attention hands on its
-gradients, but whether they are ours alone is not known. The tape adds to, keeps (hooks,
-``retain_grad``) and shares them (one expanded tensor may be the gradient of q and of k), and
-``grad(grad)`` saves them.
+`QK_NORM_ROPE` makes new tensors; `QK_NORM_ROPE_` overwrites q and k, for generation and wherever
+nothing is differentiated. Backward always makes new tensors, as it cannot know whether its
+cotangents are used elsewhere: the tape adds to them, keeps them (hooks, ``retain_grad``) and shares
+them (one expanded tensor may be the gradient of q and of k), and ``grad(grad)`` saves them.
 """
 
 from __future__ import annotations
@@ -69,9 +67,9 @@ def _check(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> None:
 
 
 class _RotatedHalves(torch.autograd.Function):
-    """The halves of x turned by angles with these cosines and sines, for torch's tape alone.
+    """The halves of x rotated by angles with these cosines and sines, for torch's tape alone.
 
-    In four passes over memory where the formula takes seven; backward turns back.
+    Four passes over memory where the formula takes seven; backward rotates back.
     """
 
     @staticmethod
@@ -149,7 +147,7 @@ def _backward(
 
 
 def _pieces(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ``[..., kv_heads, group + 2, head_dim]`` queries, keys, values, with one dim of heads."""
+    """Queries, keys and values, with one dim of heads, of a joint projection."""
     return qkv[..., :-2, :].flatten(-3, -2), qkv[..., -2, :], qkv[..., -1, :]
 
 
@@ -201,14 +199,14 @@ def _tables(like: Tensor, *tables: Tensor) -> list[Tensor]:
 
 
 def _lanes(head_dim: int, pairs: int, element_size: int) -> int:
-    """Threads that share a head; more than a warp has where it is too long for the kernels."""
+    """The number of threads per head; more than a warp for heads too long for the kernels."""
     size = PACK_BYTES // element_size
     units = -(-pairs // size) + -(-(head_dim - 2 * pairs) // (2 * size))
     return 1 << max(0, units - 1).bit_length()
 
 
 def _block(heads: int, lanes: int) -> int:
-    """Threads of a block: the most of which a tenth or less are idle in the last turn."""
+    """The number of threads of a block: the most with at most a tenth idle in the last turn."""
     for threads in _BLOCKS:
         groups = threads // lanes
         if heads >= 0.9 * groups * -(-heads // groups):
@@ -248,7 +246,7 @@ class _Operands(NamedTuple):
 def _operands(
     tensors: Sequence, q_scale, k_scale, cosine, sine, eps, center, interleaved
 ) -> _Operands:
-    """The operands of a launch; the first tensor stands for those that are not there."""
+    """The operands of a launch; the first tensor stands in for missing ones."""
     tables = _tables(tensors[0], cosine, sine)
     like, pairs = _heads(tensors[0], tensors[0]), cosine.shape[-1]
     heads = [like, *(_heads(x, like) for x in tensors[1:])]
@@ -272,9 +270,10 @@ def _operands(
 def _into(
     launch: Launch, q, k, out: Sequence[Tensor | None], *settings: Any, group: int = 0
 ) -> None:
-    """The result, written to `out`: of queries, of keys and, where `group` is not 0, of values.
+    """Write queries, keys and, if `group` is not 0, values to `out` by the forward kernel.
 
-    Then q has the heads of all, `group` queries of each key head after another, and k is not read.
+    With `group` q has all heads, `group` queries of each key head one after another, and k is not
+    read.
     """
     given = _operands((q, k, *out), *settings)
     q, k, q_out, k_out, values = given.heads
@@ -396,12 +395,12 @@ def _batched_tables(size: int, dims: Sequence, tables: Sequence[Tensor], like: T
 
 
 def _batch(num_mapped: int, scales: int) -> Callable:
-    """The vmap rule of an op: its first operands are mapped, and its tables may be.
+    """The vmap rule of an op whose first operands are mapped, and whose tables may be.
 
     Args:
-        num_mapped: how many are the first ones.
-        scales: where the two scales are among its operands, and after them the two tables; after
-            more than the first ones in a backward, which reads those only where there are scales.
+        num_mapped: number of the first operands.
+        scales: position of the two scales, which the two tables follow. In a backward more than
+            `num_mapped` precede them, which are read only if there are scales.
     """
 
     def rule(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple:
@@ -540,8 +539,8 @@ def qkv_norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, normed where there is a scale and rotated, and values, of one projection.
 
-    One launch, as is its backward, which makes the gradient of the projection as one. Without
-    scales qkv is not kept for that; with them values are a view of it, as it is kept in any case.
+    One launch, and one in backward, which makes a single gradient of the projection. Without scales
+    qkv is not saved for it; with them values are a view of qkv, which is kept anyway.
 
     Args:
         qkv: ``[batch, seq, kv_heads, group + 2, head_dim]``.

@@ -1,13 +1,13 @@
 """Quantisation to floating point of 8 and 4 bits: by tensors, rows and blocks, and back.
 
 The quantised values are ``x * by``, rounded to nearest with ties to even, and come with ``1 / by``.
-Numbers beyond the largest one of the format become that one; by blocks there are none, as the
-largest magnitude of a block becomes it. What is not finite becomes NaN, with all of its block,
-whose scale is NaN too: nothing that overflowed is hidden. Blocks of zeros have scale 1.
+Numbers beyond the format's largest one saturate; in blocks there are none, as a block's largest
+magnitude becomes it. Elements that are not finite become NaN, with all of their block, whose scale
+is NaN too: no overflow is hidden. Blocks of zeros have scale 1.
 
-`QuantisedFormat` names what an operand of a product can be, and `quantise` makes it:
+`QuantisedFormat` names the format of an operand, and `quantise` makes it:
 
-| format       | scales                                    | where it is from                   |
+| format       | scales                                    | source                             |
 |--------------|-------------------------------------------|------------------------------------|
 | e4m3@tensor  | one float32, of a magnitude that is given | Transformer Engine, current scales |
 | e4m3@row     | one float32 per row                       | torchao, "rowwise"                 |
@@ -17,23 +17,21 @@ whose scale is NaN too: nothing that overflowed is hidden. Blocks of zeros have 
 | e2m1@1x16    | E4M3 under one float32 of the tensor      | NVFP4                              |
 | e2m1@16x16   | the same, in squares                      | NVFP4's weights                    |
 
-(https://arxiv.org/abs/2412.19437, https://arxiv.org/abs/2509.25149.) Blocks lie along rows, which
-are what a product sums over. Scales of MX are rounded up as in NVIDIA's libraries, so that nothing
-saturates (OCP's conversion rounds down). Magnitudes of tensors and rows are given, as a rank has
-but a part of a tensor that is split, whose magnitude is that of the whole.
+(https://arxiv.org/abs/2412.19437, https://arxiv.org/abs/2509.25149.) Blocks lie along rows, the dim
+that a product sums. Scales of MX are rounded up as in NVIDIA's libraries, so that nothing saturates
+(OCP's conversion rounds down). Magnitudes of tensors and rows are arguments, as they are those of
+the whole tensor, of which a rank may have a shard.
 
-Stochastic rounding takes bits that belong to the global position of an element, as `optim`'s does,
-and so do the signs of `hadamard`, which spreads large elements over their neighbours: shards of a
-tensor are rounded as the whole tensor is.
+Stochastic rounding and the signs of `hadamard`, which spreads outliers over their neighbours, take
+random bits of an element's global position: shards are rounded as the whole tensor is.
 
-Delayed scaling (Transformer Engine): to know a tensor's largest magnitude before it is cast takes a
-pass over it, and ranks that have parts of it must agree. So the scale is that of the steps before:
-of a *history* of magnitudes, which is a leaf of the state. What a step saw leaves the step as the
-history's cotangent, which is no derivative, but a `histogram`. Gradients are added up, over
-microbatches, ranks and stages of pipelines, whatever the program: sums of histograms are the
-histograms of all, and their largest bin that is not empty is the maximum. So nothing is a side
-effect, and nothing but the sum that every gradient has is sent. A layer that is recomputed reads
-the same history twice; what a scan over layers reads is stacked, and so is what it saw.
+Delayed scaling (Transformer Engine): current scales take a pass over a tensor before it is cast,
+and communication between ranks with shards of it. Delayed ones come from a *history* of the
+magnitudes of earlier steps, a leaf of the state. The magnitudes of a step leave it as the history's
+cotangent: not a derivative, but a `histogram`. Gradients are summed over microbatches, ranks and
+pipeline stages, whatever the program, and sums of histograms are the histograms of all, whose last
+nonempty bin is the maximum. So there are no side effects, and no communication but that of every
+gradient. A recomputed layer reads the same history twice; a scan over layers has stacked ones.
 """
 
 from __future__ import annotations
@@ -85,20 +83,20 @@ _NAN = 0x7F  # in both formats
 class QuantisedFormat:
     """The storage of an operand's numbers: ``QuantisedFormat("e4m3", "1x128")``.
 
-    As text ``e4m3@1x128``, with ``+stochastic`` and ``+pow2`` where these hold, which
-    `QuantisedFormat.parse` reads back.
+    As text ``e4m3@1x128``, followed by ``+stochastic`` and ``+pow2`` if set;
+    `QuantisedFormat.parse` reads it back.
 
     Attributes:
         element: "e4m3" (three bits of mantissa, to 448), "e5m2" (two, to 57344) or "e2m1" (one, to
             6).
-        blocks: what shares a scale: the "tensor", a "row", or "1x128", "128x128", "1x32", "1x16"
-            or "16x16" elements; see the module.
-        stochastic: rounded to one of the two neighbours with the probability that makes the mean
-            the number, by bits of its global position; False: to nearest, ties to even.
-        power_of_two: scales are rounded up to powers of two, which lose no digits.
+        blocks: the elements that share a scale: the "tensor", a "row", or "1x128", "128x128",
+            "1x32", "1x16" or "16x16" blocks; see the module.
+        stochastic: rounded to one of the two neighbours, with probabilities that make the mean
+            exact, by random bits of the global position; False: to nearest, ties to even.
+        power_of_two: scales are rounded up to powers of two, which keep all digits.
 
     Raises:
-        ValueError: an unknown element or blocks, or two that no device and no paper has together.
+        ValueError: an unknown element or blocks, or a combination that no device and no paper has.
     """
 
     element: str
@@ -176,11 +174,11 @@ class Quantised(NamedTuple):
 
     Attributes:
         values: float8, [..., rows, cols]; of FP4 [..., rows, cols / 2].
-        scales: what the values of each block are to be multiplied by: float32; E8M0 of "1x32";
-            E4M3 of "1x16" and "16x16". A matrix with one number for each block, their
-            counts rounded up; of "tensor" [..., 1, 1], of "row" [..., rows, 1].
-        blocks: what shares a scale, as `QuantisedFormat` says.
-        whole: of "1x16" and "16x16" what all scales are to be multiplied by, float32 [..., 1, 1].
+        scales: the factor of each block's values: float32; E8M0 for "1x32"; E4M3 for "1x16" and
+            "16x16". A matrix with one number for each block; for "tensor" [..., 1, 1], for "row"
+            [..., rows, 1].
+        blocks: the elements that share a scale, as in `QuantisedFormat`.
+        whole: for "1x16" and "16x16" a factor of all scales, float32 [..., 1, 1].
     """
 
     values: torch.Tensor
@@ -238,16 +236,17 @@ def _scales(amax: torch.Tensor, largest: float, power: bool) -> tuple[torch.Tens
 
 
 class RoundingDraw(NamedTuple):
-    """The bits for stochastic rounding, which belong to an element's place in the whole tensor.
+    """The random bits of stochastic rounding, which belong to an element's position in the whole
+    tensor.
 
     Element (i, j) has those of the counter ``outer[i] + inner[j]``: ``random.bits(fold_in(key,
-    salt), shape, bit_width=16)`` at its position where these are that of rows and of columns.
+    salt), shape, bit_width=16)`` at that position.
 
     Attributes:
         key: of `functron.random`, int64 [2].
         outer: int64, [rows].
         inner: int64, [cols].
-        salt: in [0, 2^32); tells this tensor from others.
+        salt: in [0, 2^32); differs between tensors.
     """
 
     key: torch.Tensor
@@ -257,10 +256,10 @@ class RoundingDraw(NamedTuple):
 
 
 def magnitude(x: torch.Tensor, format: QuantisedFormat) -> torch.Tensor | None:  # noqa: A002
-    """The largest magnitude that `quantise` wants of x: of each matrix, of each row, or None.
+    """The largest magnitude that `quantise` needs of x: of each matrix, of each row, or None.
 
-    float32 [...] or [..., rows]; infinite where an element is not finite. Of a part of a tensor
-    take the maximum over the ranks that have the other parts.
+    float32 [...] or [..., rows]; infinite where an element is not finite. For a shard of a tensor
+    take the maximum over the ranks that have the other shards.
     """
     if not format.shared:
         return None
@@ -604,9 +603,9 @@ def _format_kernel(launch: Launch, x, amax, key, outer, inner, salt, text, emula
     turned = x.stride(2) != 1 and x.stride(1) == 1
     read = x.mT if turned else x
     y, scales = _kernel_results(read, f, amax)
-    back, back_scales = _kernel_results(x, f, amax) if turned else (None, None)
-    _launch(launch, f, read, amax, (y, scales), (back, back_scales))
-    values, found = (back, scales if f.shared else back_scales) if turned else (y, scales)
+    values, found = _kernel_results(x, f, amax) if turned else (y, scales)
+    _launch(launch, f, read, amax, (y, scales), (values, found) if turned else (None, None))
+    found = scales if f.shared else found
     if f.blocks == "1x128":
         found = found.mT
     elif f.blocks == "128x128":
@@ -693,7 +692,7 @@ def _edges(device: torch.device) -> torch.Tensor:
 
 
 def remembered(history: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of the steps in a history, float32 [...]; 0 where nothing is known.
+    """The largest magnitude of the steps in a history, float32 [...]; 0 before the first step.
 
     Args:
         history: float32 [..., 256], the latest last; see `remember`.
@@ -704,11 +703,10 @@ def remembered(history: torch.Tensor) -> torch.Tensor:
 def histogram(amax: torch.Tensor) -> torch.Tensor:
     """One count in the bin of a magnitude, float32 [..., 256].
 
-    Sums of such are histograms of all the magnitudes in them: of what ranks, microbatches and
-    stages of a pipeline saw, whoever adds them up, in whatever order and dtype, and scaled by
-    whatever positive number. Of the sum `remember` reads which bins are not empty, and so the
-    maximum. Bins are four to an octave, from 2^-36 to 2^27; zeros have the first, and what is not
-    finite the last.
+    Sums of these, over ranks, microbatches and pipeline stages, in any order and dtype and with any
+    positive factor, are histograms of all magnitudes, whose last nonempty bin tells `remember` the
+    maximum. Bins are four to an octave, from 2^-36 to 2^27; zeros have the first, and non-finite
+    magnitudes the last.
     """
     amax = amax.detach().float().unsqueeze(-1)
     beyond = (amax > _edges(amax.device)).sum(-1, keepdim=True).clamp(max=HISTORY - 2)
@@ -719,9 +717,9 @@ def histogram(amax: torch.Tensor) -> torch.Tensor:
 def remember(history: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The history after a step whose magnitudes have this sum of histograms; float32 [..., 256].
 
-    What is remembered is the upper edge of the largest bin that is not empty: at most a quarter
-    more than the maximum. Steps in which something was not finite are remembered as 0: one overflow
-    does not stop the scale for as long as it would be remembered. Pure; no collectives.
+    It stores the upper edge of the last nonempty bin: at most a quarter more than the maximum.
+    Steps with a non-finite magnitude are stored as 0, so that one overflow does not spoil the scale
+    for 256 steps. Pure; no collectives.
     """
     at = torch.arange(HISTORY, device=counts.device)
     last = torch.where(counts != 0, at, 0).amax(-1)  # NaN counts too: then something was NaN

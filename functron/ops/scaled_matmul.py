@@ -1,14 +1,13 @@
 """The product of two quantised matrices, on tensor cores or exactly.
 
-y = a b^T for a ``[M, K]`` and b ``[N, K]`` in 8 or 4 bits with scales (`functron.ops.quantise`):
-both have the dim that is summed last, as tensor cores want it. On CUDA it is
-`torch.nn.functional.scaled_mm`, with scales in the layout that the device takes. Elsewhere it is
-the reference: values times scales, each rounded to float32, and their matrix product summed in
-float32 (float64 for results of that dtype).
+y = a b^T for a ``[M, K]`` and b ``[N, K]`` in 8 or 4 bits with scales (`functron.ops.quantise`),
+the summed dim last, as tensor cores want it. On CUDA it is `torch.nn.functional.scaled_mm`, with
+scales in the layout that the device takes. Elsewhere it is the reference: values times scales,
+rounded to float32, and their matrix product in float32 (float64 for results of that dtype).
 
-`why_not` says, from formats, dtype and device alone, whether a device has the product, and if not,
-which one does: so that a run can be refused before it starts. Rules are those of torch 2.11 and
-2.13 (``ScaledBlas.cpp``), and of cuBLAS:
+`why_not` tells from formats, dtype and device alone whether a device has the product, so that runs
+can be refused before they start. The rules are those of torch 2.11 and 2.13 (``ScaledBlas.cpp``),
+and of cuBLAS:
 
 | operands                                 | compute capability    |
 |------------------------------------------|-----------------------|
@@ -16,11 +15,10 @@ which one does: so that a run can be refused before it starts. Rules are those o
 | 1x128 or 128x128 x 1x128, 1x128 x 128x128 | 9.x (Hopper)         |
 | 1x32 (MXFP8), 1x16 and 16x16 (NVFP4)      | 10.0 and later        |
 
-A grouped product multiplies each group of rows by a matrix of its own, as
-`functron.ops.grouped_matmul` does: the experts of a layer. There every row of activations is a
-matrix for `quantise`, so that rows of one group can share a scale. Tensor cores have it on Hopper,
-for e4m3 with scales per row, which those of a group's tensor are too; and not for gradients of
-weights, whose groups would have to begin at multiples of 16 rows.
+A grouped product multiplies each group of rows by its own matrix, as `functron.ops.grouped_matmul`
+does for experts. There every row of activations is a matrix for `quantise`, so that rows of a group
+can share a scale. Tensor cores have it on Hopper, for e4m3 with scales per row or tensor; not for
+gradients of weights, whose groups would have to begin at multiples of 16 rows.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def scaled_matmul(
 ) -> torch.Tensor:
     """y = a b^T in `dtype`: one equation of a traced program, of 2 M N K FLOPs.
 
-    No derivative: see `functron.precision.product`. No collectives.
+    No derivative: see `functron.precision.matmul`. No collectives.
 
     Args:
         a: ``[..., M, K]``, as `quantise` makes it.

@@ -1,9 +1,9 @@
-"""Softmax of attention's scores: scaled, masked, with sinks, and of one block of keys of several.
+"""Softmax of attention scores: scaled, masked, with sinks, and for one of several blocks of keys.
 
 s = scale x, -inf where hidden; lse = log(sum_j exp(s_j) + exp(sink)); p = exp(s - lse). It reads
-scores in their own dtype once, and writes weights in it: torch's operations make several copies of
-them in float32. A sink is a logit of no key (Xiao et al. 2024). Used where no attention kernel of
-torch takes the mask.
+scores once in their own dtype, and writes weights in it, where torch's operations make several
+float32 copies. A sink is a logit without a key (Xiao et al. 2024). Used where no attention kernel
+of torch takes the mask.
 
 `merge` joins attention over two sets of keys by their logsumexps (Liu et al. 2023, ring attention).
 """
@@ -47,9 +47,9 @@ def merge(
 ) -> tuple[Float[Tensor, "*batch seq value_dim"], Float[Tensor, "*batch seq"]]:
     """The attention over two sets of keys, from that over each: float32 at least.
 
-    lse = log(exp(lse1) + exp(lse2)), out = out1 exp(lse1 - lse) + out2 exp(lse2 - lse). A set of
-    which a row sees nothing has lse -inf and counts nothing, and if both are so the result is
-    -inf and 0; there is no nan in derivatives of any order. No collectives.
+    lse = log(exp(lse1) + exp(lse2)), out = out1 exp(lse1 - lse) + out2 exp(lse2 - lse). A set in
+    which a row sees no key has lse -inf and weight 0; if both are so the result is 0 and -inf,
+    without nan in derivatives of any order. No collectives.
     """
     if kernels.takes("lse_merge", out1, out2):
         return LSE_MERGE(out1, lse1, out2, lse2)
@@ -224,15 +224,8 @@ def _backward(d_p: Tensor, d_lse: Tensor, p: Tensor, scale: float) -> tuple[Tens
     return d_x.to(p.dtype).contiguous(), rest.contiguous()
 
 
-def _block_backward(
-    scores: Tensor,
-    d_p: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-    hidden: Tensor | None,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+def _block_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    scores, d_p, lse, delta, scale, hidden, causal = args
     p = (_mask_scores(scores, scale, hidden, causal) - finite(lse).unsqueeze(-1)).exp()
     d_x = scale * p * (upcast(d_p) - delta.unsqueeze(-1))
     return p.to(scores.dtype).contiguous(), d_x.to(scores.dtype).contiguous()

@@ -1,9 +1,9 @@
 """Adam and AdamW, in Optax's terms; their `step_` runs fused over all leaves.
 
-By torch's kernel; or, on a GPU, by that of `functron.ops.adamw` (`fused_adamw_`), in one pass over
-memory, which a traced program has as one operation per leaf. What stands around AdamW can be
-computed in that pass too: `in_one_pass` is clipping, ZeRO, and masters or stochastic rounding as
-well, the transformations of which `make_optimizer` chains it, with their state and numbers.
+The kernel is torch's, or on a GPU that of `functron.ops.adamw` (`fused_adamw_`): one pass over
+memory, one operation per leaf in a traced program. `in_one_pass` lets that pass also compute
+clipping, ZeRO, and masters or stochastic rounding, as `make_optimizer` chains them around AdamW,
+with the same state and numbers.
 """
 
 from __future__ import annotations
@@ -89,15 +89,14 @@ def scale_by_adam(
     """Updates divided by their running root mean square: ``mu_hat / (sqrt(nu_hat) + eps)``.
 
     Args:
-        b1: decay of the mean of gradients, per update.
-        b2: decay of the mean of squared gradients, per update.
-        eps: added to the root, as in Optax's `eps` (not its `eps_root`) and in torch.
+        b1, b2: decays of the means of gradients and of squared gradients, per update.
+        eps: added to the root, as in torch; Optax's `eps`, not its ``eps_root``.
         mu_dtype, nu_dtype: how `mu` and `nu` are stored: torch.float32, torch.bfloat16, "int8" or
-            "fp8" (`quantise`), or None: in each parameter's own. The arithmetic is float32 at
-            least, and the state is rounded once per update, after its use.
-        quantised: with "int8" or "fp8", which leaves are: a mask such as `quantisable(defs)` gives
-            (its rule is for global shapes, which shards do not show). The others are float32. None:
-            by the shapes seen, on one rank; on a mesh of more it is needed.
+            "fp8" (`quantise`), or None: in each parameter's dtype. The arithmetic is float32 at
+            least; the state is rounded once per update, after its use.
+        quantised: the leaves that "int8" and "fp8" apply to, a mask such as `quantisable(defs)`
+            gives from global shapes; other leaves are float32. None: by the shapes seen, on one
+            rank; needed on any other mesh.
 
     Raises:
         ValueError: (when called) a shard of a quantised leaf ends within a block.
@@ -158,13 +157,11 @@ def adamw(
 ) -> GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019), with Optax's argument names, defaults and state layout.
 
-    ``chain(scale_by_adam(...), add_decayed_weights(...), scale_by_learning_rate(...))``. `step_` is
-    `torch._fused_adamw_` in place, one kernel sequence for all leaves of a dtype (two when `mask`
-    splits them); where that cannot be used (moments of another dtype than the gradients, or a
-    learning rate that a vmap batches) it is `update` and `apply_updates_`. On a GPU it is one pass
-    of functron's kernel instead (`functron.ops.adamw`), which has every combination of dtypes but
-    moments in 8 bits; in traced and compiled programs too. Of `make_optimizer` clipping and masters
-    are in the same pass. No collectives.
+    ``chain(scale_by_adam(...), add_decayed_weights(...), scale_by_learning_rate(...))``. On a GPU
+    `step_` is one pass of functron's kernel (`functron.ops.adamw`) for all dtypes but 8-bit
+    moments, also in traced and compiled programs. Elsewhere it is `torch._fused_adamw_` in place,
+    one call for all leaves of a dtype (two when `mask` splits them), or, where dtypes differ or a
+    vmap batches the learning rate, `update` and `apply_updates_`. No collectives.
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.
@@ -224,20 +221,20 @@ def in_one_pass(
     shards: tree.Tree = None,
     defs: tree.Tree = None,
 ) -> GradientTransformation:
-    """AdamW and what is composed around it, whose `step_` is one pass over memory by the kernel.
+    """AdamW and the transformations around it, whose `step_` is one pass over memory by the kernel.
 
     ``chain(clip_by_global_norm(max_norm), zero(with_fp32_masters(adamw(...))))``, or stochastic
-    rounding in place of masters, or parts of that. Where the kernel does not compute it (on CPUs,
-    and under vmap a learning rate or moments of its own per row), it is `composed`. No collectives
+    rounding in place of masters, or parts of that. Where the kernel cannot compute it (on CPUs, or
+    if a vmap batches learning rates or counts), `step_` is that of `composed`. No collectives
     beyond those of clipping and `zero`.
 
     Args:
-        composed: the transformations themselves, in this order, whose state it is.
-        rule: the numbers of AdamW.
+        composed: the transformations themselves, in this order; the state is theirs.
+        rule: the hyperparameters of AdamW.
         max_norm: that of clipping; 0: `composed` does not clip.
-        specs, copies: as of `clip_by_global_norm`; None: as `bind` says.
-        shards: those of `zero`; None: there is none.
-        defs: those of `with_stochastic_rounding`.
+        specs, copies: as in `clip_by_global_norm`; None: from `bind`.
+        shards: as in `zero`; None: without it.
+        defs: as in `with_stochastic_rounding`.
     """
     seen = specs if shards is None else shards
 
@@ -447,13 +444,12 @@ def fused_adamw_(
         params, grads, mu, nu: of the same structure.
         count: of updates, this one included; int64, 0-dim.
         rate: the learning rate of this update.
-        rule: the other numbers.
+        rule: the other hyperparameters.
         decays: the weight decay of each leaf.
-        factor: what gradients are multiplied by first, 0-dim; None: nothing.
-        masters: float32 copies that are updated in place of low-precision parameters, which then
-            are these rounded; None, as a whole or in places, where there is none.
-        rounding: of parameters, an `ops.adamw.Stochastic` each, by elements in memory's order;
-            None: to nearest.
+        factor: gradients are multiplied by it first, 0-dim; None: 1.
+        masters: float32 copies, which are updated and then rounded to the parameters; None, as a
+            whole or for some leaves: there are none.
+        rounding: an `ops.adamw.Stochastic` per parameter; None: to nearest.
     """
     columns = [tree.leaves(x) for x in (params, grads, mu, nu)]
     structure, none = tree.structure(params), [None] * len(columns[0])
@@ -473,7 +469,7 @@ def fused_adamw_(
         _by_kernel_(rows, numbers, tree.paths(params))
         return params, mu, nu, masters
     found = [
-        adamw_op(*row, numbers(row[0]), decay, master=master, rounding=how)
+        adamw_op(*row, numbers=numbers(row[0]), weight_decay=decay, master=master, rounding=how)
         for *row, master, how, decay in rows
     ]
     new = [tree.unflatten(structure, list(column)) for column in zip(*found, strict=True)]
@@ -492,7 +488,8 @@ def _by_kernel_(rows: list[tuple], numbers: Callable, paths: Sequence[str]) -> N
             *masters, grads = rest
             for row in zip(params, grads, mu, nu, *masters, strict=True):
                 master = row[4] if masters else None
-                adamw_(*row[:4], numbers(row[0]), decay, master=master, rounding=how)
+                how_much = {"numbers": numbers(row[0]), "weight_decay": decay}
+                adamw_(*row[:4], **how_much, master=master, rounding=how)
 
         return fn
 

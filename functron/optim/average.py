@@ -94,17 +94,17 @@ def with_average(
 ) -> GradientTransformation:
     """`inner`, and the exponential moving average of the parameters that it makes.
 
-    ``average = decay average + (1 - decay) params`` after every update, and the same of a weight:
-    what `averaged` reads is average over weight (Polyak and Juditsky 1992; with Adam's correction
-    of the bias towards where it began). The average is sharded as the parameters are; put this
-    inside `with_fp32_masters`, to average the masters, and inside `zero`, to keep parts of it.
-    `step_` runs that of `inner`, then one multi-tensor update. No collectives beyond `inner`'s.
+    ``average = decay average + (1 - decay) params`` after every update, and the same of a weight
+    that `averaged` divides by (Polyak and Juditsky 1992, with Adam's bias correction). The average
+    is sharded as the parameters are; put this inside `with_fp32_masters`, to average the masters,
+    and inside `zero`, to keep shards of it. `step_` runs that of `inner`, then one multi-tensor
+    update. No collectives beyond `inner`'s.
 
     Args:
-        inner: what updates the parameters, learning rate included.
-        decay: weight of what was before, per update, or a function of the number of updates so far.
-        debias: begin with nothing, so that the average is of trained parameters only; False: begin
-            with the parameters as they are.
+        inner: updates the parameters, learning rate included.
+        decay: weight of the previous average, per update, or a function of the count of updates so
+            far.
+        debias: start empty, to average trained parameters only; False: start with the parameters.
         dtype: of the average; that of float64 parameters is float64.
 
     Raises:
@@ -128,14 +128,14 @@ def with_average(
         need_params("with_average", params, "to average")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         average = _mix_average(state.average, apply_updates(params, updates), now(state))
-        return updates, _next(state, average, inner_state, now(state))
+        return updates, _count_update(state, average, inner_state, now(state))
 
     def step_(grads, state, params, **extra):
         share = now(state)
         params, inner_state = inner.step_(grads, state.inner, params, **extra)
-        mix = _mix_average if isinstance(share, torch.Tensor) else _mix_
+        mix = _mix_average if isinstance(share, torch.Tensor) else _mix_average_
         average = mix(state.average, params, share)
-        return params, _next(state, average, inner_state, share)
+        return params, _count_update(state, average, inner_state, share)
 
     return transformation(
         init,
@@ -147,7 +147,7 @@ def with_average(
     )
 
 
-def _next(state: AverageState, average, inner, decay: float | torch.Tensor) -> AverageState:
+def _count_update(state: AverageState, average, inner, decay: float | torch.Tensor) -> AverageState:
     weight = decay * state.weight + (1 - decay)
     return AverageState(state.count + 1, weight, average, inner)
 
@@ -160,15 +160,14 @@ def _mix_average(average: tree.Tree, params: tree.Tree, decay: float | torch.Ten
     return tree.map(one, average, params)
 
 
-def _mix_(average: tree.Tree, params: tree.Tree, decay: Any) -> tree.Tree:
+def _mix_average_(average: tree.Tree, params: tree.Tree, decay: Any) -> tree.Tree:
     """`_mix_average`, in the memory of `average`."""
     kept = tree.leaves(average)
     rows = tree.same_structure(average, params, names=("the state's average", "params"))
-    now = [p.to(m.dtype) for m, p in zip(kept, rows, strict=True)]
     foreach_(
         lambda ms, ps: torch._foreach_add_(ms, torch._foreach_sub(ps, ms), alpha=1 - decay),
         {"averages": kept},
-        {"parameters": now},
+        {"parameters": [p.to(m.dtype) for m, p in zip(kept, rows, strict=True)]},
         paths=lambda: tree.paths(average),
     )
     return average
@@ -179,19 +178,18 @@ def averaged(
 ) -> tree.Tree:
     """The averaged parameters that an optimizer's state holds, like `params`.
 
-    Parameters that no average is kept of (frozen ones) are those of `params`. Before the first
-    update of an average without bias, all are.
+    Parameters without an average (frozen ones) are those of `params`, as all are before the first
+    update of a debiased average.
 
     Args:
         state: of an optimizer that contains one `with_average`, anywhere.
         params: the parameters themselves.
-        specs: their specs, and
-        shards: those of the parts that `zero` keeps; None: it does not. With them, run this inside
-            a mapped program: one all-gather per leaf and axis.
+        specs, shards: as given to `zero`, for averages of shards; None: the averages are whole.
+            With them, run this inside a mapped program: one all-gather per leaf and axis.
 
     Raises:
-        ValueError: the state has no average, or several; or it is of parts of the parameters, and
-            their specs are missing.
+        ValueError: the state has no average, or several; or it has averages of shards, without
+            `shards`.
     """
     is_average = lambda x: isinstance(x, AverageState)  # noqa: E731
     found = [x for x in tree.leaves(state, is_average) if is_average(x)]

@@ -2,22 +2,21 @@
 
 | optimizer | keeps of a matrix ``[n, m]``, besides the mean of its gradients |
 |-----------|-----------------------------------------------------------------|
-| Adafactor | ``n + m`` second moments, of rows and columns; and no mean where none is asked for |
+| Adafactor | ``n + m`` second moments, of rows and columns; the mean is optional |
 | Adam-mini | one second moment a block: a head, an output neuron, a row of the vocabulary |
 | Lion, SGD | nothing; SGD without momentum not even that mean |
 
 Adafactor (Shazeer and Stern 2018), "Adaptive Learning Rates with Sublinear Memory Cost",
-https://arxiv.org/abs/1804.04235, is here in Optax's terms, each of whose parts is by itself. Every
-layer of a stack, and every expert, is a parameter by itself, as in a model that does not stack
-them. Means over sharded dims are all-reductions of rows, columns and single numbers.
+https://arxiv.org/abs/1804.04235, as separate transformations, like Optax's. Layers of a stack and
+experts are parameters of their own. Means over sharded dims are all-reductions.
 
 Adam-mini (Zhang et al. 2024), "Use Fewer Learning Rates To Gain More",
-https://arxiv.org/abs/2406.16793: the Hessian of a transformer is near block-diagonal, with blocks
-of about one size of curvature: a token of an embedding, a head of queries or keys, an output neuron
-of any other matrix. Each has one second moment, the mean of its squared gradients.
+https://arxiv.org/abs/2406.16793: the Hessian of a transformer is nearly block-diagonal, with
+similar curvature within a block: a token of an embedding, a head of queries or keys, an output
+neuron of any other matrix. Each block has one second moment, the mean of its squared gradients.
 
 Lion (Chen et al. 2023), "Symbolic Discovery of Optimization Algorithms",
-https://arxiv.org/abs/2302.06675: the sign of a momentum, which is all that it remembers.
+https://arxiv.org/abs/2302.06675: the sign of a momentum, its only state.
 """
 
 from __future__ import annotations
@@ -103,14 +102,14 @@ def scale_by_factored_rms(
     defs: tree.Tree = None,
     specs: tree.Tree = None,
 ) -> GradientTransformation:
-    """Updates ``g / sqrt(V)``, where V is the outer product of the rows' and the columns' means.
+    """Updates ``g / sqrt(V)``, where V is the outer product of row and column means of ``g^2``.
 
-    ``r = b r + (1 - b) mean(g^2 + epsilon)`` over the columns, c likewise over the rows,
-    ``V = r c / mean(r)``, with ``b = 1 - t^-decay_rate`` at update t: section 4 of the paper, and
-    Optax's `scale_by_factored_rms`. Float32 at least.
+    ``r = b r + (1 - b) mean(g^2 + epsilon)`` over the columns, c likewise over the rows, ``V = r c
+    / mean(r)``, with ``b = 1 - t^-decay_rate`` at update t: section 4 of the paper, and Optax's
+    `scale_by_factored_rms`. Float32 at least.
 
-    Collectives: of every factored leaf that is sharded three all-reductions, of its rows, of its
-    columns, and of one number per stacked matrix, over the axes that split the dims in question.
+    Collectives: three all-reductions for each factored leaf that is sharded (rows, columns, and one
+    number per stacked matrix), over the axes that split the dims in question.
 
     Args:
         factored: False: no parameter is factored.
@@ -118,12 +117,12 @@ def scale_by_factored_rms(
         step_offset: the count at which the decay begins.
         min_dim_size_to_factor: parameters whose second largest dim is smaller have a full V.
         epsilon: added to squared gradients.
-        defs: the parameters' `ParamDef`s, which tell global sizes and stacked dims; None: the sizes
-            seen, where nothing is sharded or stacked.
-        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
+        defs: the parameters' `ParamDef`s, for global sizes and stacked dims; None: the sizes seen,
+            where nothing is sharded or stacked.
+        specs: how the leaves are sharded, a prefix tree; None: from `bind`.
 
     Raises:
-        ValueError: (when called) parameters are not what `defs` and `specs` say.
+        ValueError: (when called) parameters do not fit `defs` and `specs`.
     """
 
     def dims_of(leaf: WholeLeaf) -> tuple[int, int] | None:
@@ -285,22 +284,22 @@ def adafactor(
     defs: tree.Tree = None,
     specs: tree.Tree = None,
 ) -> GradientTransformation:
-    """Adafactor, with Optax's arguments and order: for matrices no state but rows and columns.
+    """Adafactor, with Optax's arguments and order: of matrices only row and column means are kept.
 
     `scale_by_factored_rms`, `clip_by_block_rms`, the learning rate, `scale_by_param_block_rms`, a
-    mean of updates, and decay. The paper's relative step size is `relative_step` as the learning
-    rate. Collectives are those of the parts.
+    mean of updates, and decay. Pass `relative_step` as the learning rate for the paper's.
+    Collectives are those of the parts.
 
     Args:
         learning_rate: a number, a schedule, or None: 1.
         min_dim_size_to_factor, decay_rate, eps, factored, defs, specs: see `scale_by_factored_rms`.
         decay_offset: its `step_offset`.
-        multiply_by_parameter_scale: the learning rate is relative to the parameter's size.
-        clipping_threshold: largest root mean square of an update before the learning rate; None:
-            no clipping.
-        momentum: decay of a mean of the updates; None: none, and no memory for it.
-        weight_decay_rate: added to the updates times the parameters, a number or a schedule; not
-            multiplied by the learning rate. None: no decay.
+        multiply_by_parameter_scale: whether the learning rate is relative to the parameter's size.
+        clipping_threshold: largest root mean square of an update before the learning rate; None: no
+            clipping.
+        momentum: decay of a mean of the updates; None: no mean, and no memory for it.
+        weight_decay_rate: a number or a schedule, times the parameters; not multiplied by the
+            learning rate. None: no decay.
         weight_decay_mask: see `add_decayed_weights`.
         momentum_dtype: how the mean of updates is stored.
     """
@@ -325,26 +324,25 @@ def adafactor(
 
 @dataclass(frozen=True)
 class MomentBlock:
-    """Which dims of a parameter are within a block, and which number blocks.
+    """The dims of a parameter that lie within one block.
 
     Attributes:
-        dims: that a block has whole; there is a block for every position in the others.
+        dims: that a block spans; there is one block for each position in the others.
     """
 
     dims: tuple[int, ...]
 
 
 def blocks(defs: tree.Tree) -> tree.Tree:
-    """The `MomentBlock` of every parameter, by algorithm 3 of the paper, of its logical axes.
+    """The `MomentBlock` of every parameter, by its logical axes: algorithm 3 of the paper.
 
     Tables outside of layers (embedding, unembedding, positions) have a block per row of the
-    vocabulary or position; queries and keys (parts of a path called q or k) one per head; other
-    matrices one per output, whatever dims these are stored in; what does not decay (norms and
-    biases) is one block. Every layer and expert of a stack has its own.
+    vocabulary or position; queries and keys (q or k in the path) one per head; other matrices one
+    per output; parameters that do not decay (norms and biases) are one block. Layers and experts of
+    a stack have blocks of their own.
 
     Raises:
-        ValueError: queries and keys are joined in one parameter with values, whose blocks are
-            others.
+        ValueError: queries and keys are joined with values in one parameter, whose blocks differ.
     """
     fix = "set fused_projections=False, or use another optimizer"
     raise_problems(
@@ -409,23 +407,18 @@ def scale_by_adam_mini(
 ) -> GradientTransformation:
     """Updates ``mu_hat / (sqrt(nu_hat) + eps)``, with ``nu = b2 nu + (1 - b2) mean(g^2)`` by block.
 
-    Algorithm 1 of the paper: Adam's corrections of the bias; eps after the root. nu is float32 at
-    least.
+    Algorithm 1 of the paper: Adam's bias corrections; eps after the root. nu is float32 at least.
 
-    Collectives: of every leaf whose blocks ranks divide one all-reduce of nu, over these ranks.
+    Collectives: one all-reduce of nu for each leaf whose blocks are sharded, over those axes.
 
     Args:
-        blocks: a `MomentBlock` for every leaf that this sees, a prefix tree; see `blocks`.
-        b1: decay of the mean of gradients, per update.
-        b2: decay of the mean of squared gradients, per update.
-        eps: added to the root.
+        blocks: a `MomentBlock` for every leaf, a prefix tree; see `blocks`.
+        b1, b2, eps: as in `scale_by_adam`.
         mu_dtype: how mu is stored; None: as the parameter is.
-        defs: the parameters' `ParamDef`s, for global sizes; None: the sizes seen, where nothing is
-            sharded.
-        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
+        defs, specs: as in `scale_by_factored_rms`.
 
     Raises:
-        ValueError: (when called) parameters are not what `defs` and `specs` say.
+        ValueError: (when called) parameters do not fit `defs` and `specs`.
     """
 
     def blocks_of(value: tree.Tree) -> list[MomentBlock]:
@@ -495,8 +488,6 @@ def adam_mini(
 ) -> GradientTransformation:
     """Adam-mini with decoupled weight decay: AdamW's rates and decays at half of its memory.
 
-    ``chain(scale_by_adam_mini(...), add_decayed_weights(...), scale_by_learning_rate(...))``.
-
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.
         blocks, b1, b2, eps, mu_dtype, defs, specs: see `scale_by_adam_mini`.
@@ -524,9 +515,8 @@ def scale_by_lion(
 ) -> GradientTransformation:
     """Updates ``sign(b1 mu + (1 - b1) g)``, and then ``mu = b2 mu + (1 - b2) g``.
 
-    "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675, algorithm 2;
-    Optax's `scale_by_lion`. Of a chain's `step_` it is in the memory of gradients and momentum. No
-    collectives: each element by itself.
+    Algorithm 2 of the paper; Optax's `scale_by_lion`. With donated updates it needs no more memory
+    than gradients and momentum. Elementwise, so no collectives.
 
     Args:
         b1: weight of the momentum in the update.
@@ -582,9 +572,8 @@ def lion(
 ) -> GradientTransformation:
     """Lion with decoupled weight decay, with Optax's argument names, defaults and state layout.
 
-    ``chain(scale_by_lion(...), add_decayed_weights(...), scale_by_learning_rate(...))``: half of
-    AdamW's memory. The authors use a learning rate 3 to 10 times smaller than AdamW's, and as much
-    more decay.
+    Half of AdamW's memory. The authors use a learning rate 3 to 10 times smaller than AdamW's, and
+    a weight decay larger by the same factor.
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.
@@ -663,10 +652,10 @@ def sgd(
 
 @public
 def sign_sgd(learning_rate: float) -> GradientTransformation:
-    """``params - learning_rate sign(gradient)``: every entry goes one step of the same length.
+    """``params - learning_rate sign(gradient)``: every element moves by the same length.
 
-    Bernstein et al. 2018; Optax's `sign_sgd`. What balances the load of experts without a loss is
-    updated so (DeepSeek-V3, section 2.1.2). Works on tensors as small as those; nothing is fused.
+    Bernstein et al. 2018; Optax's `sign_sgd`. The biases that balance the load of experts without a
+    loss are updated so (DeepSeek-V3, section 2.1.2). For small tensors: nothing is fused.
     """
     return stateless(
         lambda updates, params: tree.map(lambda g: -learning_rate * g.sign(), updates),

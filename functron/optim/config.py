@@ -99,11 +99,11 @@ class ScheduleConfig:
         end_fraction: the last learning rate as a fraction of the peak (Optax's alpha).
         init: where the warm-up begins (Megatron-LM's lr_warmup_init).
         power: the exponent of polynomial.
-        warmup_ratio: the share of `total_steps` that warms up, where warmup_steps is 0: rounded up,
-            and fewer than all.
-        rewarm_steps: updates over which the rate goes over to the schedule's, in a straight line
-            from rewarm_init, up or down, such as after a run was made longer; 0: it does not.
-        rewarm_at: the count at which it begins to.
+        warmup_ratio: warm-up as a fraction of `total_steps`, where warmup_steps is 0; rounded up,
+            at most all but one.
+        rewarm_steps: updates of a linear change from rewarm_init to the schedule, such as after a
+            run was extended; 0: none.
+        rewarm_at: the count at which it begins.
         rewarm_init: the learning rate there.
     """
 
@@ -204,40 +204,40 @@ class OptimizerConfig:
 
     Attributes:
         name: "adamw", "adam", "sgd", "lion", "adafactor", "adam_mini" (AdamW with a second moment
-            per head, row or column); or, for matrices of layers, with AdamW for the rest, "muon" or
-            "soap". Or one of your own, "package.module:function", called with the learning rate and
-            those of these options that it names, and of mask, defs and specs.
+            per head, row or column); or "muon" or "soap" for matrices of layers, with AdamW for the
+            rest. Or your own, "package.module:function", called with the learning rate and those of
+            these options, and of mask, defs and specs, that it names.
         b1: decay of Adam's mean of gradients (lion: the momentum's weight in an update).
         b2: decay of Adam's mean of squared gradients (lion: of the momentum).
         eps: Adam's epsilon.
         weight_decay: times the learning rate (all but adam and sgd).
-        start_weight_decay: the first one, where weight_decay_incr_style is not constant.
-        end_weight_decay: the last one, at the end of the schedule of the learning rate.
+        start_weight_decay: the initial weight decay, if weight_decay_incr_style is not constant.
+        end_weight_decay: the final weight decay, at the end of the learning rate's schedule.
         weight_decay_incr_style: constant: `weight_decay` throughout; linear or cosine: from
-            start_weight_decay to end_weight_decay, as Megatron-LM has it.
+            start_weight_decay to end_weight_decay, as in Megatron-LM.
         momentum: of sgd; 0 for none.
         nesterov: Nesterov momentum (sgd only).
         clip_norm: largest global gradient norm; 0 for no clipping.
-        fp32_masters: keep float32 copies of parameters stored in bfloat16 or float16; the first
-            are what these were rounded from: random numbers, or a converted model in float32.
-        master_bits: 32; or 16: of copies of bfloat16 parameters only the half that these lack,
-            which takes 2 bytes instead of 4. (Where one lies in the middle of two numbers of
-            bfloat16 the parameter is then the larger one.)
+        fp32_masters: keep float32 copies of bfloat16 and float16 parameters; they begin with the
+            unrounded values: random numbers, or a converted model in float32.
+        master_bits: 32; or 16: only the lower half of copies of bfloat16 parameters, 2 bytes
+            instead of 4. (Copies midway between two bfloat16 numbers then round away from 0.)
         stochastic_rounding: instead of keeping copies, round these parameters stochastically.
         mu_dtype: how Adam's mean of gradients is stored: float32, bfloat16, int8 or fp8 (8 bits, in
             blocks with a scale each), or empty: as parameters or their masters are.
         nu_dtype: the same for the mean of squared gradients.
         offload: keep the optimizer's state in host memory.
-        grad_dtype: add up gradients of microbatches in float32 or bfloat16; empty: in their own.
-        reduce_dtype: sum gradients over ranks in float32 or bfloat16; empty: in their own.
+        grad_dtype: accumulate gradients of microbatches in float32 or bfloat16; empty: in their own
+            dtype.
+        reduce_dtype: sum gradients over ranks in float32 or bfloat16; empty: in their own dtype.
         groups: parameters with multiples of the learning rate and weight decay, by patterns of
-            their paths, the first that fits: "embed lr=0.1; blocks/*/router/* lr=0.5 decay=0".
+            their paths, the first that matches: "embed lr=0.1; blocks/*/router/* lr=0.5 decay=0".
         ema_decay: decay per update of the exponential moving average of the parameters; 0: no
-            average is kept.
-        skip_nonfinite: skip updates with non-finite gradients, at most this many in a row; 0: skip
+            average.
+        skip_nonfinite: skip at most this number of updates with non-finite gradients in a row; 0:
             none.
-        loss_scale: the factor of the loss, which keeps gradients in float16 from vanishing, and how
-            it changes where they overflow.
+        loss_scale: the factor of the loss, which keeps float16 gradients from underflowing, and how
+            it changes when they overflow.
         muon, adafactor, soap: options of these alone.
     """
 

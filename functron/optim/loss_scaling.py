@@ -1,8 +1,8 @@
-"""Updates that are not finite: left out, counted, and prevented by scaling the loss.
+"""Updates that are not finite: skipped, counted, and prevented by scaling the loss.
 
-Gradients in float16 are lost below 6e-8, and infinite beyond 65504. `with_loss_scale` has the loss
-multiplied before backward, and gradients divided again in float32, by a number that falls where
-they overflow and grows where they do not for long (Micikevicius et al. 2018, "Mixed Precision
+Gradients in float16 underflow below 6e-8, and overflow beyond 65504. With `with_loss_scale` the
+loss is multiplied before backward, and gradients are divided in float32, by a number that falls
+when they overflow and grows when they have not for long (Micikevicius et al. 2018, "Mixed Precision
 Training", https://arxiv.org/abs/1710.03740; the rules are Megatron-LM's).
 """
 
@@ -76,18 +76,18 @@ def apply_if_finite(
 ) -> GradientTransformation:
     """`inner`, but gradients that are not all finite change neither parameters nor its state.
 
-    After so many of them in a row they are let through, for then something is wrong that skipping
-    hides. Optax's `apply_if_finite`. Put it around clipping too. All ranks decide alike.
+    After `max_consecutive_errors` of them in a row they are let through, as skipping would hide a
+    bug. Optax's `apply_if_finite`. Put it around clipping too. All ranks decide alike.
 
     `step_` reads the decision on the host, which waits for the device once per step, and runs
-    nothing when it is to skip. What is traced, compiled or under vmap computes both and selects.
-    Collectives: those of `all_finite`, and `inner`'s.
+    nothing when it skips. Traced, compiled or under vmap it computes both and selects. Collectives:
+    those of `all_finite`, and `inner`'s.
 
     Args:
-        inner: what is protected.
-        max_consecutive_errors: how many updates in a row are left out.
-        specs: of the gradients (what ``inner.grad_specs`` gives), where they are sharded; None:
-            as `bind` says.
+        inner: the transformation to protect.
+        max_consecutive_errors: number of updates in a row that are skipped.
+        specs: of the gradients (as ``inner.grad_specs`` gives), where they are sharded; None: from
+            `bind`.
 
     Raises:
         ValueError: a negative number of errors.
@@ -116,13 +116,14 @@ class LossScale:
     """The factor of the loss, and how it changes; the rules and defaults are Megatron-LM's.
 
     Attributes:
-        initial: the first one, a power of two so that nothing is rounded; 0: the loss is not
-            scaled. (Megatron-LM begins with 2^32, and leaves out the steps until it has come down;
-            torch's GradScaler begins with 2^16, as this does where float16 is asked for.)
-        growth_interval: after so many steps without an overflow it doubles; 0: it stays as it is.
-        hysteresis: it halves at an overflow once there have been so many since it last grew.
+        initial: the first factor, a power of two so that nothing is rounded; 0: the loss is not
+            scaled. (Megatron-LM starts at 2^32, and skips steps until it has fallen; torch's
+            GradScaler at 2^16, as this does where float16 is asked for.)
+        growth_interval: it doubles after this number of steps without an overflow; 0: it is
+            constant.
+        hysteresis: number of overflows since it last grew at which it halves.
         minimum: it falls no further.
-        patience: a training run stops when so many steps in a row overflow, and it cannot fall.
+        patience: training stops after this number of overflows in a row at the minimum.
     """
 
     initial: float = 0.0
@@ -160,9 +161,8 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: the factor of the next step's loss; float32, 0-dim.
-        good_steps: steps without an overflow since it last changed, or since the last overflow;
-            int64, 0-dim.
-        hysteresis: overflows that are left until it halves; int64, 0-dim.
+        good_steps: steps since it last changed, or since the last overflow; int64, 0-dim.
+        hysteresis: number of overflows left until it halves; int64, 0-dim.
         stuck: overflows in a row, up to the last step, where it could not fall; int64, 0-dim.
         inner_state: of the wrapped transformation.
     """
@@ -178,24 +178,24 @@ class LossScaleState(NamedTuple):
 def with_loss_scale(
     inner: GradientTransformation, config: LossScale, *, specs: tree.Tree = None
 ) -> GradientTransformation:
-    """`inner`, for gradients of a loss that is scaled: steps that overflow are left out.
+    """`inner`, for gradients of a scaled loss: steps that overflow are skipped.
 
-    `functron.make_step` multiplies the loss by ``optim.loss_scale(opt_state)``, and divides
-    gradients by it once they are summed, in float32; these are what `update` is given. Where one of
-    them is infinite or NaN on any rank, neither parameters nor the state of `inner` change on any
-    rank, and the scale may fall; `LossScale` says when it falls and grows.
+    `functron.make_step` multiplies the loss by ``optim.loss_scale(opt_state)``, and divides the
+    summed gradients by it in float32, before `update` sees them. If one of them is infinite or NaN
+    on any rank, neither parameters nor the state of `inner` change on any rank, and the scale may
+    fall: see `LossScale`.
 
-    Put it around everything else. What is traced, compiled or under vmap selects between the new
-    and old values, and waits for nothing; eager `step_` reads the decision on the host, and runs
-    nothing where it is to skip. Collectives: those of `all_finite`, and `inner`'s.
+    Put it around everything else. Traced, compiled or under vmap it selects between new and old
+    values, without waiting; eager `step_` reads the decision on the host, and runs nothing when it
+    skips. Collectives: those of `all_finite`, and `inner`'s.
 
     Args:
-        inner: what is protected.
+        inner: the transformation to protect.
         config: the rules; its `initial` is above 0.
-        specs: of the gradients, where they are sharded; None: as `bind` says.
+        specs: of the gradients, where they are sharded; None: from `bind`.
 
     Raises:
-        ValueError: what `LossScale` says is impossible, all of it.
+        ValueError: an impossible `LossScale`, with all its problems.
     """
     found = loss_scale_problems(config, "config")
     if not config.initial:
@@ -229,7 +229,7 @@ def with_loss_scale(
 
 
 def loss_scale(state: tree.Tree) -> torch.Tensor | None:
-    """The factor of the next step's loss, wherever an optimizer's state has it; None: it has none.
+    """The factor of the next step's loss, anywhere in an optimizer's state; None: it has none.
 
     For a step of one's own: multiply the loss by it, and `unscale` the gradients.
     """
@@ -244,9 +244,9 @@ def scaling_metrics(state: tree.Tree) -> dict[str, torch.Tensor]:
 
 
 def _find_scale(state: tree.Tree) -> LossScaleState | None:
-    """That in a state, where there is one: in tuples, and in dicts of these by name.
+    """The `LossScaleState` in a state, if any: in tuples, and in dicts of these by name.
 
-    Dicts of dicts are trees like the parameters, which no step looks through thrice.
+    Dicts of dicts are trees like the parameters, and are not searched.
     """
     parts: list = [state]
     for part in parts:
@@ -260,9 +260,9 @@ def _find_scale(state: tree.Tree) -> LossScaleState | None:
 
 
 def unscale(grads: tree.Tree, scale: torch.Tensor | None) -> tree.Tree:
-    """The gradients of a loss without its scale: divided by it, in float32 if in low precision.
+    """The gradients of the unscaled loss: divided by the scale, in float32 if in low precision.
 
-    Overwrites `grads`, unless traced. None: there is no scale, and they stay as they are.
+    Overwrites `grads`, unless traced. A scale of None leaves them as they are.
     """
     if scale is None:
         return grads
@@ -273,8 +273,8 @@ class LimitState(NamedTuple):
     """The state of `with_limit`.
 
     Attributes:
-        limit: gradients of a norm above it are left out; float32, 0-dim, at first infinite.
-        left_out: how many were; int64, 0-dim.
+        limit: gradients with a larger norm are skipped; float32, 0-dim, at first infinite.
+        left_out: number of skipped gradients; int64, 0-dim.
         inner_state: of the wrapped transformation.
     """
 
@@ -291,22 +291,21 @@ def with_limit(
     specs: tree.Tree = None,
     copies: tree.Tree = 1,
 ) -> GradientTransformation:
-    """`inner`, but gradients of a norm above the limit in its state change nothing else.
+    """`inner`, but gradients of a norm above the limit in its state are skipped.
 
-    Neither parameters nor the state of `inner` change in such a step. Who trains says what the
-    limit is, between steps, as `set_limit_` does; the decision is made on the device, alike on all
-    ranks. A norm that is not finite passes: `apply_if_finite` and `with_loss_scale`, which may be
-    inside, are for that.
+    Then neither parameters nor the state of `inner` change. Set the limit between steps with
+    `set_limit_`; the decision is made on the device, alike on all ranks. Norms that are not finite
+    pass: `apply_if_finite` and `with_loss_scale`, which may be inside, are for these.
 
-    What is traced, compiled or under vmap selects, and waits for nothing; eager `step_` reads the
-    decision on the host, which waits for the device once per step. Collectives: those of the norm,
-    unless it is known, and `inner`'s.
+    Traced, compiled or under vmap it selects, without waiting; eager `step_` reads the decision on
+    the host, which waits for the device once per step. Collectives: those of the norm, unless it is
+    given, and `inner`'s.
 
     Args:
-        inner: what is protected; put this around everything else.
-        of: whose gradients make up that norm, a tree or prefix tree of bools.
-        specs: of the gradients, where they are sharded; None: as `bind` says.
-        copies: how many ranks of a pipeline hold each parameter.
+        inner: the transformation to protect; put this around everything else.
+        of: the gradients that make up the norm, a tree or prefix tree of bools.
+        specs: of the gradients, where they are sharded; None: from `bind`.
+        copies: number of pipeline ranks that hold each parameter.
     """
 
     def judge(updates, state, extra, specs, copies):
@@ -341,15 +340,15 @@ def _step_where(
     *,
     scales: bool = False,
 ) -> GradientTransformation:
-    """`inner` in the steps that go on; the others change nothing but its counts.
+    """`inner` in the steps that are not skipped; skipped ones only change the counts of the state.
 
     Args:
-        judge: ``(updates, state, extra, specs, copies)`` to whether to go on, the state with its
-            counts, and the extra arguments, with the norm if it is known then.
-        inner: what is left out of the others.
+        judge: ``(updates, state, extra, specs, copies)`` to whether to take the step, the state
+            with new counts, and the extra arguments, with the norm if it is known then.
+        inner: the transformation to skip.
         first: ``(count, inner_state)`` to the state, of 0-dim tensors and ``inner_state``; count is
             an int64 0 on the parameters' device.
-        specs, copies: of the gradients; None: as `bind` says.
+        specs, copies: of the gradients; None: from `bind`.
         scales: whether it scales the loss.
     """
 
@@ -413,11 +412,11 @@ def zero_nans() -> GradientTransformation:
 
 
 def step_unless(skip: bool | torch.Tensor, inner: GradientTransformation) -> Callable:
-    """``inner.step_``, but where `skip` says so nothing changes but the counts of schedules.
+    """``inner.step_``, unless `skip`: then only the counts of schedules change.
 
     Args:
-        skip: known on the host; or, under transforms of torch.func, a bool tensor, by which the new
-            and the old values are chosen.
+        skip: a bool; or, under transforms of torch.func, a bool tensor that selects new or old
+            values.
         inner: the optimizer.
     """
     if skip is False:

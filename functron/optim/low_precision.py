@@ -1,17 +1,17 @@
 """Parameters and moments in few bits: float32 masters, stochastic rounding, and 8-bit moments.
 
-Parameters that are stored in a lower precision have master copies in float32, or updates that are
-rounded stochastically. Moments in 8 bits are quantised blockwise: every block of consecutive
-elements along the last dim is divided by its largest magnitude, and of every element then is kept
+Low-precision parameters have float32 master copies, or are rounded stochastically. Moments in 8
+bits are quantised blockwise: each block of consecutive elements along the last dim is divided by
+its largest magnitude, and each element is stored as
 
 - ``"int8"``: the nearest of 256 values that are dense near 0: from 1 down to about 5e-7, with about
-  as many values in each decade as its share of a byte's bits allows (Dettmers et al. 2022, "8-bit
-  Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861);
+as many values in each decade as its share of a byte's bits allows (Dettmers et al. 2022, "8-bit
+Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861);
 - ``"fp8"``: the nearest of float8_e4m3fn, times 448, its largest: off by at most 1/16 of itself
-  down to 3.5e-5, below by 2.2e-6 of the block's largest (Peng et al. 2023, "FP8-LM: Training FP8
-  Large Language Models", https://arxiv.org/abs/2310.18313, whose mean of gradients is this, with
-  one scale a tensor). Of squares the roots are kept, for they span the decades of gradients, and
-  their squares twice as many, more than the format has. (FP8-LM has the squares in float16.)
+down to 3.5e-5, below by 2.2e-6 of the block's largest (Peng et al. 2023, "FP8-LM: Training FP8
+Large Language Models", https://arxiv.org/abs/2310.18313, whose mean of gradients is this, with one
+scale a tensor). Of squares the roots are stored, as the squares span twice as many decades, more
+than the format has. (FP8-LM has the squares in float16.)
 
 Codes have the parameter's shape and spec, so they are sharded and saved like it; scales have the
 same dims, the last one divided by the block. Which parameters are quantised depends on their global
@@ -65,8 +65,8 @@ class MastersState(NamedTuple):
     """The state of `with_fp32_masters`.
 
     Attributes:
-        masters: float32 copies of the bfloat16 and float16 parameters, or in int16 what bfloat16
-            ones lack of these; None where a parameter is its own master.
+        masters: float32 copies of the bfloat16 and float16 parameters, or the int16 remainders of
+            bfloat16 ones; None for parameters in higher precision.
         inner: the state of the wrapped transformation.
     """
 
@@ -82,32 +82,32 @@ def with_fp32_masters(
     """`inner`, run in float32 on master copies of the low-precision parameters.
 
     The parameters are the rounded masters, so that updates smaller than their last bit add up
-    instead of being lost. The state holds 4 bytes per low-precision parameter more, and the moments
-    of `inner` become float32; `step_` also makes a float32 copy of those gradients. Parameters that
-    are float32 or float64 already are updated by `inner` directly.
+    instead of being lost. The state holds 4 bytes more per low-precision parameter, the moments of
+    `inner` become float32, and `step_` makes float32 copies of those gradients. float32 and float64
+    parameters are updated by `inner` directly.
 
     `update` returns, in float32, the difference between the new rounded masters and `params`.
     Adding it with `apply_updates` gives the rounded masters exactly when the parameter moves by
-    fewer than 16 binary orders of magnitude (Sterbenz: the difference is then exact); beyond it is
-    off by at most 2^-24 of the larger of the two, until the next update, which starts from the
-    masters. `step_` is always exact. Where `inner` is `adamw` and its kernel is used, `step_` is
-    one pass over memory, without the float32 copies of gradients.
+    fewer than 16 binary orders of magnitude (Sterbenz); beyond that it is off by at most 2^-24 of
+    the larger of the two, until the next update, which starts from the masters. `step_` is always
+    exact, and where `inner` is `adamw` and its kernel is used, one pass over memory, without
+    float32 copies of gradients.
 
-    With ``bits=16`` the state holds 2 bytes per bfloat16 parameter instead of 4: those that a
-    parameter, the upper half of its master, lacks (Transformer Engine's param remainders). Masters
-    are the same to the bit. They are there as a whole during a step alone, which no kernel computes
-    in one pass. Where a master lies in the middle of two numbers of bfloat16 the parameter is the
-    larger one, and not the even one, so that every master has a pair of its own; one that begins
-    there may begin a last bit off (`functron.ops.adamw.remainder`).
+    With ``bits=16`` the state holds 2 bytes per bfloat16 parameter instead of 4: the lower half of
+    the master, whose upper half is the parameter (Transformer Engine's param remainders). Masters
+    have the same bits, but exist as a whole only during a step, which no kernel computes in one
+    pass. Masters midway between two bfloat16 numbers have the parameter of larger magnitude, not
+    the even one, so that every master has a pair of its own; one that begins there may begin a last
+    bit off (`functron.ops.adamw.remainder`).
 
     No collectives beyond `inner`'s.
 
     Args:
-        inner: what updates the masters.
-        dtypes: of the parameters, a prefix tree of dtypes, which allows `init` to be given what
-            they were rounded from, for masters: see ``functron.init_state(..., masters=)``. None:
-            `init` is given the parameters, which are their own masters at first.
-        bits: that are kept of the masters of bfloat16 parameters; those of float16 are whole.
+        inner: updates the masters.
+        dtypes: of the parameters, a prefix tree: then `init` may be given the unrounded parameters,
+            for masters: see ``functron.init_state(..., masters=)``. None: masters begin as the
+            parameters.
+        bits: number of bits stored of the masters of bfloat16 parameters; 32 for those of float16.
 
     Raises:
         ValueError: `bits` is neither 16 nor 32.
@@ -167,7 +167,7 @@ def is_low(param: torch.Tensor) -> bool:
 
 
 def _master(param: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor | None:
-    """The master kept of a parameter of this dtype, from its value or that before rounding."""
+    """The stored master of a parameter of this dtype, from its rounded or unrounded value."""
     if dtype not in LOW_PRECISION and not is_low(param):
         return None
     master = param.detach().to(torch.float32, copy=True)
@@ -176,7 +176,7 @@ def _master(param: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor 
 
 
 def _split_masters(params: tree.Tree, masters: tree.Tree, bits: int) -> tuple[tree.Tree, tree.Tree]:
-    """Of parameters of low precision what is rounded to them, and what is kept; else None."""
+    """For low-precision parameters the values to round, and the masters to store; else None."""
 
     def one(param: torch.Tensor, master: torch.Tensor) -> tuple:
         if not is_low(param):
@@ -227,15 +227,15 @@ def with_stochastic_rounding(
 ) -> GradientTransformation:
     """`inner`, run in float32, and low-precision parameters rounded stochastically.
 
-    A parameter becomes one of the two numbers of its dtype around its new value, the nearer one
-    more often, so that it is the new value on average: updates far below the last bit add up, as
-    with `with_fp32_masters`, without the 4 bytes per parameter of a master; each step adds noise of
-    up to one last bit. Moments of `inner` are float32, unless it says otherwise. Parameters in
-    float32 or float64 are updated by `inner` directly.
+    A parameter becomes one of the two numbers of its dtype around its new value, with probabilities
+    that make the mean exact: updates far below the last bit add up, as with `with_fp32_masters`,
+    without 4 bytes per parameter; each step adds noise of up to one last bit. Moments of `inner`
+    are float32, unless it says otherwise. float32 and float64 parameters are updated by `inner`
+    directly.
 
-    The bits belong to an element of a parameter: to its path, its global position and the count of
-    updates. So numbers are the same on every mesh, up to what differs in gradients. A pipeline of
-    processes is the exception: each counts the layers that it holds from 0.
+    The random bits depend on a parameter's path, an element's global position and the count of
+    updates, so numbers are the same on every mesh, up to differences in gradients; except in
+    pipelines of processes, each of which counts its layers from 0.
 
     `update` returns, in float32, the difference between the new parameters and `params`, which
     `apply_updates` adds as exactly as with masters. With `adamw`'s kernel `step_` is one pass over
@@ -244,10 +244,10 @@ def with_stochastic_rounding(
 
     Args:
         inner: such as ``adamw(rate, mu_dtype=torch.bfloat16)``.
-        seed: of the bits; what `init` makes of it is part of the state.
+        seed: of the random bits; its key is part of the state.
         defs: the parameters' `ParamDef`s, or anything with global shapes; needed where they are
-            sharded. None: what is seen is whole.
-        specs: how what this sees is sharded, a prefix tree; None: as `bind` says.
+            sharded. None: the sizes seen.
+        specs: how the leaves are sharded, a prefix tree; None: from `bind`.
     """
 
     def init(params):
@@ -305,12 +305,12 @@ def _round_(params: list, values: list, bits: list) -> None:
 
 
 def _salt(path: str) -> int:
-    """A number of a leaf's path, as in `functron.init_params`."""
+    """A number for a leaf's path, as in `functron.init_params`."""
     return zlib.crc32(path.encode())
 
 
 def _whole(params: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> list[tuple]:
-    """Of every leaf its global shape, and the axes that split its dims."""
+    """The global shape of every leaf, and the axes that split its dims."""
     leaves = tree.leaves(params)
     known = leaves if defs is None else tree.broadcast_prefix(defs, params, what="the defs")
     flat = leaf_specs(specs, params, "with_stochastic_rounding")
@@ -320,9 +320,9 @@ def _whole(params: tree.Tree, defs: tree.Tree, specs: tree.Tree) -> list[tuple]:
 
 
 def _index(shape: Sequence[int], split: Sequence, device: torch.device | None) -> list:
-    """The global positions along every dim that this rank has: None where it has all of them.
+    """The global positions along every dim that this rank has; None where it has all of them.
 
-    Those of padding are 0, or past the end: it is of zeros, which are rounded to zeros.
+    Those of padding are 0, or past the end: it is zero, which is rounded to zero.
     """
     return [
         take(torch.arange(size, device=device), (DimCut(-1, axes),)) if axes else None
@@ -347,8 +347,9 @@ def _bits(
 def kernel_roundings(
     key: torch.Tensor, params: tree.Tree, defs: tree.Tree, specs: tree.Tree
 ) -> tree.Tree:
-    """How the kernel rounds each parameter; None where it cannot: in simulation, for one, or
-    of shards in a traced program."""
+    """How the kernel rounds each parameter; None in simulation, and for shards in a traced program,
+    where it cannot.
+    """
     whole = _whole(params, defs, specs)
     if compat.transforms_active() or (active() is not None and any(any(cut) for _, cut in whole)):
         return None  # a program is the same on every rank, and does not say which part it has
@@ -408,8 +409,8 @@ class QuantisedMoment(NamedTuple):
 def values(signed: bool) -> tuple[float, ...]:
     """The 256 values of a code, ascending, from -0.993 (unsigned: 0) to 1.
 
-    A decade for each of 7 exponents, 10^-6 to 1, with 1, 2, 4, ... 64 values each (twice as many
-    unsigned): the means of neighbours on an even grid from 0.1 to 1. And 0 and 1 themselves.
+    7 decades, 10^-6 to 1, with 1, 2, 4, ... 64 values each (twice as many unsigned): the midpoints
+    of an even grid from 0.1 to 1. And 0 and 1 themselves.
     """
     found = [0.0, 1.0]
     for exponent in range(7):
@@ -429,8 +430,8 @@ def quantise(
     Args:
         x: floating point, its last dim a multiple of `block`.
         signed: whether it has negative elements.
-        block: consecutive elements of the last dim that share a scale.
-        coding: what is kept of an element; of "fp8" without signs, of its root.
+        block: number of consecutive elements of the last dim that share a scale.
+        coding: how elements are stored; "fp8" stores the roots of unsigned ones.
     """
     wide = x.to(torch.float32)
     blocks = (wide if signed or coding == "int8" else wide.sqrt()).unflatten(-1, (-1, block))

@@ -1,8 +1,8 @@
-"""Leaves apart: transformations for some of the parameters, picked by masks, labels or paths.
+"""Transformations for a subset of the parameters, chosen by masks, labels or paths.
 
 Weight decay and its mask (`add_decayed_weights`); an optimizer for some parameters (`only`);
-several side by side, each with its leaves (`where`, `multi_transform`); and learning rates and
-weight decays of their own for groups of parameters, by patterns of their paths (`by_group`).
+several side by side (`where`, `multi_transform`); and multiples of learning rates and weight decays
+for groups of parameters, by patterns of their paths (`by_group`).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def add_decayed_weights(
         weight_decay: the factor, a number (state ``()``) or a schedule; not yet multiplied by the
             learning rate.
         mask: a tree or prefix tree of bools (True: decay), or a function from the parameters to
-            one; None decays every leaf. On a mesh of more than one rank a function may look at
-            paths, dtypes and numbers of dims, not at sizes or values, of which ranks have parts.
+            one; None decays every leaf. On more than one rank a function may look at paths, dtypes
+            and numbers of dims, but not at sizes or values, as it may see shards.
 
     Raises:
         ValueError: (when called) no parameters given, or `mask` does not fit them, or looks at
-            more than it may.
+            sizes or values of shards.
     """
 
     def decay(updates, params, factor):
@@ -103,7 +103,7 @@ def decoupled(
 
 
 def _some(weight_decay: float | torch.Tensor) -> bool:
-    """Whether there is any decay, as far as one can know: of a tensor that is not asked for."""
+    """Whether there is any decay; of a tensor, whose value is not read, True."""
     return isinstance(weight_decay, torch.Tensor) or bool(weight_decay)
 
 
@@ -113,18 +113,17 @@ def only(
     mask: tree.Tree,
     others: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> GradientTransformation:
-    """`inner` for the parameters that `mask` picks; the others are left alone, bit for bit.
+    """`inner` for the parameters that `mask` picks; the others stay as they are, bit for bit.
 
-    Nothing is remembered for those that are left alone, and no gradients are needed of them: both
-    gradients and updates have None in their places, as ``tree.partition(params, mask)[0]`` has.
-    Put it around all that belongs to the optimizer (`zero`, clipping), which then sees such trees.
-    Collectives are those of `inner`.
+    The others have no state and need no gradients: gradients and updates have None in their places,
+    as in ``tree.partition(params, mask)[0]``. Put it around the whole optimizer (`zero`, clipping),
+    which then sees such trees. Collectives are those of `inner`.
 
     Args:
         inner: for the parameters that train.
         mask: a tree or prefix tree of bools.
-        others: ``(parameter, gradient)`` to what takes the place of each of the other parameters,
-            exactly in `step_`; their gradients come as the parameters are split.
+        others: ``(parameter, gradient)`` to the new value of each of the other parameters, exact in
+            `step_`; their gradients are sharded as the parameters are.
     """
 
     def chosen(value: tree.Tree) -> tree.Tree:
@@ -214,10 +213,7 @@ def mask_leaves(mask: Mask, params: Params) -> list[bool]:
 
 
 def _seen_by(mask: Callable, params: Params) -> Params:
-    """The argument of a mask that is a function: where leaves may be parts, `_Part` of each.
-
-    Which leaves are split and padded is not known here, nor how many layers other ranks have.
-    """
+    """The argument of a mask function: where leaves may be shards, a `_Part` of each."""
     split = any(axis is not None for axis in scope().axes.values()) or scope().stages is not None
     if mask is not_norm_or_bias or not split:
         return params
@@ -229,9 +225,9 @@ def _seen_by(mask: Callable, params: Params) -> Params:
 
 
 class _Part(torch.Tensor):
-    """A leaf that ranks may have parts of: it says what is true of the whole, and refuses the rest.
+    """A leaf that may be a shard: it gives what is true of the whole leaf, and refuses the rest.
 
-    A mask that went by the size of a part would pick other leaves on other meshes.
+    A mask that went by the size of a shard would pick other leaves on other meshes.
     """
 
     path: str
@@ -303,13 +299,13 @@ def where(
 ) -> GradientTransformation:
     """`chosen` for the leaves where `mask` is true and `others` for those where it is not.
 
-    Each sees trees with None in place of the other's leaves, and so remembers nothing for them.
-    Optax's `masked` is ``where(mask, inner, identity())``. Collectives are theirs.
+    Each sees trees with None in place of the other's leaves, and has no state for them. Optax's
+    `masked` is ``where(mask, inner, identity())``. Collectives are theirs.
 
     Args:
         mask: one bool per parameter.
-        chosen: for those that are true.
-        others: for those that are false.
+        chosen: for leaves that are true.
+        others: for leaves that are false.
 
     Raises:
         ValueError: (when called) the mask has another structure than the parameters.
@@ -340,19 +336,19 @@ def multi_transform(
     transforms: Mapping[str, GradientTransformation],
     labels: tree.Tree | Callable[[tree.Tree], tree.Tree],
 ) -> GradientTransformation:
-    """For every leaf the transformation of its label; Optax's `multi_transform` or `partition`.
+    """The transformation of its label for every leaf; Optax's `multi_transform` or `partition`.
 
-    Each sees trees with None in place of others' leaves, and so remembers nothing for them; masks
-    and other trees for all parameters fit them too. Collectives are theirs.
+    Each sees trees with None in place of others' leaves, and has no state for them; masks and other
+    trees of all parameters fit these too. Collectives are theirs.
 
     Args:
         transforms: by label.
-        labels: one label per parameter, or a function that makes such a tree of one with the
-            parameters' structure, at whose leaves it must not look (`tree.map_with_path`): they may
-            be parameters, gradients or specs.
+        labels: one label per parameter, or a function from a tree with the parameters' structure to
+            such a tree, which must not look at the leaves (`tree.map_with_path`): they may be
+            parameters, gradients or specs.
 
     Raises:
-        ValueError: labels that no transformation has, each with its path; (when called) labels with
+        ValueError: labels without a transformation, each with its path; (when called) labels with
             another structure than the parameters.
     """
 
@@ -470,13 +466,13 @@ def _only(labels: tree.Tree, leaves: list, label: Hashable) -> tree.Tree:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters whose learning rate or weight decay is a multiple of that of the others.
+    """Parameters with a learning rate or weight decay that is a multiple of the others'.
 
     Attributes:
         pattern: of whole paths, such as ``embed`` or ``blocks/*/norm/*`` (`*`, `?` and `[...]` as
             in a shell, where `*` is any text, slashes too).
-        learning_rate: the multiple of the learning rate; 0 keeps these parameters as they are.
-        weight_decay: that of the weight decay, which is times the learning rate besides.
+        learning_rate: the multiple of the learning rate; 0 freezes these parameters.
+        weight_decay: the multiple of the weight decay, in addition to that of the learning rate.
     """
 
     pattern: str
@@ -490,13 +486,13 @@ _NAMES = {"lr": "learning_rate", "decay": "weight_decay"}
 def parse_groups(
     text: str, path: str = "groups"
 ) -> tuple[tuple[ParameterGroup, ...], list[Problem]]:
-    """The groups that a line describes, and what is wrong with it.
+    """The groups that a line describes, and its problems.
 
     ``"embed lr=0.1; blocks/*/router/* lr=0.5 decay=0"`` is two groups.
 
     Args:
-        text: groups separated by semicolons; of each the pattern, then multiples by name.
-        path: where it is written, for messages.
+        text: groups separated by semicolons, each a pattern and multiples by name.
+        path: where the text is from, for messages.
     """
     groups, problems = [], []
     for row in filter(None, (part.strip() for part in text.split(";"))):
@@ -530,12 +526,12 @@ def _number(text: str) -> float | None:
 def group_problems(
     params: tree.Tree, groups: Sequence[ParameterGroup], path: str = "groups"
 ) -> list[Problem]:
-    """The groups that have no parameter of a whole model, with the nearest path of one.
+    """The groups that match no parameter of a whole model, each with the nearest path.
 
     Args:
         params: the parameters, or their `ParamDef`s.
-        groups: those that there are.
-        path: where they are written, for messages.
+        groups: the groups.
+        path: where they are from, for messages.
     """
     paths = tree.paths(params)
     used = set(tree.leaves(group_labels(params, groups)))
@@ -552,13 +548,13 @@ def group_problems(
 
 
 def group_labels(params: tree.Tree, groups: Sequence[ParameterGroup]) -> tree.Tree:
-    """Of every parameter the label of the first group whose pattern fits its path, or "others".
+    """For every parameter the label of the first group whose pattern matches its path, or "others".
 
     Labels are "group_0" and so on, as patterns are no names for what is saved.
 
     Args:
         params: the parameters, or their `ParamDef`s.
-        groups: those that there are.
+        groups: the groups.
     """
 
     def label(path: str, _) -> str:
@@ -582,19 +578,19 @@ def by_group(
     groups: Sequence[ParameterGroup],
     multiples: Mapping[str, float] = MappingProxyType({}),
 ) -> GradientTransformation:
-    """`multi_transform` of an optimizer per group, and one for the parameters in none.
+    """`multi_transform` of one optimizer per group, and one for the parameters in no group.
 
     ``by_group(lambda g: adamw(g.learning_rate * 1e-3, weight_decay=g.weight_decay * 0.1), ...)``;
-    of a schedule, give ``lambda count: g.learning_rate * schedule(count)``. Every group has
-    state, so that ranks of a pipeline that hold none of its parameters have the same counts; see
-    `group_problems` for patterns that fit nothing at all.
+    with a schedule, ``lambda count: g.learning_rate * schedule(count)``. Every group has state, so
+    that counts agree between pipeline ranks that hold none of its parameters; `group_problems`
+    finds patterns that match nothing at all.
 
     Args:
         make: the optimizer of a group, which sees None in place of others' parameters.
         params: the parameters, or their `ParamDef`s.
-        groups: the first whose pattern fits a path has the parameter; none: `make` of the others.
-        multiples: by path, what learning rates are multiplied by besides, and decays divided by, as
-            `width_multiples` says of a whole model; of those that are not named nothing is.
+        groups: a parameter belongs to the first group whose pattern matches its path.
+        multiples: by path, multiples of learning rates, by which decays are divided, as
+            `width_multiples` gives them for a whole model; 1 for other paths.
     """
     if not groups and not multiples:
         return make(ParameterGroup("*"))

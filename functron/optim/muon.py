@@ -1,9 +1,8 @@
 """Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised by Newton-Schulz steps.
 
 https://kellerjordan.github.io/posts/muon. For the matrices of hidden layers; `muon` leaves all
-other parameters to AdamW. An update is a function of a whole matrix, which ranks may hold in parts
-(tensor parallelism, FSDP, ZeRO): they are gathered, or exchanged so that each rank has some whole
-matrices of a stack.
+other parameters to AdamW. An update depends on a whole matrix: sharded ones (tensor parallelism,
+FSDP, ZeRO) are gathered, or exchanged so that each rank has some whole matrices of a stack.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ class Matrix:
     """How a parameter is read as matrices: ``[*batch, *inputs, *outputs]``.
 
     Attributes:
-        num_batch: leading dims along which matrices are stacked.
-        num_inputs: the dims after these that are flattened to inputs; the rest are outputs.
-        inputs: the product of the global sizes of the former.
-        outputs: that of the latter.
-        sizes: the global sizes of the dims after those of stacks, for optimizers that mind padding;
+        num_batch: number of leading dims along which matrices are stacked.
+        num_inputs: number of dims after these that are flattened to inputs; the rest are outputs.
+        inputs, outputs: the products of their global sizes.
+        sizes: the global sizes of the dims after `num_batch`, for optimizers that mind padding;
             empty: as seen.
-        pieces: the entries of the last dim but one that each of several matrices has, which are
-            joined in this one (`ParamDef.pieces`); empty: it is one.
+        pieces: sizes, along the last dim but one, of several matrices that are joined in this one
+            (`ParamDef.pieces`); empty: it is one matrix.
     """
 
     num_batch: int
@@ -67,15 +65,14 @@ class Matrix:
 
 
 def matrices(defs: tree.Tree) -> tree.Tree:
-    """Of every parameter the `Matrix` that Muon updates it as, or False where AdamW does.
+    """For every parameter the `Matrix` that Muon updates it as, or False where AdamW does.
 
-    Muon has the parameters of stacked layers (logical axis "layers") that decay and have at least
-    two dims besides those of stacks ("layers", "expert"): the weights of projections. Embedding,
-    unembedding, positions, norms and biases are AdamW's. Each parameter is one matrix: query, key
-    and value, or gate and up, are orthogonalised each by itself, all heads of one together, also
-    where they are stored as one (`ParamDef.pieces`). With more than two dims, such as [embed,
-    heads, head_dim], those on the other side of "embed" are flattened; without "embed" at either
-    end, all but the first.
+    Muon's are the weights of projections: parameters of stacked layers (logical axis "layers") that
+    decay and have at least two dims besides "layers" and "expert". Embedding, unembedding,
+    positions, norms and biases are AdamW's. Query, key and value, or gate and up, are separate
+    matrices, each of all heads together, also where they are stored as one (`ParamDef.pieces`).
+    With more than two dims, such as [embed, heads, head_dim], the dims on the other side of "embed"
+    are flattened; without "embed" at either end, all but the first.
     """
     return tree.map(_matrix, defs)
 
@@ -107,10 +104,10 @@ def newton_schulz(
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> torch.Tensor:
-    """About U V^T of matrices x = U S V^T, [..., r, c]: all singular values become 0.7 to 1.2.
+    """Approximately U V^T of matrices x = U S V^T, [..., r, c]: singular values become 0.7 to 1.2.
 
-    Five matrix products of the smaller side per step, in the dtype of x. Rows and columns of zeros
-    stay so and change nothing else.
+    Three products of the smaller side per step, in the dtype of x. Rows and columns of zeros stay
+    zero and change nothing else.
     """
     a, b, c = coefficients
     flipped = x.shape[-2] > x.shape[-1]
@@ -141,18 +138,18 @@ def scale_by_muon(
     """Updates that are the momentum, orthogonalised matrix by matrix and scaled.
 
     Args:
-        matrices: a prefix tree of `Matrix`, one for every leaf that this sees.
+        matrices: a `Matrix` for every leaf, a prefix tree.
         momentum: decay of the running mean of gradients, per update.
-        nesterov: look ahead by one more step of it.
+        nesterov: Nesterov momentum.
         scale: see `Scale`.
         steps, coefficients, eps: see `newton_schulz`.
-        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
-        distributed: where matrices are sharded, compute each on one rank: two all-to-alls of the
-            local bytes, and 1/n of the arithmetic on each of n ranks (a stack that they do not
-            divide is filled up with zeros). Otherwise every rank computes all: one all-gather of
-            the whole bytes per leaf and axis.
-        dtype: in which the matrices are multiplied (and, where sharded, sent); None: their own.
-            bfloat16 is what the authors use. float64 leaves stay float64 in any case.
+        specs: how the leaves are sharded, a prefix tree; None: from `bind`.
+        distributed: whether each sharded matrix is computed on one rank: two all-to-alls of the
+            local bytes, and 1/n of the arithmetic on each of n ranks (stacks are padded to a
+            multiple of n). False: every rank computes all: one all-gather of the whole bytes per
+            leaf and axis.
+        dtype: of matrix products and communication; None: the leaves' own. The authors use
+            bfloat16. float64 leaves stay float64.
 
     Raises:
         ValueError: an unknown `scale`, or a momentum that is not in [0, 1).
@@ -220,8 +217,7 @@ def muon(
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.
-        matrices: of every parameter a `Matrix`, or False where it is not Muon's, as `matrices`
-            says.
+        matrices: for every parameter a `Matrix`, or False for AdamW's; see `matrices`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
         momentum, nesterov, scale, steps, coefficients, eps, specs, distributed, dtype: see
             `scale_by_muon`.
@@ -241,7 +237,7 @@ def muon(
 
 
 def matrix_cuts(spec: P, num_dims: int, matrix: Matrix) -> Cuts:
-    """The cuts of the matrices themselves, not of the dims along which they are stacked."""
+    """How the matrices themselves are sharded, without the dims along which they are stacked."""
     rows = list(enumerate(dim_axes(spec, num_dims)))[matrix.num_batch :]
     return tuple(DimCut(dim - num_dims, axes) for dim, axes in rows if axis_size(axes) > 1)
 

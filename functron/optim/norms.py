@@ -82,9 +82,9 @@ def _narrow(norm: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
 def norm(value: tree.Tree, specs: tree.Tree = None, *, defs: tree.Tree = None) -> tree.Tree:
     """The 2-norm of every leaf over all its shards, and of every layer of a stacked leaf by itself.
 
-    What layerwise optimizers (LARS, LAMB) and clipping by layer are made of:
-    ``tree.map(lambda u, p, n: u * p / n, updates, norm(params, specs), norm(updates, specs))``.
-    As precise as `global_norm`, the square of which is the sum of the squares of these.
+    For layerwise optimizers (LARS, LAMB) and clipping by layer: ``tree.map(lambda u, p, n: u * p /
+    n, updates, norm(params, specs), norm(updates, specs))``. As precise as `global_norm`, whose
+    square is the sum of the squares of these.
 
     One all-reduce of a float64 number per leaf and layer, together for all leaves that the same
     mesh axes split alike.
@@ -92,15 +92,14 @@ def norm(value: tree.Tree, specs: tree.Tree = None, *, defs: tree.Tree = None) -
     Args:
         value: a tree of tensors such as parameters or (synchronised) gradients, on a mesh this
             rank's shards.
-        specs: how they are sharded, a tree or prefix tree of `P`. None: not at all, which is
-            refused inside programs over more than one rank.
-        defs: the `ParamDef`s of these leaves, which tell dims of stacked layers and experts; None:
+        specs: as in `global_norm`.
+        defs: the `ParamDef`s of these leaves, which tell stacked dims (layers, experts); None:
             nothing is stacked.
 
     Returns:
-        A tree like `value`, of norms that multiply or divide its leaves: 0-dim, or
-        ``[*stacked, 1, ..., 1]`` with the stacked dims of the leaf, sharded as the leaf's are;
-        float64 of float64 leaves, or else float32.
+        A tree like `value`, of norms that broadcast against its leaves: 0-dim, or ``[*stacked, 1,
+        ..., 1]`` with the stacked dims of the leaf, sharded as the leaf's are; float64 for float64
+        leaves, else float32.
 
     Raises:
         ValueError: as `global_norm`.
@@ -148,16 +147,15 @@ def clip_by_global_norm(
 ) -> GradientTransformation:
     """Scales all updates together so that their `global_norm` is at most `max_norm`, as Optax does.
 
-    Updates whose norm is below it pass unchanged. Collectives are those of `global_norm`, and none
-    where the norm is given: ``update(updates, state, norm=...)``, a tensor, or an `optim.Norm` of
-    just these updates. A step that also reports the norm computes it once that way, as
-    `functron.make_step` does.
+    Collectives are those of `global_norm`, and none where the norm is given: ``update(updates,
+    state, norm=...)``, a tensor, or an `optim.Norm` of these updates. A step that also reports the
+    norm computes it once that way, as `functron.make_step` does.
 
     Args:
         max_norm: positive.
-        specs: the specs of the parameters (and so of the gradients), P() where nothing is sharded;
-            None: those of `bind`, which are needed on any mesh.
-        copies: how many ranks of a pipeline hold each parameter; those of `bind`, without `specs`.
+        specs: the parameters' specs (and so the gradients'), P() where nothing is sharded; None:
+            from `bind`, needed on any mesh.
+        copies: number of pipeline ranks that hold each parameter; from `bind` without `specs`.
         kernels: see `global_norm`.
 
     Raises:
@@ -180,7 +178,7 @@ def find_norm(
     *,
     kernels: Kernels = AUTO,
 ) -> torch.Tensor:
-    """The norm of updates: the one given as the extra argument, if it is theirs, or computed."""
+    """The norm of updates: that given as the extra argument, if it is theirs, or computed."""
     known = norm.known_of(updates) if isinstance(norm, Norm) else norm
     return global_norm(updates, specs, copies, kernels=kernels) if known is None else known
 
@@ -237,9 +235,9 @@ def layers_of(defs: Mapping[str, Any], rows: Mapping[str, Sequence[int]] | None 
     """Every layer of stacked parameters by itself, and every other top-level entry.
 
     Args:
-        defs: the `ParamDef`s of the whole model; None in places of parameters that do not count.
-        rows: by top-level entry which layers this process holds, where it does not hold all of
-            them: those of a rank of a pipeline.
+        defs: the `ParamDef`s of the whole model; None for parameters that do not count.
+        rows: by top-level entry, the layers that this process holds, if not all: those of a
+            pipeline rank.
     """
     names: list[str] = []
     stacked: set[str] = set()
@@ -268,15 +266,14 @@ def norms_by_layer(
     one over the ranks of a pipeline.
 
     Args:
-        values: by name, trees of tensors like the parameters (None where a leaf does not count),
-            such as gradients that have been reduced, and their specs, prefix trees of `P`.
+        values: by name, trees like the parameters (None for leaves that do not count), such as
+            reduced gradients, and their specs, prefix trees of `P`.
         layers: of these parameters.
-        copies: how many ranks of a pipeline hold each leaf, a prefix tree of numbers; see
-            `pipeline.Partition.copies`.
+        copies: as in `global_norm`.
 
     Returns:
-        By name, ``[len(layers.names)]`` in their order, the same on every rank: float64 where a
-        leaf is, or else float32.
+        By name, ``[len(layers.names)]`` in their order, the same on every rank: float64 if a leaf
+        is, else float32.
     """
     rows = [row for value, specs in values.values() for row in _leaves(value, specs, copies)]
     over = tuple(dict.fromkeys(axis for _, _, spec, _ in rows for axis in spec_axes(spec)))
@@ -318,5 +315,5 @@ def _by_part(leaves: Sequence[tuple], layers: Layers, over: Sequence[str]) -> to
 
 
 def set_to_zero() -> GradientTransformation:
-    """Updates that are 0: what is to stay as it is, in `multi_transform` or `where`."""
+    """Updates of 0, which freeze parameters in `multi_transform` or `where`."""
     return stateless(lambda updates, params: tree.map(torch.zeros_like, updates), elementwise=True)

@@ -1,9 +1,10 @@
-"""Optimizer state in host memory, brought to the device piece by piece while it computes."""
+"""Optimizer state in host memory, copied to the device piece by piece for the update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -32,30 +33,28 @@ def offload(
 ) -> GradientTransformation:
     """`inner`, with its state in host memory (ZeRO-Offload's placement, computed on the device).
 
-    The state is made, and updated by `step_`, for some parameters at a time: what belongs to them
-    is copied to their device, used, and copied back. Where `inner` is elementwise (it says so:
-    AdamW, Lion, SGD, also on masters) leaves are cut into pieces of `group_bytes`; where it is not,
-    or nobody says, they stay whole, for its numbers are `inner`'s. On CUDA two pieces have state
-    there (one, where a leaf that stays whole is larger): one is updated while the last is copied
-    back and the next is copied in, tensor by tensor, on streams of their own. Every step
-    moves all of the state twice: with AdamW on masters 24 bytes per parameter over the bus. Where
-    parameters are on the CPU themselves nothing moves and nothing is cut. Counters stay with the
-    parameters. On CUDA the host's memory is page-locked, and `step_` returns when it has the new
-    state.
+    `init` and `step_` take some parameters at a time: their state is copied to their device, used,
+    and copied back. Where `inner` is elementwise (AdamW, Lion, SGD, also on masters) leaves are cut
+    into pieces of `group_bytes`; otherwise they stay whole. On CUDA the device holds the state of
+    two pieces (of one, if a whole leaf is larger): one is updated while the last is copied back and
+    the next is copied in, on streams of their own. Every step moves all of the state twice: with
+    AdamW on masters 24 bytes per parameter over the bus. Nothing moves, and nothing is cut, for
+    parameters on the CPU. Counters stay with the parameters. On CUDA the host memory is
+    page-locked, and `step_` returns when it has the new state.
 
-    The structure, specs and numbers of the state are `inner`'s, and so is what a checkpoint holds;
-    only the device differs. A state that was restored to another device is used where it is. Under
-    `zero` put this inside: ``zero(offload(with_fp32_masters(adamw(...))), ...)``.
+    Structure, specs and numbers of the state are `inner`'s, and so are checkpoints; only the device
+    differs. A state that was restored to another device is used there. With `zero` put this inside:
+    ``zero(offload(with_fp32_masters(adamw(...))), ...)``.
 
     Args:
-        inner: what it does to a parameter depends on no other one (not `clip_by_global_norm`: chain
-            that before).
-        group_bytes: of parameters, at most of a piece, unless it is one leaf that is not cut.
-        streams: through which copies are made.
+        inner: its update of a parameter depends on no other one (chain `clip_by_global_norm`
+            before).
+        group_bytes: of parameters in a piece at most, unless it is one uncut leaf.
+        streams: copies go through these.
 
     Raises:
-        ValueError: (when called) in a program that is traced or compiled, whose tensors are on one
-            device, with state on another; and of `step_` under transforms of torch.func likewise.
+        ValueError: (when called) state on another device than the parameters in a traced or
+            compiled program, or in `step_` under transforms of torch.func.
     """
 
     def marked(params: tree.Tree) -> tuple[list[int | None], tree.Structure, set[int]]:
@@ -183,11 +182,11 @@ def offload(
 def _pieces(
     leaves: Sequence[torch.Tensor], limits: Sequence[int | None], group_bytes: int
 ) -> list[OffloadPiece]:
-    """Consecutive parts of leaves, of so many bytes together, or one that is larger.
+    """Consecutive parts of leaves, of `group_bytes` together, or one that is larger.
 
     Args:
         leaves: whole.
-        limits: of each the bytes that a part may have; None: it is one part.
+        limits: the largest bytes of a part of each; None: it is not cut.
         group_bytes: of a piece.
     """
     pieces: list[OffloadPiece] = []
@@ -245,6 +244,18 @@ def _carve_tensor(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, strides)
 
 
+def _place_in_buffer(
+    streams: Streams, parts: Iterable[tree.Tree]
+) -> list[tuple[torch.Tensor, int, int]]:
+    """The tensors in host memory, each with the first and last byte of its copy in a buffer."""
+    end, rows = 0, []
+    for x in tree.leaves(list(parts)):
+        if not streams.on_device(x):
+            rows.append((x, end, end + x.nbytes))
+            end += -(-x.nbytes // _ALIGNED) * _ALIGNED
+    return rows
+
+
 def _by_streams(
     streams: Streams,
     leaves: Sequence[torch.Tensor],
@@ -254,25 +265,15 @@ def _by_streams(
     far: Sequence[Sequence[tree.Tree]],
     step: Callable[[OffloadPiece, list[tree.Tree]], list[tree.Tree]],
 ) -> None:
-    """Runs ``step(piece, its state)``, which returns the new state, on each; `far` is overwritten.
+    """Run ``step(piece, its state)``, which returns the new state, on each piece; overwrites `far`.
 
-    Three streams, in each of which one thing follows the other: copies in, steps, copies back. What
-    one needs of another it waits for by an event: a step for its state; a copy back for the step; a
-    copy in for the copies back of what lay in its place, two pieces ago.
+    On three streams: copies in, steps, copies back. Events order them: a step waits for its state;
+    a copy back for the step; a copy in for the copies back from its place, two pieces ago.
     """
     device = next(leaf.device for leaf in leaves if streams.on_device(leaf))
     compute, into, out = streams.current(device), streams.new(device), streams.new(device)
     moves = [i is not None and streams.on_device(leaves[i]) for i in owners]
-    # of each piece what moves, and the first and last byte of where to
-    rows: list[list[tuple[torch.Tensor, int, int]]] = []
-    for state in far:
-        end, row = 0, []
-        for part, one in zip(state, moves, strict=True):
-            for x in tree.leaves(part) if one else ():
-                if not streams.on_device(x):
-                    row.append((x, end, end + x.nbytes))
-                    end += -(-x.nbytes // _ALIGNED) * _ALIGNED
-        rows.append(row)
+    rows = [_place_in_buffer(streams, compress(state, moves)) for state in far]
     sizes = [row[-1][2] if row else 0 for row in rows]
     alone = any(sum(leaves[i][box].nbytes for i, box in p.items()) > group_bytes for p in pieces)
     count = 1 if alone else 2

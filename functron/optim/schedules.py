@@ -1,13 +1,13 @@
-"""Schedules: pure functions of the number of updates so far, and the transformations that use them.
+"""Schedules: pure functions of the number of updates so far, and transformations that use them.
 
-A schedule takes the count as an int or as a 0-dim tensor (under vmap and tracing too) and returns
-a 0-dim float32 tensor. ``schedule(0)`` is the rate of the first update, as in Optax. Warm-up is
+A schedule takes the count as an int or as a 0-dim tensor (under vmap and tracing too) and returns a
+0-dim float32 tensor. ``schedule(0)`` is the rate of the first update, as in Optax. Warm-up is
 linear from `init` at count 0 to the peak at count `warmup_steps`; after `total_steps` the rate
 stays at `end`.
 
-`scale_by_learning_rate` takes a number or a schedule, of which its state counts the updates.
-`inject_hyperparams` makes any number of an optimizer a schedule, or state that may be changed
-between steps.
+`scale_by_learning_rate` takes a number or a schedule, and counts updates in its state.
+`inject_hyperparams` makes any hyperparameter of an optimizer a schedule, or state that may be
+changed between steps.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def polynomial_decay(
 ) -> RateSchedule:
     """``end + (peak - end) (1 - progress)^power`` from the end of the warm-up to `total_steps`.
 
-    Optax's `polynomial_schedule`; `linear` is that with power 1.
+    Optax's ``polynomial_schedule``; `linear` is that with power 1.
 
     Raises:
         ValueError: negative or non-finite arguments, a power of 0, or no steps after the warm-up;
@@ -116,13 +116,13 @@ def wsd(
 ) -> RateSchedule:
     """Warm up, stay at `peak`, then decay to `end` over the last `decay_steps` of `total_steps`.
 
-    Source: MiniCPM (Hu et al. 2024); the "sqrt" decay, ``1 - sqrt(progress)``: Hägele et al.
-    2024; the "halving" one, ``2 * 2^-progress - 1``: Megatron-LM, which calls it exponential.
+    MiniCPM (Hu et al. 2024). The "sqrt" decay, ``1 - sqrt(progress)``, is from Hägele et al. 2024;
+    the "halving" one, ``2 * 2^-progress - 1``, from Megatron-LM, which calls it exponential.
 
     Args:
         peak: the stable rate.
         total_steps: the count at which `end` is reached.
-        decay_steps: length of the decay, at the end of the `total_steps`.
+        decay_steps: length of the decay.
         warmup_steps: length of the warm-up.
         end: the last rate; positive for the "exponential" decay.
         decay: "linear", "cosine", "sqrt", "exponential" or "halving".
@@ -197,9 +197,9 @@ def weight_decay_increase(
 
 @public
 def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> RateSchedule:
-    """Adafactor's ``min(limit, 1 / sqrt(t))`` at update t, to be times the parameter's size.
+    """Adafactor's ``min(limit, 1 / sqrt(t))`` at update t, relative to the parameter's size.
 
-    Source: Shazeer and Stern 2018, algorithm 4, whose limit is 0.01.
+    Shazeer and Stern 2018, algorithm 4, whose limit is 0.01.
 
     Args:
         limit: the rate of the first updates; positive.
@@ -220,13 +220,14 @@ def relative_step(limit: float = 0.01, *, warm_up: bool = False) -> RateSchedule
 
 @public
 def join(schedules: Sequence[RateSchedule], boundaries: Sequence[int]) -> RateSchedule:
-    """Schedule i up to, not including, ``boundaries[i]``; each one counts from its own start.
+    """Schedule i before count ``boundaries[i]``; each one counts from its own start.
 
-    Optax's `join_schedules`: ``join([a, b], [100])`` is ``a(count)`` up to count 99, then
-    ``b(count - 100)``.
+    ``join([a, b], [100])`` is ``a(count)`` before count 100, then ``b(count - 100)``, as Optax's
+    ``join_schedules``.
 
     Raises:
-        ValueError: not one boundary fewer than schedules, or boundaries that do not increase.
+        ValueError: the number of boundaries is not that of schedules less 1, or they do not
+            increase.
     """
     problems = []
     if len(boundaries) != len(schedules) - 1:
@@ -253,10 +254,10 @@ def join(schedules: Sequence[RateSchedule], boundaries: Sequence[int]) -> RateSc
 
 @public
 def rewarm(schedule: RateSchedule, at: int, steps: int, *, init: float = 0.0) -> RateSchedule:
-    """`schedule`, but from `init` at count `at` in a straight line to it at count ``at + steps``.
+    """`schedule`, warmed up again: linearly from `init` at count `at` to it at ``at + steps``.
 
-    ``init + (schedule(count) - init) (count - at) / steps`` in between: for a run that goes on
-    with another schedule than it had, whose rate would jump.
+    ``init + (schedule(count) - init) (count - at) / steps`` in between: for runs that continue with
+    another schedule, whose rate would jump.
 
     Raises:
         ValueError: negative or non-finite arguments, or no steps; all are named.
@@ -284,19 +285,19 @@ def rewarm(schedule: RateSchedule, at: int, steps: int, *, init: float = 0.0) ->
 def by_samples(
     schedule: RateSchedule, first_steps: Sequence[int], sizes: Sequence[int]
 ) -> RateSchedule:
-    """``schedule(samples)``, of the samples of all updates so far, whose batches change their size.
+    """``schedule(samples)``, of the samples of all updates, for batches that change size.
 
-    Before update c they are ``sum over i of (size_i - size_(i-1)) max(c - first_i, 0)``, with 0
-    before the first size. Megatron-LM counts warm-up and decay so (``--lr-warmup-samples``,
+    Before update c they are ``sum over i of (size_i - size_(i-1)) max(c - first_i, 0)``, where
+    size_(-1) is 0. Megatron-LM counts warm-up and decay so (``--lr-warmup-samples``,
     ``--lr-decay-samples``).
 
     Args:
         schedule: of the number of samples.
         first_steps: the first update of each size: from 0, increasing.
-        sizes: samples of an update, as many.
+        sizes: samples per update, one for each of these.
 
     Raises:
-        ValueError: there are not as many of both, or updates that do not increase from 0.
+        ValueError: lengths that differ, or first updates that do not increase from 0.
     """
     problems = []
     if len(sizes) != len(first_steps) or not sizes:
@@ -346,9 +347,9 @@ def _decay(
     decay_steps: int | None = None,
     power: float = 1.0,
 ) -> RateSchedule:
-    """Warm-up, `peak`, `decay` over the last `decay_steps`, or all after the warm-up, then `end`.
+    """Warm-up, `peak`, `decay` over the last `decay_steps` or all after the warm-up, then `end`.
 
-    `power` is of a linear decay.
+    `power` is that of a linear decay.
     """
     _check(name, peak, warmup_steps, total_steps, end, decay_steps, decay, init, power)
     start = warmup_steps if decay_steps is None else total_steps - decay_steps
@@ -363,7 +364,7 @@ def _decay(
 def _with_warmup(
     after: Callable[[torch.Tensor], torch.Tensor], peak: float, warmup_steps: int, init: float
 ) -> RateSchedule:
-    """Warm-up, and then what `after` makes of the count as `_exact` has it."""
+    """Warm-up, then `after`, a function of the count as a tensor (`_exact`)."""
 
     def schedule(count: int | torch.Tensor) -> torch.Tensor:
         now = _exact(count)
@@ -413,7 +414,7 @@ def problems(
     init: float = 0.0,
     power: float = 1.0,
 ) -> list[Problem]:
-    """The problems of these arguments of a schedule; None for one that it does not take."""
+    """The problems of a schedule's arguments; None for those that it does not take."""
     found = []
     for name, rate in (("peak", peak), ("end", end), ("init", init)):
         if not (math.isfinite(rate) and rate >= 0):
@@ -467,11 +468,11 @@ class ScaleByScheduleState(NamedTuple):
 def scale_by_learning_rate(
     learning_rate: LearningRate, *, flip_sign: bool = True
 ) -> GradientTransformation:
-    """Updates times minus the learning rate, as in Optax: what comes out is added to parameters.
+    """Updates times minus the learning rate, as in Optax, to be added to the parameters.
 
     Args:
-        learning_rate: a number (state ``()``), or a schedule, a function of the count of updates
-            so far that returns a number or a 0-dim tensor: the first update uses ``schedule(0)``.
+        learning_rate: a number (state ``()``), or a schedule: a function of the count of updates so
+            far to a number or a 0-dim tensor.
         flip_sign: False: times the learning rate itself.
     """
     sign = -1 if flip_sign else 1
@@ -542,9 +543,9 @@ class InjectHyperparamsState(NamedTuple):
 
 
 def read_schedule_count(state: tree.Tree) -> torch.Tensor | None:
-    """The count of which schedules in the state of an optimizer give the next numbers.
+    """The count that schedules in an optimizer's state will see next; None without schedules.
 
-    It is below the number of steps taken where updates were left out. None: there are none.
+    It is below the number of steps where updates were skipped.
     """
     counts: list[torch.Tensor] = []
     _with_counts(state, lambda count: counts.append(count) or count)
@@ -552,9 +553,9 @@ def read_schedule_count(state: tree.Tree) -> torch.Tensor | None:
 
 
 def advance_schedules(state: tree.Tree) -> tree.Tree:
-    """The state of an optimizer whose schedules go on by an update that was none.
+    """The state of an optimizer after a skipped update: counts of schedules go on.
 
-    Counters of the optimizer itself stay. Overwrites those of the schedules, unless traced.
+    The optimizer's own counters stay. Overwrites the counts, unless traced.
     """
     return _with_counts(state, lambda count: incremented([count])[0])
 
@@ -577,16 +578,16 @@ def inject_hyperparams(
 ) -> Callable[..., GradientTransformation]:
     """`factory`, whose numbers may be schedules, and are state that can be read and changed.
 
-    Optax's `inject_hyperparams`. ``inject_hyperparams(adamw)(learning_rate=1e-3, b2=schedule)``
-    has ``state.hyperparams["learning_rate"]``, which a checkpoint keeps. Every argument that is a
+    Optax's `inject_hyperparams`. ``inject_hyperparams(adamw)(learning_rate=1e-3, b2=schedule)`` has
+    ``state.hyperparams["learning_rate"]``, which checkpoints include. Every argument that is a
     number becomes such state, and every function a schedule of the count of updates. Eager updates
-    are given plain numbers, so that they run as fused as ever; what is traced, compiled, vmapped
-    or differentiated is given 0-dim tensors.
+    run with plain numbers, so as fused as ever; traced, compiled, vmapped or differentiated ones
+    with 0-dim tensors.
 
     Args:
         factory: makes a transformation of arguments that may be 0-dim tensors.
-        static_args: names of arguments that are left alone: functions that are no schedules, such
-            as masks, and numbers that decide what is computed.
+        static_args: names of arguments to leave alone: functions that are not schedules, such as
+            masks, and numbers that decide what is computed.
 
     Raises:
         ValueError: `factory` has no such argument.
@@ -676,5 +677,5 @@ def _keep_number(value: Any) -> torch.Tensor:
 
 
 def _given(hyperparams: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Arguments of the factory: numbers, where they are known and nobody differentiates them."""
+    """The factory's arguments: plain numbers, where they are known and not differentiated."""
     return {name: x.item() if readable(x) else x for name, x in hyperparams.items()}

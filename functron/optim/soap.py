@@ -1,11 +1,11 @@
 """SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioner.
 
 "SOAP: Improving and Stabilizing Shampoo using Adam", https://arxiv.org/abs/2409.11321. For the
-matrices of hidden layers, as `muon` tells them; `soap` leaves all other parameters to AdamW. Its
-state belongs to whole matrices, which ranks may hold in parts (tensor parallelism, FSDP, ZeRO): the
-gradients are gathered, or exchanged so that each rank has some whole matrices of a stack and their
-state. (Rejected: preconditioners of the parts, as distributed Shampoo has; they need no exchange,
-but then the mesh decides what is computed.)
+matrices of hidden layers, as in `muon`; `soap` leaves all other parameters to AdamW. Its state
+belongs to whole matrices. Sharded gradients (tensor parallelism, FSDP, ZeRO) are gathered, or
+exchanged so that each rank has some whole matrices of a stack and their state. (Rejected:
+preconditioners of the shards, as in distributed Shampoo: no exchange, but numbers depend on the
+mesh.)
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from functron.spmd.spec import Cuts, P, as_entry, dim_axes, fill, join, take, tr
 
 
 class ScaleBySoapState(NamedTuple):
-    """The state of SOAP, for every parameter, as matrices: [*stacked, inputs, outputs] and so on.
+    """The state of SOAP, as matrices: [*stacked, inputs, outputs]; unstacked ones have a leading 1.
 
-    A parameter that is not stacked has a leading 1. Float32 at least.
+    Float32 at least.
 
     Attributes:
         count: number of updates so far; int64, 0-dim.
         mu: running mean of the gradients.
-        nu: running mean of the squared gradients, in the bases: [*stacked, inputs, outputs].
+        nu: running mean of the squared gradients, in the bases.
         left: running mean of G G^T, [*stacked, inputs, inputs]; None where that is too large.
         right: of G^T G, [*stacked, outputs, outputs], likewise.
-        left_basis: about the eigenvectors of `left`, its columns.
+        left_basis: approximate eigenvectors of `left`, as columns.
         right_basis: of `right`.
     """
 
@@ -74,30 +74,29 @@ def scale_by_soap(
 ) -> GradientTransformation:
     """Adam's updates, computed in a slowly changing basis: algorithm 3 of the paper.
 
-    With ``G' = Ql^T G Qr`` and M' likewise of the mean of gradients, updates are
-    ``Ql (M' / (sqrt(nu) + eps)) Qr^T sqrt(1 - b2^t) / (1 - b1^t)``, where nu is the running mean of
-    G'^2. Then ``left = b left + (1 - b) G G^T`` and right likewise; every `frequency` updates their
-    bases take a step of the power iteration, orthogonalised by QR, with nu in the new order. As in
-    the authors' code the first update only makes the bases, by an eigendecomposition, and is 0.
+    With ``G' = Ql^T G Qr`` and M' likewise of the mean of gradients, updates are ``Ql (M' /
+    (sqrt(nu) + eps)) Qr^T sqrt(1 - b2^t) / (1 - b1^t)``, where nu is the running mean of G'^2. Then
+    ``left = b left + (1 - b) G G^T`` and right likewise. Every `frequency` updates the bases take a
+    step of the power iteration, orthogonalised by QR, and nu is permuted alike. As in the authors'
+    code the first update is 0: it only makes the bases, by an eigendecomposition.
 
-    Where a first gradient has lower rank than its matrix, the authors leave it to rounding which
-    basis of the rest is taken; here it is one that does not depend on it. A traced or compiled step
-    cannot know which update it is, and computes eigenvectors and QR in every one.
+    If a first gradient is rank-deficient, rounding chooses the basis of its null space in the
+    authors' code; here it does not depend on rounding. A traced or compiled step cannot know which
+    update it is, and computes eigenvectors and QR in every one.
 
-    Collectives: of a sharded leaf two all-to-alls of the local bytes if `distributed`, else one
+    Collectives: for each sharded leaf two all-to-alls of the local bytes if `distributed`, else one
     all-gather of the whole bytes per axis.
 
     Args:
-        matrices: a `Matrix` for every leaf that this sees, a prefix tree, as `matrices` gives them.
-        b1: decay of the mean of gradients, per update.
-        b2: decay of the mean of squared gradients, per update.
+        matrices: a `Matrix` for every leaf, a prefix tree; see `matrices`.
+        b1, b2: decays of the means of gradients and of squared gradients, per update.
         eps: added to the root.
         precondition_decay: decay of `left` and `right`, per update; None: `b2`.
-        frequency: updates between two of the bases.
-        max_dim: a side of a matrix that is larger is not preconditioned.
-        specs: how the leaves are sharded, a prefix tree; None: as `bind` says.
-        distributed: where matrices are sharded, each rank computes, and keeps the state of, some
-            whole matrices of a stack. Otherwise every rank does so of all.
+        frequency: number of updates between two changes of the bases.
+        max_dim: larger sides of a matrix are not preconditioned.
+        specs: how the leaves are sharded, a prefix tree; None: from `bind`.
+        distributed: whether each rank computes, and keeps the state of, some whole matrices of a
+            sharded stack. False: every rank does so for all.
 
     Raises:
         ValueError: decays that are not in [0, 1), or a frequency or size below 1.
@@ -269,11 +268,11 @@ def _start_bases(before: ScaleBySoapState, grams: list) -> ScaleBySoapState:
 
 
 def _eigenvectors(gram: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors, those of the largest eigenvalues first, as columns.
+    """Eigenvectors as columns, those of the largest eigenvalues first.
 
-    A first gradient seldom has full rank, and any basis is one of the eigenvectors of 0: rounding
-    would choose it, another on every mesh. There they are those of a matrix of distinct numbers,
-    which stands below all eigenvalues and nowhere else.
+    A first gradient is often rank-deficient, and any basis of its null space consists of
+    eigenvectors: rounding would choose one, another on every mesh. The null space has those of a
+    fixed matrix instead.
     """
     values, basis = torch.linalg.eigh(gram)
     size, numbers = gram.shape[-1], torch.finfo(gram.dtype)
@@ -324,8 +323,7 @@ def soap(
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of updates so far.
-        matrices: of every parameter a `Matrix`, or False where it is not SOAP's, as `matrices`
-            says.
+        matrices: for every parameter a `Matrix`, or False for AdamW's; see `matrices`.
         weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
         b1, b2, eps, precondition_decay, frequency, max_dim, specs, distributed: see
             `scale_by_soap`.

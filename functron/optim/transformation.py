@@ -1,13 +1,12 @@
-"""Gradient transformations, after Optax: a pair of pure functions, and what shards and memory need.
+"""Gradient transformations, after Optax: pure functions, and what sharding and memory need.
 
-`GradientTransformation` says what each of the seven functions has to do. `transformation` makes one
-of those that its author cares about, `chain` one of several. A training step calls `step_`; the
-pure pair is for everything else: differentiating through an optimizer, vmapping over
-hyperparameters, and reading what `step_` is supposed to compute.
+`transformation` makes a `GradientTransformation` of the functions that its author cares about,
+`chain` one of several. A training step calls `step_`; the pure pair `init` and `update` is for
+everything else, such as differentiating through an optimizer, and defines what `step_` computes.
 
 Where a result depends on all shards of a leaf (a norm, a mean of rows, a whole matrix), the
-transformation must know how parameters are sharded. ``optimizer.bind(specs)`` tells it, once, and
-all that it is made of; `functron.init_state` and `functron.make_step` call it.
+transformation must know the parameters' specs: ``optimizer.bind(specs)`` passes them to it and to
+all that it is made of. `functron.init_state` and `functron.make_step` call it.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ Params = tree.Tree
 
 
 class Norm(NamedTuple):
-    """A norm that is known already, for whoever clips by it: the extra argument ``norm=``.
+    """A precomputed norm, passed to transformations that clip as the extra argument ``norm=``.
 
     Attributes:
         value: the 2-norm, 0-dim.
-        of: the updates that it is the norm of, these very tensors; None in the places of others.
-        versions: how often each had been edited in place when the norm was taken; None: not known.
+        of: the updates that have this norm, these very tensors; None for leaves that do not count.
+        versions: their version counters when the norm was computed; None: not known.
     """
 
     value: torch.Tensor
@@ -50,11 +49,11 @@ class Norm(NamedTuple):
 
     @classmethod
     def taken(cls, value: torch.Tensor, of: tree.Tree) -> Norm:
-        """The norm of updates as they are now: not of them once they are edited."""
+        """The norm of these updates as they are now; invalid once they are edited in place."""
         return cls(value, of, _versions(tree.leaves(of)))
 
     def known_of(self, updates: Updates) -> torch.Tensor | None:
-        """The norm, if it is that of just these tensors, as they are now; else None."""
+        """The norm, if it is that of exactly these tensors, unedited; else None."""
         leaves = tree.leaves(updates)
         same = list(map(id, tree.leaves(self.of))) == list(map(id, leaves))
         edited = same and self.versions is not None and self.versions != _versions(leaves)
@@ -69,7 +68,9 @@ def _versions(leaves: Sequence[torch.Tensor]) -> list[int] | None:
 
 
 def name_norm(extra: dict[str, Any], updates: Updates) -> dict[str, Any]:
-    """The extra arguments for whoever is given parts of `updates`: a norm says what it is of."""
+    """The extra arguments for transformations that see a part of `updates`: the norm names its
+    updates.
+    """
     norm = extra.get("norm")
     if norm is None or isinstance(norm, Norm):
         return extra
@@ -89,33 +90,30 @@ class _Functions(NamedTuple):
 class GradientTransformation(_Functions):
     """Functions over trees of tensors; all work under torch.func.vmap, so in simulation.
 
-    Extra arguments are Optax's: keyword arguments that every one takes, uses or passes on, such as
-    ``value=`` the loss, for some rule that goes by it. Three have a meaning here: ``norm=``, a
-    `Norm` (or a tensor, the norm of all updates), which whoever clips need not compute again, and
-    which only the first of a chain is given; and ``donated=``.
+    Extra arguments are Optax's: keyword arguments that every transformation takes, uses or passes
+    on, such as ``value=`` the loss. Two are defined here: ``norm=``, a `Norm` (or a tensor: the
+    norm of all updates), which only the first of a chain is given; and ``donated=``.
 
     Attributes:
         init: ``init(params) -> state``.
         update: ``update(updates, state, params=None, **extra) -> (updates, state)``. Pure; with
-            ``donated=True``, as the parts of a chain are called by its `step_`, it is free to
-            overwrite `updates` and `state`, and what it returns as updates shares no memory with
-            the state that it returns, nor with `params`.
+            ``donated=True`` it may overwrite `updates` and `state`, and returns updates that share
+            no memory with its state or with `params`.
         step_: ``step_(grads, state, params, **extra) -> (params, state)``: `update` followed by
-            `apply_updates`, for a caller who gives up all three. It overwrites `params` in place,
-            may overwrite `state`, and may use `grads` as scratch; use what it returns.
+            `apply_updates`, for a caller who gives up all three: it overwrites `params`, and may
+            overwrite `state` and `grads`. Use what it returns.
         specs: ``specs(param_specs) -> state_specs``: the sharding of the state, from that of the
             parameters (a tree or prefix tree of `P`). Counters are ``P()``.
-        grad_specs: ``grad_specs(param_specs) -> specs``: how `update` and `step_` want gradients to
-            be sharded, once reduced (`functron.sync_gradients`). As the parameters are, except
+        grad_specs: ``grad_specs(param_specs) -> specs``: the sharding of the reduced gradients that
+            `update` and `step_` take (`functron.sync_gradients`). That of the parameters, except
             under `zero`.
-        bind: ``bind(specs, copies=1)``: the same transformation for parameters with these specs;
-            everyone can be called so. Whoever makes one gives the field a function that returns it,
-            or None where it is the same for all specs (`keep_specs`), and says by it that shards of
-            leaves give shards of its results. Without one it returns itself, and is refused where
-            ranks have parts of leaves, unless it is `elementwise`.
-        elementwise: whether an element of a parameter, of its update and of its state depends on
-            that element, its gradient and its state alone, besides counters and the leaf's path:
-            parts of leaves give parts of the results. False: it does not, or nobody says.
+        bind: ``bind(specs, copies=1)``: the same transformation for parameters with these specs. As
+            a field: a function that returns it, or None where all specs give the same
+            (`keep_specs`). Without one, a transformation that is not `elementwise` is refused where
+            leaves are sharded.
+        elementwise: whether each element of the update and of the state depends only on the same
+            element of parameter, gradient and state, besides counters and the leaf's path. Then
+            shards of leaves give shards of the results. False: it does not, or it is not known.
     """
 
     __slots__ = ()
@@ -125,12 +123,12 @@ class GradientTransformation(_Functions):
     ) -> GradientTransformation:
         """The same transformation, for parameters that are sharded like this.
 
-        What has been given specs of its own keeps them; binding twice changes nothing.
+        Specs that a transformation was given explicitly are kept; binding twice changes nothing.
 
         Args:
             specs: the parameters' specs, a tree or prefix tree of `P`.
-            copies: how many ranks of a pipeline hold each parameter, as
-                `pipeline.Partition.copies` says; for norms.
+            copies: number of pipeline ranks that hold each parameter, as
+                `pipeline.Partition.copies` gives it; for norms.
         """
         make = cast("Callable[..., GradientTransformation | None] | None", self[_BIND])
         if make is None and not self.elementwise and (answers := find_answers(specs)) is not None:
@@ -143,18 +141,18 @@ _BIND = GradientTransformation._fields.index("bind")
 
 
 def keep_specs(specs: tree.Tree, copies: tree.Tree = 1) -> None:
-    """The `bind` of what takes shards as it is, or has its specs already."""
+    """The `bind` of transformations that need no specs, or have them already."""
 
 
 @dataclass
 class Answers:
-    """The answers of a transformation to `ask`, and of all that it is made of.
+    """The answers of a transformation, and of all that it is made of, to `ask`.
 
     Attributes:
-        unfit: those that would take a shard for a whole leaf, each with the specs that it is given,
-            None for the leaves that it is not.
-        scales: how many scale the loss.
-        divides: whether one gives others parts of what ranks hold, as `zero` does.
+        unfit: transformations that would take a shard for a whole leaf, each with the specs that it
+            is given (None for leaves that it is not given).
+        scales: number of transformations that scale the loss.
+        divides: whether one divides leaves among ranks, as `zero` does.
     """
 
     unfit: list[tuple[GradientTransformation, tree.Tree]] = field(default_factory=list)
@@ -163,9 +161,9 @@ class Answers:
 
 
 class Question(P):
-    """A spec that asks: what is bound to it answers, and binds what it is made of to it.
+    """A spec that carries a question: transformations that are bound to it answer, and pass it on.
 
-    So `bind` is all that a wrapper has to pass on, and no field says what is inside of it.
+    So wrappers have nothing to implement but `bind`.
     """
 
     answers: Answers
@@ -201,10 +199,10 @@ Make = ParamSpec("Make")
 def bindable(
     make: Callable[Make, GradientTransformation],
 ) -> Callable[Make, GradientTransformation]:
-    """`make`, whose results `bind` makes again, with the specs that they were not given.
+    """`make`, whose results are made again by `bind`, with the specs that they were not given.
 
-    These are its argument `specs`, and `copies` if it has that; a transformation that it is given
-    as `inner` is bound too, and must not scale the loss.
+    These are its argument `specs`, and `copies` if it has that. A transformation passed as `inner`
+    is bound too, and must not scale the loss.
     """
     signature = inspect.signature(make)
     names, again = signature.parameters, cast(Callable[..., GradientTransformation], make)
@@ -271,14 +269,14 @@ def refuse_parts(
     mesh: Mesh | BoundMesh,
     pipeline: str | None = None,
 ) -> None:
-    """Raise ValueError for transformations that would take a rank's parts for whole parameters.
+    """Raise ValueError for transformations that would take a rank's shards for whole parameters.
 
     Args:
         title: of the message.
         optimizer: bound to the specs, or not.
         specs: the parameters' specs.
         mesh: the ranks.
-        pipeline: the axis whose ranks have other layers.
+        pipeline: the axis whose ranks hold different layers.
     """
     problems = []
     for each, own in ask(optimizer, specs).unfit:
@@ -329,19 +327,18 @@ def transformation(
 ) -> GradientTransformation:
     """A transformation from the functions that its author cares about; the rest follow.
 
-    Whatever dtype an update computes in, the state that it returns has the dtypes of the state that
-    it was given, those of `init`: checkpoints, donated memory and compiled steps rely on that.
+    The returned state has the dtypes of the given state, those of `init`, whatever dtype an update
+    computes in: checkpoints, donated memory and compiled steps rely on that.
 
-    Of the extra arguments `update` and `step_` are given those that they name, all if they have
+    `update` and `step_` are passed the extra arguments that they name, all if they have
     ``**extra``: ``def update(updates, state, params=None, *, value)`` needs the loss. One that
-    names `donated` is told so where it may overwrite `updates` and `state`, which is what an update
-    of large parts does to save memory.
+    names `donated` learns that it may overwrite `updates` and `state`, which saves memory in large
+    updates.
 
     `step_` defaults to `update` followed by `apply_updates_`, and `grad_specs` to the parameters'
-    specs. Say `elementwise` where it is (see `GradientTransformation`). Where it is not, results
-    depend on more of a leaf than a rank may have of it. Give `bind` then: ``bind(specs)``, or
-    ``bind(specs, copies)``, is the same transformation for parameters with these specs, as
-    `GradientTransformation.bind` has it; it sums over the axes that split a leaf:
+    specs. Pass ``elementwise=True`` where it holds (see `GradientTransformation`), else `bind`:
+    ``bind(specs)``, or ``bind(specs, copies)``, returns the same transformation for parameters with
+    these specs, which sums over the axes that split a leaf:
 
         def normalised(specs=None):
             def unit(u, spec):
@@ -357,9 +354,8 @@ def transformation(
                 lambda params: (), update, lambda param_specs: (), bind=normalised
             )
 
-    `bind` is called by whatever knows the specs: `make_step`, and `zero`, with those of the parts.
-    They refuse what has neither, wherever ranks have parts of what it is given: it would take each
-    for a whole leaf.
+    `make_step` calls `bind`, and `zero` with the specs of the shards. Where leaves are sharded they
+    refuse transformations that have neither.
     """
     call = _filter_extra(update)
 
@@ -462,11 +458,10 @@ def with_step(plain: GradientTransformation, step_: Callable) -> GradientTransfo
 
 
 def keep_dtypes(new: State, state: State) -> State:
-    """`new` in the dtypes of `state`, whose leaves `new` may have for its own.
+    """`new` in the dtypes of `state`; leaves of `new` may be those of `state`.
 
     Raises:
-        ValueError: a whole number has become a fraction, which its dtype would cut; or there are
-            other leaves.
+        ValueError: a floating-point leaf in place of an integer one, or another number of leaves.
     """
     before, after = tree.leaves(state), tree.leaves(new)
     if len(before) != len(after):
@@ -533,20 +528,19 @@ def scale(step_size: float) -> GradientTransformation:
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """The transformations one after another; the state is the tuple of their states.
 
-    `step_` runs `update` of all but the last, to which it gives up the gradients and the state
-    (``donated=True``), and then `step_` of the last: ``chain(clip_by_global_norm(1.0),
-    adamw(1e-3))`` scales the gradients where they are, then runs AdamW fused. So a chain takes no
-    memory beside that of its parts, and no pass over it more.
+    `step_` runs `update` with ``donated=True`` of all but the last, then `step_` of the last:
+    ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` scales gradients in place, then runs AdamW
+    fused. So a chain costs no memory, and no pass over it, beyond its parts.
 
-    Extra arguments go to all, but ``norm=``, that of the gradients, to the first alone: what the
-    others see has another norm, though it may be the same tensors.
+    All are passed the extra arguments, but ``norm=``, that of the gradients, goes to the first
+    alone, as later ones see other updates.
 
-    Gradients are wanted as the transformations together want them; before one under `zero` stand
-    only some without state, which see, and are bound to, the shards that it wants.
+    Before one under `zero` there may only be transformations without state, which are bound to, and
+    see, the shards that it wants.
 
     Raises:
         ValueError: (when called) the state is not the tuple of this chain's length; one of them
-            scales the loss; or one before `zero` can take no shards (`transformation` says how).
+            scales the loss; or one before `zero` cannot take shards (see `transformation`).
     """
     inside = [ask(t) for t in transformations]
     refuse_scaled("chain", "transformations", *inside)
@@ -613,8 +607,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 def apply_updates_(params: Params, updates: Updates) -> Params:
     """``params += updates`` in place, multi-tensor; returns `params`.
 
-    Under transforms of torch.func, whose tensors nobody gave up, it is `apply_updates`. A program
-    that is traced has it as one operation, on parameters that it made or that are donated to it.
+    Under transforms of torch.func, where nothing may be overwritten, it is `apply_updates`. In a
+    traced program it is one operation, on parameters that were made there or donated.
 
     Raises:
         ValueError: the structures differ, or an update varies over a mesh axis over which its
@@ -671,9 +665,9 @@ def multiplied(updates: Updates, factor: torch.Tensor) -> Updates:
 
 
 def purely() -> bool:
-    """Whether nothing may be overwritten: in a program that is traced, and under transforms.
+    """Whether nothing may be overwritten: in a traced program, and under torch.func transforms.
 
-    Those of torch.func around a step (vmap over states, grad through it): the tensors are the
-    caller's, who gave up none, and a derivative of what is overwritten would be lost.
+    There (vmap over states, grad through a step) the tensors are still the caller's, and
+    derivatives of what is overwritten would be lost.
     """
     return active() is not None or runs_transform()

@@ -1,23 +1,22 @@
-"""ZeRO (Rajbhandari et al. 2020): optimizer state divided among ranks that hold the same values.
+"""ZeRO (Rajbhandari et al. 2020): optimizer state sharded among ranks with the same parameters.
 
-A parameter that data-parallel ranks hold whole is updated by all of them alike, each with a copy of
-the optimizer's state. Under `zero` each rank has the state of one part, updates that part with its
-part of the gradient, and gathers the parameter from all parts.
+Data-parallel ranks that hold a parameter whole would all update it alike, each with a copy of the
+optimizer's state. Under `zero` each rank has the state of one shard, updates that shard with its
+shard of the gradient, and gathers the parameter from all shards.
 
-The parts are shards: the parameter's spec with the data axes that it does not mention appended to
-one dim (`shard_specs`). So a leaf of the state still has the parameter's shape and dims, a
-checkpoint reads it like the parameter, and an optimizer that needs matrices sees parts of matrices.
-Any shape works, as with the flat buffers of other implementations: where no dim divides, one is
-padded, with zeros that no norm, update or number ever sees (`functron.spmd.spec`).
+A shard's spec is the parameter's spec with the data axes that it does not mention appended to one
+dim (`shard_specs`). So a leaf of the state keeps the parameter's shape and dims, a checkpoint reads
+it like the parameter, and an optimizer that needs matrices sees shards of matrices. Where no dim
+divides, one is padded with zeros that no norm, update or number ever sees (`functron.spmd.spec`),
+so any shape works, as with the flat buffers of other implementations.
 
-Stage 1 is `zero`; stage 2 reduces gradients to the same shards in backward already
-(``make_step(..., scatter=True)``); in stage 3 the parameters' own specs mention the data axes, and
-nothing here is needed.
+Stage 1 is `zero`; stage 2 also reduces gradients to these shards in backward (``make_step(...,
+scatter=True)``); in stage 3 the parameters' own specs mention the data axes, and nothing here is
+needed.
 
-Other optimizers look at more of a parameter than one element at a time. What a mean over rows or a
-matrix is made of may lie on several ranks, and a stack of layers is many matrices in one tensor. A
-`WholeLeaf` says both of a parameter, so that its numbers are those of one rank that holds every
-matrix by itself.
+`WholeLeaf` is for optimizers that are not elementwise: it says how the dims of a parameter are
+sharded, and which are stacks of matrices, so that means over rows and the like are those of one
+rank that holds every matrix by itself.
 """
 
 from __future__ import annotations
@@ -72,11 +71,11 @@ def shard_specs(
     mesh: Mesh | BoundMesh,
     axes: Sequence[str] = (*DATA_AXES, *CONTEXT_AXES),
 ) -> tree.Tree:
-    """The specs of every rank's part of the parameters: their own, cut over data and context axes.
+    """The specs of every rank's shard of the parameters: their own, cut over data and context axes.
 
     The axes of `axes` that the mesh has and a leaf's spec does not mention are appended, minor, to
-    one of its dims: the first that they divide, or else the one that needs the least padding. Never
-    a dim of stacked layers. Leaves without a dim to cut stay replicated.
+    one of its dims: the first that they divide, else the one that needs the least padding. Never a
+    dim of stacked layers. Leaves without another dim stay replicated.
 
     Args:
         defs: the parameters' `ParamDef`s; or anything with shapes, where no dim is of layers.
@@ -109,10 +108,10 @@ def _shard(leaf: Any, spec: P, mesh: Mesh | BoundMesh, axes: Sequence[str]) -> P
 
 
 def padded_shapes(defs: tree.Tree, shards: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tree:
-    """The global shape of every parameter's parts together: the parameter's, and the padding.
+    """The global shape of every sharded parameter, with padding.
 
-    What a leaf of the state that is like a parameter has on a simulated mesh. A checkpoint holds no
-    padding: `functron.spmd.spec` has `unpad` and `pad`.
+    That is the shape, on a simulated mesh, of a leaf of the state that is like a parameter.
+    Checkpoints hold no padding: see `unpad` and `pad` of `functron.spmd.spec`.
     """
     return tree.map(lambda d, shard: padded_shape(d.shape, shard, mesh), defs, _full(shards, defs))
 
@@ -121,24 +120,24 @@ def padded_shapes(defs: tree.Tree, shards: tree.Tree, mesh: Mesh | BoundMesh) ->
 def zero(
     inner: GradientTransformation, specs: tree.Tree = None, shards: tree.Tree = None
 ) -> GradientTransformation:
-    """`inner` on this rank's part of the parameters only: ZeRO stage 1.
+    """`inner` on this rank's shard of the parameters only: ZeRO stage 1.
 
-    Its gradients have the specs `shards` (`grad_specs`), as has `inner`'s state. Updates and
-    parameters come back whole: one all-gather per leaf and axis, of the parameter's bytes in its
-    dtype (of the updates' for `update`). The numbers are those of `inner` alone.
+    Gradients and the state of `inner` have the specs `shards` (`grad_specs`). Updates and
+    parameters are gathered: one all-gather per leaf and axis, of the parameter's bytes in its dtype
+    (of the updates' for `update`). The numbers are those of `inner` alone.
 
-    Inside, `inner` sees shards, and is bound to their specs, as is what is chained before this.
-    `init` needs the mesh, so it runs inside a mapped program, as `functron.init_state` does.
+    `inner`, and transformations chained before this, are bound to `shards`. `init` needs the mesh,
+    so it runs inside a mapped program, as `functron.init_state` does.
 
     Args:
-        inner: elementwise, or aware of how its leaves are sharded: as `muon` is, or what is made by
+        inner: elementwise, or aware of how its leaves are sharded: as `muon` is, or made by
             ``optim.transformation(..., bind=...)``.
-        specs: the parameters' specs; None: those of `bind`.
+        specs: the parameters' specs; None: from `bind`.
         shards: those of `shard_specs`.
 
     Raises:
         ValueError: no `shards`, or `inner` takes none; (when called) they do not append axes to
-            `specs`, or there are none of these.
+            `specs`, or there are no `specs`.
     """
     if shards is None:
         fix = "pass optim.shard_specs(defs, specs, mesh)"
@@ -192,7 +191,7 @@ def _cuts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> list:
 
 
 def take_parts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
-    """This rank's parts of parameters with these specs: those that `shards` says."""
+    """This rank's shards of parameters with these specs."""
     leaves, structure = tree.flatten(params)
     rows = zip(leaves, _cuts(params, specs, shards), strict=True)
     return tree.unflatten(structure, [take(leaf, cuts) for leaf, cuts in rows])
@@ -201,7 +200,7 @@ def take_parts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.T
 def join_parts_(
     mine: tree.Tree, params: tree.Tree, specs: tree.Tree, shards: tree.Tree
 ) -> tree.Tree:
-    """All ranks' parts as they are now: `params`, overwritten, unless `purely`."""
+    """The parameters gathered from all ranks' shards: `params`, overwritten, unless `purely`."""
     if purely():
         return tree.map(laid_out, _join_all(mine, params, specs, shards), params)
     columns = tree.paths(params), tree.leaves(params), tree.leaves(mine)
@@ -228,8 +227,7 @@ def _full(specs: tree.Tree, like: tree.Tree) -> tree.Tree:
 def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     """`given` with the axes appended that `shards` appends to `specs`.
 
-    `given` may split dims that `specs` does not, by the ranks of a pipeline: between steps they
-    hold parts of what the program sees.
+    `given` may also split dims over the ranks of a pipeline, as states between steps are.
     """
     flat, structure = tree.flatten(shards, is_spec)
     like = tree.unflatten(structure, [0] * len(flat))
@@ -254,14 +252,14 @@ MATRICES = ("layers", "expert")
 
 @dataclass(frozen=True)
 class WholeLeaf:
-    """A parameter as a whole.
+    """The global shape and sharding of a parameter.
 
     Attributes:
         path: for messages.
-        shape: the global one. The first `num_stacked` sizes are not used: a rank of a pipeline has
+        shape: the global one; its first `num_stacked` sizes are not used, as pipeline ranks hold
             some of the layers only.
-        num_stacked: leading dims along which parameters are stacked, each of them by itself.
-        spec: how what the optimizer sees of it is split.
+        num_stacked: number of leading dims along which parameters are stacked.
+        spec: how the optimizer's view of it is sharded.
     """
 
     path: str
@@ -280,12 +278,12 @@ class WholeLeaf:
         return tuple(name for dim in dims for name in split[dim])
 
     def count(self, dims: Iterable[int]) -> int:
-        """How many elements these dims have together, on all ranks."""
+        """The global number of elements of these dims together."""
         return math.prod(self.shape[dim] for dim in dims)
 
 
 def num_stacked(d: Any) -> int:
-    """How many leading dims of a `ParamDef` are stacks; 0 of what has no names."""
+    """The number of leading stacked dims of a `ParamDef`; 0 without logical axes."""
     names, count = getattr(d, "axes", ()), 0
     while count < len(names) and names[count] in MATRICES:
         count += 1
@@ -297,8 +295,8 @@ def leaf_specs(specs: tree.Tree, value: tree.Tree, what: str) -> list[P]:
 
     Raises:
         ValueError: there are none, inside a program over more than one rank; or, where a simulation
-            is checked, a leaf varies over an axis that its spec lacks. Every rank would silently
-            compute another number.
+            is checked, a leaf varies over an axis that its spec lacks. Ranks would silently compute
+            different numbers.
     """
     leaves, axes = tree.leaves(value), [n for n, axis in scope().axes.items() if axis is not None]
     if specs is None:
@@ -398,9 +396,9 @@ def _split(size: int, axes: Sequence[str]) -> int:
 
 
 def mean(x: torch.Tensor, dims: Sequence[int], whole: WholeLeaf) -> torch.Tensor:
-    """The mean of x over these dims, which stay with size 1, of all ranks that have parts of them.
+    """The mean of x over these dims, which keep size 1, over all shards.
 
-    One all-reduce of the result where they are sharded. Padding is of zeros, and not counted.
+    One all-reduce of the result where they are sharded. Padding is zero, and not counted.
     """
     summed = x.sum(tuple(dims), keepdim=True) if dims else x
     axes = whole.axes(dims)
@@ -413,10 +411,10 @@ def root_mean_square(x: torch.Tensor, whole: WholeLeaf) -> torch.Tensor:
 
 
 def unpadded(x: torch.Tensor, dim: int, whole: WholeLeaf) -> torch.Tensor:
-    """x with zeros where this rank's part of a dim is padding.
+    """x with zeros in the padding of a dim.
 
     Args:
-        x: like a part of the parameter, but that other dims may have size 1.
+        x: like this rank's shard of the parameter, but other dims may have size 1.
         dim: one of its dims.
         whole: the parameter.
     """
@@ -428,7 +426,7 @@ def unpadded(x: torch.Tensor, dim: int, whole: WholeLeaf) -> torch.Tensor:
 
 
 def without(spec: P, dims: Iterable[int]) -> P:
-    """The spec of a value that lacks these dims of one with spec `spec`."""
+    """`spec` without these dims."""
     gone = set(dims)
     return P(*(entry for dim, entry in enumerate(spec) if dim not in gone))
 

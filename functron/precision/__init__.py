@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from functron.core import import_lazily
 
 if TYPE_CHECKING:
-    from functron.precision.product import grouped_product, history_def, product, quantised
+    from functron.precision.matmul import grouped_product, history_def, product, quantised
     from functron.precision.recipe import POLICIES, RECIPES, Contraction, PrecisionPolicy, Recipe
     from functron.precision.weights import encoder
 

@@ -1,6 +1,6 @@
 """Quantised weights ("codes"): made once per step, and gathered in place of the weights.
 
-Without them `functron.precision.product` quantises a weight in every forward and backward of every
+Without them `functron.precision.matmul` quantises a weight in every forward and backward of every
 microbatch, and fully sharded parameters are gathered in their own dtype. An `encoder` quantises
 this rank's shards before the first microbatch. Results have the same bits, as ranks agree on the
 scales that they share, and no block spans two shards. Bytes that are gathered:
@@ -71,7 +71,7 @@ def encoder(
     Args:
         recipe: one without `problems_of`.
         defs: the parameters' `ParamDef`s.
-        kernels: as in `functron.precision.product`.
+        kernels: as in `functron.precision.matmul`.
     """
     emulate = kernels.wants_reference("scaled_matmul")
 

@@ -54,7 +54,7 @@ class ParamDef:
         pieces: of a fused parameter, the original ones in order: the name of each one's layer, in
             place of this one's, and its entries of the last dim but one, which no rule may split;
             see `pieces_of`. (): it is not fused.
-        matrix: of a linear layer whose products `functron.nn.Products` computes, how many of the
+        matrix: of a linear layer whose products `functron.nn.Matmul` computes, how many of the
             last dims are inputs, and how many are outputs; (): of no such layer.
     """
 

@@ -338,7 +338,7 @@ def validate(
         if fits and config.precision.products and not precision:
             # whether blocks divide what each rank has
             _try(setup.layer_flops, messages)
-            if setup.options.products.logits:
+            if setup.options.matmul.logits:
                 _try(lambda: setup.stage_flops(Part(range(0), loss=True)), messages)
         if fits and not precision:
             _try(lambda: setup.encode, messages)
@@ -576,7 +576,7 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
     if recipe is None:
         return
     fix = "leave it out, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
-    if "products" not in config.family.settings:
+    if "matmul" not in config.family.settings:
         got = f"{config.precision.products} with {config.family.title}"
         yield Problem("products", got, "nothing: only GPTs have a place for it", "leave it out")
     elif recipe.draws and config.gpt.kv_rank:

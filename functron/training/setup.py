@@ -198,14 +198,14 @@ class RunSetup:
             "expert_axes": config.parallelism.expert_axis_names,
             "kernels": use(config.compute.kernels),
             "loss_chunk_tokens": config.compute.loss_chunk_tokens,
-            "products": nn.PRODUCTS,
+            "matmul": nn.MATMUL,
         }
         recipe = config.precision.recipe
         if recipe is not None:
             made = quantised(recipe, kernels=use(config.compute.kernels))
             ends = recipe.high(config.gpt.num_layers)
             kind = (recipe.draws, recipe.scaling == "delayed", *ends, recipe.logits == "low")
-            settings["products"] = nn.Products(*made, *kind)
+            settings["matmul"] = nn.Matmul(*made, *kind)
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
         return ModelOptions(self.stream, config.compute.remat, gather, **own)
 
@@ -353,8 +353,8 @@ class RunSetup:
 
     def high(self, part: Part) -> tuple[bool, ...]:
         """For each layer of a stage, whether its products stay in high precision."""
-        made, count = self.options.products, self.config.gpt.num_layers
-        return tuple(made.of_layer(at, count) is nn.PRODUCTS for at in part.layers)
+        made, count = self.options.matmul, self.config.gpt.num_layers
+        return tuple(made.of_layer(at, count) is nn.MATMUL for at in part.layers)
 
     @cached_property
     def without_pipeline(self) -> RunSetup:

@@ -113,7 +113,7 @@ def test_weights_and_gradients(experts, score, weighting):
     got = emulated(router._router_backward_kernel, *args)
     scale = wanted.abs().amax(-1, keepdim=True)
     assert ((got - wanted).abs() <= 2e-6 * scale).all()
-    torch.testing.assert_close(router._backward_reference(*args), got, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(router._router_backward_reference(*args), got, rtol=1e-5, atol=1e-6)
 
 
 def test_more_tokens_than_warps():
@@ -127,7 +127,7 @@ def test_more_tokens_than_warps():
         assert torch.equal(a[227:], b)
     cotangents = torch.ones(230, 2), logits
     d_logits = emulated(router._router_backward_kernel, *cotangents, *whole, *args[2:4])
-    wanted = router._backward_reference(*cotangents, *whole, *args[2:4])
+    wanted = router._router_backward_reference(*cotangents, *whole, *args[2:4])
     torch.testing.assert_close(d_logits, wanted)
 
 
@@ -272,7 +272,7 @@ CASES = [
     Case(ROUTER, plain, of_logits("sigmoid", "renormalised"), outputs=(1, 2)),
     Case(
         ROUTER_BACKWARD,
-        router._backward_reference,
+        router._router_backward_reference,
         backward_args("sigmoid", "renormalised"),
         moving=(0, 1, 3, 4),
     ),

@@ -3,7 +3,7 @@
 A machine is a TOML file: `hardware` reads those of functron (`MACHINES`) and those of users, which
 `functron doctor` writes too. Everything is a property of the machine; none of a model.
 
-* **Products** of matrices (`Matmul`): tiles of the result are computed side by side, one per
+* **Products** of matrices (`MatmulRate`): tiles of the result are computed side by side, one per
   multiprocessor, wave after wave; the last wave takes as long as the others, and a tile that the
   matrix fills in part as long as a full one. A tile of ``m x n`` over ``k`` takes
   ``2 m n (k + k0) / rate`` of the rate that large products reach. The fastest of the machine's
@@ -39,7 +39,7 @@ MACHINES: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.t
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulRate:
     """The fraction of the peak that products of matrices reach, by their shapes.
 
     Attributes:
@@ -187,7 +187,7 @@ class Hardware:
 
     name: str
     peak_flops: Mapping[str, float]
-    matmul: Matmul
+    matmul: MatmulRate
     attention: Mapping[str, float]
     memory: MemoryRates
     domain: Domain

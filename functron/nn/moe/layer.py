@@ -43,10 +43,10 @@ from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import (
     ACTIVATIONS,
     GATE_UP,
-    PRODUCTS,
+    MATMUL,
     SEQ_DIM,
     Activation,
-    Products,
+    Matmul,
     apart,
     gather_sequence,
     linear_defs,
@@ -172,7 +172,7 @@ def experts(
     axes: tuple[str, ...] = ("ep",),
     axis: str = "tp",
     kernels: Kernels = AUTO,
-    products: Products = PRODUCTS,
+    matmul: Matmul = MATMUL,
 ) -> Float[Tensor, "rows embed"]:
     """y = act(x up) down, or (act(x gate) * (x up)) down, by the expert of each row.
 
@@ -184,22 +184,22 @@ def experts(
         parts: among how many ranks the hidden dim is split. Their results are then parts of a sum,
             and each adds its part of the last bias.
         axes: the mesh axes that divide experts, and
-        axis: the one that splits the hidden dim if it is none of these: what `products` is told.
+        axis: the one that splits the hidden dim if it is none of these: what `matmul` is told.
         kernels: of ``"glu"``.
-        products: what computes the products; see `nn.mlp`.
+        matmul: what computes the products; see `nn.mlp`.
 
     Returns:
         ``[R, embed]``; zeros in rows that belong to no expert. No collectives but those of
-        `products`.
+        `matmul`.
 
     Raises:
         ValueError: see `check_activation`.
     """
-    params = apart(params, products)
+    params = apart(params, matmul)
     check_activation(activation, gated="up" not in params or "gate" in params)
     split = () if axis in axes else axis
     where = {"experts": axes, "inner": (), "outer": split}
-    wide = functools.partial(_linear, products, where, rows=rows, sizes=sizes, zeros=False)
+    wide = functools.partial(_linear, matmul, where, rows=rows, sizes=sizes, zeros=False)
     # of rows of no expert, nobody reads what is between the first and the last product
     if "gate_up" in params:
         both = {name: leaf.flatten(-2) for name, leaf in params["gate_up"].items()}
@@ -210,18 +210,18 @@ def experts(
     if gate is None:
         assert up is not None
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
-    elif products is PRODUCTS and kernels.takes("glu", gate, up):
+    elif matmul is MATMUL and kernels.takes("glu", gate, up):
         y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
         return _add_bias(y, params["down"], sizes, parts)
     else:
         hidden = GATED[activation](*halves(gate, up))
     where = {"experts": axes, "inner": split, "outer": ()}
     given: Any = {"rows": hidden, "sizes": sizes, "parts": parts, "zeros_back": False}
-    return _linear(products, where, "down", params["down"], **given)
+    return _linear(matmul, where, "down", params["down"], **given)
 
 
 def _linear(
-    products: Products,
+    matmul: Matmul,
     where: Mapping[str, Any],
     name: str,
     layer: dict,
@@ -233,7 +233,7 @@ def _linear(
     zeros_back: bool = True,
 ) -> Tensor:
     own = {"name": f"experts/{name}", **where}
-    y = products.grouped(rows, layer["w"], sizes, zeros, zeros_back, **own)
+    y = matmul.grouped(rows, layer["w"], sizes, zeros, zeros_back, **own)
     return _add_bias(y, layer, sizes, parts, zeros)
 
 
@@ -515,7 +515,7 @@ def mixture(
     axis: str = "tp",
     meanwhile: Callable[[], None] = lambda: None,
     kernels: Kernels = AUTO,
-    products: Products = PRODUCTS,
+    matmul: Matmul = MATMUL,
     **options: Any,
 ) -> Float[Tensor, "tokens embed"]:
     """y[n] = sum over the kept choices j of weights[n, j] * expert chosen[n, j] of x[n].
@@ -538,21 +538,21 @@ def mixture(
         axis: the one that splits the hidden dim, if it is none of these: results are then parts of
             a sum over its ranks.
         meanwhile, kernels: see `dispatched`.
-        products: see `experts`.
+        matmul: see `experts`.
         options: `kind` and `per_expert` of `dispatched`.
 
     Returns:
         ``[N, embed]`` in x's dtype. Collectives: those of `dispatched`.
     """
     own: Any = {"activation": activation, "num_experts": num_experts, "kernels": kernels,
-                "products": products, **options}  # fmt: skip
+                "matmul": matmul, **options}  # fmt: skip
     if (keep := keeper()) is not None:
         meanwhile()
         return keep.dispatched(
             functools.partial(mixture, **own), (params, x, chosen, weights, kept)
         )
     parts = 1 if axis in axes else lax.axis_size(axis)
-    where: Any = {"axes": axes, "axis": axis, "kernels": kernels, "products": products}
+    where: Any = {"axes": axes, "axis": axis, "kernels": kernels, "matmul": matmul}
 
     def compute(rows: Tensor, sizes: Tensor) -> Tensor:
         return experts(params, rows, sizes, activation=activation, parts=parts, **where)
@@ -623,7 +623,7 @@ def moe(
     axis: str = "tp",
     router: Router | None = None,
     kernels: Kernels = AUTO,
-    products: Products = PRODUCTS,
+    matmul: Matmul = MATMUL,
 ) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums]:
     """y = sum over a token's experts of weight times expert of x, plus the shared expert of x.
 
@@ -642,7 +642,7 @@ def moe(
         axis: the tensor-parallel axis.
         router: one of your own, in place of `route` and `auxiliary`; see `Router`.
         kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
-        products: what computes the products of `experts` and `nn.mlp`; the router's is torch's.
+        matmul: what computes the products of `experts` and `nn.mlp`; the router's is torch's.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
@@ -674,13 +674,11 @@ def moe(
 
     def meanwhile() -> None:
         if config.shared_dim:
-            shared.append(
-                _run_shared_expert(params, x, activation, stream, axis, kernels, products)
-            )
+            shared.append(_run_shared_expert(params, x, activation, stream, axis, kernels, matmul))
 
     y = _run_experts(
         params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile,
-        kernels, products,
+        kernels, matmul,
     )  # fmt: skip
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
@@ -699,7 +697,7 @@ def _run_experts(
     axis: str,
     meanwhile: Callable[[], None],
     kernels: Kernels,
-    products: Products,
+    matmul: Matmul,
 ) -> Tensor:
     """The weighted sum of each token's experts; with spec `stream`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
@@ -727,7 +725,7 @@ def _run_experts(
         per_expert=most,
         meanwhile=meanwhile,
         kernels=kernels,
-        products=products,
+        matmul=matmul,
     ).unflatten(0, (batch, seq))
     return reduce_partial(y, stream, axis) if parts > 1 else y
 
@@ -739,7 +737,7 @@ def _run_shared_expert(
     stream: P,
     axis: str,
     kernels: Kernels,
-    products: Products,
+    matmul: Matmul,
 ) -> Tensor:
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -747,7 +745,7 @@ def _run_shared_expert(
             f"wanted one of {', '.join(ACTIVATIONS)}"
         )
     known = cast(Activation, activation)
-    own: Any = {"stream": stream, "axis": axis, "kernels": kernels, "products": products}
+    own: Any = {"stream": stream, "axis": axis, "kernels": kernels, "matmul": matmul}
     y = mlp(params["shared"], x, activation=known, **own)
     if "shared_gate" in params:
         y = y * (x @ params["shared_gate"]["w"]).sigmoid()

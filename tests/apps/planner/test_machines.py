@@ -7,13 +7,13 @@ import torch
 
 from functron.apps import planner
 from functron.apps.planner import MACHINES, Hardware, RankPlacement, hardware
-from functron.apps.planner.machines import Domain, GroupReach, Matmul, MemoryRates, Network
+from functron.apps.planner.machines import Domain, GroupReach, MatmulRate, MemoryRates, Network
 from functron.spmd import Mesh
 
 ROUND = replace(
     hardware("a100"),
     peak_flops={"float32": 1e12, "bfloat16": 2e12},
-    matmul=Matmul(1.0, 4, ((128, 128, 1.0),), 1024.0),
+    matmul=MatmulRate(1.0, 4, ((128, 128, 1.0),), 1024.0),
     memory=MemoryRates(10**11, 1e12, 1.0),
     domain=Domain(8, 100e9, 1.0, 1e-6),
     network=Network(10e9, 1.0, 1e-5, 32, 2.0),

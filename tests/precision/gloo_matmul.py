@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from tests.precision.test_product import MESHES, SPECS, pair, problem
 
 import functron as ft
 from functron import lax
 from functron.precision import RECIPES
 from functron.spmd import Mesh, spec_axes
 from functron.spmd import spec as sharding
-from tests.precision.test_product import MESHES, SPECS, pair, problem
 from tests.ranks import on_the_first
 
 NAME = "dp=2,tp=2 sequence"

@@ -78,7 +78,7 @@ from functron.transforms.custom_vjp import custom_vjp
 from functron.transforms.parameter_gather import Encoded
 
 Axes = str | tuple[str, ...]
-Product = Callable[..., Tensor]
+QuantisedMatmul = Callable[..., Tensor]
 """``(x [..., inputs], w [inputs, outputs])`` to ``[..., outputs]``; with ``scaling=delayed`` also
 of a history."""
 
@@ -96,7 +96,7 @@ def product(
     runs: int = 1,
     path: str = "product",
     kernels: Kernels = AUTO,
-) -> Product:
+) -> QuantisedMatmul:
     """The function ``(x, w) -> x w`` whose three products are quantised by `recipe`.
 
     Its x is ``[..., tokens, inputs]`` and w ``[inputs, outputs]`` of one dtype, this rank's parts;
@@ -475,9 +475,9 @@ class _DrawPlaces:
 def quantised(
     recipe: Recipe, *, kernels: Kernels = AUTO
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The functions ``linear`` and ``grouped`` of `functron.nn.Products`, by a recipe.
+    """The functions ``linear`` and ``grouped`` of `functron.nn.Matmul`, by a recipe.
 
-    ``nn.Products(*quantised(recipe), draws=recipe.draws)`` serves all layers of a model. With
+    ``nn.Matmul(*quantised(recipe), draws=recipe.draws)`` serves all layers of a model. With
     ``scaling=delayed`` pass ``remembers=True`` and add the leaves of
     `functron.models.decoder.with_histories` to the parameters: both functions then take
     ``histories`` by name.

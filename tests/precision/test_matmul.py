@@ -226,7 +226,7 @@ def test_every_mesh_has_the_numbers_of_one_device(recipe, name, operands, alone)
 @pytest.mark.full
 @pytest.mark.distributed
 def test_processes(torchrun):
-    done = torchrun(Path(__file__).with_name("gloo_product.py"), 4, timeout=180)
+    done = torchrun(Path(__file__).with_name("gloo_matmul.py"), 4, timeout=180)
     assert all(f"{name}: ok" in done.stdout for name in ("fp8-tensor", "fp8-row", "nvfp4"))
 
 
@@ -638,3 +638,17 @@ def test_a_layer_of_experts_on_every_mesh(recipe, name, monkeypatch):
     close(got, want)
     for a, b in zip(tree.leaves(gradients), tree.leaves(pull(dy)), strict=True):
         close(a, b)
+
+
+def test_layers_at_the_ends_and_logits_keep_torchs_products():
+    low = nn.Matmul(first=1, last=2)
+    assert [low.of_layer(i, 5) is nn.MATMUL for i in range(6)] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert low.of_logits is nn.MATMUL
+    assert low._replace(logits=True).of_logits is not nn.MATMUL
