@@ -297,7 +297,6 @@ SHARED_TYPE_NAMES = frozenset(
         "Config",
         "Draw",
         "Dtype",
-        "Finding",
         "Format",
         "Function",
         "Group",
@@ -310,7 +309,6 @@ SHARED_TYPE_NAMES = frozenset(
         "Part",
         "Piece",
         "Placement",
-        "Program",
         "Quantised",
         "Record",
         "Row",
@@ -319,7 +317,6 @@ SHARED_TYPE_NAMES = frozenset(
         "Score",
         "Setting",
         "Source",
-        "State",
         "Step",
         "Tensors",
         "Text",
@@ -383,7 +380,6 @@ OTHERS = frozenset(
 
 UNRESOLVED = frozenset(
     [
-        "dp_reshardable",
         "eps_root",
         "eval_batches",
         "eval_data",
@@ -391,7 +387,6 @@ UNRESOLVED = frozenset(
         "join_schedules",
         "lora_targets",
         "polynomial_schedule",
-        "torch_dist",
     ]
 )
 """References of other rooms that point at nothing; it gets shorter."""
@@ -489,7 +484,6 @@ LARGE = frozenset(
         "_introduction",
         "context_attention",
         "generate",
-        "llama",
         "moe",
         "multi_token",
         "offload",

@@ -221,11 +221,7 @@ def _nest_leaves(stored: Checkpoint) -> dict[str, Any]:
         if dtype is None:
             found.append(Problem(path, leaf.dtype_name, "a dtype that torch has"))
             continue
-        *above, name = path.split("/")
-        node = out
-        for key in above:
-            node = node.setdefault(key, {})
-        node[name] = torch.empty(leaf.shape, dtype=dtype, device="meta")
+        tree.put(out, path, torch.empty(leaf.shape, dtype=dtype, device="meta"))
     raise_problems(f"cannot restore the checkpoint {stored.path}", found)
     return out
 

@@ -452,11 +452,7 @@ def commit(
 
     nested: dict[str, Any] = {}
     for leaf in leaves:
-        *above, name = leaf.path.split("/")
-        node = nested
-        for key in above:
-            node = node.setdefault(key, {})
-        node[name] = leaf
+        tree.put(nested, leaf.path, leaf)
     here = jax.process_index()  # not 0 where the program uses jax.distributed for its own purposes
     alone = ocp.options.MultiprocessingOptions(
         primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"functron{here}"

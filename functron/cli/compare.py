@@ -37,7 +37,7 @@ class CompareOptions:
 
 
 def _nest(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of functron 0.1 in sections; most comparisons have none, and need no torch."""
+    """Nest the settings of functron 0.1, which are rare; the import takes torch."""
     return nest_table(table, importlib.import_module("functron.training.config").TrainConfig)
 
 

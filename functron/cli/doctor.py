@@ -263,9 +263,7 @@ def _check_devices() -> Iterator[Check]:
     if not torch.cuda.is_available():
         if driver and torch.version.cuda is None:
             fix = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
-            yield Check(
-                "gpu", "this torch is for CPUs, on a machine with a GPU", "missing", fix
-            )
+            yield Check("gpu", "this torch is for CPUs, on a machine with a GPU", "missing", fix)
         elif driver:
             fix = (
                 "nvidia-smi shows whether the driver works; CUDA_VISIBLE_DEVICES may hide the GPUs"
@@ -295,9 +293,7 @@ def _check_communication() -> Iterator[Check]:
         yield Check("distributed", "this torch has no torch.distributed", "broken", fix)
         return
     gloo = dist.is_gloo_available()
-    yield Check(
-        "gloo", "in torch" if gloo else "not in this torch", "ok" if gloo else "broken"
-    )
+    yield Check("gloo", "in torch" if gloo else "not in this torch", "ok" if gloo else "broken")
     if dist.is_nccl_available() and torch.version.cuda is not None:
         yield Check("nccl", ".".join(map(str, nccl.version())))
     else:
@@ -306,7 +302,6 @@ def _check_communication() -> Iterator[Check]:
 
 
 def _check_compiler() -> Iterator[Check]:
-    """NVRTC, and whether functron's kernels can be used."""
     reason = nvrtc.missing()
     if reason is None:
         archs = ", ".join(f"sm_{number}" for number in nvrtc.supported())
@@ -325,15 +320,12 @@ def _check_compiler() -> Iterator[Check]:
 def _check_cache() -> Check:
     folder = nvrtc.default_folder()
     if folder is None:
-        return Check(
-            "cache", "none: this user has no home, so kernels compile in every process"
-        )
+        return Check("cache", "none: this user has no home, so kernels compile in every process")
     sizes = [path.stat().st_size for path in folder.glob(f"*{nvrtc.SUFFIX}")]
     return Check("cache", f"{folder}: {len(sizes)} cubins, {sum(sizes) / 2**20:.1f} MiB")
 
 
 def _check_extras() -> Iterator[Check]:
-    """The extras of the installation."""
     for extra, requirements in declared()[1].items():
         lacking = [
             name + wanted

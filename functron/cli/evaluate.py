@@ -451,7 +451,7 @@ def _continue_prompt(
         tokens = generate(
             params,
             model,
-            _rows(ids, mesh, device),
+            _repeat_prompt(ids, mesh, device),
             options.tokens,
             temperature=options.temperature,
             top_k=options.top_k,
@@ -485,7 +485,7 @@ def _restore_spans(
         tokens = respond(
             params,
             model,
-            _rows(ids, mesh, device),
+            _repeat_prompt(ids, mesh, device),
             options.tokens,
             draw=Draw(options.temperature, options.top_k, options.top_p),
             key=random.key(options.seed).to(device),
@@ -497,7 +497,7 @@ def _restore_spans(
     return program
 
 
-def _rows(ids: list[int], mesh: Mesh | BoundMesh, device: torch.device) -> torch.Tensor:
+def _repeat_prompt(ids: list[int], mesh: Mesh | BoundMesh, device: torch.device) -> torch.Tensor:
     """This process's rows: the prompt, once for every data-parallel rank."""
     simulated = () if isinstance(mesh, BoundMesh) else DATA_AXES
     copies = math.prod(mesh[axis] for axis in simulated)

@@ -1,6 +1,6 @@
-"""The options of a command: those of a dataclass, its docstring the help, and what was meant.
+"""Command-line options from a dataclass, with help from its docstring and suggestions for typos.
 
-A dataclass may have others as fields, whose options go under the field's name, or under none.
+Fields may be dataclasses, whose options have the field's name as a prefix, or none.
 """
 
 from __future__ import annotations
@@ -118,20 +118,20 @@ def parse(
 ) -> T:
     """The options of ``functron COMMAND`` in `arguments`.
 
-    What its settings say of themselves (`functron.core.settings`) decides on their names, their
-    boxes in the help, and which of them --help shows; --help-all shows all.
+    Metadata of settings (`functron.core.settings`) determine names, boxes of the help, and which
+    options --help shows; --help-all shows all.
 
     Args:
-        kind: a dataclass, whose fields are the options and whose docstring describes them.
-        arguments: those after the command.
+        kind: a dataclass, whose fields are the options, described by its docstring.
+        arguments: after the command.
         command: its name.
-        default: an instance with the values of options that are not given; None: the fields' own.
-        needs: what options need to have an effect, by the names of their settings.
+        default: an instance with the values of missing options; None: the fields' defaults.
+        needs: conditions under which options have an effect, by names of settings; options without
+            one always have.
 
     Raises:
-        functron.cli.process.InputError: options that do not exist, each with the nearest that do;
-            or options that have no effect.
-        SystemExit: arguments that do not parse (code 2), or --help (code 0).
+        functron.cli.process.InputError: options are unknown, or have no effect.
+        SystemExit: arguments cannot be parsed (code 2), or --help (code 0).
     """
     found = list(options_of(kind if default is None else default))
     options = [option for option in found if not option.instead]
@@ -172,13 +172,13 @@ def parse(
 
 
 def _unused_in(made: Any, default: Any, needs: Needs, named: Iterable[str]) -> Iterator[Problem]:
-    """The options that somebody set and that have no effect, of those of dataclasses in it too.
+    """Problems of options that were given and have no effect, nested dataclasses included.
 
     Args:
         made: the options.
-        default: those where none is given, such as of a run; None: the fields' own.
-        needs: by the names of their settings.
-        named: these names, of the options that were given.
+        default: the values of missing options, such as those of a run; None: the fields' defaults.
+        needs: conditions by names of settings.
+        named: the names of settings that were given.
     """
     fields = [field.name for field in dataclasses.fields(made)]
     inside = [field for field in fields if _is_flat(type(made), field)]
@@ -192,7 +192,7 @@ def _unused_in(made: Any, default: Any, needs: Needs, named: Iterable[str]) -> I
 
 
 def _is_set_back(made: Any, default: Any, name: str) -> bool:
-    """Whether an option undoes what a run says, and leaves what is usual without one."""
+    """Whether an option restores a default that a run had changed."""
     path = path_of(type(made), name)
     above, _, last = path.rpartition(".")
     if default is None or path.partition(".")[0] not in vars(made):
@@ -203,7 +203,7 @@ def _is_set_back(made: Any, default: Any, name: str) -> bool:
 
 
 def _is_flat(kind: type, name: str) -> bool:
-    """Whether a field is a dataclass whose options have no name of it before theirs."""
+    """Whether a field is a dataclass whose options have no prefix."""
     return _is_flat_hint(_hints(kind)[name])
 
 
@@ -213,7 +213,7 @@ def _is_flat_hint(hint: Any) -> bool:
 
 
 def named_fields(arguments: Sequence[str], options: Iterable[Option]) -> frozenset[str]:
-    """The names of the settings whose options stand in `arguments`, on or off."""
+    """The names of the settings in `arguments`, on or off."""
     words = {word.partition("=")[0].replace("_", "-") for word in arguments}
     return frozenset(
         option.field
@@ -228,7 +228,7 @@ def _negate(name: str) -> str:
 
 
 def with_names(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
-    """The arguments with the names of options where they have paths, ``--checkpoint.keep-last``."""
+    """Replace paths, such as ``--checkpoint.keep-last``, by the names of options."""
     names: dict[str, str] = {}
     for option in options:
         path = option.path.replace("_", "-")
@@ -249,16 +249,16 @@ def _recorded_problems(arguments: Sequence[str], options: Iterable[Option]) -> I
         given = word.partition("=")[0]
         name = given.removeprefix("--").partition(".")[0].replace("-", "_")
         if word.startswith("--") and name in instead:
-            got, wanted = "what a run records and nothing reads", "an option"
+            got, wanted = "a record of a run", "an option"
             yield Problem(given, got, wanted, instead[name])
 
 
-# --- sections whose settings have short names, which tyro sees as fields of the whole
+# --- settings with short names, which tyro parses as fields at the top
 
 
 @functools.cache
 def _flat_fields(kind: type) -> tuple[tuple[str, str, Any], ...]:
-    """The fields of `_flat_kind`, with the paths in `kind` and their annotations."""
+    """Name, path and annotation of the fields of `_flat_kind`."""
     found: list[tuple[str, str, Any]] = []
     for field in dataclasses.fields(kind):
         hint, path = _hints(kind)[field.name], field.name
@@ -275,7 +275,7 @@ def _flat_fields(kind: type) -> tuple[tuple[str, str, Any], ...]:
 
 
 def _flat_settings(section: dataclasses.Field, inner: type) -> Iterator[tuple[str, str, Any]]:
-    """The settings of a section as fields: by their short names, or called by their paths."""
+    """The settings of a section, under their short names or their paths."""
     for field in dataclasses.fields(inner):
         short = mark_of(field).short or (field.name if mark_of(section).flat else "")
         path, hint = f"{section.name}.{field.name}", _hints(inner)[field.name]
@@ -287,10 +287,9 @@ def _flat_settings(section: dataclasses.Field, inner: type) -> Iterator[tuple[st
 
 @functools.cache
 def _flat_kind(kind: type) -> Any:
-    """A dataclass with the settings of a section that have short names as fields of its own.
+    """A dataclass with settings that have short names as fields at the top, for tyro.
 
-    So tyro parses them by these, and names them so in what it says; `kind` itself where no section
-    has any.
+    `kind` itself if there are none.
     """
     fields = _flat_fields(kind)
     if all(name == path and hint == _hints(kind)[path] for name, path, hint in fields):
@@ -300,7 +299,7 @@ def _flat_kind(kind: type) -> Any:
 
 
 def _flatten(value: Any, flat: Any) -> Any:
-    """An instance as one of `_flat_kind`."""
+    """An instance of a dataclass as one of its `_flat_kind`."""
     if type(value) is flat:
         return value
     fields = {}
@@ -312,7 +311,7 @@ def _flatten(value: Any, flat: Any) -> Any:
 
 
 def _gather(base: Any, parsed: Any) -> Any:
-    """`base` with what an instance of its `_flat_kind` has."""
+    """The inverse of `_flatten`, on `base`."""
     if type(parsed) is type(base):
         return parsed
     values = {}
@@ -331,12 +330,12 @@ class Option:
         field: the name of its setting: ``save_every``, ``gpt.num_layers``.
         path: where it is in the dataclass: ``checkpoint.save_every``, ``gpt.num_layers``.
         metavar: placeholder of its value; empty where it is a switch.
-        default: its value where it is not given; `dataclasses.MISSING`: it must be.
+        default: its value if it is not given; `dataclasses.MISSING`: it is required.
         text: the description.
-        positional: whether it goes without its name.
-        box: of the help; empty: that of the options that no box has.
-        common: whether --help shows it, where it is in a box.
-        instead: what to do in place of giving it, where it is none.
+        positional: it has no name on the command line.
+        box: of the help; empty: the first one.
+        common: --help shows it, if it is in a box.
+        instead: what to do instead, if it is not an option but a record.
     """
 
     name: str
@@ -397,7 +396,7 @@ def options_of(value: Any, prefix: str = "", box: str = "", flat: bool = False) 
 
 
 def _own_box(field: dataclasses.Field) -> str:
-    """The box that a section has without saying so."""
+    """The box of a section that names none."""
     return field.name if is_marked(field) else ""
 
 
@@ -411,7 +410,7 @@ def _boxes_of(kind: type) -> Iterator[str]:
 
 
 def _metavar(hint: Any) -> str:
-    """The placeholder of a value of this kind; empty for a switch."""
+    """The placeholder of a value; empty: a switch."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is bool:
         return ""
@@ -431,7 +430,6 @@ def _metavar(hint: Any) -> str:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The annotations of a dataclass's fields."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
@@ -448,14 +446,13 @@ def _texts(kind: type) -> dict[str, str]:
 
 
 def _meant(word: str, known: Sequence[str]) -> str:
-    """The fix for an option that does not exist."""
     typed = re.split("=", word.lstrip("-").replace("_", "-").lower(), maxsplit=1)[0]
     found = list(dict.fromkeys(_candidates(typed.removeprefix("no-"), known)))
     return f"did you mean {' or '.join(found[:3])}?" if found else "see --help"
 
 
 def _candidates(typed: str, known: Sequence[str]) -> list[str]:
-    """Options that go by this name elsewhere, or that end in it; else those nearest to it."""
+    """Options with this name elsewhere, or that end in it; otherwise the nearest names."""
     meant = [o for o, names in _ALIASES.items() if typed in names.split() and o.split()[0] in known]
     last = {option: option.rpartition(".")[2] for option in known}
     meant += [option for option in known if last[option] == typed]
@@ -476,11 +473,11 @@ def _help(kind: type, prog: str, options: Sequence[Option], *, everything: bool)
     """The help of a command: how to call it, its description, and its options in boxes.
 
     Args:
-        kind: the dataclass of the options, whose docstring has the description.
+        kind: the dataclass of the options.
         prog: the command.
         options: its options.
-        everything: show all options of boxes, and all of their descriptions; otherwise the common
-            ones, each with the beginning of its description.
+        everything: show all options with full descriptions; otherwise common ones, each with the
+            beginning of its description.
     """
     places = [option.metavar for option in options if option.positional]
     doc = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0]
@@ -514,7 +511,7 @@ def _describe(option: Option, *, brief: bool = False) -> str:
 
 
 def _box(title: str, rows: Iterable[tuple[str, str]], columns: int) -> str:
-    """Options and their descriptions beside them, or below long options, in a frame."""
+    """Options and descriptions in a frame, side by side, or below long options."""
     inner = columns - 4
     lines = []
     for name, text in rows:

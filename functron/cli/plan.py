@@ -262,7 +262,7 @@ def _write(
     if options.out is not None:
         options.out.write_text(
             f"# {shlex.join(['functron', 'plan', *arguments])}\n"
-            f"# {planner.describe_best(found, choices.machine)}\n"
+            f"# {choices.machine.name}: {planner.describe_estimate(best.estimate)}\n"
             f"{dump(best.candidate)}",
             encoding="utf-8",
         )
