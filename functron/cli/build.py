@@ -76,8 +76,6 @@ def build(
     """Compile every variant of the sources for every architecture, and give them in this order.
 
     Args:
-        chosen: the sources.
-        archs: the architectures.
         folder: of the cache; None: the default one.
         jobs: threads, which NVRTC allows; 0: one per processor.
 

@@ -125,10 +125,10 @@ def outside() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutsideError(_message(error)) from error
+        raise OutsideError(_describe_error(error)) from error
 
 
-def _message(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     if error.filename is None:
         return error.strerror or str(error)
     problem = Problem(

@@ -168,7 +168,7 @@ def migrate(arguments: Sequence[str]) -> int:
     with mistakes():
         made = megatron.migrate(
             options.source,
-            variables=_variables(options.env),
+            variables=_parse_variables(options.env),
             extra=shlex.join(options.extra),
             without=options.without,
             processes=options.processes,
@@ -180,15 +180,15 @@ def migrate(arguments: Sequence[str]) -> int:
             raise_problems("these arguments have no counterpart", [
                 Problem(row.name, row.value, row.why, fix) for row in made.rows_of("not supported")
             ])  # fmt: skip
-        _write(options.out, made)
+        _write_config(options.out, made)
     if options.json:
         print(json.dumps([asdict(row) for row in made.rows], indent=2))
     else:
-        print("\n".join([str(made), "", *_conclusion(options.out, made)]))
+        print("\n".join([str(made), "", *_describe_result(options.out, made)]))
     return 0
 
 
-def _variables(words: Sequence[str]) -> dict[str, str]:
+def _parse_variables(words: Sequence[str]) -> dict[str, str]:
     """Variables by name.
 
     Raises:
@@ -203,7 +203,7 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _write(path: Path, made: Migration) -> None:
+def _write_config(path: Path, made: Migration) -> None:
     title, fix = "cannot write the configuration", "name another: --out FILE"
     if path.exists():
         refuse(title, str(path), "a file that is there", "a new one", fix)
@@ -213,7 +213,7 @@ def _write(path: Path, made: Migration) -> None:
         refuse(title, str(path), error.strerror or str(error), "a file to write", fix)
 
 
-def _conclusion(path: Path, made: Migration) -> list[str]:
+def _describe_result(path: Path, made: Migration) -> list[str]:
     config, missing = made.config, len(made.rows_of("not supported"))
     lines = [f"{path}: {config.title}, on {config.parallelism.mesh or 'one rank'}"]
     if missing:
@@ -300,14 +300,14 @@ class PreprocessOptions(PreprocessSettings):
 def preprocess(arguments: Sequence[str]) -> int:
     """Make the tokens, and print a summary."""
     settings = parse(PreprocessOptions, arguments, "preprocess", needs=SETTINGS_NEEDS)
-    with mistakes(), _bar() as report:
+    with mistakes(), _show_progress() as report:
         summary = make_tokens(settings, report)
     print(summary)
     return 0
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
+def _show_progress() -> Iterator[Callable[[Progress], None]]:
     """A bar over the bytes of the text, with tokens per second."""
     bars: list[tqdm] = []
 

@@ -251,13 +251,13 @@ _QUERY_SCALAR = HubEntry(
 _LOCAL = "rope_local_base_freq"
 
 
-def _settings(name: str, value: Any) -> Mapping[str, Any]:
+def _read_settings(name: str, value: Any) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise EntryError(Problem(name, repr(value), "an object or null"))
     return value or {}
 
 
-def _local_rope(theta: float, local: float) -> HubEntry:
+def _make_local_rope(theta: float, local: float) -> HubEntry:
     """Gemma 3's two ropes; listed after the entry of windows.
 
     Args:
@@ -274,8 +274,8 @@ def _local_rope(theta: float, local: float) -> HubEntry:
             raise EntryError(Problem("rope_parameters", repr(both), wanted))
         if both:
             names = ("full_attention", "sliding_attention")
-            whole, here = (_settings(f"rope_parameters.{n}", both.get(n)) for n in names)
-            older = _settings("rope_scaling", table.get("rope_scaling"))
+            whole, here = (_read_settings(f"rope_parameters.{n}", both.get(n)) for n in names)
+            older = _read_settings("rope_scaling", table.get("rope_scaling"))
             base = here.get("rope_theta", base)
             if (kind := here.get("rope_type", "default")) != "default":
                 name = "rope_parameters.sliding_attention.rope_type"
@@ -463,7 +463,7 @@ GEMMA3 = HubFormat(
             tied=True, act=_GEMMAS_ACT, positions=None,
         ),
         window(4096, layered=True, every="sliding_window_pattern", default_every=6),
-        _local_rope(1e6, 1e4),
+        _make_local_rope(1e6, 1e4),
         *_GEMMAS,
         fixed(qk_norm=True),
         _cap("final_logit_softcapping", "logit_cap", None),

@@ -83,9 +83,7 @@ def read_entries(
     """Our fields of a config.json.
 
     Args:
-        entries: of the format.
         ignored: names that change nothing, beside `GENERAL`.
-        table: the config.json.
         problems: of entries that are invalid or unknown; they are added to these.
         ignore: further names to ignore.
     """
@@ -139,14 +137,14 @@ def family_fix(kind: str, known: Iterable[str]) -> str:
     names = sorted(known)
     meant = [name for name in names if _is_slip(kind, name)]
     if meant and kind not in _OTHERS:
-        same = [name for name in meant if _letters(name) == _letters(kind)]
+        same = [name for name in meant if _normalise(name) == _normalise(kind)]
         return f"did you mean {[*same, *meant][0]!r}?"
     return f"{kind!r} is not supported; supported: {', '.join(names)}"
 
 
 def _is_slip(one: str, other: str) -> bool:
     """Whether two names have the same digits, and differ by at most one letter."""
-    a, b = _letters(one), _letters(other)
+    a, b = _normalise(one), _normalise(other)
     if re.sub(r"\D", "", a) != re.sub(r"\D", "", b):
         return False
     while a and b and a[0] == b[0]:
@@ -155,7 +153,7 @@ def _is_slip(one: str, other: str) -> bool:
     return swapped or a[1:] == b[1:] or a[1:] == b or a == b[1:]
 
 
-def _letters(name: str) -> str:
+def _normalise(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -201,8 +199,6 @@ def same(theirs: str, ours: str, default: Any) -> HubEntry:
     """An entry that is our field under another name.
 
     Args:
-        theirs: the entry.
-        ours: the field.
         default: transformers', of the entry's type.
     """
     return HubEntry(
@@ -289,7 +285,6 @@ def activation(theirs: str, default: str, names: Mapping[str, str] = ACTIVATIONS
     """The activation.
 
     Args:
-        theirs: the entry.
         default: transformers'.
         names: ours by theirs.
     """
@@ -379,8 +374,8 @@ def window(
     def read(table: HubTable, values: Mapping) -> dict:
         size = get_whole(table, "sliding_window", default)
         wide = table.get(every, default_every) if every else default_every
-        windowed = _windowed_layers(table, values.get("num_layers", 0), switched, wide)
-        pattern = _global_every(windowed) if layered else 0
+        windowed = _find_windowed_layers(table, values.get("num_layers", 0), switched, wide)
+        pattern = _find_global_every(windowed) if layered else 0
         used = not switched or bool(table.get("use_sliding_window"))
         if not used or not size or (layered and True not in windowed):
             return {}
@@ -412,7 +407,9 @@ def window(
     return HubEntry(tuple(theirs), ("window", "global_every"), read, write)
 
 
-def _windowed_layers(table: HubTable, num_layers: int, switched: bool, wide: int) -> list[bool]:
+def _find_windowed_layers(
+    table: HubTable, num_layers: int, switched: bool, wide: int
+) -> list[bool]:
     """Which layers have a window, by ``layer_types`` or transformers' defaults."""
     types = table.get("layer_types")
     if types:
@@ -428,7 +425,7 @@ def _windowed_layers(table: HubTable, num_layers: int, switched: bool, wide: int
     return [(layer + 1) % wide != 0 for layer in range(num_layers)]
 
 
-def _global_every(windowed: Sequence[bool]) -> int | None:
+def _find_global_every(windowed: Sequence[bool]) -> int | None:
     """Our `global_every` of these layers; None: there is none."""
     every = windowed.index(False) + 1 if False in windowed else 0
     fits = all(yes == bool(not every or (i + 1) % every) for i, yes in enumerate(windowed))
@@ -487,7 +484,7 @@ def rope(
             raise EntryError(Problem(f"{name}.rope_type", repr(kind), " or ".join(_NEEDED), fix))
         if kind == "yarn" and settings.get(_ORIGINAL) is None and "max_seq" in values:
             settings[_ORIGINAL] = table.get(LONGEST, values["max_seq"])
-        scaling = _scaling(kind, settings, name)
+        scaling = _read_scaling(kind, settings, name)
         return {"rope_theta": base, "rope_fraction": float(fraction), "rope_scaling": scaling}
 
     def write(config: GPTConfig) -> dict:
@@ -512,7 +509,7 @@ def rope(
     return HubEntry(theirs, ("rope_theta", "rope_scaling", "rope_fraction"), read, write)
 
 
-def _scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeScaling | None:
+def _read_scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeScaling | None:
     optional = _OPTIONAL if kind == "yarn" else ()
     given = [key for key in optional if settings.get(key) is not None]
     needed = _NEEDED[kind]

@@ -160,11 +160,11 @@ def read_json(path: Path) -> Any:
 
 
 def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
-    found = _os_problem(path, error)
+    found = _describe_os_error(path, error)
     refuse("cannot read a file", found.path, found.got, found.wanted, found.fix)
 
 
-def _os_problem(path: Path, error: OSError) -> Problem:
+def _describe_os_error(path: Path, error: OSError) -> Problem:
     fix = on_hub(path.parent if path.suffix else path) or "check the spelling"
     if isinstance(error, PermissionError):
         fix = "let this user read it (chmod, chown)"
@@ -175,7 +175,7 @@ def _explain_no_weights(folder: Path) -> Problem:
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
-        return _os_problem(folder, error)
+        return _describe_os_error(folder, error)
     wanted = f"{SINGLE}, or {INDEX} and its files"
     pickled = [name for name in names if re.search(r"\.(bin|pt|pth|ckpt)\Z", name)]
     if pickled:
@@ -222,7 +222,7 @@ def _open_file(file: Path, problems: list[Problem]) -> dict[str, Stored]:
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         stored, end = _read_places(file, tensors, 8 + length)
     except OSError as error:
-        problems.append(_os_problem(file, error))
+        problems.append(_describe_os_error(file, error))
         return {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         got = "a broken header" if not isinstance(error, _HeaderError) else str(error)
@@ -280,14 +280,14 @@ class Planned:
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
-        return sum(_nbytes(dtype, shape) for _, dtype, shape in self.tensors)
+        return sum(_count_bytes(dtype, shape) for _, dtype, shape in self.tensors)
 
     def header(self) -> bytes:
         """The bytes before the data."""
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, dtype, shape in self.tensors:
-            start, end = end, end + _nbytes(dtype, shape)
+            start, end = end, end + _count_bytes(dtype, shape)
             entry = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
             table[name] = entry
         text = json.dumps(table, separators=(",", ":")).encode()
@@ -295,7 +295,7 @@ class Planned:
         return len(text).to_bytes(8, "little") + text
 
 
-def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+def _count_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
@@ -309,7 +309,7 @@ def plan(
     groups: list[list] = [[]]
     size = 0
     for entry in tensors:
-        more = _nbytes(*entry[1:])
+        more = _count_bytes(*entry[1:])
         if groups[-1] and size + more > max_bytes:
             groups.append([])
             size = 0

@@ -191,8 +191,6 @@ def layouts(
     """The rules that apply to a model, with its sizes; rules of leaves that it lacks do not.
 
     Args:
-        rules: of a format.
-        defs: `ParamDef` of the model.
         vocab_size: without padding.
         numbers: by the first name in the path of stacked leaves, numbers of their rows that do not
             start at 0.

@@ -76,7 +76,7 @@ _PLAIN_ROUTER = NameRule(f"{LAYER}.mlp.gate.weight", _ROUTER[0], (f"{_MOE}/route
 _BLOCK = (*NORMS, *ATTENTION)
 
 
-def _each(name: str, names: tuple[str, str, str]) -> tuple[NameRule, ...]:
+def _list_expert_rules(name: str, names: tuple[str, str, str]) -> tuple[NameRule, ...]:
     """The rules of experts' gate, up and down projections, a tensor each."""
     kinds = zip(names, ("gate", "up", "down"), (UP, UP, DOWN), strict=True)
     return tuple(
@@ -100,7 +100,7 @@ _FUSED = (
 )
 
 
-def _stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
+def _rename_stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
     """The rules of `blocks` for another stack of layers."""
     return tuple(
         dataclasses.replace(
@@ -110,8 +110,8 @@ def _stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
     )
 
 
-def _qwen3(*layers: NameRule) -> tuple[NameRule, ...]:
-    return (*START, *_stack("dense", (*_BLOCK, *MLP)), *_BLOCK, _PLAIN_ROUTER, *layers, *END)
+def _list_qwen3_rules(*layers: NameRule) -> tuple[NameRule, ...]:
+    return (*START, *_rename_stack("dense", (*_BLOCK, *MLP)), *_BLOCK, _PLAIN_ROUTER, *layers, *END)
 
 
 _LATENT = ("latent embed -> embed latent", "latent -> latent")
@@ -135,7 +135,7 @@ _AHEAD = (
 )
 
 
-def _deepseek(*layers: NameRule) -> tuple[NameRule, ...]:
+def _list_deepseek_rules(*layers: NameRule) -> tuple[NameRule, ...]:
     sparse = (
         *_LATENT_BLOCK,
         _PLAIN_ROUTER,
@@ -145,11 +145,11 @@ def _deepseek(*layers: NameRule) -> tuple[NameRule, ...]:
         *layers,
         *mlp(f"{_MOE}/shared", *(f"{LAYER}.mlp.shared_experts.{name}" for name in GATED)),
     )
-    dense = _stack("dense", (*_LATENT_BLOCK, *MLP))
-    return (*START, *dense, *sparse, *_AHEAD, *_stack("mtp/block", sparse), *END)
+    dense = _rename_stack("dense", (*_LATENT_BLOCK, *MLP))
+    return (*START, *dense, *sparse, *_AHEAD, *_rename_stack("mtp/block", sparse), *END)
 
 
-def _turns(name: str, dims: str, kind: str, fused: int) -> NameRule:
+def _make_interleaved(name: str, dims: str, kind: str, fused: int) -> NameRule:
     """A tensor of all experts with interleaved gates and ups."""
     paths = (f"{_MOE}/experts/gate/{kind}", f"{_MOE}/experts/up/{kind}")
     return NameRule(f"{_EXPERTS}.{name}", dims, paths, fused=fused, interleaved=True)
@@ -160,8 +160,8 @@ GPT_OSS_RULES = (
     *_BLOCK,
     NameRule(f"{_MIXER}.sinks", "heads -> heads", ("blocks/attention/sinks",)),
     *linear(f"{LAYER}.mlp.router", f"{_MOE}/router", *_ROUTER),
-    _turns("gate_up_proj", "expert embed mlp -> expert embed mlp", "w", 2),
-    _turns("gate_up_proj_bias", "expert mlp -> expert mlp", "b", 1),
+    _make_interleaved("gate_up_proj", "expert embed mlp -> expert embed mlp", "w", 2),
+    _make_interleaved("gate_up_proj_bias", "expert mlp -> expert mlp", "b", 1),
     NameRule(
         f"{_EXPERTS}.down_proj",
         "expert mlp embed -> expert mlp embed",
@@ -184,7 +184,6 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
     """Layers of experts.
 
     Args:
-        settings: their entries.
         shared: the entry of the number of shared experts, as wide as routed ones; empty: none.
         constants: fields of `MoEConfig` with the same value in all models.
     """
@@ -214,7 +213,7 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
         if moe.normalise == "after" and "renormalise" in fields:  # the same, computed another way
             moe = dataclasses.replace(moe, normalise="before", renormalise=True)
         stored = fields | ({"shared_dim"} if shared else set())
-        problems = _differences(moe, stored, constants)
+        problems = _compare_fields(moe, stored, constants)
         if shared and (not moe.shared_dim or moe.shared_dim % moe.expert_dim):
             wanted = f"a multiple of expert_dim={moe.expert_dim}"
             problems.append(Problem("moe.shared_dim", str(moe.shared_dim), wanted))
@@ -228,7 +227,9 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
     return HubEntry((*names, *([shared] if shared else [])), ("moe",), read, write)
 
 
-def _differences(moe: MoEConfig, stored: set[str], constants: Mapping[str, Any]) -> list[Problem]:
+def _compare_fields(
+    moe: MoEConfig, stored: set[str], constants: Mapping[str, Any]
+) -> list[Problem]:
     """Problems of fields that a format neither stores nor has as constants."""
     own = {name: getattr(moe, name) for name in stored}
     wanted = canonical_moe(dataclasses.replace(MoEConfig(), **{**constants, **own}))
@@ -321,7 +322,7 @@ MIXTRAL = HubFormat(
         *START,
         *_BLOCK,
         NameRule(f"{LAYER}.block_sparse_moe.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",)),
-        *_each(f"{LAYER}.block_sparse_moe.experts", ("w1", "w3", "w2")),
+        *_list_expert_rules(f"{LAYER}.block_sparse_moe.experts", ("w1", "w3", "w2")),
         *END,
     ),
     (
@@ -341,7 +342,7 @@ MIXTRAL = HubFormat(
 QWEN3_MOE = HubFormat(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    _qwen3(*_each(_EXPERTS, GATED)),
+    _list_qwen3_rules(*_list_expert_rules(_EXPERTS, GATED)),
     (
         *llama(vocab_size=151936, embed_dim=2048, mlp_dim=6144, num_layers=24, num_heads=32,
                num_kv_heads=4, max_seq=32768),
@@ -356,13 +357,13 @@ QWEN3_MOE = HubFormat(
             (("norm_topk_prob",), "renormalise", False),
         ),
     ),
-    in_memory=_qwen3(*_FUSED),
+    in_memory=_list_qwen3_rules(*_FUSED),
     ignored=_OF_TRAINING,
 )  # fmt: skip
 DEEPSEEK_V3 = HubFormat(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    _deepseek(*_each(_EXPERTS, GATED)),
+    _list_deepseek_rules(*_list_expert_rules(_EXPERTS, GATED)),
     (
         *llama(
             vocab_size=129280, embed_dim=7168, mlp_dim=18432, num_layers=61, num_heads=128,
@@ -396,7 +397,7 @@ DEEPSEEK_V3 = HubFormat(
             balance_bias=True,
         ),
     ),
-    in_memory=_deepseek(*_FUSED),
+    in_memory=_list_deepseek_rules(*_FUSED),
     copies=(
         (r"model\.layers\.(\d+)\.embed_tokens\.weight", "embed"),
         (r"model\.layers\.(\d+)\.shared_head\.head\.weight", "unembed"),

@@ -88,7 +88,6 @@ def read_scheme(
     """The quantisation that config.json describes; None: there is none.
 
     Args:
-        table: the config.json.
         problems: unknown entries and methods are added to these.
         ignore: entries to ignore, such as "quantization_config.NAME", or all of it.
     """
@@ -203,7 +202,7 @@ class _Weight:
             scale = self._read_scales(source, [slice(0, size) for size in shape])
             return values.mul_(scale.reshape(()))
         found = [
-            _blocks(part, size, block)
+            _find_blocks(part, size, block)
             for part, size, block in zip(slices, self.shape, self.block, strict=True)
         ]
         scales = self._read_scales(source, [part for part, _ in found])
@@ -213,7 +212,7 @@ class _Weight:
 
     def _read_pairs(self, source: TensorSource, slices: Sequence[slice]) -> torch.Tensor:
         *lead, inputs, outputs = slices
-        groups, at = _blocks(inputs, self.shape[-2], _GROUP)
+        groups, at = _find_blocks(inputs, self.shape[-2], _GROUP)
         scales = self._read_scales(source, [*lead, outputs, groups])
         where = [*lead, outputs, groups, slice(0, _GROUP // 2)]
         codes = source.read(self.values, where)
@@ -239,7 +238,7 @@ _GROUP = 32
 """Elements of MXFP4 per scale."""
 
 
-def _blocks(part: slice, size: int, block: int) -> tuple[slice, torch.Tensor]:
+def _find_blocks(part: slice, size: int, block: int) -> tuple[slice, torch.Tensor]:
     """The blocks of a slice of a dim, and the block of each of its elements."""
     at = torch.arange(*part.indices(size)) // block
     if not len(at):
@@ -274,8 +273,6 @@ def decode(source: TensorSource, table: Mapping[str, Any], where: str) -> Tensor
     """The tensors of a folder, with quantised ones in float32.
 
     Args:
-        source: the tensors.
-        table: the folder's config.json.
         where: its path, for messages.
 
     Raises:
@@ -336,7 +333,7 @@ _ENDS = ("_scale_inv", "_scale")
 def _list_grids(scheme: QuantisedScheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shapes that a tensor's scales may have, besides a single scale."""
     rows = [] if scheme.method == "fp8" else [(*shape[:-1], 1)]
-    return [*rows, () if scheme.block is None else _grid(shape, scheme.block)]
+    return [*rows, () if scheme.block is None else _count_blocks(shape, scheme.block)]
 
 
 def _find_block(
@@ -348,12 +345,12 @@ def _find_block(
         return ()
     if by_rows and scales == (*shape[:-1], 1):
         return (*[1] * (len(shape) - 1), shape[-1])
-    if block is None or len(shape) < 2 or scales != _grid(shape, block):
+    if block is None or len(shape) < 2 or scales != _count_blocks(shape, block):
         return None
     return (*[1] * (len(shape) - 2), *block)
 
 
-def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+def _count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """The number of blocks along each dim, incomplete ones included."""
     *lead, rows, cols = (1, *shape)[-max(len(shape), 2) :]
     return (*lead, -(-rows // block[0]), -(-cols // block[1]))
@@ -462,8 +459,6 @@ def write_entry(method: str, converted: set[str], names: Iterable[str]) -> dict[
 
     Args:
         method: of `METHODS`.
-        converted: names of quantised tensors.
-        names: of all tensors.
     """
     plain = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     kept = [name for name in plain if f"{name}.weight" not in converted]

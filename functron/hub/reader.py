@@ -68,7 +68,6 @@ def read_config(
     are any: transformers stores models without the modules that config.json has.
 
     Args:
-        path: the folder.
         max_seq: the longest sequence, if shorter than the model's; models whose sliding windows we
             cannot represent are usable up to the length of a window.
         dtype: of parameters and activations; None: that of the weights (float32 for float16).
@@ -157,18 +156,18 @@ def parse(
     form = format_of(table, where)
     problems: list[Problem] = []
     if max_seq is not None:
-        problems += _shorten_problems(form, table, max_seq)
+        problems += _check_max_seq(form, table, max_seq)
         longest = {LONGEST: table[form.max_seq]} if form.max_seq in table else {}
         table = {**table, form.max_seq: max_seq, **longest}
     read_scheme(table, problems, ignore)
     values = read_entries(form.entries, form.ignored, table, problems, (*ignore, ENTRY))
     raise_problems(f"cannot use {where}", problems)
     make, constructor = form.family.make, cast(Callable[..., Config], form.family.config)
-    dtype = dtype or _stored_dtype(table)
+    dtype = dtype or _read_dtype(table)
     return make(values, dtype) if make else constructor(**values, dtype=dtype)
 
 
-def _shorten_problems(form: HubFormat, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
+def _check_max_seq(form: HubFormat, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
     if not form.max_seq:
         wanted = "nothing: config.json of this family has no longest sequence"
         return [Problem("max_seq", str(max_seq), wanted, "leave it out")]
@@ -183,7 +182,7 @@ def _shorten_problems(form: HubFormat, table: Mapping[str, Any], max_seq: int) -
     return [Problem("max_seq", str(max_seq), wanted, fix)]
 
 
-def _stored_dtype(table: Mapping[str, Any]) -> Dtype:
+def _read_dtype(table: Mapping[str, Any]) -> Dtype:
     """The dtype of the weights by config.json; float32 for float16, which training must scale."""
     name = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
     kept = (known for known in get_args(Dtype) if known == name != "float16")
@@ -207,7 +206,6 @@ def write_config(
     """The config.json of a model, as transformers reads it.
 
     Args:
-        config: the architecture.
         form: the format to store it in.
         kept: the config.json that the model came with. It is kept if it still describes the model
             (whose longest sequence may be shorter); otherwise its entries are updated.
@@ -289,7 +287,7 @@ def local_on_mesh(
     if mesh is not None and specs is not None:
         validate(like, specs, mesh, what="params")
     if not isinstance(mesh, BoundMesh):
-        return {path: _one_box((0,) * len(shape), shape) for path, shape in shapes.items()}
+        return {path: _make_box((0,) * len(shape), shape) for path, shape in shapes.items()}
     if specs is None:
         title, fix = "cannot load onto a bound mesh", "pass param_specs(defs, rules)"
         refuse(title, "specs", None, "the parameters' specs", fix)
@@ -298,15 +296,15 @@ def local_on_mesh(
     for (path, shape), spec in zip(shapes.items(), flat, strict=True):
         spec = spec if spec is not None else P()
         start = offsets(shape, spec, mesh, mesh.coordinate)
-        found[path] = _one_box(start, local_shape(shape, spec, mesh))
+        found[path] = _make_box(start, local_shape(shape, spec, mesh))
     return found
 
 
-def _one_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
+def _make_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
     return Local(size, ((start, size, (0,) * len(size)),))
 
 
-def _local_by_placement(placement: Placement, at: str) -> dict[str, Local]:
+def _find_local(placement: Placement, at: str) -> dict[str, Local]:
     """This process's part of a state's leaves under `at`."""
     found = {}
     for leaf in placement.leaves:
@@ -350,7 +348,6 @@ def load(
         placement: in place of specs and mesh: of a state that has the parameters, perhaps split
             among a pipeline's ranks.
         at: the parameters' path in that state; empty: they are all of it.
-        device: of the result.
 
     Returns:
         The tree of parameters in the config's dtype: global values, or this rank's shards, without
@@ -369,9 +366,7 @@ def load(
         _check_config(config, table, where)
     source = decode(open_folder(path), table, where)
     local = (
-        _local_by_placement(placement, at)
-        if placement is not None
-        else local_on_mesh(config, specs, mesh)
+        _find_local(placement, at) if placement is not None else local_on_mesh(config, specs, mesh)
     )
     return read_params(form, config, source, local, device=device)
 
@@ -393,7 +388,6 @@ def load_model(
         mesh: on a bound mesh each rank reads its shards, by its family's ``rules(config, mesh)``;
             else everything is read.
         max_seq, dtype, ignore: as in `read_config`.
-        device: of the parameters.
 
     Returns:
         The config (`GPTConfig`, `MambaConfig`, `BertConfig`, `T5Config`, `ViTConfig` or
@@ -434,7 +428,6 @@ def from_tensors(model_type: str, config: Config, named: Mapping[str, torch.Tens
 
     Args:
         model_type: the format, such as ``"llama"``.
-        config: the architecture.
         named: a state dict, with the names of files or of transformers' models; tied tensors are
             optional.
 

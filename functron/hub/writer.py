@@ -100,11 +100,9 @@ def save(
 
     Args:
         path: a folder that does not exist; its parents are made.
-        config: the architecture.
         params: as its family's ``defs(config)``: global values, or this rank's shards. Low-rank
             adapters (`functron.lora`) are merged, and muP's factors folded (`mup.folded`).
         specs: their specs, a prefix tree; needed on a bound mesh.
-        mesh: of the parameters.
         like: the folder that the model was loaded from, whose tokenizer, config.json and generation
             settings are copied.
         model_type: the format; None: that of `like`, or the first that has such models.
@@ -233,7 +231,6 @@ def to_tensors(
     """A state dict with Hugging Face's names from our tree of global values.
 
     Args:
-        config: the architecture.
         params: parameters, or gradients of them.
         model_type: the format; None: the first that has such models.
 
@@ -263,9 +260,9 @@ class _Leaves:
         if index[:1] != self._layer:
             self._layer = index[:1]
             self._shared.clear()
-        return layout.to_theirs([self._row(part, index) for part in layout.parts])
+        return layout.to_theirs([self._read_row(part, index) for part in layout.parts])
 
-    def _row(self, part: LeafPart, index: tuple[int, ...]) -> torch.Tensor:
+    def _read_row(self, part: LeafPart, index: tuple[int, ...]) -> torch.Tensor:
         key = part.path, index
         if key in self._shared:
             return self._shared[key]

@@ -206,7 +206,6 @@ def begin(
 
     Args:
         out: its path, which does not exist.
-        run: the configuration.
         params: global values.
         keep: makes the folder of the model's config.json and tokenizer.
     """
@@ -225,8 +224,6 @@ def newest_params(
     """The parameters of a run's newest checkpoint, with adapters merged.
 
     Args:
-        path: the run's folder.
-        run: its configuration.
         averaged: read the run's averages of its parameters.
         read: `checkpoint.read_params`, or `checkpoint.stored_params` to read rows lazily.
     """
@@ -251,7 +248,6 @@ def fine_tuning(model: TrainedConfig, free_bytes: int) -> tuple[config.TrainConf
     samples are shortened.
 
     Args:
-        model: its architecture.
         free_bytes: memory of a rank, of which 80% is used.
 
     Returns:
@@ -406,8 +402,6 @@ def upcycle(
 
     Args:
         params: of the dense model: global values.
-        dense: its architecture.
-        moe: the experts.
         seed: of the routers' random weights.
 
     Raises:
@@ -462,9 +456,6 @@ def upcycle_run(
     --resume --out TARGET`` trains.
 
     Args:
-        source: the dense run's folder.
-        target: the folder to make.
-        moe: the experts.
         seed: of the routers' random weights.
         averaged: start from the dense run's averages of its parameters.
 

@@ -77,7 +77,6 @@ def read_model(reading: Reading, family: FamilyName) -> TrainedConfig:
 
     Args:
         reading: the arguments, whose fates are noted there.
-        family: of the model.
 
     Raises:
         ValueError: the sizes are not those of a model.
@@ -557,9 +556,7 @@ def _expect(reading: Reading, wanted: Mapping[str, tuple[Sequence[Any], str]], t
     """Note values that describe functron's model of a family, and refuse others.
 
     Args:
-        reading: the arguments.
         wanted: by argument, its values for functron's model, and in words what that has.
-        title: of the model.
     """
     for name, (values, what) in wanted.items():
         if reading(name) in values:

@@ -619,7 +619,7 @@ def _open_ranks(folder: Path, paths: Sequence[Path]) -> OpenedCheckpoint:
     args = OpenedCheckpoint(folder, first, ChunkedTensors(), {}, 0).args or {}
     ranks = _open_rank_files(folder, paths, args, first)
     weights, state, problems = ChunkedTensors(), {}, []
-    offsets = _layer_offsets(ranks, args)
+    offsets = _find_layer_offsets(ranks, args)
     for rank in ranks:
         try:
             owned = _list_owned(rank, args, offsets)
@@ -683,7 +683,7 @@ def _parse_whole(args: Mapping, name: str, default: int = 1) -> int:
     return value
 
 
-def _layer_offsets(ranks: Sequence[_ModelRank], args: Mapping) -> dict[tuple[int, int], int]:
+def _find_layer_offsets(ranks: Sequence[_ModelRank], args: Mapping) -> dict[tuple[int, int], int]:
     """The global number of the first layer of each chunk, by pipeline rank and virtual stage.
 
     Chunks are ordered by virtual stage, and then by rank.
@@ -750,13 +750,7 @@ CheckpointBox = tuple[tuple[int, int], ...]
 def list_boxes(
     name: str, shape: Sequence[int], args: Mapping[str, Any]
 ) -> Iterator[tuple[CheckpointBox, ...]]:
-    """By tensor-parallel rank, the boxes that it may have of a parameter.
-
-    Args:
-        name: of the parameter.
-        shape: of the whole parameter.
-        args: of the run.
-    """
+    """By tensor-parallel rank, the boxes that it may have of a parameter."""
     tp = _parse_whole(args, "tensor_model_parallel_size")
     if _EXPERT.match(name):
         tp = _parse_whole(args, "expert_tensor_parallel_size", tp)

@@ -76,7 +76,6 @@ def read_script(
     """The launch line in a script, or in a text of arguments. Nothing is run.
 
     Args:
-        text: the script.
         options: names without dashes; the launch is the command with the most of them.
         variables: of the environment, by name; ``"1"`` is the first argument. The script's own
             assignments replace them.
@@ -277,7 +276,7 @@ class _Script:
     def read(self, text: str) -> None:
         """Note what the commands of a text set, and their words."""
         for command in _split_commands(text):
-            text, line, at = command.text, command.line, self._leave_keywords(command.text)
+            text, line, at = command.text, command.line, self._skip_keywords(command.text)
             declared = _DECLARE.match(text, at)
             at = declared.end() if declared else at
             is_certain = not self.inside and command.after not in ("&&", "||")
@@ -290,7 +289,7 @@ class _Script:
                 problems: list[Problem] = []
                 self.note(self.split(text[at:], problems, line), line, problems)
 
-    def _leave_keywords(self, text: str) -> int:
+    def _skip_keywords(self, text: str) -> int:
         """Note words of conditions and loops; returns where the command begins after them."""
         at = 0
         while match := _WORD.match(text, at):
@@ -378,11 +377,11 @@ class _Script:
             ends = False
             array = re.fullmatch(r"\$(?:\{(\w+\[@\])\}|(@))", text) if kind == "quoted" else None
             if array:
-                pieces = self._values(array[1] or array[2], problems, line)
-            elif kind == "value" and (default := self._default_of(text)) is not None:
+                pieces = self._expand_values(array[1] or array[2], problems, line)
+            elif kind == "value" and (default := self._find_default(text)) is not None:
                 pieces = self._split_word(default, problems, line)
             elif kind == "value":
-                value = " ".join(self._values(text, problems, line))
+                value = " ".join(self._expand_values(text, problems, line))
                 pieces = _FIELD.findall(value)
                 goes_on = goes_on and not value[:1].isspace()
                 ends = value[-1:].isspace()
@@ -403,10 +402,10 @@ class _Script:
         if kind == "quoted":
             return self.join(text, problems, line, quoted=True)
         if kind == "value":
-            return " ".join(self._values(text, problems, line))
+            return " ".join(self._expand_values(text, problems, line))
         return f"{_OPEN}({text}){_CLOSE}" if kind == "shell" else text
 
-    def _values(self, text: str, problems: list[Problem], line: int) -> list[str]:
+    def _expand_values(self, text: str, problems: list[Problem], line: int) -> list[str]:
         """The values of ``${...}``: one, or those of an array."""
         match = _EXPANSION.fullmatch(text)
         if match is None:
@@ -420,14 +419,14 @@ class _Script:
         if name in self.untold:
             problems.append(self.untold[name])
             return []
-        if (default := self._default_of(text)) is not None:
+        if (default := self._find_default(text)) is not None:
             return [self.join(default, problems, line)]
         value = self.variables.get(name)
         if value is None:
             return [] if sign else [f"{_OPEN}{name}{_CLOSE}"]
         return [value] if isinstance(value, str) else value if several else value[:1]
 
-    def _default_of(self, text: str) -> str | None:
+    def _find_default(self, text: str) -> str | None:
         """The word of ``${NAME:-word}`` or ``${NAME:+word}`` if it replaces the variable."""
         match = _EXPANSION.fullmatch(text)
         name, _, sign, word = match.groups() if match else ("", "", "", "")
@@ -559,7 +558,6 @@ def record_script(
     effects, such as writing files, are real.
 
     Args:
-        path: of the script.
         options: as of `read_script`.
         variables: of the environment, by name; ``"1"`` is the first argument.
 

@@ -75,8 +75,6 @@ def make_run_folder(path: Path, out: Path, *, model: str | None = None) -> Conve
     Megatron's next step.
 
     Args:
-        path: of the checkpoint.
-        out: the folder to make.
         model: preset for a checkpoint without arguments, of which only the parameters are read;
             None: it has arguments.
     """
@@ -118,8 +116,6 @@ def write_checkpoint(path: Path, out: Path, *, expert_parallel: int = 1) -> Conv
     It has the arguments of model, optimizer, schedule and data.
 
     Args:
-        path: of the run folder.
-        out: the folder to make.
         expert_parallel: ranks of expert parallelism of the Megatron run that will load it: with
             more than 1, experts have a separate optimizer.
     """
@@ -398,9 +394,6 @@ def write_run(
     """Write a run's checkpoint, with optimizer state, as Megatron's, into an empty folder.
 
     Args:
-        folder: the folder.
-        run: the configuration.
-        stored: the checkpoint.
         expert_parallel: as of `write_checkpoint`.
 
     Raises:
@@ -620,7 +613,6 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
     """Megatron-LM's arguments of an architecture.
 
     Args:
-        config: the architecture.
         seq: tokens per sample, which scale the weight of multi-token prediction.
 
     Raises:

@@ -115,7 +115,7 @@ class MegatronWindows(Samples):
         self._extra, self._drop_last, self._most = int(extra_token), drop_last, vocab_size
         self.mask_documents, self._cache, self.vocab_size = mask_documents, cache, vocab_size or 0
         self.num_tokens = 0
-        raise_problems(_CANNOT, [*self._problems(), *self._count_tokens()])
+        raise_problems(_CANNOT, [*self._find_problems(), *self._count_tokens()])
         needed = self._extra + (num_samples or 0) * seq
         self.num_epochs = max(-(-needed // self.num_tokens), 1)
         per_epoch = self._count(1)
@@ -126,7 +126,7 @@ class MegatronWindows(Samples):
             wanted, fix = f"at least {seq + self._extra}", "use a smaller seq, or more text"
             refuse("cannot cut the text into samples", f"data {file.path}", got, wanted, fix)
 
-    def _problems(self) -> Iterator[Problem]:
+    def _find_problems(self) -> Iterator[Problem]:
         if self.seq < 2:
             yield Problem("seq", str(self.seq), "at least 2, as Megatron-LM wants")
         if not 0 <= self.seed < _SEEDS:
@@ -175,7 +175,7 @@ class MegatronWindows(Samples):
         about |= {"sequences": [self._sequences.start, self._sequences.stop], "seq": self.seq}
         about |= {"epochs": self.num_epochs, "first": self._num_first, "all": self.num_ordered}
         total = self.num_epochs * len(self._sequences)
-        kinds = {"sequences": ("int32", (total,)), "samples": _samples_kind(self.num_ordered)}
+        kinds = {"sequences": ("int32", (total,)), "samples": _describe_samples(self.num_ordered)}
         kinds["begins"] = ("int64", (-(-total // _TOGETHER) + 1,))
         return _load_or_make(self._cache, about, kinds, self._shuffle)
 
@@ -186,7 +186,7 @@ class MegatronWindows(Samples):
         once = np.arange(self._sequences.start, self._sequences.stop, dtype=np.int32)
         sequences = [np.tile(once, count) for count in epochs]
         bounds = sorted({0, self._num_first, self.num_ordered})
-        kind, _ = _samples_kind(self.num_ordered)
+        kind, _ = _describe_samples(self.num_ordered)
         samples = [np.arange(*pair, dtype=kind) for pair in itertools.pairwise(bounds)]
         for each in (*sequences, *samples):
             numbers.shuffle(each)
@@ -234,7 +234,7 @@ class MegatronWindows(Samples):
         start = min(index * self.seq, total - self._extra)
         stop = min(start + self.seq + self._extra, total)
         pieces, begins, length = [], [np.zeros(1, np.int64)], 0
-        for sequences, first, final in self._parts(start, stop):
+        for sequences, first, final in self._find_spans(start, stop):
             places, _ = self._file.spans(sequences)
             spans = zip((places + first).tolist(), (final - first).tolist(), strict=True)
             for place, count in spans:
@@ -249,7 +249,7 @@ class MegatronWindows(Samples):
         # the last document may end with the sample
         return np.concatenate(pieces).astype(np.int64), found[found < length]
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, ...]]:
+    def _find_spans(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, ...]]:
         """The sequences with tokens `start` to `stop`, and their first and last such tokens."""
         begins, order = self._tables["begins"], self._tables["sequences"]
         block = int(np.searchsorted(begins, start, side="right")) - 1
@@ -269,7 +269,7 @@ class MegatronWindows(Samples):
         return f"{what}, in Megatron-LM's order of {self.num_ordered:,} samples"
 
 
-def _samples_kind(count: int) -> tuple[str, tuple[int]]:
+def _describe_samples(count: int) -> tuple[str, tuple[int]]:
     return ("uint32" if count < 2**32 - 1 else "int64"), (count,)
 
 
@@ -287,7 +287,6 @@ class MegatronMixture:
     rule soon arrives at the same ones. The result is bitwise the sequential one.
 
     Args:
-        weights: of the sources.
         size: samples of the blend; None: of each source its weight, an integer
             (``build_exhaustive_blending_indices``).
         limits: samples of each source.
@@ -310,7 +309,7 @@ class MegatronMixture:
         cache: Path | None = None,
     ):
         found = np.array(weights, np.float64)
-        self.weights = np.array(_shares(weights))
+        self.weights = np.array(_normalise_weights(weights))
         self._spent = None if size is not None else found
         self.size = int(found.sum()) if size is None else size
         self._limits, self._cache = np.array(limits), cache
@@ -325,7 +324,7 @@ class MegatronMixture:
         }
         shape = (-(-self.size // _BLOCK) + 1, len(self.weights))
         kinds = {"sources": ("int16", (self.size,)), "counts": ("int64", shape)}
-        found = _load_or_make(self._cache, about, kinds, self._made)
+        found = _load_or_make(self._cache, about, kinds, self._make_tables)
         totals = found["counts"][-1]
         raise_problems("the blend takes more of its sources than Megatron-LM gives them", [
             Problem(f"source {i}", f"{totals[i]} samples of it", f"at most {self._limits[i]}",
@@ -334,7 +333,7 @@ class MegatronMixture:
         ])  # fmt: skip
         return found
 
-    def _made(self) -> dict[str, np.ndarray]:
+    def _make_tables(self) -> dict[str, np.ndarray]:
         sources = _choose_by_deficit(self.weights, self.size, self._spent)
         blocks = range(0, self.size, _BLOCK)
         rows = [np.bincount(sources[i : i + _BLOCK], minlength=len(self.weights)) for i in blocks]
@@ -377,7 +376,7 @@ class MegatronMixture:
         return counts + np.bincount(order, minlength=len(self.weights))
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
+def _normalise_weights(weights: Sequence[float]) -> list[float]:
     """Weights divided by their sum, in float64.
 
     Raises:
@@ -453,7 +452,6 @@ def divide_sequences(weights: str, num_sequences: int) -> dict[str, range]:
 
     Args:
         weights: of `functron.data.blend.PARTS`, such as ``"969, 30, 1"``; their sum is arbitrary.
-        num_sequences: of the file.
 
     Returns:
         The sequences of each of `PARTS` with a weight above 0, perhaps none.
@@ -497,14 +495,12 @@ def make_samples(
     ``--data-path``, where one file with a weight is a blend.
 
     Args:
-        files: the sources.
         seq: tokens per sample.
         num_samples: of the run (``--train-samples``, or iterations times batch); None: every sample
             once.
         weights: of the files; None: all samples of each, at most `num_samples` in all.
         names: of the files, for the user; None: their numbers.
         split: the weights of training, validation and test; see `divide_sequences`.
-        part: of these.
         surplus: ``mid_level_dataset_surplus``.
         cache: as of `MegatronWindows`.
         build: make the tables now, rather than with the first batch.
@@ -539,7 +535,7 @@ def make_samples(
     elif num_samples is None:
         refuse(_CANNOT, "num_samples", "None with weights", "how many samples the blend has")
     else:
-        normal = _shares(weights)
+        normal = _normalise_weights(weights)
         taken = [math.ceil(num_samples * share) for share in normal]
         rows = zip(files, taken, strict=True)
         sources = [windows(file, math.ceil(count * (1 + surplus))) for file, count in rows]
@@ -577,8 +573,6 @@ def _load_or_make(
     Args:
         folder: None: tables are in memory.
         about: everything that they depend on.
-        kinds: their dtypes and shapes.
-        make: makes them.
 
     Raises:
         ValueError: the folder cannot be written to.

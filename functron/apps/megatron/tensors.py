@@ -137,7 +137,7 @@ def _list_rules(config: GPTConfig) -> tuple[formats.NameRule, ...]:
     )
 
 
-def _layouts(config: GPTConfig, rows: int | None = None) -> list[formats.HubLayout]:
+def _make_layouts(config: GPTConfig, rows: int | None = None) -> list[formats.HubLayout]:
     """The tensors of a model with `rows` rows of the embedding; None: with padding."""
     family = FAMILIES["gpt"]
     numbers = {**family.numbers(config), "mtp": range(config.mtp_depth)}
@@ -219,7 +219,7 @@ class _BucketPiece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return sum(_numel(box) for box in self.boxes)
+        return sum(_count_elements(box) for box in self.boxes)
 
     def read(self, tensors: ChunkedTensors) -> torch.Tensor:
         """Its elements, flat."""
@@ -229,18 +229,18 @@ class _BucketPiece(NamedTuple):
     def head(self, tensors: ChunkedTensors) -> tuple[int, bytes]:
         """Its number of elements, and the first ones."""
         (start, stop), *rest = self.boxes[0]
-        rows = -(-_HEAD // max(_numel(rest), 1))
-        if _numel(self.boxes[0]) < _HEAD:
-            return self.numel, _bytes(self.read(tensors)[:_HEAD])
+        rows = -(-_HEAD // max(_count_elements(rest), 1))
+        if _count_elements(self.boxes[0]) < _HEAD:
+            return self.numel, _to_bytes(self.read(tensors)[:_HEAD])
         some = _BucketPiece(self.name, (((start, min(start + rows, stop)), *rest),))
-        return self.numel, _bytes(some.read(tensors)[:_HEAD])
+        return self.numel, _to_bytes(some.read(tensors)[:_HEAD])
 
 
-def _numel(box: Sequence[tuple[int, int]]) -> int:
+def _count_elements(box: Sequence[tuple[int, int]]) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _bytes(x: torch.Tensor) -> bytes:
+def _to_bytes(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
@@ -267,7 +267,7 @@ class _BucketPieces:
         end = masters.sizes[key][0]
         head = _read_flat(masters, key, start, min(start + _HEAD, end))
         for dtype, numel in self._kinds:
-            near = self._by_head.get((dtype, numel, _bytes(head[:numel].to(dtype))), [])
+            near = self._by_head.get((dtype, numel, _to_bytes(head[:numel].to(dtype))), [])
             if not near or start + numel > end:
                 continue
             whole = _read_flat(masters, key, start, start + numel).to(dtype)
@@ -356,7 +356,7 @@ def _add_piece(
 ) -> None:
     """Add a span of a bucket as boxes of a parameter."""
     for box in piece.boxes:
-        stop, shape = start + _numel(box), tuple(b - a for a, b in box)
+        stop, shape = start + _count_elements(box), tuple(b - a for a, b in box)
 
         def load(start=start, stop=stop, shape=shape) -> torch.Tensor:
             return _read_flat(buckets, key, start, stop).view(shape)
@@ -395,7 +395,7 @@ def load_tensors(opened: OpenedCheckpoint, config: GPTConfig) -> LoadedTensors:
     Raises:
         ValueError: tensors are missing, unknown, or of another shape; all offenders are listed.
     """
-    found, form = _layouts(config, _count_rows(opened, config)), _make_format(config)
+    found, form = _make_layouts(config, _count_rows(opened, config)), _make_format(config)
     local = reader.local_on_mesh(config, None, None)
 
     def read(source: ChunkedTensors, kind: GPTConfig, chosen: list[formats.HubLayout]) -> dict:
@@ -425,12 +425,12 @@ def load_tensors(opened: OpenedCheckpoint, config: GPTConfig) -> LoadedTensors:
         made = read(source, wide, trained)
         rest = [layout for layout in found if layout.rule.paths[0].endswith(BALANCE)]
         for path in (part.path for layout in rest for part in layout.parts):
-            tree.put(made, path, torch.zeros_like(_at(params, path)))
+            tree.put(made, path, torch.zeros_like(_find_leaf(params, path)))
         kept[name] = made
     return LoadedTensors(params, kept["exp_avg"], kept["exp_avg_sq"], kept.get("master"))
 
 
-def _at(params: Any, path: str) -> torch.Tensor:
+def _find_leaf(params: Any, path: str) -> torch.Tensor:
     for key in path.split("/"):
         params = params[key]
     return params
@@ -462,7 +462,7 @@ def save_tensors(folder: Path, saving: SavedTensors) -> None:
     Megatron-Core loads it with any parallelism, and any optimizer.
     """
     config = saving.config
-    found = _layouts(config)
+    found = _make_layouts(config)
     stacked = not config.dense_layers
     with (folder / _SHARD).open("wb") as stream:
         writer = _ShardFile(stream)
@@ -543,7 +543,7 @@ def _name_tensors(
     found: list[formats.HubLayout], params: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for layout, index in formats.tensors(found):
-        leaves = [_at(params, part.path)[index if index else ...] for part in layout.parts]
+        leaves = [_find_leaf(params, part.path)[index if index else ...] for part in layout.parts]
         yield layout.name(index), layout.to_theirs(leaves)
 
 

@@ -32,7 +32,6 @@ def read_step_settings(
 
     Args:
         reading: the arguments, whose fates are noted there.
-        family: of the model.
         ranks: number of processes; 0: as few as the sizes allow.
     """
     mesh, settings = _read_mesh(reading, family, ranks)
@@ -629,7 +628,6 @@ def read_data_settings(reading: Reading, family: FamilyName, batch: int) -> dict
 
     Args:
         reading: the arguments, whose fates are noted there.
-        family: of the model.
         batch: samples of a step, at its largest.
     """
     found: dict[str, Any] = _read_documents(reading)

@@ -122,19 +122,19 @@ class Estimate:
         """Of all GPUs."""
         return self.tokens / self.step_seconds
 
-    def _utilisation(self, flops: float) -> float:
+    def _find_utilisation(self, flops: float) -> float:
         peak = self.hardware.peak_flops.get("bfloat16") or max(self.hardware.peak_flops.values())
         return flops / self.step_seconds / self.num_gpus / peak
 
     @property
     def mfu(self) -> float:
         """Model FLOPs (half of causal attention) over the bfloat16 peak of all GPUs."""
-        return self._utilisation(self.model_flops)
+        return self._find_utilisation(self.model_flops)
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs over the bfloat16 peak of all GPUs."""
-        return self._utilisation(self.hardware_flops)
+        return self._find_utilisation(self.hardware_flops)
 
     @property
     def flops_per_gpu(self) -> float:
@@ -187,9 +187,9 @@ class Estimate:
             sizes += [[name, bytes_text(x)] for name, x in self.memory.items()]
             has = f"{bytes_text(self.memory_bytes)} of {bytes_text(self.hardware.memory_bytes)}"
             lines += ["", table([*sizes, ["all", has]])]
-        return "\n".join([*lines, "", *self._remarks()])
+        return "\n".join([*lines, "", *self._list_remarks()])
 
-    def _remarks(self) -> list[str]:
+    def _list_remarks(self) -> list[str]:
         made = self.hardware.calibration
         if made.rows:
             seen = f"compared with {made.rows} measured runs of {made.software}"
@@ -287,9 +287,6 @@ def estimate(
     >>> ft.plan.estimate(step, ft.plan.hardware("h100"))
 
     Args:
-        program: of one rank.
-        hardware: the machine.
-        software: fusion and overlap.
         tokens: of all ranks; 0: unknown, and rates of tokens are 0.
     """
     placement = RankPlacement.on(program.mesh, hardware)
@@ -380,7 +377,7 @@ class PlannedStep:
 
     def __post_init__(self):
         traced = self.pieces.mesh
-        used = {axis for piece in self.all_pieces for p in piece.programs for axis in _axes(p)}
+        used = {axis for piece in self.all_pieces for p in piece.programs for axis in _list_axes(p)}
         split = () if self.pieces.gather == "step" else FSDP_AXES
         found = [
             Problem(f"mesh.{axis}", str(self.mesh[axis]), f"{traced[axis]}, as it was traced")
@@ -440,19 +437,19 @@ class PlannedStep:
         """Stages of the pipeline."""
         if self.schedule in _ROUND:
             return self.num_ranks * self.chunks
-        return _table_of(self).num_stages
+        return _find_table(self).num_stages
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank."""
         if self.schedule in _ROUND:
             return [chunk * self.num_ranks + rank for chunk in range(self.chunks)]
-        table = _table_of(self)
+        table = _find_table(self)
         return [table.stage_of(rank, chunk)[1] for chunk in range(table.num_chunks)]
 
     @property
     def num_pipes(self) -> int:
         """Copies of all layers: DualPipe has two, for half of the microbatches each."""
-        return 1 if self.schedule in _ROUND else len(_table_of(self).pipes)
+        return 1 if self.schedule in _ROUND else len(_find_table(self).pipes)
 
     @property
     def data_size(self) -> int:
@@ -469,7 +466,7 @@ class PlannedStep:
 _REDUCED_OVER = (*DATA_AXES, *CONTEXT_AXES)
 
 
-def _axes(program: Program) -> set[str]:
+def _list_axes(program: Program) -> set[str]:
     return {row.axis for row in program.cost().collectives}
 
 
@@ -480,12 +477,12 @@ _ROUND = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
 def _is_split(step: PlannedStep) -> bool:
     if step.schedule in _ROUND:
         return False
-    return any(a.kind in "IW" for row in _table_of(step).table for cell in row for a in cell)
+    return any(a.kind in "IW" for row in _find_table(step).table for cell in row for a in cell)
 
 
-def _table_of(step: PlannedStep) -> Schedule:
+def _find_table(step: PlannedStep) -> Schedule:
     few = _count_repeating(step.schedule, step.num_ranks, step.num_microbatches)
-    return _table(step.schedule, step.num_ranks, few, step.chunks)
+    return _make_table(step.schedule, step.num_ranks, few, step.chunks)
 
 
 @public
@@ -561,11 +558,11 @@ def _count_live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
         return m * v
     if schedule == "interleaved":
         return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
-    return _table(schedule, p, _count_repeating(schedule, p, m), v).peak_live(rank)
+    return _make_table(schedule, p, _count_repeating(schedule, p, m), v).peak_live(rank)
 
 
 @functools.lru_cache(maxsize=64)
-def _table(schedule: str, p: int, m: int, v: int) -> Schedule:
+def _make_table(schedule: str, p: int, m: int, v: int) -> Schedule:
     return make(schedule, p, m, v if v > 1 else None)
 
 
@@ -586,9 +583,6 @@ def estimate_step(
     """Estimate the time and memory of a training step, by its pieces.
 
     Args:
-        step: the step.
-        hardware: the machine.
-        software: fusion and overlap.
         exact: simulate and draw the pipeline; False: use a formula of uniform stages if the
             schedule has one, in about a millisecond.
     """
@@ -603,23 +597,23 @@ def estimate_step(
     timed.add_update(parts, rank)
     launched = busy.kernels * step.num_microbatches
     parts = _add_surroundings(parts, launched, step.mesh.size, hardware, software)
-    flops = _step_flops(step)
+    flops = _count_flops(step)
     exposed: dict[str, float] = defaultdict(float)
     for name, seconds in parts.items():
         if name.startswith("over "):
             exposed[name.removeprefix("over ")] += seconds
     samples = step.samples
     title = f"{samples:,} samples of {step.pieces.seq:,} tokens on {step.mesh or 'one GPU'}"
-    lanes = _with_update(lanes, total, sum(parts.values()))
+    lanes = _add_update_lanes(lanes, total, sum(parts.values()))
     return Estimate(
         title, hardware, software, step.mesh.size, samples * step.pieces.seq,
         sum(parts.values()), MappingProxyType(parts), MappingProxyType(dict(exposed)),
         parts.get("bubble", 0.0), *flops, estimate_memory(step), tuple(lanes),
-        tuple(_notes(step, lanes)),
+        tuple(_list_notes(step, lanes)),
     )  # fmt: skip
 
 
-def _notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
+def _list_notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
     """Limits of the estimate."""
     config = step.pieces.config
     shown = len({lane.what for lane in lanes if lane.kind == "F"})
@@ -632,7 +626,7 @@ def _notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
         yield "attention with capped scores is costed as on CPUs: unfused, in chunks"
 
 
-def _step_flops(step: PlannedStep) -> tuple[float, float, float]:
+def _count_flops(step: PlannedStep) -> tuple[float, float, float]:
     """Model FLOPs with half and whole attention, and hardware FLOPs, of all ranks."""
     config, seq = step.pieces.config, step.pieces.seq
     tokens = step.samples * seq
@@ -642,7 +636,7 @@ def _step_flops(step: PlannedStep) -> tuple[float, float, float]:
     return half, whole, each * step.num_microbatches * step.mesh.size / step.num_ranks
 
 
-def _with_update(lanes: Sequence[Lane], pipeline: float, total: float) -> list[Lane]:
+def _add_update_lanes(lanes: Sequence[Lane], pipeline: float, total: float) -> list[Lane]:
     """The lanes, followed by the rest of the step."""
     rows = dict.fromkeys(lane.row for lane in lanes)
     shown = max((lane.end for lane in lanes), default=0.0)
@@ -746,16 +740,16 @@ class _StepTimes:
         if p == 1:
             lanes = self._draw_one_rank(m) if exact else []
             return m * self.busy(0).seconds, lanes
-        formula = self._formula(slowest)
+        formula = self._apply_formula(slowest)
         if formula is not None and (not exact or p * m * v > _LARGEST):
             return formula, []
         few = m if p * m * v <= _LARGEST else _count_repeating(step.schedule, p, m)
-        schedule = _table(step.schedule, p, few, v)
-        found = schedule.simulate(self._costs())
+        schedule = _make_table(step.schedule, p, few, v)
+        found = schedule.simulate(self._make_costs())
         lanes = _draw_lanes(found)
         if few == m:
             return found.total, lanes
-        more = _table(step.schedule, p, few + 2 * p, v).simulate(self._costs())
+        more = _make_table(step.schedule, p, few + 2 * p, v).simulate(self._make_costs())
         return found.total + (more.total - found.total) / (2 * p) * (m - few), lanes
 
     def _draw_one_rank(self, m: int) -> list[Lane]:
@@ -768,7 +762,7 @@ class _StepTimes:
                 now = end
         return lanes
 
-    def _costs(self) -> Costs:
+    def _make_costs(self) -> Costs:
         columns = [[t.seconds for t in stage] for stage in self.stages]
         transfer = self.transfer if self.software.async_sends else 0.0
         if len(columns[0]) == 3:
@@ -777,7 +771,7 @@ class _StepTimes:
         forward, backward = zip(*columns, strict=True)
         return Costs(forward, backward, transfer=transfer)
 
-    def _formula(self, slowest: int) -> float | None:
+    def _apply_formula(self, slowest: int) -> float | None:
         """The length of the schedule's critical path; None: there is no formula.
 
         One microbatch goes through all ranks. Every further one takes as long as the slowest rank,

@@ -406,7 +406,6 @@ def read_dataclass(kind: type, found: Any, problems: list[Problem], path: str = 
 
     Args:
         kind: its fields are texts, numbers, dataclasses, and tuples and mappings of these.
-        found: the table.
         problems: entries that are missing, unknown or of another kind are added to these, and the
             result is then undefined.
         path: of the table, ending in a dot; empty: the whole file.

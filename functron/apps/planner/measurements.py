@@ -204,9 +204,9 @@ class Measurement:
         Below `SLOW` of the median: of ranks with the same device, of hosts' disks, of groups of the
         same axis at the largest message.
         """
-        return [*self._slow_ranks(), *self._slow_groups()]
+        return [*self._find_slow_ranks(), *self._find_slow_groups()]
 
-    def _slow_ranks(self) -> Iterator[str]:
+    def _find_slow_ranks(self) -> Iterator[str]:
         for device in dict.fromkeys(one.device for one in self.ranks):
             alike = [one for one in self.ranks if one.device == device]
             for name in [x for x in alike[0].rates if x not in _DISK]:
@@ -220,7 +220,7 @@ class Measurement:
                 hosts[one.host] = hosts.get(one.host, 0.0) + one.rates.get(name, 0.0)
             yield from _find_slow(hosts, name)
 
-    def _slow_groups(self) -> Iterator[str]:
+    def _find_slow_groups(self) -> Iterator[str]:
         hosts = {one.rank: one.host for one in self.ranks}
         for link in self.links:
             ends = [row[-1] for row in link.seconds]
@@ -330,11 +330,13 @@ def _find_link_rates(links: Sequence[LinkTimes], share: int) -> dict[str, Any]:
     """
     rings = [link for link in links if link.op in ("psum", "all_gather", "psum_scatter")]
     ops = dict.fromkeys(link.op for link in links)
-    measured = {op: _median([link for link in links if link.op == op], share) for op in ops}
-    return {**_median(rings or links, share), "measured": MappingProxyType(measured)}
+    measured = {
+        op: _summarise_links([link for link in links if link.op == op], share) for op in ops
+    }
+    return {**_summarise_links(rings or links, share), "measured": MappingProxyType(measured)}
 
 
-def _median(links: Sequence[LinkTimes], share: int) -> dict[str, float]:
+def _summarise_links(links: Sequence[LinkTimes], share: int) -> dict[str, float]:
     rate = statistics.median(link.bytes_per_second for link in links) / share
     steps = [link.latency_seconds / count_steps(link.op, len(link.groups[0])) for link in links]
     return {"bytes_per_second": rate, "latency_seconds": statistics.median(steps)}
@@ -406,7 +408,6 @@ def measure(
 
     Args:
         mesh: bound to processes.
-        device: of this rank.
         folder: on the disk to measure; a file of 64 MiB is written and removed.
         largest_bytes: of a message; 0: 4 MiB on CPUs, 256 MiB on GPUs.
 
@@ -662,7 +663,6 @@ def report_comparison(
     measured (see `functron.training.stragglers`), if they did.
 
     Args:
-        estimate: of the run's step.
         say: prints a text.
     """
     records: list[Record] = []

@@ -328,7 +328,6 @@ def fuse_equations(
 
     Args:
         block: of a program or a scan.
-        software: its fusion.
         free: equations that are views in this software.
     """
     bases = _find_bases(block, free)
@@ -678,7 +677,6 @@ def trace_pieces(
     """Trace the pieces of a model on one rank of `mesh`, without computing.
 
     Args:
-        config: the architecture.
         mesh: the ranks, of which ``pp`` is ignored.
         options: of the model; its `gather` is replaced.
         rows: samples per rank and microbatch.

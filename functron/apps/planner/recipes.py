@@ -87,7 +87,7 @@ def shrink_run(config: TrainConfig, *, steps: int = 3) -> TrainConfig:
         steps: that it takes.
     """
     sizes = {axis: min(size, 2) for axis, size in Mesh.parse(config.parallelism.mesh).axes}
-    few = configure(config, gpt=_few_parameters(config, sizes.get("pp", 1)))
+    few = configure(config, gpt=_shrink_model(config, sizes.get("pp", 1)))
     microbatches = min(config.parallelism.microbatches, 4)
     data_ranks = math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
     return configure(
@@ -107,7 +107,7 @@ def shrink_run(config: TrainConfig, *, steps: int = 3) -> TrainConfig:
     )
 
 
-def _few_parameters(config: TrainConfig, pp: int) -> GPTConfig:
+def _shrink_model(config: TrainConfig, pp: int) -> GPTConfig:
     """The architecture of the same kinds of layers, with four heads of eight dims."""
     model, moe = config.gpt, config.gpt.moe
     stages = pp * min(count_chunks(config), 2)

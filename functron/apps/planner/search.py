@@ -364,15 +364,13 @@ class SearchResult:
 
     def svg(self) -> str:
         """Time over memory of the front and the best, as an SVG document."""
-        rows = sorted(self.front, key=lambda one: one.estimate.memory_bytes)
-        points = [(r.estimate.memory_bytes / 2**30, r.estimate.step_seconds) for r in rows]
-        best = [
-            (r.estimate.memory_bytes / 2**30, r.estimate.step_seconds)
-            for r in sorted(self.best, key=lambda one: one.estimate.memory_bytes)
-        ]
+        front, best = (
+            sorted((x.memory_bytes / 2**30, x.step_seconds) for _, x in rows)
+            for rows in (self.front, self.best)
+        )
         return line_chart(
-            [x for x, _ in points],
-            [y for _, y in points],
+            [x for x, _ in front],
+            [y for _, y in front],
             title="the fastest step for each amount of memory",
             x_label="GiB of the fullest rank",
             y_label="seconds of a step",
@@ -394,7 +392,6 @@ def search(
     the order of guesses, except those whose lower bound is above the slowest of the best.
 
     Args:
-        space: the candidates.
         model: of the run and the machine.
         top: number of candidates to find.
         cpu_seconds: CPU time, after which no more layers are traced; the search ends after 1.5
@@ -417,7 +414,7 @@ def search(
             counts["slower at best"] += 1
         elif spent > 1.5 * cpu_seconds or (spent > cpu_seconds and not model.traced(candidate)):
             counts["not looked at"] += 1
-        elif _fewer_rows(candidate) in full:
+        elif _halve_rows(candidate) in full:
             full.add(candidate)
             counts["too large"] += 1
         elif (held := sum(model.memory(candidate).values())) > model.capacity_bytes:
@@ -446,7 +443,7 @@ def search(
     )
 
 
-def _fewer_rows(c: TrainConfig) -> TrainConfig | None:
+def _halve_rows(c: TrainConfig) -> TrainConfig | None:
     """The candidate with half the rows, which needs less memory if its pipeline is full."""
     ranks = c.parallelism
     if count_rows(c) % 2 or ranks.microbatches < mesh_of(c)["pp"]:
@@ -562,9 +559,7 @@ def why(found: SearchResult, given: Mapping[str, Any], space: Space, model: Choi
     needs the least memory is shown; if none can be run, the reasons.
 
     Args:
-        found: by `search`.
         given: the settings, such as pp=16.
-        space: that was searched.
         model: as of `search`.
 
     Raises:
@@ -780,20 +775,14 @@ class Choices:
         if ranks.schedule in _SPLIT:  # weights' gradients fill a part of 1f1b's bubble
             filled = min(2 / 3, 2 / 3 * ranks.microbatches / mesh["pp"])
             seconds *= 1 + (1 - filled) * (mesh["pp"] - 1) / ranks.microbatches
-        return (
-            seconds
-            if self._guess_activations(c) < _FAR * self._count_left_bytes(c)
-            else _LATE + seconds
-        )
-
-    def _count_left_bytes(self, c: TrainConfig) -> float:
-        return self.capacity_bytes - self.state_bytes(c)
+        free = self.capacity_bytes - self.state_bytes(c)
+        return seconds + (self._guess_activations(c) >= _FAR * free) * _LATE
 
     def _guess_activations(self, c: TrainConfig) -> float:
         """Bytes of a rank's activations, scaled from those of another split of the layers."""
         mesh, ranks = mesh_of(c), c.parallelism
         key = "like", c.compute.remat, c.precision.name, mesh["ep"]
-        pieces = self._make_once(key, lambda: self._trace_pieces(_with_one_row(c)))
+        pieces = self._make_once(key, lambda: self._trace_pieces(_set_one_row(c)))
         held = sum(piece.held_bytes[0] * len(same) for piece, same in pieces.layers.values())
         split = pieces.mesh["tp"] * pieces.mesh["cp"] / (mesh["tp"] * mesh["cp"])
         live = min(ranks.microbatches, mesh["pp"]) / mesh["pp"]
@@ -850,7 +839,7 @@ def count_chunks(c: TrainConfig) -> int:
     return c.parallelism.chunks or _STAGES.get(schedule, 2 if schedule in _CHUNKED else 1)
 
 
-def _with_one_row(c: TrainConfig) -> TrainConfig:
+def _set_one_row(c: TrainConfig) -> TrainConfig:
     """The same split of layers, with microbatches of one sample and parameters gathered before."""
     alone = c.data.global_batch // count_data_ranks(c)
     plain = {"schedule": "1f1b", "chunks": 0, "gather": "step", "microbatches": alone}
