@@ -12,10 +12,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
 import numpy as np
 import torch
@@ -64,38 +64,24 @@ class Stored:
         return torch.from_numpy(part).view(self.dtype)
 
 
-class TensorSource(Protocol):
-    """Tensors by name, read in slices."""
+@dataclass(frozen=True)
+class TensorSource:
+    """Tensors by name, read in slices.
+
+    Attributes:
+        entries: shape and dtype of every tensor.
+        read: ``(name, slices)`` to these slices of a tensor.
+    """
+
+    entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    read: Callable[[str, Sequence[slice]], torch.Tensor]
 
     def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor."""
-        ...
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        """These slices of a tensor."""
-        ...
+        return self.entries
 
 
-@dataclass(frozen=True)
-class FolderTensors:
-    """The tensors of a folder of safetensors files, opened by `open_folder`.
-
-    Attributes:
-        stored: their places by name.
-    """
-
-    stored: Mapping[str, Stored]
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor."""
-        return {name: (entry.shape, entry.dtype) for name, entry in self.stored.items()}
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        """A copy of these slices of the tensor `name`."""
-        return self.stored[name].read(slices)
-
-
-def open_folder(path: str | Path) -> FolderTensors:
+def open_folder(path: str | Path) -> TensorSource:
     """The tensors of ``model.safetensors``, or of all files of its index.
 
     Only headers are read and checked: their tensors must be adjacent and fill the file.
@@ -129,7 +115,8 @@ def open_folder(path: str | Path) -> FolderTensors:
     if weight_map is not None and not problems:
         problems += _check_index(weight_map, stored)
     raise_problems(f"cannot read the weights in {path}", problems)
-    return FolderTensors(stored)
+    entries = {name: (one.shape, one.dtype) for name, one in stored.items()}
+    return TensorSource(entries, lambda name, slices: stored[name].read(slices))
 
 
 def exists(path: Path) -> bool:

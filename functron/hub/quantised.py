@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -246,29 +245,6 @@ def _find_blocks(part: slice, size: int, block: int) -> tuple[slice, torch.Tenso
     return slice(int(at[0]), int(at[-1]) + 1), at - at[0]
 
 
-class Decoded:
-    """The tensors of a folder, with quantised ones in float32: a `TensorSource`."""
-
-    def __init__(self, source: TensorSource, weights: Mapping[str, _Weight], hidden: Iterable[str]):
-        self._source, self._weights, self._hidden = source, weights, frozenset(hidden)
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        stored = self._source.shapes().items()
-        plain = {name: entry for name, entry in stored if name not in self._hidden}
-        return plain | {name: (w.shape, torch.float32) for name, w in self._weights.items()}
-
-    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor, as `read` gives it."""
-        return self._shapes
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        """These slices of a tensor."""
-        found = self._weights.get(name)
-        source = self._source
-        return source.read(name, slices) if found is None else found.read(source, slices)
-
-
 def decode(source: TensorSource, table: Mapping[str, Any], where: str) -> TensorSource:
     """The tensors of a folder, with quantised ones in float32.
 
@@ -297,7 +273,15 @@ def decode(source: TensorSource, table: Mapping[str, Any], where: str) -> Tensor
             problems.append(Problem(name, "a quantised tensor", wanted, fix))
     raise_problems(f"quantised weights are not as {where} says", problems)
     used = {name for w in weights.values() for name in (w.values, w.scales)}
-    return Decoded(source, weights, {*used, *filter(_UNUSED.fullmatch, shapes)})
+    used |= {*filter(_UNUSED.fullmatch, shapes)}
+    entries = {name: entry for name, entry in shapes.items() if name not in used}
+    entries |= {name: (weight.shape, torch.float32) for name, weight in weights.items()}
+
+    def read(name: str, slices: Sequence[slice]) -> torch.Tensor:
+        found = weights.get(name)
+        return source.read(name, slices) if found is None else found.read(source, slices)
+
+    return TensorSource(entries, read)
 
 
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

@@ -436,18 +436,9 @@ def from_tensors(model_type: str, config: Config, named: Mapping[str, torch.Tens
     """
     form = format_of({"model_type": model_type})
     raise_problems(f"no {model_type} model is like that", config_problems(config, form))
-    return read_params(form, config, _InMemory(named), local_on_mesh(config, None, None))
-
-
-class _InMemory:
-    def __init__(self, named: Mapping[str, torch.Tensor]):
-        self._named = named
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(value.shape), value.dtype) for name, value in self._named.items()}
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        return self._named[name].detach()[tuple(slices)]
+    entries = {name: (tuple(value.shape), value.dtype) for name, value in named.items()}
+    source = TensorSource(entries, lambda name, slices: named[name].detach()[tuple(slices)])
+    return read_params(form, config, source, local_on_mesh(config, None, None))
 
 
 def read_params(

@@ -157,14 +157,12 @@ def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
         ValueError: it is broken, or has other objects than tensors and plain values.
     """
     try:
-        if length is None:
-            where: Any = file
-            size = file.stat().st_size
-        else:
+        where: Any = file
+        size = file.stat().st_size if length is None else length
+        if length is not None:
             with file.open("rb") as stream:
                 stream.seek(start)
                 where = io.BytesIO(stream.read(length))
-            size = length
         with zipfile.ZipFile(where) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -221,7 +219,7 @@ class TensorChunk:
 
 @dataclass
 class ChunkedTensors:
-    """Whole tensors by name, made of chunks: a `functron.hub.files.TensorSource`.
+    """Whole tensors by name, made of chunks, like a `functron.hub.files.TensorSource`.
 
     Attributes:
         chunks, dtypes: of each tensor.
@@ -330,15 +328,11 @@ def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
         return _open_sharded(folder)
     ranks = sorted(p for p in folder.glob("mp_rank_*") if (p / MODEL).is_file())
     if not ranks:
-        _refuse_other(folder)
+        names = sorted(p.name for p in folder.iterdir())[:6] if folder.is_dir() else []
+        wanted = f"{METADATA} and *.distcp (torch_dist), or mp_rank_*/{MODEL}"
+        fix = "save it again with --ckpt-format torch_dist" if names else "check the path"
+        refuse("not a Megatron checkpoint", str(folder), ", ".join(names) or "nothing", wanted, fix)
     return _open_ranks(folder, ranks)
-
-
-def _refuse_other(folder: Path) -> NoReturn:
-    names = sorted(p.name for p in folder.iterdir())[:6] if folder.is_dir() else ["nothing"]
-    wanted = f"{METADATA} and *.distcp (torch_dist), or mp_rank_*/{MODEL}"
-    fix = "save it again with --ckpt-format torch_dist" if folder.is_dir() else "check the path"
-    refuse("not a Megatron checkpoint", str(folder), ", ".join(names) or "nothing", wanted, fix)
 
 
 def _find_iteration(path: Path) -> Path:

@@ -163,46 +163,39 @@ def _make_format(config: GPTConfig) -> formats.HubFormat:
     )
 
 
-class _SplitHeads:
+def _split_heads(inner: ChunkedTensors, config: GPTConfig) -> files.TensorSource:
     """Tensors with separate queries, keys and values.
 
     Megatron interleaves them by group: its queries, then its key, then its value.
     """
+    per, size = config.num_heads // config.kv_heads, config.head_size
+    rows = {"q": (0, per), "k": (per, per + 1), "v": (per + 1, per + 2)}
+    fused: dict[str, tuple[str, str]] = {}
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, (shape, dtype) in inner.shapes().items():
+        before, qkv, kind = name.partition(".linear_qkv.")
+        if not (qkv and shape and shape[0] % ((per + 2) * size) == 0):
+            entries[name] = (shape, dtype)
+            continue
+        for which, (first, last) in rows.items():
+            own = f"{before}.linear_qkv[{which}].{kind}"
+            fused[own] = (name, which)
+            entries[own] = ((shape[0] // (per + 2) * (last - first), *shape[1:]), dtype)
 
-    def __init__(self, inner: files.TensorSource, config: GPTConfig):
-        per = config.num_heads // config.kv_heads
-        self._inner, self._head = inner, config.head_size
-        self._rows = {"q": (0, per), "k": (per, per + 1), "v": (per + 1, per + 2)}
-        self._of: dict[str, tuple[str, str]] = {}
-        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        group = (per + 2) * config.head_size
-        for name, (shape, dtype) in inner.shapes().items():
-            before, fused, kind = name.partition(".linear_qkv.")
-            if fused and shape and shape[0] % group == 0:
-                for which, (first, last) in self._rows.items():
-                    own = f"{before}.linear_qkv[{which}].{kind}"
-                    self._of[own] = (name, which)
-                    count = shape[0] // group * (last - first) * config.head_size
-                    self._shapes[own] = ((count, *shape[1:]), dtype)
-            else:
-                self._shapes[name] = (shape, dtype)
+    def read(name: str, slices: Sequence[slice]) -> torch.Tensor:
+        if name not in fused:
+            return inner.read(name, slices)
+        whole, which = fused[name]
+        first, last = rows[which]
+        each = (last - first) * size
+        start, stop, _ = slices[0].indices(entries[name][0][0])
+        low, high = start // each, -(-stop // each)
+        group = slice(low * (per + 2) * size, high * (per + 2) * size)
+        found = inner.read(whole, (group, *slices[1:]))
+        found = found.unflatten(0, (high - low, per + 2, size))[:, first:last].flatten(0, 2)
+        return found[start - low * each : stop - low * each]
 
-    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return self._shapes
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        if name not in self._of:
-            return self._inner.read(name, slices)
-        fused, which = self._of[name]
-        first, last = self._rows[which]
-        heads, per = self._rows["v"][1], last - first
-        start, stop, _ = slices[0].indices(self._shapes[name][0][0])
-        low, high = start // (per * self._head), -(-stop // (per * self._head))
-        rows = slice(low * heads * self._head, high * heads * self._head)
-        found = self._inner.read(fused, (rows, *slices[1:]))
-        found = found.unflatten(0, (high - low, heads, self._head))[:, first:last].flatten(0, 2)
-        skip = low * per * self._head
-        return found[start - skip : stop - skip]
+    return files.TensorSource(entries, read)
 
 
 # --- the distributed optimizer's buckets
@@ -399,7 +392,7 @@ def load_tensors(opened: OpenedCheckpoint, config: GPTConfig) -> LoadedTensors:
     local = reader.local_on_mesh(config, None, None)
 
     def read(source: ChunkedTensors, kind: GPTConfig, chosen: list[formats.HubLayout]) -> dict:
-        split = _SplitHeads(source, config)
+        split = _split_heads(source, config)
         stored = reader.match(form, config, chosen, split)
         return reader.read_layouts(chosen, stored, kind, split, local)
 

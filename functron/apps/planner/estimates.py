@@ -19,6 +19,7 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import NamedTuple
 
+from functron import pipeline
 from functron.apps.planner.machines import Hardware, RankPlacement, write_whole
 from functron.apps.planner.rates import (
     FUNCTRON,
@@ -34,10 +35,6 @@ from functron.core import chart
 from functron.core.chart import table
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.models import gpt
-from functron.pipeline.partition import Layout, even_layout
-from functron.pipeline.registry import make
-from functron.pipeline.schedule import Schedule
-from functron.pipeline.timeline import Action, Costs, Timeline
 from functron.program.cost import bytes_text, count_text
 from functron.program.timeline import COMPUTE
 from functron.program.trace import Program
@@ -370,7 +367,7 @@ class PlannedStep:
     num_microbatches: int
     schedule: str = "1f1b"
     chunks: int = 1
-    layout: Layout | None = None
+    layout: pipeline.Layout | None = None
     zero: int = 0
     state: StateBytes = StateBytes()
     offload: bool = False
@@ -408,7 +405,7 @@ class PlannedStep:
     def stages(self) -> tuple[list[tuple[TracedPiece, int]], ...]:
         """The pieces of each stage, with counts."""
         layers = self.pieces.config.num_layers
-        layout = self.layout or even_layout(self.num_stages, layers)
+        layout = self.layout or pipeline.even_layout(self.num_stages, layers)
         return tuple(self.pieces.of(part) for part in layout)
 
     def held_by(self, rank: int) -> list[tuple[TracedPiece, int]]:
@@ -480,7 +477,7 @@ def _is_split(step: PlannedStep) -> bool:
     return any(a.kind in "IW" for row in _find_table(step).table for cell in row for a in cell)
 
 
-def _find_table(step: PlannedStep) -> Schedule:
+def _find_table(step: PlannedStep) -> pipeline.Schedule:
     few = _count_repeating(step.schedule, step.num_ranks, step.num_microbatches)
     return _make_table(step.schedule, step.num_ranks, few, step.chunks)
 
@@ -562,8 +559,8 @@ def _count_live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _make_table(schedule: str, p: int, m: int, v: int) -> Schedule:
-    return make(schedule, p, m, v if v > 1 else None)
+def _make_table(schedule: str, p: int, m: int, v: int) -> pipeline.Schedule:
+    return pipeline.make(schedule, p, m, v if v > 1 else None)
 
 
 def _count_repeating(schedule: str, p: int, m: int) -> int:
@@ -591,7 +588,7 @@ def estimate_step(
     timed = _StepTimes(step, hardware, placement, software)
     rank = max(range(step.num_ranks), key=lambda r: timed.busy(r).seconds)
     busy = timed.busy(rank)
-    total, lanes = timed.pipeline(rank, exact)
+    total, lanes = timed.time_pipeline(rank, exact)
     parts = {name: x * step.num_microbatches for name, x in busy.parts.items()}
     parts["bubble"] = total - busy.seconds * step.num_microbatches
     timed.add_update(parts, rank)
@@ -733,7 +730,7 @@ class _StepTimes:
 
     # --- the pipeline
 
-    def pipeline(self, slowest: int, exact: bool) -> tuple[float, list[Lane]]:
+    def time_pipeline(self, slowest: int, exact: bool) -> tuple[float, list[Lane]]:
         """Seconds from the first forward to the last backward, and the timeline."""
         step = self.step
         m, p, v = step.num_microbatches, step.num_ranks, step.chunks
@@ -762,14 +759,14 @@ class _StepTimes:
                 now = end
         return lanes
 
-    def _make_costs(self) -> Costs:
+    def _make_costs(self) -> pipeline.Costs:
         columns = [[t.seconds for t in stage] for stage in self.stages]
         transfer = self.transfer if self.software.async_sends else 0.0
         if len(columns[0]) == 3:
             forward, inner, weights = zip(*columns, strict=True)
-            return Costs(forward, None, inner, weights, transfer)
+            return pipeline.Costs(forward, None, inner, weights, transfer)
         forward, backward = zip(*columns, strict=True)
-        return Costs(forward, backward, transfer=transfer)
+        return pipeline.Costs(forward, backward, transfer=transfer)
 
     def _apply_formula(self, slowest: int) -> float | None:
         """The length of the schedule's critical path; None: there is no formula.
@@ -869,9 +866,9 @@ class _StepTimes:
         parts["over pp"] = self.hardware.collective_seconds("psum", num_bytes, reach)
 
 
-def _draw_lanes(found: Timeline) -> list[Lane]:
+def _draw_lanes(found: pipeline.Timeline) -> list[Lane]:
     """The actions of a pipeline; those of one cell share its time."""
-    cells: dict[tuple[int, float, float], list[Action]] = defaultdict(list)
+    cells: dict[tuple[int, float, float], list[pipeline.Action]] = defaultdict(list)
     for row in found.rows:
         cells[row.rank, row.start, row.end].append(row.action)
     lanes = []

@@ -193,8 +193,9 @@ class Measurement:
         made = read_dataclass(Measurement, found, problems)
         raise_problems(title, problems)
         for link in made.links:
-            counts = {len(times) for times in link.seconds}
-            if not (link.groups and link.bytes and all(link.groups)) or counts != {len(link.bytes)}:
+            fits = link.groups and link.bytes and all(link.groups)
+            counts = [len(times) for times in link.seconds]
+            if not fits or counts != [len(link.bytes)] * len(link.groups):
                 refuse(title, str(path), f"times of {link.op}", "one per group and size", fix)
         return made
 

@@ -17,20 +17,20 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from functron import pipeline
 from functron.apps.planner.machines import GroupReach, Hardware, RankPlacement
 from functron.core import random, tree
 from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
-from functron.pipeline.partition import Part, Partition
-from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
+from functron.pipeline.stage_backward import StageCall, trace_stage
 from functron.program.cost import equation_bytes, equation_flops
 from functron.program.equations import Block, Code, Equation, Scan, Var
 from functron.program.overlap import arrange_block
@@ -596,7 +596,7 @@ class TracedPiece:
         param_bytes: of all of them.
     """
 
-    part: Part
+    part: pipeline.Part
     joint: Program
     programs: tuple[Program, ...]
     held_bytes: tuple[int, ...]
@@ -652,7 +652,7 @@ class TracedPieces:
     gather: str
     split: bool
 
-    def of(self, part: Part) -> list[tuple[TracedPiece, int]]:
+    def of(self, part: pipeline.Part) -> list[tuple[TracedPiece, int]]:
         """The pieces of a stage, with counts."""
         found = [(self.embed, 1)] if part.embed else []
         for piece, same in self.layers.values():
@@ -695,85 +695,79 @@ def trace_pieces(
     rules = gpt.rules(config, whole, fsdp=fsdp, experts=experts)
     specs = param_specs(gpt.defs(config, options), rules)
     made = Gather() if gather == "step" else Gather(specs, regather=gather == "use")
-    tracer = _Tracer(
-        config, whole, replace(options, gather=made, experts=experts), rows, seq, rules,
-        gather == "step", split, grad_dtype,
-    )  # fmt: skip
+    options = replace(options, gather=made, experts=experts)
+    seq_here = seq // math.prod(whole[axis] for axis in CONTEXT_AXES)
+    tokens = torch.empty(rows, seq_here, dtype=torch.int64, device="meta")
+
+    def find_specs(defs: tree.Tree) -> tree.Tree:
+        found = param_specs(defs, rules)
+        return without_axes(found, FSDP_AXES) if gather == "step" else found
+
+    trace = functools.partial(
+        _trace_part, whole, options, tokens, find_specs, split=split, dtype=grad_dtype
+    )
     layers = {
-        name: (tracer.trace(Part(range(1)), one), same)
+        name: (trace(pipeline.Part(range(1)), one), same)
         for name, (one, same) in _list_layer_kinds(config).items()
     }
     bare = replace(config, num_layers=1, dense_layers=0)
-    embed = tracer.trace(Part(range(0), embed=True), bare)
-    head = tracer.trace(Part(range(0), loss=True), bare)
-    return TracedPieces(
-        config, tracer.options, whole, rows, seq, layers, embed, head, gather, split
+    embed = trace(pipeline.Part(range(0), embed=True), bare)
+    head = trace(pipeline.Part(range(0), loss=True), bare)
+    return TracedPieces(config, options, whole, rows, seq, layers, embed, head, gather, split)
+
+
+def _trace_part(
+    mesh: Mesh,
+    options: ModelOptions,
+    tokens: torch.Tensor,
+    find_specs: Callable[[tree.Tree], tree.Tree],
+    part: pipeline.Part,
+    config: GPTConfig,
+    *,
+    split: bool,
+    dtype: torch.dtype | None,
+) -> TracedPiece:
+    """Trace a part of a model of `config`, which has no other layers, on one rank."""
+    uses = gpt.uses(config, options)
+    stacks = config.stacks if not part.layers else {}
+    uses = {name: use for name, use in uses.items() if name not in stacks}
+    defs = {k: v for k, v in gpt.defs(config, options).items() if k in uses}
+    alone = pipeline.Partition((part,), (((0, 0),),), uses)
+    defs = {name: defs[name] for name in alone.names(0)}
+    specs = find_specs(defs)
+
+    def local(d: Any, spec: Any) -> torch.Tensor:
+        return torch.empty(local_shape(d.shape, spec, mesh), dtype=d.dtype, device="meta")
+
+    def function(part, params, x, batch, key):
+        key = key if config.dropout else None
+        return gpt.stage_loss(config, part, params, x, batch, options, key=key)
+
+    weights = tree.map(local, defs, specs)
+    rows, seq = tokens.shape
+    seq //= mesh["tp"] if "tp" in stream_axes(options) else 1
+    x = torch.empty(rows, seq, config.embed_dim, dtype=config.stream_dtype, device="meta")
+    batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
+    params, shared = alone.stage_params(weights, 0, None), (random.key(0).to("meta"),)
+    call = StageCall(0, part, part.loss, params, None if part.embed else x, batch, shared, {})
+    stage = trace_stage(function, call, mesh, split=split, dtype=dtype)
+    reads = [{*piece.block.inputs} for piece in stage.pieces[1:]]
+    given = [
+        sum(var.nbytes for var in stage.arguments[1] if any(var in r for r in reads[i:]))
+        for i in range(len(reads))
+    ]
+    leaves = tree.leaves(weights)
+    divided = [{*spec_axes(s)} & {*options.experts} for s in tree.leaves(specs, is_spec)]
+    return TracedPiece(
+        part,
+        _donate_sums(stage.program),
+        tuple(stage.piece_program(index) for index in range(len(stage.pieces))),
+        tuple(held + more for held, more in zip(stage.held_bytes, given, strict=False)),
+        0 if part.loss else x.nbytes,
+        sum(leaf.numel() for leaf in leaves),
+        sum(leaf.numel() for leaf, own in zip(leaves, divided, strict=True) if own),
+        sum(leaf.nbytes for leaf in leaves),
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Tracer:
-    config: GPTConfig
-    mesh: Mesh
-    options: ModelOptions
-    rows: int
-    seq: int
-    rules: Any
-    whole: bool
-    split: bool
-    grad_dtype: torch.dtype | None
-
-    def trace(self, part: Part, config: GPTConfig) -> TracedPiece:
-        options = self.options
-        uses = gpt.uses(config, options)
-        stacks = config.stacks if not part.layers else {}
-        uses = {name: use for name, use in uses.items() if name not in stacks}
-        defs = {k: v for k, v in gpt.defs(config, options).items() if k in uses}
-        alone = Partition((part,), (((0, 0),),), uses)
-        defs = {name: defs[name] for name in alone.names(0)}
-        specs = param_specs(defs, self.rules)
-        specs = without_axes(specs, FSDP_AXES) if self.whole else specs
-
-        def local(d: Any, spec: Any) -> torch.Tensor:
-            return torch.empty(local_shape(d.shape, spec, self.mesh), dtype=d.dtype, device="meta")
-
-        weights = tree.map(local, defs, specs)
-        stage, x = self._trace_stage(part, config, alone.stage_params(weights, 0, None))
-        reads = [{*piece.block.inputs} for piece in stage.pieces[1:]]
-        given = [
-            sum(var.nbytes for var in stage.arguments[1] if any(var in r for r in reads[i:]))
-            for i in range(len(reads))
-        ]
-        leaves = tree.leaves(weights)
-        divided = [{*spec_axes(s)} & {*options.experts} for s in tree.leaves(specs, is_spec)]
-        return TracedPiece(
-            part,
-            _donate_sums(stage.program),
-            tuple(stage.piece_program(index) for index in range(len(stage.pieces))),
-            tuple(held + more for held, more in zip(stage.held_bytes, given, strict=False)),
-            0 if part.loss else x.nbytes,
-            sum(leaf.numel() for leaf in leaves),
-            sum(leaf.numel() for leaf, own in zip(leaves, divided, strict=True) if own),
-            sum(leaf.nbytes for leaf in leaves),
-        )
-
-    def _trace_stage(self, part: Part, config: GPTConfig, params: tree.Tree) -> tuple[Stage, Any]:
-        options = self.options
-        seq = self.seq // math.prod(self.mesh[axis] for axis in CONTEXT_AXES)
-        tokens = torch.empty(self.rows, seq, dtype=torch.int64, device="meta")
-        split = self.mesh["tp"] if "tp" in stream_axes(options) else 1
-        shape = (self.rows, seq // split, config.embed_dim)
-        x = torch.empty(shape, dtype=config.stream_dtype, device="meta")
-        batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
-        shared = (random.key(0).to("meta"),)
-
-        def function(part, params, x, batch, key):
-            key = key if config.dropout else None
-            return gpt.stage_loss(config, part, params, x, batch, options, key=key)
-
-        call = StageCall(0, part, part.loss, params, None if part.embed else x, batch, shared, {})
-        made = trace_stage(function, call, self.mesh, split=self.split, dtype=self.grad_dtype)
-        return made, x
 
 
 def _donate_sums(program: Program) -> Program:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from functron import pipeline
 from functron.apps.planner.estimates import (
     Estimate,
     PlannedStep,
@@ -36,7 +37,6 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import value_at
 from functron.models import gpt
 from functron.optim import torch_dtype
-from functron.pipeline.registry import make
 from functron.program.cost import bytes_text
 from functron.spmd import DATA_AXES, Mesh
 from functron.spmd.params import num_params, param_specs
@@ -270,8 +270,8 @@ class Space:
             self._list_schedules(sizes["pp"]),
         )
         names = ("sequence_parallel", "zero", "gather", "schedule", "chunks")
-        for precision, remat, sequence_parallel, zero, gather, offload, pipeline in rows:
-            values = (sequence_parallel, zero, gather, *pipeline)
+        for precision, remat, sequence_parallel, zero, gather, offload, order in rows:
+            values = (sequence_parallel, zero, gather, *order)
             settings: dict[str, Any] = dict(zip(names, values, strict=True))
             yield (precision, remat, offload), settings
 
@@ -295,9 +295,7 @@ class Space:
         return [value for value in values if self._admits(name, value)]
 
     def _admits(self, name: str, value: Any) -> bool:
-        if name in self.least and value < self.least[name]:
-            return False
-        return name not in self.fixed or value == self.fixed[name]
+        return value >= self.least.get(name, value) and value == self.fixed.get(name, value)
 
 
 _LEAST_TOKENS = 4096
@@ -423,12 +421,11 @@ def search(
             small.append((held, candidate))
         else:
             timed.append(Ranked(candidate, model.estimate(candidate)))
-            kth = _find_kth(timed, top)
+            times = (one.estimate.step_seconds for one in timed)
+            kth = heapq.nsmallest(top, itertools.chain(times, [math.inf] * top))[-1]
     timed.sort(key=_rank_key)
     counts["timed"] = len(timed)
-    smallest = None
-    if not timed and small:
-        smallest = _find_smallest(model, small)
+    smallest = _find_smallest(model, small) if small and not timed else None
     listed = {name: counts[name] for name in _COUNTS}
     best = [Ranked(one.candidate, model.estimate(one.candidate, exact=True)) for one in timed[:top]]
     return SearchResult(
@@ -481,13 +478,6 @@ def _bound_candidates(
         refuse("there is no such mesh", "gpus", f"{got} ({listed})", "some that can", fix)
     found.sort(key=lambda one: (one[0], count_rows(one[2])))
     return [(bound, candidate) for _, bound, candidate in found], too_large
-
-
-def _find_kth(timed: list[Ranked], top: int) -> float:
-    """The time of the slowest of the best; infinity if there are fewer than `top`."""
-    if len(timed) < top:
-        return math.inf
-    return heapq.nsmallest(top, (one.estimate.step_seconds for one in timed))[-1]
 
 
 def _rank_key(one: Ranked) -> tuple:
@@ -850,7 +840,9 @@ def _explain_refusal(c: TrainConfig) -> list[str]:
     """Why a schedule is impossible with these counts."""
     ranks = c.parallelism
     try:
-        made = make(ranks.schedule, mesh_of(c)["pp"], ranks.microbatches, ranks.chunks or None)
+        made = pipeline.make(
+            ranks.schedule, mesh_of(c)["pp"], ranks.microbatches, ranks.chunks or None
+        )
     except ValueError as error:
         return _split_message(error)
     return [] if made.has_backward else [f"{ranks.schedule} has no backward"]
