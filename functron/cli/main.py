@@ -76,8 +76,8 @@ COMMANDS = MappingProxyType({name: row for name, row in _ALL.items() if name not
 USAGE = f"""usage: functron COMMAND [OPTIONS]
 
 {"".join(f"  {name:10}  {line}{chr(10)}" for name, (_, line) in COMMANDS.items())}
-functron COMMAND --help lists the options, functron --version the version. Mistakes are messages;
-with the environment variable {process.FULL_TRACEBACKS}=1 they come with their traceback.
+functron COMMAND --help lists the options of a command, functron --version the version. The
+environment variable {process.FULL_TRACEBACKS}=1 adds tracebacks to error messages.
 """
 
 
