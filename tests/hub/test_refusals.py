@@ -190,7 +190,9 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         usual(self, name, tensor)
 
     monkeypatch.setattr(files.TensorWriter, "write", full)
-    with pytest.raises(ValueError, match=r"got No space left on device.*choose a folder with free space"):
+    with pytest.raises(
+        ValueError, match=r"got No space left on device.*choose a folder with free space"
+    ):
         hub.save(tmp_path / "out", LLAMA, weights())
     assert not list(tmp_path.iterdir())
 
