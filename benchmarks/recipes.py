@@ -12,7 +12,8 @@ from pathlib import Path
 
 import functron.apps.planner
 from functron.apps.planner.machines import hardware
-from functron.apps.planner.search import Choices, describe_best, explain_misfit, search
+from functron.apps.planner.measurements import describe_estimate
+from functron.apps.planner.search import Choices, explain_misfit, search
 from functron.optim import ScheduleConfig
 from functron.training.config import TrainConfig, configure, dump, with_model
 
@@ -118,7 +119,7 @@ def made(name: str, cpu_seconds: float = 30.0) -> str:
     )
     if one.fixed:
         command += f" --fix {','.join(f'{name}={value}' for name, value in one.fixed.items())}"
-    best = describe_best(found, choices.machine)
+    best = f"{choices.machine.name}: {describe_estimate(found.best[0].estimate)}"
     about = f"# {command}\n# {best}\n# batch and learning rate: {one.source}\n"
     return about + dump(found.best[0].candidate)
 

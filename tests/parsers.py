@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -106,8 +107,11 @@ def _read_index(folder: Path, data: bytes) -> None:
     table = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
     _put(folder, "x.safetensors", _safetensors(table, bytes(24)))
     _put(folder, files.INDEX, data)
-    for entry in files.open_folder(folder).stored.values():
-        assert entry.file.parent == folder, f"it leaves the folder: {entry.file}"
+    source = files.open_folder(folder)
+    with mock.patch.object(files.Stored, "read", lambda self, slices: self.file):
+        for name in source.shapes():
+            file: Any = source.read(name, ())
+            assert file.parent == folder, f"it leaves the folder: {file}"
 
 
 def _idx_seeds(folder: Path) -> list[bytes]:

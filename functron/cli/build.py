@@ -1,7 +1,7 @@
 """Compile all kernels ahead of time: ``python -m functron.cli.build``.
 
-It needs no GPU. What it leaves in the cache is what a GPU of that architecture loads, so the first
-steps of a job need not compile. The table shows the registers and memory that each kernel takes.
+It needs no GPU. Jobs load the cached kernels of their architecture, instead of compiling them in
+the first steps. The table shows the registers and memory of each kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BuildOptions:
         arch: architectures, such as sm_90a.
         source: names of sources; empty: all.
         cache: folder of compiled kernels; by default .cache/functron/cubins in your home.
-        jobs: compile so many at a time; 0: one per processor.
+        jobs: number of parallel compilations; 0: one per processor.
     """
 
     arch: tuple[str, ...] = nvrtc.ARCHS
@@ -50,8 +50,8 @@ class Built:
         source: the source.
         defines: the variant.
         arch: the architecture.
-        compiled: what came of it; None where it failed.
-        failure: the message of the compiler then.
+        compiled: the result; None: it failed.
+        failure: the compiler's message.
     """
 
     source: KernelSource
@@ -76,8 +76,6 @@ def build(
     """Compile every variant of the sources for every architecture, and give them in this order.
 
     Args:
-        chosen: the sources.
-        archs: the architectures.
         folder: of the cache; None: the default one.
         jobs: threads, which NVRTC allows; 0: one per processor.
 

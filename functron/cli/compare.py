@@ -21,11 +21,11 @@ from functron.training.records import compare
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Show several runs side by side: the settings that differ, losses and speeds, and a picture.
+    """Compare runs: settings that differ, losses and speeds, and a plot of the losses.
 
     Attributes:
-        runs: run folders, or files with what Megatron-LM printed of its runs.
-        svg: write the loss curves of all into this file.
+        runs: run folders, or logs of Megatron-LM.
+        svg: write the loss curves to this file.
         json: print a JSON object instead of a table.
     """
 
@@ -37,7 +37,7 @@ class CompareOptions:
 
 
 def _nest(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of functron 0.1 in sections; most comparisons have none, and need no torch."""
+    """Nest the settings of functron 0.1, which are rare; the import takes torch."""
     return nest_table(table, importlib.import_module("functron.training.config").TrainConfig)
 
 

@@ -302,7 +302,6 @@ def _check_communication() -> Iterator[Check]:
 
 
 def _check_compiler() -> Iterator[Check]:
-    """NVRTC, and whether functron's kernels can be used."""
     reason = nvrtc.missing()
     if reason is None:
         archs = ", ".join(f"sm_{number}" for number in nvrtc.supported())
@@ -327,7 +326,6 @@ def _check_cache() -> Check:
 
 
 def _check_extras() -> Iterator[Check]:
-    """The extras of the installation."""
     for extra, requirements in declared()[1].items():
         lacking = [
             name + wanted

@@ -133,7 +133,7 @@ def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
     )
 
 
-def _slides(config: TrainConfig) -> bool:
+def _uses_windows(config: TrainConfig) -> bool:
     """Whether windows slide over texts; models of other objectives read whole samples."""
     return config.family.objective == "next"
 
@@ -149,7 +149,7 @@ def _make_sets(
     Collective on a bound mesh: rank 0 chooses sizes that fit into memory.
     """
     share = _count_parts(mesh, config.parallelism.microbatches)
-    if not _slides(config):
+    if not _uses_windows(config):
         config = configure(config, seq=options.seq or config.data.seq)
         config = configure(config, global_batch=options.batch or config.data.global_batch * share)
         note = f"in samples of {config.data.seq} tokens; incomplete last ones are left out"
@@ -162,7 +162,7 @@ def _make_sets(
         dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     config, notes = chosen[0]
-    stride, multiple = options.stride or config.data.seq, sequence_parts(config, _plain(mesh))[0]
+    stride, multiple = options.stride or config.data.seq, sequence_parts(config, _unbind(mesh))[0]
     windows = {"multiple": multiple, "exact": bool(_find_capacity(config))}
     sets = [slide(name, one, config, stride, **windows) for name, one in texts.items()]
     # each window is of one document: there is nothing to mask
@@ -180,13 +180,11 @@ def _choose_sizes(
 
     Args:
         config: of the run, with its seq, and its global_batch per rank and microbatch.
-        options: of the command.
-        mesh, device: where it runs.
         longest: number of targets of the longest text.
     """
     share = _count_parts(mesh, config.parallelism.microbatches)
     model, on_a_rank = config.architecture, config.data.global_batch * config.data.seq
-    parts = sequence_parts(config, _plain(mesh))[0]
+    parts = sequence_parts(config, _unbind(mesh))[0]
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
     chunk = config.compute.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
@@ -220,7 +218,7 @@ def _find_capacity(config: TrainConfig) -> str:
     return moe.capacity_over if moe is not None and moe.capacity_factor else ""
 
 
-def _plain(mesh: Mesh | BoundMesh) -> Mesh:
+def _unbind(mesh: Mesh | BoundMesh) -> Mesh:
     return mesh.mesh if isinstance(mesh, BoundMesh) else mesh
 
 
@@ -235,16 +233,14 @@ def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Proc
     if options.batch > 0 and options.batch % share:
         fix = f"set it to {-(-options.batch // share) * share}"
         found.append(Problem("batch", str(options.batch), f"a multiple of {share}", fix))
-    found += _window_problems(config, options, mesh)
+    found += _check_windows(config, options, mesh)
     found += [*options.problems(mesh, here), *problems_of(config)]
     raise_problems("cannot evaluate", found)
     # with seq=1, as texts may be shorter than windows
-    check(configure(config, seq=1) if _slides(config) else config)
+    check(configure(config, seq=1) if _uses_windows(config) else config)
 
 
-def _window_problems(
-    config: TrainConfig, options: EvaluateOptions, mesh: Mesh
-) -> Iterator[Problem]:
+def _check_windows(config: TrainConfig, options: EvaluateOptions, mesh: Mesh) -> Iterator[Problem]:
     """Problems of seq and stride with this model."""
     model, family = config.architecture, config.family
     most = getattr(model, "max_seq", None)
@@ -255,15 +251,15 @@ def _window_problems(
     if options.seq % parts:
         fix = f"set it to {-(-options.seq // parts) * parts}"
         yield Problem("seq", str(options.seq), f"a multiple of {parts}: {why}", fix)
-    if parts > 1 and _slides(config) and _find_capacity(config):
+    if parts > 1 and _uses_windows(config) and _find_capacity(config):
         wanted = f"whole sequences per rank, not {why}: padding at the ends of texts would take "
         wanted += "part of the experts' limited capacity"
         yield Problem("mesh", repr(options.mesh), wanted, "leave cp and ulysses out")
-    if _slides(config) and _find_capacity(config) == "batch":
+    if _uses_windows(config) and _find_capacity(config) == "batch":
         wanted = "'sequence': otherwise a text's loss depends on the others in its batch"
         fix = "set it so in the run's config.toml"
         yield Problem("gpt.moe.capacity_over", "'batch'", wanted, fix)
-    if options.stride and not _slides(config):
+    if options.stride and not _uses_windows(config):
         wanted = f"nothing with {family.title}, which reads whole samples"
         yield Problem("stride", str(options.stride), wanted, "leave it out")
     elif options.stride > seq:
@@ -451,7 +447,7 @@ def _continue_prompt(
         tokens = generate(
             params,
             model,
-            _rows(ids, mesh, device),
+            _repeat_prompt(ids, mesh, device),
             options.tokens,
             temperature=options.temperature,
             top_k=options.top_k,
@@ -485,7 +481,7 @@ def _restore_spans(
         tokens = respond(
             params,
             model,
-            _rows(ids, mesh, device),
+            _repeat_prompt(ids, mesh, device),
             options.tokens,
             draw=Draw(options.temperature, options.top_k, options.top_p),
             key=random.key(options.seed).to(device),
@@ -497,7 +493,7 @@ def _restore_spans(
     return program
 
 
-def _rows(ids: list[int], mesh: Mesh | BoundMesh, device: torch.device) -> torch.Tensor:
+def _repeat_prompt(ids: list[int], mesh: Mesh | BoundMesh, device: torch.device) -> torch.Tensor:
     """This process's rows: the prompt, once for every data-parallel rank."""
     simulated = () if isinstance(mesh, BoundMesh) else DATA_AXES
     copies = math.prod(mesh[axis] for axis in simulated)

@@ -1,6 +1,6 @@
 """The command line: ``functron train | sample | checkpoint | convert | ...``.
 
-A command's module is imported when that command runs, so that all else answers at once.
+A command's module is imported when the command runs, so that help is fast.
 """
 
 from __future__ import annotations
@@ -20,67 +20,64 @@ _ALL: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "preprocess": (
             "store.preprocess",
-            "make tokens on disk of text, in Megatron-LM's format or numpy's",
+            "tokenise text into files of Megatron-LM's format or numpy's",
         ),
         "train": (
             "train.run",
-            "train a language model; without options, a small one on this Python's own text",
+            "train a model; without options, a small one on the source code of Python",
         ),
         "sample": ("evaluate.sample", "continue a prompt with a trained model"),
-        "evaluate": ("evaluate.run", "loss and perplexity of a trained model on held-out sets"),
-        "compare": ("compare.run", "the settings, losses and speeds of several runs side by side"),
+        "evaluate": (
+            "evaluate.run",
+            "evaluate a trained model: loss and perplexity on held-out data",
+        ),
+        "compare": ("compare.run", "compare settings, losses and speeds of several runs"),
         "rerun": (
             "train.rerun",
-            "take a step of a run again, to tell a fault of the hardware from one of the model",
+            "repeat a step of a run, to tell hardware faults from instabilities of the model",
         ),
         "checkpoint": (
             "store.checkpoint",
-            "list the checkpoints of a run, show what is in one, verify it",
+            "list a run's checkpoints, show the contents of one, or verify it",
         ),
         "convert": (
             "store.convert",
-            "make a run folder of a Hugging Face model, and the other way",
+            "convert a Hugging Face model or Megatron checkpoint into a run, or back",
         ),
         "migrate": (
             "store.migrate",
-            "turn a launch script of Megatron-LM into a configuration, and explain each argument",
+            "convert a Megatron-LM launch script into a configuration, and explain each argument",
         ),
-        "upcycle": ("store.upcycle", "make a mixture of experts of a dense run"),
-        "params": (
-            "plan.params",
-            "show the parameters of a model, and how a mesh splits them",
-        ),
+        "upcycle": ("store.upcycle", "initialise a mixture of experts from a dense run"),
+        "params": ("plan.params", "show a model's parameters, and how a mesh shards them"),
         "trace": (
             "plan.trace",
-            "show what one rank of a mesh computes, sends and holds in a training step",
+            "show the computation, communication and memory of one rank in a step",
         ),
         "schedule": (
             "plan.schedule",
-            "draw a pipeline schedule, with its bubble and its live activations",
+            "draw a pipeline schedule, with its bubble and activation memory",
         ),
         "plan": (
             "plan.run",
-            "find the fastest ways to train a model on so many GPUs, without one of them",
+            "rank parallel configurations for N GPUs by a cost model (needs no GPU)",
         ),
         "recipe": (
             "plan.recipes",
-            "list configurations of large runs that functron plan has made, or show one",
+            "list or show configurations of large runs, made by functron plan",
         ),
-        "doctor": (
-            "doctor.run",
-            "show what this machine and this installation have, and what is missing",
-        ),
+        "doctor": ("doctor.run", "check this machine and installation, or benchmark a mesh"),
     }
 )
 _LEFT_OUT = apps.missing_commands()
 COMMANDS = MappingProxyType({name: row for name, row in _ALL.items() if name not in _LEFT_OUT})
-"""By name: the function of the arguments that gives the exit code, and a line of help."""
+"""By name: a function of the arguments that returns the exit code, and a line of help."""
 
 USAGE = f"""usage: functron COMMAND [OPTIONS]
 
 {"".join(f"  {name:10}  {line}{chr(10)}" for name, (_, line) in COMMANDS.items())}
-functron COMMAND --help lists the options, functron --version the version. Mistakes are messages;
-with the environment variable {process.FULL_TRACEBACKS}=1 they come with their traceback.
+functron COMMAND --help lists the options of a command, functron --version the version. The
+environment variable {process.FULL_TRACEBACKS}=1 adds tracebacks to error messages.
 """
 
 
@@ -89,18 +86,17 @@ def main(
 ) -> int:
     """Run the command line, and return the exit code.
 
-    0 is success, 2 a mistake in what was asked for, 1 any other failure, 128 + n the end by signal
-    n after saving.
+    0: success; 2: invalid input; 1: any other failure; 128 + n: ended by signal n, after saving.
 
-    A program with a section of its own for ``train`` is a file of these lines, with which it goes
-    in place of functron, ``python program.py train --profile.every 10``:
+    A program that adds a section to the configuration of ``train`` has these lines, and is used in
+    place of functron, ``python program.py train --profile.every 10``:
 
         @dataclass(frozen=True)
         class ProfileConfig:
             '''A profile.
 
             Attributes:
-                every: measure after every so many steps; 0: never.
+                every: measure every N steps; 0: never.
             '''
 
             every: int = setting(0, least=0)
@@ -111,8 +107,8 @@ def main(
 
     Args:
         arguments: those of the command line; None: of this process.
-        sections: frozen dataclasses by their names, whose fields are options of ``train`` and stand
-            in the config.toml of its runs, beside those of `functron.training.TrainConfig`.
+        sections: frozen dataclasses by name, whose fields are options of ``train`` and settings in
+            config.toml, beside those of `functron.training.TrainConfig`.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
@@ -131,19 +127,19 @@ def main(
 _TEXTS = (
     "--prompt", "--env", "--with", "--pattern", "--tokenizer-pattern", "--end-of-text", "--key",
 )  # fmt: skip
-"""Options whose values are any text: a place that is named in it is not opened."""
+"""Options whose values are any text, in which paths are not opened."""
 _PLACED = (
     "--config", "--data", "--eval-data", "--hardware", "--memory-folder", "--order-cache", "--out",
     "--picture", "--schedule", "--slots", "--svg", "--timeline", "--tokenizer",
 )  # fmt: skip
-"""Options whose values are places: the word after another one, such as a switch, is not its own."""
+"""Options whose values are paths; a word after any other option may be an argument."""
 _SEVERAL = ("--env", "--with")
 """Those of `_TEXTS` that take several words, each NAME=VALUE."""
 _PAIR = re.compile(r"[\w.-]+=")
 
 
 def _check_places(arguments: Sequence[str]) -> None:
-    """Refuse places that are not on this machine, before anything is imported or made for them."""
+    """Refuse paths on other machines, such as s3://, before anything is imported or made."""
     before, found = "", []
     for word in arguments:
         name, _, value = word.partition("=")
@@ -176,10 +172,10 @@ def _run(command: str, arguments: Sequence[str], sections: Mapping[str, type]) -
 
 
 def _import(name: str) -> ModuleType:
-    """A module of a command: imported without looking for garbage, as what is imported stays.
+    """Import a command's module without garbage collection, a sixth of a short command's time.
 
-    That is a sixth of the time of a short command. Where the process has nothing else, garbage is
-    not looked for in it later either, nor at the end of the process, which is another sixth.
+    In a process of its own, imported objects are never collected, not even at its end: another
+    sixth.
     """
     if name in sys.modules:
         return sys.modules[name]

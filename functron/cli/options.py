@@ -1,6 +1,6 @@
-"""The options of a command: those of a dataclass, its docstring the help, and what was meant.
+"""Command-line options from a dataclass, with help from its docstring and suggestions for typos.
 
-A dataclass may have others as fields, whose options go under the field's name, or under none.
+Fields may be dataclasses, whose options have the field's name as a prefix, or none.
 """
 
 from __future__ import annotations
@@ -118,38 +118,36 @@ def parse(
 ) -> T:
     """The options of ``functron COMMAND`` in `arguments`.
 
-    What its settings say of themselves (`functron.core.settings`) decides on their names, their
-    boxes in the help, and which of them --help shows; --help-all shows all.
+    Metadata of settings (`functron.core.settings`) determine names, boxes of the help, and which
+    options --help shows; --help-all shows all.
 
     Args:
-        kind: a dataclass, whose fields are the options and whose docstring describes them.
-        arguments: those after the command.
-        command: its name.
-        default: an instance with the values of options that are not given; None: the fields' own.
-        needs: what options need to have an effect, by the names of their settings.
+        kind: a dataclass, whose fields are the options, described by its docstring.
+        default: an instance with the values of missing options; None: the fields' defaults.
+        needs: conditions under which options have an effect, by names of settings; options without
+            one always have.
 
     Raises:
-        functron.cli.process.InputError: options that do not exist, each with the nearest that do;
-            or options that have no effect.
-        SystemExit: arguments that do not parse (code 2), or --help (code 0).
+        functron.cli.process.InputError: options are unknown, or have no effect.
+        SystemExit: arguments cannot be parsed (code 2), or --help (code 0).
     """
     found = list(options_of(kind if default is None else default))
     options = [option for option in found if not option.instead]
     arguments = with_names(arguments, found)
     asked = [word for word in arguments if word in ("-h", "--help", "--help-all")]
     if asked:
-        print(_help(kind, f"functron {command}", options, everything="--help-all" in asked))
+        print(_format_help(kind, f"functron {command}", options, everything="--help-all" in asked))
         raise SystemExit(0)
     title = f"functron {command} has no such options"
     with process.mistakes():
-        raise_problems(title, _recorded_problems(arguments, found))
-    flat = _flat_kind(kind)
+        raise_problems(title, _refuse_records(arguments, found))
+    flat = _make_flat_kind(kind)
     given: dict[str, Any] = {} if default is None else {"default": _flatten(default, flat)}
     parsed, unknown = tyro.cli(
         flat,
         args=arguments,
         prog=f"functron {command}",
-        # `_help` has its own descriptions; tyro would parse the sources for comments
+        # `_format_help` has its own descriptions; tyro would parse the sources for comments
         config=(tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff),
         return_unknown_args=True,
         **given,
@@ -161,24 +159,23 @@ def parse(
         raise_problems(
             title,
             [
-                Problem(word, "an unknown option", "a known one", _meant(word, known))
+                Problem(word, "an unknown option", "a known one", _suggest_option(word, known))
                 for word in names
             ],
         )
         named = named_fields(arguments, options)
-        unused = list(_unused_in(made, default, needs, named))
+        unused = list(_find_unused(made, default, needs, named))
         raise_problems(f"functron {command} cannot be run with these options", unused)
     return made
 
 
-def _unused_in(made: Any, default: Any, needs: Needs, named: Iterable[str]) -> Iterator[Problem]:
-    """The options that somebody set and that have no effect, of those of dataclasses in it too.
+def _find_unused(made: Any, default: Any, needs: Needs, named: Iterable[str]) -> Iterator[Problem]:
+    """Problems of options that were given and have no effect, nested dataclasses included.
 
     Args:
-        made: the options.
-        default: those where none is given, such as of a run; None: the fields' own.
-        needs: by the names of their settings.
-        named: these names, of the options that were given.
+        default: the values of missing options, such as those of a run; None: the fields' defaults.
+        needs: conditions by names of settings.
+        named: the names of settings that were given.
     """
     fields = [field.name for field in dataclasses.fields(made)]
     inside = [field for field in fields if _is_flat(type(made), field)]
@@ -188,11 +185,11 @@ def _unused_in(made: Any, default: Any, needs: Needs, named: Iterable[str]) -> I
     rest = {name: need for name, need in needs.items() if name not in own}
     for field in inside if rest else ():
         before = None if default is None else getattr(default, field)
-        yield from _unused_in(getattr(made, field), before, rest, named)
+        yield from _find_unused(getattr(made, field), before, rest, named)
 
 
 def _is_set_back(made: Any, default: Any, name: str) -> bool:
-    """Whether an option undoes what a run says, and leaves what is usual without one."""
+    """Whether an option restores a default that a run had changed."""
     path = path_of(type(made), name)
     above, _, last = path.rpartition(".")
     if default is None or path.partition(".")[0] not in vars(made):
@@ -203,8 +200,8 @@ def _is_set_back(made: Any, default: Any, name: str) -> bool:
 
 
 def _is_flat(kind: type, name: str) -> bool:
-    """Whether a field is a dataclass whose options have no name of it before theirs."""
-    return _is_flat_hint(_hints(kind)[name])
+    """Whether a field is a dataclass whose options have no prefix."""
+    return _is_flat_hint(_find_hints(kind)[name])
 
 
 def _is_flat_hint(hint: Any) -> bool:
@@ -213,7 +210,7 @@ def _is_flat_hint(hint: Any) -> bool:
 
 
 def named_fields(arguments: Sequence[str], options: Iterable[Option]) -> frozenset[str]:
-    """The names of the settings whose options stand in `arguments`, on or off."""
+    """The names of the settings in `arguments`, on or off."""
     words = {word.partition("=")[0].replace("_", "-") for word in arguments}
     return frozenset(
         option.field
@@ -228,7 +225,7 @@ def _negate(name: str) -> str:
 
 
 def with_names(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
-    """The arguments with the names of options where they have paths, ``--checkpoint.keep-last``."""
+    """Replace paths, such as ``--checkpoint.keep-last``, by the names of options."""
     names: dict[str, str] = {}
     for option in options:
         path = option.path.replace("_", "-")
@@ -243,42 +240,44 @@ def with_names(arguments: Sequence[str], options: Iterable[Option]) -> list[str]
     return [spelled(word) for word in arguments]
 
 
-def _recorded_problems(arguments: Sequence[str], options: Iterable[Option]) -> Iterator[Problem]:
+def _refuse_records(arguments: Sequence[str], options: Iterable[Option]) -> Iterator[Problem]:
     instead = {option.field: option.instead for option in options if option.instead}
     for word in arguments:
         given = word.partition("=")[0]
         name = given.removeprefix("--").partition(".")[0].replace("-", "_")
         if word.startswith("--") and name in instead:
-            got, wanted = "what a run records and nothing reads", "an option"
+            got, wanted = "what a run records", "an option"
             yield Problem(given, got, wanted, instead[name])
 
 
-# --- sections whose settings have short names, which tyro sees as fields of the whole
+# --- settings with short names, which tyro parses as fields at the top
 
 
 @functools.cache
-def _flat_fields(kind: type) -> tuple[tuple[str, str, Any], ...]:
-    """The fields of `_flat_kind`, with the paths in `kind` and their annotations."""
+def _list_flat_fields(kind: type) -> tuple[tuple[str, str, Any], ...]:
+    """Name, path and annotation of the fields of `_make_flat_kind`."""
     found: list[tuple[str, str, Any]] = []
     for field in dataclasses.fields(kind):
-        hint, path = _hints(kind)[field.name], field.name
+        hint, path = _find_hints(kind)[field.name], field.name
         inner, optional = section_in(hints_of(kind)[field.name])
         if inner is None or optional:
             found.append((path, path, hint))
         elif _is_flat(kind, field.name):
-            found.append((path, path, Annotated[_flat_kind(inner), *typing.get_args(hint)[1:]]))
+            found.append(
+                (path, path, Annotated[_make_flat_kind(inner), *typing.get_args(hint)[1:]])
+            )
         elif any(mark_of(field).flat or mark_of(each).short for each in dataclasses.fields(inner)):
-            found += _flat_settings(field, inner)
+            found += _list_flat_settings(field, inner)
         else:
             found.append((path, path, hint))
     return tuple(found)
 
 
-def _flat_settings(section: dataclasses.Field, inner: type) -> Iterator[tuple[str, str, Any]]:
-    """The settings of a section as fields: by their short names, or called by their paths."""
+def _list_flat_settings(section: dataclasses.Field, inner: type) -> Iterator[tuple[str, str, Any]]:
+    """The settings of a section, under their short names or their paths."""
     for field in dataclasses.fields(inner):
         short = mark_of(field).short or (field.name if mark_of(section).flat else "")
-        path, hint = f"{section.name}.{field.name}", _hints(inner)[field.name]
+        path, hint = f"{section.name}.{field.name}", _find_hints(inner)[field.name]
         if not short:
             short = path.replace(".", "__")
             hint = Annotated[hint, tyro.conf.arg(name=path.replace("_", "-"))]
@@ -286,25 +285,24 @@ def _flat_settings(section: dataclasses.Field, inner: type) -> Iterator[tuple[st
 
 
 @functools.cache
-def _flat_kind(kind: type) -> Any:
-    """A dataclass with the settings of a section that have short names as fields of its own.
+def _make_flat_kind(kind: type) -> Any:
+    """A dataclass with settings that have short names as fields at the top, for tyro.
 
-    So tyro parses them by these, and names them so in what it says; `kind` itself where no section
-    has any.
+    `kind` itself if there are none.
     """
-    fields = _flat_fields(kind)
-    if all(name == path and hint == _hints(kind)[path] for name, path, hint in fields):
+    fields = _list_flat_fields(kind)
+    if all(name == path and hint == _find_hints(kind)[path] for name, path, hint in fields):
         return kind
     rows = [(name, hint) for name, _, hint in fields]
     return dataclasses.make_dataclass(kind.__name__, rows, frozen=True, kw_only=True)
 
 
 def _flatten(value: Any, flat: Any) -> Any:
-    """An instance as one of `_flat_kind`."""
+    """An instance of a dataclass as one of its `_make_flat_kind`."""
     if type(value) is flat:
         return value
     fields = {}
-    for name, path, hint in _flat_fields(type(value)):
+    for name, path, hint in _list_flat_fields(type(value)):
         inner = follow(value, path)
         is_flat = _is_flat_hint(hint)
         fields[name] = _flatten(inner, typing.get_args(hint)[0]) if is_flat else inner
@@ -312,11 +310,11 @@ def _flatten(value: Any, flat: Any) -> Any:
 
 
 def _gather(base: Any, parsed: Any) -> Any:
-    """`base` with what an instance of its `_flat_kind` has."""
+    """The inverse of `_flatten`, on `base`."""
     if type(parsed) is type(base):
         return parsed
     values = {}
-    for name, path, hint in _flat_fields(type(base)):
+    for name, path, hint in _list_flat_fields(type(base)):
         value = getattr(parsed, name)
         values[path] = _gather(follow(base, path), value) if _is_flat_hint(hint) else value
     return replace_settings(base, values)
@@ -331,12 +329,12 @@ class Option:
         field: the name of its setting: ``save_every``, ``gpt.num_layers``.
         path: where it is in the dataclass: ``checkpoint.save_every``, ``gpt.num_layers``.
         metavar: placeholder of its value; empty where it is a switch.
-        default: its value where it is not given; `dataclasses.MISSING`: it must be.
+        default: its value if it is not given; `dataclasses.MISSING`: it is required.
         text: the description.
-        positional: whether it goes without its name.
-        box: of the help; empty: that of the options that no box has.
-        common: whether --help shows it, where it is in a box.
-        instead: what to do in place of giving it, where it is none.
+        positional: it has no name on the command line.
+        box: of the help; empty: the first one.
+        common: --help shows it, if it is in a box.
+        instead: what to do instead, if it is not an option but a record.
     """
 
     name: str
@@ -363,12 +361,11 @@ def options_of(value: Any, prefix: str = "", box: str = "", flat: bool = False) 
 
     Args:
         value: the dataclass or the instance.
-        prefix: of the paths.
         box, flat: as the section says where `value` is one.
     """
     is_class = isinstance(value, type)
     kind = value if is_class else type(value)
-    hints, texts = _hints(kind), _texts(kind)
+    hints, texts = _find_hints(kind), _read_texts(kind)
     for field in dataclasses.fields(kind):
         hint, marks, mark = hints[field.name], (), mark_of(field)
         if typing.get_origin(hint) is Annotated:
@@ -388,7 +385,7 @@ def options_of(value: Any, prefix: str = "", box: str = "", flat: bool = False) 
             called = [each.name for each in marks if getattr(each, "name", None)]
             name = f"{prefix}{called[0]}" if called else setting.replace("_", "-")
             metavars = [each.metavar for each in marks if getattr(each, "metavar", None)]
-            metavar = metavars[0] if metavars else _metavar(hint)
+            metavar = metavars[0] if metavars else _find_metavar(hint)
             text, positional = texts.get(field.name, ""), tyro.conf.Positional in marks
             yield Option(
                 name, setting, path, metavar, default, text, positional, own,
@@ -397,46 +394,45 @@ def options_of(value: Any, prefix: str = "", box: str = "", flat: bool = False) 
 
 
 def _own_box(field: dataclasses.Field) -> str:
-    """The box that a section has without saying so."""
+    """The box of a section that names none."""
     return field.name if is_marked(field) else ""
 
 
-def _boxes_of(kind: type) -> Iterator[str]:
+def _list_boxes(kind: type) -> Iterator[str]:
     """The boxes of a dataclass, in the order of its fields."""
     for field in dataclasses.fields(kind):
         if _is_flat(kind, field.name):
-            yield from _boxes_of(hints_of(kind)[field.name])
+            yield from _list_boxes(hints_of(kind)[field.name])
         elif is_marked(field):
             yield mark_of(field).box or field.name
 
 
-def _metavar(hint: Any) -> str:
-    """The placeholder of a value of this kind; empty for a switch."""
+def _find_metavar(hint: Any) -> str:
+    """The placeholder of a value; empty: a switch."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is bool:
         return ""
     if origin is Literal:
         return f"{{{','.join(map(str, inside))}}}"
     if origin is tuple:
-        return f"[{_metavar(inside[0])} [{_metavar(inside[0])} ...]]"
+        return f"[{_find_metavar(inside[0])} [{_find_metavar(inside[0])} ...]]"
     if origin in (typing.Union, types.UnionType):
         several = [one for one in inside if one is not types.NoneType]
         if bool in several:
             several = [Literal["True", "False"], *(one for one in several if one is not bool)]
-        words = [_metavar(one) for one in several]
+        words = [_find_metavar(one) for one in several]
         braced = all(word.startswith("{") for word in words)
         return f"{{{','.join(word[1:-1] for word in words)}}}" if braced else "|".join(words)
     return getattr(hint, "__name__", str(hint)).upper()
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    """The annotations of a dataclass's fields."""
+def _find_hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
 @functools.cache
-def _texts(kind: type) -> dict[str, str]:
+def _read_texts(kind: type) -> dict[str, str]:
     """The descriptions of a dataclass's fields, from its docstring and those of its bases."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
@@ -447,15 +443,14 @@ def _texts(kind: type) -> dict[str, str]:
     return found
 
 
-def _meant(word: str, known: Sequence[str]) -> str:
-    """The fix for an option that does not exist."""
+def _suggest_option(word: str, known: Sequence[str]) -> str:
     typed = re.split("=", word.lstrip("-").replace("_", "-").lower(), maxsplit=1)[0]
-    found = list(dict.fromkeys(_candidates(typed.removeprefix("no-"), known)))
+    found = list(dict.fromkeys(_find_candidates(typed.removeprefix("no-"), known)))
     return f"did you mean {' or '.join(found[:3])}?" if found else "see --help"
 
 
-def _candidates(typed: str, known: Sequence[str]) -> list[str]:
-    """Options that go by this name elsewhere, or that end in it; else those nearest to it."""
+def _find_candidates(typed: str, known: Sequence[str]) -> list[str]:
+    """Options with this name elsewhere, or that end in it; otherwise the nearest names."""
     meant = [o for o, names in _ALIASES.items() if typed in names.split() and o.split()[0] in known]
     last = {option: option.rpartition(".")[2] for option in known}
     meant += [option for option in known if last[option] == typed]
@@ -472,15 +467,13 @@ _OPTION_COLUMNS = 32
 _FIRST_STATEMENT = re.compile(r"(?<!such as)(; |: |\. )")
 
 
-def _help(kind: type, prog: str, options: Sequence[Option], *, everything: bool) -> str:
+def _format_help(kind: type, prog: str, options: Sequence[Option], *, everything: bool) -> str:
     """The help of a command: how to call it, its description, and its options in boxes.
 
     Args:
-        kind: the dataclass of the options, whose docstring has the description.
-        prog: the command.
-        options: its options.
-        everything: show all options of boxes, and all of their descriptions; otherwise the common
-            ones, each with the beginning of its description.
+        kind: the dataclass of the options.
+        everything: show all options with full descriptions; otherwise common ones, each with the
+            beginning of its description.
     """
     places = [option.metavar for option in options if option.positional]
     doc = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0]
@@ -491,14 +484,14 @@ def _help(kind: type, prog: str, options: Sequence[Option], *, everything: bool)
     if any(option.box for option in options):
         own[0] = ("-h, --help", "show the options that most runs use, and exit")
         own.append(("--help-all", "show all options, and exit"))
-    boxes = dict.fromkeys(_boxes_of(kind))
+    boxes = dict.fromkeys(_list_boxes(kind))
     rows: dict[str, list[tuple[str, str]]] = {"options": own, **{title: [] for title in boxes}}
     for option in options:
         brief = bool(option.box) and not everything
         if option.common or not brief:
             row = (str(option), _describe(option, brief=brief))
             rows.setdefault(option.box or "options", []).append(row)
-    parts += [_box(title, lines, columns) for title, lines in rows.items() if lines]
+    parts += [_format_box(title, lines, columns) for title, lines in rows.items() if lines]
     return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
 
 
@@ -513,8 +506,8 @@ def _describe(option: Option, *, brief: bool = False) -> str:
     return f"{text} (default: {option.default})"
 
 
-def _box(title: str, rows: Iterable[tuple[str, str]], columns: int) -> str:
-    """Options and their descriptions beside them, or below long options, in a frame."""
+def _format_box(title: str, rows: Iterable[tuple[str, str]], columns: int) -> str:
+    """Options and descriptions in a frame, side by side, or below long options."""
     inner = columns - 4
     lines = []
     for name, text in rows:

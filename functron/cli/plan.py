@@ -148,7 +148,7 @@ PLAN_NEEDS: Needs = MappingProxyType({
 def run(arguments: Sequence[str]) -> int:
     """Print the best candidates, and write the files that were asked for."""
     with mistakes():
-        options, config = _parsed(arguments)
+        options, config = _parse_plan(arguments)
         fixed = planner.parse_settings(options.fix, "fix")
         least = planner.parse_settings(options.at_least, "at-least", numbers=True)
         asked = planner.parse_settings(options.why, "why")
@@ -181,7 +181,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parsed(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
+def _parse_plan(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
     """The options, and the run to be planned.
 
     Raises:
@@ -262,7 +262,7 @@ def _write(
     if options.out is not None:
         options.out.write_text(
             f"# {shlex.join(['functron', 'plan', *arguments])}\n"
-            f"# {planner.describe_best(found, choices.machine)}\n"
+            f"# {choices.machine.name}: {planner.describe_estimate(best.estimate)}\n"
             f"{dump(best.candidate)}",
             encoding="utf-8",
         )
@@ -502,8 +502,6 @@ def _parse(kind: Any, arguments: Sequence[str], command: str, needs: Needs, **fi
     Args:
         kind: a dataclass with ``run``, a positional argument, ``options``, a `TrainConfig`, and the
             command's own options.
-        arguments: of the command line.
-        command: its name.
         needs: conditions under which its options have an effect.
         fields: of the `TrainConfig`, where no run is named.
 

@@ -1,4 +1,4 @@
-"""This process: its place in a job, and what it ends with: an exit code and a message.
+"""This process: its place in a job, its exit code, and its error message.
 
 The only module that reads environment variables: torchrun's, and `FULL_TRACEBACKS`.
 """
@@ -19,24 +19,24 @@ from pathlib import Path
 from functron.core.errors import Problem, full_tracebacks, raise_problems
 
 MARK = "functron-"
-"""How the run ids begin that `functron.cli.launch` gives to torchrun's launcher."""
+"""Prefix of the run ids that `functron.cli.launch` gives to torchrun's launcher."""
 FULL_TRACEBACKS = "FUNCTRON_FULL_TRACEBACKS"
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those of a job, as torchrun tells it.
+    """This process among those of a job, by torchrun's environment variables.
 
     Attributes:
         rank: from 0, over all machines.
         local_rank: from 0, on this machine.
-        world_size: the number of processes.
-        error_file: where the launcher looks for why this process failed; empty: nowhere.
-        launched_here: whether `functron.cli.launch.launch` started it, which prints that file.
-        meeting_at: the host that all of them reach, where they meet.
-        port: where on it; 0: the environment does not say.
-        attempt: the launcher listens there, which started them for so many times before; None: rank
-            0 listens.
+        world_size: number of processes.
+        error_file: for the launcher, if this process fails; empty: none.
+        launched_here: `functron.cli.launch.launch` started it, and prints that file.
+        meeting_at: the host of the rendezvous.
+        port: of the rendezvous; 0: not set.
+        attempt: number of earlier starts by the launcher, which listens there; None: rank 0
+            listens.
     """
 
     rank: int
@@ -50,24 +50,24 @@ class Process:
 
     @property
     def is_open(self) -> bool:
-        """Whether processes of other machines could come to where these meet."""
+        """Whether processes of other machines can reach the rendezvous."""
         return not (self.meeting_at == "localhost" or self.meeting_at.startswith(("127.", "::1")))
 
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
-"""The variables that tell a process its place; without one of them it is in no job."""
+"""The variables of a process of a job; without one of them it is not in a job."""
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 UNSET = f"unset {' '.join(PLACE)} MASTER_PORT"
 
 
 def current() -> Process | None:
-    """The place of this process in a job that torchrun or `functron.cli.launch.launch` started.
+    """This process in a job that torchrun or `functron.cli.launch.launch` started.
 
     Returns:
-        None where it is in no job: the environment lacks one of the variables `PLACE`.
+        None: it is not in a job, as one of the variables `PLACE` is not set.
 
     Raises:
-        InputError: variables of the environment that say so are none of a launcher's.
+        InputError: the variables are not those of a launcher.
     """
     env = os.environ
     if not all(name in env for name in PLACE):
@@ -77,7 +77,7 @@ def current() -> Process | None:
     numbers = {name: _read_number(env[name]) for name in counts if name in env}
     with mistakes():
         raise_problems(
-            "the environment describes no process of a job", _place_problems(env, numbers)
+            "the environment does not describe a process of a job", _find_problems(env, numbers)
         )
     return Process(
         numbers["RANK"],
@@ -92,11 +92,11 @@ def current() -> Process | None:
 
 
 def _read_number(text: str) -> int:
-    """The number that a variable has; -1 where that is none."""
+    """The number of a variable; -1: it is not a number."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 
 
-def _place_problems(env: Mapping[str, str], numbers: Mapping[str, int]) -> Iterator[Problem]:
+def _find_problems(env: Mapping[str, str], numbers: Mapping[str, int]) -> Iterator[Problem]:
     fix = f"start it with torchrun, which sets them; or, where nothing did: {UNSET}"
     size = numbers["WORLD_SIZE"]
     bounds = {"RANK": (0, size), "LOCAL_RANK": (0, size), "MASTER_PORT": (1, 1 << 16)}
@@ -112,24 +112,23 @@ def _place_problems(env: Mapping[str, str], numbers: Mapping[str, int]) -> Itera
 
 
 class InputError(Exception):
-    """A mistake in what the user asked for: its message is all there is to show."""
+    """Invalid input of the user, which is shown as a message without traceback."""
 
 
 class OutsideError(Exception):
-    """A failure of what surrounds a run, such as a disk: its message is all there is to show."""
+    """A failure of the environment, such as a disk, which is shown without traceback."""
 
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Turn an OSError in a with block, which begins with good input, into an `OutsideError`."""
+    """Turn an OSError in a with block, whose input is valid, into an `OutsideError`."""
     try:
         yield
     except OSError as error:
-        raise OutsideError(_message(error)) from error
+        raise OutsideError(_describe_error(error)) from error
 
 
-def _message(error: OSError) -> str:
-    """The message of an error, which has a file's name where the system raised it."""
+def _describe_error(error: OSError) -> str:
     if error.filename is None:
         return error.strerror or str(error)
     problem = Problem(
@@ -143,7 +142,7 @@ def _message(error: OSError) -> str:
 
 @contextmanager
 def mistakes() -> Iterator[None]:
-    """Turn a ValueError or TypeError in a with block, which checks input, into an `InputError`."""
+    """Turn a ValueError or TypeError in a with block that checks input into an `InputError`."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -151,12 +150,11 @@ def mistakes() -> Iterator[None]:
 
 
 def run_guarded(program: Callable[[], int]) -> int:
-    """The exit code of `program()`: what a process of a job, or a lone one, should end with.
+    """Run a program, print its errors, and return the exit code of the process.
 
-    An `InputError` is printed as its message and gives 2; an `OutsideError` (a full disk) and a
-    FloatingPointError (a loss that is not finite) likewise, and give 1. Anything else is a
-    traceback and 1. Where the environment has `FULL_TRACEBACKS`, which processes inherit, messages
-    come with their traceback too.
+    An `InputError` is printed as a message, with exit code 2; an `OutsideError` (a full disk) and a
+    FloatingPointError (a loss that is not finite) as well, with 1; anything else as a traceback,
+    with 1. With the environment variable `FULL_TRACEBACKS` messages have a traceback, too.
     """
     try:
         here = current()
@@ -184,7 +182,7 @@ def run_guarded(program: Callable[[], int]) -> int:
         failure = error
     if here is not None:
         record_failure(here, failure, text)
-        # The others may wait for this process in a collective: end without waiting for them.
+        # others may wait for this process in a collective: exit without waiting for them
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -193,10 +191,10 @@ def run_guarded(program: Callable[[], int]) -> int:
 
 
 def record_failure(here: Process, error: BaseException, text: str) -> None:
-    """Leave `text` for the launcher of this process, or print it where none would.
+    """Write an error to the launcher's file, or print it if no launcher of ours reads that.
 
-    The file has torch.distributed.elastic's format, so that torchrun's summary shows it too; it
-    also says whether another start would end in the same way.
+    The file has torch.distributed.elastic's format, for torchrun's summary; it also says whether a
+    restart would fail in the same way.
     """
     if not here.launched_here:
         lines = "".join(f"rank {here.rank}: {line}\n" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""``functron checkpoint | convert | migrate | upcycle | preprocess``: files, and others of them."""
+"""``functron checkpoint | convert | migrate | upcycle | preprocess``: commands on files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from functron.apps.megatron import Migration
 
 megatron: Any = apps.find("megatron")
-"""Reads launch scripts; None: there is no such command."""
+"""Reads launch scripts; None where it is not installed."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,19 @@ class ConvertOptions:
 
     Attributes:
         source: hf:PATH, a folder with config.json and safetensors; megatron:PATH, a checkpoint of
-            Megatron-LM (torch_dist or mp_rank_*); or run:PATH, a run folder, of whose checkpoints
-            the newest is taken.
-        target: run:PATH of the first two, or either of these of a run; it must not exist.
-        dtype: of the parameters in the target; empty: as they are.
-        averaged: export the average of the parameters that the run keeps (--optimizer.ema-decay).
-        max_seq: the longest sequence, where the model could take longer ones; 0: what it takes.
-        fused_projections: make the run's queries, keys and values one matrix, and gate and up.
+            Megatron-LM (torch_dist or mp_rank_*); or run:PATH, the newest checkpoint of a run.
+        target: run:PATH; or hf:PATH or megatron:PATH from a run; it must not exist.
+        dtype: of the target's parameters; empty: unchanged.
+        averaged: export the averages of parameters that the run keeps (--optimizer.ema-decay).
+        max_seq: the run's longest sequence, at most the model's; 0: the model's.
+        fused_projections: fuse the run's query, key and value matrices, and gate and up.
         quantise: write the matrices of attention, feed-forward layers and experts in FP8: fp8-block
-            with scales of 128x128 blocks, as DeepSeek-V3's files, where 128 divides both sides;
-            fp8-row with one for each output, as compressed-tensors; empty: as they are.
-        model: a preset, of a Megatron checkpoint that has no arguments, of which the parameters are
-            read then.
-        expert_parallel: ranks of expert parallelism of the Megatron run that is to load what is
-            written: with more than 1, experts have an optimizer of their own there.
+            with scales of 128x128 blocks, as DeepSeek-V3, if 128 divides both sides; fp8-row with
+            one scale per output, as compressed-tensors; empty: no.
+        model: preset for a Megatron checkpoint without arguments, of which only the parameters are
+            read.
+        expert_parallel: ranks of expert parallelism of the Megatron run that will load the target;
+            with more than 1, experts have a separate optimizer.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -92,13 +91,13 @@ def convert(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Show checkpoints: which there are, what is in one, and whether all of it can be read.
+    """List checkpoints, show the contents of one, or verify it.
 
     Attributes:
-        action: ls lists those of a run; show shows what one holds; verify reads all of one, or of
-            tokens, and compares its checksums.
-        path: a run folder, a folder of checkpoints, or a checkpoint. Of several, show and verify
-            take the newest. verify also takes tokens that functron preprocess made.
+        action: ls lists a run's checkpoints; show shows the contents of one; verify reads one, or
+            preprocessed tokens, and compares checksums.
+        path: a run folder, a folder of checkpoints, or a checkpoint; show and verify use the newest
+            of several. verify also takes tokens made by functron preprocess.
     """
 
     action: tyro.conf.Positional[Literal["ls", "show", "verify"]]
@@ -106,13 +105,13 @@ class CheckpointOptions:
 
 
 def checkpoint(arguments: Sequence[str]) -> int:
-    """Print the listing, the contents, or that they are right."""
+    """Print the list, the contents, or the result of verification."""
     options = parse(CheckpointOptions, arguments, "checkpoint")
     with mistakes():
         folder = options.path
         if options.action == "verify" and is_tokens(folder):
             checked = data.verify(folder)
-            left = "" if checked else "; not checked: its tokens, of which nobody wrote checksums"
+            left = "" if checked else "; not checked: its tokens, which have no checksums"
             print(f"{folder}: no damage found{left}")
             return 0
         if run_folder.is_run(folder):
@@ -128,25 +127,25 @@ def checkpoint(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class MigrateOptions:
-    """Make a configuration of a launch line of Megatron-LM, and show what became of its arguments.
+    """Convert a Megatron-LM launch script into a configuration, and explain each argument.
 
-    Nothing is run: a script is read, unless --run is given. Arguments without a counterpart here
-    are listed, with what to do; unknown ones, and sizes that do not fit, are errors.
+    Nothing is run: the script is only read, unless --run is given. Arguments without a counterpart
+    are listed, with alternatives; unknown ones, and sizes that do not fit, are errors.
 
     Attributes:
         source: a shell script, a list of arguments, or YAML of Megatron-LM, Megatron-Bridge or
             NeMo.
-        out: the file to write, for functron train --config.
-        env: variables that the script's surroundings set, such as DATA_PATH=/data/text; 1=PATH is
-            the script's first argument.
-        extra: arguments after those of the line, such as vocab-size=151936 or bf16, which win.
-        without: arguments to leave out, such as those of a fork.
-        processes: ranks; 0: as many as the launcher starts.
-        closest: where functron has another model of the kind, make that one.
-        run: run the script in bash, where reading it is not enough (conditions, loops, functions,
-            the output of commands), with recorders in the place of torchrun, python, srun and their
-            like, which start nothing. All else that it does, such as writing into files, it really
-            does, in an empty folder, within 30 seconds.
+        out: the configuration file to write, for functron train --config.
+        env: environment variables of the script, such as DATA_PATH=/data/text; 1=PATH is its first
+            argument.
+        extra: more arguments, such as vocab-size=151936 or bf16, which replace the script's.
+        without: arguments to ignore, such as those of a fork.
+        processes: number of ranks; 0: as the launcher starts.
+        closest: use functron's most similar model, if it lacks the script's.
+        run: run the script in bash, if it has conditions, loops, functions or command substitution,
+            with recorders in place of torchrun, python, srun and similar programs, which start
+            nothing. Its other effects, such as writing files, are real; it runs in an empty folder,
+            for at most 30 seconds.
         strict: arguments without a counterpart are errors, too.
         json: print a JSON object instead of a table.
     """
@@ -169,7 +168,7 @@ def migrate(arguments: Sequence[str]) -> int:
     with mistakes():
         made = megatron.migrate(
             options.source,
-            variables=_variables(options.env),
+            variables=_parse_variables(options.env),
             extra=shlex.join(options.extra),
             without=options.without,
             processes=options.processes,
@@ -181,15 +180,15 @@ def migrate(arguments: Sequence[str]) -> int:
             raise_problems("these arguments have no counterpart", [
                 Problem(row.name, row.value, row.why, fix) for row in made.rows_of("not supported")
             ])  # fmt: skip
-        _write(options.out, made)
+        _write_config(options.out, made)
     if options.json:
         print(json.dumps([asdict(row) for row in made.rows], indent=2))
     else:
-        print("\n".join([str(made), "", *_conclusion(options.out, made)]))
+        print("\n".join([str(made), "", *_describe_result(options.out, made)]))
     return 0
 
 
-def _variables(words: Sequence[str]) -> dict[str, str]:
+def _parse_variables(words: Sequence[str]) -> dict[str, str]:
     """Variables by name.
 
     Raises:
@@ -204,7 +203,7 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _write(path: Path, made: Migration) -> None:
+def _write_config(path: Path, made: Migration) -> None:
     title, fix = "cannot write the configuration", "name another: --out FILE"
     if path.exists():
         refuse(title, str(path), "a file that is there", "a new one", fix)
@@ -214,7 +213,7 @@ def _write(path: Path, made: Migration) -> None:
         refuse(title, str(path), error.strerror or str(error), "a file to write", fix)
 
 
-def _conclusion(path: Path, made: Migration) -> list[str]:
+def _describe_result(path: Path, made: Migration) -> list[str]:
     config, missing = made.config, len(made.rows_of("not supported"))
     lines = [f"{path}: {config.title}, on {config.parallelism.mesh or 'one rank'}"]
     if missing:
@@ -222,11 +221,11 @@ def _conclusion(path: Path, made: Migration) -> list[str]:
         lines.append(f"{missing} {plural} no counterpart: see above, and the head of the file")
     if not made.told:
         lines.append(
-            f"nothing says how many processes there are, so they are {made.processes}, as few as "
-            "the sizes allow: --processes N"
+            f"the number of processes is unknown; {made.processes} is the smallest that fits: set "
+            "another with --processes N"
         )
     if made.absent:
-        lines.append(f"not on this machine, and so not looked into: {', '.join(made.absent)}")
+        lines.append(f"not on this machine, and so not checked: {', '.join(made.absent)}")
     lines.append(f"look at it: functron train --config {path} --dry-run")
     start = f"torchrun --nproc-per-node N -m functron train --config {path}"
     lines.append(
@@ -237,17 +236,17 @@ def _conclusion(path: Path, made: Migration) -> list[str]:
 
 @dataclass(frozen=True)
 class UpcycleOptions:
-    """Make a run of a mixture of experts that begins as a dense run's newest checkpoint.
+    """Initialise a mixture of experts from a dense run's newest checkpoint.
 
     Attributes:
         source: the run folder of the dense model.
         target: the run folder to make; train it with functron train --resume --out TARGET.
-        experts: how many experts each layer has.
-        top_k: how many of them a token uses.
-        expert_dim: hidden width of an expert, a fraction of the dense layer's; 0: all of it.
+        experts: experts per layer.
+        top_k: experts per token.
+        expert_dim: hidden width of an expert, a fraction of the dense layer's; 0: the same.
         aux_loss: weight of the load-balancing loss.
         seed: of the routers' random weights.
-        averaged: begin as the average of the parameters that the run keeps (--optimizer.ema-decay).
+        averaged: use the averages of parameters that the run keeps (--optimizer.ema-decay).
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -281,16 +280,16 @@ def upcycle(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class PreprocessOptions(PreprocessSettings):
-    """Make tokens on disk of text, on all processors; started again, it goes on where it stopped.
+    """Tokenise text into files, on all processors; if it is interrupted, start it again.
 
     Attributes:
-        inputs: files and folders: JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or plain text, of
-            which every file is a document.
+        inputs: files and folders: JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or plain text, a
+            document per file.
         tokenizer: a tokenizer.json, a SentencePiece .model, a .tiktoken file, a folder with one of
             these, or bytes.
-        out: where to, without endings: OUT.bin and OUT.idx, as Megatron-LM reads them.
-        pattern: how a .tiktoken file's tokenizer splits text: gpt2, cl100k, o200k, llama3 or a
-            regular expression; empty: by the file's name.
+        out: prefix of the output: OUT.bin and OUT.idx, as Megatron-LM reads them.
+        pattern: how a .tiktoken tokenizer splits text: gpt2, cl100k, o200k, llama3 or a regular
+            expression; empty: by the file's name.
     """
 
     inputs: tyro.conf.Positional[
@@ -301,14 +300,14 @@ class PreprocessOptions(PreprocessSettings):
 def preprocess(arguments: Sequence[str]) -> int:
     """Make the tokens, and print a summary."""
     settings = parse(PreprocessOptions, arguments, "preprocess", needs=SETTINGS_NEEDS)
-    with mistakes(), _bar() as report:
+    with mistakes(), _show_progress() as report:
         summary = make_tokens(settings, report)
     print(summary)
     return 0
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
+def _show_progress() -> Iterator[Callable[[Progress], None]]:
     """A bar over the bytes of the text, with tokens per second."""
     bars: list[tqdm] = []
 

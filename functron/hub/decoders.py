@@ -1,4 +1,4 @@
-"""Formats of dense decoders: Llama's names and entries, and those of its relatives.
+"""Formats of dense decoders, most of them with Llama's names and entries.
 
 | format    | beside Llama                                                                         |
 |-----------|--------------------------------------------------------------------------------------|
@@ -21,7 +21,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,7 @@ from functron.hub.entries import (
     is_a,
     only,
     positive,
+    required,
     rope,
     same,
     window,
@@ -75,7 +77,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 MLP = mlp("blocks/mlp", *(f"{LAYER}.mlp.{name}" for name in GATED))
 
 LLAMA_RULES = (*START, *NORMS, *ATTENTION, *MLP, *END)
-"""Llama's names, with those of the biases and norms that other formats add to them."""
+"""Llama's names, with biases and norms that other formats have."""
 
 _NORMS_AROUND = (
     *norm(f"{LAYER}.input_layernorm", "blocks/attention_norm"),
@@ -124,18 +126,15 @@ GPT2_RULES = (  # its Conv1D stores weights as we do, [in, out]
 # --- entries of config.json
 
 
-def _write_mup(config: GPTConfig) -> dict:
-    fix = "put it into the parameters first: gpt.folded(config, params)"
-    names = [n for n in ("mup_base_dim", "mup_base_head_dim") if getattr(config, n)]
-    if names:
-        raise EntryError(
-            *(Problem(n, repr(getattr(config, n)), "0 in this family", fix) for n in names)
-        )
-    return {}
+def _check_mup(config: GPTConfig) -> Iterator[Problem]:
+    fix = "fold it into the parameters first: gpt.folded(config, params)"
+    for name in ("mup_base_dim", "mup_base_head_dim"):
+        if value := getattr(config, name):
+            yield Problem(name, repr(value), "0 in this family", fix)
 
 
 DECODER = (
-    HubEntry((), ("mup_base_dim", "mup_base_head_dim"), write=_write_mup),
+    required("mup_base_dim", "mup_base_head_dim", check=_check_mup),
     only("is_encoder_decoder", False, why="encoder"),
     only("add_cross_attention", False, why="attention to another sequence"),
 )
@@ -151,23 +150,23 @@ def llama(
     num_heads: int,
     num_kv_heads: int | None,
     max_seq: int,
-    head_dim: int | None = None,
+    head_dim: int | tuple[HubEntry, ...] | None = None,
     norm_eps: float | None = 1e-6,
     tied: bool = False,
     act: HubEntry | None = SILU,
     positions: HubEntry | None = rope(),  # noqa: B008
-    heads: tuple[HubEntry, ...] | None = None,
 ) -> tuple[HubEntry, ...]:
-    """The entries that Llama and its relatives share; numbers are transformers' defaults.
+    """The entries of Llama and similar formats.
 
     Args:
         vocab_size, embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, max_seq, head_dim,
-            norm_eps, tied: those of the fields; without `norm_eps` there is no such entry.
-        act, positions: the entries of the activation and the rope; None: they come later.
-        heads: those of the sizes of heads, if not ``head_dim`` alone.
+            norm_eps, tied: transformers' defaults; `norm_eps` None: there is no such entry;
+            `head_dim` may be other entries of the sizes of heads.
+        act, positions: the entries of the activation and the rope; None: they are listed later.
     """
-    if heads is None:
-        heads = (derived("head_dim", "head_dim", head_dim, lambda config: config.head_size),)
+    heads = head_dim if isinstance(head_dim, tuple) else (
+        derived("head_dim", "head_dim", head_dim, lambda config: config.head_size),
+    )  # fmt: skip
     found = (
         same("vocab_size", "vocab_size", vocab_size),
         same("hidden_size", "embed_dim", embed_dim),
@@ -191,35 +190,32 @@ def llama(
 NO_ATTENTION_BIAS = only("attention_bias", False, why="biases on attention alone")
 
 
-def _write_heads(config: GPTConfig) -> dict:
+def _check_heads(config: GPTConfig) -> Iterator[Problem]:
     if config.embed_dim % config.num_heads:
         wanted = f"a multiple of num_heads={config.num_heads}"
-        raise EntryError(Problem("embed_dim", str(config.embed_dim), wanted))
-    return {}
+        yield Problem("embed_dim", str(config.embed_dim), wanted)
 
 
-HEADS_DIVIDE = HubEntry(write=_write_heads)
-"""Llama's rule that the heads divide the embedding, which only its config checks."""
+HEADS_DIVIDE = required(check=_check_heads)
+"""Llama's config requires that num_heads divides embed_dim."""
 
 
 def _read_scale(_: HubTable, values: Mapping) -> dict:
     return {"embed_scale": math.sqrt(values["embed_dim"])} if "embed_dim" in values else {}
 
 
-def _write_scale(config: GPTConfig) -> dict:
+def _check_scale(config: GPTConfig) -> Iterator[Problem]:
     wanted = math.sqrt(config.embed_dim)
     if not math.isclose(config.embed_scale, wanted, rel_tol=1e-6):
-        got = str(config.embed_scale)
-        raise EntryError(Problem("embed_scale", got, f"{wanted}, sqrt(embed_dim)"))
-    return {}
+        yield Problem("embed_scale", str(config.embed_scale), f"{wanted}, sqrt(embed_dim)")
 
 
-SCALED_EMBEDDING = HubEntry((), ("embed_scale",), _read_scale, _write_scale)
-"""Gemma's embedding, multiplied by sqrt(embed_dim)."""
+SCALED_EMBEDDING = replace(required("embed_scale", check=_check_scale), read=_read_scale)
+"""Gemma's embedding is multiplied by sqrt(embed_dim)."""
 
 
 def _cap(theirs: str, ours: str, default: float | None) -> HubEntry:
-    """A cap whose null is our 0; `default` is what transformers takes where it is missing."""
+    """A cap, where null means our 0; `default` is transformers'."""
 
     def read(table: HubTable, _: Mapping) -> dict:
         value = table.get(theirs, default)
@@ -250,24 +246,23 @@ _QUERY_SCALAR = HubEntry(
     lambda table, _: {"attention_scale": positive(_SCALAR, table.get(_SCALAR, 256)) ** -0.5},
     _write_scalar,
 )
-"""Gemma's ``query_pre_attn_scalar`` s, a whole number: scores are multiplied by 1 / sqrt(s)."""
+"""Gemma's ``query_pre_attn_scalar`` s, an integer: scores are multiplied by 1 / sqrt(s)."""
 
 _LOCAL = "rope_local_base_freq"
 
 
-def _settings(name: str, value: Any) -> Mapping[str, Any]:
-    """An object of settings, or null."""
+def _read_settings(name: str, value: Any) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise EntryError(Problem(name, repr(value), "an object or null"))
     return value or {}
 
 
-def _local_rope(theta: float, local: float) -> HubEntry:
-    """Gemma 3's two ropes; it comes after the entry of windows.
+def _make_local_rope(theta: float, local: float) -> HubEntry:
+    """Gemma 3's two ropes; listed after the entry of windows.
 
     Args:
-        theta: of layers without a window, where ``rope_theta`` is missing.
-        local: of layers with one, where ``rope_local_base_freq`` is missing.
+        theta: transformers' ``rope_theta``, of layers without a window.
+        local: transformers' ``rope_local_base_freq``, of layers with one.
     """
     of_global = rope(theta)
 
@@ -279,8 +274,8 @@ def _local_rope(theta: float, local: float) -> HubEntry:
             raise EntryError(Problem("rope_parameters", repr(both), wanted))
         if both:
             names = ("full_attention", "sliding_attention")
-            whole, here = (_settings(f"rope_parameters.{n}", both.get(n)) for n in names)
-            older = _settings("rope_scaling", table.get("rope_scaling"))
+            whole, here = (_read_settings(f"rope_parameters.{n}", both.get(n)) for n in names)
+            older = _read_settings("rope_scaling", table.get("rope_scaling"))
             base = here.get("rope_theta", base)
             if (kind := here.get("rope_type", "default")) != "default":
                 name = "rope_parameters.sliding_attention.rope_type"
@@ -345,30 +340,23 @@ def _read_inner(table: HubTable, values: Mapping) -> dict:
 _INNER = HubEntry(
     ("n_inner",), ("mlp_dim",), _read_inner, lambda config: {"n_inner": config.mlp_dim}
 )
-"""GPT-2's feed-forward width, whose null is 4 embed_dim."""
+"""GPT-2's feed-forward width, where null means 4 embed_dim."""
 
 
-def _write_square_heads(config: GPTConfig) -> dict:
-    found = []
+def _check_square_heads(config: GPTConfig) -> Iterator[Problem]:
     if config.kv_heads != config.num_heads:
         wanted = f"{config.num_heads}, as many as query heads"
-        found.append(Problem("num_kv_heads", str(config.kv_heads), wanted))
+        yield Problem("num_kv_heads", str(config.kv_heads), wanted)
     if config.head_size * config.num_heads != config.embed_dim:
         wanted = f"embed_dim / num_heads = {config.embed_dim / config.num_heads:g}"
-        found.append(Problem("head_dim", str(config.head_size), wanted))
-    if found:
-        raise EntryError(*found)
-    return {}
+        yield Problem("head_dim", str(config.head_size), wanted)
 
 
-_SQUARE_HEADS = HubEntry(
-    ours=(
-        *("num_kv_heads", "head_dim", "qkv_bias"),
-        *("rope_theta", "rope_scaling", "rope_fraction"),
-    ),
-    write=_write_square_heads,
+_SQUARE_HEADS = required(
+    *("num_kv_heads", "head_dim", "qkv_bias", "rope_theta", "rope_scaling", "rope_fraction"),
+    check=_check_square_heads,
 )
-"""GPT-2's heads: they divide the embedding, have keys of their own, and learned positions."""
+"""GPT-2's heads: embed_dim / num_heads dims each, as many key heads, and no rope."""
 
 # --- formats
 
@@ -381,7 +369,7 @@ _GLM_SIZES: _Sizes = {"vocab_size": 151552, "embed_dim": 4096, "mlp_dim": 13696,
                 "num_heads": 32, "num_kv_heads": 2, "max_seq": 131072, "head_dim": 128,
                 "norm_eps": 1.5625e-7}  # fmt: skip
 _QWEN_WINDOW = window(4096, switched=True, layered=True)
-# Gemma's first releases have "gelu" there and mean its tanh approximation, which transformers knows
+# "gelu" of Gemma's first releases means the tanh approximation, as transformers knows
 _GELUS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
 _BIDIRECTIONAL = only("use_bidirectional_attention", None, False, why="attention to later tokens")
 
@@ -475,7 +463,7 @@ GEMMA3 = HubFormat(
             tied=True, act=_GEMMAS_ACT, positions=None,
         ),
         window(4096, layered=True, every="sliding_window_pattern", default_every=6),
-        _local_rope(1e6, 1e4),
+        _make_local_rope(1e6, 1e4),
         *_GEMMAS,
         fixed(qk_norm=True),
         _cap("final_logit_softcapping", "logit_cap", None),
@@ -584,7 +572,7 @@ DENSE: Mapping[str, HubFormat] = MappingProxyType(
         )
     }
 )
-"""By transformers' name in config.json."""
+"""By transformers' ``model_type``."""
 
 LACKING: Mapping[str, str] = MappingProxyType(
     {
@@ -595,4 +583,4 @@ LACKING: Mapping[str, str] = MappingProxyType(
         "qwen2_vl": "images of Qwen2-VL, though positions of its kind (rope_sections)",
     }
 )
-"""Decoders that people ask for and ours are not, and why."""
+"""Decoders that are not supported, and what ours lacks."""

@@ -1,15 +1,15 @@
-"""Entries of config.json and the fields of our configs that mean the same, in both directions.
+"""Entries of config.json and the corresponding fields of our configs, in both directions.
 
-A `HubEntry` is one such correspondence: reading it gives fields of ours, writing it entries of
-theirs. What one of the two cannot express raises `EntryError`, of which `read_entries` and
-`write_entries` collect the problems: nothing that changes what a model computes is passed over.
+A `HubEntry` is one such correspondence: reading it gives our fields, writing it their entries. What
+one side cannot express raises `EntryError`, whose problems `read_entries` and `write_entries`
+collect: nothing that changes what a model computes is ignored.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ HubTable = Mapping[str, Any]
 """config.json."""
 
 LONGEST = "_longest"
-"""An entry that is added where sequences are cut shorter than in the file: the file's length."""
+"""An entry that is added if sequences are shorter than in the file: the file's longest."""
 
 
 class EntryError(Exception):
@@ -34,7 +34,7 @@ class EntryError(Exception):
 
 @dataclass(frozen=True)
 class HubEntry:
-    """Some entries of config.json and the fields of a config that correspond to them.
+    """Entries of config.json and the corresponding fields of a config.
 
     Attributes:
         theirs: the entries that it reads.
@@ -50,8 +50,7 @@ class HubEntry:
 
 
 NO_TOKENS = MappingProxyType({"bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
-"""Written where nothing else is known: readers take the special tokens of a format's first model
-where there is no such entry."""
+"""Written if nothing else is known: without them readers assume those of a format's first model."""
 
 GENERAL: Sequence[str] = (
     # names and versions
@@ -71,9 +70,7 @@ GENERAL: Sequence[str] = (
     *("begin_suppress_tokens", "remove_invalid_values", "exponential_decay_length_penalty"),
     *("prefix", "is_decoder", "tie_encoder_decoder"),
 )
-"""Entries of config.json that do not change what a model computes, in every format.
-
-Nor do names that end in ``_token_id``."""
+"""Entries of config.json that never change what a model computes, beside ``..._token_id``."""
 
 
 def read_entries(
@@ -83,21 +80,19 @@ def read_entries(
     problems: list[Problem],
     ignore: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The fields of ours that a config.json gives.
+    """Our fields of a config.json.
 
     Args:
-        entries: those that mean something.
-        ignored: those that change nothing, beside `GENERAL`.
-        table: the config.json.
-        problems: what is wrong or unknown is added to them.
-        ignore: further entries that are passed over.
+        ignored: names that change nothing, beside `GENERAL`.
+        problems: of entries that are invalid or unknown; they are added to these.
+        ignore: further names to ignore.
     """
     known = {*GENERAL, *ignored, *ignore, *(name for entry in entries for name in entry.theirs)}
     fix = "if it does not change what the model computes, pass ignore=[{name!r}]"
     problems += [
         Problem(name, repr(value), "an entry that is known here", fix.format(name=name))
         for name, value in table.items()
-        # null and empty containers switch nothing on, and names with _ are transformers' own
+        # null and empty containers enable nothing, and names with _ are internal to transformers
         if name not in known
         and not (name.startswith("_") or name.endswith("_token_id"))
         and value not in (None, {}, [], "")
@@ -114,7 +109,7 @@ def read_entries(
 def write_entries(
     entries: Sequence[HubEntry], config: Any, problems: list[Problem]
 ) -> dict[str, Any]:
-    """The entries of config.json of a config; what they cannot express is added to `problems`."""
+    """The entries of a config; what they cannot express is added to `problems`."""
     out: dict[str, Any] = {}
     for entry in entries:
         try:
@@ -130,27 +125,26 @@ _OTHERS = frozenset((
     "bart", "beit", "bit", "flava", "gemma3n_text", "git", "glm4v", "ibert", "mllama", "molmo2",
     "mt5", "olmoe", "pixtral", "vilt", "vits", "xglm", "xlm", "zamba2",
 ))  # fmt: skip
-"""Families of transformers that are one letter away from one of ours, and other architectures."""
+"""Other architectures of transformers, whose names are one letter away from one of ours."""
 
 
 def family_fix(kind: str, known: Iterable[str]) -> str:
-    """The fix for a family that is not known: the one that was meant, or all that there are.
+    """The fix for an unknown family: the nearest, or a list.
 
-    Only a slip in spelling is put right: of case, separators or one letter, never of a digit. Names
-    alike are those of other architectures as often (DeepSeek-V3.2, Pixtral), whose weights no other
-    family's model takes.
+    Only a difference of case, separators or one letter is a misspelling: other similar names are
+    often those of other architectures (DeepSeek-V3.2, Pixtral).
     """
     names = sorted(known)
     meant = [name for name in names if _is_slip(kind, name)]
     if meant and kind not in _OTHERS:
-        same = [name for name in meant if _letters(name) == _letters(kind)]
+        same = [name for name in meant if _normalise(name) == _normalise(kind)]
         return f"did you mean {[*same, *meant][0]!r}?"
     return f"{kind!r} is not supported; supported: {', '.join(names)}"
 
 
 def _is_slip(one: str, other: str) -> bool:
-    """Whether two names have the same digits, and letters that differ by one at most."""
-    a, b = _letters(one), _letters(other)
+    """Whether two names have the same digits, and differ by at most one letter."""
+    a, b = _normalise(one), _normalise(other)
     if re.sub(r"\D", "", a) != re.sub(r"\D", "", b):
         return False
     while a and b and a[0] == b[0]:
@@ -159,8 +153,7 @@ def _is_slip(one: str, other: str) -> bool:
     return swapped or a[1:] == b[1:] or a[1:] == b or a == b[1:]
 
 
-def _letters(name: str) -> str:
-    """A name without case and separators."""
+def _normalise(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -171,13 +164,13 @@ _WORDS = MappingProxyType({int: "a whole number", float: "a number", bool: "true
 
 
 def is_a(value: Any, kind: type) -> bool:
-    """Whether a JSON value is of this kind; whole numbers are numbers, true and false are not."""
+    """Whether a JSON value is of this kind; integers are numbers, booleans are not."""
     fits = (int, float) if kind is float else kind
     return isinstance(value, fits) and (kind is bool or not isinstance(value, bool))
 
 
 def get(table: HubTable, name: str, default: Any) -> Any:
-    """The entry `name` of the default's type, or the default where it is missing."""
+    """The entry `name`, of the default's type, or the default."""
     value, kind = table.get(name, default), type(default)
     if not is_a(value, kind):
         raise EntryError(Problem(name, repr(value), _WORDS[kind]))
@@ -203,12 +196,10 @@ def positive(name: str, value: Any) -> float:
 
 
 def same(theirs: str, ours: str, default: Any) -> HubEntry:
-    """An entry that is a field of ours under another name.
+    """An entry that is our field under another name.
 
     Args:
-        theirs: the entry.
-        ours: the field.
-        default: what transformers takes where the entry is missing; its type is the entry's.
+        default: transformers', of the entry's type.
     """
     return HubEntry(
         (theirs,),
@@ -219,7 +210,7 @@ def same(theirs: str, ours: str, default: Any) -> HubEntry:
 
 
 def derived(theirs: str, ours: str, default: int | None, used: Callable[[Any], int]) -> HubEntry:
-    """A whole number whose null is our 0; written is ``used(config)``, or null where that is 0."""
+    """A whole number, where null means our 0; ``used(config)`` is written, null for 0."""
     return HubEntry(
         (theirs,),
         (ours,),
@@ -228,24 +219,29 @@ def derived(theirs: str, ours: str, default: int | None, used: Callable[[Any], i
     )
 
 
-def fixed(**values: Any) -> HubEntry:
-    """Fields that every model of the format has the same, other than by default."""
+def required(*ours: str, check: Callable[[Any], Iterable[Problem]]) -> HubEntry:
+    """Conditions of fields that config.json does not have: `check` of a config finds problems."""
 
     def write(config: Any) -> dict:
-        found = [
-            Problem(name, repr(getattr(config, name)), f"{value!r} in this family")
-            for name, value in values.items()
-            if getattr(config, name) != value
-        ]
-        if found:
+        if found := list(check(config)):
             raise EntryError(*found)
         return {}
 
-    return HubEntry((), tuple(values), lambda *_: values, write)
+    return HubEntry((), ours, write=write)
+
+
+def fixed(**values: Any) -> HubEntry:
+    """Constants of a format that are not our defaults."""
+    entry = required(*values, check=lambda config: (
+        Problem(name, repr(getattr(config, name)), f"{value!r} in this family")
+        for name, value in values.items()
+        if getattr(config, name) != value
+    ))  # fmt: skip
+    return replace(entry, read=lambda *_: values)
 
 
 def only(theirs: str, *allowed: Any, why: str) -> HubEntry:
-    """An entry that may be missing, or have one of these values: our models have no others."""
+    """An entry that must be missing or have one of these values."""
 
     def read(table: HubTable, _: Mapping) -> dict:
         value = table.get(theirs, allowed[0])
@@ -258,7 +254,7 @@ def only(theirs: str, *allowed: Any, why: str) -> HubEntry:
 
 
 def architecture(name: str, *others: str) -> HubEntry:
-    """The class of model that was stored: `name`, or one of which it is a part."""
+    """The stored class of model: `name`, or one that contains it."""
 
     def read(table: HubTable, _: Mapping) -> dict:
         found = table.get("architectures") or [name]
@@ -282,15 +278,14 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
         "relu2": "relu2",
     }
 )
-"""Our activations by transformers' names; of several with one meaning the first is written."""
+"""Our activations by transformers' names; of several the first is written."""
 
 
 def activation(theirs: str, default: str, names: Mapping[str, str] = ACTIVATIONS) -> HubEntry:
-    """The activation, by the names of both sides.
+    """The activation.
 
     Args:
-        theirs: the entry.
-        default: what transformers takes where it is missing.
+        default: transformers'.
         names: ours by theirs.
     """
 
@@ -313,7 +308,7 @@ def activation(theirs: str, default: str, names: Mapping[str, str] = ACTIVATIONS
 
 
 def square(theirs: str, ours: str, default: int) -> HubEntry:
-    """A side of a square: one number, or two that are equal."""
+    """The side of a square: one number, or two equal ones."""
 
     def read(table: HubTable, _: Mapping) -> dict:
         value = table.get(theirs, default)
@@ -330,11 +325,10 @@ def square(theirs: str, ours: str, default: int) -> HubEntry:
 
 
 def biases(always: str = "") -> HubEntry:
-    """Biases of linear layers: ``attention_bias`` and ``mlp_bias``, or those that are always there.
+    """Biases of linear layers: ``attention_bias`` and ``mlp_bias``, or constant ones.
 
     Args:
-        always: the field of ours (``"qkv_bias"``) that is on in every model; empty: the entries
-            give it.
+        always: our field (``"qkv_bias"``) that is on in every model; empty: by the entries.
     """
 
     def read(table: HubTable, _: Mapping) -> dict:
@@ -363,14 +357,14 @@ def window(
     every: str = "",
     default_every: int = 2,
 ) -> HubEntry:
-    """Sliding windows: in both worlds a query sees so many keys at most, its own among them.
+    """Sliding windows: the most keys that a query sees, its own included.
 
     Args:
-        default: the window that transformers takes where ``sliding_window`` is missing.
-        switched: whether ``use_sliding_window`` decides if it is used.
-        layered: whether ``layer_types`` or ``max_window_layers`` decide in which layers.
-        every: the entry that does where ``layer_types`` does not: all but every n-th.
-        default_every: that number where it is missing.
+        default: transformers' ``sliding_window``.
+        switched: ``use_sliding_window`` enables it.
+        layered: ``layer_types`` or ``max_window_layers`` select layers.
+        every: an entry n without ``layer_types``: all but every n-th layer have windows.
+        default_every: transformers' n.
     """
     theirs = ["sliding_window"]
     theirs += ["use_sliding_window", "max_window_layers"] if switched else []
@@ -380,8 +374,8 @@ def window(
     def read(table: HubTable, values: Mapping) -> dict:
         size = get_whole(table, "sliding_window", default)
         wide = table.get(every, default_every) if every else default_every
-        windowed = _windowed_layers(table, values.get("num_layers", 0), switched, wide)
-        pattern = _global_every(windowed) if layered else 0
+        windowed = _find_windowed_layers(table, values.get("num_layers", 0), switched, wide)
+        pattern = _find_global_every(windowed) if layered else 0
         used = not switched or bool(table.get("use_sliding_window"))
         if not used or not size or (layered and True not in windowed):
             return {}
@@ -399,7 +393,7 @@ def window(
         if config.global_every and not layered:
             wanted = "0 in this family: all layers have the window"
             raise EntryError(Problem("global_every", str(config.global_every), wanted))
-        # where layers say what they are, transformers wants a window even if none has it
+        # with layer_types, transformers requires a window even if no layer has one
         unused = default if layered and not switched else None
         entries: dict[str, Any] = {"sliding_window": config.window or unused}
         if switched:
@@ -413,8 +407,10 @@ def window(
     return HubEntry(tuple(theirs), ("window", "global_every"), read, write)
 
 
-def _windowed_layers(table: HubTable, num_layers: int, switched: bool, wide: int) -> list[bool]:
-    """Which layers have a window, by ``layer_types`` or as transformers would fill it in."""
+def _find_windowed_layers(
+    table: HubTable, num_layers: int, switched: bool, wide: int
+) -> list[bool]:
+    """Which layers have a window, by ``layer_types`` or transformers' defaults."""
     types = table.get("layer_types")
     if types:
         known = ("full_attention", "sliding_attention")
@@ -429,8 +425,8 @@ def _windowed_layers(table: HubTable, num_layers: int, switched: bool, wide: int
     return [(layer + 1) % wide != 0 for layer in range(num_layers)]
 
 
-def _global_every(windowed: Sequence[bool]) -> int | None:
-    """Our `global_every` of layers that have a window or not; None if they come otherwise."""
+def _find_global_every(windowed: Sequence[bool]) -> int | None:
+    """Our `global_every` of these layers; None: there is none."""
     every = windowed.index(False) + 1 if False in windowed else 0
     fits = all(yes == bool(not every or (i + 1) % every) for i, yes in enumerate(windowed))
     return every if fits else None
@@ -446,7 +442,7 @@ _NEEDED = MappingProxyType(
     {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": ("factor", _ORIGINAL)}
 )
 _OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
-"""Settings of yarn; null means the default of `nn.RopeScaling`."""
+"""Optional settings of yarn; null means the default of `nn.RopeScaling`."""
 
 
 def rope(
@@ -454,15 +450,14 @@ def rope(
     default: Mapping[str, Any] = MappingProxyType({}),
     partial: float | None = None,
 ) -> HubEntry:
-    """Rotary positions: transformers 5's ``rope_parameters``, or what it replaced.
+    """Rotary positions: ``rope_parameters`` of transformers 5, or the entries of 4.
 
-    Written are the entries of transformers 4, which 5 and other readers understand too.
+    The entries of 4 are written, which 5 and other readers understand, too.
 
     Args:
-        theta: what transformers takes where ``rope_theta`` is missing.
-        default: the settings that it takes where there are none.
-        partial: the fraction of a head's dims that it rotates where the file gives none; None:
-            it rotates all, whatever the file has.
+        theta: transformers' ``rope_theta``.
+        default: transformers' other settings.
+        partial: transformers' fraction of a head's dims that is rotated; None: always all.
     """
     theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
@@ -489,7 +484,7 @@ def rope(
             raise EntryError(Problem(f"{name}.rope_type", repr(kind), " or ".join(_NEEDED), fix))
         if kind == "yarn" and settings.get(_ORIGINAL) is None and "max_seq" in values:
             settings[_ORIGINAL] = table.get(LONGEST, values["max_seq"])
-        scaling = _scaling(kind, settings, name)
+        scaling = _read_scaling(kind, settings, name)
         return {"rope_theta": base, "rope_fraction": float(fraction), "rope_scaling": scaling}
 
     def write(config: GPTConfig) -> dict:
@@ -514,7 +509,7 @@ def rope(
     return HubEntry(theirs, ("rope_theta", "rope_scaling", "rope_fraction"), read, write)
 
 
-def _scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeScaling | None:
+def _read_scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeScaling | None:
     optional = _OPTIONAL if kind == "yarn" else ()
     given = [key for key in optional if settings.get(key) is not None]
     needed = _NEEDED[kind]
@@ -524,7 +519,7 @@ def _scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeScalin
         Problem(f"{name}.{key}", repr(settings.get(key)), f"a positive number for {kind!r}")
         for key in bad
     ]
-    # a default rope has the sequence length of pretraining written down, and makes no use of it
+    # a default rope may have the longest sequence of pretraining, which has no effect
     problems += [
         Problem(f"{name}.{key}", repr(settings[key]), f"no such setting for {kind!r}")
         for key in sorted(settings.keys() - set(_LLAMA3) - set(optional))

@@ -1,8 +1,8 @@
-"""Safetensors files: read slice by slice, written tensor by tensor, never with anything executed.
+"""Safetensors files: read slice by slice, and written tensor by tensor; no code is executed.
 
-A file is eight bytes with the length of its header, the header as JSON (name -> dtype, shape, and
-from where to where the data lies), and the data. Read here rather than through a library so that
-memory stays bounded by one slice in both directions and every fault can be named.
+A file is the length of its header in eight bytes, the header as JSON (name -> dtype, shape, offsets
+of the data), and the data. It is read without a library, so that memory is bounded by one slice and
+every error can be named.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from functron.core.errors import Problem, local_path, on_hub, raise_problems, re
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ENTRANCES = (INDEX, SINGLE)
-"""The files of which a folder with weights has one."""
+"""A folder with weights has one of these files."""
 MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES = {
@@ -40,12 +40,11 @@ _BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies.
+    """The place of a tensor in a file.
 
     Attributes:
-        file: that holds it.
-        dtype: torch's.
-        shape: its sizes.
+        file: its path.
+        dtype, shape: of the tensor.
         start: its first byte in the file.
     """
 
@@ -55,7 +54,7 @@ class Stored:
     start: int
 
     def read(self, slices: Sequence[slice]) -> torch.Tensor:
-        """A copy of these slices of the tensor; no other part of it is read into memory."""
+        """A copy of these slices of the tensor, which alone are read."""
         bits = _BITS[self.dtype.itemsize]
         size = math.prod(self.shape) * self.dtype.itemsize
         if not size:
@@ -65,46 +64,31 @@ class Stored:
         return torch.from_numpy(part).view(self.dtype)
 
 
-class TensorSource(Protocol):
-    """Tensors by name, read in slices."""
+@dataclass(frozen=True)
+class TensorSource:
+    """Tensors by name, read in slices.
+
+    Attributes:
+        entries: shape and dtype of every tensor.
+        read: ``(name, slices)`` to these slices of a tensor.
+    """
+
+    entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    read: Callable[[str, Sequence[slice]], torch.Tensor]
 
     def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor."""
-        ...
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        """These slices of a tensor."""
-        ...
+        return self.entries
 
 
-@dataclass(frozen=True)
-class FolderTensors:
-    """The tensors of a folder of safetensors files by name; `open_folder` makes it.
-
-    Attributes:
-        stored: where each lies.
-    """
-
-    stored: Mapping[str, Stored]
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor."""
-        return {name: (entry.shape, entry.dtype) for name, entry in self.stored.items()}
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        """A copy of these slices of the tensor `name`."""
-        return self.stored[name].read(slices)
-
-
-def open_folder(path: str | Path) -> FolderTensors:
+def open_folder(path: str | Path) -> TensorSource:
     """The tensors of ``model.safetensors``, or of all files of its index.
 
-    Only headers are read. Every file is checked: that it is as long as its header says, and that
-    the header describes tensors one after another without gaps.
+    Only headers are read and checked: their tensors must be adjacent and fill the file.
 
     Raises:
-        ValueError: there are no such files (pickled weights are refused), some are missing, broken
-            or cannot be read, or the index does not fit them; all offenders are listed.
+        ValueError: there are no such files (pickled weights are refused), files are missing, broken
+            or unreadable, or the index does not fit them; all offenders are listed.
     """
     folder = local_path(path)
     problems: list[Problem] = []
@@ -112,13 +96,13 @@ def open_folder(path: str | Path) -> FolderTensors:
     weight_map = None
     if exists(index):
         table = read_json(index)
-        weight_map = _weight_map(index, table)
+        weight_map = _read_index(index, table)
         files = [folder / name for name in sorted(set(weight_map.values()))]
     elif exists(folder / SINGLE):
         files = [folder / SINGLE]
     else:
         files = []
-        problems.append(_no_weights(folder))
+        problems.append(_explain_no_weights(folder))
     stored: dict[str, Stored] = {}
     for file in files:
         found = _open_file(file, problems)
@@ -129,63 +113,63 @@ def open_folder(path: str | Path) -> FolderTensors:
         ]
         stored |= found
     if weight_map is not None and not problems:
-        problems += _misfits(weight_map, stored)
+        problems += _check_index(weight_map, stored)
     raise_problems(f"cannot read the weights in {path}", problems)
-    return FolderTensors(stored)
+    entries = {name: (one.shape, one.dtype) for name, one in stored.items()}
+    return TensorSource(entries, lambda name, slices: stored[name].read(slices))
 
 
 def exists(path: Path) -> bool:
     """Whether `path` is a file.
 
     Raises:
-        ValueError: a folder above it may not be entered.
+        ValueError: there is no permission to look.
     """
     try:
         return path.is_file()
     except OSError as error:
-        _unreadable(path, error)
+        _refuse_unreadable(path, error)
 
 
 def read_json(path: Path) -> Any:
     """The contents of the JSON file `path`.
 
     Raises:
-        ValueError: it cannot be read, or is no JSON.
+        ValueError: it cannot be read, or is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        _unreadable(path, error)
+        _refuse_unreadable(path, error)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         fix = "copy or download the file again"
         refuse("cannot read a file", str(path), error, "JSON", fix)
 
 
-def _unreadable(path: Path, error: OSError) -> NoReturn:
-    found = _os_problem(path, error)
+def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
+    found = _describe_os_error(path, error)
     refuse("cannot read a file", found.path, found.got, found.wanted, found.fix)
 
 
-def _os_problem(path: Path, error: OSError) -> Problem:
+def _describe_os_error(path: Path, error: OSError) -> Problem:
     fix = on_hub(path.parent if path.suffix else path) or "check the spelling"
     if isinstance(error, PermissionError):
         fix = "let this user read it (chmod, chown)"
     return Problem(str(path), error.strerror or str(error), "a file to read", fix)
 
 
-def _no_weights(folder: Path) -> Problem:
+def _explain_no_weights(folder: Path) -> Problem:
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
-        return _os_problem(folder, error)
+        return _describe_os_error(folder, error)
     wanted = f"{SINGLE}, or {INDEX} and its files"
     pickled = [name for name in names if re.search(r"\.(bin|pt|pth|ckpt)\Z", name)]
     if pickled:
         got = f"{', '.join(pickled[:4])}{', ...' if len(pickled) > 4 else ''}"
         fix = (
-            "pickled weights can run code when read, so they are not; convert them: "
-            "transformers' from_pretrained, then save_pretrained (safetensors), on a machine you "
-            "can lose"
+            "pickled weights can run code, so they are not read; convert them with "
+            "transformers' from_pretrained and save_pretrained (safetensors), in a sandbox"
         )
         return Problem(str(folder), got, wanted, fix)
     others = [name for name in names if name.endswith(".safetensors")]
@@ -195,7 +179,7 @@ def _no_weights(folder: Path) -> Problem:
     return Problem(str(folder), "no weights", wanted, "check the path")
 
 
-def _weight_map(index: Path, table: Any) -> dict[str, str]:
+def _read_index(index: Path, table: Any) -> dict[str, str]:
     found = table.get("weight_map") if isinstance(table, dict) else None
     names = found.values() if isinstance(found, dict) else [None]
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
@@ -205,7 +189,7 @@ def _weight_map(index: Path, table: Any) -> dict[str, str]:
     return dict(found or {})
 
 
-def _misfits(weight_map: Mapping[str, str], stored: Mapping[str, Stored]) -> Iterator[Problem]:
+def _check_index(weight_map: Mapping[str, str], stored: Mapping[str, Stored]) -> Iterator[Problem]:
     fix = f"copy or download {INDEX} and the files again"
     for name, file in weight_map.items():
         found = stored[name].file.name if name in stored else "no file"
@@ -214,7 +198,7 @@ def _misfits(weight_map: Mapping[str, str], stored: Mapping[str, Stored]) -> Ite
 
 
 def _open_file(file: Path, problems: list[Problem]) -> dict[str, Stored]:
-    """The tensors of one file; none, and what is wrong with it collected, where it is broken."""
+    """The tensors of one file; if it is broken none, and a problem is added."""
     again = "copy or download the file again"
     try:
         size = file.stat().st_size
@@ -223,9 +207,9 @@ def _open_file(file: Path, problems: list[Problem]) -> dict[str, Stored]:
             text = stream.read(length) if length <= min(MAX_HEADER_BYTES, size) else b""
         header = json.loads(text)
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        stored, end = _entries(file, tensors, 8 + length)
+        stored, end = _read_places(file, tensors, 8 + length)
     except OSError as error:
-        problems.append(_os_problem(file, error))
+        problems.append(_describe_os_error(file, error))
         return {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         got = "a broken header" if not isinstance(error, _HeaderError) else str(error)
@@ -243,7 +227,9 @@ class _HeaderError(ValueError):
     pass
 
 
-def _entries(file: Path, tensors: Mapping[str, Any], data: int) -> tuple[dict[str, Stored], int]:
+def _read_places(
+    file: Path, tensors: Mapping[str, Any], data: int
+) -> tuple[dict[str, Stored], int]:
     """The tensors of a header, and where they end in the file."""
     spans, stored = [], {}
     for name, entry in tensors.items():
@@ -281,14 +267,14 @@ class Planned:
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
-        return sum(_nbytes(dtype, shape) for _, dtype, shape in self.tensors)
+        return sum(_count_bytes(dtype, shape) for _, dtype, shape in self.tensors)
 
     def header(self) -> bytes:
         """The bytes before the data."""
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, dtype, shape in self.tensors:
-            start, end = end, end + _nbytes(dtype, shape)
+            start, end = end, end + _count_bytes(dtype, shape)
             entry = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
             table[name] = entry
         text = json.dumps(table, separators=(",", ":")).encode()
@@ -296,21 +282,21 @@ class Planned:
         return len(text).to_bytes(8, "little") + text
 
 
-def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+def _count_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
 def plan(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], max_bytes: int
 ) -> list[Planned]:
-    """The files that hold these tensors in order, none with more than `max_bytes` of data.
+    """Divide tensors among files, in order, each with at most `max_bytes` of data.
 
-    A tensor that is larger has a file of its own. A lone file is ``model.safetensors``.
+    A larger tensor has its own file. A single file is ``model.safetensors``.
     """
     groups: list[list] = [[]]
     size = 0
     for entry in tensors:
-        more = _nbytes(*entry[1:])
+        more = _count_bytes(*entry[1:])
         if groups[-1] and size + more > max_bytes:
             groups.append([])
             size = 0
@@ -336,12 +322,7 @@ def index_of(files: Sequence[Planned]) -> dict[str, Any]:
 
 @dataclass
 class TensorWriter:
-    """Writes planned files into a folder, tensor by tensor, in the planned order.
-
-    Attributes:
-        folder: where.
-        files: what.
-    """
+    """Writes planned files into a folder, tensor by tensor, in the planned order."""
 
     folder: Path
     files: Sequence[Planned]
@@ -354,7 +335,7 @@ class TensorWriter:
         ]
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor, which is converted to the planned dtype."""
+        """Write the next tensor in the planned dtype."""
         file, position = self._queue.pop(0)
         planned, dtype, shape = file.tensors[position]
         assert (planned, shape) == (name, tuple(tensor.shape)), (planned, shape, name, tensor.shape)
@@ -372,7 +353,7 @@ class TensorWriter:
             self.close()
 
     def close(self) -> None:
-        """Close the file being written, once its bytes are on the disk."""
+        """Close the file being written, after its bytes are on the disk."""
         stream, self._stream = self._stream, None
         if stream is not None:
             with stream:
@@ -380,8 +361,8 @@ class TensorWriter:
                 os.fsync(stream.fileno())
 
     def abandon(self) -> None:
-        """Close the file being written as it is."""
+        """Close the file being written, incomplete."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            with contextlib.suppress(OSError):  # what is still buffered may not fit either
+            with contextlib.suppress(OSError):  # flushing the buffer may fail, too
                 stream.close()

@@ -1,8 +1,8 @@
-"""Formats of Hugging Face's models: the names and layouts of tensors, and config.json.
+"""Formats of Hugging Face models: the names and layouts of tensors, and config.json.
 
-A `HubFormat` is a table of name rules, read in both directions, and of the entries of config.json.
-A rule's `dims` writes down, as einops would, how the dims of one tensor become those of our leaf; a
-dim in parentheses is a product.
+A `HubFormat` is a table of name rules and of the entries of config.json, both used in both
+directions. A rule's `dims` describes how the dims of a tensor become those of our leaf, in einops'
+notation; a dim in parentheses is a product.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from functron.models.family import GPT, Config, Family, family_of, field_text
 from functron.spmd.params import ParamDef, pieces_of
 
 LeafBox = tuple[tuple[int, int], ...]
-"""From where to where, per dim."""
+"""Start and end, per dim."""
 
 VOCAB = "vocab"
-"""The dim that we pad: rows beyond the vocabulary's real size are zeros, and no file holds them."""
+"""The dim that we pad with zeros, which files do not have."""
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """One Hugging Face tensor, or one of each layer, and the leaves of ours that it holds.
+    """A Hugging Face tensor, or one of each layer, and the leaves of ours that it holds.
 
     Attributes:
-        name: the tensor's name. A field, as in ``"layers.{layer}.ln.weight"``, stands for a number:
-            that of a row of our leaf, whose leading dims are the fields in order.
+        name: of the tensor. A field, as in ``"layers.{layer}.ln.weight"``, is the index of a row of
+            our leaf, whose leading dims are the fields in order.
         dims: ``"(heads head_dim) embed -> embed heads head_dim"``: the dims of the tensor, then
             those of our leaf without the stacked ones; ``()`` is a dim of size 1 that our leaf
-            lacks. One for each of `paths` where they differ.
-        paths: our leaves, or `pieces_of` them by the paths they have alone. Several are fused into
-            one tensor.
-        fused: the tensor's dim along which the leaves of `paths` stand one after another.
-        interleaved: along it they take turns instead: the first entry of each, the second of each.
+            lacks. One for each of `paths` if they differ.
+        paths: our leaves, or `pieces_of` leaves; several are fused into one tensor.
+        fused: the tensor's dim along which leaves are concatenated.
+        interleaved: leaves are interleaved along it instead.
     """
 
     name: str
@@ -54,7 +53,7 @@ class NameRule:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of the name, in order: our stacked dims."""
+        """The fields of the name: our stacked dims."""
         return tuple(re.findall(r"{(\w+)}", self.name))
 
     def theirs(self, turn: int = 0) -> tuple[tuple[str, ...], ...]:
@@ -70,7 +69,7 @@ class NameRule:
         return self.dims if isinstance(self.dims, str) else self.dims[turn]
 
     def pattern(self) -> re.Pattern[str]:
-        """A pattern that matches the names of this rule's tensors; the groups are the fields."""
+        """A pattern of the names of this rule's tensors; groups are the fields."""
         parts = re.split(r"{\w+}", self.name)
         return re.compile(r"(\d+)".join(map(re.escape, parts)) + r"\Z")
 
@@ -83,11 +82,11 @@ class LeafPart:
         path: of the leaf.
         shape: of the leaf, without the stacked dims, with the padding of the vocabulary.
         real: `shape` without that padding.
-        start: where the part begins along the tensor's fused dim.
+        start: of the part along the tensor's fused dim.
         theirs: the factors of each dim of the tensor; see `NameRule`.
         ours: the dims of the leaf.
-        begin: where the part begins in the leaf, per dim: at 0, but for a piece of it.
-        step: from one of its entries to the next.
+        begin: of the part in the leaf, per dim: 0, except for a piece of it.
+        step: between its entries.
     """
 
     path: str
@@ -106,7 +105,7 @@ class LeafPart:
 
     @property
     def joined(self) -> bool:
-        """Whether the leaf has other parts beside this one."""
+        """Whether the leaf has other parts, too."""
         return _SLOT in self.ours
 
     @property
@@ -117,14 +116,14 @@ class LeafPart:
 
 @dataclass(frozen=True)
 class HubLayout:
-    """A rule with the sizes of a model filled in.
+    """A rule with the sizes of a model.
 
     Attributes:
         rule: the rule.
-        stacked: the sizes of the rule's fields.
+        stacked: sizes of the rule's fields.
         parts: the leaves.
         shape: of each Hugging Face tensor.
-        numbers: those that the rows of the rule's first field have in names.
+        numbers: of the rows of the rule's first field, in names.
     """
 
     rule: NameRule
@@ -134,12 +133,12 @@ class HubLayout:
     numbers: Sequence[int] = ()
 
     def name(self, index: Sequence[int]) -> str:
-        """The name of the tensor that holds this row of the stacked dims."""
+        """The name of the tensor of a row of the stacked dims."""
         index = (self.numbers[index[0]], *index[1:]) if index else ()
         return self.rule.name.format(**dict(zip(self.rule.fields, index, strict=True)))
 
     def source(self, part: LeafPart, box: LeafBox) -> tuple[slice, ...]:
-        """The least slices of the tensor that hold `box` of the leaf; it must not reach padding."""
+        """The smallest slices of the tensor that hold `box` of the leaf, without padding."""
         within = dict(zip(part.ours, box, strict=True))
         slices = []
         for dim, factors in enumerate(part.theirs):
@@ -151,7 +150,7 @@ class HubLayout:
         return tuple(slices)
 
     def to_ours(self, part: LeafPart, box: LeafBox, piece: torch.Tensor) -> torch.Tensor:
-        """`box` of the leaf from the slices of the tensor that `source` gives: a view."""
+        """`box` of the leaf from the slices of `source`: a view."""
         order = [name for factors in part.theirs for name in factors]
         within = dict(zip(part.ours, box, strict=True))
         outer = {factors[0] for factors in part.theirs if factors}
@@ -167,7 +166,7 @@ class HubLayout:
         return piece.permute([order.index(name) for name in part.ours])
 
     def to_theirs(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor from the whole leaves of `parts`, in their order, without stacked dims."""
+        """The tensor of the leaves of `parts`, without stacked dims."""
         pieces = []
         for part, leaf in zip(self.parts, leaves, strict=True):
             for dim, (start, size) in enumerate(zip(part.begin, part.real, strict=True)):
@@ -189,24 +188,20 @@ def layouts(
     vocab_size: int,
     numbers: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> list[HubLayout]:
-    """The rules that a model with these `ParamDef` uses, with its sizes.
-
-    A rule whose leaves the model lacks (biases, say) is left out.
+    """The rules that apply to a model, with its sizes; rules of leaves that it lacks do not.
 
     Args:
-        rules: of a format.
-        defs: of the model.
         vocab_size: without padding.
-        numbers: by the first name in the path of stacked leaves, the numbers of their rows, if not
-            counted from 0.
+        numbers: by the first name in the path of stacked leaves, numbers of their rows that do not
+            start at 0.
 
     Raises:
-        ValueError: some leaves stand in no rule: this format has no such models.
+        ValueError: leaves are in no rule: this format has no such models.
     """
     places = {
         place.alone: place
         for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
-        for place in _places(path, d)
+        for place in _list_places(path, d)
     }
     used = [rule for rule in rules if rule.paths[0] in places]
     named = [path for rule in used for path in rule.paths]
@@ -214,21 +209,21 @@ def layouts(
     if missing:
         raise ValueError(f"no tensors of this family hold {', '.join(missing)}")
     assert len(named) == len(set(named)), named
-    return [_layout(rule, places, vocab_size, numbers) for rule in used]
+    return [_make_layout(rule, places, vocab_size, numbers) for rule in used]
 
 
 _SLOT = "slot"
-"""The last dim but one of leaves in which several are joined."""
+"""The second to last dim of leaves that are made of pieces."""
 
 
 class _LeafPlace(NamedTuple):
-    """Where a leaf that rules name is: a leaf of the model, or a piece of one.
+    """A leaf of the model, or a piece of one, that rules name.
 
     Attributes:
         alone: its path in rules.
         path: of the model's leaf.
         shape: in that leaf.
-        begin: where it begins there, per dim.
+        begin: of the piece, per dim.
         joined: whether it is a piece.
     """
 
@@ -239,11 +234,11 @@ class _LeafPlace(NamedTuple):
     joined: bool
 
     def dims(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The dims of the part, where it alone has those of these names."""
+        """The dims of the part; `names` are those of a separate leaf."""
         return (*names[:-1], _SLOT, names[-1]) if self.joined else names
 
     def factors(self, dim: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of a tensor's dim: a piece's slots are within the dim that it has before them."""
+        """The factors of a tensor's dim, with a piece's slots."""
         outer = names[-2:][0]
         if not self.joined or outer not in dim:
             return dim
@@ -251,7 +246,7 @@ class _LeafPlace(NamedTuple):
         return (*dim[:at], _SLOT, *dim[at:])
 
 
-def _places(path: str, d: ParamDef) -> list[_LeafPlace]:
+def _list_places(path: str, d: ParamDef) -> list[_LeafPlace]:
     if not d.pieces:
         return [_LeafPlace(path, path, d.shape, (0,) * len(d.shape), False)]
     before = (0,) * (len(d.shape) - 2)
@@ -262,7 +257,7 @@ def _places(path: str, d: ParamDef) -> list[_LeafPlace]:
 
 
 def tensors(found: Sequence[HubLayout]) -> Iterator[tuple[HubLayout, tuple[int, ...]]]:
-    """Every Hugging Face tensor, as its layout and its numbers, layer by layer."""
+    """The layout and indices of every Hugging Face tensor, layer by layer."""
     for _, group in itertools.groupby(
         found, lambda layout: (layout.rule.fields[:1], tuple(layout.numbers))
     ):
@@ -276,7 +271,7 @@ def tensors(found: Sequence[HubLayout]) -> Iterator[tuple[HubLayout, tuple[int, 
                     yield layout, (first, *rest)
 
 
-def _layout(
+def _make_layout(
     rule: NameRule,
     places: Mapping[str, _LeafPlace],
     vocab_size: int,
@@ -305,13 +300,13 @@ def _layout(
 class Surplus:
     """Tensors that transformers' models have and ours do not need.
 
-    They are passed over when reading. A model is stored with those of the folder that it came from
-    where config.json is that folder's, too; else with constants.
+    They are ignored when reading. A model is stored with those of its original folder if its config
+    is still the same; otherwise with constants.
 
     Attributes:
         holds: ``(config, name)`` to whether the tensor is one.
-        name: what a tensor of another naming is called in files that we write.
-        constants: ``(config)`` to shapes and values, by name, of those that cannot be left out.
+        name: the name in files that we write, by its name in any naming.
+        constants: ``(config)`` to shapes and values, by name, of those that are required.
     """
 
     holds: Callable[[Any, str], bool]
@@ -321,26 +316,24 @@ class Surplus:
 
 @dataclass(frozen=True)
 class HubFormat:
-    """The format of the models that transformers builds with one class.
+    """The format of a class of transformers' models.
 
     Attributes:
-        model_type: transformers' name of them in config.json.
-        architecture: transformers' class of the models.
-        rules: which tensor of a file holds what.
-        entries: of config.json. Fields of our config that none of them gives have their defaults:
-            models with other values are refused.
-        in_memory: where transformers renames and fuses tensors as it reads them, which tensor of
-            its models in memory holds what; read as well, never written.
-        prefix: of tensors of the model proper; base models are stored without it.
+        model_type: in config.json.
+        architecture: the class of transformers.
+        rules: of tensors in files.
+        entries: of config.json. Fields of our config without an entry must have their defaults.
+        in_memory: rules of transformers' models in memory, if they differ from files; only read.
+        prefix: of the names of tensors; base models are stored without it.
         max_seq: the entry of config.json with the longest sequence; empty: there is none.
-        unused: regular expressions of tensors that the model has no use for.
+        unused: regular expressions of tensors to ignore.
         copies: regular expressions of tensors that repeat one of our leaves, and its path.
         ignored: entries of config.json that change nothing, beside `functron.hub.entries.GENERAL`.
         family: the architecture.
-        naming: in place of `rules`, where names depend on the model or there are several: all of
-            them, of which the first is written, by the config and config.json, which may be empty.
-        surplus: tensors beyond ours.
-        describes: what says of which model the tensors are, for messages.
+        naming: in place of `rules`, if names depend on the model or there are several namings: all
+            of them, of which the first is written, by the config and a config.json or {}.
+        surplus: tensors that ours lack.
+        describes: the file that describes the model, for messages.
     """
 
     model_type: str
@@ -360,13 +353,13 @@ class HubFormat:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether its models may have modules that predict tokens further ahead."""
+        """Whether its models may have multi-token prediction modules."""
         return any("mtp_depth" in entry.ours for entry in self.entries)
 
     def namings(
         self, config: Config, table: Mapping[str, Any] = MappingProxyType({})
     ) -> list[Sequence[NameRule]]:
-        """All namings of this model's tensors, the one that is written beside `table` first."""
+        """All namings of the model's tensors, first the one that is written with `table`."""
         named = [self.rules] if self.naming is None else self.naming(config, table)
         return [*named, self.in_memory] if self.in_memory else [*named]
 
@@ -374,13 +367,13 @@ class HubFormat:
 def layouts_of(
     form: HubFormat, config: Config, rules: Sequence[NameRule] | None = None
 ) -> list[HubLayout]:
-    """The tensors of this model in files of the format, or by other `rules`; see `layouts`."""
+    """The `layouts` of a model in files of the format, or by other `rules`."""
     family, rules = form.family, form.namings(config)[0] if rules is None else rules
     return layouts(rules, family.defs(config), family.vocab_size(config), family.numbers(config))
 
 
 def config_problems(config: Config, form: HubFormat) -> list[Problem]:
-    """Why models of this format are not like `config`; empty where they are."""
+    """Why the format cannot express `config`; empty: it can."""
     family = form.family
     if family_of(config) is not family:
         wanted = f"{family.config.__name__}, of {family.title}"
@@ -398,7 +391,7 @@ def config_problems(config: Config, form: HubFormat) -> list[Problem]:
 
 
 def linear(name: str, path: str, weight: str, bias: str) -> tuple[NameRule, NameRule]:
-    """The rules of a linear layer: its weight ``[out, in]``, and its bias where there is one."""
+    """The rules of a linear layer: its weight ``[out, in]``, and its bias if it has one."""
     return (
         NameRule(f"{name}.weight", weight, (f"{path}/w",)),
         NameRule(f"{name}.bias", bias, (f"{path}/b",)),
@@ -406,7 +399,7 @@ def linear(name: str, path: str, weight: str, bias: str) -> tuple[NameRule, Name
 
 
 def norm(name: str, path: str, dim: str = "embed") -> tuple[NameRule, NameRule]:
-    """The rules of a norm: its scale, and its bias where there is one."""
+    """The rules of a norm: its scale, and its bias if it has one."""
     return (
         NameRule(f"{name}.weight", f"{dim} -> {dim}", (f"{path}/scale",)),
         NameRule(f"{name}.bias", f"{dim} -> {dim}", (f"{path}/bias",)),
@@ -419,7 +412,7 @@ OUT = ("embed (heads head) -> heads head embed", "embed -> embed")
 UP = ("mlp embed -> embed mlp", "mlp -> mlp")
 DOWN = ("embed mlp -> mlp embed", "embed -> embed")
 SQUARE = ("out embed -> embed out", "out -> out")
-"""Of a linear layer whose sides are both the stream's width."""
+"""Dims of a linear layer from the residual stream to itself."""
 EMBED = "vocab embed -> vocab embed"
 UNEMBED = "vocab embed -> embed vocab"
 
@@ -431,7 +424,7 @@ def attention(path: str, *names: str) -> tuple[NameRule, ...]:
 
 
 def mlp(path: str, *names: str) -> tuple[NameRule, ...]:
-    """The rules of a feed-forward layer: its projections gate (where there is one), up and down."""
+    """The rules of a feed-forward layer: its projections gate (if there is one), up and down."""
     layers = zip(
         names, ("gate", "up", "down")[-len(names) :], (UP, UP, DOWN)[-len(names) :], strict=True
     )

@@ -1,4 +1,4 @@
-"""Formats of decoders with layers of experts: Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS.
+"""Formats of mixtures of experts: Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS.
 
 | format      | files have                               | transformers 5 has in memory        |
 |-------------|------------------------------------------|-------------------------------------|
@@ -7,27 +7,25 @@
 | DeepSeek-V3 | ``mlp.experts.E.gate_proj``, ...         | ``mlp.experts.gate_up_proj``, ...   |
 | GPT-OSS     | ``mlp.experts.gate_up_proj``, which is one tensor of all experts in both    |
 
-Both are read; the former are written, as transformers writes them.
+Both are read; files are written as transformers writes them.
 
-DeepSeek-V3's modules of multi-token prediction are the layers after the last. They are read where
-the files have them (`read_config` looks), and written as such layers, without the copies of the
-embedding and unembedding that DeepSeek's own files have there. transformers passes them over as it
-reads models, or warns that it has not expected them.
+DeepSeek-V3's multi-token prediction modules are layers after the last. They are read if the files
+have them, and written without the copies of embedding and unembedding in DeepSeek's files.
+transformers ignores them, or warns of them.
 
-What the layers compute is the same; what training adds to the loss is not, and is therefore not
-read: as with dropout, the run's configuration has it.
+Layers compute the same; auxiliary losses differ, and are not read: as with dropout, the run's
+configuration has them.
 
 * `MoEConfig.aux_loss`: transformers adds ``router_aux_loss_coef`` times a loss that counts all of a
-  token's experts, so it is `top_k` at even routing; ours is 1 in each layer. It takes means over
-  all layers before it multiplies them, ours is a sum over layers. With one layer, aux "batch" and
-  ``aux_loss = router_aux_loss_coef * top_k`` they are equal (every token having a target).
-  transformers leaves it out unless ``output_router_logits`` is set, which config.json as published
-  does not.
-* Jitter: transformers' Mixtral also gives experts what the noise makes of the stream.
-* Precision: transformers takes softmax of routers in float32 (Mixtral, Qwen3-MoE) after a matrix
-  product in the model's dtype; DeepSeek-V3's is float32 throughout, and GPT-OSS's in the model's
-  dtype throughout. Ours is float32, or float64 in a float64 model.
-* Equal scores: ours takes the expert of the lowest number; transformers whatever topk returns.
+  token's experts, and is `top_k` at even routing; ours is 1 in each layer. It multiplies means over
+  all layers; ours is a sum over layers. With one layer, aux "batch", targets everywhere and
+  ``aux_loss = router_aux_loss_coef * top_k`` they are equal. transformers leaves it out unless
+  ``output_router_logits`` is set, which published files do not.
+* Jitter: in transformers' Mixtral the noise also reaches the experts' inputs.
+* Precision: transformers computes routers' softmax in float32 (Mixtral, Qwen3-MoE) after a matrix
+  product in the model's dtype; all in float32 (DeepSeek-V3); all in the model's dtype (GPT-OSS).
+  Ours is float32, or float64 in a float64 model.
+* Equal scores: ours chooses the lowest expert; transformers whatever topk returns.
 """
 
 from __future__ import annotations
@@ -78,8 +76,8 @@ _PLAIN_ROUTER = NameRule(f"{LAYER}.mlp.gate.weight", _ROUTER[0], (f"{_MOE}/route
 _BLOCK = (*NORMS, *ATTENTION)
 
 
-def _each(name: str, names: tuple[str, str, str]) -> tuple[NameRule, ...]:
-    """The rules of one expert's gate, up and down projection, a tensor each."""
+def _list_expert_rules(name: str, names: tuple[str, str, str]) -> tuple[NameRule, ...]:
+    """The rules of experts' gate, up and down projections, a tensor each."""
     kinds = zip(names, ("gate", "up", "down"), (UP, UP, DOWN), strict=True)
     return tuple(
         NameRule(f"{name}.{{expert}}.{theirs}.weight", dims[0], (f"{_MOE}/experts/{ours}/w",))
@@ -102,8 +100,8 @@ _FUSED = (
 )
 
 
-def _stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
-    """The rules of blocks for another stack of layers of that kind."""
+def _rename_stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
+    """The rules of `blocks` for another stack of layers."""
     return tuple(
         dataclasses.replace(
             rule, paths=tuple(path.replace("blocks", stack, 1) for path in rule.paths)
@@ -112,8 +110,8 @@ def _stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
     )
 
 
-def _qwen3(*layers: NameRule) -> tuple[NameRule, ...]:
-    return (*START, *_stack("dense", (*_BLOCK, *MLP)), *_BLOCK, _PLAIN_ROUTER, *layers, *END)
+def _list_qwen3_rules(*layers: NameRule) -> tuple[NameRule, ...]:
+    return (*START, *_rename_stack("dense", (*_BLOCK, *MLP)), *_BLOCK, _PLAIN_ROUTER, *layers, *END)
 
 
 _LATENT = ("latent embed -> embed latent", "latent -> latent")
@@ -137,7 +135,7 @@ _AHEAD = (
 )
 
 
-def _deepseek(*layers: NameRule) -> tuple[NameRule, ...]:
+def _list_deepseek_rules(*layers: NameRule) -> tuple[NameRule, ...]:
     sparse = (
         *_LATENT_BLOCK,
         _PLAIN_ROUTER,
@@ -147,12 +145,12 @@ def _deepseek(*layers: NameRule) -> tuple[NameRule, ...]:
         *layers,
         *mlp(f"{_MOE}/shared", *(f"{LAYER}.mlp.shared_experts.{name}" for name in GATED)),
     )
-    dense = _stack("dense", (*_LATENT_BLOCK, *MLP))
-    return (*START, *dense, *sparse, *_AHEAD, *_stack("mtp/block", sparse), *END)
+    dense = _rename_stack("dense", (*_LATENT_BLOCK, *MLP))
+    return (*START, *dense, *sparse, *_AHEAD, *_rename_stack("mtp/block", sparse), *END)
 
 
-def _turns(name: str, dims: str, kind: str, fused: int) -> NameRule:
-    """A tensor of all experts in which gates and ups take turns."""
+def _make_interleaved(name: str, dims: str, kind: str, fused: int) -> NameRule:
+    """A tensor of all experts with interleaved gates and ups."""
     paths = (f"{_MOE}/experts/gate/{kind}", f"{_MOE}/experts/up/{kind}")
     return NameRule(f"{_EXPERTS}.{name}", dims, paths, fused=fused, interleaved=True)
 
@@ -162,8 +160,8 @@ GPT_OSS_RULES = (
     *_BLOCK,
     NameRule(f"{_MIXER}.sinks", "heads -> heads", ("blocks/attention/sinks",)),
     *linear(f"{LAYER}.mlp.router", f"{_MOE}/router", *_ROUTER),
-    _turns("gate_up_proj", "expert embed mlp -> expert embed mlp", "w", 2),
-    _turns("gate_up_proj_bias", "expert mlp -> expert mlp", "b", 1),
+    _make_interleaved("gate_up_proj", "expert embed mlp -> expert embed mlp", "w", 2),
+    _make_interleaved("gate_up_proj_bias", "expert mlp -> expert mlp", "b", 1),
     NameRule(
         f"{_EXPERTS}.down_proj",
         "expert mlp embed -> expert mlp embed",
@@ -178,17 +176,16 @@ GPT_OSS_RULES = (
 # --- entries of config.json
 
 MixtureSetting = tuple[Sequence[str], str, Any]
-"""Names of an entry (written under all of them, read from the first that is there), the field of
-`MoEConfig` that it is, and what transformers takes where it is missing."""
+"""Names of an entry (all are written, the first present one is read), the field of `MoEConfig`, and
+transformers' default."""
 
 
 def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> HubEntry:
     """Layers of experts.
 
     Args:
-        settings: their entries.
-        shared: the entry that counts shared experts, each as wide as a routed one; empty: none.
-        constants: fields of `MoEConfig` that every model of the format has the same.
+        shared: the entry of the number of shared experts, as wide as routed ones; empty: none.
+        constants: fields of `MoEConfig` with the same value in all models.
     """
 
     def read(table: HubTable, _: Mapping) -> dict:
@@ -216,7 +213,7 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
         if moe.normalise == "after" and "renormalise" in fields:  # the same, computed another way
             moe = dataclasses.replace(moe, normalise="before", renormalise=True)
         stored = fields | ({"shared_dim"} if shared else set())
-        problems = _differences(moe, stored, constants)
+        problems = _compare_fields(moe, stored, constants)
         if shared and (not moe.shared_dim or moe.shared_dim % moe.expert_dim):
             wanted = f"a multiple of expert_dim={moe.expert_dim}"
             problems.append(Problem("moe.shared_dim", str(moe.shared_dim), wanted))
@@ -230,8 +227,10 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
     return HubEntry((*names, *([shared] if shared else [])), ("moe",), read, write)
 
 
-def _differences(moe: MoEConfig, stored: set[str], constants: Mapping[str, Any]) -> list[Problem]:
-    """Where `moe` is not as in models of a format, which store some fields and fix others."""
+def _compare_fields(
+    moe: MoEConfig, stored: set[str], constants: Mapping[str, Any]
+) -> list[Problem]:
+    """Problems of fields that a format neither stores nor has as constants."""
     own = {name: getattr(moe, name) for name in stored}
     wanted = canonical_moe(dataclasses.replace(MoEConfig(), **{**constants, **own}))
     got = canonical_moe(moe)
@@ -258,7 +257,7 @@ _DENSE_LAYERS = HubEntry(
     },
     lambda config: {"first_k_dense_replace": config.dense_layers},
 )
-"""The number of first layers that are dense (DeepSeek)."""
+"""The number of leading dense layers (DeepSeek)."""
 
 _SPARSE = ("decoder_sparse_step", "mlp_only_layers")
 
@@ -298,7 +297,7 @@ def _read_tokens_ahead(table: HubTable, _: Mapping) -> dict:
 _TOKENS_AHEAD = HubEntry(
     _MTP, ("mtp_depth",), _read_tokens_ahead, lambda config: {_MTP[0]: config.mtp_depth}
 )
-"""Modules of multi-token prediction, which files need not have although config.json has them."""
+"""Multi-token prediction modules, which files may lack although config.json has them."""
 
 
 def _check_eps(eps: float | None) -> dict:
@@ -323,7 +322,7 @@ MIXTRAL = HubFormat(
         *START,
         *_BLOCK,
         NameRule(f"{LAYER}.block_sparse_moe.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",)),
-        *_each(f"{LAYER}.block_sparse_moe.experts", ("w1", "w3", "w2")),
+        *_list_expert_rules(f"{LAYER}.block_sparse_moe.experts", ("w1", "w3", "w2")),
         *END,
     ),
     (
@@ -343,7 +342,7 @@ MIXTRAL = HubFormat(
 QWEN3_MOE = HubFormat(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    _qwen3(*_each(_EXPERTS, GATED)),
+    _list_qwen3_rules(*_list_expert_rules(_EXPERTS, GATED)),
     (
         *llama(vocab_size=151936, embed_dim=2048, mlp_dim=6144, num_layers=24, num_heads=32,
                num_kv_heads=4, max_seq=32768),
@@ -358,18 +357,18 @@ QWEN3_MOE = HubFormat(
             (("norm_topk_prob",), "renormalise", False),
         ),
     ),
-    in_memory=_qwen3(*_FUSED),
+    in_memory=_list_qwen3_rules(*_FUSED),
     ignored=_OF_TRAINING,
 )  # fmt: skip
 DEEPSEEK_V3 = HubFormat(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    _deepseek(*_each(_EXPERTS, GATED)),
+    _list_deepseek_rules(*_list_expert_rules(_EXPERTS, GATED)),
     (
         *llama(
             vocab_size=129280, embed_dim=7168, mlp_dim=18432, num_layers=61, num_heads=128,
             num_kv_heads=128, max_seq=4096,
-            heads=(
+            head_dim=(
                 derived("qk_nope_head_dim", "head_dim", 128, lambda config: config.head_size),
                 same("qk_rope_head_dim", "rope_head_dim", 64),
                 same("v_head_dim", "v_head_dim", 128),
@@ -398,7 +397,7 @@ DEEPSEEK_V3 = HubFormat(
             balance_bias=True,
         ),
     ),
-    in_memory=_deepseek(*_FUSED),
+    in_memory=_list_deepseek_rules(*_FUSED),
     copies=(
         (r"model\.layers\.(\d+)\.embed_tokens\.weight", "embed"),
         (r"model\.layers\.(\d+)\.shared_head\.head\.weight", "unembed"),
@@ -449,4 +448,4 @@ GPT_OSS = HubFormat(
 DECODERS: Mapping[str, HubFormat] = MappingProxyType(
     {**DENSE, **{form.model_type: form for form in (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)}}
 )
-"""All decoders, by transformers' name in config.json."""
+"""All decoders, by transformers' ``model_type``."""

@@ -1,4 +1,4 @@
-"""Quantised weights of Hugging Face's files: read as the numbers they stand for, and written.
+"""Quantised weights of Hugging Face files: dequantised when read, and written.
 
 | quant_method       | files have, of each weight X of a linear layer               | who          |
 |--------------------|--------------------------------------------------------------|--------------|
@@ -6,15 +6,15 @@
 | compressed-tensors | X in E4M3, X_scale of blocks or rows or one of all           | vLLM         |
 | mxfp4              | X_blocks, pairs of E2M1, X_scales in E8M0, of 32 numbers each | GPT-OSS     |
 
-What is read is value times scale, in float32. Blocks of "fp8" may be ragged at the edges. MXFP4's
-weights are ``[..., outputs, groups, 16]``, the first of a pair in the low bits, and stand for
-``[..., inputs, outputs]``. Of a slice the values and the scales that it needs are read, and nothing
-else. How a method quantises activations or a cache is not the weights', and is passed over.
+Weights are values times scales, in float32. Blocks of "fp8" may be incomplete at the edges. MXFP4's
+weights ``[..., outputs, groups, 16]``, the first of a pair in the low bits, represent
+``[..., inputs, outputs]``. Only the values and scales of a slice are read. Quantisation of
+activations and caches is ignored.
 
-`METHODS` are written: "fp8-block" as "fp8" by blocks of 128x128, "fp8-row" as "compressed-tensors"
-by rows, which are a linear layer's outputs. Only projections of attention, feed-forward layers and
-experts are quantised. "fp8-block" leaves alone matrices that blocks do not divide, as transformers
-takes blocks to be of one size, and what others join with these.
+`METHODS` are written: "fp8-block" as "fp8" with blocks of 128x128, "fp8-row" as
+"compressed-tensors" with rows, which are a linear layer's outputs. Only projections of attention,
+feed-forward layers and experts are quantised. "fp8-block" skips matrices that blocks do not divide,
+and matrices that are joined with these, since transformers assumes complete blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -48,24 +47,24 @@ _KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
     ),
     "mxfp4": ("modules_to_not_convert", "dequantize"),
 })  # fmt: skip
-"""The methods that are read, and their entries."""
+"""The known methods, and their entries."""
 
 _OTHERWISE = (
     "use the model's files in bfloat16, or make them: "
     "transformers' from_pretrained with the method's dequantize=True, then save_pretrained"
 )
 _UNUSED = re.compile(r".*\.(input_scale|activation_scale|output_scale|[qkv]_scale)")
-"""Scales of what is no weight."""
+"""Scales of other tensors than weights."""
 
 
 @dataclass(frozen=True)
 class QuantisedScheme:
-    """How the weights of a folder are quantised, by its config.json.
+    """The quantisation of a folder's weights, by its config.json.
 
     Attributes:
         method: a key of `_KNOWN`.
-        block: the rows and columns that share a scale; None: the whole tensor does, or of
-            "compressed-tensors" a row.
+        block: rows and columns that share a scale; None: the whole tensor, or a row
+            ("compressed-tensors").
         kept: modules that are not quantised.
     """
 
@@ -74,7 +73,7 @@ class QuantisedScheme:
     kept: tuple[str, ...] = ()
 
     def keeps(self, name: str) -> bool:
-        """Whether the tensor `name` belongs to a module that is not quantised."""
+        """Whether the tensor `name` is of a module that is not quantised."""
         module = name.rpartition(".")[0]
         return any(
             module == one or module.startswith(f"{one}.") or module.endswith(f".{one}")
@@ -85,12 +84,11 @@ class QuantisedScheme:
 def read_scheme(
     table: Mapping[str, Any], problems: list[Problem], ignore: Sequence[str] = ()
 ) -> QuantisedScheme | None:
-    """How config.json says that weights are quantised; None where it does not.
+    """The quantisation that config.json describes; None: there is none.
 
     Args:
-        table: the config.json.
-        problems: what is unknown, or wanted and not known here, is added to them.
-        ignore: entries, such as "quantization_config.NAME", that change nothing; all of it too.
+        problems: unknown entries and methods are added to these.
+        ignore: entries to ignore, such as "quantization_config.NAME", or all of it.
     """
     entry = table.get(ENTRY)
     if entry in (None, {}):
@@ -126,7 +124,7 @@ def read_scheme(
 
 
 def _read_block(value: Any, where: str, problems: list[Problem]) -> tuple[int, int] | None:
-    """Rows and columns of a block; None of null."""
+    """Rows and columns of a block; None: null."""
     if value is None:
         return None
     pair = value if isinstance(value, list | tuple) and len(value) == 2 else ()
@@ -137,7 +135,7 @@ def _read_block(value: Any, where: str, problems: list[Problem]) -> tuple[int, i
 
 
 def _read_compressed(entry: Mapping[str, Any], problems: list[Problem]) -> tuple[int, int] | None:
-    """The block of compressed-tensors; what is no FP8 with scales alone is added to `problems`."""
+    """The block of compressed-tensors; anything but FP8 weights with scales is a problem."""
     for name in ("sparsity_config", "transform_config"):
         value = entry.get(name)
         dense = isinstance(value, Mapping) and value.get("format") == "dense"
@@ -181,10 +179,9 @@ class _Weight:
     """A quantised tensor of a folder.
 
     Attributes:
-        values: its name in files.
-        scales: that of its scales.
-        shape: of what it stands for.
-        block: how many elements along each dim share a scale; empty: all do.
+        values, scales: names of tensors in files.
+        shape: of the weight.
+        block: elements per scale along each dim; empty: one scale.
         pairs: MXFP4.
     """
 
@@ -204,7 +201,7 @@ class _Weight:
             scale = self._read_scales(source, [slice(0, size) for size in shape])
             return values.mul_(scale.reshape(()))
         found = [
-            _blocks(part, size, block)
+            _find_blocks(part, size, block)
             for part, size, block in zip(slices, self.shape, self.block, strict=True)
         ]
         scales = self._read_scales(source, [part for part, _ in found])
@@ -214,11 +211,11 @@ class _Weight:
 
     def _read_pairs(self, source: TensorSource, slices: Sequence[slice]) -> torch.Tensor:
         *lead, inputs, outputs = slices
-        groups, at = _blocks(inputs, self.shape[-2], _GROUP)
+        groups, at = _find_blocks(inputs, self.shape[-2], _GROUP)
         scales = self._read_scales(source, [*lead, outputs, groups])
         where = [*lead, outputs, groups, slice(0, _GROUP // 2)]
         codes = source.read(self.values, where)
-        # a byte is a row of a table, of two numbers: a tenth of the time that `unpacked` takes
+        # a table of the two numbers of each byte is ten times as fast as `unpacked`
         pairs = unpacked(torch.arange(256, dtype=torch.uint8).view(E2M1)).view(torch.int64)
         values = pairs.index_select(0, codes.flatten().int()).view(torch.float32)
         values = values.view(*scales.shape, _GROUP).mul_(scales.unsqueeze(-1)).flatten(-2)
@@ -237,52 +234,27 @@ class _Weight:
 
 
 _GROUP = 32
-"""Numbers of MXFP4 that share a scale."""
+"""Elements of MXFP4 per scale."""
 
 
-def _blocks(part: slice, size: int, block: int) -> tuple[slice, torch.Tensor]:
-    """The blocks that a slice of a dim meets, and in which of these each of its elements is."""
+def _find_blocks(part: slice, size: int, block: int) -> tuple[slice, torch.Tensor]:
+    """The blocks of a slice of a dim, and the block of each of its elements."""
     at = torch.arange(*part.indices(size)) // block
     if not len(at):
         return slice(0, 0), at
     return slice(int(at[0]), int(at[-1]) + 1), at - at[0]
 
 
-class Decoded:
-    """The tensors of a folder, those that are quantised as float32: a `TensorSource`."""
-
-    def __init__(self, source: TensorSource, weights: Mapping[str, _Weight], hidden: Iterable[str]):
-        self._source, self._weights, self._hidden = source, weights, frozenset(hidden)
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        stored = self._source.shapes().items()
-        plain = {name: entry for name, entry in stored if name not in self._hidden}
-        return plain | {name: (w.shape, torch.float32) for name, w in self._weights.items()}
-
-    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor, as `read` gives it."""
-        return self._shapes
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        """These slices of a tensor."""
-        found = self._weights.get(name)
-        source = self._source
-        return source.read(name, slices) if found is None else found.read(source, slices)
-
-
 def decode(source: TensorSource, table: Mapping[str, Any], where: str) -> TensorSource:
-    """`source` with the weights that config.json says are quantised as numbers in float32.
+    """The tensors of a folder, with quantised ones in float32.
 
     Args:
-        source: the tensors of a folder.
-        table: its config.json.
         where: its path, for messages.
 
     Raises:
-        ValueError: the method is none that is read, or tensors are not as it has them: scales are
-            missing, of another shape or dtype, or of modules that are said to be plain; all
-            offenders are listed. Reading raises it where scales are not finite.
+        ValueError: the method is unknown, or scales are missing, of another shape or dtype, or of
+            modules that should not be quantised; all offenders are listed. Reading raises it for
+            scales that are not finite.
     """
     problems: list[Problem] = []
     entry = table.get(ENTRY)
@@ -292,7 +264,7 @@ def decode(source: TensorSource, table: Mapping[str, Any], where: str) -> Tensor
     if scheme is None:
         return source
     shapes = source.shapes()
-    find = _pairs_of if scheme.method == "mxfp4" else _bytes_of
+    find = _find_mxfp4 if scheme.method == "mxfp4" else _find_fp8
     weights = dict(find(scheme, shapes, problems))
     for name in weights:
         if scheme.keeps(name):
@@ -301,17 +273,25 @@ def decode(source: TensorSource, table: Mapping[str, Any], where: str) -> Tensor
             problems.append(Problem(name, "a quantised tensor", wanted, fix))
     raise_problems(f"quantised weights are not as {where} says", problems)
     used = {name for w in weights.values() for name in (w.values, w.scales)}
-    return Decoded(source, weights, {*used, *filter(_UNUSED.fullmatch, shapes)})
+    used |= {*filter(_UNUSED.fullmatch, shapes)}
+    entries = {name: entry for name, entry in shapes.items() if name not in used}
+    entries |= {name: (weight.shape, torch.float32) for name, weight in weights.items()}
+
+    def read(name: str, slices: Sequence[slice]) -> torch.Tensor:
+        found = weights.get(name)
+        return source.read(name, slices) if found is None else found.read(source, slices)
+
+    return TensorSource(entries, read)
 
 
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _AGAIN = "are all files there? does config.json belong to these weights?"
 
 
-def _bytes_of(
+def _find_fp8(
     scheme: QuantisedScheme, shapes: _Shapes, problems: list[Problem]
 ) -> Iterator[tuple[str, _Weight]]:
-    """Those in E4M3, and their scales."""
+    """Weights in E4M3, with their scales."""
     for name, (shape, dtype) in shapes.items():
         if dtype != E4M3:
             continue
@@ -322,9 +302,9 @@ def _bytes_of(
         got, kind = shapes[scales]
         if kind not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0):
             problems.append(Problem(scales, str(kind), "scales of 32, 16 or 8 bits", _AGAIN))
-        block = _block(scheme, shape, got)
+        block = _find_block(scheme, shape, got)
         if block is None:
-            allowed = _grids(scheme, shape)
+            allowed = _list_grids(scheme, shape)
             wanted = f"{' or '.join(str(list(grid)) for grid in allowed)}, for {list(shape)}"
             problems.append(Problem(scales, str(list(got)), wanted, _AGAIN))
             continue
@@ -334,36 +314,36 @@ def _bytes_of(
 _ENDS = ("_scale_inv", "_scale")
 
 
-def _grids(scheme: QuantisedScheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The shapes that scales of a tensor may have, but for one of all."""
+def _list_grids(scheme: QuantisedScheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes that a tensor's scales may have, besides a single scale."""
     rows = [] if scheme.method == "fp8" else [(*shape[:-1], 1)]
-    return [*rows, () if scheme.block is None else _grid(shape, scheme.block)]
+    return [*rows, () if scheme.block is None else _count_blocks(shape, scheme.block)]
 
 
-def _block(
+def _find_block(
     scheme: QuantisedScheme, shape: tuple[int, ...], scales: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """How many elements share a scale along each dim; None: no such scales are known."""
+    """The number of elements per scale along each dim; None: unknown scales."""
     by_rows, block = scheme.method != "fp8", scheme.block
     if math.prod(scales) == 1 and (block is None or (by_rows and len(scales) < len(shape))):
         return ()
     if by_rows and scales == (*shape[:-1], 1):
         return (*[1] * (len(shape) - 1), shape[-1])
-    if block is None or len(shape) < 2 or scales != _grid(shape, block):
+    if block is None or len(shape) < 2 or scales != _count_blocks(shape, block):
         return None
     return (*[1] * (len(shape) - 2), *block)
 
 
-def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """How many blocks a tensor has, those at the edges among them."""
+def _count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """The number of blocks along each dim, incomplete ones included."""
     *lead, rows, cols = (1, *shape)[-max(len(shape), 2) :]
     return (*lead, -(-rows // block[0]), -(-cols // block[1]))
 
 
-def _pairs_of(
+def _find_mxfp4(
     scheme: QuantisedScheme, shapes: _Shapes, problems: list[Problem]
 ) -> Iterator[tuple[str, _Weight]]:
-    """Those in MXFP4."""
+    """Weights in MXFP4, with their scales."""
     del scheme
     for name, (shape, dtype) in shapes.items():
         if not name.endswith("_blocks"):
@@ -390,21 +370,21 @@ METHODS: Mapping[str, QuantisedFormat] = MappingProxyType({
     "fp8-block": QuantisedFormat.parse("e4m3@128x128"),
     "fp8-row": QuantisedFormat.parse("e4m3@row"),
 })  # fmt: skip
-"""By name: how matrices of outputs by inputs are written."""
+"""Formats of matrices, outputs by inputs, by name."""
 
 _MATRIX = re.compile(r"(.*/)?(attention|mlp|experts|shared)/(\w+)/w")
 _JOINED: Mapping[str, str] = MappingProxyType(
     {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up",
      "q_down": "down", "kv_down": "down"}
 )  # fmt: skip
-"""Matrices that others make one of, and which one."""
+"""Matrices that other software joins, and the joined one."""
 
 
-def chosen(method: str, found: Sequence[HubLayout]) -> set[str]:
-    """The names of the tensors that `method` quantises, of those of a model.
+def choose_quantised(method: str, found: Sequence[HubLayout]) -> set[str]:
+    """The names of a model's tensors that `method` quantises.
 
     Raises:
-        ValueError: there are none, or some that should be are no matrices of linear layers.
+        ValueError: there are none, or some are not matrices of linear layers.
     """
     height, width = METHODS[method].block
     groups: dict[tuple, list[HubLayout]] = {}
@@ -435,7 +415,7 @@ def chosen(method: str, found: Sequence[HubLayout]) -> set[str]:
     return {layout.name(index) for layout, index in tensors(fitting)}
 
 
-def scales_of(method: str, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def describe_scales(method: str, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Name and shape of the scales of the tensor `name`."""
     height, width = METHODS[method].block
     if METHODS[method].blocks == "row":
@@ -444,7 +424,7 @@ def scales_of(method: str, name: str, shape: tuple[int, ...]) -> tuple[str, tupl
 
 
 def encode(method: str, name: str, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in 8 bits, float8_e4m3fn, and its scales, float32, as `scales_of` says.
+    """A matrix in float8_e4m3fn, and its float32 scales, of the shape of `describe_scales`.
 
     Raises:
         ValueError: it has infinite elements or NaN.
@@ -458,17 +438,15 @@ def encode(method: str, name: str, matrix: torch.Tensor) -> tuple[torch.Tensor, 
     return made.values, made.scales
 
 
-def written_entry(method: str, converted: set[str], names: Iterable[str]) -> dict[str, Any]:
+def write_entry(method: str, converted: set[str], names: Iterable[str]) -> dict[str, Any]:
     """The ``quantization_config`` of config.json.
 
     Args:
         method: of `METHODS`.
-        converted: the tensors that are quantised.
-        names: of all tensors.
     """
     plain = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     kept = [name for name in plain if f"{name}.weight" not in converted]
-    # tied weights are stored once, and transformers' model has the layer all the same
+    # transformers' model has this layer even if weights are tied, and stored once
     kept += [] if "lm_head" in kept else ["lm_head"]
     if method == "fp8-block":
         return {
@@ -496,10 +474,10 @@ def written_entry(method: str, converted: set[str], names: Iterable[str]) -> dic
 
 
 def check_method(method: str) -> None:
-    """Refuse a name that `METHODS` has not.
+    """Refuse a name that is not in `METHODS`.
 
     Raises:
-        ValueError: with the nearest that it has.
+        ValueError: the nearest is named.
     """
     if method not in METHODS:
         fix = nearest(method, METHODS)

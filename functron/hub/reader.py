@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json as a config of ours, and back, and weights into our layout.
+"""Read Hugging Face folders: config.json as our config and back, weights into our layout.
 
 Each rank reads only the weights that it keeps.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, cast, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
@@ -50,6 +50,9 @@ from functron.spmd import BoundMesh, Mesh, P
 from functron.spmd.params import abstract_params, param_specs
 from functron.spmd.spec import is_spec, local_shape, offsets, validate
 
+if TYPE_CHECKING:
+    from functron.checkpoint import Placement
+
 
 def _list_formats() -> dict[str, HubFormat]:
     """Those of decoders, and then those of applications (``"functron.hub_formats"``)."""
@@ -59,7 +62,7 @@ def _list_formats() -> dict[str, HubFormat]:
 
 
 FORMATS: Mapping[str, HubFormat] = MappingProxyType(_list_formats())
-"""By transformers' name in config.json. Of those that fit a model, the first is chosen."""
+"""By transformers' ``model_type``. Of several that fit a model, the first is chosen."""
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 """The files that describe a model, and an adapter of PEFT."""
@@ -73,26 +76,23 @@ def read_config(
     dtype: Dtype | None = None,
     ignore: Sequence[str] = (),
 ) -> Config:
-    """The architecture that a folder's config.json describes, and its weights.
+    """The architecture that a folder's config.json describes.
 
-    How many modules predict tokens further ahead (DeepSeek-V3) is counted in the weights:
-    config.json has them even where transformers has stored the model without. Without weights it
-    is believed.
+    The number of multi-token prediction modules (DeepSeek-V3) is counted in the weights, if there
+    are any: transformers stores models without the modules that config.json has.
 
     Args:
-        path: the folder.
-        max_seq: the longest sequence, if not as long as the model can take; a shorter one makes
-            models usable whose sliding windows, in layers that we cannot have them in, cover it.
+        max_seq: the longest sequence, if shorter than the model's; models whose sliding windows we
+            cannot represent are usable up to the length of a window.
         dtype: of parameters and activations; None: that of the weights (float32 for float16).
-        ignore: entries of config.json that do not change what the model computes, in case it has
-            some that are not known here.
+        ignore: unknown entries of config.json that do not change what the model computes.
 
     Returns:
         The config of its family, such as a `GPTConfig`.
 
     Raises:
-        ValueError: the format is unknown, or the file asks for something that our model does not
-            have or that is not known; all offenders are listed.
+        ValueError: the format is unknown, or entries are unknown or describe what our model does
+            not compute; all offenders are listed.
     """
     table = read_table(path)
     where = str(Path(path) / CONFIG)
@@ -111,8 +111,8 @@ def read_table(path: str | Path) -> dict[str, Any]:
     """The config.json of a folder, as it is.
 
     Raises:
-        ValueError: there is none, it cannot be read or it is no JSON object; or there is an adapter
-            of PEFT beside it, without which the weights are another model's.
+        ValueError: it cannot be read, or is not a JSON object; or there is a PEFT adapter beside
+            it, without which the weights are another model's.
     """
     file = local_path(path) / CONFIG
     _refuse_adapter(Path(path))
@@ -124,10 +124,10 @@ def read_table(path: str | Path) -> dict[str, Any]:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Refuse a folder with an adapter of PEFT, whose base alone would be read, in silence."""
+    """Refuse a folder with a PEFT adapter, of which only the base would be read."""
     if not files.exists(folder / ADAPTER):
         return
-    wanted = "a model that is whole: the base alone would be read"
+    wanted = "a merged model: only the base would be read"
     out = "PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload().save_pretrained(OUT)"
     fix = f"merge it with peft: {out}; or move it elsewhere, for the base alone"
     got = "an adapter (PEFT)"
@@ -143,7 +143,7 @@ def format_of(table: Mapping[str, Any], where: str = CONFIG) -> HubFormat:
     """The format that config.json names.
 
     Raises:
-        ValueError: it names none, or one that our models cannot be.
+        ValueError: it names none, or one that is not supported.
     """
     name = str(table.get("model_type"))
     if name not in FORMATS:
@@ -162,7 +162,7 @@ def parse(
     ignore: Sequence[str] = (),
     where: str = CONFIG,
 ) -> Config:
-    """`read_config` of a config.json that is at hand.
+    """`read_config` of the contents of a config.json.
 
     Raises:
         ValueError: as `read_config`.
@@ -170,18 +170,18 @@ def parse(
     form = format_of(table, where)
     problems: list[Problem] = []
     if max_seq is not None:
-        problems += _shorten_problems(form, table, max_seq)
+        problems += _check_max_seq(form, table, max_seq)
         longest = {LONGEST: table[form.max_seq]} if form.max_seq in table else {}
         table = {**table, form.max_seq: max_seq, **longest}
     read_scheme(table, problems, ignore)
     values = read_entries(form.entries, form.ignored, table, problems, (*ignore, ENTRY))
     raise_problems(f"cannot use {where}", problems)
     make, constructor = form.family.make, cast(Callable[..., Config], form.family.config)
-    dtype = dtype or _stored_dtype(table)
+    dtype = dtype or _read_dtype(table)
     return make(values, dtype) if make else constructor(**values, dtype=dtype)
 
 
-def _shorten_problems(form: HubFormat, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
+def _check_max_seq(form: HubFormat, table: Mapping[str, Any], max_seq: int) -> list[Problem]:
     if not form.max_seq:
         wanted = "nothing: config.json of this family has no longest sequence"
         return [Problem("max_seq", str(max_seq), wanted, "leave it out")]
@@ -196,7 +196,7 @@ def _shorten_problems(form: HubFormat, table: Mapping[str, Any], max_seq: int) -
     return [Problem("max_seq", str(max_seq), wanted, fix)]
 
 
-def _stored_dtype(table: Mapping[str, Any]) -> Dtype:
+def _read_dtype(table: Mapping[str, Any]) -> Dtype:
     """The dtype of the weights by config.json; float32 for float16, which training must scale."""
     name = str(table.get("dtype") or table.get("torch_dtype") or "").removeprefix("torch.")
     kept = (known for known in get_args(Dtype) if known == name != "float16")
@@ -204,7 +204,7 @@ def _stored_dtype(table: Mapping[str, Any]) -> Dtype:
 
 
 def differences(config: Config, other: Config) -> list[str]:
-    """The fields in which two configs of a family describe different models: ``moe.top_k``."""
+    """Paths of fields, such as ``moe.top_k``, in which two configs describe different models."""
     family = family_of(config)
     found = differing_fields(family.canonical(config), family.canonical(other))
     return [path for path, _, _ in found if path not in family.free]
@@ -217,17 +217,16 @@ def write_config(
     kept: Mapping[str, Any] | None = None,
     dtype: str | None = None,
 ) -> dict[str, Any]:
-    """The config.json of a model, for transformers and those who read the same.
+    """The config.json of a model, as transformers reads it.
 
     Args:
-        config: the architecture.
-        form: the format that it is to be stored in.
-        kept: the config.json that the model came with. It is written again as it is if it still
-            describes the model, sequences that are now shorter aside; else what changed is.
+        form: the format to store it in.
+        kept: the config.json that the model came with. It is kept if it still describes the model
+            (whose longest sequence may be shorter); otherwise its entries are updated.
         dtype: of the stored weights; None: of the config.
 
     Raises:
-        ValueError: models of this format are not like that; all offenders are listed.
+        ValueError: the format has no such models; all offenders are listed.
     """
     title = f"this model cannot be stored as {form.model_type}"
     raise_problems(title, config_problems(config, form))
@@ -238,13 +237,13 @@ def write_config(
         out.pop("rope_parameters", None)
         out |= {"architectures": [form.architecture], "model_type": form.model_type}
         out |= write_entries(form.entries, config, [])
-    out.pop(ENTRY, None)  # of the files that the model came in
+    out.pop(ENTRY, None)  # which is of the original files
     entry = "dtype" if "dtype" in out else "torch_dtype"
     return {**out, entry: dtype or config.dtype}
 
 
 def still_describes(kept: Mapping[str, Any], config: Config, form: HubFormat) -> bool:
-    """Whether the config.json that a model came with is that of `config`, if of a longer one."""
+    """Whether `config` is the model of a config.json, perhaps with a shorter longest sequence."""
     try:
         before = parse(kept, ignore=tuple(kept), max_seq=shorter(kept, config, form))
     except ValueError:  # another format's, or positions that were cut off
@@ -253,17 +252,17 @@ def still_describes(kept: Mapping[str, Any], config: Config, form: HubFormat) ->
 
 
 def shorter(table: Mapping[str, Any], config: Config, form: HubFormat) -> int | None:
-    """The longest sequence of `config` where config.json has a longer one; else None."""
+    """The longest sequence of `config` if that of config.json is longer; else None."""
     longest = table.get(form.max_seq)
     wanted = getattr(config, "max_seq", None)
     return wanted if wanted is not None and longest is not None and wanted < longest else None
 
 
 def format_for(config: Config) -> HubFormat:
-    """The first format whose models are like `config`.
+    """The first format that has models like `config`.
 
     Raises:
-        ValueError: there is none; what each would need is listed.
+        ValueError: there is none; the reasons are listed by format.
     """
     reasons: list[Problem] = []
     for form in FORMATS.values():
@@ -296,13 +295,13 @@ class Local:
 def local_on_mesh(
     config: Config, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
 ) -> dict[str, Local]:
-    """This process's part of parameters with these specs: all, or one box of each leaf."""
+    """This process's part of parameters with these specs: everything, or a box of each leaf."""
     like = abstract_params(family_of(config).defs(config))
     shapes = {p: tuple(x.shape) for p, x in zip(tree.paths(like), tree.leaves(like), strict=True)}
     if mesh is not None and specs is not None:
         validate(like, specs, mesh, what="params")
     if not isinstance(mesh, BoundMesh):
-        return {path: _one_box((0,) * len(shape), shape) for path, shape in shapes.items()}
+        return {path: _make_box((0,) * len(shape), shape) for path, shape in shapes.items()}
     if specs is None:
         title, fix = "cannot load onto a bound mesh", "pass param_specs(defs, rules)"
         refuse(title, "specs", None, "the parameters' specs", fix)
@@ -311,39 +310,16 @@ def local_on_mesh(
     for (path, shape), spec in zip(shapes.items(), flat, strict=True):
         spec = spec if spec is not None else P()
         start = offsets(shape, spec, mesh, mesh.coordinate)
-        found[path] = _one_box(start, local_shape(shape, spec, mesh))
+        found[path] = _make_box(start, local_shape(shape, spec, mesh))
     return found
 
 
-def _one_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
+def _make_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
     return Local(size, ((start, size, (0,) * len(size)),))
 
 
-@runtime_checkable
-class LeafPlacement(Protocol):
-    """The members of a `functron.checkpoint.Placement` that reading needs."""
-
-    @property
-    def leaves(self) -> Sequence[Any]:
-        """Those of the state, with their paths."""
-        ...
-
-    @property
-    def here(self) -> int:
-        """This process's number."""
-        ...
-
-    def local_shape(self, leaf: Any, rank: int) -> tuple[int, ...] | None:
-        """The shape of the tensor of process `rank`; None: it has none."""
-        ...
-
-    def boxes(self, leaf: Any, rank: int) -> tuple[Any, ...]:
-        """The boxes of process `rank`, as in `Local`."""
-        ...
-
-
-def _local_by_placement(placement: LeafPlacement, at: str) -> dict[str, Local]:
-    """This process's part of the leaves of a state that stand under `at`."""
+def _find_local(placement: Placement, at: str) -> dict[str, Local]:
+    """This process's part of a state's leaves under `at`."""
     found = {}
     for leaf in placement.leaves:
         shape = placement.local_shape(leaf, placement.here)
@@ -355,7 +331,7 @@ def _local_by_placement(placement: LeafPlacement, at: str) -> dict[str, Local]:
 
 COMPARED_ROWS = 1 << 10
 MOST_ELEMENTS = 1 << 24
-"""That are read at a time, but for what must be: quantised weights take 8 bytes each meanwhile."""
+"""The most elements to read at a time; quantised weights take 8 bytes each while they are read."""
 
 
 @public
@@ -365,37 +341,35 @@ def load(
     *,
     specs: tree.Tree | None = None,
     mesh: Mesh | BoundMesh | None = None,
-    placement: LeafPlacement | None = None,
+    placement: Placement | None = None,
     at: str = "params",
     device: torch.device | str = "cpu",
 ) -> dict:
-    """The parameters of a Hugging Face model, as its family's ``defs(config)`` lays them out.
+    """The parameters of a Hugging Face model, in the layout of its family's ``defs(config)``.
 
-    Reads safetensors files, one slice at a time: beyond what it returns it needs memory for one
-    slice of one tensor, of at most some 2^24 elements. Rows of padding in the vocabulary are zeros.
-    Weights in FP8 (DeepSeek-V3's, compressed-tensors') and MXFP4 (GPT-OSS's), as config.json says,
-    become the products of their values and scales, in float32, and are then rounded once. No
-    collectives.
+    Reads safetensors files, one slice at a time: beside the result it needs memory for one slice
+    of one tensor, of about 2^24 elements at most. Rows of padding in the vocabulary are zeros.
+    Weights in FP8 (DeepSeek-V3, compressed-tensors) and MXFP4 (GPT-OSS) are multiplied by their
+    scales in float32, and then rounded once. No collectives.
 
     Args:
         path: a folder with config.json and model.safetensors, or an index and its files.
-        config: what `read_config` gave, with changes that leave the model what it is (dtype,
-            dropout, vocab_multiple, a smaller max_seq, what training adds to layers of experts,
-            no modules for tokens further ahead), of any family; None: as it is.
+        config: the config of `read_config`, with changes that leave the model the same (dtype,
+            dropout, vocab_multiple, a smaller max_seq, auxiliary losses of experts, no multi-token
+            prediction modules); None: that config.
         specs: the parameters' specs, a prefix tree; needed on a bound mesh.
         mesh: on a bound mesh this rank's shards are read, else everything.
-        placement: a `checkpoint.Placement`, in place of specs and mesh: of a state of which the
-            parameters are a part; layers of a pipeline's rank too.
-        at: where in that state the parameters are; empty: they are all of it.
-        device: where they are put.
+        placement: in place of specs and mesh: of a state that has the parameters, perhaps split
+            among a pipeline's ranks.
+        at: the parameters' path in that state; empty: they are all of it.
 
     Returns:
-        The tree of parameters in the config's dtype: global values, or this rank's shards; without
-        the entries that its part of a pipeline does not use.
+        The tree of parameters in the config's dtype: global values, or this rank's shards, without
+        entries that its part of a pipeline does not use.
 
     Raises:
-        ValueError: files, tensors or entries of config.json that are missing, broken, too many, of
-            another shape or unknown; all offenders are listed.
+        ValueError: files, tensors or entries of config.json are missing, broken, unknown or of
+            another shape; all offenders are listed.
     """
     table = read_table(path)
     where = str(Path(path) / CONFIG)
@@ -406,9 +380,7 @@ def load(
         _check_config(config, table, where)
     source = decode(open_folder(path), table, where)
     local = (
-        _local_by_placement(placement, at)
-        if placement is not None
-        else local_on_mesh(config, specs, mesh)
+        _find_local(placement, at) if placement is not None else local_on_mesh(config, specs, mesh)
     )
     return read_params(form, config, source, local, device=device)
 
@@ -427,10 +399,9 @@ def load_model(
 
     Args:
         path: a folder with config.json and weights.
-        mesh: where the model will live: on a bound mesh each rank reads its shards, as
-            ``rules(config, mesh)`` of its family divides them; else everything is read.
+        mesh: on a bound mesh each rank reads its shards, by its family's ``rules(config, mesh)``;
+            else everything is read.
         max_seq, dtype, ignore: as in `read_config`.
-        device: where the parameters are put.
 
     Returns:
         The config of its family, such as a `GPTConfig`, and the parameters. The specs of shards are
@@ -455,9 +426,9 @@ def _check_config(config: Config, table: Mapping, where: str) -> None:
     longest = shorter(table, config, form)
     stored = parse(table, max_seq=longest, ignore=tuple(table), where=where)
     if form.looks_ahead and isinstance(config, GPTConfig):
-        # the tensors tell whether there are modules for it
+        # the tensors tell whether there are such modules
         stored = dataclasses.replace(stored, mtp_depth=config.mtp_depth)
-    fix = "start from hub.read_config and change only what leaves the model what it is"
+    fix = "start from hub.read_config, and change only what leaves the model the same"
     problems = []
     for name in differences(config, stored):
         got, wanted = (field_text(attrgetter(name)(each)) for each in (config, stored))
@@ -466,31 +437,21 @@ def _check_config(config: Config, table: Mapping, where: str) -> None:
 
 
 def from_tensors(model_type: str, config: Config, named: Mapping[str, torch.Tensor]) -> dict:
-    """Our tree from tensors by their Hugging Face names: parameters, or gradients of them.
+    """Our tree of parameters, or of gradients, from tensors by Hugging Face names.
 
     Args:
         model_type: the format, such as ``"llama"``.
-        config: the architecture.
-        named: a state dict, by the names of files or of transformers' models in memory; tied
-            tensors may be there or not.
+        named: a state dict, with the names of files or of transformers' models; tied tensors are
+            optional.
 
     Raises:
-        ValueError: tensors are missing, too many, or of another shape; all offenders are listed.
+        ValueError: tensors are missing, unknown, or of another shape; all offenders are listed.
     """
     form = format_of({"model_type": model_type})
     raise_problems(f"no {model_type} model is like that", config_problems(config, form))
-    return read_params(form, config, _InMemory(named), local_on_mesh(config, None, None))
-
-
-class _InMemory:
-    def __init__(self, named: Mapping[str, torch.Tensor]):
-        self._named = named
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(value.shape), value.dtype) for name, value in self._named.items()}
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        return self._named[name].detach()[tuple(slices)]
+    entries = {name: (tuple(value.shape), value.dtype) for name, value in named.items()}
+    source = TensorSource(entries, lambda name, slices: named[name].detach()[tuple(slices)])
+    return read_params(form, config, source, local_on_mesh(config, None, None))
 
 
 def read_params(
@@ -501,7 +462,7 @@ def read_params(
     *,
     device: torch.device | str = "cpu",
 ) -> dict:
-    """`load` of tensors that come from anywhere."""
+    """`load` from any source of tensors."""
     found = _find_layouts(form, config, source)
     stored = match(form, config, found, source)
     return read_layouts(found, stored, config, source, local, device=device)
@@ -516,22 +477,21 @@ def read_layouts(
     *,
     device: torch.device | str = "cpu",
 ) -> dict:
-    """The leaves that some layouts hold, once `match` has found their tensors."""
+    """The leaves of some layouts, whose tensors `match` has found."""
     defs = family_of(config).defs(config)
     dtypes = {p: d.dtype for p, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
     params: dict = {}
+    leaves: dict[str, torch.Tensor] = {}
     for layout, part in [(each, part) for each in found for part in each.parts]:
         if part.path not in local:
             continue
         mine = local[part.path]
-        *above, name = part.path.split("/")
-        node = params
-        for key in above:
-            node = node.setdefault(key, {})
-        if name not in node:
-            # padding, of the vocabulary or of shards, is never read, and must not be garbage
-            node[name] = torch.zeros(mine.shape, dtype=dtypes[part.path], device=device)
-        leaf = node[name]
+        if part.path not in leaves:
+            # zeros, as padding of the vocabulary and of shards is never read
+            leaf = torch.zeros(mine.shape, dtype=dtypes[part.path], device=device)
+            leaves[part.path] = leaf
+            tree.put(params, part.path, leaf)
+        leaf = leaves[part.path]
         for start, size, at in mine.boxes:
             view = leaf
             for dim, (first, count) in enumerate(zip(at, size, strict=True)):
@@ -542,7 +502,7 @@ def read_layouts(
 
 
 def _find_layouts(form: HubFormat, config: Config, source: TensorSource) -> list[HubLayout]:
-    """The layouts of files, or those of another naming where the source has more of its names."""
+    """The layouts of the naming of which the source has most names."""
     names = {name.removeprefix(form.prefix) for name in source.shapes()}
 
     def count(found: list[HubLayout]) -> float:
@@ -561,7 +521,7 @@ def _fill_(
     stored: Mapping[str, str],
     source: TensorSource,
 ) -> None:
-    """Read `box` of a leaf, as far as it is the part's, row by row of its stacked dims."""
+    """Read the intersection of a part and `box` of its leaf, row by row of the stacked dims."""
     count = len(layout.stacked)
     begins = [
         max(first - start, 0) for first, (start, _) in zip(part.begin, box[count:], strict=True)
@@ -571,7 +531,7 @@ def _fill_(
         for first, (start, stop), real in zip(part.begin, box[count:], part.real, strict=True)
     )
     if any(start >= stop for start, stop in inner):
-        return  # nothing but padding, or of other pieces
+        return  # padding, or other pieces
     for index in itertools.product(*(range(*rows) for rows in box[:count])):
         name = stored[layout.name(index)]
         row = leaf[tuple(i - start for i, (start, _) in zip(index, box[:count], strict=True))]
@@ -585,7 +545,7 @@ def _fill_(
 
 
 def _cut(part: LeafPart, box: LeafBox) -> Iterator[LeafBox]:
-    """A box in parts of `MOST_ELEMENTS` at most, where cuts of the tensor's first dim make them."""
+    """Cut a box along the tensor's first dim, into parts of `MOST_ELEMENTS` at most."""
     dim = next((part.ours.index(names[0]) for names in part.theirs if names), None)
     if dim is None:
         yield box
@@ -599,20 +559,21 @@ def _cut(part: LeafPart, box: LeafBox) -> Iterator[LeafBox]:
 def match(
     form: HubFormat, config: Config, found: Sequence[HubLayout], source: TensorSource
 ) -> dict[str, str]:
-    """By what name the source has each tensor of `found`: all of them, and nothing else.
+    """The source's name of each tensor of `found`; it must have them all, and no others.
 
     Raises:
-        ValueError: tensors are missing, too many, or have another shape; all offenders are listed.
+        ValueError: tensors are missing, unknown, or of another shape; all offenders are listed.
     """
     shapes = source.shapes()
     bare = not any(name.startswith(form.prefix) for name in shapes)
     wanted = {layout.name(index): layout for layout, index in tensors(found)}
     stored = {name: name.removeprefix(form.prefix) if bare else name for name in wanted}
-    problems = list(_missing(form, found, stored, shapes))
+    problems = list(_find_missing(form, found, stored, shapes))
     unknown = shapes.keys() - set(stored.values())
     extra = [name for name in unknown if not _is_passed_over(form, config, name)]
     repeated = _find_repeated(form, config, extra)
-    problems += _extra(form, [name for name in extra if name not in repeated], stored.values())
+    unused = [name for name in extra if name not in repeated]
+    problems += _explain_unused(form, unused, stored.values())
     for name, layout in wanted.items():
         shape, dtype = shapes.get(stored[name], (layout.shape, torch.float32))
         if shape != layout.shape:
@@ -625,13 +586,13 @@ def match(
         by_path = {path: name for name, layout in wanted.items() for path in layout.rule.paths}
         for name, path in repeated.items():
             path = path if path in by_path else "embed"
-            problems += _differing(source, name, stored[by_path[path]], path, shapes)
+            problems += _compare_tied(source, name, stored[by_path[path]], path, shapes)
     raise_problems(f"these are not the weights of this {form.model_type} model", problems)
     return stored
 
 
 def _is_passed_over(form: HubFormat, config: Config, name: str) -> bool:
-    """Whether the model has no use for a tensor, such as those of a part that is left out of it."""
+    """Whether a tensor is not needed, such as those of a part that the model lacks."""
     if any(re.fullmatch(pattern, name) for pattern in form.unused):
         return True
     if form.surplus is not None and form.surplus.holds(config, name):
@@ -644,7 +605,7 @@ def _is_passed_over(form: HubFormat, config: Config, name: str) -> bool:
 
 
 def _find_repeated(form: HubFormat, config: Config, extra: Sequence[str]) -> dict[str, str]:
-    """Tensors that were stored although another has the same numbers: which leaf they repeat."""
+    """Tensors that repeat another one, such as tied ones, and the paths of the leaves."""
     heads = [rule.name for rule in form.rules if rule.paths == ("unembed",)]
     tied = getattr(config, "tied", False)
     found = {name: "embed" for name in heads if tied and name in extra}
@@ -653,7 +614,7 @@ def _find_repeated(form: HubFormat, config: Config, extra: Sequence[str]) -> dic
     return found
 
 
-def _differing(
+def _compare_tied(
     source: TensorSource, name: str, other: str, path: str, shapes: Mapping
 ) -> Iterator[Problem]:
     shape = shapes[name][0]
@@ -672,7 +633,7 @@ def _differing(
             return
 
 
-def _missing(
+def _find_missing(
     form: HubFormat, found: Sequence[HubLayout], stored: Mapping[str, str], shapes: Mapping
 ) -> Iterator[Problem]:
     fix = f"are all files there? does {form.describes} belong to these weights?"
@@ -685,17 +646,16 @@ def _missing(
             yield Problem(names[0], got, f"one of shape {list(layout.shape)}", fix)
 
 
-def _extra(form: HubFormat, extra: Iterable[str], known: Iterable[str]) -> Iterator[Problem]:
-    """One problem for each kind of name; names that differ by numbers alone are of one kind."""
+def _explain_unused(
+    form: HubFormat, extra: Iterable[str], known: Iterable[str]
+) -> Iterator[Problem]:
+    """One problem for all names that differ only by numbers."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(extra):
         kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
     for names in kinds.values():
         got = "a tensor" if len(names) == 1 else f"a tensor, and {len(names) - 1} like it"
         fix = nearest(names[0], known).split(" (known")[0]
-        fix = (
-            fix
-            if fix.startswith("did you mean")
-            else f"does {form.describes} belong to these weights?"
-        )
+        if not fix.startswith("did you mean"):
+            fix = f"does {form.describes} belong to these weights?"
         yield Problem(names[0], got, "none of this name: nothing would use it", fix)

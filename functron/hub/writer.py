@@ -1,4 +1,4 @@
-"""Our parameters as Hugging Face safetensors, one tensor at a time."""
+"""Write our parameters as Hugging Face folders, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from functron.hub.format import HubFormat, HubLayout, LeafPart, layouts_of, tens
 from functron.hub.quantised import (
     ENTRY,
     check_method,
-    chosen,
+    choose_quantised,
     decode,
+    describe_scales,
     encode,
-    scales_of,
-    written_entry,
+    write_entry,
 )
 from functron.hub.reader import (
     CONFIG,
@@ -71,7 +71,7 @@ TOKENIZER_FILES = (
 """Files of a tokenizer."""
 
 COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "preprocessor_config.json")
-"""Files beside the weights that belong to the model: of the tokenizer and of generation."""
+"""Files beside the weights: of the tokenizer, generation and preprocessing."""
 
 
 @public
@@ -88,40 +88,36 @@ def save(
     quantise: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face model that transformers, vLLM and TensorRT-LLM load.
+    """Write a Hugging Face folder that transformers, vLLM and TensorRT-LLM load.
 
-    The folder appears under its name only when it is complete. Tied weights are written once, as
-    transformers does, and the vocabulary without its padding.
+    The folder appears under its name once it is complete. Tied weights are written once, and the
+    vocabulary without padding.
 
     On a bound mesh every rank calls it, with a path and `like` that all of them see; rank 0 writes.
-    Collectives: one all-gather per tensor and axis that splits it, so that each rank needs memory
-    for one whole tensor beyond its shards (where ranks divide the layers, for one of each; with
-    `GPTConfig.fused_projections`, for those of a layer that are joined), and two all-reduces of a
-    number. A failure to write is raised on all ranks.
+    Collectives: one all-gather per tensor and axis that shards it, so that each rank needs memory
+    for one whole tensor beside its shards (for one of each layer, if layers are sharded; with
+    `GPTConfig.fused_projections`, for a layer's fused ones), and two all-reduces of a number. A
+    failure to write is raised on all ranks.
 
     Args:
         path: a folder that does not exist; its parents are made.
-        config: the architecture.
-        params: the parameters, as its family's ``defs(config)``: global values, or this rank's
-            shards. Low-rank additions (`functron.lora`) are merged, factors of muP folded
-            (`mup.folded`).
+        params: as its family's ``defs(config)``: global values, or this rank's shards. Low-rank
+            adapters (`functron.lora`) are merged, and muP's factors folded (`mup.folded`).
         specs: their specs, a prefix tree; needed on a bound mesh.
-        mesh: where they live.
-        like: the folder that the model was loaded from: its tokenizer, config.json and generation
-            settings go with the weights.
+        like: the folder that the model was loaded from, whose tokenizer, config.json and generation
+            settings are copied.
         model_type: the format; None: that of `like`, or the first that has such models.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None: the parameters'.
-            What balances routers is float32 always: it moves by small steps. So are decays and
-            steps of state spaces, unless a dtype is given.
-        quantise: of a decoder the projections of attention, feed-forward layers and experts become
-            FP8 (E4M3): ``fp8-block`` with scales of blocks of 128x128, as DeepSeek-V3's files;
-            ``fp8-row`` with one for each output, as compressed-tensors; see
-            `functron.hub.quantised`. None: nothing does.
-        max_shard_bytes: the most data in one file; a tensor that is larger has its own.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None: the parameters'. Biases
+            that balance routers are always float32; so are decays and steps of state spaces,
+            unless a dtype is given.
+        quantise: write projections of a decoder's attention, feed-forward layers and experts in FP8
+            (E4M3): ``fp8-block`` with scales of 128x128 blocks, as DeepSeek-V3; ``fp8-row`` with
+            one per output, as compressed-tensors; see `functron.hub.quantised`. None: no.
+        max_shard_bytes: the most data in one file; a larger tensor has its own.
 
     Raises:
-        ValueError: no format has such models, the parameters are not those of the config, or
-            something lies at `path` or cannot be written; all offenders are listed.
+        ValueError: no format has such models, the parameters are not those of the config, or `path`
+            exists or cannot be written; all offenders are listed.
     """
     path = local_path(path)
     params, specs = lora.merge(params), lora.plain(specs)
@@ -136,23 +132,23 @@ def save(
         if not isinstance(config, GPTConfig):
             got, fix = family_of(config).title, "export it as it is"
             refuse(f"cannot export as {quantise}", "model", got, "a decoder", fix)
-    flat = _check_params(config, params, specs, mesh)
+    flat = _match_specs(config, params, specs, mesh)
     kind = DTYPES[dtype] if dtype else tree.leaves(params)[0].dtype
     name = str(kind).removeprefix("torch.")
     entries = write_config(config, form, kept=kept, dtype=name)
     found = layouts_of(form, config, form.namings(config, entries)[0])
-    listed = _list_problems(config, found, kind, all_of_it=dtype is not None)
+    listed = _list_tensors(config, found, kind, all_of_it=dtype is not None)
     source = None
     if kept is not None and like is not None and form.surplus is not None:
         same = still_describes(kept, config, form)
         source = decode(open_folder(like), kept, f"{like}/{CONFIG}") if same else None
-    surplus = _surplus(form, config, source, kind)
+    surplus = _find_surplus(form, config, source, kind)
     listed += [(name, value.dtype, value.shape) for name, value in surplus.items()]
     converted: set[str] = set()
     if quantise is not None:
-        converted = chosen(quantise, found)
-        entries[ENTRY] = written_entry(quantise, converted, [row[0] for row in listed])
-        listed = list(_with_scales(listed, converted, quantise))
+        converted = choose_quantised(quantise, found)
+        entries[ENTRY] = write_entry(quantise, converted, [row[0] for row in listed])
+        listed = list(_add_scales(listed, converted, quantise))
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
     try:
         export.begin()
@@ -172,10 +168,9 @@ def save(
         raise
 
 
-def _list_problems(
+def _list_tensors(
     config: Config, found: Sequence[HubLayout], kind: torch.dtype, *, all_of_it: bool
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Name, dtype and shape of every tensor of a file."""
     defs = family_of(config).defs(config)
     leaves = dict(zip(tree.paths(defs), tree.leaves(defs), strict=True))
     usual = min((d.dtype for d in leaves.values()), key=lambda dtype: dtype.itemsize)
@@ -189,32 +184,32 @@ def _list_problems(
     ]
 
 
-def _with_scales(
+def _add_scales(
     listed: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], converted: set[str], method: str
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """The tensors of a file where those in `converted` are in 8 bits, each before its scales."""
+    """The tensors of a file, where those in `converted` are in 8 bits, followed by their scales."""
     for name, dtype, shape in listed:
         if name not in converted:
             yield name, dtype, shape
             continue
         yield name, torch.float8_e4m3fn, shape
-        scales, sizes = scales_of(method, name, shape)
+        scales, sizes = describe_scales(method, name, shape)
         yield scales, torch.float32, sizes
 
 
 @dataclass(frozen=True)
 class _WriterSurplus:
-    """A tensor of transformers' model that ours has not: of another folder, or a constant."""
+    """A tensor of transformers' model that ours lacks: from another folder, or a constant."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
 
 
-def _surplus(
+def _find_surplus(
     form: HubFormat, config: Config, source: TensorSource | None, kind: torch.dtype
 ) -> dict[str, _WriterSurplus]:
-    """By name, those that a model is stored with; see `Surplus`."""
+    """The tensors of `Surplus` that are stored, by name."""
     if form.surplus is None:
         return {}
     found = {
@@ -234,19 +229,18 @@ def _surplus(
 def to_tensors(
     config: Config, params: tree.Tree, model_type: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """A state dict of Hugging Face's names from our tree of global values.
+    """A state dict with Hugging Face's names from our tree of global values.
 
     Args:
-        config: the architecture.
         params: parameters, or gradients of them.
         model_type: the format; None: the first that has such models.
 
     Raises:
-        ValueError: models of this format are not like that; all offenders are listed.
+        ValueError: the format has no such models; all offenders are listed.
     """
     form = format_of({"model_type": model_type}) if model_type else format_for(config)
     rules = form.namings(config, write_config(config, form))[0]
-    leaves = _Leaves(params, _check_params(config, params, None, None), None)
+    leaves = _Leaves(params, _match_specs(config, params, None, None), None)
     return {
         layout.name(index): leaves.whole(layout, index)
         for layout, index in tensors(layouts_of(form, config, rules))
@@ -254,7 +248,7 @@ def to_tensors(
 
 
 class _Leaves:
-    """Parameters that are read row by row; of leaves that several tensors share, once a layer."""
+    """Parameters read row by row; leaves that several tensors share, once per layer."""
 
     def __init__(self, params: tree.Tree, flat: dict[str, P], mesh: Mesh | BoundMesh | None):
         self._leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
@@ -267,26 +261,26 @@ class _Leaves:
         if index[:1] != self._layer:
             self._layer = index[:1]
             self._shared.clear()
-        return layout.to_theirs([self._row(part, index) for part in layout.parts])
+        return layout.to_theirs([self._read_row(part, index) for part in layout.parts])
 
-    def _row(self, part: LeafPart, index: tuple[int, ...]) -> torch.Tensor:
+    def _read_row(self, part: LeafPart, index: tuple[int, ...]) -> torch.Tensor:
         key = part.path, index
         if key in self._shared:
             return self._shared[key]
-        row = _row(self._leaves[part.path], self._flat[part.path], index, self._mesh)
+        row = _gather_row(self._leaves[part.path], self._flat[part.path], index, self._mesh)
         if part.joined:
             self._shared[key] = row
         return row
 
 
-def _row(
+def _gather_row(
     leaf: torch.Tensor, spec: P, index: tuple[int, ...], mesh: Mesh | BoundMesh | None
 ) -> torch.Tensor:
-    """Global row `index` of the stacked dims of a leaf, of which this rank has a shard."""
+    """Row `index` of the stacked dims of a sharded leaf."""
     if not isinstance(mesh, BoundMesh):
         return leaf[index]
-    # Where ranks divide a stacked dim, each gives the row that stands where the wanted one stands
-    # with its owner, and the owner's is picked.
+    # Where a stacked dim is sharded, each rank gives its row at the owner's local index, and the
+    # owner's is picked.
     axes = dim_axes(spec, leaf.dim())
     owners = []
     for dim, wanted in enumerate(index):
@@ -308,10 +302,10 @@ def _check_arguments(dtype: str | None, max_shard_bytes: int) -> None:
     raise_problems("cannot export the model", problems)
 
 
-def _check_params(
+def _match_specs(
     config: Config, params: tree.Tree, specs: tree.Tree | None, mesh: Mesh | BoundMesh | None
 ) -> dict[str, P]:
-    """The spec of every leaf by its path; refuses parameters that are not those of the config."""
+    """The spec of every leaf by path; refuses parameters that are not the config's."""
     defs = family_of(config).defs(config)
     leaves = tree.same_structure(defs, params, names=("the config's model", "the parameters"))
     if isinstance(mesh, BoundMesh) and specs is None:
@@ -336,9 +330,9 @@ def _check_params(
 
 
 class _Export:
-    """The files of one export: only rank 0 writes, and all ranks learn whether it could.
+    """The files of an export, which rank 0 writes.
 
-    A failure is kept until the end, because the other ranks wait for rank 0 in every collective.
+    A failure is raised on all ranks at the end: until then they wait for rank 0 in collectives.
     """
 
     def __init__(
@@ -358,7 +352,7 @@ class _Export:
         self._failure: Exception | None = None
 
     def begin(self) -> None:
-        """Make the folder, under a name of its own; raise on all ranks where rank 0 cannot."""
+        """Make the folder, under a temporary name; a failure is raised on all ranks."""
         self._attempt(self._prepare)
         self._agree()
 
@@ -373,17 +367,17 @@ class _Export:
             values, scales = encode(method, name, matrix)
             if self._writer is not None:
                 self._writer.write(name, values)
-                self._writer.write(scales_of(method, name, tuple(matrix.shape))[0], scales)
+                self._writer.write(describe_scales(method, name, tuple(matrix.shape))[0], scales)
 
         self._attempt(both)
 
     def end(self) -> None:
-        """Write what goes with the weights, and give the folder its name."""
+        """Write the other files, and rename the folder."""
         self._attempt(self._finish)
         self._agree()
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Remove the files."""
         if self._writer is not None:
             self._writer.abandon()
         if self._main:
@@ -412,7 +406,7 @@ class _Export:
         if not isinstance(self._failure, OSError):
             raise self._failure
         got = self._failure.strerror or str(self._failure)
-        fix = "choose a place with room that this user may write to"
+        fix = "choose a folder with free space that this user may write to"
         refuse(title, str(self._failure.filename or self._target), got, "a new file", fix)
 
     def _prepare(self) -> None:
@@ -437,7 +431,7 @@ class _Export:
 
 
 def write_json(path: Path, table: dict) -> None:
-    """Write `table` as transformers does: indented, with a newline at the end."""
+    """Write JSON as transformers does: indented, with a newline at the end."""
     with path.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(table, indent=2) + "\n")
         stream.flush()

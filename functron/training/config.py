@@ -84,30 +84,26 @@ class ParallelismConfig:
         mesh: axes and sizes, such as dp=2,tp=2; empty: one rank.
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
         sequence_parallel: split the residual stream's sequence over tp.
-        context: what the ranks of cp do, each of which has a part of every sequence: ring: keys and
-            values go round; gather: every rank gathers them. Ranks of ulysses, which have parts of
-            sequences too, exchange heads for sequence.
-        zigzag: ranks of cp each take an early and a late part of every sequence, so that causal
-            attention costs all the same.
-        expert_axes: the axes that experts are divided over: ep; ep,tp with sequence_parallel, where
-            experts are whole (Megatron's folding with expert tensor parallelism 1); cp and ulysses
-            may be among them too.
-        microbatches: parts of each rank's batch, one after another, to save activation memory and
-            to keep all ranks of a pipeline at work.
-        schedule: who computes which microbatch when, where the mesh has pp: 1f1b, gpipe,
-            interleaved, zb-h1, zb-h2, zbv, dualpipe, dualpipev and others, or the path of a table.
-        chunks: stages per pipeline rank; 0: what the schedule is made for.
-        layout: which stage has which layers: empty or even; cost: by the cost of the traced
-            program; first=N,last=N; or written out, such as "Et|tt|tL" (E embedding, t layer, L
-            loss, | between stages, (tt|)*3 repeats).
-        vocab_over_pp: divide embedding and unembedding among all ranks of the pipeline, which each
-            update a part; the first and last stage gather them for a step.
-        zero: what data-parallel ranks divide instead of each holding all of it: 1: the optimizer's
-            state; 2: the gradients as well; 3: the parameters as well, as the mesh axis fsdp does
-            without being asked.
-        gather: when parameters that are so divided are gathered: use: by every block, and again in
-            backward; keep: by every block, until backward; step: all at once, before the
-            microbatches.
+        context: attention over cp, whose ranks split sequences: ring: keys and values go round;
+            gather: every rank gathers them. (Ranks of ulysses exchange heads for sequence.)
+        zigzag: give each rank of cp an early and a late part of every sequence, which balances
+            causal attention.
+        expert_axes: axes that shard experts: ep; or ep,tp with sequence_parallel, for whole experts
+            (Megatron's folding with expert tensor parallelism 1); cp and ulysses may be added.
+        microbatches: number of microbatches of a rank's batch, to save activation memory and to
+            keep pipeline ranks busy.
+        schedule: pipeline schedule of pp: 1f1b, gpipe, interleaved, zb-h1, zb-h2, zbv, dualpipe,
+            dualpipev and others, or the path of a table.
+        chunks: stages per pipeline rank; 0: the schedule's default.
+        layout: layers of the pipeline stages: empty or even; cost: balanced by traced cost;
+            first=N,last=N; or explicit, such as "Et|tt|tL" (E embedding, t layer, L loss, |
+            between stages, (tt|)*3 repeats).
+        vocab_over_pp: shard embedding and unembedding over all pipeline ranks, which each update a
+            part; the first and last stage gather them in every step.
+        zero: ZeRO stage: 1 shards optimizer state over data-parallel ranks, 2 also gradients, 3
+            also parameters, as the mesh axis fsdp always does.
+        gather: when sharded parameters are gathered: use: by every block, and again in backward;
+            keep: by every block, and kept until backward; step: all before the first microbatch.
     """
 
     mesh: str = setting("", "common shapes step")
@@ -132,21 +128,22 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How a step is computed, and on what: which changes its time and memory, not what it is.
+    """How steps are computed, which changes their time and memory, but not their result.
 
     Attributes:
-        remat: what backward computes again: none, full (all of a block but its input), selective
-            (the core of attention) or dots (all but matrix products and attention).
-        kernels: auto: functron's CUDA kernels compute what they can on a GPU; reference: torch's
-            operations do; kernel: as auto, but what no kernel can compute is an error.
-        loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
-            backward, so that they take little memory; 0: of all at once.
-        compile: compile the step with Inductor before the first one, which then takes longer.
+        remat: activation checkpointing, which recomputes in backward: none; full: blocks, of which
+            only inputs are kept; selective: the core of attention; dots: everything but matrix
+            products and attention.
+        kernels: auto: functron's CUDA kernels where they apply, on a GPU; reference: torch's
+            operations; kernel: as auto, but an operation without a kernel is an error.
+        loss_chunk_tokens: compute logits of N tokens at a time, and again in backward, to save
+            memory; 0: all at once.
+        compile: compile the step with Inductor, before the first one.
         cuda_graph: launch a compiled step as one CUDA graph, from the third step on.
-        deterministic: a GPU makes the same bits in every run on the same mesh, as CPUs do anyway:
-            by torch's deterministic algorithms, some of which are slower (backward of attention, of
-            embeddings, and what scatters); an operation that has none is an error.
-        device: cpu, cuda, or auto: cuda where there is one.
+        deterministic: bitwise reproducible results on a GPU, as on CPUs, by torch's deterministic
+            algorithms, some of which are slower (backward of attention and embeddings, scatters);
+            an operation without one is an error.
+        device: cpu, cuda, or auto: cuda if available.
     """
 
     remat: gpt.Remat = setting("none", "common step")
@@ -160,16 +157,15 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """When held-out data is evaluated, and which.
+    """Evaluation on held-out data.
 
     Attributes:
-        every: report the loss and perplexity of held-out data after every so many steps, and after
-            the last; 0: never.
-        batches: how many batches of each set, of global_batch samples; 0: all of it.
-        data: held-out sets by name, such as "wiki=PREFIX1 code=PREFIX2", each read as `data` is;
-            empty: the validation part of `split`, of every source of a blend by itself.
-        averaged: of the average of the parameters that optimizer.ema_decay keeps, rather than of
-            the parameters.
+        every: report loss and perplexity on held-out data every N steps, and after the last; 0:
+            never.
+        batches: batches of each set, of global_batch samples; 0: the whole set.
+        data: held-out sets by name, such as "wiki=PREFIX1 code=PREFIX2", each read as `data`;
+            empty: the validation part of `split`, separately for the sources of a blend.
+        averaged: evaluate the averages of parameters that optimizer.ema_decay keeps.
     """
 
     every: int = setting(0, "common", short="eval_every", least=0)
@@ -187,16 +183,15 @@ def _add_families(kind: type[C]) -> type[C]:
 @_add_families
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that determines a training run, in sections that stand beside what they configure.
+    """The configuration of a training run: sections, which are defined beside what they configure.
 
-    It is the table of these sections. Tags of settings say which most runs use (common), which are
-    paths (path), which a run keeps as it began (kept), and which determine the samples that steps
-    see (samples), the parameters of ranks (shapes), and what a step computes, sends and holds
-    (step).
+    Tags of settings mark those that most runs use (common), paths (path), those that a run keeps
+    (kept), and those that determine the samples of steps (samples), the parameters of ranks
+    (shapes), and the computation, communication and memory of a step (step).
 
-    `configure` makes one of the names that options have, such as ``save_every`` for
-    ``checkpoint.save_every``; `functron.core.settings.with_sections` adds sections to it, and those
-    of the applications that are there (group ``functron.sections``) it has. A section may have:
+    `configure` takes settings by the names of options, such as ``save_every`` for
+    ``checkpoint.save_every``. `functron.core.settings.with_sections` adds sections; those of
+    applications (group ``functron.sections``) are there. A section may have:
 
     - ``problems()`` and ``run_problems(config, mesh, processes, launched_here)``, which
       `functron.training.checks.validate` lists: of itself, and with other sections;
@@ -206,43 +201,39 @@ class TrainConfig:
     - ``limits_updates``: whether its hook sets the limit of `functron.optim.with_limit`;
     - ``reads_recorder``: whether it needs collectives to be recorded.
 
-    Paths are those of this machine: one such as s3://bucket/run is a ValueError.
+    Paths must be local: one such as s3://bucket/run is a ValueError.
 
     Attributes:
-        data: what its samples are.
-        model: name of a preset; it fills the table of its architecture. Where there is a source it
-            is what this calls the architecture.
-        source: where the model came from, such as hf:PATH, if it is no preset: what functron
-            convert recorded, and no option. launch:FILE: a launch line that describes it, not its
-            parameters.
-        gpt: the architecture, unless another is given: other families that are trained have a table
-            of their name, such as bert, which is None in a run of a GPT.
-        lora: low-rank additions to its matrices.
-        parallelism: what ranks divide.
-        watchdog: ranks that others wait for.
-        precision: its dtypes.
-        compute: how a step is computed, and on what.
+        data: training data.
+        model: name of a preset, which sets the architecture; with a source, a name for it.
+        source: origin of the model, such as hf:PATH, if it is not a preset; recorded by functron
+            convert, and not an option. launch:FILE: a launch line describes it.
+        gpt: the architecture, unless another is given: other families have a table of their name,
+            such as bert, which is None in a run of a GPT.
+        lora: low-rank adapters.
+        parallelism: parallelism over the mesh.
+        watchdog: time limits of collectives.
+        precision: dtypes.
+        compute: how steps are computed.
         steps: optimization steps.
         seed: of initial parameters, order of the data, and dropout.
         optimizer: the optimizer.
         learning_rate: its schedule; total_steps 0 stands for steps.
-        rate_unit: what the counts of learning_rate are (warmup_steps, decay_steps, total_steps),
-            and what a weight decay that changes goes by: steps; or the samples that came before a
-            step, as Megatron-LM's --lr-warmup-samples and --lr-decay-samples have it, which differs
-            where batches grow.
+        rate_unit: unit of learning_rate's warmup_steps, decay_steps and total_steps, and of a
+            changing weight decay: steps, or samples before the step, as with Megatron-LM's
+            --lr-warmup-samples and --lr-decay-samples, which differ if batches grow.
         out: run folder, new or empty; empty: the next free runs/MODEL-1, runs/MODEL-2, ...
-        resume: go on from the newest complete step of the run in the folder `out`, or begin with it
-            where none is complete, on the mesh asked for now, and in another precision where
-            --precision is given as well; auto: begin a run where there is none as well, such as in
-            a job that is started again until it is done.
-        change_batch: with resume: go on with another global_batch or ramp_up than the run had, from
-            its newest checkpoint and the next sample on. What counts samples goes on: rates of
-            rate_unit=samples and the order of an application stay as they were planned, and the
-            samples of ramp_up are those of the whole run.
-        checkpoint: when it is saved.
-        evaluation: of held-out data.
-        memory: states that it keeps there, for restarts.
-        logging: what is recorded.
+        resume: continue the run in `out` from its newest complete checkpoint, if there is one, on
+            this mesh, and in another precision if --precision is given; auto: start a run if there
+            is none, for jobs that are requeued.
+        change_batch: with resume: change global_batch or ramp_up of the run, from its newest
+            checkpoint on. Counts of samples continue: schedules of rate_unit=samples and an
+            application's order of samples stay as planned, and ramp_up counts those of the whole
+            run.
+        checkpoint: when checkpoints are saved.
+        evaluation: evaluation on held-out data.
+        memory: checkpoints in memory, for restarts.
+        logging: records.
     """
 
     data: DataConfig = section(DataConfig, flat=True)
@@ -307,10 +298,10 @@ class TrainConfig:
 
     @property
     def has_origin(self) -> bool:
-        """Whether its parameters came from elsewhere, so that no run begins with random ones.
+        """Whether its parameters were converted, so that no run begins with random ones.
 
-        A launch line has none: launch:FILE.sh, or, as it was called once, FORMAT:FILE.sh, where
-        checkpoints, such as of llama-3.1-8b, may have a point in their names as well.
+        A launch line has none: launch:FILE.sh, or, in old runs, FORMAT:FILE.sh; names of
+        checkpoints, such as llama-3.1-8b, may have a dot, too.
         """
         kind, _, path = self.source.partition(":")
         line = "/" not in path and Path(path).suffix in _LAUNCH_LINES
@@ -318,9 +309,9 @@ class TrainConfig:
 
     @property
     def is_continued(self) -> bool:
-        """Whether its first steps may have been taken elsewhere, with the optimizer's state.
+        """Whether it continues a run of another program, with optimizer state.
 
-        Hugging Face folders and runs that are made of others have none.
+        Hugging Face folders and runs that were made of other runs have none.
         """
         kind, colon, _ = self.source.partition(":")
         return self.has_origin and bool(colon) and kind not in _OWN_FORMATS
@@ -362,7 +353,7 @@ class TrainConfig:
         """`learning_rate` with its total_steps filled in, in `rate_unit`.
 
         Raises:
-            ValueError: it counts samples, and `ramp_up` describes no sizes of batches.
+            ValueError: it counts samples, and `ramp_up` is invalid.
         """
         counted = self.rate_unit == "samples"
         total = self.learning_rate.total_steps
@@ -371,7 +362,7 @@ class TrainConfig:
 
     @property
     def counted(self) -> Callable[[RateSchedule], RateSchedule] | None:
-        """Makes a schedule of `rate_unit` one of the steps; None where these are the same."""
+        """Converts schedules from `rate_unit` to steps; None: it is steps."""
         if self.rate_unit == "steps":
             return None
         given = self.data.batches.first_steps, self.data.batches.sizes
@@ -379,13 +370,13 @@ class TrainConfig:
 
     @property
     def reads_rate(self) -> bool:
-        """Whether the optimizer takes its rate from `learning_rate`, and has none of its own."""
+        """Whether the optimizer uses `learning_rate`."""
         own = self.optimizer
         return not (own.name == "adafactor" and own.adafactor.relative_step)
 
     @property
     def reads_total_steps(self) -> bool:
-        """Whether anything goes by the total of `learning_rate`: its rates, or a weight decay."""
+        """Whether total_steps of `learning_rate` has an effect."""
         scheduled = self.reads_rate and SCHEDULE_NEEDS["total_steps"].holds(self.learning_rate)
         return scheduled or self.optimizer.weight_decay_incr_style != "constant"
 
@@ -430,10 +421,10 @@ class TrainConfig:
 
     @property
     def ordered_samples(self) -> int:
-        """Of how many samples the order of an application is made.
+        """The number of samples of an application's order.
 
         Raises:
-            ValueError: `ramp_up` describes no sizes of batches.
+            ValueError: `ramp_up` is invalid.
         """
         return self.data.order_samples or self.data.batches.first_sample(self.steps)
 
@@ -454,15 +445,15 @@ def configure(base: Any = None, /, **settings: Any) -> Any:
         configure(steps=100, mesh="dp=2,tp=2", optimizer={"name": "muon"}, gpt__dropout=0.1)
 
     Args:
-        base: a `TrainConfig`; None: the usual one.
-        settings: by the names that options have, ``save_every``; by their paths, with ``__``
-            between the parts, ``checkpoint__save_every``; or sections, whole or as mappings of
-            what changes. A `model` without an architecture beside it, or a `source`, is a
-            preset, and fills its table as `with_model` does.
+        base: a `TrainConfig`; None: the default one.
+        settings: by the names of options, ``save_every``; by paths with ``__``,
+            ``checkpoint__save_every``; or sections, as instances or mappings of changes. A `model`
+            without an architecture or a `source` is a preset, which sets the architecture as
+            `with_model` does.
 
     Raises:
-        TypeError: there are no such settings, of which the nearest are named.
-        ValueError: values of another kind, or no such preset.
+        TypeError: settings are unknown; the nearest are named.
+        ValueError: values are of another kind, or there is no such preset.
     """
     base = TrainConfig() if base is None else base
     if "model" in settings and not {*trained_families(), "source"} & settings.keys():
@@ -511,7 +502,7 @@ def with_precision(config: C, name: str) -> C:
 
 
 def _tables(architecture: TextConfig) -> dict[str, Any]:
-    """The values of all families' fields where this is what is trained."""
+    """The fields of all families, if this architecture is trained."""
     tables = {name: getattr(TrainConfig(), name) for name in trained_families()}
     return tables | {family_of(architecture).name: architecture}
 
@@ -525,27 +516,26 @@ def load(
     kind: type[TrainConfig] = TrainConfig,
     known_only: bool = False,
 ) -> TrainConfig:
-    """The configuration in a file: what it leaves out has the preset's or default value.
+    """The configuration in a file; missing settings have the preset's or default values.
 
-    The file of a run folder is complete. What it leaves out came after the run: a blend there has
-    the first order, and text became tokens by the first rules. Where its lora_targets name routed
-    experts, which new runs may not, they are here those of what was adapted.
+    The file of a run folder is complete: settings that it lacks are newer than the run, and have
+    the values of that time (first order of blends, first rules of text). If its lora_targets name
+    routed experts, which new runs may not, they become those of what was adapted.
 
     Args:
-        path: a TOML file; YAML where its name ends in .yaml or .yml, of which true, false, null and
-            numbers are what YAML 1.2 calls so (``off`` and ``12:30`` are text, ``1e-3`` a number).
+        path: a TOML file, or YAML 1.2 (.yaml or .yml: ``off`` and ``12:30`` are text, ``1e-3`` is a
+            number).
         model: a preset that replaces the file's model and its table, such as [gpt].
-        precision: a policy for a file that names none, and for the dtypes that it leaves out.
-        begun: the run that goes on with it, as it began in what the file leaves out and has the
-            tag "kept".
+        precision: a policy for a file that names none, and for dtypes that it lacks.
+        begun: the run that continues with it, whose settings with the tag "kept" replace missing
+            ones.
         kind: `TrainConfig`, or one with more sections.
-        known_only: leave out tables that are no sections of it, as of a run of a program that has
-            more, whose model is all that is asked for.
+        known_only: ignore unknown tables, such as sections of another program.
 
     Raises:
-        ValueError: the file cannot be read, is no TOML or YAML, has unknown keys, values of the
-            wrong kind, or describes an impossible model. All unknown keys and wrong kinds are
-            listed. Or it is YAML, and the package that reads it is not installed.
+        ValueError: the file cannot be read, is not TOML or YAML, has unknown keys or values of the
+            wrong kind, all of which are listed, or describes an impossible model; or the package
+            for YAML is not installed.
     """
     table = nest_table(_table(Path(path)), kind)
     if known_only:
@@ -569,10 +559,9 @@ def read_settings(
     precision: str | None = None,
     kind: type[TrainConfig] = TrainConfig,
 ) -> TrainConfig:
-    """The configuration in nested dicts, as `load` reads it out of the file of this name.
+    """The configuration in nested dicts, as `load` reads it from a file of this name.
 
-    Settings stand in the table of their section, or at the top by their short names, as all did in
-    files of functron 0.1.
+    Settings are in the tables of sections, or at the top by short names, as in functron 0.1.
     """
     table = nest_table(table, kind)
     if model is not None:
@@ -590,14 +579,14 @@ def read_settings(
     raise_problems(f"cannot use the configuration {name}", problems)
     made = replace_settings(base, values)
     named = made.precision.name if made.precision.name != "auto" else precision
-    # the policy fills what the file leaves out, of the model that the file has
+    # the policy fills in what the file lacks, for the file's model
     return made if named is None else replace_settings(with_precision(made, named), values)
 
 
 def _with_kept(
     table: Mapping[str, Any], kept: Mapping[str, Any], kind: type[TrainConfig]
 ) -> dict[str, Any]:
-    """A table with these values, by their names, where it leaves them out."""
+    """A table, with these values where it lacks them."""
     filled = nest_table(kept, kind)
     for name, value in table.items():
         both = isinstance(value, Mapping) and isinstance(filled.get(name), Mapping)
@@ -606,7 +595,7 @@ def _with_kept(
 
 
 def _first_versions(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The rules of a run that began before they had versions."""
+    """The versions of rules of a run from before they had versions."""
     data = table.get("data", {})
     data = data if isinstance(data, Mapping) else {}
     blends = data.get("order", "arithmetic") == "arithmetic" and is_blend(data.get("path", ""))
@@ -614,7 +603,7 @@ def _first_versions(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_routed_targets(config: TrainConfig) -> TrainConfig:
-    """A run from before targets that name routed experts were refused, with those that it meant."""
+    """An old run whose adapter targets name routed experts, with the targets that it adapted."""
     lora, family = config.lora.adapters, config.family
     if lora is None or not family.adapters:
         return config
@@ -625,7 +614,7 @@ def _drop_routed_targets(config: TrainConfig) -> TrainConfig:
 
 
 def _is_of_run(path: Path) -> bool:
-    """Whether this is the configuration of a run that took steps, or saved what it began with."""
+    """Whether this is the configuration of a run with records or checkpoints."""
     beside = (path.parent / name for name in ("checkpoints", METRICS))
     return path.name == CONFIG and any(found.exists() for found in beside)
 

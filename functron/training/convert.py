@@ -1,13 +1,11 @@
-"""Runs made of other models and back, and mixtures of experts made of dense ones.
+"""Convert other model files into runs and back, and dense models into mixtures of experts.
 
-`convert` makes a run folder of another kind of model files, or such files of a run. Hugging Face
-folders are known here; an application adds its own kind as a `RunFormat`.
+`convert` converts Hugging Face folders; an application adds its own files as a `RunFormat`.
 
-Upcycling makes a mixture of experts begin as the dense model that it is made of. Every expert
-begins as the dense feed-forward layer, or as one of equal slices of its hidden features, and
-whichever experts a token chooses, together they compute what the layer did (Komatsuzaki et al.
-2022, "Sparse upcycling"; He et al. 2024, "Upcycling large language models into mixture of experts",
-for slices). Training then lets them differ.
+Upcycling initializes a mixture of experts that computes the same as a dense model. Every expert is
+a copy of the dense feed-forward layer, or of one of equal slices of its hidden features, and any
+experts that a token chooses together compute what the layer did (Komatsuzaki et al. 2022, "Sparse
+upcycling"; He et al. 2024, "Upcycling large language models into mixture of experts", for slices).
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ class Conversion:
     Attributes:
         config: the model's architecture.
         target: the folder that was made.
-        files: the names in it that came from the source unchanged.
-        recipe: what a run that was made is set to, for the user; empty where none was.
+        files: names of the files that were copied from the source.
+        recipe: the settings of a run that was made, for the user.
     """
 
     config: Config
@@ -70,15 +68,15 @@ class Conversion:
 
 @dataclass(frozen=True)
 class RunFormat:
-    """A kind of model files that `convert` makes runs of, and makes of runs.
+    """A format of model files that `convert` converts into runs, and runs into.
 
-    Both functions take the paths of source and target, and as keywords the options of `convert`
-    that they know; the target does not exist.
+    Both functions take the paths of source and target, which does not exist, and as keywords their
+    options of `convert`.
 
     Attributes:
-        read: makes a run folder of such files.
-        write: makes such files of a run folder.
-        refusals: what to say of options that one of them does not take, by name; ``{}`` in ``got``
+        read: converts files of the format into a run folder.
+        write: converts a run folder into files of the format.
+        refusals: messages for options that one of them does not take, by name; ``{}`` in ``got``
             and ``fix`` stands for the value.
     """
 
@@ -90,34 +88,29 @@ class RunFormat:
 def convert(
     source: str, target: str, *, formats: Mapping[str, RunFormat] | None = None, **options: Any
 ) -> Conversion:
-    """Make a run folder of a Hugging Face folder (``hf:PATH run:PATH``), or the other way.
+    """Convert a Hugging Face folder into a run (``hf:PATH run:PATH``), or a run into such a folder.
 
-    Other `formats` have schemes of their own.
-
-    A run folder made of a Hugging Face folder has step 0 of a training run in it: the parameters,
-    without state of an optimizer, and the settings that `fine_tuning` chooses. The newest
-    checkpoint of a run is what is exported. One process does it: into a run in as much memory as
-    its state takes, from one in as much as one tensor takes.
+    A run made of a Hugging Face folder has a checkpoint of step 0, parameters without optimizer
+    state, and the settings of `fine_tuning`. Of a run the newest checkpoint is exported. It takes
+    one process, and memory for the model, or, to export a run, for one tensor.
 
     Args:
         source: ``run:PATH``, or ``SCHEME:PATH`` of a format.
         target: the other of the two; it must not exist.
-        formats: by scheme; None: Hugging Face's alone (`FORMATS`).
-        options: those that the format's function takes; None and False are left out. Of Hugging
-            Face folders, into a run: ``dtype`` of the parameters, ``max_seq``, the longest
-            sequence, where the model could take longer ones, and ``fused_projections``, see
-            `GPTConfig`.
-            From a run: ``dtype``, ``averaged``, the run's averages of its parameters,
-            ``max_shard_bytes``, the most data in one file, and ``quantise``, ``fp8-block`` or
-            ``fp8-row``, as in `functron.hub.save`. Quantised weights are read in any case.
+        formats: by scheme; None: Hugging Face's only (`FORMATS`).
+        options: of the format's function; None and False are ignored. From Hugging Face: ``dtype``
+            of the parameters, ``max_seq``, a longest sequence below the model's, and
+            ``fused_projections``, see `GPTConfig`. To Hugging Face: ``dtype``, ``averaged``, the
+            run's averages of parameters, ``max_shard_bytes`` per file, and ``quantise``,
+            ``fp8-block`` or ``fp8-row``, as in `functron.hub.save`. Quantised weights can be read.
 
     Raises:
-        ValueError: paths without a scheme, or none or both of them a run; options that have no
-            place; and what the format raises.
+        ValueError: paths have no scheme, or not exactly one is a run; options do not apply; or as
+            the format's function.
     """
     formats = FORMATS if formats is None else formats
     (kind, path), (other, out) = (
-        _parse_place(text, name, formats) for text, name in ((source, "from"), (target, "to"))
+        _parse_path(text, name, formats) for text, name in ((source, "from"), (target, "to"))
     )
     if (kind == RUN) == (other == RUN):
         fix = "functron convert hf:MODEL run:RUN, or functron convert run:RUN hf:MODEL"
@@ -131,8 +124,7 @@ def convert(
     return function(path, out, **given)
 
 
-def _parse_place(text: str, name: str, formats: Mapping[str, RunFormat]) -> tuple[str, Path]:
-    """The scheme and the path of a source or target."""
+def _parse_path(text: str, name: str, formats: Mapping[str, RunFormat]) -> tuple[str, Path]:
     schemes = [*formats, RUN]
     kind, colon, path = text.partition(":")
     if not colon or kind not in schemes or not path:
@@ -149,26 +141,22 @@ def _check_options(
     function: Callable,
     formats: Mapping[str, RunFormat],
 ) -> None:
-    """Refuse options that a format's function does not take; all are listed."""
-    known = {
-        name
-        for one in formats.values()
-        for name in (*_options_of(one.read), *_options_of(one.write))
-    }
+    functions = (each for one in formats.values() for each in (one.read, one.write))
+    known = set().union(*map(_list_options, functions))
     found = []
-    for name in given.keys() - _options_of(function):
+    for name in given.keys() - _list_options(function):
         if name not in known:
             found.append(Problem(name, "no such option", "one of a format", nearest(name, known)))
             continue
-        usual = Problem(name, "{!r}", "nothing: that is the source's", "leave it out")
+        usual = Problem(name, "{!r}", "nothing: it is that of the source", "leave it out")
         said = chosen.refusals.get(name, usual)
         got, fix = said.got.format(given[name]), said.fix.format(given[name])
         found.append(replace(said, got=got, fix=fix))
     raise_problems("cannot convert", sorted(found, key=lambda problem: problem.path))
 
 
-def _options_of(function: Callable) -> set[str]:
-    """The keywords of a function that are no positional arguments as well."""
+def _list_options(function: Callable) -> set[str]:
+    """The keyword-only arguments of a function."""
     parameters = inspect.signature(function).parameters.values()
     return {one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
 
@@ -181,23 +169,19 @@ def _make_run(
     max_seq: int | None = None,
     fused_projections: bool = False,
 ) -> Conversion:
-    """Make a run folder of a Hugging Face folder."""
-    kind: Dtype | None = None
-    if dtype is not None:
-        # float16 wants a loss scale, which `fine_tuning` does not choose
-        known: dict[str, Dtype] = {name: name for name in get_args(Dtype) if name != "float16"}
-        if dtype not in known:
-            wanted, fix = "a dtype to train in", nearest(dtype, known)
-            refuse("cannot convert", "dtype", repr(dtype), wanted, fix)
-        kind = known[dtype]
-    model = read_config(path, dtype=kind, max_seq=max_seq)
+    # float16 needs a loss scale, which `fine_tuning` does not choose
+    known: dict[str, Dtype] = {name: name for name in get_args(Dtype) if name != "float16"}
+    if dtype is not None and dtype not in known:
+        wanted, fix = "a dtype to train in", nearest(dtype, known)
+        refuse("cannot convert", "dtype", repr(dtype), wanted, fix)
+    model = read_config(path, dtype=known[dtype] if dtype else None, max_seq=max_seq)
     if family_of(model).objective is None:
         fix = "use it in Python: hub.load_model(path), hub.save"
         others = [each.title for each in trained_families().values() if each.name != "gpt"]
         wanted = f"{', '.join(['a decoder', *others])}: functron train has no others"
         refuse("cannot convert", f"hf:{path}", family_of(model).title, wanted, fix)
     if fused_projections and not isinstance(model, GPTConfig):
-        wanted = "False: only decoders have such a layout"
+        wanted = "False: only decoders have this layout"
         refuse("cannot convert", "fused_projections", "True", wanted, "leave it out")
     if isinstance(model, GPTConfig):
         model = replace(model, fused_projections=fused_projections)
@@ -213,19 +197,18 @@ def _make_run(
         kept.extend([CONFIG, *copy_companions(path, folder)])
 
     begin(out, run, params, keep)
-    return Conversion(model, out, tuple(kept), _summary(run, out, needed, free))
+    return Conversion(model, out, tuple(kept), _describe_run(run, out, needed, free))
 
 
 def begin(
     out: Path, run: config.TrainConfig, params: tree.Tree, keep: Callable[[Path], None]
 ) -> None:
-    """Make the run folder `out` with step 0 of a training run: parameters without optimizer state.
+    """Make a run folder with a checkpoint of step 0: parameters without optimizer state.
 
     Args:
-        out: where nothing is.
-        run: its configuration.
-        params: whole.
-        keep: makes the folder of the config.json and the tokenizer that belong to the model.
+        out: its path, which does not exist.
+        params: global values.
+        keep: makes the folder of the model's config.json and tokenizer.
     """
 
     def fill(folder: Path) -> None:
@@ -239,14 +222,11 @@ def begin(
 def newest_params(
     path: Path, run: config.TrainConfig, *, averaged: bool, read: Callable
 ) -> tree.Tree:
-    """The parameters of the newest checkpoint in a run's folder, adapters merged.
+    """The parameters of a run's newest checkpoint, with adapters merged.
 
     Args:
-        path: the folder.
-        run: its configuration.
-        averaged: the averages of its parameters that the run keeps.
-        read: `checkpoint.read_params`, or `checkpoint.stored_params` to read rows where they are
-            used.
+        averaged: read the run's averages of its parameters.
+        read: `checkpoint.read_params`, or `checkpoint.stored_params` to read rows lazily.
     """
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
     defs = lora.defs_in(run.family.defs(run.architecture), run.lora.adapters, stored)
@@ -256,25 +236,24 @@ def newest_params(
 _PEAK, _WARMUP, _DECAY = 2e-5, 0.05, 0.01
 _ROWS, _SEQ, _LEAST_SEQ, _CHUNK = 8, 2048, 128, 1024
 _SHARE = 0.8
-"""Of free memory: some is needed beside the traced program, by the allocator's rounding say."""
+"""The fraction of free memory that traced programs may use; the allocator rounds up."""
 
 
 def fine_tuning(model: TextConfig, free_bytes: int) -> tuple[config.TrainConfig, int, int]:
-    """Settings to go on with trained parameters: a small learning rate, and steps that fit.
+    """Settings to fine-tune trained parameters: a small learning rate, and steps that fit.
 
-    AdamW with a peak of 2e-5 after a warm-up and a cosine to 0, weight decay 0.01 (0 on norms and
-    biases, as always), and float32 masters of parameters of 16 bits, whose updates would be lost.
-    Steps have 8 samples of as many tokens as the model reads, at most 2048. Where that needs too
-    much memory on one rank they are cut into microbatches; then logits are made of some tokens at a
-    time; then blocks are computed again in backward; and then samples are shorter.
+    AdamW with a learning rate of 2e-5 after a warm-up, a cosine to 0, weight decay 0.01 (0 on norms
+    and biases), and float32 masters of 16-bit parameters. Steps have 8 samples of the model's
+    longest sequence, at most 2048 tokens. If that needs too much memory on one rank, batches are
+    cut into microbatches; then logits are chunked; then activations are checkpointed; and then
+    samples are shortened.
 
     Args:
-        model: its architecture.
-        free_bytes: memory of a rank; four fifths of it are used.
+        free_bytes: memory of a rank, of which 80% is used.
 
     Returns:
-        The settings, what one rank holds at most in a step by its traced program, and what was
-        free. Where nothing fits they are those that need least.
+        The settings, the peak memory of a rank's traced step, and `free_bytes`. If nothing fits,
+        the settings that need the least.
     """
     family = family_of(model)
     longest = min(getattr(model, "max_seq", _SEQ), _SEQ)
@@ -313,16 +292,11 @@ def fine_tuning(model: TextConfig, free_bytes: int) -> tuple[config.TrainConfig,
     return least, needed, free_bytes
 
 
-def _summary(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
-    """The settings of a run, and the command that begins it."""
-    most = getattr(run.architecture, "max_seq", run.data.seq)
+def _describe_run(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
+    most, count = getattr(run.architecture, "max_seq", run.data.seq), run.parallelism.microbatches
     of = f" (the model reads up to {most})" if most > run.data.seq else ""
-    parts = (
-        f" in {run.parallelism.microbatches} microbatches"
-        if run.parallelism.microbatches > 1
-        else ""
-    )
-    more = ", blocks computed again in backward" if run.compute.remat == "full" else ""
+    parts = f" in {count} microbatches" if count > 1 else ""
+    more = ", with activation checkpointing" if run.compute.remat == "full" else ""
     fits = f"{bytes_text(needed)} a rank, of {bytes_text(free)} free here"
     lines = [
         f"set to fine-tune: learning rate up to {run.learning_rate.peak:g} after a warm-up over "
@@ -332,7 +306,7 @@ def _summary(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
     ]
     if needed > _SHARE * free:
         lines.append(
-            "which does not fit here: divide it (--mesh fsdp=N --nproc N), or train adapters "
+            "which does not fit here: shard it (--mesh fsdp=N --nproc N), or train adapters "
             "(--lora-rank 8)"
         )
     folder = shlex.quote(str(out))
@@ -348,21 +322,13 @@ def _write_hub_folder(
     quantise: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
-    """Make a Hugging Face folder of the newest checkpoint in a run folder."""
     run = config.load(path / run_folder.CONFIG, known_only=True)
     model = run.architecture
     params = newest_params(path, run, averaged=averaged, read=checkpoint.stored_params)
     kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
-    save(
-        out,
-        model,
-        params,
-        like=kept,
-        dtype=dtype,
-        quantise=quantise,
-        max_shard_bytes=max_shard_bytes,
-    )
-    if kept is None:  # a run that began with random weights may have a tokenizer all the same
+    options: dict[str, Any] = {"quantise": quantise, "max_shard_bytes": max_shard_bytes}
+    save(out, model, params, like=kept, dtype=dtype, **options)
+    if kept is None:  # a run that began with random weights may have a tokenizer
         return Conversion(model, out, tuple(copy_companions(path / run_folder.HUB, out)))
     names = tuple(sorted(entry.name for entry in kept.iterdir()))
     return Conversion(model, out, names)
@@ -385,15 +351,15 @@ _REFUSALS = {
 FORMATS: Mapping[str, RunFormat] = MappingProxyType(
     {"hf": RunFormat(_make_run, _write_hub_folder, MappingProxyType(_REFUSALS))}
 )
-"""The formats of `convert` by their schemes, beside run folders."""
+"""The formats of `convert`, by scheme."""
 
 
 def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
-    """The architecture of `dense` with its feed-forward layers made layers of experts.
+    """The architecture of `dense` with experts in place of feed-forward layers.
 
     Raises:
-        ValueError: it has experts already, or the experts' settings do not allow that they compute
-            together what the dense layer does; all reasons are listed.
+        ValueError: it has experts already, or experts with these settings cannot compute what the
+            dense layer does; all reasons are listed.
     """
     parts = dense.mlp_dim // moe.expert_dim
     found = []
@@ -420,7 +386,7 @@ def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
     sums_to_one = moe.normalise == "after" or moe.renormalise
     if plain != like or not sums_to_one:
         got = "capacity, groups, scale, shared or latent experts, or weights whose sum is not 1"
-        wanted = "tokens that choose, are not dropped, and weigh their experts by parts of 1"
+        wanted = "tokens that choose experts, are not dropped, and have weights of sum 1"
         found.append(Problem("moe", got, wanted, "set renormalise, and leave the others out"))
     raise_problems("cannot make experts of this model", found)
     return replace(dense, moe=moe)
@@ -429,16 +395,14 @@ def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
 def upcycle(
     params: tree.Tree, dense: GPTConfig, moe: MoEConfig, *, seed: int = 0
 ) -> tuple[tree.Tree, GPTConfig]:
-    """Parameters of a mixture of experts that computes what the dense model does, and its config.
+    """Parameters of a mixture of experts that computes the same as a dense model, and its config.
 
-    With expert_dim a fraction 1 / g of mlp_dim, experts come in groups of g slices. A group's
-    experts have one router column, so that a token chooses whole groups, and their output matrices
-    are multiplied by g, as each weighs 1 / g of the group's weight.
+    With expert_dim = mlp_dim / g, experts come in groups of g slices. A group's experts share a
+    router column, so that tokens choose complete groups, and their output matrices are multiplied
+    by g, as each has 1 / g of the group's weight.
 
     Args:
-        params: of the dense model, whole.
-        dense: its architecture.
-        moe: the experts.
+        params: of the dense model: global values.
         seed: of the routers' random weights.
 
     Raises:
@@ -448,13 +412,13 @@ def upcycle(
     blocks = dict(params["blocks"])
     mlp, parts = blocks.pop("mlp"), dense.mlp_dim // moe.expert_dim
     blocks["moe"] = {
-        "router": _router(made, seed, parts, mlp["down"]["w"]),
-        "experts": {name: _experts(name, layer, moe, parts) for name, layer in mlp.items()},
+        "router": _make_router(made, seed, parts, mlp["down"]["w"]),
+        "experts": {name: _copy_layer(name, layer, moe, parts) for name, layer in mlp.items()},
     }
     return {**params, "blocks": blocks}, made
 
 
-def _router(config: GPTConfig, seed: int, parts: int, like: torch.Tensor) -> dict:
+def _make_router(config: GPTConfig, seed: int, parts: int, like: torch.Tensor) -> dict:
     defs = gpt.defs(config)["blocks"]["moe"]["router"]
     groups = (*defs["w"].shape[:-1], defs["w"].shape[-1] // parts)
     key = random.key(seed).to(like.device)
@@ -467,8 +431,8 @@ def _router(config: GPTConfig, seed: int, parts: int, like: torch.Tensor) -> dic
     return {"w": w.repeat_interleave(parts, -1), **zeros}
 
 
-def _experts(name: str, layer: dict, moe: MoEConfig, parts: int) -> dict:
-    """Copies of one linear layer, stacked by expert after the dim of layers."""
+def _copy_layer(name: str, layer: dict, moe: MoEConfig, parts: int) -> dict:
+    """Copies of a linear layer, stacked by expert after the dim of layers."""
     copies = moe.num_experts // parts
     dim = -2 if name == "down" else -1  # of the hidden features in the matrix
     w = _repeat(torch.stack(layer["w"].chunk(parts, dim), 1), copies)
@@ -487,23 +451,20 @@ def _repeat(x: torch.Tensor, copies: int) -> torch.Tensor:
 def upcycle_run(
     source: Path, target: Path, moe: MoEConfig, *, seed: int = 0, averaged: bool = False
 ) -> str:
-    """Make a run folder with a mixture of experts of the newest checkpoint in a dense run's folder.
+    """Upcycle the newest checkpoint of a dense run into a run folder of a mixture of experts.
 
-    It has step 0 of a training run in it: the parameters, without state of an optimizer;
-    ``functron train --resume --out TARGET`` goes on from there.
+    It has a checkpoint of step 0, parameters without optimizer state, which ``functron train
+    --resume --out TARGET`` trains.
 
     Args:
-        source: the dense run's folder.
-        target: the folder to make.
-        moe: the experts.
         seed: of the routers' random weights.
-        averaged: begin as the dense run's average of its parameters.
+        averaged: start from the dense run's averages of its parameters.
 
     Returns:
-        A line with the number of experts and parameters, and the folder.
+        A summary in a line.
 
     Raises:
-        ValueError: `source` is no run, `target` exists, or as `upcycled_config`.
+        ValueError: `source` is not a run, `target` exists, or as `upcycled_config`.
     """
     run_folder.refuse_existing(target, "cannot upcycle")
     settings = config.load(source / run_folder.CONFIG, known_only=True)
@@ -511,8 +472,7 @@ def upcycle_run(
         refuse("cannot upcycle", str(source), settings.family.title, "a run of a dense GPT")
     params = newest_params(source, settings, averaged=averaged, read=checkpoint.read_params)
     params, made = upcycle(params, settings.gpt, moe, seed=seed)
-    # the dense run's recipe: of one that was imported it is for fine-tuning; not its division among
-    # ranks, which other models divide in other ways
+    # the dense run's settings but its parallelism, which may not fit experts
     alone = config.ParallelismConfig(microbatches=settings.parallelism.microbatches)
     run = configure(
         settings, model=f"{settings.model}-experts", source=f"run:{source}", gpt=made, lora_rank=0,

@@ -416,7 +416,7 @@ def test_a_run_is_shown_before_any_step(packed, tmp_path, capsys):
 def test_which_run_is_meant_is_told(packed, tmp_path, capsys):
     run_folder_, options = packed
     for arguments, message in [
-        (["trace", run_folder_.parent], f"no run is; wanted a run folder.*name {run_folder_}, which"),
+        (["trace", run_folder_.parent], f"without a run; wanted a run folder.*name {run_folder_}, which"),
         (["params", tmp_path / "no.toml"], "no.toml: got No such file or directory; wanted a readable"),
         (["trace", "--mesh", "dp=2", run_folder_], "wanted the first argument; fix: functron trace /"),
         (["train", *options, "--mesh", "dp=3", "--dry-run"], "global_batch: got 4; wanted a multiple"),

@@ -123,7 +123,7 @@ def test_mistakes_are_messages(more, said, capsys):
 
 def test_models_that_are_no_gpts_are_refused(capsys):
     assert main(["plan", "--model", "mamba2-130m"]) == 2
-    assert "wanted a GPT, whose layers" in capsys.readouterr().err
+    assert "wanted a GPT; fix: estimate one mesh" in capsys.readouterr().err
 
 
 def test_a_model_that_fits_on_no_mesh(capsys):

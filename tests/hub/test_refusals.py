@@ -190,7 +190,9 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         usual(self, name, tensor)
 
     monkeypatch.setattr(files.TensorWriter, "write", full)
-    with pytest.raises(ValueError, match=r"got No space left on device.*choose a place with room"):
+    with pytest.raises(
+        ValueError, match=r"got No space left on device.*choose a folder with free space"
+    ):
         hub.save(tmp_path / "out", LLAMA, weights())
     assert not list(tmp_path.iterdir())
 
@@ -239,9 +241,7 @@ def test_an_adapter_is_not_passed_over(model, tmp_path):
         lambda: hub.read_config(model),
         lambda: convert(f"hf:{model}", f"run:{tmp_path / 'run'}"),
     )
-    wanted = (
-        r"adapter_config.json: got an adapter \(PEFT\); wanted a model that is whole.*merge_and"
-    )
+    wanted = r"adapter_config.json: got an adapter \(PEFT\); wanted a merged model.*merge_and"
     for call in calls:
         with pytest.raises(ValueError, match=wanted):
             call()

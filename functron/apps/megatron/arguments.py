@@ -29,6 +29,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from functron.apps.megatron.launches import RUN_IT, is_open, list_open, show_open
@@ -139,7 +140,6 @@ def _check_fate(word: str) -> Fate:
 
 
 def _parse_default(kind: str, text: str) -> Any:
-    """The value of a column of the table."""
     if kind in ("flag", "off"):
         return text == "on" or kind == "off"
     return None if text == "-" else _convert(kind, [text])
@@ -240,27 +240,27 @@ class Reading:
                 self.problems.append(describe_unset(self.spell(name), word))
         return value
 
+    def take_fields(self, section: str, fields: Mapping[str, str]) -> dict[str, Any]:
+        """The fields of a section that are arguments of the same values, by the latter's names."""
+        return {ours: self.take(name, f"{section}.{ours}") for name, ours in fields.items()}
+
     def note(self, setting: str, *names: str, why: str = "") -> None:
-        """Arguments that became a setting together."""
+        """Note that these arguments became a setting."""
         for name in names:
             self.fates[name] = ("taken", setting, why)
 
     def explain(self, kind: FateKind, why: str, *names: str) -> None:
-        """Arguments that become no setting, and why."""
+        """Note that these arguments became no setting, and why."""
         for name in names:
             self.fates[name] = (kind, "", why)
 
-    def ignore(self, *names: str) -> None:
-        """Arguments of an option that is not in force."""
-        self.explain("not needed", "of an option that is not in force", *names)
-
     def refuse(self, name: str, wanted: str, fix: str = "") -> None:
-        """An argument with a value that cannot be translated."""
+        """Note that an argument has a value that cannot be translated."""
         self.fates[name] = ("not supported", "", wanted)
         self.problems.append(Problem(self.spell(name), _show(self(name)), wanted, fix))
 
     def refuse_unless_closest(self, name: str, wanted: str) -> None:
-        """An argument of a model that functron does not have: refused, but for the closest."""
+        """Refuse an argument of a model that functron lacks, unless the closest is asked for."""
         if self.closest:
             self.explain("not supported", f"the model has {wanted}", name)
         else:
@@ -273,7 +273,7 @@ class Reading:
             settings: by path, those of the configuration that was made.
             defaults: those that functron has by default.
         """
-        found = [self._row(name, settings, defaults) for name in self.arguments.given]
+        found = [self._make_row(name, settings, defaults) for name in self.arguments.given]
         found += [
             ArgumentRow("not needed", given.spelled, given.text, why=why)
             for given, why in self.arguments.idle.values()
@@ -296,18 +296,15 @@ class Reading:
                 value = _show(self(name))
                 found.append(ArgumentRow("not supported", name.replace("_", "-"), value, "", why))
         for name, one in load_table().arguments.items():
-            if (
-                one.fate == "lack"
-                and name not in self.arguments.given
-                and one.default != one.neutral
-            ):
-                row = ArgumentRow(
-                    "not supported", name.replace("_", "-"), _show(one.default), "", one.why
+            silent_one = one.fate == "lack" and name not in self.arguments.given
+            if silent_one and one.default != one.neutral:
+                value = _show(one.default)
+                found.append(
+                    ArgumentRow("not supported", name.replace("_", "-"), value, "", one.why)
                 )
-                found.append(row)
         return found
 
-    def _row(
+    def _make_row(
         self, name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]
     ) -> ArgumentRow:
         spelled, value, text = self.arguments.given[name]
@@ -323,16 +320,17 @@ class Reading:
             if value == argument.neutral:
                 return ArgumentRow("same", spelled, text, "", "it asks for nothing")
             return ArgumentRow("not supported", spelled, text, "", argument.why)
-        assert argument.fate in ("same", "need"), f"{name} is translated by nothing"
         kind = "same" if argument.fate == "same" else "not needed"
-        return ArgumentRow(kind, spelled, text, "", argument.why)
+        idle = "of an option that is not in force"  # what reads it did not come to it
+        return ArgumentRow(
+            kind, spelled, text, "", idle if argument.fate == "take" else argument.why
+        )
 
 
 _MISSING = object()
 
 
 def _show(value: Any) -> str:
-    """A value as a table shows it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
@@ -396,7 +394,7 @@ def describe_unset(spelled: str, word: str) -> Problem:
     """The problem of a value with a variable that nothing sets, or with a command's output."""
     names = dict.fromkeys(list_open(word))
     if any(name.startswith("(") for name in names):
-        return Problem(spelled, show_open(word), "what needs no shell to evaluate", RUN_IT)
+        return Problem(spelled, show_open(word), "a value without command substitution", RUN_IT)
     fix = " ".join(f"{name}=VALUE" for name in names)
     return Problem(spelled, show_open(word), "variables that are set", f"--env {fix}")
 
@@ -412,7 +410,7 @@ def describe_unknown(spelled: str, name: str, known: Iterable[str]) -> Problem:
 def _note_value(
     found: GivenArguments, spelled: str, entry: tuple[MegatronArgument, bool], words: Sequence[str]
 ) -> None:
-    """Note the value of an option, or why it is none."""
+    """Note the value of an option, or a problem with it."""
     argument, off = entry
     if argument.kind == "flag":
         if words:
@@ -471,7 +469,7 @@ def read_mapping(config: Mapping[str, Any]) -> GivenArguments:
 
 
 def _list_words(table_: Mapping[str, Any]) -> Iterator[str]:
-    """The command line that a mapping of options writes."""
+    """The command line of a mapping of options."""
     for name, value in table_.items():
         if value is True or value == "true":
             yield name
@@ -489,7 +487,7 @@ def _list_words(table_: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _list_leaves(config: Mapping[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
-    """Of every value that is no section: its path, its key and itself."""
+    """Path, key and value of every value that is not a section."""
     for key, value in config.items():
         where = f"{path}{key}"
         if isinstance(value, Mapping) and key in _SECTIONS:
@@ -499,7 +497,6 @@ def _list_leaves(config: Mapping[str, Any], path: str) -> Iterator[tuple[str, st
 
 
 def _read_key(found: GivenArguments, path: str, key: str, value: Any) -> None:
-    """Note the value of a key of a configuration."""
     if key.startswith("_"):  # of what makes objects of it
         return
     if special := _SPECIAL.get(key):
@@ -562,7 +559,7 @@ def read_arguments(values: Mapping[str, Any]) -> GivenArguments:
 
 
 def _find_argument(name: str) -> tuple[MegatronArgument | None, bool]:
-    """The argument of a name with underscores, and whether the name is of turning it off."""
+    """The argument of a name with underscores, and whether that turns it off."""
     here = load_table()
     if name in here.arguments:
         return here.arguments[name], False
@@ -570,7 +567,7 @@ def _find_argument(name: str) -> tuple[MegatronArgument | None, bool]:
 
 
 def _convert_value(argument: MegatronArgument, value: Any) -> Any:
-    """A value of YAML as one of the argument; None where it is of another kind."""
+    """A value of YAML as an argument's; None: it is of another kind."""
     kind = argument.kind
     if kind == "flag":
         known = isinstance(value, bool)
@@ -598,33 +595,33 @@ def _last_name(value: Any) -> str:
     return str(value).rpartition(".")[2].lower()
 
 
-def _read_activation(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of ``activation_func`` or ``activation``: gating is another key of Megatron-Core's."""
-    word = _last_name(value).replace("-", "_")
-    known = {"silu": "silu", "gelu": "gelu", "squared_relu": "relu2", "quick_gelu": "quick_gelu"}
-    if word in ("swiglu", "fast_swiglu"):
-        yield "swiglu", True
-    elif word in ("openai_gelu", "approx_gelu", "geglu"):
-        yield ("openai_gelu", True) if word != "geglu" else ("an activation without a gate", None)
-    elif word in known:
-        yield "activation_func", known[word]
-    elif value is not None:
-        yield f"one of {', '.join(known)} and swiglu", None
+_ACTIVATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "silu": {"activation_func": "silu"}, "gelu": {"activation_func": "gelu"},
+    "squared_relu": {"activation_func": "relu2"}, "quick_gelu": {"activation_func": "quick_gelu"},
+    **{key: {"swiglu": True} for key in ("swiglu", "fast_swiglu")},
+    **{key: {"openai_gelu": True} for key in ("openai_gelu", "approx_gelu")},
+})  # fmt: skip
+"""Words of ``activation_func``, whose gating is another key, and ``activation``."""
+_PRECISIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    **{key: {"bf16": True} for key in ("bf16", "bf16_mixed", "bf16_with_fp8_mixed")},
+    **{key: {"fp16": True} for key in ("16", "fp16", "16_mixed", "fp16_mixed")},
+    **{key: {} for key in ("32", "fp32", "32_true", "none")},
+})  # fmt: skip
+_NORMS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "layernorm": {"normalization": "LayerNorm"}, "rmsnorm": {"normalization": "RMSNorm"},
+    "layernorm1p": {"normalization": "LayerNorm", "apply_layernorm_1p": True},
+})  # fmt: skip
 
 
-def _read_precision(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of ``precision`` and ``mixed_precision`` by name."""
-    text = str(value).lower().replace("-", "_")
-    if text in ("bf16", "bf16_mixed", "bf16_with_fp8_mixed"):
-        yield "bf16", True
-    elif text in ("16", "fp16", "16_mixed", "fp16_mixed"):
-        yield "fp16", True
-    elif text not in ("32", "fp32", "32_true", "none"):
-        yield "bf16, 16, 32 or their mixed forms", None
+def _read_word(
+    words: Mapping[str, Mapping[str, Any]], path: str, value: Any
+) -> Iterator[tuple[str, Any]]:
+    """The arguments that a word stands for."""
+    found = words.get(_last_name(value).replace("-", "_"))
+    yield from [(f"one of {', '.join(words)}", None)] if found is None else found.items()
 
 
 def _read_moments(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of ``betas``."""
     if isinstance(value, list) and len(value) == 2 and all(_is_number(x) for x in value):
         yield from zip(("adam_beta1", "adam_beta2"), map(float, value), strict=True)
     else:
@@ -636,7 +633,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_schedule(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of NeMo's ``sched``."""
+    """NeMo's ``sched``."""
     value = value if isinstance(value, Mapping) else {}
     styles = {"cosineannealing": "cosine", "": "constant", "warmupholdpolicy": "constant"}
     style = styles.get(str(value.get("name", "")).lower())
@@ -651,18 +648,8 @@ def _read_schedule(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield "no steps of the last rate within those of the decay: 0", None
 
 
-def _read_normalization(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    word = str(value).lower()
-    if word not in ("layernorm", "rmsnorm", "layernorm1p"):
-        yield "LayerNorm or RMSNorm", None
-        return
-    yield "normalization", "RMSNorm" if word == "rmsnorm" else "LayerNorm"
-    if word == "layernorm1p":
-        yield "apply_layernorm_1p", True
-
-
 def _read_groups(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of ``num_query_groups``, which needs no switch in a configuration."""
+    """``num_query_groups``, which needs no switch in a configuration."""
     if value is None:
         return
     if isinstance(value, int) and not isinstance(value, bool):
@@ -673,7 +660,7 @@ def _read_groups(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_optimizer(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of ``name`` of NeMo's ``optim``: its optimizers are forms of Adam's."""
+    """``name`` of NeMo's ``optim``, whose optimizers are variants of Adam."""
     if ".optim" in path or path.startswith("optim"):
         word = str(value).lower()
         known = word if word in ("sgd", "muon", "dist_muon") else "adam" if "adam" in word else ""
@@ -681,13 +668,13 @@ def _read_optimizer(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_tokenizer(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of ``type`` of NeMo's ``tokenizer``, which is a name or a folder."""
+    """``type`` of NeMo's ``tokenizer``: a name or a folder."""
     if isinstance(value, str) and "tokenizer" in path:
         yield "tokenizer_model", value
 
 
 def _read_rope_scaling(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of ``scale_factor`` and the like of Megatron-Bridge's Llama 3.1."""
+    """``scale_factor`` and similar keys of Megatron-Bridge's Llama 3.1."""
     if _is_number(value):
         yield "use_rope_scaling", True
         yield "rope_scaling_factor", float(value)
@@ -696,7 +683,7 @@ def _read_rope_scaling(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_blend(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Of Megatron-Bridge's ``blend``: files, and weights where there are any."""
+    """Megatron-Bridge's ``blend``: files, and optional weights."""
     words = _join_blend(value)
     if words:
         yield "data_path", words
@@ -719,7 +706,7 @@ def _read_blends(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _join_blend(value: Any) -> tuple[str, ...]:
-    """A blend as a command line has it; (): it is none."""
+    """A blend as on a command line; (): it is not one."""
     if not isinstance(value, list) or not value:
         return ()
     files = value[0] if isinstance(value[0], list) else value
@@ -736,13 +723,13 @@ def _join_blend(value: Any) -> tuple[str, ...]:
 _SPECIAL = {
     "blend": _read_blend,
     "blend_per_split": _read_blends,
-    "activation_func": _read_activation,
-    "activation": _read_activation,
+    "activation_func": functools.partial(_read_word, {**_ACTIVATIONS, "none": {}}),
+    "activation": functools.partial(_read_word, {**_ACTIVATIONS, "none": {}}),
     "betas": _read_moments,
     "sched": _read_schedule,
-    "precision": _read_precision,
-    "mixed_precision": _read_precision,
-    "normalization": _read_normalization,
+    "precision": functools.partial(_read_word, _PRECISIONS),
+    "mixed_precision": functools.partial(_read_word, _PRECISIONS),
+    "normalization": functools.partial(_read_word, _NORMS),
     "num_query_groups": _read_groups,
     "name": _read_optimizer,
     "type": _read_tokenizer,

@@ -1,17 +1,17 @@
-"""Files of Megatron checkpoints, of both layouts, as whole tensors by name, and nothing executed.
+"""Read Megatron checkpoints of both layouts, as whole tensors by name, without executing code.
 
-| layout       | in ``iter_0000005/``                                                            |
-|--------------|---------------------------------------------------------------------------------|
-| `torch_dist` | ``common.pt``, ``.metadata`` and ``*.distcp`` (torch.distributed.checkpoint)    |
-| legacy       | ``mp_rank_TP[_PP][_EP]/model_optim_rng.pt`` and perhaps ``distrib_optim.pt``    |
+| layout         | in ``iter_0000005/``                                                          |
+|----------------|-------------------------------------------------------------------------------|
+| ``torch_dist`` | ``common.pt``, ``.metadata`` and ``*.distcp`` (torch.distributed.checkpoint)  |
+| legacy         | ``mp_rank_TP[_PP][_EP]/model_optim_rng.pt`` and perhaps ``distrib_optim.pt``  |
 
-Whatever divided a tensor (tensor, expert and pipeline parallelism, virtual stages, the distributed
-optimizer), it has one name here, that of Megatron's local layers with the layer's number in the
-whole model, and is read in slices: of every shard only while it is copied.
+However a tensor is sharded (tensor, expert and pipeline parallelism, virtual stages, the
+distributed optimizer), it has one canonical name, that of Megatron's local layers with global
+layer numbers, and is read in slices, a shard at a time.
 
 Both layouts are pickles. ``.pt`` files and shards are read by torch's ``weights_only`` loader, with
-a short list of classes beside its own, for all of which `Inert` stands; ``.metadata``, whose
-protocol that loader does not know, by one of Python that knows no other names than `_METADATA`.
+a few more classes, all replaced by `Inert`; ``.metadata``, whose protocol that loader lacks, by a
+Python unpickler that knows only the names in `_METADATA`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ METADATA, COMMON, LATEST = ".metadata", "common.pt", "latest_checkpointed_iterat
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = ("fp32_param", "param")
-"""Names of the masters: of the optimizers that are and are not distributed."""
+"""Names of master parameters: of plain and distributed optimizers."""
 _BROKEN = (
     OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, RuntimeError,
     AssertionError, MemoryError, OverflowError, RecursionError, NotImplementedError,
     pickle.UnpicklingError, zipfile.BadZipFile, UnicodeError, ImportError, struct.error,
 )  # fmt: skip
-_AGAIN = "copy the checkpoint again; if it never was another, do not trust who made it"
+_CANNOT = "cannot read the Megatron checkpoint"
+_AGAIN = "copy the checkpoint again; if it was always like this, do not trust its author"
 
 
 class Inert:
-    """An object of a class that is not here: its arguments and state, with no behaviour."""
+    """An object of any class, as its arguments and state."""
 
     def __init__(self, *values: Any, **named: Any):
         self.values = values
@@ -76,7 +77,7 @@ _PLAIN = (
     "megatron.core.rerun_state_machine.RerunDiagnostic",
     "megatron.core.rerun_state_machine.RerunMode", "megatron.core.rerun_state_machine.RerunState",
 )  # fmt: skip
-"""Classes of what Megatron-LM keeps beside tensors, for which `Inert` stands."""
+"""Classes of Megatron-LM's other objects, which `Inert` replaces."""
 
 _DCP, _CORE = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies"
 _METADATA: Mapping[str, Any] = {
@@ -97,22 +98,24 @@ _METADATA: Mapping[str, Any] = {
         )
     },
 }  # fmt: skip
-"""The names that a ``.metadata`` may have, and what stands for them."""
+"""The names that a ``.metadata`` may have, and their replacements."""
 
 
 def _refuse(
-    file: Path, error: BaseException | str, wanted: str = "a file of Megatron's"
+    path: Path | str,
+    error: BaseException | str,
+    wanted: str = "a file of Megatron's",
+    fix: str = _AGAIN,
 ) -> NoReturn:
     got = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):
         found = re.search(r"GLOBAL (\S+)", got)
         got = f"a pickle that calls {found[1]}" if found else got
-        wanted = "tensors and plain values: a pickle can run code, and nothing of this one was run"
-    lines = got.splitlines()
-    refuse("cannot read the Megatron checkpoint", str(file), lines[0][:300], wanted, _AGAIN)
+        wanted = "tensors and plain values; other pickles could run code, and were not loaded"
+    refuse(_CANNOT, str(path), got.splitlines()[0][:300], wanted, fix)
 
 
-class _Metadata(pickle._Unpickler):  # that of Python: the one in C allocates what indices claim
+class _Metadata(pickle._Unpickler):  # in Python, as that in C allocates as much as the file claims
     dispatch: ClassVar[dict] = {
         code: load
         for code, load in pickle._Unpickler.dispatch.items()
@@ -134,10 +137,10 @@ class _Metadata(pickle._Unpickler):  # that of Python: the one in C allocates wh
 
 
 def read_metadata(file: Path) -> Any:
-    """The contents of a ``.metadata``, of `Inert` objects.
+    """The contents of a ``.metadata``, with `Inert` objects.
 
     Raises:
-        ValueError: it is broken, or has other things in it than such a file has.
+        ValueError: it is broken, or has unexpected objects.
     """
     try:
         return _Metadata(io.BytesIO(file.read_bytes())).load()
@@ -148,20 +151,18 @@ def read_metadata(file: Path) -> Any:
 def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
     """The contents of a file of torch.save, or of `length` bytes of it from `start` on.
 
-    Tensors of a whole file are read when they are used (mapped into memory).
+    Tensors of a whole file are mapped into memory, and read when they are used.
 
     Raises:
-        ValueError: it is broken, or has other things in it than tensors and plain values.
+        ValueError: it is broken, or has other objects than tensors and plain values.
     """
     try:
-        if length is None:
-            where: Any = file
-            size = file.stat().st_size
-        else:
+        where: Any = file
+        size = file.stat().st_size if length is None else length
+        if length is not None:
             with file.open("rb") as stream:
                 stream.seek(start)
                 where = io.BytesIO(stream.read(length))
-            size = length
         with zipfile.ZipFile(where) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -181,14 +182,14 @@ def read_pickle(file: Path, start: int = 0, length: int | None = None) -> Any:
 
 
 def _check_tensor(tensor: Any, file: Path, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A tensor that has all the numbers that it claims."""
+    """Refuse what is not a tensor with as much data as its shape needs."""
     if type(tensor) is torch.nn.Parameter:
         tensor = tensor.detach()
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         _refuse(file, f"{type(tensor).__name__} in the place of a tensor", "a plain tensor")
     if tensor.is_meta or tensor.numel() > tensor.untyped_storage().nbytes() // tensor.itemsize:
-        got = f"a tensor of shape {list(tensor.shape)} without so many numbers"
-        _refuse(file, got, "as many as its shape says")
+        got = f"a tensor of shape {list(tensor.shape)} with less data"
+        _refuse(file, got, "as much as its shape needs")
     if shape is not None and tuple(tensor.shape) != shape:
         _refuse(
             file, f"a shard of shape {list(tensor.shape)}", f"{list(shape)}, as {METADATA} says"
@@ -201,10 +202,10 @@ def _check_tensor(tensor: Any, file: Path, shape: tuple[int, ...] | None = None)
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """One box of a tensor.
+    """A box of a tensor.
 
     Attributes:
-        start: where it begins, per dim.
+        start: per dim.
         shape: its sizes.
         load: reads it.
         file: that has it.
@@ -218,11 +219,11 @@ class TensorChunk:
 
 @dataclass
 class ChunkedTensors:
-    """Whole tensors by name, made of chunks: a `functron.hub.files.TensorSource`.
+    """Whole tensors by name, made of chunks, like a `functron.hub.files.TensorSource`.
 
     Attributes:
-        chunks: of each tensor.
-        sizes: the shapes and dtypes of the whole ones, which `close` fills in.
+        chunks, dtypes: of each tensor.
+        sizes: shapes of the whole tensors, computed by `close`.
     """
 
     chunks: dict[str, list[TensorChunk]] = field(default_factory=dict)
@@ -230,19 +231,19 @@ class ChunkedTensors:
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, name: str, dtype: torch.dtype, chunk: TensorChunk) -> None:
-        """Add a chunk of the tensor `name`; one that is there already is passed over."""
+        """Add a chunk of the tensor `name`, unless it is there."""
         known = self.chunks.setdefault(name, [])
         if all(each.start != chunk.start for each in known):
             known.append(chunk)
         self.dtypes.setdefault(name, dtype)
 
     def close(self) -> list[Problem]:
-        """Give every tensor its whole shape; the problems of those that chunks do not fill."""
+        """Compute whole shapes; the problems of tensors that chunks do not fill."""
         found = []
         for name, chunks in self.chunks.items():
             rank = len(chunks[0].shape)
             if any(len(c.shape) != rank or len(c.start) != rank for c in chunks):
-                found.append(Problem(name, "shards of different dims", "the same"))
+                found.append(Problem(name, "shards of different ranks", "the same"))
                 continue
             spans = [
                 sorted({(c.start[d], c.start[d] + c.shape[d]) for c in chunks}) for d in range(rank)
@@ -264,7 +265,7 @@ class ChunkedTensors:
         return {name: (shape, self.dtypes[name]) for name, shape in self.sizes.items()}
 
     def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        """These slices of the tensor `name`; one shard at a time is in memory."""
+        """These slices of the tensor `name`, read one shard at a time."""
         shape = self.sizes[name]
         spans = [part.indices(size) for part, size in zip(slices, shape, strict=True)]
         assert all(step == 1 for _, _, step in spans), slices
@@ -290,13 +291,13 @@ class OpenedCheckpoint:
     """A Megatron checkpoint.
 
     Attributes:
-        folder: that of the iteration.
-        common: what it has beside tensors: args, iteration, opt_param_scheduler, ...
+        folder: of the iteration.
+        common: everything but tensors: args, iteration, opt_param_scheduler, ...
         weights: of the model.
-        state: the optimizer's by the names of `MOMENTS` and "master"; empty: it has none.
-        step: the updates that the optimizer has made.
-        buckets: its state in the form `dp_reshardable`, which does not say of which parameters it
-            is: `functron.apps.megatron.tensors.read_state` finds it out.
+        state: of the optimizer, by `MOMENTS` and "master"; empty: none.
+        step: number of the optimizer's updates.
+        buckets: state in the form ``dp_reshardable``, without names of parameters, which
+            `functron.apps.megatron.tensors.read_state` finds.
     """
 
     folder: Path
@@ -308,7 +309,7 @@ class OpenedCheckpoint:
 
     @property
     def args(self) -> Mapping[str, Any] | None:
-        """The arguments of the run; None: it has none."""
+        """The arguments of the run; None: there are none."""
         found = self.common.get("args")
         if found is None:
             return None
@@ -316,27 +317,22 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(path: str | Path) -> OpenedCheckpoint:
-    """The checkpoint in a folder: of an iteration, or the latest in a folder of several.
+    """Open the checkpoint in the folder of an iteration, or the latest in a folder of several.
 
     Raises:
-        ValueError: there is none, or some files are missing, broken, of another format, or have
-            more in them than a checkpoint has; all offenders are listed.
+        ValueError: there is none, or files are missing, broken, of another format, or have
+            unexpected contents; all offenders are listed.
     """
     folder = _find_iteration(local_path(path))
     if (folder / METADATA).is_file():
         return _open_sharded(folder)
     ranks = sorted(p for p in folder.glob("mp_rank_*") if (p / MODEL).is_file())
     if not ranks:
-        _refuse_other(folder)
+        names = sorted(p.name for p in folder.iterdir())[:6] if folder.is_dir() else []
+        wanted = f"{METADATA} and *.distcp (torch_dist), or mp_rank_*/{MODEL}"
+        fix = "save it again with --ckpt-format torch_dist" if names else "check the path"
+        refuse("not a Megatron checkpoint", str(folder), ", ".join(names) or "nothing", wanted, fix)
     return _open_ranks(folder, ranks)
-
-
-def _refuse_other(folder: Path) -> NoReturn:
-    names = sorted(p.name for p in folder.iterdir())[:6] if folder.is_dir() else ["nothing"]
-    wanted = f"{METADATA} and *.distcp (torch_dist), or mp_rank_*/{MODEL}"
-    fix = "save it again with --ckpt-format torch_dist" if folder.is_dir() else "check the path"
-    title = "this is no Megatron checkpoint"
-    refuse(title, str(folder), ", ".join(names) or "an empty folder", wanted, fix)
 
 
 def _find_iteration(path: Path) -> Path:
@@ -368,26 +364,26 @@ _ALIASES = (
     (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.\3.\1.\2"),
     (r"\.mtp_model_layer\.", ".transformer_layer."),
 )  # fmt: skip
-"""Names of one tensor among Megatron's layers and versions, and the one that it has here.
+"""Patterns of names of Megatron's layers and versions, and their canonical replacements.
 
-Transformer Engine's linear layers have the norms before them; grouped experts number weights.
+Transformer Engine's linear layers contain the norms before them; grouped experts number weights.
 """
 _PASSED = re.compile(
     r".*_extra_state(/.*)?$|rng_state.*|rerun_state_machine_state.*|.*rotary_pos_emb\.inv_freq|"
     r".*local_tokens_per_expert.*|.*global_tokens_per_expert.*"
 )
-"""Names that nothing is read from: states of FP8 scaling, generators, counters of one step."""
+"""Names that are ignored: states of FP8 scaling, generators, counters of one step."""
 
 
 def canonical_name(name: str) -> str:
-    """The name that a tensor has here."""
+    """The canonical name of a tensor."""
     for pattern, new in _ALIASES:
         name = re.sub(pattern, new, name)
     return name
 
 
 def _unstack(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple]:
-    """The tensors in a chunk of stacked ones: name, index within the chunk, start and shape."""
+    """The tensors in a chunk of a stacked one: name, index within the chunk, start and shape."""
     prefix = re.match(r"decoder\.layers\.(?!\d)", name)
     experts = re.search(r"\.mlp\.experts\.experts\.(?!\d)", name)
     name = re.sub(r"\.mlp\.experts\.experts\.(?=\d)", ".mlp.experts.", name)
@@ -422,7 +418,7 @@ def _open_sharded(folder: Path) -> OpenedCheckpoint:
                 if re.search(r"optimizer\.distributed\.\w+\.optimizer/", key):
                     optimizers.append(_read_object(places[key, None]))
                 elif "optimizer.distributed." not in key and not _PASSED.match(key):
-                    problems.append(Problem(key, "an object", "a tensor: nothing would use it"))
+                    problems.append(Problem(key, "an object", "a tensor"))
                 continue
             parts = re.match(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.*)$", key)
             into = state.setdefault(parts[1], ChunkedTensors()) if parts else weights
@@ -435,7 +431,7 @@ def _open_sharded(folder: Path) -> OpenedCheckpoint:
     for tensors in (weights, buckets, *state.values()):
         problems += tensors.close()
     problems += _find_other_forms(common)
-    raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
+    raise_problems(f"{_CANNOT} {folder}", problems)
     common = {**common, "optimizer": optimizers} if optimizers else common
     return OpenedCheckpoint(folder, common, weights, name_state(state), _find_step(common), buckets)
 
@@ -450,12 +446,12 @@ def _find_other_forms(common: Mapping[str, Any]) -> Iterator[Problem]:
         if form not in map(repr, read):
             fix = "load it in a Megatron-Core that reads it, and save it as fully_reshardable; or "
             fix += "with --no-save-optim: the parameters alone are read then"
-            wanted = f"{read[0]} or {read[1]}: Megatron-Core no longer writes the others"
+            wanted = f"{read[0]} or {read[1]}: Megatron-Core no longer writes others"
             yield Problem("param_state_sharding_type", form[:100], wanted, fix)
 
 
 def _read_object(place: tuple[Path, int, int]) -> Any:
-    """An object that lies among shards: a list of one, as Megatron-Core writes it."""
+    """An object among the shards, which Megatron-Core writes as a list of one."""
     found = read_pickle(*place)
     found = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(found, Mapping):
@@ -464,7 +460,7 @@ def _read_object(place: tuple[Path, int, int]) -> Any:
 
 
 def _list_places(folder: Path, metadata: Any) -> dict[tuple, tuple[Path, int, int]]:
-    """Where each chunk lies, by key and start: file, first byte and number of bytes."""
+    """File, first byte and length of each chunk, by key and start."""
     found, sizes = {}, {}
     for index, info in dict(metadata.storage_data).items():
         name, start, length = info.relative_path, info.offset, info.length
@@ -498,10 +494,10 @@ def _add_chunks(into: ChunkedTensors, name: str, key: str, entry: Any, places: M
     for chunk in entry.chunks:
         start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
         if not all(type(n) is int and n >= 0 for n in (*start, *shape, *whole)):
-            raise ValueError(f"{key} has sizes that are no sizes")
+            raise ValueError(f"{key} has invalid sizes")
         place = places.get((key, start)) or places.get((key, None))
         if place is None:
-            raise ValueError(f"{key} has a shard that lies nowhere")
+            raise ValueError(f"{key} has a shard without a place")
         file, at, length = place
         if math.prod(shape) * dtype.itemsize > length:
             raise ValueError(f"{key} claims a shard of shape {list(shape)} in {length} bytes")
@@ -510,7 +506,7 @@ def _add_chunks(into: ChunkedTensors, name: str, key: str, entry: Any, places: M
         total += math.prod(shape)
         for made, index, first, size in _unstack(name, start, shape):
             half = re.match(r"(.*linear_fc1\.(?:weight|bias))_([wv])$", made)
-            if half:  # gate and up of their own
+            if half:  # separate gate and up
                 made, before = half[1], whole[len(index)] if half[2] == "v" else 0
                 first = (first[0] + before, *first[1:])
             load = _make_loader(file, at, length, shape, index)
@@ -527,14 +523,14 @@ def _make_loader(file: Path, start: int, length: int, shape: tuple, index: tuple
 
 
 def name_state(state: Mapping[str, ChunkedTensors]) -> dict[str, ChunkedTensors]:
-    """The optimizer's state, with one name for masters."""
+    """The optimizer's state, with masters named "master"."""
     found = {name: tensors for name, tensors in state.items() if name not in MASTERS}
     masters = [state[name] for name in MASTERS if name in state]
     return found | ({"master": masters[0]} if masters else {})
 
 
 def _list_optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The states of optimizers that a checkpoint has side by side: of experts and of the rest."""
+    """The states of a checkpoint's optimizers: one, or that of experts and that of the rest."""
     found = common.get("optimizer")
     if isinstance(found, Mapping) and found and all(isinstance(key, int) for key in found):
         return [found[key] for key in sorted(found)]
@@ -542,12 +538,12 @@ def _list_optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _unwrap(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """torch's state dict within that of one of Megatron's optimizers."""
+    """torch's state dict of one of Megatron's optimizers."""
     return optimizer["optimizer"] if isinstance(optimizer.get("optimizer"), Mapping) else optimizer
 
 
 def _find_step(common: Mapping[str, Any]) -> int:
-    """How many updates the optimizer made; the iteration where it does not say."""
+    """The number of updates; the iteration if the optimizer does not have it."""
     steps = set()
     for optimizer in _list_optimizers(common):
         inner = _unwrap(optimizer)
@@ -559,7 +555,7 @@ def _find_step(common: Mapping[str, Any]) -> int:
         steps |= {int(each) for each in found if each is not None}
     if len(steps) > 1:
         got = f"updates {', '.join(map(str, sorted(steps)))} of different parameters"
-        refuse("cannot read the Megatron checkpoint", "optimizer", got, "the same number")
+        _refuse("optimizer", got, "the same number", "")
     iteration = common.get("iteration", 0)
     return steps.pop() if steps else iteration if isinstance(iteration, int) else 0
 
@@ -578,7 +574,7 @@ _NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)(\..*)$")
 
 @dataclass(frozen=True)
 class _ModelRank:
-    """One file of the legacy layout, and which part of the model it has."""
+    """A file of the legacy layout, and its ranks."""
 
     file: Path
     table: Mapping[str, Any]
@@ -599,7 +595,7 @@ class _ModelRank:
 
 @dataclass(frozen=True)
 class _Owned:
-    """A parameter of one rank: its tensor, the name it has here, and its place in the whole."""
+    """A tensor of one rank: its canonical name, and its boxes in the whole tensor."""
 
     name: str
     tensor: torch.Tensor
@@ -612,12 +608,12 @@ def _open_ranks(folder: Path, paths: Sequence[Path]) -> OpenedCheckpoint:
     first = read_pickle(paths[0] / MODEL)
     if not isinstance(first, dict) or "args" not in first:
         fix = "save it again with --ckpt-format torch_dist, in the Megatron-LM that made it"
-        got, wanted = "no args in it", "those of a Megatron-LM run, which say how it is divided"
-        refuse("cannot read the Megatron checkpoint", str(paths[0] / MODEL), got, wanted, fix)
+        got, wanted = "no args", "those of a Megatron-LM run, with its parallel sizes"
+        _refuse(paths[0] / MODEL, got, wanted, fix)
     args = OpenedCheckpoint(folder, first, ChunkedTensors(), {}, 0).args or {}
     ranks = _open_rank_files(folder, paths, args, first)
     weights, state, problems = ChunkedTensors(), {}, []
-    offsets = _layer_offsets(ranks, args)
+    offsets = _find_layer_offsets(ranks, args)
     for rank in ranks:
         try:
             owned = _list_owned(rank, args, offsets)
@@ -633,7 +629,7 @@ def _open_ranks(folder: Path, paths: Sequence[Path]) -> OpenedCheckpoint:
             _refuse(rank.file, error)
     for tensors in (weights, *state.values()):
         problems += tensors.close()
-    raise_problems(f"cannot read the Megatron checkpoint {folder}", problems)
+    raise_problems(f"{_CANNOT} {folder}", problems)
     return OpenedCheckpoint(folder, first, weights, name_state(state), _find_step(first))
 
 
@@ -649,8 +645,7 @@ def _open_rank_files(
     if ep > 1 and etp != tp:
         fix = "save it again with --ckpt-format torch_dist"
         got = f"{etp}, with tensor_model_parallel_size={tp}"
-        title = "cannot read the Megatron checkpoint"
-        refuse(title, "expert_tensor_parallel_size", got, "the same in the legacy layout", fix)
+        _refuse("expert_tensor_parallel_size", got, "the same in the legacy layout", fix)
     found, missing = [], []
     for t, p, e in itertools.product(range(tp), range(pp), range(ep)):
         name = (
@@ -670,7 +665,7 @@ def _open_rank_files(
         for path in paths
         if path.name not in known
     ]
-    raise_problems(f"cannot read the Megatron checkpoint {folder}", missing)
+    raise_problems(f"{_CANNOT} {folder}", missing)
     return found
 
 
@@ -678,14 +673,14 @@ def _parse_whole(args: Mapping, name: str, default: int = 1) -> int:
     value = args.get(name)
     value = default if value is None else value
     if type(value) is not int or not 0 < value < 1 << 20:
-        refuse("cannot read the Megatron checkpoint", name, repr(value), "a positive number")
+        _refuse(name, repr(value), "a positive number", "")
     return value
 
 
-def _layer_offsets(ranks: Sequence[_ModelRank], args: Mapping) -> dict[tuple[int, int], int]:
-    """The number in the whole model of the first layer of each chunk, by pipeline rank and chunk.
+def _find_layer_offsets(ranks: Sequence[_ModelRank], args: Mapping) -> dict[tuple[int, int], int]:
+    """The global number of the first layer of each chunk, by pipeline rank and virtual stage.
 
-    Chunks follow one another first over ranks and then over virtual stages, whatever each has.
+    Chunks are ordered by virtual stage, and then by rank.
     """
     counts = {
         (number, rank.pp): 1 + max(
@@ -699,16 +694,14 @@ def _layer_offsets(ranks: Sequence[_ModelRank], args: Mapping) -> dict[tuple[int
     found = {(pp, number): at for (number, pp), at in zip(sorted(counts), total, strict=False)}
     if sum(counts.values()) != args.get("num_layers"):
         got = f"{sum(counts.values())} layers in all files"
-        refuse(
-            "cannot read the Megatron checkpoint", "num_layers", got, str(args.get("num_layers"))
-        )
+        _refuse("num_layers", got, str(args.get("num_layers")), "")
     return found
 
 
 def _list_owned(
     rank: _ModelRank, args: Mapping, offsets: Mapping[tuple[int, int], int]
 ) -> list[_Owned]:
-    """The tensors of a rank, in the order of its model, which is that of its optimizer."""
+    """The tensors of a rank, in the order of its model and its optimizer."""
     found = []
     experts = (args.get("num_experts") or 0) // _parse_whole(args, "expert_model_parallel_size")
     for number, model in enumerate(rank.models):
@@ -731,33 +724,27 @@ def _list_owned(
 
 
 def _find_division(name: str, args: Mapping) -> tuple[int | None, int]:
-    """The dim that tensor parallelism divides, None: none, and how many matrices lie along it."""
+    """The dim that tensor parallelism splits (None: none), and the number of matrices along it."""
     if _COLUMNS.match(name):
         return 0, 2 if "linear_fc1." in name and args.get("swiglu") else 1
     return (1, 1) if _ROWS.match(name) else (None, 1)
 
 
 def _split_spans(size: int, count: int, parts: int, rank: int) -> list[tuple[int, int]]:
-    """Where the rank's part of each of `count` matrices begins and ends along a dim of `size`."""
+    """The rank's span of each of `count` matrices along a dim of `size`."""
     each = size // count // parts
     starts = [(at * parts + rank) * each for at in range(count)]
     return [(start, start + each) for start in starts]
 
 
 CheckpointBox = tuple[tuple[int, int], ...]
-"""Where a part of a tensor begins and ends, per dim."""
+"""Start and end of a part of a tensor, per dim."""
 
 
 def list_boxes(
     name: str, shape: Sequence[int], args: Mapping[str, Any]
 ) -> Iterator[tuple[CheckpointBox, ...]]:
-    """The boxes that a rank of tensor parallelism may have of a parameter, for all ranks.
-
-    Args:
-        name: of the parameter.
-        shape: the whole one's.
-        args: of the run.
-    """
+    """By tensor-parallel rank, the boxes that it may have of a parameter."""
     tp = _parse_whole(args, "tensor_model_parallel_size")
     if _EXPERT.match(name):
         tp = _parse_whole(args, "expert_tensor_parallel_size", tp)
@@ -765,7 +752,7 @@ def list_boxes(
     if tp == 1 or dim is None:
         yield (tuple((0, size) for size in shape),)
     if _DOWN.match(name):
-        dim = 0  # of some versions: it is known by its numbers which
+        dim = 0  # in some versions, which values tell
     if tp == 1 or dim is None or shape[dim] % (count * tp):
         return
     for rank in range(tp):
@@ -776,7 +763,7 @@ def list_boxes(
 
 
 def _split_tensor(name: str, tensor: torch.Tensor, rank: _ModelRank, args: Mapping) -> tuple:
-    """Where boxes of this rank's tensor begin in the whole one, and where they are in it."""
+    """Starts of this rank's boxes in the whole tensor, and their slices in its own."""
     tp = _parse_whole(args, "tensor_model_parallel_size")
     zeros, all_of = (0,) * tensor.dim(), (slice(None),) * tensor.dim()
     dim, count = _find_division(name, args)
@@ -804,7 +791,7 @@ def _place_tensor(
     file: Path,
     repeated: list[Problem] | None = None,
 ) -> None:
-    """Add a rank's tensor, which may have been added by another that has the same."""
+    """Add a rank's tensor, unless another rank has added it already."""
     for start, box in owned.parts:
         view = value[box]
         known = into.chunks.get(owned.name, [])
@@ -824,7 +811,7 @@ def _place_tensor(
 def _read_rank_state(
     rank: _ModelRank, owned: Sequence[_Owned], args: Mapping
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The optimizer's state of a rank: its name, the number in `owned`, and the tensor."""
+    """A rank's optimizer state: its kind, index in `owned`, and tensor."""
     optimizers = _list_optimizers(rank.table)
     split = len(optimizers) > 1  # that of experts by itself
     if not optimizers:
@@ -853,7 +840,7 @@ def _read_plain_state(
         ids = list(group.get("params", ()))
         if len(ids) != len(mine):
             got = f"{len(ids)} parameters {'without' if plain else 'with'} weight decay"
-            wanted = f"{len(mine)}, the model's: all matrices decay, and what has one dim does not"
+            wanted = f"{len(mine)}: all of the model's matrices decay, and no vectors"
             _refuse(rank.file, got, wanted)
         places |= dict(zip(ids, mine, strict=True))
         for at, n in enumerate(mine if masters is not None else ()):
@@ -878,24 +865,19 @@ def _match_shape(value: Any, owned: _Owned, file: Path) -> torch.Tensor:
 def _read_flat_state(
     rank: _ModelRank, owned: Sequence[_Owned], args: Mapping, members: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The state in ``distrib_optim.pt``: of all parameters one after another, the last first.
+    """The state in ``distrib_optim.pt``: all parameters are concatenated, the last one first.
 
-    Each begins at a multiple of 64 numbers. That it is the parameter's is seen by its master.
+    Each begins at a multiple of 64 elements. Masters must round to the parameters.
     """
     file = rank.file.parent / OPTIMIZER
     tables = read_pickle(file)
     tables = tables if isinstance(tables, list) else [tables]
-    if (
-        isinstance(tables[0], Mapping)
-        and 0 not in tables[0]
-        and "buckets_coalesced" not in tables[0]
-    ):
-        _refuse(
-            file, "an older format of the distributed optimizer", "that of Megatron-Core 0.7 on"
-        )
+    if isinstance(tables[0], Mapping) and not {0, "buckets_coalesced"} & tables[0].keys():
+        got = "an older format of the distributed optimizer"
+        _refuse(file, got, "that of Megatron-Core 0.7 or later")
     tables += [None] * (len(members) - len(tables))
     for table, mine in zip(tables, members, strict=True):
-        if table is None:  # other ranks of expert parallelism have the same
+        if table is None:  # another rank of expert parallelism has it
             continue
         buffers = [table[key] for key in sorted(key for key in table if isinstance(key, int))]
         for buffer, numbers in zip(buffers, _group_by_chunk(rank, owned, mine), strict=True):
@@ -908,7 +890,7 @@ def _read_flat_state(
 def _group_by_chunk(
     rank: _ModelRank, owned: Sequence[_Owned], mine: Sequence[int]
 ) -> list[list[int]]:
-    """`mine` in the chunks of the model that they are of."""
+    """Group `mine` by the chunks of the model."""
     sizes = [sum(not _PASSED.match(key) for key in model) for model in rank.models]
     ends = list(itertools.accumulate(sizes, initial=0))
     made = [[n for n in mine if a <= n < b] for a, b in itertools.pairwise(ends)]
@@ -925,12 +907,12 @@ def _read_flat(
         start = -(-start // 64) * 64
         stop = start + parameter.numel()
         if any(stop > each.numel() for each in tensors.values()):
-            _refuse(file, "fewer numbers than the parameters have", "as many, in their order")
+            _refuse(file, "fewer elements than the parameters", "as many, in the same order")
         own = {key: each[start:stop].view(parameter.shape) for key, each in tensors.items()}
         if not torch.equal(own["param"].to(parameter.dtype), parameter):
             got = f"another parameter in the place of {owned[n].name}"
             fix = "load it in Megatron-LM and save it with --ckpt-format torch_dist"
-            title = "cannot tell the parameters of the distributed optimizer apart"
-            refuse(title, str(file), got, "its master, which is rounded to it", fix)
+            title = "cannot match the distributed optimizer's state with parameters"
+            refuse(title, str(file), got, "a master that rounds to it", fix)
         yield from ((key, n, each) for key, each in own.items())
         start = stop

@@ -1,15 +1,15 @@
-"""Launches of Megatron-LM: the words that a script gives it, and what it prints and records.
+"""Launch scripts of Megatron-LM, its logs, and its names of records.
 
-`read_script` runs nothing. It takes the command that launches a training, with the variables and
-arrays that the same script simply sets before: ``${NAME}``, ``${NAME:-word}``, ``${NAME[@]}``. What
-no line sets, and the output of a command, stays open: it is written ``${NAME}`` in the words, and
-`--env` says it. Variables that are set in a condition, a loop or a function are refused where the
-launch needs them.
+`read_script` finds the command that launches a training, without running anything. It expands the
+script's plain variables and arrays: ``${NAME}``, ``${NAME:-word}``, ``${NAME[@]}``. Variables that
+are not set, and the output of commands, stay open, and are reported as ``${NAME}`` (set them by
+``--env``). Variables that are set in conditions, loops or functions are refused if the launch needs
+them.
 
-`record_script` runs such a script in bash, with recorders in the place of the programs that launch
-a training, which write down their words and end.
+`record_script` runs such a script in bash, with recorders in place of the programs that launch a
+training, which write down their arguments and exit.
 
-`read_log` reads what a run printed, and `name_records` names records as it does.
+`read_log` reads a run's log, and `name_records` names records as Megatron-LM does.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.training.records import EVAL, LogReader, Naming, Record, flat
+from functron.training import records
 
 TITLE = "cannot read the launch line"
 _MOST_TEXT = 100_000  # characters of a script, and of what a variable or a command has
 _MOST_WORDS = 100_000
 _MOST_DEPTH = 50
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Around what stays open in a text; no script has them."""
-RUN_IT = "functron migrate FILE --run runs the script, with recorders in the place of its launch"
+"""Delimiters of open variables, which do not occur in scripts."""
+RUN_IT = "functron migrate FILE --run runs the script, with recorders in place of its launch"
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class LaunchLine:
     """The command that starts a training.
 
     Attributes:
-        program: the file of its program, such as ``pretrain_gpt.py``; empty: it names none.
-        words: what follows the program.
-        processes: how many its launcher starts; 0: it does not say.
+        program: its file, such as ``pretrain_gpt.py``; empty: unknown.
+        words: the arguments of the program.
+        processes: that the launcher starts; 0: unknown.
     """
 
     program: str
@@ -56,34 +56,33 @@ class LaunchLine:
 
 
 def is_open(word: str) -> bool:
-    """Whether a word has a variable that nothing sets."""
+    """Whether a word has a variable that is not set."""
     return _OPEN in word
 
 
 def show_open(word: str) -> str:
-    """A word with its open variables as a script writes them."""
+    """A word with open variables as in a script."""
     return word.replace(_OPEN, "${").replace(_CLOSE, "}")
 
 
 def list_open(word: str) -> list[str]:
-    """The variables that are open in a word."""
+    """The open variables of a word."""
     return re.findall(f"{_OPEN}([^{_CLOSE}]*)", word)
 
 
 def read_script(
     text: str, options: Collection[str], variables: Mapping[str, str] | None = None
 ) -> LaunchLine:
-    """The launch line in a script, or in a text that has arguments alone. Nothing is run.
+    """The launch line in a script, or in a text of arguments. Nothing is run.
 
     Args:
-        text: the script.
-        options: names, without dashes, of which the launch has most.
-        variables: those that the script does not set, by name; ``"1"`` is its first argument. As in
-            a shell, the script's own assignments win.
+        options: names without dashes; the launch is the command with the most of them.
+        variables: of the environment, by name; ``"1"`` is the first argument. The script's own
+            assignments replace them.
 
     Raises:
-        ValueError: the script is cut off, launches nothing, or its launch needs what only a shell
-            can evaluate; all such places are listed with their lines.
+        ValueError: the script is incomplete, launches nothing, or its launch needs a shell; all
+            such places are listed with their lines.
     """
     if len(text) > _MOST_TEXT:
         refuse(TITLE, "the script", f"{len(text)} characters", f"at most {_MOST_TEXT}")
@@ -102,7 +101,7 @@ def read_script(
 
 
 def fill_variables(text: str, variables: Mapping[str, str]) -> str:
-    """A value with ``$NAME`` and ``${NAME}`` replaced by those of `variables`; others stay open."""
+    """Replace ``$NAME`` and ``${NAME}`` by `variables`; others stay open."""
     return _Script(dict(variables)).join(text, [], 0, quoted=True)
 
 
@@ -110,7 +109,7 @@ def fill_variables(text: str, variables: Mapping[str, str]) -> str:
 
 
 class _Command(NamedTuple):
-    """A command as it is written, the line where it begins, and the operator before it."""
+    """The text of a command, its line, and the operator before it."""
 
     text: str
     line: int
@@ -123,16 +122,16 @@ _NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])")
 
 
 def _find_opener(text: str, at: int, *, quoted: bool) -> str | None:
-    """The quotes or expansion, or outside of quotes the bracket, that begins at `at`; or None."""
+    """The quote, expansion or, outside of quotes, bracket that begins at `at`; None: none does."""
     known = _IN_QUOTES if quoted else _CLOSERS
     return next((opener for opener in known if text.startswith(opener, at)), None)
 
 
 def _find_end(text: str, start: int, opener: str, depth: int = 0) -> int:  # noqa: RET503
-    """Where the quotes, brackets or expansion that `opener` begins at `start` end.
+    """The end of the quotes, brackets or expansion that begin at `start`.
 
     Raises:
-        ValueError: nowhere.
+        ValueError: they are not closed.
     """
     at = start + len(opener)
     while at < len(text) and depth < _MOST_DEPTH:
@@ -149,7 +148,7 @@ def _find_end(text: str, start: int, opener: str, depth: int = 0) -> int:  # noq
         else:
             at += 1
     line = text.count("\n", 0, start) + 1
-    got, wanted = "a quote or bracket that nothing closes", "one that is closed"
+    got, wanted = "a quote or bracket that is not closed", "a closed one"
     refuse(TITLE, f"line {line}", got, wanted)
 
 
@@ -164,7 +163,7 @@ _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 
 
 def _split_commands(text: str) -> Iterator[_Command]:
-    """The commands of a script in order; comments and here documents are left out."""
+    """The commands of a script in order, without comments and here documents."""
     begin = at = counted = 0
     line, after = 1, ""
     parts: list[str] = []
@@ -197,7 +196,6 @@ def _split_commands(text: str) -> Iterator[_Command]:
 
 
 def _find_word_end(text: str, at: int) -> int:
-    """Where the word that begins at `at` ends."""
     while at < len(text) and not text[at].isspace():
         if text[at] == "\\":
             at += 2
@@ -209,10 +207,10 @@ def _find_word_end(text: str, at: int) -> int:
 
 
 def _split_pieces(text: str, *, quoted: bool) -> Iterator[tuple[str, str]]:
-    """The pieces of a word, or of what is between double quotes.
+    """The pieces of a word, or of a text in double quotes, with their kinds.
 
-    Kinds are ``text``; ``literal``, which was quoted or escaped; ``quoted``, between double quotes;
-    ``value``, of what is between the braces of ``${...}``; and ``shell``, the output of a command.
+    ``text``; ``literal``: quoted or escaped; ``quoted``: in double quotes; ``value``: the inside of
+    ``${...}``; ``shell``: the output of a command.
     """
     at = begin = 0
     while at < len(text):
@@ -244,7 +242,7 @@ def _split_pieces(text: str, *, quoted: bool) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class _CommandLine:
-    """The words of a command, its line, and what of it only a shell can evaluate."""
+    """The words of a command, its line, and what only a shell can evaluate of it."""
 
     words: list[str]
     line: int
@@ -263,12 +261,12 @@ _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _EXPANSION = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-+])(.*))?", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*(?:&>>|&>|>>|>\||>&|>|<)(.*)", re.DOTALL)
 _FIELD = re.compile(f"(?:{_OPEN}[^{_CLOSE}]*{_CLOSE}|\\S)+")
-"""Runs of characters that a shell makes words of; what is open stays whole."""
+"""Words of a value; open variables are not split."""
 
 
 @dataclass
 class _Script:
-    """The variables of a script, those that only a shell can tell, and its commands."""
+    """The variables and commands of a script, and variables that only a shell can evaluate."""
 
     variables: dict[str, str | list[str]]
     untold: dict[str, Problem] = field(default_factory=dict)
@@ -278,7 +276,7 @@ class _Script:
     def read(self, text: str) -> None:
         """Note what the commands of a text set, and their words."""
         for command in _split_commands(text):
-            text, line, at = command.text, command.line, self._leave_keywords(command.text)
+            text, line, at = command.text, command.line, self._skip_keywords(command.text)
             declared = _DECLARE.match(text, at)
             at = declared.end() if declared else at
             is_certain = not self.inside and command.after not in ("&&", "||")
@@ -291,8 +289,8 @@ class _Script:
                 problems: list[Problem] = []
                 self.note(self.split(text[at:], problems, line), line, problems)
 
-    def _leave_keywords(self, text: str) -> int:
-        """Where a command begins after the words of conditions and loops, which are noted."""
+    def _skip_keywords(self, text: str) -> int:
+        """Note words of conditions and loops; returns where the command begins after them."""
         at = 0
         while match := _WORD.match(text, at):
             word = match[1]
@@ -303,7 +301,7 @@ class _Script:
             elif word not in _BETWEEN:
                 break
             at = match.end()
-            if word in ("for", "select", "case"):  # the rest is what it goes over
+            if word in ("for", "select", "case"):  # the rest is their list
                 return len(text)
         return at
 
@@ -321,7 +319,7 @@ class _Script:
             got, wanted = f"{name} of {size} characters", f"at most {_MOST_TEXT}"
             problems = [Problem(f"line {line}", got, wanted)]
         elif not certain:
-            got = f"{name}, which is set where only a shell can tell"
+            got = f"{name}, which is set conditionally"
             problems = [Problem(f"line {line}", got, "one that is always set", RUN_IT)]
         if not problems and not (adds and name in self.untold):
             self.variables[name] = value
@@ -350,7 +348,7 @@ class _Script:
                 return
 
     def split(self, text: str, problems: list[Problem], line: int) -> list[str]:
-        """The words of a command, without what is written where."""
+        """The words of a command, without redirections."""
         words: list[str] = []
         at = size = 0
         is_place = False
@@ -372,18 +370,18 @@ class _Script:
         return words
 
     def _split_word(self, word: str, problems: list[Problem], line: int) -> list[str]:
-        """The words that one becomes: unquoted values are split at spaces, as in a shell."""
+        """The words of one: unquoted values are split at spaces, as in a shell."""
         found: list[str] = []
-        goes_on = False  # whether the next piece is of the last word of `found`
+        goes_on = False  # whether the next piece continues the last word
         for kind, text in _split_pieces(word, quoted=False):
             ends = False
             array = re.fullmatch(r"\$(?:\{(\w+\[@\])\}|(@))", text) if kind == "quoted" else None
             if array:
-                pieces = self._values(array[1] or array[2], problems, line)
-            elif kind == "value" and (default := self._default_of(text)) is not None:
+                pieces = self._expand_values(array[1] or array[2], problems, line)
+            elif kind == "value" and (default := self._find_default(text)) is not None:
                 pieces = self._split_word(default, problems, line)
             elif kind == "value":
-                value = " ".join(self._values(text, problems, line))
+                value = " ".join(self._expand_values(text, problems, line))
                 pieces = _FIELD.findall(value)
                 goes_on = goes_on and not value[:1].isspace()
                 ends = value[-1:].isspace()
@@ -396,7 +394,7 @@ class _Script:
         return found
 
     def join(self, text: str, problems: list[Problem], line: int, *, quoted: bool = False) -> str:
-        """The value of a word that is not split, or of what is between double quotes."""
+        """The value of a word that is not split, or of a text in double quotes."""
         pieces = _split_pieces(text, quoted=quoted)
         return "".join(self._expand(*piece, problems, line) for piece in pieces)
 
@@ -404,11 +402,11 @@ class _Script:
         if kind == "quoted":
             return self.join(text, problems, line, quoted=True)
         if kind == "value":
-            return " ".join(self._values(text, problems, line))
+            return " ".join(self._expand_values(text, problems, line))
         return f"{_OPEN}({text}){_CLOSE}" if kind == "shell" else text
 
-    def _values(self, text: str, problems: list[Problem], line: int) -> list[str]:
-        """The values of what is between the braces of ``${...}``: one, or those of an array."""
+    def _expand_values(self, text: str, problems: list[Problem], line: int) -> list[str]:
+        """The values of ``${...}``: one, or those of an array."""
         match = _EXPANSION.fullmatch(text)
         if match is None:
             wanted = "a variable, its default, or all of an array"
@@ -421,15 +419,15 @@ class _Script:
         if name in self.untold:
             problems.append(self.untold[name])
             return []
-        if (default := self._default_of(text)) is not None:
+        if (default := self._find_default(text)) is not None:
             return [self.join(default, problems, line)]
         value = self.variables.get(name)
         if value is None:
             return [] if sign else [f"{_OPEN}{name}{_CLOSE}"]
         return [value] if isinstance(value, str) else value if several else value[:1]
 
-    def _default_of(self, text: str) -> str | None:
-        """The word of ``${NAME:-word}`` or ``${NAME:+word}`` where that stands for the variable."""
+    def _find_default(self, text: str) -> str | None:
+        """The word of ``${NAME:-word}`` or ``${NAME:+word}`` if it replaces the variable."""
         match = _EXPANSION.fullmatch(text)
         name, _, sign, word = match.groups() if match else ("", "", "", "")
         if not sign or name in self.untold:
@@ -443,7 +441,7 @@ class _Script:
 
 
 def _find_launch(commands: Sequence[_CommandLine], options: Collection[str]) -> _CommandLine | None:
-    """The command with most known options, the first one of several."""
+    """The first command with the most known options."""
     best = max(commands, key=lambda line: _count_known(line.words, options), default=None)
     return best if best is not None and _count_known(best.words, options) else None
 
@@ -453,7 +451,7 @@ def _count_known(words: Sequence[str], options: Collection[str]) -> int:
 
 
 def _join_options(script: _Script, options: Collection[str]) -> _CommandLine | None:
-    """Of a file that only sets variables, those with options, one after the other."""
+    """The options in the variables of a file that only sets variables."""
     together: list[str] = []
     for value in script.variables.values():
         words = [
@@ -473,7 +471,7 @@ _SHORT = {"N": "nodes", "n": "ntasks", "np": "np"}
 
 
 def _divide_line(words: list[str], batch: int) -> LaunchLine:
-    """A command as program, what it is given, and the processes that the launcher starts."""
+    """A command as program, its arguments, and the number of processes."""
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         at = next((i for i, word in enumerate(words) if word.startswith("--")), len(words)) - 1
@@ -482,7 +480,7 @@ def _divide_line(words: list[str], batch: int) -> LaunchLine:
 
 
 def _count_processes(words: Sequence[str]) -> int:
-    """How many processes a launcher starts; 0: it does not say."""
+    """The number of processes that a launcher starts; 0: unknown."""
     given: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=False):
         if not word.startswith("-"):
@@ -499,7 +497,7 @@ def _count_processes(words: Sequence[str]) -> int:
 
 
 def _count_batch_processes(text: str) -> int:
-    """The processes of a batch script's own lines (``#SBATCH --nodes=4``)."""
+    """The number of processes by the lines of a batch script (``#SBATCH --nodes=4``)."""
     lines = re.findall(r"^#SBATCH[ \t]+([^#\n]*)", text, re.MULTILINE)
     return _count_processes([word for line in lines for word in line.split()])
 
@@ -511,13 +509,13 @@ _RECORDED = (
     "nohup", "numactl", "podman", "python", "python3", "sbatch", "setsid", "sh", "singularity",
     "srun", "timeout", "torchrun", "uv",
 )  # fmt: skip
-"""Programs that launch others, in whose place a recorder stands."""
+"""Programs that launch others, which recorders replace."""
 _TOOLS = (
     "awk", "basename", "bc", "cat", "cut", "date", "dirname", "expr", "grep", "head",
     "hostname", "ls", "nproc", "readlink", "realpath", "sed", "seq", "sort", "tail", "tr", "uname",
     "uniq", "wc",
 )  # fmt: skip
-"""Programs that a script may ask for its values; it finds no others."""
+"""Programs that a script may call; it finds no others."""
 _PLACES = "/usr/local/bin:/usr/bin:/bin"
 _SECONDS = 30
 _RECORDER = """#!/bin/sh
@@ -553,16 +551,15 @@ trap '! functron_records' DEBUG  # a command is skipped where its trap is false
 def record_script(
     path: Path, options: Collection[str], variables: Mapping[str, str] | None = None
 ) -> LaunchLine:
-    """Run a script in bash, with recorders in the place of what launches a training.
+    """Run a script in bash, with recorders in place of the programs that launch a training.
 
-    It runs in an empty folder, finds no programs but the recorders and `_TOOLS`, and has no other
-    variables than those given; commands that are named by a place, such as ``/opt/bin/python``, are
-    recorded as well. All else that it does, such as writing into files, it really does.
+    It runs in an empty folder, finds only the recorders and `_TOOLS`, and has only the given
+    variables; commands with a path, such as ``/opt/bin/python``, are recorded as well. Its other
+    effects, such as writing files, are real.
 
     Args:
-        path: of the script.
         options: as of `read_script`.
-        variables: of its surroundings, by name; ``"1"`` is its first argument.
+        variables: of the environment, by name; ``"1"`` is the first argument.
 
     Raises:
         ValueError: there is no bash, or the script launches nothing within 30 seconds.
@@ -574,7 +571,7 @@ def record_script(
         folder = Path(made).resolve()
         status, said = _run_recorded(bash, path.resolve(), folder, variables or {})
         script = _Script({})
-        # clocks of files may not tell processes apart that follow each other closely
+        # times of files may be equal for processes that follow each other closely
         calls = (
             (one.stat().st_mtime_ns, int(one.name), one) for one in (folder / "calls").iterdir()
         )
@@ -596,7 +593,7 @@ def record_script(
 def _run_recorded(
     bash: str, path: Path, folder: Path, variables: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Run a script in a folder; its exit status, and the last line of its errors."""
+    """Run a script; its exit status, and the last line of its errors."""
     for name in ("bin", "calls", "cwd"):
         (folder / name).mkdir()
     recorder = folder / "bin" / "functron-record"
@@ -607,7 +604,7 @@ def _run_recorded(
     for name in _TOOLS:
         if (found := shutil.which(name, path=_PLACES)) is not None:
             (folder / "bin" / name).symlink_to(found)
-    for name in ("gpt", "bert", "t5", "mamba"):  # which scripts look for
+    for name in ("gpt", "bert", "t5", "mamba"):  # which scripts check for
         (folder / "cwd" / f"pretrain_{name}.py").touch()
     named = {name: value for name, value in variables.items() if not name.isdigit()}
     count = max((int(name) for name in variables if name.isdigit()), default=0)
@@ -631,42 +628,41 @@ def _run_recorded(
     return str(process.returncode), lines[-1][:200] if lines else ""
 
 
-# --- what it prints and records
+# --- its logs and records
 
 _NAMES = MappingProxyType({
     "loss": "lm loss", "lr": "learning-rate", "grad_norm": "grad-norm", "loss_scale": "loss-scale",
     "step_seconds": "iteration-time", "peak_memory_bytes": "mem-max-allocated-bytes",
 })  # fmt: skip
-"""Numbers of a record, and their names in Megatron-LM (``training_log`` of its training.py)."""
+"""Numbers of a record by their names in Megatron-LM (``training_log`` of its training.py)."""
 
 _BY_STEP = ("iteration-time", "mem-max-allocated-bytes")
-"""Those that Megatron-LM does not draw over samples as well."""
+"""Those that Megatron-LM does not draw over samples."""
 
 
-def name_records(samples_after: Callable[[int], int]) -> Naming:
-    """Name the numbers of records as Megatron-LM does.
+def name_records(samples_after: Callable[[int], int]) -> records.Naming:
+    """Name the numbers of records as Megatron-LM does, if it has names for them.
 
-    They are drawn over steps and, as it does, ``NAME vs samples`` over samples. What it has no name
-    for keeps its own.
+    They are drawn over steps and, as ``NAME vs samples``, over samples.
 
     Args:
-        samples_after: of a number of steps how many samples they have.
+        samples_after: the number of samples by the number of steps.
     """
 
-    def named(record: Record) -> Iterator[tuple[str, Any, int]]:
+    def named(record: records.Record) -> Iterator[tuple[str, Any, int]]:
         step = record["step"]
         seen = samples_after(step)
         known = dict(_NAMES)
-        if "next_token_loss" in record:  # of a loss with other terms, which Megatron-LM leaves out
+        if "next_token_loss" in record:  # the loss has other terms, which Megatron-LM does not log
             known |= {"next_token_loss": known.pop("loss")}
-        rows = {known.get(name, name): v for name, v in record.items() if name != EVAL}
+        rows = {known.get(name, name): v for name, v in record.items() if name != records.EVAL}
         rows["batch-size"] = seen - samples_after(step - 1)
-        sets = record.get(EVAL, {})
+        sets = record.get(records.EVAL, {})
         for name, numbers in sets.items():
             key = "lm loss validation" if len(sets) == 1 else f"lm loss validation {name}"
             rows |= {key: numbers["loss"], f"{key} ppl": numbers["perplexity"]}
         drawn = (*_NAMES.values(), "batch-size")
-        for name, value in flat(rows).items():
+        for name, value in records.flat(rows).items():
             yield name, value, step
             over = name in drawn and name not in _BY_STEP
             if over or name.startswith("lm loss validation"):
@@ -677,7 +673,7 @@ def name_records(samples_after: Callable[[int], int]) -> Naming:
 
 
 def has_iterations(file: Path) -> bool:
-    """Whether a file has lines that Megatron-LM prints of its iterations."""
+    """Whether a file has Megatron-LM's lines of iterations."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
             return any(_ITERATION.search(line) for line in lines)
@@ -697,21 +693,23 @@ _SETTINGS = MappingProxyType({
     "adam_beta2": "optimizer.b2", "adam_eps": "optimizer.eps",
     "weight_decay": "optimizer.weight_decay", "clip_grad": "optimizer.clip_norm",
 })  # fmt: skip
-"""Arguments that Megatron-LM prints, and the settings that say the same."""
+"""Arguments that Megatron-LM prints, and the same settings."""
 
 
-def make_log_reader() -> LogReader:
-    """Megatron-LM's logs, as ``functron compare`` reads them."""
-    return LogReader("a log of Megatron-LM with its lines of iterations", has_iterations, read_log)
+def make_log_reader() -> records.LogReader:
+    """The reader of Megatron-LM's logs for ``functron compare``."""
+    return records.LogReader(
+        "a log of Megatron-LM with its lines of iterations", has_iterations, read_log
+    )
 
 
 def read_log(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings and records in what Megatron-LM printed of a run.
+    """The settings and records in a log of Megatron-LM.
 
-    A record has ``step``, ``loss`` (the mean since the line before), ``grad_norm``, ``lr``,
-    ``samples``, ``step_seconds``, and ``tokens`` and ``tokens_per_second`` where the arguments are
-    printed; None where a line has no such number. An iteration that comes twice, after a restart,
-    counts as it came last. Settings are those of the arguments that it printed first, if it did.
+    A record has ``step``, ``loss`` (the mean since the last line), ``grad_norm``, ``lr``,
+    ``samples``, ``step_seconds``, and, if the log has the arguments, ``tokens`` and
+    ``tokens_per_second``; missing numbers are None. Of an iteration that is repeated after a
+    restart the last line counts. Settings are from the arguments at the beginning, if there.
 
     Raises:
         ValueError: the file cannot be read.
@@ -744,12 +742,12 @@ def read_log(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
                 row["tokens_per_second"] = batch * seq / seconds
         row.pop("batch", None)
         if step in held_out:
-            row[EVAL] = held_out[step]
+            row[records.EVAL] = held_out[step]
     return settings, [rows[step] for step in sorted(rows)]
 
 
 def _read_numbers(text: str) -> dict[str, float | None]:
-    """The numbers of a line of ``name: number`` between bars."""
+    """The numbers of ``name: number | name: number``."""
     pairs = (part.rpartition(":") for part in text.split("|"))
     return {name.strip(): _parse_number(value) for name, colon, value in pairs if colon}
 
@@ -763,14 +761,13 @@ def _parse_number(text: str) -> float | None:
 
 
 def _parse_setting(text: str) -> int | float | None:
-    """A number as a configuration has it: whole ones without a point are int."""
+    """An int if there is no point, as in a configuration."""
     number = _parse_number(text)
     whole = number is not None and re.fullmatch(r"-?\d+", text)
     return int(text) if whole else number
 
 
 def _make_record(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:
-    """The record of a line of an iteration."""
     milliseconds = numbers.get("elapsed time per iteration (ms)")
     samples, batch = numbers.get("consumed samples"), numbers.get("global batch size")
     return {

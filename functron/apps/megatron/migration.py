@@ -1,9 +1,9 @@
-"""A launch line of Megatron-LM, or a configuration of its kin, as a configuration of functron.
+"""Convert launch scripts of Megatron-LM, and YAML of similar software, into configurations.
 
 `migrate` reads a shell script, a list of arguments, or YAML of Megatron-LM, Megatron-Bridge or
-NeMo, and makes the `TrainConfig` of the same run, with a table of what became of every argument.
-Where the line is silent, Megatron-LM's defaults are written out. Unknown arguments, variables that
-nothing sets and sizes that do not fit are refused, all at once.
+NeMo, and makes the `TrainConfig` of the same run, with the fate of every argument. Megatron-LM's
+defaults are written out. Unknown arguments, unset variables and sizes that do not fit are refused,
+all at once.
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ _KINDS: Mapping[FateKind, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Migration:
-    """The configuration that a launch line became.
+    """The result of `migrate`.
 
     Attributes:
-        config: the configuration, complete and checked but for what only the machine that trains
-            has: data, a tokenizer, packages.
-        rows: what became of every argument.
+        config: the configuration, complete and checked, except for data, tokenizer and packages of
+            the machine that trains.
+        rows: the fate of every argument.
         processes: ranks of the mesh.
-        told: whether the launcher, or who migrates, says how many there are; otherwise they are as
-            few as the sizes allow.
-        absent: files that the configuration names, and which are not here.
+        told: the number of processes is given; otherwise it is as small as the sizes allow.
+        absent: files of the configuration that are not on this machine.
     """
 
     config: TrainConfig
@@ -87,8 +86,8 @@ class Migration:
         return "\n\n".join(parts)
 
     def toml(self) -> str:
-        """The configuration as a file that ``functron train --config`` reads, what it does not have
-        of the line at its head."""
+        """The configuration as a file for ``functron train --config``, with arguments that are not
+        supported as comments at the top."""
         lines = ["# made by functron migrate"]
         lines += [
             f"# not supported: {r.name} {r.value}: {r.why}" for r in self.rows_of("not supported")
@@ -114,22 +113,22 @@ def migrate(
     closest: bool = False,
     run: bool = False,
 ) -> Migration:
-    """The configuration of the run that a launch line starts.
+    """The configuration of the run that a launch script starts.
 
     Args:
-        source: the file: a script, a list of arguments, or YAML.
-        variables: of the script's surroundings, by name; ``"1"`` is its first argument.
-        extra: arguments after those of the line, which win: as a line has them, or as
+        source: a script, a list of arguments, or YAML.
+        variables: environment variables of the script; ``"1"`` is its first argument.
+        extra: more arguments, which replace the script's: as on a command line, or as
             ``NAME=VALUE`` and ``NAME``.
-        without: arguments that are left out, without dashes, such as those of a fork.
-        processes: ranks; 0: as many as the launcher starts.
-        closest: make the nearest model where functron has not Megatron-LM's.
-        run: run the script in bash, with recorders in the place of what launches a training, where
-            reading it is not enough; see `record_script`. Otherwise nothing is run.
+        without: arguments to ignore, without dashes, such as those of a fork.
+        processes: number of ranks; 0: as the launcher starts.
+        closest: use functron's most similar model, if it lacks Megatron-LM's.
+        run: run the script in bash, with recorders in place of what launches a training; see
+            `record_script`. Otherwise nothing is run.
 
     Raises:
-        ValueError: the file cannot be read or launches nothing; arguments are unknown, or describe
-            what cannot be trained; or sizes do not fit. All such are listed with their fixes.
+        ValueError: the file cannot be read or launches nothing; arguments are unknown or not
+            supported; or sizes do not fit. All are listed with fixes.
     """
     line, arguments = _read_source(Path(source), variables, run=run)
     arguments = _change_arguments(arguments, extra, without)
@@ -190,7 +189,7 @@ _MOST_VALUES = 100_000
 
 
 def _check_size(path: Path, mapping: Mapping[str, Any]) -> None:
-    """Refuse what references within a file make of it: much, or something without end."""
+    """Refuse YAML whose references make it huge or infinite."""
     values: list[Any] = [mapping]
     for _ in range(_MOST_VALUES):
         if not values:
@@ -203,7 +202,7 @@ def _check_size(path: Path, mapping: Mapping[str, Any]) -> None:
 
 
 def _fill(value: Any, variables: Mapping[str, str]) -> Any:
-    """A configuration with ``${NAME}`` replaced where `variables` has it."""
+    """Replace ``${NAME}`` in a configuration."""
     if isinstance(value, Mapping):
         return {key: _fill(inner, variables) for key, inner in value.items()}
     if isinstance(value, list):
@@ -215,7 +214,7 @@ def _fill(value: Any, variables: Mapping[str, str]) -> Any:
 def _change_arguments(
     arguments: GivenArguments, extra: str, without: Sequence[str]
 ) -> GivenArguments:
-    """`arguments` with some more, and without others."""
+    """Add and remove arguments."""
     try:
         words = shlex.split(extra)
     except ValueError as error:
@@ -241,7 +240,6 @@ def _change_arguments(
 
 
 def _count_nemo_ranks(arguments: GivenArguments) -> int:
-    """Ranks that NeMo's trainer starts."""
     sizes = [arguments.given[n].value for n in ("devices", "num_nodes") if n in arguments.given]
     return math.prod(sizes) if sizes and all(type(size) is int for size in sizes) else 0
 
@@ -249,7 +247,7 @@ def _count_nemo_ranks(arguments: GivenArguments) -> int:
 def _make_config(
     reading: Reading, family: FamilyName, model: Any, ranks: int
 ) -> tuple[TrainConfig, int]:
-    """The configuration, and its ranks."""
+    """The configuration, and its number of ranks."""
     reading.explain("not needed", "the mesh says it", "devices", "num_nodes")
     reading.explain("not needed", "its arguments are read", "yaml_cfg")
     mesh, settings = read_step_settings(reading, family, ranks)
@@ -269,7 +267,7 @@ def _make_config(
 
 
 def _check_migration(source: Any, config: TrainConfig, reading: Reading, ranks: int) -> Migration:
-    """The migration, whose configuration is valid but for what is not on this machine."""
+    """Check the configuration but for files and packages that are not on this machine."""
     missing = [path for path in _list_files(config) if not _is_here(path)]
     tried = configure(config, tensorboard=False, wandb=False, cuda_graph=False, device="cpu")
     if missing:
@@ -295,7 +293,7 @@ def _check_migration(source: Any, config: TrainConfig, reading: Reading, ranks: 
 
 
 def _list_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings and sections of a configuration by their names; `rope_scaling` as a whole."""
+    """All settings and sections by name, and `rope_scaling` as a whole."""
     found: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:
@@ -310,7 +308,7 @@ def _list_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _list_files(config: TrainConfig) -> list[str]:
-    """The files of data and the tokenizer that a configuration names."""
+    """The files of data and tokenizer of a configuration."""
     words = [word for word in shlex.split(config.data.path) if not is_weight(word)]
     words += [word.partition("=")[2] for word in shlex.split(config.evaluation.data)]
     return list(filter(None, [*words, config.data.tokenizer]))
@@ -324,16 +322,17 @@ def _is_here(path: str) -> bool:
 
 
 def _read_checkpoints(reading: Reading) -> dict[str, Any]:
-    """The run folder, what is saved, and what a run goes on from."""
+    """The run folder, checkpoints, and the run to resume."""
     found: dict[str, Any] = {}
-    folder = reading.take("save", "out")
-    every = reading.take("save_interval", "save_every")
-    kept = reading.take("save_retain_interval", "keep_every")
-    newest = reading.take("most_recent_k", "keep_last")
+    folder = None if reading("save") in NONE else reading("save")
+    every = kept = newest = None
+    if folder is not None:
+        reading.take("save", "out")
+        every = reading.take("save_interval", "save_every")
+        kept = reading.take("save_retain_interval", "keep_every")
+        newest = reading.take("most_recent_k", "keep_last")
     why = "a run folder of its own: functron's checkpoints are not Megatron-LM's"
-    if folder in NONE or folder is None:
-        reading.ignore("save", "save_interval", "save_retain_interval", "most_recent_k")
-    elif not is_open(folder):
+    if folder is not None and not is_open(folder):
         here = Path(folder)
         used = here.is_dir() and any(here.iterdir())
         found["out"] = str(here / "functron") if used else folder
@@ -352,12 +351,9 @@ def _read_checkpoints(reading: Reading) -> dict[str, Any]:
         for name, value in (("load", load), ("pretrained_checkpoint", first)):
             if value is not None:
                 reading.explain("not supported", convert.format("DIR"), name)
-            else:
-                reading.ignore(name)
-    reading.ignore("exit_on_missing_checkpoint", "finetune", "no_load_optim")
     for name in ("finetune", "no_load_optim"):
         if reading(name):
-            why = "a converted model begins with new state where it is converted from hf:"
+            why = "a model converted from hf: begins with new state"
             reading.explain("not needed", why, name)
     minutes = reading.take("exit_duration_in_mins", "exit_after")
     if minutes:
@@ -366,14 +362,13 @@ def _read_checkpoints(reading: Reading) -> dict[str, Any]:
 
 
 def _read_logs(reading: Reading) -> dict[str, Any]:
-    """Where records go: under Megatron-LM's names, so that pictures of them go on."""
+    """Records, under Megatron-LM's names, so that its charts continue."""
     found: dict[str, Any] = {}
     for theirs, ours in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
-        reading.note(ours, theirs, why="its scalars have Megatron-LM's names: --log-names megatron")
         if reading(theirs) not in (None, *NONE):
+            why = "its scalars have Megatron-LM's names: --log-names megatron"
+            reading.note(ours, theirs, why=why)
             found[ours] = True
-        else:
-            reading.ignore(theirs)
     found |= {"log_names": "megatron"} if found else {}
     for name in ("log_params_norm", "log_l2_norm_grad_to_tensorboard"):
         reading.note("log_layers_every", name, why="norms by layer, every 100 steps")
@@ -383,7 +378,7 @@ def _read_logs(reading: Reading) -> dict[str, Any]:
 
 
 def _read_anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Steps that are left out, and replicas that are compared."""
+    """Skipped steps, and comparisons of replicas."""
     found: dict[str, Any] = {}
     every = reading.take("check_weight_hash_across_dp_replicas_interval", "check_replicas_every")
     if every:
@@ -404,7 +399,7 @@ def _read_anomalies(reading: Reading, settings: Mapping[str, Any]) -> dict[str, 
 
 
 def _join_ranges(pairs: Iterable[tuple[int, int]]) -> str:
-    """Ranges of samples, neighbours joined."""
+    """Join adjacent ranges of samples."""
     joined: list[list[int]] = []
     for first, end in pairs:
         if joined and joined[-1][1] == first:

@@ -1,4 +1,4 @@
-"""Runs of Megatron-LM as run folders, with the optimizer's state, and back.
+"""Convert Megatron-LM's checkpoints, with optimizer state, into run folders and back.
 
 | Megatron                           | here                                                        |
 |------------------------------------|-------------------------------------------------------------|
@@ -27,7 +27,7 @@ import torch
 
 from functron import checkpoint, nn
 from functron.apps.megatron import tensors
-from functron.apps.megatron.architecture import read_model
+from functron.apps.megatron.architecture import GPT_FIELDS, LATENT_FIELDS, MOE_FIELDS, read_model
 from functron.apps.megatron.arguments import Reading, read_arguments
 from functron.apps.megatron.checkpoint_files import LATEST, OpenedCheckpoint, open_checkpoint
 from functron.apps.megatron.training_settings import (
@@ -52,33 +52,31 @@ from functron.training.data import is_on_disk
 from functron.training.setup import make_setup
 from functron.training.step import State
 
-_TAKEN = "nothing: Megatron's checkpoints are taken as they are"
+_TAKEN = "nothing: Megatron's checkpoints are converted unchanged"
 _REFUSALS = {
     name: Problem(name, "{!r}", _TAKEN, "leave it out")
     for name in ("dtype", "averaged", "max_seq", "fused_projections", "quantise", "model")
 } | {
     "expert_parallel": Problem(
-        "expert_parallel", "{}", "1: it is of a Megatron checkpoint that is written", "leave it out"
+        "expert_parallel", "{}", "1: it is for writing Megatron checkpoints", "leave it out"
     )
 }
 
 
 def make_format() -> RunFormat:
-    """Megatron's checkpoints, for ``functron convert megatron:PATH run:PATH``, and back."""
+    """The format of ``functron convert megatron:PATH run:PATH``, and back."""
     return RunFormat(make_run_folder, write_checkpoint, MappingProxyType(_REFUSALS))
 
 
 def make_run_folder(path: Path, out: Path, *, model: str | None = None) -> Conversion:
-    """Make a run folder of a Megatron checkpoint.
+    """Convert a Megatron checkpoint into a run folder; see `read_run`.
 
-    It has the optimizer's state, steps and settings, so that ``functron train --resume`` takes the
-    step that Megatron would have taken. See `read_run`.
+    It has the optimizer's state, the step and settings, so that ``functron train --resume`` takes
+    Megatron's next step.
 
     Args:
-        path: of the checkpoint.
-        out: the folder to make.
-        model: a preset, of a checkpoint that has no arguments, whose parameters alone are then
-            read; None: it has them.
+        model: preset for a checkpoint without arguments, of which only the parameters are read;
+            None: it has arguments.
     """
     run, state = read_run(path, model=model)
     step = int(state.step)
@@ -94,7 +92,7 @@ def make_run_folder(path: Path, out: Path, *, model: str | None = None) -> Conve
 
 
 def _describe_continuation(run: config.TrainConfig, step: int, out: Path) -> str:
-    """How far a run of Megatron's was, which sample is its next, and the command that takes it."""
+    """The progress of Megatron's run, its next sample, and the command to continue it."""
     samples = run.data.batches.first_sample(step)
     lines = [f"at step {step} of {run.steps}, after {samples:,} samples of {run.data.seq} tokens"]
     command = f"functron train --resume --out {shlex.quote(str(out))}"
@@ -113,15 +111,13 @@ def _describe_continuation(run: config.TrainConfig, step: int, out: Path) -> str
 
 
 def write_checkpoint(path: Path, out: Path, *, expert_parallel: int = 1) -> Conversion:
-    """Write the newest checkpoint in a run folder as one of Megatron's, as `torch_dist`.
+    """Convert the newest checkpoint of a run folder into a ``torch_dist`` checkpoint of Megatron.
 
     It has the arguments of model, optimizer, schedule and data.
 
     Args:
-        path: of the run folder.
-        out: the folder to make.
-        expert_parallel: ranks of expert parallelism of the Megatron run that is to load it; it
-            loads on any others with as many optimizers: one, or two if it is above 1.
+        expert_parallel: ranks of expert parallelism of the Megatron run that will load it: with
+            more than 1, experts have a separate optimizer.
     """
     run = config.load(path / run_folder.CONFIG, known_only=True)
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
@@ -131,15 +127,15 @@ def write_checkpoint(path: Path, out: Path, *, expert_parallel: int = 1) -> Conv
     notes = []
     if padding := run.gpt.padded_vocab - run.gpt.vocab_size:
         notes.append(
-            f"{padding} rows of padding are tokens to Megatron-LM, whose softmax counts them: its "
-            "loss is higher, and falls as it trains; back here they are padding again"
+            f"Megatron-LM's softmax includes {padding} rows of padding: its loss is higher; "
+            "converted back they are padding again"
         )
     if run.data.path and not is_on_disk(run):
-        notes.append("its data is no files of tokens: functron preprocess makes them, --data-path")
+        notes.append("Megatron-LM needs files of tokens: functron preprocess makes them")
     elif run.data.path and run.data.order != "megatron":
-        notes.append("samples come in Megatron-LM's order from here on, which is another than ours")
+        notes.append("Megatron-LM continues with its own order of samples")
     if run.data.pack:
-        notes.append(f"samples are not packed there: pack = {run.data.pack}")
+        notes.append(f"Megatron-LM does not pack samples: pack = {run.data.pack}")
     return Conversion(run.architecture, out, (), "\n".join(notes))
 
 
@@ -147,20 +143,20 @@ _OF_ADAM = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
     "differentiable": False, "fused": None, "decoupled_weight_decay": True, "bias_correction": True,
 }  # fmt: skip
-"""Options of torch's Adam and Transformer Engine's, which take groups from a checkpoint whole."""
+"""Options of torch's Adam and Transformer Engine's, which load complete groups."""
 
 
 def read_run(path: Path, *, model: str | None = None) -> tuple[config.TrainConfig, State]:
-    """The run in a Megatron checkpoint, and its state, whole.
+    """The configuration and state of a Megatron checkpoint.
 
     Args:
-        path: the folder of an iteration, or the one above, with the latest's number.
-        model: a preset, for a checkpoint without arguments, of which the parameters are read; None:
-            they are there.
+        path: the folder of an iteration, or of several, of which the latest is read.
+        model: preset for a checkpoint without arguments, of which only the parameters are read;
+            None: it has arguments.
 
     Raises:
-        ValueError: as `open_checkpoint`, `read_architecture` and `load`; or
-            what the checkpoint says of samples, steps and schedule does not fit together.
+        ValueError: as `open_checkpoint`, `read_architecture` and `load`; or samples, steps and
+            schedule of the checkpoint do not fit together.
     """
     opened = open_checkpoint(path)
     args = opened.args
@@ -189,7 +185,6 @@ def read_run(path: Path, *, model: str | None = None) -> tuple[config.TrainConfi
 def _fill_state(
     state: State, loaded: tensors.LoadedTensors, opened: OpenedCheckpoint, run: config.TrainConfig
 ) -> State:
-    """`state` with the moments, masters and counts of the checkpoint."""
     iteration = opened.common.get("iteration", 0)
     scheduler = opened.common.get("opt_param_scheduler") or {}
     updates = scheduler.get("num_steps", opened.step * run.data.global_batch)
@@ -218,10 +213,10 @@ def _fill_state(
 
 
 def read_settings(args: Mapping[str, Any], opened: OpenedCheckpoint) -> config.TrainConfig:
-    """The configuration of a run that goes on as Megatron-LM would with these arguments.
+    """The configuration of a run that continues as Megatron-LM would with these arguments.
 
     Raises:
-        ValueError: some say what we have no counterpart of; all are listed.
+        ValueError: arguments have no counterpart; all are listed.
     """
     args = _note_padding(args, opened)
     model = read_architecture(args, where=str(opened.folder))
@@ -238,16 +233,16 @@ def read_settings(args: Mapping[str, Any], opened: OpenedCheckpoint) -> config.T
 
 
 def _note_padding(args: Mapping[str, Any], opened: OpenedCheckpoint) -> Mapping[str, Any]:
-    """The arguments; of what we once wrote without the rows of padding, with how many there are."""
+    """The arguments; functron's older checkpoints lack rows of padding, whose number is added."""
     rows, *_ = opened.weights.sizes.get(tensors.EMBEDDING) or (None,)
     once = rows is not None and rows == args.get("vocab_size") != args.get("padded_vocab_size")
     return {**args, MASKED_VOCABULARY: rows} if once else args
 
 
 def _merge_schedule(args: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with the counts of the scheduler's state, which goes before them.
+    """The arguments with the values of the scheduler's state, which counts samples.
 
-    It counts samples. Of steps and samples that the run ends after the checkpoint has both.
+    Checkpoints have both train_iters and train_samples.
     """
     scheduler = common.get("opt_param_scheduler")
     scheduler = scheduler if isinstance(scheduler, Mapping) else {}
@@ -265,12 +260,12 @@ def _merge_schedule(args: Mapping[str, Any], common: Mapping[str, Any]) -> dict[
 
 
 def _check_arguments(args: Mapping[str, Any]) -> list[Problem]:
-    """Arguments whose values a launch line may have, and a checkpoint not."""
+    """Problems of arguments that a launch line may have, and a checkpoint may not."""
     only = {
-        "optimizer": (("adam", None), "its state is not read"),
-        "decoupled_lr": ((None,), "its state is not read"),
-        "decoupled_weight_decay": ((True, None), "there is no such thing here"),
-        "attention_dropout": ((0, None), "our attention drops nothing"),
+        "optimizer": (("adam", None), "its state cannot be read"),
+        "decoupled_lr": ((None,), "its state cannot be read"),
+        "decoupled_weight_decay": ((True, None), "functron has only decoupled weight decay"),
+        "attention_dropout": ((0, None), "functron has no dropout of attention"),
     }
     found = []
     for name, (allowed, fix) in only.items():
@@ -280,10 +275,10 @@ def _check_arguments(args: Mapping[str, Any]) -> list[Problem]:
 
 
 def _read_data(args: Mapping[str, Any], opened: OpenedCheckpoint) -> dict[str, Any]:
-    """The seed, and where samples come from: in Megatron-LM's order, if the arguments say of what.
+    """The seed, and the data in Megatron-LM's order, if the arguments name any.
 
     Raises:
-        ValueError: they say it in a way that there is not; all offenders are listed.
+        ValueError: arguments of data have no counterpart; all are listed.
     """
     given = {name: args[name] for name in ("seed", *DATA_ARGUMENTS) if name in args}
     reading = Reading(read_arguments(given))
@@ -298,23 +293,23 @@ def _read_data(args: Mapping[str, Any], opened: OpenedCheckpoint) -> dict[str, A
 def _check_samples(
     args: Mapping[str, Any], opened: OpenedCheckpoint, run: config.TrainConfig
 ) -> None:
-    """Refuse a run that has not read as many samples as its steps would have."""
+    """Refuse a run whose number of samples is not that of its steps."""
     step, consumed = opened.common.get("iteration", 0), args.get("consumed_train_samples")
     expected = run.data.batches.first_sample(step)
     if consumed is not None and consumed != expected:
         wanted = f"{expected}: {step} steps of {run.data.global_batch}"
-        fix = "its batches were not always of this size: the data would not go on where it was"
-        title = "the run has read other samples than its steps have"
+        fix = "batch sizes have changed: the data would not continue where it was"
+        title = "the run has read another number of samples than its steps have"
         refuse(title, "consumed_train_samples", str(consumed), wanted, fix)
 
 
 def write_arguments(
     run: config.TrainConfig, step: int, *, expert_parallel: int = 1
 ) -> argparse.Namespace:
-    """Megatron-LM's arguments of a run at a step, on so many ranks of expert parallelism.
+    """Megatron-LM's arguments of a run at a step, with this expert parallelism.
 
     Raises:
-        ValueError: Megatron has no such model, optimizer or schedule; all offenders are listed.
+        ValueError: Megatron lacks the model, optimizer or schedule; all offenders are listed.
     """
     table = write_architecture(run.gpt, seq=run.data.seq)
     own, rate = run.optimizer, run.rate_schedule
@@ -333,7 +328,7 @@ def write_arguments(
     raise_problems("Megatron has no such run", found)
     unit = "samples" if run.rate_unit == "samples" else "iters"
     ordered, moe = run.data.order == "megatron", run.gpt.moe
-    # experts' capacity is that of a microbatch there
+    # there, experts' capacity is per microbatch
     over_batch = moe is not None and moe.capacity_over == "batch"
     samples = run.data.global_batch // run.parallelism.microbatches if over_batch else 1
     decays = (own.start_weight_decay, own.end_weight_decay)
@@ -362,7 +357,7 @@ def write_arguments(
 
 
 def _write_data(run: config.TrainConfig) -> dict[str, Any]:
-    """Where samples come from, of what Megatron-LM reads: files of tokens, or random ones."""
+    """Arguments of data: files of tokens, or random tokens."""
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     found: dict[str, Any] = dict.fromkeys(names, run.data.packed)
     found |= {"split": run.data.split or None, "dataloader_type": "single"}
@@ -396,17 +391,13 @@ def write_run(
     *,
     expert_parallel: int = 1,
 ) -> None:
-    """Write a checkpoint of a run as Megatron's, into an empty folder, with its optimizer's state.
+    """Write a run's checkpoint, with optimizer state, as Megatron's, into an empty folder.
 
     Args:
-        folder: where.
-        run: its configuration.
-        stored: the checkpoint.
-        expert_parallel: ranks of expert parallelism of the Megatron run that is to load it: with
-            more than one it has an optimizer for experts alone, whose settings are apart.
+        expert_parallel: as of `write_checkpoint`.
 
     Raises:
-        ValueError: as `write_arguments`; or the checkpoint's optimizer keeps no moments in float32.
+        ValueError: as `write_arguments`; or the optimizer has no float32 moments.
     """
     step = int(stored["step"][...]) if "step" in stored else 0
     if expert_parallel < 1 or (expert_parallel > 1 and run.gpt.moe is None):
@@ -441,12 +432,12 @@ def write_run(
 
 
 def _name_masters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state by all names: plain optimizers call masters otherwise than the distributed one."""
+    """The state, with masters under the names of plain and distributed optimizers."""
     return {**state, "fp32_param": state["param"]} if state else {}
 
 
 def _is_rewarmed(run: config.TrainConfig, step: int) -> bool:
-    """Whether the rate of a run is that of its schedule from this step on, as Megatron has it."""
+    """Whether the schedule is past a re-warm-up, which Megatron-LM does not have."""
     rate, by_samples = run.learning_rate, run.rate_unit == "samples"
     count = run.data.batches.first_sample(step) if by_samples else step
     return not rate.rewarm_steps or count >= rate.rewarm_at + rate.rewarm_steps
@@ -455,9 +446,9 @@ def _is_rewarmed(run: config.TrainConfig, step: int) -> bool:
 def _make_common(
     run: config.TrainConfig, args: argparse.Namespace, step: int, updates: int, has_state: bool
 ) -> dict[str, Any]:
-    """The contents of ``common.pt``: for one optimizer, distributed or not."""
+    """The contents of ``common.pt``."""
     rate, rows = run.rate_schedule, 1 if run.rate_unit == "samples" else run.data.global_batch
-    # Megatron's steps of a rate are samples; after other batches than now its steps are ours
+    # Megatron's schedule counts samples; if batch sizes changed, they are not steps times batch
     by_samples = run.rate_unit == "samples" or bool(run.data.ramp_up)
     made: dict[str, Any] = {
         "args": args, "checkpoint_version": 3.0, "iteration": step,
@@ -490,8 +481,8 @@ def _make_common(
             for share in (1.0, 0.0)
             if not experts or share or run.gpt.bias
         ]  # fmt: skip
-        # the first two are the distributed optimizer's, the others a plain one's: of parameters of
-        # 16 bits it lies under "optimizer"
+        # keys of the distributed optimizer, and of plain ones, which for 16-bit parameters are
+        # under "optimizer"
         plain = {"state": {"common_step": torch.tensor(float(updates))}, "param_groups": groups}
         form = "fully_reshardable"
         return {"optimizer": plain, "param_state_sharding_type": form, **plain}
@@ -503,33 +494,6 @@ def _make_common(
 
 # --- the arguments in a checkpoint
 
-_SAME = MappingProxyType(
-    {
-        "num_layers": "num_layers", "hidden_size": "embed_dim", "num_attention_heads": "num_heads",
-        "max_position_embeddings": "max_seq", "norm_epsilon": "norm_eps", "swiglu": "gated",
-        "apply_layernorm_1p": "zero_centered_norm", "init_method_std": "init_stddev",
-        "fp32_residual_connection": "fp32_residual",
-    }
-)  # fmt: skip
-"""Megatron-LM's arguments, and the fields of ours that mean the same."""
-_LATENT_SAME = MappingProxyType(
-    {"q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_head_dim": "head_dim",
-     "qk_pos_emb_head_dim": "rope_head_dim", "v_head_dim": "v_head_dim"}
-)  # fmt: skip
-_MOE_SAME = MappingProxyType(
-    {
-        "num_experts": "num_experts", "moe_router_topk": "top_k",
-        "moe_ffn_hidden_size": "expert_dim",
-        "moe_router_score_function": "score", "moe_router_topk_scaling_factor": "scale",
-        "moe_router_num_groups": "num_groups", "moe_router_group_topk": "top_groups",
-        "moe_router_enable_expert_bias": "balance_bias",
-        "moe_router_bias_update_rate": "balance_rate",
-        "moe_shared_expert_intermediate_size": "shared_dim",
-        "moe_shared_expert_gate": "shared_gate",
-        "moe_z_loss_coeff": "z_loss", "moe_input_jitter_eps": "jitter",
-        "moe_expert_capacity_factor": "capacity_factor",
-    }
-)  # fmt: skip
 _ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         "is_hybrid_model": ((False, None), "hybrids in a Megatron checkpoint yet"),
@@ -547,9 +511,9 @@ _ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "encoder_num_layers": ((None,), "encoders"),
     }
 )
-"""Arguments that a checkpoint may have at these values alone, and what our model lacks of others.
+"""Allowed values of arguments, and what our model lacks for others.
 
-An encoder's number of layers repeats the decoder's in old ones, and is passed over there."""
+In old checkpoints encoder_num_layers repeats num_layers, and is ignored."""
 _OF_VOCABULARY = (
     "vocab_size", "vocab_extra_ids", "tokenizer_type", "tokenizer_model", "vocab_file",
     "merge_file", "make_vocab_size_divisible_by",
@@ -557,27 +521,20 @@ _OF_VOCABULARY = (
 
 
 MASKED_VOCABULARY = "functron_vocab_size"
-"""Our argument beside Megatron-LM's: rows of the embedding from there on are in no softmax.
+"""Our own argument: rows of the embedding from there on are masked in the softmax.
 
-Megatron-LM, which has no such mask, passes it over and does not write it: what it has trained since
-counts them all.
+Megatron-LM ignores it and does not save it, since it trains all rows.
 """
 
 
 def read_values(args: Mapping[str, Any]) -> Reading:
-    """The arguments in a checkpoint, to be read as those of a launch line.
-
-    Its vocabulary is the padded one, whose rows are all in Megatron's softmax.
-    """
+    """The arguments in a checkpoint, read as those of a launch line, without the vocabulary."""
     dropped = {*_OF_VOCABULARY, "encoder_num_layers"}
     return Reading(read_arguments({n: v for n, v in args.items() if n not in dropped}))
 
 
 def list_problems(reading: Reading) -> list[Problem]:
-    """The problems of a checkpoint's arguments, of those that were read.
-
-    Fixes of a launch line, which would be given other arguments, are none here.
-    """
+    """Problems of a checkpoint's arguments that were read, without fixes of launch lines."""
     kinds = [each for each in reading.arguments.problems if each.path in reading.fates]
     return [
         replace(each, fix="") if each.fix.startswith("--") else each
@@ -586,14 +543,14 @@ def list_problems(reading: Reading) -> list[Problem]:
 
 
 def read_architecture(args: Mapping[str, Any], *, where: str = "args") -> GPTConfig:
-    """The architecture that Megatron-LM's arguments in a checkpoint describe.
+    """The architecture of Megatron-LM's arguments in a checkpoint.
 
-    It is that of a launch line with them, but for what was derived since: the padded vocabulary, or
-    as much of it as `MASKED_VOCABULARY` says; and of one module of multi-token prediction a weight
-    that is larger by ``seq / (seq - 1)``, since Megatron takes the mean over tokens that have one.
+    It is that of a launch line, except for the vocabulary, which is padded, or of
+    `MASKED_VOCABULARY` tokens; and the weight of a single multi-token prediction module, which is
+    larger by ``seq / (seq - 1)``, since Megatron averages over tokens that have a target.
 
     Raises:
-        ValueError: the arguments are not there, or describe what our decoder does not compute; all
+        ValueError: arguments are missing, or describe what our decoder does not compute; all
             offenders are listed.
     """
     problems: list[Problem] = []
@@ -636,7 +593,7 @@ def _check_vocabulary(args: Mapping[str, Any]) -> list[Problem]:
 
 
 def _read_vocabulary(args: Mapping[str, Any]) -> dict[str, int]:
-    """The fields of a checkpoint's vocabulary, which has as many rows as the padded one."""
+    """The fields of a checkpoint's vocabulary."""
     padded = args["padded_vocab_size"]
     real, multiple = args.get(MASKED_VOCABULARY, padded), args.get("make_vocab_size_divisible_by")
     found = {"vocab_size": real, "vocab_multiple": padded}
@@ -656,15 +613,17 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
     """Megatron-LM's arguments of an architecture.
 
     Args:
-        config: the architecture.
-        seq: tokens of a sample, which the weight of multi-token prediction is scaled by.
+        seq: tokens per sample, which scale the weight of multi-token prediction.
 
     Raises:
         ValueError: Megatron's arguments cannot express it; all fields are listed.
     """
     c, moe = config, config.moe
-    made: dict[str, Any] = {theirs: getattr(c, ours) for theirs, ours in _SAME.items()}
+    made: dict[str, Any] = {theirs: getattr(c, ours) for theirs, ours in GPT_FIELDS.items()}
     made |= {
+        "num_layers": c.num_layers, "hidden_size": c.embed_dim, "num_attention_heads": c.num_heads,
+        "max_position_embeddings": c.max_seq, "norm_epsilon": c.norm_eps, "swiglu": c.gated,
+        "init_method_std": c.init_stddev,
         "ffn_hidden_size": c.mlp_dim, "padded_vocab_size": c.padded_vocab,
         "make_vocab_size_divisible_by": c.vocab_multiple, "vocab_size": c.vocab_size,
         "normalization": "RMSNorm" if c.norm == "rms" else "LayerNorm",
@@ -679,7 +638,7 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
         "num_experts": None, "mtp_num_layers": c.mtp_depth or None,
     }  # fmt: skip
     if c.kv_rank:
-        made |= {theirs: getattr(c, ours) or None for theirs, ours in _LATENT_SAME.items()}
+        made |= {theirs: getattr(c, ours) or None for theirs, ours in LATENT_FIELDS.items()}
         made |= {"rope_type": "rope"} | _write_yarn(c.rope_scaling)
     else:
         made |= {"group_query_attention": c.kv_heads != c.num_heads, "num_query_groups": c.kv_heads}
@@ -691,10 +650,11 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
             made |= {"use_rope_scaling": True, "rope_scaling_factor": c.rope_scaling.factor}
     if moe is not None:
         kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
-        made |= {theirs: getattr(moe, ours) for theirs, ours in _MOE_SAME.items()}
-        if moe.num_groups == 1:
-            made |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        made |= {theirs: getattr(moe, ours) for theirs, ours in MOE_FIELDS.items()}
+        grouped = moe.num_groups > 1
         made |= {
+            "moe_router_num_groups": moe.num_groups if grouped else None,
+            "moe_router_group_topk": moe.top_groups if grouped else None,
             "moe_layer_freq": [0] * c.dense_layers + [1] * (c.num_layers - c.dense_layers)
             if c.dense_layers else 1,
             "moe_router_load_balancing_type": kinds[moe.aux] if moe.aux_loss else "none",
@@ -721,7 +681,7 @@ _KEEP = (
 
 
 def _check_routing(moe: MoEConfig) -> Iterator[Problem]:
-    """Routing that Megatron-LM refuses or does otherwise, where weights are a softmax of few."""
+    """Problems of routing that Megatron-LM refuses or computes differently."""
     if moe.score != "softmax" or not _sums_to_one(moe):
         return
     if moe.top_k == 1:
@@ -733,12 +693,12 @@ def _check_routing(moe: MoEConfig) -> Iterator[Problem]:
 
 
 def _sums_to_one(moe: MoEConfig) -> bool:
-    """Whether a token's weights sum to 1, as those of a softmax over its experts alone do."""
+    """Whether a token's weights sum to 1."""
     return moe.normalise == "after" or moe.renormalise
 
 
 def _write_yarn(scaling: nn.RopeScaling | None) -> dict[str, Any]:
-    """The arguments of latent attention's stretched positions; none where they are plain."""
+    """The arguments of latent attention's YaRN, if it is used."""
     if scaling is None or scaling.kind != "yarn":
         return {}
     return {
@@ -750,11 +710,11 @@ def _write_yarn(scaling: nn.RopeScaling | None) -> dict[str, Any]:
 
 
 def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
-    """Refuse a config that is another one when it is read from its arguments."""
+    """Refuse a config that Megatron-LM's arguments cannot express."""
     title = "Megatron has no such model"
     raise_problems(title, [] if config.moe is None else [*_check_routing(config.moe)])
     canonical = GPT.canonical
-    # rows of padding, and how parameters are joined, are of the layout alone
+    # rows of padding and fused parameters are not part of the architecture
     plain = replace(
         config, vocab_size=config.padded_vocab, vocab_multiple=config.padded_vocab,
         fused_projections=False,

@@ -1,18 +1,17 @@
-"""Samples in Megatron-LM's order: its shuffles, blends and splits, so that its runs go on here.
+"""Samples in Megatron-LM's order: its shuffles, blends and splits, to continue its runs.
 
-Elsewhere in `functron.data` the order of samples is arithmetic. Megatron-LM shuffles tables, with
-numpy's MT19937 (`numpy.random.RandomState`), of the number of samples that the whole run takes:
+Elsewhere in `functron.data` the order of samples is arithmetic. Megatron-LM shuffles tables for the
+number of samples of the whole run, with numpy's MT19937 (`numpy.random.RandomState`):
 
-1. The epochs that so many samples need are put one after another, each with the corpus's sequences,
-   and shuffled as one. The last epoch is shuffled by itself if less than 0.8 of it is needed.
-2. The tokens of these sequences in a row are cut into samples, which run on from one epoch into the
-   next.
-3. The samples are shuffled: those of the last epoch by themselves if its sequences were.
+1. The sequences of the corpus are repeated for the required number of epochs, and shuffled. The
+   last epoch is shuffled separately if less than 0.8 of it is needed.
+2. Their concatenated tokens are cut into samples, which may span epochs.
+3. The samples are shuffled, those of the last epoch separately if its sequences were.
 
 So the order depends on the seed, on ``num_samples`` and on ``seq``: another number of samples may
-give another order from the first one on. Sources of a blend are each shuffled so, all with the
-same seed, and the blend's sample n comes from the source whose deficit ``w_i max(n, 1) - count_i``
-is the largest, in float64, the first such source on a tie.
+change it from the first sample on. The sources of a blend are shuffled with the same seed. Sample n
+of the blend comes from the source with the largest deficit ``w_i max(n, 1) - count_i``, in float64,
+the first of equal ones.
 
 | table              | bytes                                                                   |
 |--------------------|-------------------------------------------------------------------------|
@@ -20,14 +19,13 @@ is the largest, in float64, the first such source on a tie.
 | shuffled sequences | 4 per sequence and epoch, and 1/8 for where every 64th one begins       |
 | sources of a blend | 2 per sample, and 8 per source for 4,096 samples                        |
 
-Megatron-LM itself has 12 per sample, 4 per sequence and epoch, and 10 per sample of a blend: the
-place of a sample is found here by adding up the lengths of at most 64 sequences, so there is no
-table of samples. Each process makes its tables, in some 50 ns per entry; with a `cache` folder they
-are kept in files, which all processes of a machine map and share.
+Megatron-LM has 12 per sample, 4 per sequence and epoch, and 10 per sample of a blend: here there
+is no table of places of samples, which are found by adding the lengths of at most 64 sequences.
+Each process makes its tables, in about 50 ns per entry; with a `cache` folder they are files, which
+all processes of a machine map and share.
 
-Which of a step's samples go to which rank differs from Megatron-LM's sampler, whose microbatches
-take turns over the ranks: here each rank has neighbouring rows. The samples of a step are the same.
-Tokens that are its tokenizer's padding, which it makes 0 and predicts not, are left as they are.
+The samples of a step are the same, but ranks have contiguous rows; those of Megatron-LM's sampler
+are interleaved by microbatch. Padding tokens, which it replaces by 0 without a loss, are kept.
 
 Source: ``megatron/core/datasets`` of Megatron-Core 0.16.1: ``gpt_dataset.py``,
 ``blended_dataset.py``, ``blended_megatron_dataset_builder.py`` and ``helpers.cpp``.
@@ -57,7 +55,7 @@ from functron.data.sampling import IGNORED, SampleOrder, Samples
 from functron.data.token_datasets import mark_documents
 
 SURPLUS = 0.005
-"""By how much more samples a blend's sources have than it takes: mid_level_dataset_surplus."""
+"""The fraction of additional samples of a blend's sources: mid_level_dataset_surplus."""
 
 _APART = 0.8
 _TOGETHER = 64
@@ -68,35 +66,34 @@ _CANNOT = "cannot order samples as Megatron-LM does"
 
 
 class MegatronWindows(Samples):
-    """A file's samples as GPTDataset draws them: token for token, of every seed and number.
+    """A file's samples as GPTDataset draws them, token for token.
 
     Args:
-        file: of tokens; its sequences are what Megatron-LM shuffles, one per document unless
-            sentences were split.
+        file: of tokens, whose sequences are shuffled, one per document unless sentences are split.
         seq: tokens per sample, at least 2.
-        num_samples: how many the run takes at least, on which the order depends; None: one epoch,
-            which then comes round in the same order (a validation set under ``--full-validation``).
+        num_samples: the least number of the run, which determines the order; None: one epoch, which
+            is repeated in the same order (validation with ``--full-validation``).
         seed: of the shuffles, 0 to 2^32 - 1 (``--seed``).
-        sequences: those to use (see `divide_sequences`); None: all.
-        vocab_size: how many ids the model has; None: any.
+        sequences: to use (see `divide_sequences`); None: all.
+        vocab_size: of the model; None: any.
         extra_token: as of `Windows`; False is ``add_extra_token_to_sequence=False``, whose last
-            label Megatron-LM pads, without a loss.
-        drop_last: leave out the tokens at the end that are too few for a sample. False: they are
-            padded with zeros, without targets (``drop_last_partial_validation_sequence=False``).
-        mask_documents: as of `TokenWindows`. It is ``--reset-position-ids --reset-attention-mask
-            --eod-mask-loss`` where every document ends with the token that ends documents.
-        cache: a folder for tables; None: they are kept in memory.
+            label has no loss.
+        drop_last: drop incomplete last samples. False: they are padded with zeros, without targets
+            (``drop_last_partial_validation_sequence=False``).
+        mask_documents: as of `TokenWindows`: ``--reset-position-ids --reset-attention-mask
+            --eod-mask-loss`` if every document ends with the end-of-document token.
+        cache: a folder for tables; None: they are in memory.
 
     Attributes:
         seq, mask_documents: as given.
-        num_samples: samples in an epoch.
-        num_ordered: samples that there are in all, at least as many as were asked for.
-        num_epochs: how often the sequences come.
-        num_tokens: in an epoch.
-        vocab_size: of the model, or 0: what ids there are is not known without reading all.
+        num_samples: samples per epoch.
+        num_ordered: samples in all.
+        num_epochs: epochs in all.
+        num_tokens: per epoch.
+        vocab_size: of the model; 0: unknown.
 
     Raises:
-        ValueError: a size or seed that cannot be, no tokens, or too few for a sample.
+        ValueError: a size or seed is out of range, or there are too few tokens for a sample.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class MegatronWindows(Samples):
         self._extra, self._drop_last, self._most = int(extra_token), drop_last, vocab_size
         self.mask_documents, self._cache, self.vocab_size = mask_documents, cache, vocab_size or 0
         self.num_tokens = 0
-        raise_problems(_CANNOT, [*self._problems(), *self._count_tokens()])
+        raise_problems(_CANNOT, [*self._find_problems(), *self._count_tokens()])
         needed = self._extra + (num_samples or 0) * seq
         self.num_epochs = max(-(-needed // self.num_tokens), 1)
         per_epoch = self._count(1)
@@ -129,7 +126,7 @@ class MegatronWindows(Samples):
             wanted, fix = f"at least {seq + self._extra}", "use a smaller seq, or more text"
             refuse("cannot cut the text into samples", f"data {file.path}", got, wanted, fix)
 
-    def _problems(self) -> Iterator[Problem]:
+    def _find_problems(self) -> Iterator[Problem]:
         if self.seq < 2:
             yield Problem("seq", str(self.seq), "at least 2, as Megatron-LM wants")
         if not 0 <= self.seed < _SEEDS:
@@ -138,7 +135,7 @@ class MegatronWindows(Samples):
             yield Problem("num_samples", str(self._wanted), "at least 1")
 
     def _count_tokens(self) -> Iterator[Problem]:
-        """Count the tokens of an epoch; yields the sequences whose lengths cannot be."""
+        """Count the tokens of an epoch; yields problems of lengths."""
         where, again = f"data {self._file.path}", "copy or write it again"
         for begin in range(self._sequences.start, self._sequences.stop, _SCANNED):
             some = np.arange(begin, min(begin + _SCANNED, self._sequences.stop))
@@ -152,7 +149,7 @@ class MegatronWindows(Samples):
             yield Problem(where, f"no tokens in {len(self._sequences)} sequences", "at least one")
 
     def _count(self, epochs: int) -> int:
-        """The samples that so many epochs make."""
+        """The number of samples of some epochs."""
         tokens = max(epochs * self.num_tokens - self._extra, 0)
         if self._drop_last:
             return tokens // self.seq
@@ -160,7 +157,7 @@ class MegatronWindows(Samples):
 
     @functools.cached_property
     def _num_first(self) -> int:
-        """The samples that are shuffled together: all, or those before a last epoch apart."""
+        """The number of samples shuffled together: all, or those before a separate last epoch."""
         if self._wanted is None or self.num_epochs == 1:
             return self.num_ordered
         tokens = (self.num_epochs - 1) * self.num_tokens
@@ -178,7 +175,7 @@ class MegatronWindows(Samples):
         about |= {"sequences": [self._sequences.start, self._sequences.stop], "seq": self.seq}
         about |= {"epochs": self.num_epochs, "first": self._num_first, "all": self.num_ordered}
         total = self.num_epochs * len(self._sequences)
-        kinds = {"sequences": ("int32", (total,)), "samples": _samples_kind(self.num_ordered)}
+        kinds = {"sequences": ("int32", (total,)), "samples": _describe_samples(self.num_ordered)}
         kinds["begins"] = ("int64", (-(-total // _TOGETHER) + 1,))
         return _load_or_make(self._cache, about, kinds, self._shuffle)
 
@@ -189,7 +186,7 @@ class MegatronWindows(Samples):
         once = np.arange(self._sequences.start, self._sequences.stop, dtype=np.int32)
         sequences = [np.tile(once, count) for count in epochs]
         bounds = sorted({0, self._num_first, self.num_ordered})
-        kind, _ = _samples_kind(self.num_ordered)
+        kind, _ = _describe_samples(self.num_ordered)
         samples = [np.arange(*pair, dtype=kind) for pair in itertools.pairwise(bounds)]
         for each in (*sequences, *samples):
             numbers.shuffle(each)
@@ -202,15 +199,14 @@ class MegatronWindows(Samples):
         return {"sequences": order, "samples": np.concatenate(samples), "begins": begins}
 
     def build(self) -> None:
-        """Make the tables now, or find them in the cache, rather than with the first batch."""
+        """Make the tables, or map them from the cache, before the first batch."""
         assert self._tables
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, as `Samples.draw` and
-        `functron.data.TokenWindows.draw` have them.
+        """The samples `numbers` of the order, as `functron.data.TokenWindows.draw`.
 
         Raises:
-            ValueError: the order has not as many, or an id is none of the model's.
+            ValueError: the order has fewer samples, or an id is not in the vocabulary.
         """
         numbers = np.asarray(numbers, np.int64)
         if self._wanted is None:
@@ -228,17 +224,17 @@ class MegatronWindows(Samples):
         return {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of sample `index` of the shuffled sequences, and where documents begin in it.
+        """The tokens of sample `index` of the shuffled sequences, and where documents begin.
 
         Returns:
-            int64 ``[seq]``, and one more with the extra token; fewer where `drop_last` is False and
-            there are no more. And int64 increasing, from 0, the beginnings of documents in it.
+            int64 ``[seq]``, one more with the extra token, fewer in an incomplete last sample; and
+            int64, increasing from 0, the beginnings of documents.
         """
         total = self.num_epochs * self.num_tokens
         start = min(index * self.seq, total - self._extra)
         stop = min(start + self.seq + self._extra, total)
         pieces, begins, length = [], [np.zeros(1, np.int64)], 0
-        for sequences, first, final in self._parts(start, stop):
+        for sequences, first, final in self._find_spans(start, stop):
             places, _ = self._file.spans(sequences)
             spans = zip((places + first).tolist(), (final - first).tolist(), strict=True)
             for place, count in spans:
@@ -250,11 +246,11 @@ class MegatronWindows(Samples):
             if self.mask_documents:
                 begins.append(ends[self._file.end_documents(sequences)])
         found = np.concatenate(begins)
-        # a document ends with the last sequence of all that are read, or is cut off with it
+        # the last document may end with the sample
         return np.concatenate(pieces).astype(np.int64), found[found < length]
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """The sequences that tokens `start` to `stop` of the row are in, and which of theirs."""
+    def _find_spans(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, ...]]:
+        """The sequences with tokens `start` to `stop`, and their first and last such tokens."""
         begins, order = self._tables["begins"], self._tables["sequences"]
         block = int(np.searchsorted(begins, start, side="right")) - 1
         while begins[block] < stop:
@@ -268,35 +264,32 @@ class MegatronWindows(Samples):
             block += 1
 
     def summary(self) -> str:
-        """The samples, in a few words for the user."""
+        """A description for the user."""
         what = f"{self.num_tokens:,} tokens in {len(self._sequences):,} sequences, on disk"
         return f"{what}, in Megatron-LM's order of {self.num_ordered:,} samples"
 
 
-def _samples_kind(count: int) -> tuple[str, tuple[int]]:
+def _describe_samples(count: int) -> tuple[str, tuple[int]]:
     return ("uint32" if count < 2**32 - 1 else "int64"), (count,)
 
 
 def _check_end(numbers: np.ndarray, count: int) -> None:
-    """Raise ValueError where there are no more samples in an order."""
     if numbers.size and int(numbers.max()) >= count:
-        fix = "take fewer steps; an order of more samples is another one from its first sample on"
+        fix = "take fewer steps; more samples would change the order from the first one on"
         refuse("the order has no more samples", "sample", numbers.max(), f"below {count}", fix)
 
 
 class MegatronMixture:
-    """Which source each sample of a blend comes from, as BlendedDataset has it; see the module.
+    """The source of each sample of a blend, as in BlendedDataset; see the module.
 
-    The rule looks at one sample after another. Here stretches of samples go side by side, each from
-    counts that are guessed; wherever the stretch before ends with other counts it is made again
-    from these. Few are: from any counts near their shares the rule soon comes to the same ones. The
-    result is that of one after another, bit for bit.
+    The rule is sequential. Here chunks of samples are computed in parallel from guessed counts, and
+    again where the chunk before ends with other counts. Few are: from counts near their shares the
+    rule soon arrives at the same ones. The result is bitwise the sequential one.
 
     Args:
-        weights: of the sources; with a size they are divided by their sum.
-        size: samples of the blend; None: as many of each source as its weight, a whole number
+        size: samples of the blend; None: of each source its weight, an integer
             (``build_exhaustive_blending_indices``).
-        limits: how many samples each source has.
+        limits: samples of each source.
         cache: as of `MegatronWindows`.
 
     Attributes:
@@ -304,7 +297,7 @@ class MegatronMixture:
         size: samples of the blend.
 
     Raises:
-        ValueError: weights are none, not finite or not above 0.
+        ValueError: weights are not finite or not above 0.
     """
 
     def __init__(
@@ -316,14 +309,14 @@ class MegatronMixture:
         cache: Path | None = None,
     ):
         found = np.array(weights, np.float64)
-        self.weights = np.array(_shares(weights))
+        self.weights = np.array(_normalise_weights(weights))
         self._spent = None if size is not None else found
         self.size = int(found.sum()) if size is None else size
         self._limits, self._cache = np.array(limits), cache
 
     @functools.cached_property
     def _tables(self) -> Mapping[str, np.ndarray]:
-        """``sources`` of all samples, and the ``counts`` of each before every block of them."""
+        """``sources`` of all samples, and ``counts`` by source before every block of samples."""
         about = {
             "weights": self.weights.tolist(),
             "size": self.size,
@@ -331,7 +324,7 @@ class MegatronMixture:
         }
         shape = (-(-self.size // _BLOCK) + 1, len(self.weights))
         kinds = {"sources": ("int16", (self.size,)), "counts": ("int64", shape)}
-        found = _load_or_make(self._cache, about, kinds, self._made)
+        found = _load_or_make(self._cache, about, kinds, self._make_tables)
         totals = found["counts"][-1]
         raise_problems("the blend takes more of its sources than Megatron-LM gives them", [
             Problem(f"source {i}", f"{totals[i]} samples of it", f"at most {self._limits[i]}",
@@ -340,7 +333,7 @@ class MegatronMixture:
         ])  # fmt: skip
         return found
 
-    def _made(self) -> dict[str, np.ndarray]:
+    def _make_tables(self) -> dict[str, np.ndarray]:
         sources = _choose_by_deficit(self.weights, self.size, self._spent)
         blocks = range(0, self.size, _BLOCK)
         rows = [np.bincount(sources[i : i + _BLOCK], minlength=len(self.weights)) for i in blocks]
@@ -351,7 +344,7 @@ class MegatronMixture:
         """As `MegatronWindows.build`.
 
         Raises:
-            ValueError: a source has fewer samples than the blend takes of it.
+            ValueError: a source has too few samples.
         """
         assert self._tables
 
@@ -359,7 +352,7 @@ class MegatronMixture:
         """As `functron.data.Mixture.at`.
 
         Raises:
-            ValueError: the blend has not as many samples.
+            ValueError: the blend has fewer samples.
         """
         numbers = np.asarray(numbers, np.int64)
         _check_end(numbers, self.size)
@@ -383,11 +376,11 @@ class MegatronMixture:
         return counts + np.bincount(order, minlength=len(self.weights))
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
+def _normalise_weights(weights: Sequence[float]) -> list[float]:
     """Weights divided by their sum, in float64.
 
     Raises:
-        ValueError: they are none, not finite or not above 0.
+        ValueError: they are not finite or not above 0.
     """
     found = np.array(weights, np.float64)
     raise_problems("cannot blend", [
@@ -404,10 +397,10 @@ _PASSES = 6
 def _choose_by_deficit(
     weights: np.ndarray, size: int, limits: np.ndarray | None = None
 ) -> np.ndarray:
-    """The source of each sample, int16 ``[size]``; with limits those that have given all drop out.
+    """The source of each sample, int16 ``[size]``; sources at their limits drop out.
 
-    Numbers are those of Megatron-LM on x86-64: products are rounded to float64 before differences
-    are taken, which compilers for processors with fused operations may leave out.
+    As Megatron-LM on x86-64: products are rounded to float64 before subtraction, without fused
+    multiply-add.
     """
     step = max(_STRETCH, math.isqrt(size))
     begins = np.arange(0, size, step)
@@ -417,14 +410,14 @@ def _choose_by_deficit(
     while some.size:
         order[some], ends[some] = _choose_sources(weights, begins[some], starts[some], step, limits)
         some, passes = np.flatnonzero((starts[1:] != ends[:-1]).any(1)) + 1, passes + 1
-        # where many are wrong again and again, one after another is faster
+        # if guesses stay wrong, go sequentially
         some = some if passes < _PASSES else some[:1]
         starts[some] = ends[some - 1]
     return order.reshape(-1)[:size]
 
 
 def _guess_counts(weights: np.ndarray, totals: np.ndarray, limits: np.ndarray | None) -> np.ndarray:
-    """Counts near the sources' shares of so many samples: whole numbers as float64 ``[n, k]``."""
+    """Counts near the sources' shares: whole numbers as float64 ``[n, k]``."""
     shares = totals[:, None] * weights
     found = np.floor(shares)
     missing = totals - found.sum(1)
@@ -455,17 +448,16 @@ def _choose_sources(
 
 
 def divide_sequences(weights: str, num_sequences: int) -> dict[str, range]:
-    """Which sequences the parts of ``--split`` have: as Megatron-LM's, rounded in float64.
+    """The sequences of the parts of ``--split``, rounded as in Megatron-LM, in float64.
 
     Args:
-        weights: of `functron.data.blend.PARTS`, such as ``"969, 30, 1"``, divided by their sum.
-        num_sequences: in the file.
+        weights: of `functron.data.blend.PARTS`, such as ``"969, 30, 1"``; their sum is arbitrary.
 
     Returns:
-        The sequences of each of `PARTS` whose weight is not 0; none where it is too small.
+        The sequences of each of `PARTS` with a weight above 0, perhaps none.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is invalid.
     """
     words = [word.strip() for word in weights.split(",")]
     try:
@@ -497,31 +489,28 @@ def make_samples(
     build: bool = True,
     **options: Any,
 ) -> Samples:
-    """The samples that Megatron-LM's dataset builder makes of these files.
+    """The samples that Megatron-LM's dataset builder makes of files.
 
-    Without `split` they are those of ``--train-data-path``, where one file alone needs no weight;
-    with it those of ``--data-path``, where one file with a weight is a blend of one.
+    Without `split` as for ``--train-data-path``, where one file needs no weight; with it as for
+    ``--data-path``, where one file with a weight is a blend.
 
     Args:
-        files: the sources.
         seq: tokens per sample.
-        num_samples: how many the run takes (``--train-samples``, or iterations times batch); None:
-            every sample once.
-        weights: of the files, as they are written; None: as many of each as it has, at most
-            `num_samples` in all.
-        names: the user's, for the files; None: their numbers.
+        num_samples: of the run (``--train-samples``, or iterations times batch); None: every sample
+            once.
+        weights: of the files; None: all samples of each, at most `num_samples` in all.
+        names: of the files, for the user; None: their numbers.
         split: the weights of training, validation and test; see `divide_sequences`.
-        part: of these.
         surplus: ``mid_level_dataset_surplus``.
         cache: as of `MegatronWindows`.
-        build: make the tables now, or find them in the cache, rather than with the first batch.
+        build: make the tables now, rather than with the first batch.
         options: of `MegatronWindows`: seed, vocab_size, extra_token, drop_last, mask_documents.
 
     Returns:
-        A `MegatronWindows`, or a `Blend` of such with a `MegatronMixture`.
+        A `MegatronWindows`, or a `Blend` of them with a `MegatronMixture`.
 
     Raises:
-        ValueError: what these raise, weights without a number of samples, or no such part.
+        ValueError: as these, or weights without a number of samples, or an empty part.
     """
 
     def windows(file: IndexedFile, count: int | None) -> MegatronWindows:
@@ -546,7 +535,7 @@ def make_samples(
     elif num_samples is None:
         refuse(_CANNOT, "num_samples", "None with weights", "how many samples the blend has")
     else:
-        normal = _shares(weights)
+        normal = _normalise_weights(weights)
         taken = [math.ceil(num_samples * share) for share in normal]
         rows = zip(files, taken, strict=True)
         sources = [windows(file, math.ceil(count * (1 + surplus))) for file, count in rows]
@@ -558,7 +547,7 @@ def make_samples(
 
 
 def count_samples(samples: Samples) -> int:
-    """How many samples an order of `make_samples` has."""
+    """The number of samples of an order of `make_samples`."""
     if isinstance(samples, MegatronWindows):
         return samples.num_ordered
     assert isinstance(samples, Blend)
@@ -577,16 +566,13 @@ def _load_or_make(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     make: Callable[[], Mapping[str, np.ndarray]],
 ) -> Mapping[str, np.ndarray]:
-    """Tables by name, from files of a folder, which are made where they are not there.
+    """Tables by name, from files of a folder, which are made if they are missing.
 
-    Processes may make them at the same time: each file gets its name when it is whole, and all
-    write the same.
+    Several processes may do so: files are renamed once complete, and all write the same.
 
     Args:
-        folder: None: they are made, and kept in memory.
+        folder: None: tables are in memory.
         about: everything that they depend on.
-        kinds: their dtypes and shapes.
-        make: makes them.
 
     Raises:
         ValueError: the folder cannot be written to.
@@ -618,7 +604,7 @@ def _load_or_make(
 
 
 def _map_table(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The table in a file; None where it is not there, or not whole."""
+    """The table in a file; None: it is missing or incomplete."""
     try:
         found = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError):

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPT models: names of tensors, and the optimizer's state, in and out.
+"""Tensors of Megatron-Core's GPT models and their optimizer state: read and written.
 
 | Megatron                                         | here                                        |
 |--------------------------------------------------|---------------------------------------------|
@@ -8,14 +8,14 @@
 | ``linear_q_down_proj``, ... of latent attention  | q_down, q_norm, q_up, kv_down, kv_norm, kv_up |
 | ``mtp.layers.K``                                 | rows of mtp                                 |
 | ``router.expert_bias``, no parameter             | router/balance                              |
-| rows that pad the vocabulary                     | tokens: its loss counts them                |
+| rows that pad the vocabulary                     | tokens, which its loss counts               |
 
-Rows that pad our vocabulary are written too, as the parameters have them: Megatron has as many rows
-as its argument ``padded_vocab_size`` says, and no mask over them.
+Our padding of the vocabulary is written, too: Megatron has ``padded_vocab_size`` rows, and does not
+mask them.
 
 `load_tensors` reads weights, moments and masters, each as a tree like the parameters; `read_state`
-finds out whose they are where the distributed optimizer's buckets do not say; `save_tensors` writes
-all as `torch_dist`, one tensor in memory at a time.
+matches unnamed buckets of the distributed optimizer with parameters; `save_tensors` writes
+everything as ``torch_dist``, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -48,25 +48,10 @@ from functron.apps.megatron.checkpoint_files import (
     list_boxes,
     name_state,
 )
+from functron.core import tree
 from functron.core.errors import Problem, raise_problems
-from functron.hub.files import TensorSource
-from functron.hub.format import (
-    DOWN,
-    EMBED,
-    HEADS,
-    OUT,
-    UNEMBED,
-    UP,
-    HubFormat,
-    HubLayout,
-    NameRule,
-    attention,
-    layouts,
-    linear,
-    norm,
-    tensors,
-)
-from functron.hub.reader import local_on_mesh, match, read_layouts
+from functron.hub import files, reader
+from functron.hub import format as formats
 from functron.models.config import GPTConfig
 from functron.models.family import GPT
 
@@ -74,48 +59,47 @@ from functron.models.family import GPT
 
 _QKV = ("linear_qkv[q]", "linear_qkv[k]", "linear_qkv[v]", "linear_proj")
 EMBEDDING = "embedding.word_embeddings.weight"
-"""The tensor with a row for each token, and for padding."""
+"""The embedding, with rows of padding."""
 _ROUTER = ("expert embed -> embed expert", "expert -> expert")
 _LATENT = "latent embed -> embed latent"
 _OF_LATENT = "(heads head) latent -> latent heads head"
 BALANCE = "router/balance"
-"""The end of paths that Megatron has no optimizer's state of."""
+"""The end of paths without optimizer state in Megatron."""
 
 
-def _list_mlp_rules(name: str, path: str, config: GPTConfig) -> tuple[NameRule, ...]:
-    """The two linear layers of a feed-forward layer, of an expert or of a shared one."""
+def _list_mlp_rules(name: str, path: str, config: GPTConfig) -> tuple[formats.NameRule, ...]:
     paths = ("gate", "up") if config.gated else ("up",)
     wide = tuple(
-        NameRule(
+        formats.NameRule(
             f"{name}.linear_fc1.{theirs}", dims, tuple(f"{path}/{each}/{ours}" for each in paths)
         )
-        for theirs, ours, dims in (("weight", "w", UP[0]), ("bias", "b", UP[1]))
+        for theirs, ours, dims in (("weight", "w", formats.UP[0]), ("bias", "b", formats.UP[1]))
     )
-    return (*wide, *linear(f"{name}.linear_fc2", f"{path}/down", *DOWN))
+    return (*wide, *formats.linear(f"{name}.linear_fc2", f"{path}/down", *formats.DOWN))
 
 
 def _list_block_rules(
     name: str, stack: str, config: GPTConfig, *, experts: bool
-) -> tuple[NameRule, ...]:
-    """The rules of a layer: ``name`` has the field of its number."""
+) -> tuple[formats.NameRule, ...]:
+    """The rules of a layer, whose `name` has a field for its number."""
     own, ours = f"{name}.self_attention", f"{stack}/attention"
-    mixer = attention(ours, *(f"{own}.{each}" for each in _QKV))
-    mixer += norm(f"{own}.q_layernorm", f"{ours}/q_norm", "head")
-    mixer += norm(f"{own}.k_layernorm", f"{ours}/k_norm", "head")
+    mixer = formats.attention(ours, *(f"{own}.{each}" for each in _QKV))
+    mixer += formats.norm(f"{own}.q_layernorm", f"{ours}/q_norm", "head")
+    mixer += formats.norm(f"{own}.k_layernorm", f"{ours}/k_norm", "head")
     if config.kv_rank:
         mixer = (
-            *linear(f"{own}.linear_proj", f"{ours}/out", *OUT),
-            NameRule(f"{own}.linear_q_proj.weight", HEADS[0], (f"{ours}/q/w",)),
-            NameRule(f"{own}.linear_q_down_proj.weight", _LATENT, (f"{ours}/q_down/w",)),
-            *norm(f"{own}.q_layernorm", f"{ours}/q_norm", "latent"),
-            NameRule(f"{own}.linear_q_up_proj.weight", _OF_LATENT, (f"{ours}/q_up/w",)),
-            NameRule(f"{own}.linear_kv_down_proj.weight", _LATENT, (f"{ours}/kv_down/w",)),
-            *norm(f"{own}.kv_layernorm", f"{ours}/kv_norm", "latent"),
-            NameRule(f"{own}.linear_kv_up_proj.weight", _OF_LATENT, (f"{ours}/kv_up/w",)),
+            *formats.linear(f"{own}.linear_proj", f"{ours}/out", *formats.OUT),
+            formats.NameRule(f"{own}.linear_q_proj.weight", formats.HEADS[0], (f"{ours}/q/w",)),
+            formats.NameRule(f"{own}.linear_q_down_proj.weight", _LATENT, (f"{ours}/q_down/w",)),
+            *formats.norm(f"{own}.q_layernorm", f"{ours}/q_norm", "latent"),
+            formats.NameRule(f"{own}.linear_q_up_proj.weight", _OF_LATENT, (f"{ours}/q_up/w",)),
+            formats.NameRule(f"{own}.linear_kv_down_proj.weight", _LATENT, (f"{ours}/kv_down/w",)),
+            *formats.norm(f"{own}.kv_layernorm", f"{ours}/kv_norm", "latent"),
+            formats.NameRule(f"{own}.linear_kv_up_proj.weight", _OF_LATENT, (f"{ours}/kv_up/w",)),
         )  # fmt: skip
     norms = (
-        *norm(f"{name}.input_layernorm", f"{stack}/attention_norm"),
-        *norm(f"{name}.pre_mlp_layernorm", f"{stack}/mlp_norm"),
+        *formats.norm(f"{name}.input_layernorm", f"{stack}/attention_norm"),
+        *formats.norm(f"{name}.pre_mlp_layernorm", f"{stack}/mlp_norm"),
     )
     if not experts:
         return (*norms, *mixer, *_list_mlp_rules(f"{name}.mlp", f"{stack}/mlp", config))
@@ -123,50 +107,52 @@ def _list_block_rules(
     return (
         *norms,
         *mixer,
-        NameRule(f"{name}.mlp.router.weight", _ROUTER[0], (f"{moe}/router/w",)),
-        NameRule(f"{name}.mlp.router.bias", _ROUTER[1], (f"{moe}/router/b",)),
-        NameRule(f"{name}.mlp.router.expert_bias", _ROUTER[1], (f"{moe}/{BALANCE}",)),
+        formats.NameRule(f"{name}.mlp.router.weight", _ROUTER[0], (f"{moe}/router/w",)),
+        formats.NameRule(f"{name}.mlp.router.bias", _ROUTER[1], (f"{moe}/router/b",)),
+        formats.NameRule(f"{name}.mlp.router.expert_bias", _ROUTER[1], (f"{moe}/{BALANCE}",)),
         *_list_mlp_rules(f"{name}.mlp.experts.{{expert}}", f"{moe}/experts", config),
         *_list_mlp_rules(f"{name}.mlp.shared_experts", f"{moe}/shared", config),
-        NameRule(f"{name}.mlp.shared_experts.gate_weight", "one embed -> embed one",
+        formats.NameRule(f"{name}.mlp.shared_experts.gate_weight", "one embed -> embed one",
              (f"{moe}/shared_gate/w",)),
     )  # fmt: skip
 
 
-def _list_rules(config: GPTConfig) -> tuple[NameRule, ...]:
+def _list_rules(config: GPTConfig) -> tuple[formats.NameRule, ...]:
     layer, ahead = "decoder.layers.{layer}", "mtp.layers.{layer}"
     sparse = config.moe is not None
     return (
-        NameRule(EMBEDDING, EMBED, ("embed",)),
-        NameRule("embedding.position_embeddings.weight", "at embed -> at embed", ("positions",)),
+        formats.NameRule(EMBEDDING, formats.EMBED, ("embed",)),
+        formats.NameRule(
+            "embedding.position_embeddings.weight", "at embed -> at embed", ("positions",)
+        ),
         *_list_block_rules(layer, "dense", config, experts=False),
         *_list_block_rules(layer, "blocks", config, experts=sparse),
-        *norm("decoder.final_layernorm", "norm"),
-        *norm(f"{ahead}.enorm", "mtp/embed_norm"),
-        *norm(f"{ahead}.hnorm", "mtp/stream_norm"),
-        NameRule(f"{ahead}.eh_proj.weight", "embed both -> both embed", ("mtp/proj/w",)),
+        *formats.norm("decoder.final_layernorm", "norm"),
+        *formats.norm(f"{ahead}.enorm", "mtp/embed_norm"),
+        *formats.norm(f"{ahead}.hnorm", "mtp/stream_norm"),
+        formats.NameRule(f"{ahead}.eh_proj.weight", "embed both -> both embed", ("mtp/proj/w",)),
         *_list_block_rules(f"{ahead}.transformer_layer", "mtp/block", config, experts=sparse),
-        *norm(f"{ahead}.final_layernorm", "mtp/norm"),
-        NameRule("output_layer.weight", UNEMBED, ("unembed",)),
+        *formats.norm(f"{ahead}.final_layernorm", "mtp/norm"),
+        formats.NameRule("output_layer.weight", formats.UNEMBED, ("unembed",)),
     )
 
 
-def _layouts(config: GPTConfig, rows: int | None = None) -> list[HubLayout]:
-    """The tensors of a model whose embedding has so many rows; None: those of padding too."""
+def _make_layouts(config: GPTConfig, rows: int | None = None) -> list[formats.HubLayout]:
+    """The tensors of a model with `rows` rows of the embedding; None: with padding."""
     family = GPT
     numbers = {**family.numbers(config), "mtp": range(config.mtp_depth)}
     rows = config.padded_vocab if rows is None else rows
-    return layouts(_list_rules(config), family.defs(config), rows, numbers)
+    return formats.layouts(_list_rules(config), family.defs(config), rows, numbers)
 
 
 def _count_rows(opened: OpenedCheckpoint, config: GPTConfig) -> int:
-    """Rows of the embedding in a checkpoint: all, or those of tokens, as we once wrote it."""
+    """Rows of a checkpoint's embedding: all, or, in functron's older ones, without padding."""
     stored, *_ = opened.weights.sizes.get(EMBEDDING) or (config.padded_vocab,)
     return stored if stored == config.vocab_size else config.padded_vocab
 
 
-def _make_format(config: GPTConfig) -> HubFormat:
-    return HubFormat(
+def _make_format(config: GPTConfig) -> formats.HubFormat:
+    return formats.HubFormat(
         "Megatron",
         "GPTModel",
         _list_rules(config),
@@ -177,89 +163,82 @@ def _make_format(config: GPTConfig) -> HubFormat:
     )
 
 
-class _SplitHeads:
-    """Tensors with queries, keys and values by themselves.
+def _split_heads(inner: ChunkedTensors, config: GPTConfig) -> files.TensorSource:
+    """Tensors with separate queries, keys and values.
 
-    Megatron has the heads of one group together: its queries, then its key, then its value.
+    Megatron interleaves them by group: its queries, then its key, then its value.
     """
+    per, size = config.num_heads // config.kv_heads, config.head_size
+    rows = {"q": (0, per), "k": (per, per + 1), "v": (per + 1, per + 2)}
+    fused: dict[str, tuple[str, str]] = {}
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, (shape, dtype) in inner.shapes().items():
+        before, qkv, kind = name.partition(".linear_qkv.")
+        if not (qkv and shape and shape[0] % ((per + 2) * size) == 0):
+            entries[name] = (shape, dtype)
+            continue
+        for which, (first, last) in rows.items():
+            own = f"{before}.linear_qkv[{which}].{kind}"
+            fused[own] = (name, which)
+            entries[own] = ((shape[0] // (per + 2) * (last - first), *shape[1:]), dtype)
 
-    def __init__(self, inner: TensorSource, config: GPTConfig):
-        per = config.num_heads // config.kv_heads
-        self._inner, self._head = inner, config.head_size
-        self._rows = {"q": (0, per), "k": (per, per + 1), "v": (per + 1, per + 2)}
-        self._of: dict[str, tuple[str, str]] = {}
-        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        group = (per + 2) * config.head_size
-        for name, (shape, dtype) in inner.shapes().items():
-            before, fused, kind = name.partition(".linear_qkv.")
-            if fused and shape and shape[0] % group == 0:
-                for which, (first, last) in self._rows.items():
-                    own = f"{before}.linear_qkv[{which}].{kind}"
-                    self._of[own] = (name, which)
-                    count = shape[0] // group * (last - first) * config.head_size
-                    self._shapes[own] = ((count, *shape[1:]), dtype)
-            else:
-                self._shapes[name] = (shape, dtype)
+    def read(name: str, slices: Sequence[slice]) -> torch.Tensor:
+        if name not in fused:
+            return inner.read(name, slices)
+        whole, which = fused[name]
+        first, last = rows[which]
+        each = (last - first) * size
+        start, stop, _ = slices[0].indices(entries[name][0][0])
+        low, high = start // each, -(-stop // each)
+        group = slice(low * (per + 2) * size, high * (per + 2) * size)
+        found = inner.read(whole, (group, *slices[1:]))
+        found = found.unflatten(0, (high - low, per + 2, size))[:, first:last].flatten(0, 2)
+        return found[start - low * each : stop - low * each]
 
-    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return self._shapes
-
-    def read(self, name: str, slices: Sequence[slice]) -> torch.Tensor:
-        if name not in self._of:
-            return self._inner.read(name, slices)
-        fused, which = self._of[name]
-        first, last = self._rows[which]
-        heads, per = self._rows["v"][1], last - first
-        start, stop, _ = slices[0].indices(self._shapes[name][0][0])
-        low, high = start // (per * self._head), -(-stop // (per * self._head))
-        rows = slice(low * heads * self._head, high * heads * self._head)
-        found = self._inner.read(fused, (rows, *slices[1:]))
-        found = found.unflatten(0, (high - low, heads, self._head))[:, first:last].flatten(0, 2)
-        skip = low * per * self._head
-        return found[start - skip : stop - skip]
+    return files.TensorSource(entries, read)
 
 
 # --- the distributed optimizer's buckets
 
 _HEAD = 16
-"""The numbers at its beginning by which a parameter is looked for."""
+"""The number of leading elements by which parameters are found."""
 
 
 class _BucketPiece(NamedTuple):
-    """The part of a parameter that a rank of tensor parallelism has: boxes, one after another."""
+    """A tensor-parallel rank's part of a parameter: consecutive boxes."""
 
     name: str
     boxes: tuple[CheckpointBox, ...]
 
     @property
     def numel(self) -> int:
-        return sum(_numel(box) for box in self.boxes)
+        return sum(_count_elements(box) for box in self.boxes)
 
     def read(self, tensors: ChunkedTensors) -> torch.Tensor:
-        """Its numbers in whole tensors, flat."""
+        """Its elements, flat."""
         parts = [tensors.read(self.name, [slice(*span) for span in box]) for box in self.boxes]
         return torch.cat([part.flatten() for part in parts])
 
     def head(self, tensors: ChunkedTensors) -> tuple[int, bytes]:
-        """How many numbers it has, and its first ones."""
+        """Its number of elements, and the first ones."""
         (start, stop), *rest = self.boxes[0]
-        rows = -(-_HEAD // max(_numel(rest), 1))
-        if _numel(self.boxes[0]) < _HEAD:
-            return self.numel, _bytes(self.read(tensors)[:_HEAD])
+        rows = -(-_HEAD // max(_count_elements(rest), 1))
+        if _count_elements(self.boxes[0]) < _HEAD:
+            return self.numel, _to_bytes(self.read(tensors)[:_HEAD])
         some = _BucketPiece(self.name, (((start, min(start + rows, stop)), *rest),))
-        return self.numel, _bytes(some.read(tensors)[:_HEAD])
+        return self.numel, _to_bytes(some.read(tensors)[:_HEAD])
 
 
-def _numel(box: Sequence[tuple[int, int]]) -> int:
+def _count_elements(box: Sequence[tuple[int, int]]) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _bytes(x: torch.Tensor) -> bytes:
+def _to_bytes(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class _BucketPieces:
-    """The parts of all parameters, to be found by their numbers."""
+    """The parts of all parameters, which are found by their values."""
 
     def __init__(self, weights: ChunkedTensors, args: Mapping[str, Any]):
         self._weights = weights
@@ -267,7 +246,7 @@ class _BucketPieces:
         for name, shape in weights.sizes.items():
             floating = weights.dtypes[name].is_floating_point
             if name.endswith("router.expert_bias") or not (floating and shape and math.prod(shape)):
-                continue  # they are no parameters
+                continue  # not a parameter
             for piece in dict.fromkeys(
                 _BucketPiece(name, own) for own in list_boxes(name, shape, args)
             ):
@@ -277,11 +256,11 @@ class _BucketPieces:
         self._kinds = sorted(kinds, key=lambda kind: kind[1], reverse=True)
 
     def at(self, masters: ChunkedTensors, key: str, start: int) -> list[_BucketPiece]:
-        """Those whose numbers the masters from `start` on are rounded to: of the largest size."""
+        """The largest parts of parameters that the masters from `start` on round to."""
         end = masters.sizes[key][0]
         head = _read_flat(masters, key, start, min(start + _HEAD, end))
         for dtype, numel in self._kinds:
-            near = self._by_head.get((dtype, numel, _bytes(head[:numel].to(dtype))), [])
+            near = self._by_head.get((dtype, numel, _to_bytes(head[:numel].to(dtype))), [])
             if not near or start + numel > end:
                 continue
             whole = _read_flat(masters, key, start, start + numel).to(dtype)
@@ -298,9 +277,9 @@ def read_state(opened: OpenedCheckpoint) -> dict[str, ChunkedTensors]:
     """The optimizer's state of a checkpoint by parameter, named as in `OpenedCheckpoint.state`.
 
     Raises:
-        ValueError: it lies in buckets whose parameters cannot be told; all such are listed.
+        ValueError: buckets cannot be matched with parameters; all such are listed.
     """
-    if not opened.buckets.sizes or opened.args is None:  # then the model is not said either
+    if not opened.buckets.sizes or opened.args is None:  # without args there is no model either
         return dict(opened.state)
     state, problems = _read_buckets(opened.buckets, opened.weights, opened.args)
     raise_problems(f"cannot read the Megatron checkpoint {opened.folder}", problems)
@@ -310,12 +289,12 @@ def read_state(opened: OpenedCheckpoint) -> dict[str, ChunkedTensors]:
 def _read_buckets(
     buckets: ChunkedTensors, weights: ChunkedTensors, args: Mapping[str, Any]
 ) -> tuple[dict[str, ChunkedTensors], list[Problem]]:
-    """The state by parameter of a checkpoint in Megatron-Core's form `dp_reshardable`.
+    """The state by parameter of a checkpoint in Megatron-Core's form ``dp_reshardable``.
 
-    A bucket has parameters one after another, each of which begins at a multiple of 64 numbers, and
-    does not say which. They are known by their masters, which are rounded to the parameters' own
-    numbers: neither the division of layers among stages nor the order of modules, which differ by
-    version, is needed. Parameters that have the same numbers must have the same moments too.
+    A bucket is a concatenation of unnamed parameters, at multiples of 64 elements. They are found
+    by their masters, which round to the parameters: the assignment of layers to stages and the
+    order of modules, which differ by version, do not matter. Equal parameters must have the same
+    moments.
     """
     pieces, problems = _BucketPieces(weights, args), []
     state: dict[str, ChunkedTensors] = {key: ChunkedTensors() for key in (*MOMENTS, "param")}
@@ -328,13 +307,13 @@ def _read_buckets(
         shapes = {buckets.sizes[f"{bucket}.{key}"] for key in state}
         if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
             got = f"shapes {', '.join(str(list(shape)) for shape in sorted(shapes))}"
-            problems.append(Problem(bucket, got, "one number of numbers"))
+            problems.append(Problem(bucket, got, "the same length"))
             continue
         at = 0
         while at < buckets.sizes[f"{bucket}.param"][0]:
             group = pieces.at(buckets, f"{bucket}.param", at)
             if not group:
-                got, wanted = f"numbers of no parameter from {at} on", "masters of the parameters"
+                got, wanted = f"no masters of a parameter from {at} on", "masters of the parameters"
                 fix = "save it once in Megatron-LM with --dist-ckpt-optim-fully-reshardable"
                 problems.append(Problem(bucket, got, wanted, fix))
                 break
@@ -342,7 +321,7 @@ def _read_buckets(
             known = next((taken[each] for each in group if each in taken), place)
             if not all(_is_same(buckets, key, place, known) for key in MOMENTS):
                 got = f"other moments from {at} on than elsewhere of {group[0].name}"
-                wanted = "the same, of parameters that have the same numbers"
+                wanted = "the same for equal parameters"
                 problems.append(Problem(bucket, got, wanted))
             piece = next((each for each in group if each not in taken), group[0])
             if piece not in taken:
@@ -368,9 +347,9 @@ def _is_same(
 def _add_piece(
     into: ChunkedTensors, piece: _BucketPiece, buckets: ChunkedTensors, key: str, start: int
 ) -> None:
-    """Add a part of a bucket as the boxes of a parameter."""
+    """Add a span of a bucket as boxes of a parameter."""
     for box in piece.boxes:
-        stop, shape = start + _numel(box), tuple(b - a for a, b in box)
+        stop, shape = start + _count_elements(box), tuple(b - a for a, b in box)
 
         def load(start=start, stop=stop, shape=shape) -> torch.Tensor:
             return _read_flat(buckets, key, start, stop).view(shape)
@@ -383,7 +362,7 @@ def _add_piece(
 # --- in
 
 
-_WITHOUT = "save it in Megatron-LM with --no-save-optim: the parameters alone are read then"
+_WITHOUT = "save it in Megatron-LM with --no-save-optim, to read the parameters only"
 
 
 @dataclass(frozen=True)
@@ -393,8 +372,8 @@ class LoadedTensors:
     Attributes:
         params: in the config's dtype.
         mu: running means of gradients, in float32; None: the checkpoint has none.
-        nu: of their squares.
-        masters: in float32; None: the parameters are their own.
+        nu: running means of their squares.
+        masters: in float32; None: the parameters are float32.
     """
 
     params: dict
@@ -404,18 +383,18 @@ class LoadedTensors:
 
 
 def load_tensors(opened: OpenedCheckpoint, config: GPTConfig) -> LoadedTensors:
-    """All tensors of a checkpoint, whole. Of experts' biases the moments are zeros.
+    """All tensors of a checkpoint, whole. Moments of experts' balancing biases are zeros.
 
     Raises:
         ValueError: tensors are missing, unknown, or of another shape; all offenders are listed.
     """
-    found, form = _layouts(config, _count_rows(opened, config)), _make_format(config)
-    local = local_on_mesh(config, None, None)
+    found, form = _make_layouts(config, _count_rows(opened, config)), _make_format(config)
+    local = reader.local_on_mesh(config, None, None)
 
-    def read(source: ChunkedTensors, kind: GPTConfig, chosen: list[HubLayout]) -> dict:
-        split = _SplitHeads(source, config)
-        stored = match(form, config, chosen, split)
-        return read_layouts(chosen, stored, kind, split, local)
+    def read(source: ChunkedTensors, kind: GPTConfig, chosen: list[formats.HubLayout]) -> dict:
+        split = _split_heads(source, config)
+        stored = reader.match(form, config, chosen, split)
+        return reader.read_layouts(chosen, stored, kind, split, local)
 
     params = read(opened.weights, config, found)
     state = read_state(opened)
@@ -439,12 +418,12 @@ def load_tensors(opened: OpenedCheckpoint, config: GPTConfig) -> LoadedTensors:
         made = read(source, wide, trained)
         rest = [layout for layout in found if layout.rule.paths[0].endswith(BALANCE)]
         for path in (part.path for layout in rest for part in layout.parts):
-            tree.put_leaf(made, path, torch.zeros_like(_at(params, path)))
+            tree.put_leaf(made, path, torch.zeros_like(_find_leaf(params, path)))
         kept[name] = made
     return LoadedTensors(params, kept["exp_avg"], kept["exp_avg_sq"], kept.get("master"))
 
 
-def _at(params: Any, path: str) -> torch.Tensor:
+def _find_leaf(params: Any, path: str) -> torch.Tensor:
     for key in path.split("/"):
         params = params[key]
     return params
@@ -455,13 +434,12 @@ def _at(params: Any, path: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """The things of a run that `save_tensors` writes.
+    """The contents of a checkpoint that `save_tensors` writes.
 
     Attributes:
         config: the architecture.
-        params: leaves that are read where they are indexed, as `checkpoint.stored_params` gives.
-        state: trees of the optimizer's by Megatron's names (exp_avg, exp_avg_sq, param); empty: it
-            is not written.
+        params: leaves that are read when they are indexed, as of `checkpoint.stored_params`.
+        state: trees of optimizer state by Megatron's names (exp_avg, exp_avg_sq, param), or none.
         common: args, iteration, opt_param_scheduler, ... of ``common.pt``.
     """
 
@@ -472,12 +450,12 @@ class SavedTensors:
 
 
 def save_tensors(folder: Path, saving: SavedTensors) -> None:
-    """Write a `torch_dist` checkpoint into an empty folder; one tensor at a time is in memory.
+    """Write a ``torch_dist`` checkpoint into an empty folder, one tensor at a time.
 
-    Megatron-Core loads it on any division, with the distributed optimizer or without.
+    Megatron-Core loads it with any parallelism, and any optimizer.
     """
     config = saving.config
-    found = _layouts(config)
+    found = _make_layouts(config)
     stacked = not config.dense_layers
     with (folder / _SHARD).open("wb") as stream:
         writer = _ShardFile(stream)
@@ -501,7 +479,7 @@ _SHARD = "__0_0.distcp"
 
 
 class _ShardFile:
-    """A file of shards, and the metadata of what was written into it."""
+    """A file of shards, and their metadata."""
 
     def __init__(self, stream: Any):
         self._stream, self._entries, self._places = stream, {}, {}
@@ -541,7 +519,7 @@ def _write_tree(
     writer: _ShardFile,
     prefix: str,
     config: GPTConfig,
-    found: list[HubLayout],
+    found: list[formats.HubLayout],
     params: Any,
     stacked: bool,
 ) -> None:
@@ -554,17 +532,18 @@ def _write_tree(
             writer.add(prefix + key, made, (*start, *[0] * tensor.dim()), whole)
 
 
-def _name_tensors(found: list[HubLayout], params: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Megatron's tensors one by one, by their names."""
-    for layout, index in tensors(found):
-        leaves = [_at(params, part.path)[index if index else ...] for part in layout.parts]
+def _name_tensors(
+    found: list[formats.HubLayout], params: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for layout, index in formats.tensors(found):
+        leaves = [_find_leaf(params, part.path)[index if index else ...] for part in layout.parts]
         yield layout.name(index), layout.to_theirs(leaves)
 
 
 def _fuse_heads(
     config: GPTConfig, named: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, with queries, keys and values of a layer as one by groups."""
+    """Fuse a layer's queries, keys and values, interleaved by group."""
     waiting: dict[str, list[torch.Tensor]] = {}
     for name, tensor in named:
         if "linear_qkv[" not in name:
@@ -584,7 +563,7 @@ _EXPERT_NUMBER = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(.*)$")
 def _place_shard(
     name: str, config: GPTConfig, stacked: bool
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """The key of a tensor in `torch_dist`, and of stacked dims its places and their sizes."""
+    """The key of a tensor in ``torch_dist``; indices and sizes of its stacked dims."""
     place: list[int] = []
     sizes: list[int] = []
     if stacked and (match := _NUMBER.match(name)):
@@ -607,19 +586,20 @@ _NORMS = MappingProxyType(
 
 
 def _list_norm_names(name: str) -> list[str]:
-    """The names of a tensor: of a norm also as a part of the layer after it.
+    """The names of a tensor; a norm has also that in the layer after it.
 
-    It depends on the layers (local or Transformer Engine's) and the model which one is asked for;
-    the other is passed over, and norms are small.
+    Local and Transformer Engine's layers load different ones; norms are small.
     """
     others = [name.replace(part, new) for part, new in _NORMS.items() if part in name]
     return [name, *others]
 
 
-def _list_extra_states(config: GPTConfig, found: list[HubLayout], stacked: bool) -> list[str]:
-    """Keys of the states of FP8 scaling, empty ones, without which Megatron does not load."""
+def _list_extra_states(
+    config: GPTConfig, found: list[formats.HubLayout], stacked: bool
+) -> list[str]:
+    """Keys of empty FP8 states, which Megatron needs to load."""
     modules: dict[str, None] = {}
-    for layout, index in tensors(found):
+    for layout, index in formats.tensors(found):
         name, _, kind = re.sub(r"\[\w\]", "", layout.name(index)).rpartition(".")
         if kind == "weight" and name.rpartition(".")[2].startswith(("linear_", "eh_proj")):
             modules[name] = None

@@ -1,4 +1,4 @@
-"""The training that Megatron-LM's arguments describe: mesh, batches, optimizer, precision, data."""
+"""Training settings that Megatron-LM's arguments describe: mesh, optimizer, precision, data, ..."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from functron import optim
 from functron.apps.megatron.architecture import FamilyName, read_vocabulary
 from functron.apps.megatron.arguments import Reading
 from functron.apps.megatron.launches import is_open
 from functron.core.errors import Problem
 from functron.core.settings import paths_of, value_at
 from functron.data.sampling import parse_ramp_up
-from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.optim.config import MuonConfig
-from functron.optim.loss_scaling import LossScale
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, configure, read_yaml, with_precision
 
 NONE = ("none", "None", "null", "")
-"""Values that stand for nothing."""
+"""Values of paths that mean none."""
 
 
 def read_step_settings(
@@ -33,25 +31,23 @@ def read_step_settings(
     """The mesh, and the settings of `TrainConfig` for the training step.
 
     Args:
-        reading: the line; what becomes of its arguments is noted there.
-        family: what it trains.
-        ranks: processes; 0: as few as the sizes allow.
+        reading: the arguments, whose fates are noted there.
+        ranks: number of processes; 0: as few as the sizes allow.
     """
-    mesh, settings = _mesh(reading, family, ranks)
-    return mesh, settings | read_update_settings(reading, family, mesh) | _memory(reading)
+    mesh, settings = _read_mesh(reading, family, ranks)
+    return mesh, settings | read_update_settings(reading, family, mesh) | _read_compute(reading)
 
 
 def read_update_settings(reading: Reading, family: FamilyName, mesh: Mesh) -> dict[str, Any]:
-    """The settings of the updates, which no mesh changes: batches, learning rate, optimizer."""
-    settings = {"seq": _seq(reading, family)} | _batches(reading, mesh)
-    return settings | _rate(reading, settings) | {"optimizer": _optimizer(reading)}
+    """The settings of updates, which no mesh changes: batches, learning rate, optimizer."""
+    settings = {"seq": _read_seq(reading, family)} | _read_batches(reading, mesh)
+    return settings | _read_rate(reading, settings) | {"optimizer": _read_optimizer(reading)}
 
 
 # --- the mesh
 
 
-def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[str, Any]]:
-    """The mesh, and the settings that go with it."""
+def _read_mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[str, Any]]:
     sizes = {
         "tp": reading.take("tensor_model_parallel_size", "mesh"),
         "pp": reading.take("pipeline_model_parallel_size", "mesh"),
@@ -61,7 +57,7 @@ def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[
     if family != "gpt":
         for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
             if sizes[axis] > 1:
-                why = f"this model has no {axis} here: its ranks are left out"
+                why = f"functron has no {axis} for this model: its ranks are left out"
                 reading.explain("not supported", why, name)
                 ranks //= sizes[axis]
                 sizes[axis] = 1
@@ -73,11 +69,11 @@ def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[
         reading.problems.append(Problem("ranks", got, f"a multiple of {model}", fix))
         ranks = model
     data = ranks // model
-    experts, settings = _expert_axes(reading, sizes, data)
-    context, inner = _context(reading, sizes["cp"])
+    experts, settings = _read_expert_axes(reading, sizes, data)
+    context, inner = _read_context(reading, sizes["cp"])
     axes = {"pp": sizes["pp"], "dp": data // experts, "ep": experts, **inner, "tp": sizes["tp"]}
     mesh = Mesh(**{name: size for name, size in axes.items() if size > 1})
-    settings |= {"mesh": str(mesh)} | context | _pipeline(reading, sizes["pp"])
+    settings |= {"mesh": str(mesh)} | context | _read_pipeline(reading, sizes["pp"])
     split = reading.take("sequence_parallel", "sequence_parallel") and sizes["tp"] > 1
     if not split:
         reading.explain("not needed", "there is one rank of tp", "sequence_parallel")
@@ -85,24 +81,23 @@ def _mesh(reading: Reading, family: FamilyName, ranks: int) -> tuple[Mesh, dict[
     reading.explain(
         "not needed", "--mesh is the order of ranks, dp before pp there", "use_tp_pp_dp_mapping"
     )
-    return mesh, settings | _zero(reading, mesh)
+    return mesh, settings | _read_zero(reading, mesh)
 
 
-def _expert_axes(
+def _read_expert_axes(
     reading: Reading, sizes: Mapping[str, int], data: int
 ) -> tuple[int, dict[str, Any]]:
     """The size of ep, and the axes that experts are divided over."""
     whole = reading.take("expert_model_parallel_size", "mesh") or 1
-    own = reading.take("expert_tensor_parallel_size", "expert_axes")
     tp, cp = sizes["tp"], sizes["cp"]
     if not reading("num_experts"):
-        reading.ignore("expert_tensor_parallel_size")
         if whole > 1:
             reading.refuse("expert_model_parallel_size", "1 for a model without experts")
         return 1, {}
+    own = reading.take("expert_tensor_parallel_size", "expert_axes")
     own = tp if own is None else own
     if own not in (1, tp):
-        fix = "1: experts are whole; or that of tp: experts are divided as other matrices"
+        fix = "1 for whole experts, or tp's size for experts sharded as other matrices"
         reading.refuse("expert_tensor_parallel_size", f"1 or {tp}", fix)
         return 1, {}
     folded = tp if own == 1 else 1
@@ -114,7 +109,7 @@ def _expert_axes(
         names = [*axes, *(["tp"] if folded > 1 else [])]
         if whole % inner == 0 and data % (whole // inner) == 0 and (len(axes) == 1 or cp > 1):
             if folded > 1:
-                why = "tokens are divided over tp for it: --sequence-parallel"
+                why = "tp splits their tokens: --sequence-parallel"
                 reading.note("expert_axes", "expert_tensor_parallel_size", why=why)
             return whole // inner, {"expert_axes": ",".join(names)} if len(names) > 1 else {}
     most = data * folded * cp
@@ -126,13 +121,12 @@ def _expert_axes(
     return 1, {}
 
 
-def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int]]:
+def _read_context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int]]:
     """The setting of context parallelism, and its axes."""
+    if size == 1:
+        return {}, {}
     kinds = set(reading.take("cp_comm_type", "context") or ("p2p",))
     levels = reading.take("hierarchical_context_parallel_sizes", "mesh") or ()
-    if size == 1:
-        reading.ignore("cp_comm_type", "hierarchical_context_parallel_sizes")
-        return {}, {}
     if len(kinds) > 1:
         reading.refuse("cp_comm_type", "one for all layers")
     (kind, *_) = kinds
@@ -150,8 +144,10 @@ def _context(reading: Reading, size: int) -> tuple[dict[str, Any], dict[str, int
     return {"context": "ring" if kind == "p2p" else "gather"}, {"cp": size}
 
 
-def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
-    """The pipeline schedule, and which layers each stage has."""
+def _read_pipeline(reading: Reading, stages: int) -> dict[str, Any]:
+    """The pipeline schedule, and the layers of each stage."""
+    if stages == 1:
+        return {}
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     counts = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     text = reading.take("pipeline_model_parallel_layout", "layout")
@@ -160,14 +156,10 @@ def _pipeline(reading: Reading, stages: int) -> dict[str, Any]:
     reading.note("chunks", *names)
     reading.note("layout", *ends, *counts)
     group = "microbatch_group_size_per_vp_stage"
-    reading.explain(
-        "not needed", "the interleaved schedule takes groups of the pipeline's ranks", group
-    )
-    if stages == 1:
-        reading.ignore(*names, *ends, *counts, "pipeline_model_parallel_layout", group)
-        return {}
+    why = "the interleaved schedule takes groups of as many microbatches as pipeline ranks"
+    reading.explain("not needed", why, group)
     if reading(group) not in (None, stages):
-        reading.refuse(group, f"{stages}, the ranks of the pipeline: groups of the schedule")
+        reading.refuse(group, f"{stages}, the number of pipeline ranks")
     layers = reading("num_layers") or 1
     extra = [int(bool(reading(name))) for name in counts]
     first, last = (reading(name) for name in ends)
@@ -204,7 +196,7 @@ def _set_interleaved(chunks: int) -> dict[str, Any]:
 
 
 def _count_stages(text: str) -> int:
-    """The stages of a layout, whose repetitions are written out."""
+    """The number of stages of a layout, after repetitions are expanded."""
     for _ in range(20):
         grown = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), text)
         grown = re.sub(r"([EtmL|])\*(\d{1,4})", lambda m: m[1] * int(m[2]), grown)
@@ -219,41 +211,35 @@ _STRATEGIES: Mapping[str, int] = MappingProxyType(
 )
 
 
-def _zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
-    """The ZeRO stage, and how gradients are reduced."""
-    fsdp = reading.take("use_megatron_fsdp", "zero")
-    strategy = reading.take("data_parallel_sharding_strategy", "zero")
-    torchs = reading.take("use_torch_fsdp2", "zero")
-    kept = reading.take("torch_fsdp2_reshard_after_forward", "gather")
+def _read_zero(reading: Reading, mesh: Mesh) -> dict[str, Any]:
+    """The ZeRO stage, and when parameters are gathered."""
     level = 1 if reading.take("use_distributed_optimizer", "zero") else 0
-    if fsdp:
-        level = _STRATEGIES.get(strategy, -1)
+    if reading.take("use_megatron_fsdp", "zero"):
+        level = _STRATEGIES.get(reading.take("data_parallel_sharding_strategy", "zero"), -1)
         if level < 0:
             reading.refuse("data_parallel_sharding_strategy", f"one of {', '.join(_STRATEGIES)}")
             level = 0
-    else:
-        reading.ignore("data_parallel_sharding_strategy")
-    level = 3 if torchs else level
-    if not torchs:
-        reading.ignore("torch_fsdp2_reshard_after_forward")
+    kept = None
+    if reading.take("use_torch_fsdp2", "zero"):
+        level = 3
+        kept = not reading.take("torch_fsdp2_reshard_after_forward", "gather")
     copies = math.prod(mesh[axis] for axis in ("dp", "ep", "cp", "ulysses"))
     if (mesh["dp"] if level == 3 else copies) == 1:
         names = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
         reading.explain("not needed", "there is one data-parallel rank", *names)
         return {}
     found: dict[str, Any] = {"zero": level}
-    return found | ({"gather": "keep"} if torchs and not kept else {})
+    return found | ({"gather": "keep"} if kept else {})
 
 
 # --- batches and rates
 
 
-def _seq(reading: Reading, family: FamilyName) -> int:
+def _read_seq(reading: Reading, family: FamilyName) -> int:
     name = "seq_length" if reading("seq_length") else "encoder_seq_length"
-    reading.ignore("encoder_seq_length", "decoder_seq_length")
     value = reading.take(name, "seq")
     if family == "t5":
-        why = "targets are as long as what --mask-rate takes out of a sample"
+        why = "targets have the tokens that --mask-rate takes out of a sample"
         reading.explain("not needed", why, "decoder_seq_length")
     if not value or value < 1:
         reading.refuse("seq_length", "a number of at least 1", "--with seq-length=N")
@@ -261,10 +247,12 @@ def _seq(reading: Reading, family: FamilyName) -> int:
     return value
 
 
-def _batches(reading: Reading, mesh: Mesh) -> dict[str, Any]:
+def _read_batches(reading: Reading, mesh: Mesh) -> dict[str, Any]:
     """Sizes of batches, and the number of steps."""
     ranks = math.prod(mesh[axis] for axis in ("dp", "ep"))
-    micro = reading.take("micro_batch_size", "microbatches", "microbatches of a rank, not samples")
+    micro = reading.take(
+        "micro_batch_size", "microbatches", "number of microbatches per rank, not their size"
+    )
     if not micro or micro < 1:
         reading.refuse("micro_batch_size", "a number of at least 1", "--with micro-batch-size=1")
         micro = 1
@@ -281,14 +269,14 @@ def _batches(reading: Reading, mesh: Mesh) -> dict[str, Any]:
     if words and len(numbers) != 3:
         reading.refuse("rampup_batch_size", "a start, an increment and samples")
     elif words:
-        found |= _ramp(reading, numbers, batch, ranks, parts)
-    return found | {"steps": _steps(reading, found, batch)}
+        found |= _read_ramp(reading, numbers, batch, ranks, parts)
+    return found | {"steps": _read_steps(reading, found, batch)}
 
 
-def _ramp(
+def _read_ramp(
     reading: Reading, numbers: Sequence[int], batch: int, ranks: int, parts: int
 ) -> dict[str, Any]:
-    """A batch that grows: here its microbatches grow, there their number does."""
+    """Growing batches: our microbatches grow, Megatron-LM's become more."""
     start, increment, _ = numbers
     most = math.gcd(start, increment, batch) // ranks
     fitting = max((n for n in range(1, most + 1) if most % n == 0 and parts % n == 0), default=1)
@@ -303,7 +291,7 @@ def _ramp(
     return {"ramp_up": " ".join(map(str, numbers)), "microbatches": fitting}
 
 
-def _steps(reading: Reading, found: Mapping[str, Any], batch: int) -> int:
+def _read_steps(reading: Reading, found: Mapping[str, Any], batch: int) -> int:
     steps = reading.take("train_iters", "steps")
     samples = reading.take("train_samples", "steps", "steps, not samples")
     if steps and samples:
@@ -317,11 +305,11 @@ def _steps(reading: Reading, found: Mapping[str, Any], batch: int) -> int:
 
 
 def _find_step(found: Mapping[str, Any], batch: int, samples: int) -> int:
-    """The number of steps after which `samples` samples were taken."""
+    """The number of steps that take `samples` samples."""
     try:
         ramp = parse_ramp_up(found.get("ramp_up", ""), batch)
     except ValueError:
-        return samples // batch  # said elsewhere
+        return samples // batch  # reported elsewhere
     return ramp.step_of(samples)
 
 
@@ -329,17 +317,16 @@ STYLES: Mapping[str, str] = MappingProxyType({
     "constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd",
     "inverse-square-root": "inverse_square_root",
 })  # fmt: skip
-"""Names of schedules, by Megatron-LM's."""
+"""Our schedules by Megatron-LM's names."""
 WSD: Mapping[str, str] = MappingProxyType({
     "exponential": "halving", "linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt",
 })  # fmt: skip
-"""Shapes of the decay of its WSD."""
+"""Shapes of WSD's decay, by Megatron-LM's names."""
 
 
-def _rate(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rate(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The schedule of the learning rate, and whether it counts steps or samples."""
     batch = settings["global_batch"]
-
     counted = _counts_samples(reading, settings)
     unit = "samples" if counted else "steps"
 
@@ -369,27 +356,24 @@ def _rate(reading: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
         "end": reading.take("min_lr", "learning_rate.end"),
         "init": reading.take("lr_warmup_init", "learning_rate.init"),
     }  # fmt: skip
-    length = count("lr_wsd_decay", "decay_steps")
-    shape = reading.take("lr_wsd_decay_style", "learning_rate.decay")
-    if style != "WSD":
-        names = ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
-        reading.ignore(*names)
-        if style == "constant":
-            reading.explain("not needed", "a constant rate has no end", "min_lr")
-        if style == "inverse-square-root" and not warmup:
-            why = "without a warm-up Megatron-LM divides by the root of samples, ours of steps"
-            reading.note("learning_rate.name", "lr_decay_style", why=why)
-        return {"learning_rate": ScheduleConfig(**found), "rate_unit": unit}
-    if not length or shape not in WSD:
-        fix = "--with lr-wsd-decay-iters=N"
-        reading.refuse("lr_wsd_decay_iters", "the steps of the decay, of a known style", fix)
-        return {"learning_rate": ScheduleConfig(**found), "rate_unit": unit}
-    found |= {"decay_steps": length, "decay": WSD[shape]}
-    return {"learning_rate": ScheduleConfig(**found), "rate_unit": unit}
+    if style == "WSD":
+        length = count("lr_wsd_decay", "decay_steps")
+        shape = reading.take("lr_wsd_decay_style", "learning_rate.decay")
+        if not length or shape not in WSD:
+            fix = "--with lr-wsd-decay-iters=N"
+            reading.refuse("lr_wsd_decay_iters", "the steps of the decay, of a known style", fix)
+        else:
+            found |= {"decay_steps": length, "decay": WSD[shape]}
+    if style == "constant":
+        reading.explain("not needed", "a constant rate has no end", "min_lr")
+    if style == "inverse-square-root" and not warmup:
+        why = "without a warm-up Megatron-LM divides by the root of samples, ours of steps"
+        reading.note("learning_rate.name", "lr_decay_style", why=why)
+    return {"learning_rate": optim.ScheduleConfig(**found), "rate_unit": unit}
 
 
 def _counts_samples(reading: Reading, settings: Mapping[str, Any]) -> bool:
-    """Whether the schedule counts samples: given ones that are not those of whole steps."""
+    """Whether the schedule counts samples: numbers of them that are not those of whole steps."""
     names = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
     given = [samples for name in names if (samples := reading(name))]
     if reading("lr_decay_samples") is None and reading("train_samples"):
@@ -407,7 +391,7 @@ _DTYPES: Mapping[str, str] = MappingProxyType({
 _SCALE_MODES = MappingProxyType({("spectral", 0.2): "adamw", ("shape_scaling", 1.0): "spectral"})
 
 
-def _optimizer(reading: Reading) -> OptimizerConfig:
+def _read_optimizer(reading: Reading) -> optim.OptimizerConfig:
     """The optimizer, without the dtypes that the precision sets."""
     kind = reading.take("optimizer", "optimizer.name", "AdamW: its decay is decoupled")
     names = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
@@ -419,28 +403,26 @@ def _optimizer(reading: Reading) -> OptimizerConfig:
         "adam_beta1": "b1", "adam_beta2": "b2", "adam_eps": "eps", "clip_grad": "clip_norm",
         "weight_decay": "weight_decay", "sgd_momentum": "momentum",
     }  # fmt: skip
+    idle = ("adam_beta1", "adam_beta2", "adam_eps") if kind == "sgd" else ("sgd_momentum",)
     for theirs, ours in pairs.items():
-        found[ours] = reading.take(theirs, f"optimizer.{ours}")
-    if kind == "sgd":
-        reading.ignore("adam_beta1", "adam_beta2", "adam_eps")
-        if reading("weight_decay"):
-            reading.explain("not supported", "sgd has no weight decay", "weight_decay")
-    else:
-        reading.ignore("sgd_momentum")
-        found["momentum"] = OptimizerConfig.momentum
-    found |= _increase(reading) | _muon(reading, name) | _decoupled(reading)
+        is_idle = theirs in idle
+        found[ours] = reading(theirs) if is_idle else reading.take(theirs, f"optimizer.{ours}")
+    if kind != "sgd":
+        found["momentum"] = optim.OptimizerConfig.momentum
+    elif reading("weight_decay"):
+        reading.explain("not supported", "sgd has no weight decay", "weight_decay")
+    found |= _read_decay_increase(reading) | _read_muon(reading, name) | _read_decoupled(reading)
     found["offload"] = reading.take("optimizer_cpu_offload", "optimizer.offload")
-    why = "all of the state lies in host memory"
+    why = "all of the state is in host memory"
     reading.explain("not needed", why, "optimizer_offload_fraction")
-    return OptimizerConfig(**found)
+    return optim.OptimizerConfig(**found)
 
 
-def _increase(reading: Reading) -> dict[str, Any]:
-    """A weight decay that grows over the run."""
+def _read_decay_increase(reading: Reading) -> dict[str, Any]:
+    """A weight decay that changes over the run."""
     style = reading.take("weight_decay_incr_style", "optimizer.weight_decay_incr_style")
     ends = ("start_weight_decay", "end_weight_decay")
     if style == "constant":
-        reading.ignore(*ends)
         return {}
     values = [reading.take(name, f"optimizer.{name}") for name in ends]
     if None in values:
@@ -453,38 +435,36 @@ def _increase(reading: Reading) -> dict[str, Any]:
     return {"weight_decay_incr_style": style, **dict(zip(ends, values, strict=True))}
 
 
-def _muon(reading: Reading, name: str) -> dict[str, Any]:
-    """Options of Muon."""
-    names = ("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode")
+_MUON_FIELDS = MappingProxyType({
+    "muon_momentum": "momentum", "muon_use_nesterov": "nesterov", "muon_num_ns_steps": "steps",
+    "muon_scale_mode": "scale",
+})  # fmt: skip
+
+
+def _read_muon(reading: Reading, name: str) -> dict[str, Any]:
     if name != "muon":
-        reading.ignore(*names, "muon_extra_scale_factor", "muon_tp_mode")
         return {}
-    fields = ("momentum", "nesterov", "steps", "scale")
-    values = [
-        reading.take(theirs, f"optimizer.muon.{ours}")
-        for theirs, ours in zip(names, fields, strict=True)
-    ]
+    own = reading.take_fields("optimizer.muon", _MUON_FIELDS)
     factor = reading.take("muon_extra_scale_factor", "optimizer.muon.scale")
-    scale = _SCALE_MODES.get((values[3], factor))
+    scale = _SCALE_MODES.get((own["scale"], factor))
     if scale is None:
         fix = "such as --muon-scale-mode spectral --muon-extra-scale-factor 0.2, AdamW's size"
         wanted = "spectral with 0.2, or shape_scaling with 1"
         reading.refuse("muon_scale_mode", wanted, fix)
     mode = reading.take("muon_tp_mode", "optimizer.muon.distributed")
     if mode == "blockwise" and reading("tensor_model_parallel_size") > 1:
-        why = "matrices are orthogonalised whole, not by the blocks of tp"
+        why = "whole matrices are orthogonalised, not tp's blocks of them"
         reading.explain("not supported", why, "muon_tp_mode")
-    own: dict[str, Any] = dict(zip(fields, [*values[:3], scale or "adamw"], strict=True))
-    return {"muon": MuonConfig(**own, distributed=mode == "distributed")}
+    own["scale"] = scale or "adamw"
+    return {"muon": optim.MuonConfig(**own, distributed=mode == "distributed")}
 
 
-def _decoupled(reading: Reading) -> dict[str, Any]:
-    """A separate learning rate for the embedding and the output layer."""
-    own = reading.take("decoupled_lr", "optimizer.groups")
-    end, peak = reading.take("decoupled_min_lr", "optimizer.groups"), reading("lr")
+def _read_decoupled(reading: Reading) -> dict[str, Any]:
+    """A separate learning rate of the embedding and the output layer."""
+    own, end, peak = reading("decoupled_lr"), reading("decoupled_min_lr"), reading("lr")
     if own is None or not peak:
-        reading.ignore("decoupled_lr", "decoupled_min_lr")
         return {}
+    reading.note("optimizer.groups", "decoupled_lr", "decoupled_min_lr")
     ratio = own / peak
     last = (end or 0.0) / reading("min_lr") if reading("min_lr") else ratio
     if not math.isclose(last, ratio, rel_tol=1e-3):
@@ -495,14 +475,15 @@ def _decoupled(reading: Reading) -> dict[str, Any]:
 
 
 def apply_precision(reading: Reading, config: TrainConfig) -> TrainConfig:
-    """`config` in the precision of the line."""
+    """`config` in the precision of the arguments."""
     reading.note("precision", "fp16", "bf16", "params_dtype")
     name = "fp16" if reading("fp16") else "bf16" if reading("bf16") else "float32"
     if reading("fp16") and reading("bf16"):
         reading.refuse("fp16", "one of it and --bf16", "leave one out")
-    name, products = _products(reading, name)
+    name, products = _read_recipe(reading, name)
     made = with_precision(config, name)
-    own: dict[str, Any] = _scale(reading, name) | _sums(reading, name) | _moments(reading, name)
+    own: dict[str, Any] = _read_loss_scale(reading, name) | _read_grad_dtype(reading, name)
+    own |= _read_state_dtypes(reading, name)
     made = configure(made, optimizer=replace(made.optimizer, **own))
     if products:
         made = configure(made, products=products)
@@ -519,17 +500,15 @@ _RECIPES: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 
-def _products(reading: Reading, name: str) -> tuple[str, str]:
+def _read_recipe(reading: Reading, name: str) -> tuple[str, str]:
     """The precision with quantised matmuls, and its recipe where it is not that of the name."""
-    four = reading.take("fp4", "precision")
-    eight = None if four else reading.take("fp8", "precision")
+    four = reading("fp4")
+    eight = None if four else reading("fp8")
     ends = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    details = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad")
     if not four and not eight:
-        reading.ignore("fp8", "fp8_recipe", "fp4_recipe", *ends, *details)
         return name, ""
+    reading.take("fp4" if four else "fp8", "precision")
     kind = reading.take("fp4_recipe" if four else "fp8_recipe", "precision")
-    reading.ignore("fp8_recipe" if four else "fp4_recipe")
     known: Mapping[str, str] = {"nvfp4": "nvfp4"} if four else _RECIPES
     if kind not in known:
         reading.refuse("fp4_recipe" if four else "fp8_recipe", f"one of {', '.join(known)}")
@@ -539,46 +518,44 @@ def _products(reading: Reading, name: str) -> tuple[str, str]:
     recipe, words = known[kind], []
     own = {"delayed": "hybrid", "tensorwise": "hybrid"}.get(kind, "e4m3")
     if eight and eight != own:
-        why = f"{recipe} is {own}: write the formats out, --products 'fprop=...'"
+        why = f"{recipe} is {own}: spell out the formats, --products 'fprop=...'"
         reading.explain("not supported", why, "fp8")
     if not reading.take("fp8_wgrad", "products"):
         words.append("wgrad=high")
-    why = "scales are of the largest magnitude of 256 steps"
-    for detail in details[:2]:
-        reading.explain("not needed", "scales are those of this step", detail)
-        if kind == "delayed":
-            reading.explain("not supported", why, detail)
+    details = ("fp8_amax_history_len", "fp8_amax_compute_algo")
+    if kind == "delayed":
+        why = "scales follow the largest magnitude of 256 steps"
+        reading.explain("not supported", why, *details)
+    else:
+        reading.explain("not needed", "scales follow the current step", *details)
     if reading.take(ends[0], "products"):
         first, last = (reading.take(n, "products") for n in ends[1:])
         words += [f"first={first}", f"last={last}"]
-    else:
-        reading.ignore(*ends[1:])
-        words += ["last=0"] if four else []
+    elif four:
+        words.append("last=0")
     return recipe, " ".join([recipe, *words]) if words else ""
 
 
-def _scale(reading: Reading, name: str) -> dict[str, Any]:
-    """The loss scale."""
-    pairs = {"initial_loss_scale": "initial", "loss_scale_window": "growth_interval",
-             "hysteresis": "hysteresis", "min_loss_scale": "minimum"}  # fmt: skip
-    fixed = reading.take("loss_scale", "optimizer.loss_scale.initial")
-    values = {o: reading.take(t, f"optimizer.loss_scale.{o}") for t, o in pairs.items()}
+def _read_loss_scale(reading: Reading, name: str) -> dict[str, Any]:
     if name != "fp16":
-        reading.ignore("loss_scale", *pairs)
         return {}
-    values["growth_interval"] = int(values["growth_interval"])
+    pairs = {"hysteresis": "hysteresis", "min_loss_scale": "minimum"}
+    fixed = reading.take("loss_scale", "optimizer.loss_scale.initial")
+    if not fixed:
+        pairs |= {"initial_loss_scale": "initial", "loss_scale_window": "growth_interval"}
+    values = reading.take_fields("optimizer.loss_scale", pairs)
     if fixed:
-        reading.ignore("initial_loss_scale", "loss_scale_window")
         values |= {"initial": fixed, "growth_interval": 0, "minimum": fixed}
-    return {"loss_scale": LossScale(**values)}
+    values["growth_interval"] = int(values["growth_interval"])
+    return {"loss_scale": optim.LossScale(**values)}
 
 
-def _sums(reading: Reading, name: str) -> dict[str, Any]:
-    """The dtypes that gradients are summed in."""
+def _read_grad_dtype(reading: Reading, name: str) -> dict[str, Any]:
+    """The dtypes that gradients are summed and reduced in."""
     low = reading.take("grad_reduce_in_bf16", "optimizer.grad_dtype")
     why = "gradients are summed in float32"
     reading.explain("same", why, "accumulate_allreduce_grads_in_fp32")
-    main = _dtype(reading, "main_grads_dtype", "optimizer.grad_dtype")
+    main = _take_dtype(reading, "main_grads_dtype", "optimizer.grad_dtype")
     if name == "float32":
         return {}
     if low or main == "bfloat16":
@@ -586,24 +563,21 @@ def _sums(reading: Reading, name: str) -> dict[str, Any]:
     return {}
 
 
-def _moments(reading: Reading, name: str) -> dict[str, Any]:
+def _read_state_dtypes(reading: Reading, name: str) -> dict[str, Any]:
     """The dtypes of the optimizer's state."""
-    aware = reading.take("use_precision_aware_optimizer", "optimizer.mu_dtype")
-    names = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "store_param_remainders")
-    if not aware:
-        reading.ignore(*names)
+    if not reading.take("use_precision_aware_optimizer", "optimizer.mu_dtype"):
         return {}
     found: dict[str, Any] = {}
-    for theirs, ours in zip(names, ("mu_dtype", "nu_dtype"), strict=False):
-        found[ours] = _dtype(reading, theirs, f"optimizer.{ours}")
-    if _dtype(reading, "main_params_dtype", "optimizer.fp32_masters") != "float32":
+    for theirs, ours in (("exp_avg_dtype", "mu_dtype"), ("exp_avg_sq_dtype", "nu_dtype")):
+        found[ours] = _take_dtype(reading, theirs, f"optimizer.{ours}")
+    if _take_dtype(reading, "main_params_dtype", "optimizer.fp32_masters") != "float32":
         reading.refuse("main_params_dtype", "fp32")
     if reading.take("store_param_remainders", "optimizer.master_bits") and name == "bf16":
         found["master_bits"] = 16
     return found
 
 
-def _dtype(reading: Reading, name: str, setting: str) -> str:
+def _take_dtype(reading: Reading, name: str, setting: str) -> str:
     value = str(reading.take(name, setting)).rpartition(".")[2]
     if value not in _DTYPES:
         reading.refuse(name, f"one of {', '.join(_DTYPES)}")
@@ -611,14 +585,14 @@ def _dtype(reading: Reading, name: str, setting: str) -> str:
     return _DTYPES[value]
 
 
-def _memory(reading: Reading) -> dict[str, Any]:
+def _read_compute(reading: Reading) -> dict[str, Any]:
     """Activation checkpointing, determinism, CUDA graphs, and timeouts."""
     kind = reading.take("recompute_granularity", "remat")
     if reading.take("recompute_activations", "remat"):
         kind = kind or "selective"
     if reading.take("checkpoint_activations", "remat"):
         kind = "full"
-    why = "memory alone: every block is computed again, or its core of attention"
+    why = "memory alone: every block is recomputed, or the core of its attention"
     reading.explain(
         "not needed", why, "recompute_method", "recompute_num_layers", "recompute_modules"
     )
@@ -647,60 +621,51 @@ DATA_ARGUMENTS = (
     "mid_level_dataset_surplus", "add_extra_token_to_sequence", "reset_position_ids",
     "reset_attention_mask", "eod_mask_loss", "train_samples", "train_iters",
 )  # fmt: skip
-"""The arguments that `read_data_settings` reads, of a model that predicts the next token."""
+"""The arguments that `read_data_settings` reads for a model that predicts the next token."""
 
 
 def read_data_settings(reading: Reading, family: FamilyName, batch: int) -> dict[str, Any]:
     """The settings of `TrainConfig` for the data: files, split, tokenizer and order of samples.
 
     Args:
-        reading: the line; what becomes of its arguments is noted there.
-        family: what it trains.
-        batch: samples of a step, in the end.
+        reading: the arguments, whose fates are noted there.
+        batch: samples of a step, at its largest.
     """
-    found: dict[str, Any] = _documents(reading)
-    why = "of a BERT's samples: they have all --seq tokens"
+    found: dict[str, Any] = _read_documents(reading)
+    why = "samples of a BERT have --seq tokens"
     reading.explain("not supported" if family == "bert" else "not needed", why, "short_seq_prob")
-    rate = reading.take("mask_prob", "mask_rate")
-    found |= {"mask_rate": rate} if family in ("bert", "t5") else {}
-    if family == "gpt":
-        reading.ignore("mask_prob")
-    found |= _special_tokens(reading, family)
-    names = ("train_data_path", "valid_data_path", "test_data_path")
-    blend = _paths_of(reading, "data_path", "data_args_path")
-    train = _paths_of(reading, "train_data_path", "per_split_data_args_path")
-    reading.explain("not supported", "functron evaluate RUN --data PREFIX, afterwards", names[2])
-    if not reading.has(names[2]):
-        reading.ignore(names[2])
-    split = reading.take("split", "split")
+    if family in ("bert", "t5"):
+        found["mask_rate"] = reading.take("mask_prob", "mask_rate")
+    found |= _read_special_tokens(reading, family)
+    blend = _read_paths(reading, "data_path", "data_args_path")
+    train = _read_paths(reading, "train_data_path", "per_split_data_args_path")
+    if reading.has("test_data_path"):
+        why = "functron evaluate RUN --data PREFIX, afterwards"
+        reading.explain("not supported", why, "test_data_path")
+    split = reading("split") if train else reading.take("split", "split")
     mock = reading("mock_data")
     if mock:
         reading.note("format", "mock_data")
-    else:
-        reading.ignore("mock_data")
     if sum(map(bool, (blend, train, mock))) > 1:
         reading.refuse("data_path", "one of --data-path, --train-data-path and --mock-data")
     text = "" if split is None else ",".join(re.findall(r"[\d.]+", split))
     if split is None and (blend or mock):
         text = "969,30,1"  # Megatron-LM's own
-        reading.note("split", "split")
     if not (mock or blend or train):
         fix = "--with data-path=PREFIX, or mock-data for random tokens"
         reading.refuse("data_path", "files of tokens", fix)
     if mock or not (blend or train):
-        found |= _order(reading, "", batch)
-        return found | _tokens(reading, True) | {"format": "mock", "split": text or "969,30,1"}
+        found |= _read_order(reading, "", batch)
+        return (
+            found | _read_tokenizer(reading, True) | {"format": "mock", "split": text or "969,30,1"}
+        )
     found |= {"data": blend or train, "format": "tokens", "split": text if blend else ""}
-    found |= _order(reading, found["data"] if family in ("gpt", "mamba") else "", batch)
-    if train:
-        reading.ignore("split")
-    return found | _tokens(reading, False)
+    found |= _read_order(reading, found["data"] if family in ("gpt", "mamba") else "", batch)
+    return found | _read_tokenizer(reading, False)
 
 
-def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
+def _read_order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
     """The order of samples: Megatron-LM's, or the arithmetic one where `data` is empty."""
-    names = ("data_cache_path", "mid_level_dataset_surplus", "add_extra_token_to_sequence")
-    reading.ignore(*names)
     kind = reading.take("dataloader_type", "order")
     if kind not in (None, "single"):
         why = "samples come in one shuffled order, and again in another for the next epoch"
@@ -708,7 +673,7 @@ def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
         return {}
     reading.explain("same", "samples come in one shuffled order", "dataloader_type")
     samples = reading("train_samples") or (reading("train_iters") or 0) * batch
-    if not data or samples < 1:  # no number of steps is said elsewhere
+    if not data or samples < 1:  # a missing number of steps is reported elsewhere
         return {}
     found: dict[str, Any] = {"order": "megatron", "order_samples": samples}
     why = f"order = megatron, of {samples} samples: the same ones in every step"
@@ -724,7 +689,7 @@ def _order(reading: Reading, data: str, batch: int) -> dict[str, Any]:
     return found
 
 
-def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
+def _read_special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
     """The ids of BERT's [MASK] and of T5's end token in Megatron-LM's tokenizers."""
     kind = reading("tokenizer_type") or "BertWordPieceLowerCase"
     words = kind.startswith("BertWordPiece")
@@ -737,27 +702,26 @@ def _special_tokens(reading: Reading, family: FamilyName) -> dict[str, Any]:
     return {"end_token": size - (reading("vocab_extra_ids") if words else 0) - 1}
 
 
-def _documents(reading: Reading) -> dict[str, Any]:
-    """Whether attention crosses the boundaries of documents."""
+def _read_documents(reading: Reading) -> dict[str, Any]:
+    """Whether attention is masked at the boundaries of documents."""
     names = ("reset_position_ids", "reset_attention_mask")
     both = [reading.take(name, "mask_documents") for name in names]
     unlearnt = reading.take("eod_mask_loss", "mask_documents")
     if any(both) and not all(both):
         name = names[both.index(True)]
         other = reading.spell(names[both.index(False)])
-        reading.refuse(name, f"{other} with it", "documents see themselves alone, or all that came")
+        reading.refuse(name, f"{other} with it", "both mask attention between documents")
     if all(both) and not unlearnt:
         why = "a document's last token predicts nothing, as with --eod-mask-loss"
         reading.note("mask_documents", *names, why=why)
     if unlearnt and not all(both):
-        why = "the end of a document is a target like others, where documents are not kept apart"
+        why = "ends of documents are targets where attention is not masked between documents"
         reading.explain("not supported", why, "eod_mask_loss")
     return {"mask_documents": True} if all(both) else {}
 
 
-def _paths_of(reading: Reading, name: str, file: str) -> str:
-    """The files of a blend and their weights, as the setting `data` has them; "" without any."""
-    reading.ignore(file)
+def _read_paths(reading: Reading, name: str, file: str) -> str:
+    """The files of a blend and their weights, as the setting `data` has them; "": none."""
     words = list(reading.take(name, "data") or ())
     path = reading(file)
     if not words and path and not is_open(path):
@@ -773,7 +737,6 @@ def _paths_of(reading: Reading, name: str, file: str) -> str:
 
 
 def _read_list(reading: Reading, file: str, path: str, name: str) -> list[str]:
-    """The words of a file that lists data."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if file.startswith("per_split"):
@@ -787,11 +750,11 @@ def _read_list(reading: Reading, file: str, path: str, name: str) -> list[str]:
         return []
 
 
-def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
-    """The tokenizer: a run on tokenised data uses it only to show text."""
-    why = "tokens on disk are made already; --tokenizer FOLDER shows samples as text"
+def _read_tokenizer(reading: Reading, mock: bool) -> dict[str, Any]:
+    """The tokenizer, which a run on tokens needs only to show text."""
+    why = "data is tokenised already; --tokenizer FOLDER shows samples as text"
     for name in ("tokenizer_type", "tokenizer_model", "tiktoken_pattern"):
-        if reading.fates.get(name, ("",))[0] != "taken":  # of which the vocabulary is known
+        if reading.fates.get(name, ("",))[0] != "taken":  # the vocabulary's size is from it
             reading.explain("not needed", why, name)
     path = reading("tokenizer_model")
     if mock or not path or is_open(path) or not Path(path).exists():
@@ -803,7 +766,7 @@ def _tokens(reading: Reading, mock: bool) -> dict[str, Any]:
 def read_evaluation_settings(
     reading: Reading, settings: Mapping[str, Any], family: FamilyName
 ) -> dict[str, Any]:
-    """When, and on which held-out data, the run is evaluated."""
+    """When the run is evaluated, and on which held-out data."""
     every = reading.take("eval_interval", "eval_every") or 0
     batches = reading.take("eval_iters", "eval_batches")
     whole = reading.take("full_validation", "eval_batches")

@@ -1,4 +1,4 @@
-"""Plans before runs: machines as data, the time and memory of a step, and the fastest one."""
+"""Planning of runs: machines as data, estimates of steps, and a search for the fastest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from functron.apps.planner.search import (
         Choices,
         Space,
-        describe_best,
         explain_misfit,
         parse_settings,
         search,

@@ -1,9 +1,9 @@
-"""The time and memory of a training step on a machine, before it runs, with how sure that is.
+"""Estimates of the time and memory of a training step on a machine, with their uncertainty.
 
-`estimate` is of any traced step. `estimate_step` is of steps of any size, made of traced pieces:
-microbatches go through the pipeline as its schedule says, and around it come the reductions of
-gradients, the update, the gathers of parameters, the processor and the slowest GPU. Every estimate
-divides its step into parts that add up to it, by what the rank that computes longest does.
+`estimate` is for any traced step. `estimate_step` composes steps of any size from traced pieces:
+microbatches go through the pipeline by its schedule, before and after which are the reductions of
+gradients, the update, the gathers of parameters, the CPU's overhead, and the wait for the slowest
+GPU. The parts of an estimate are those of the rank that computes longest, and add up to the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,8 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import NamedTuple
 
-from functron.apps.planner.machines import Hardware, RankPlacement
+from functron import pipeline
+from functron.apps.planner.machines import Hardware, RankPlacement, write_whole
 from functron.apps.planner.rates import (
     FUNCTRON,
     Software,
@@ -28,31 +28,28 @@ from functron.apps.planner.rates import (
     TracedPiece,
     TracedPieces,
     run_program,
+    stream_axes,
     time_program,
 )
 from functron.core import chart
 from functron.core.chart import table
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.models import gpt
-from functron.pipeline.partition import Layout, even_layout
-from functron.pipeline.registry import make
-from functron.pipeline.schedule import Schedule
-from functron.pipeline.timeline import Action, Costs, Timeline
 from functron.program.cost import bytes_text, count_text
 from functron.program.timeline import COMPUTE
 from functron.program.trace import Program
 from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Mesh
 
 CONFIDENCE = 0.9
-"""The probability that measured steps lie in an estimate's interval, as far as calibration goes."""
+"""The probability of an estimate's interval, by the machine's calibration."""
 
 
 class Lane(NamedTuple):
-    """Something that a row of the picture does.
+    """An interval of a row of the timeline.
 
     Attributes:
         row: such as ``"rank 0"`` or ``"rank 0, tp"``.
-        what: it does.
+        what: the operation.
         start, end: in seconds.
         kind: "F", "B", "I", "W"; "compute"; "hidden" or "exposed" communication; "update".
     """
@@ -66,24 +63,24 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
-    """The time and memory of a step; it prints as `explain`, and is drawn in notebooks.
+    """The time and memory of a step; prints as `explain`, and is drawn in notebooks.
 
     Attributes:
         name: of the step.
         hardware: the machine.
-        software: that the program is run by.
+        software: that runs the program.
         num_gpus: of the mesh.
-        tokens: of a step, of all ranks.
-        step_seconds: the most likely time.
-        parts: of it, by what takes them; they add up to `step_seconds`.
-        exposed: by axis, the seconds of communication that nothing hides.
-        bubble_seconds: for which the rank waits for others of the pipeline.
-        model_flops: of a step on all GPUs, causal attention as half; see `functron.program.cost`.
-        model_flops_whole: with causal attention as whole.
-        hardware_flops: with all that is computed again.
-        memory: of the fullest rank, bytes by category; empty where it was not asked for.
-        lanes: the picture.
-        notes: what these figures do not see.
+        tokens: per step, of all ranks.
+        step_seconds: the expected time.
+        parts: seconds by cause, which add up to `step_seconds`.
+        exposed: by axis, seconds of communication that is not overlapped.
+        bubble_seconds: waits for other ranks of the pipeline.
+        model_flops: per step on all GPUs, half of causal attention; see `functron.program.cost`.
+        model_flops_whole: with all of causal attention.
+        hardware_flops: with recomputation.
+        memory: of the fullest rank, bytes by category; empty: not estimated.
+        lanes: the timeline.
+        notes: limits of the estimate.
     """
 
     name: str
@@ -104,9 +101,9 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Between which seconds a step will lie, with probability `CONFIDENCE`.
+        """The seconds between which a step is with probability `CONFIDENCE`.
 
-        By the spread of the machine's calibration, which is of other model sizes than it had seen.
+        By the spread of the machine's calibration on held-out model sizes.
         """
         z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
         factor = math.exp(z * self.hardware.calibration.spread)
@@ -114,7 +111,7 @@ class Estimate:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of the step for which the rank waits for others of the pipeline."""
+        """The fraction of the step that is the pipeline's bubble."""
         return self.bubble_seconds / self.step_seconds
 
     @property
@@ -122,41 +119,41 @@ class Estimate:
         """Of all GPUs."""
         return self.tokens / self.step_seconds
 
-    def _utilisation(self, flops: float) -> float:
+    def _find_utilisation(self, flops: float) -> float:
         peak = self.hardware.peak_flops.get("bfloat16") or max(self.hardware.peak_flops.values())
         return flops / self.step_seconds / self.num_gpus / peak
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs, causal attention as half, over the bfloat16 peak of all GPUs."""
-        return self._utilisation(self.model_flops)
+        """Model FLOPs (half of causal attention) over the bfloat16 peak of all GPUs."""
+        return self._find_utilisation(self.model_flops)
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs over the bfloat16 peak of all GPUs."""
-        return self._utilisation(self.hardware_flops)
+        return self._find_utilisation(self.hardware_flops)
 
     @property
     def flops_per_gpu(self) -> float:
-        """Model FLOPs of a second and GPU, causal attention as whole, as tables have it."""
+        """Model FLOP/s per GPU with all of causal attention, as publications report it."""
         return self.model_flops_whole / self.step_seconds / self.num_gpus
 
     def gpu_hours(self, tokens: float) -> float:
-        """GPU hours to train on so many tokens."""
+        """GPU hours of training on so many tokens."""
         return tokens / self.tokens_per_second * self.num_gpus / 3600
 
     def energy_joules(self, tokens: float) -> float:
-        """The energy of that, at the power of the machines."""
+        """The energy of training on so many tokens."""
         return self.gpu_hours(tokens) * 3600 * self.hardware.power_watts
 
     @property
     def memory_bytes(self) -> int:
-        """Of the fullest rank; 0 where it was not asked for."""
+        """Of the fullest rank; 0: not estimated."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether it fits into the memory of a GPU."""
+        """Whether the memory suffices."""
         return self.memory_bytes <= self.hardware.memory_bytes
 
     @property
@@ -167,7 +164,7 @@ class Estimate:
         return ", ".join(f"{name} {x / self.step_seconds:.0%}" for x, name in rows if x > 0)
 
     def explain(self) -> str:
-        """The figures, and the parts that the step's seconds add up from, as text."""
+        """The figures and the parts of the step, as text."""
         low, high = self.interval
         head = [
             f"{self.name} on {self.num_gpus:,} x {self.hardware.name}",
@@ -187,9 +184,9 @@ class Estimate:
             sizes += [[name, bytes_text(x)] for name, x in self.memory.items()]
             has = f"{bytes_text(self.memory_bytes)} of {bytes_text(self.hardware.memory_bytes)}"
             lines += ["", table([*sizes, ["all", has]])]
-        return "\n".join([*lines, "", *self._remarks()])
+        return "\n".join([*lines, "", *self._list_remarks()])
 
-    def _remarks(self) -> list[str]:
+    def _list_remarks(self) -> list[str]:
         made = self.hardware.calibration
         if made.rows:
             seen = f"compared with {made.rows} measured runs of {made.software}"
@@ -205,7 +202,7 @@ class Estimate:
         return [*rows, *self.notes]
 
     def svg(self) -> str:
-        """The timeline as an SVG picture: a row per rank, or per stream of one."""
+        """The timeline as an SVG picture: a row per rank, or per stream of a rank."""
         names = list(dict.fromkeys(lane.row for lane in self.lanes))
         boxes = [
             chart.SvgBar(
@@ -219,7 +216,7 @@ class Estimate:
         return chart.gantt_svg(boxes, names, f"{self.name}: {self.step_seconds:.4g} s", legend)
 
     def chrome_trace(self, path: str | Path) -> None:
-        """Write the timeline as a trace that chrome://tracing and Perfetto open, as JSON."""
+        """Write the timeline as JSON for chrome://tracing and Perfetto."""
         names = list(dict.fromkeys(lane.row for lane in self.lanes))
         events: list[dict] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}}
@@ -230,11 +227,7 @@ class Estimate:
             row = {"ph": "X", "name": lane.what, "cat": lane.kind, "pid": 0}
             row |= {"tid": names.index(lane.row), "ts": start / 1e3, "dur": (end - start) / 1e3}
             events.append(row)
-        path = Path(path)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        content = {"traceEvents": events, "displayTimeUnit": "ms"}
-        unfinished.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def __str__(self) -> str:
         return self.explain()
@@ -248,17 +241,17 @@ class Estimate:
 
 _MADE_OF = MappingProxyType(
     {
-        "products": "FLOPs over what tiles and waves reach of the peak",
-        "attention": "FLOPs over what fused attention reaches of the peak",
-        "memory": "bytes that fused kernels read and write over the memory's rate, and launches",
-        "bubble": "the schedule's own simulation, or its formula",
-        "sends": "of stages of the pipeline to the next",
-        "update": "bytes of gradients, moments and masters over the memory's rate",
-        "processor": "what a step does between two, and launches that take longer than kernels",
-        "slowest GPU": "the expected maximum of so many GPUs' times",
+        "products": "FLOPs over the rate of their tiles and waves",
+        "attention": "FLOPs over the rate of fused attention",
+        "memory": "bytes of fused kernels over the memory's bandwidth, and launches",
+        "bubble": "by simulation of the schedule, or by a formula",
+        "sends": "between stages of the pipeline",
+        "update": "bytes of gradients, moments and masters over the memory's bandwidth",
+        "processor": "the CPU's time per step, and launches that take longer than kernels",
+        "slowest GPU": "the expected maximum of all GPUs' times",
     }
 )
-_OVER = "bytes over the slowest link, and steps, that nothing hides"
+_OVER = "bytes over the slowest link, and latency, without overlap"
 _KINDS = MappingProxyType(
     {
         "F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights",
@@ -281,24 +274,19 @@ _COLOURS = MappingProxyType(
 def estimate(
     program: Program,
     hardware: Hardware,
-    placement: RankPlacement | None = None,
     *,
     software: Software = FUNCTRON,
     tokens: int = 0,
 ) -> Estimate:
-    """The time and memory of one run of any traced program, such as a whole training step.
+    """Estimate the time and memory of any traced program, such as a whole training step.
 
     >>> step = ft.trace(make_step(...))(state, batch)
     >>> ft.plan.estimate(step, ft.plan.hardware("h100"))
 
     Args:
-        program: of one rank.
-        hardware: the machine.
-        placement: of the mesh; None: in its order, so many ranks to a domain as it has GPUs.
-        software: what is fused and overlaps.
-        tokens: that all ranks train on in a run; 0: not known, and rates of tokens are 0.
+        tokens: of all ranks; 0: unknown, and rates of tokens are 0.
     """
-    placement = RankPlacement.on(program.mesh, hardware) if placement is None else placement
+    placement = RankPlacement.on(program.mesh, hardware)
     software = software.on(hardware)
     times = time_program(program, hardware, placement, software)
     found, _ = run_program(program, hardware, placement, software)
@@ -321,7 +309,7 @@ def estimate(
 def _add_surroundings(
     parts: dict[str, float], kernels: float, num_gpus: int, hardware: Hardware, software: Software
 ) -> dict[str, float]:
-    """The parts of a rank's step with those of its processor and of waiting for the slowest."""
+    """The parts of a rank's step, with the CPU's overhead and the wait for the slowest GPU."""
     total = sum(parts.values())
     launching = 0.0 if software.graphs else kernels * hardware.host.launch_seconds
     computing = sum(x for name, x in parts.items() if not name.startswith("over "))
@@ -331,7 +319,7 @@ def _add_surroundings(
 
 
 def _expect_largest(count: int) -> float:
-    """The expected maximum of so many standard normal numbers (Blom 1958)."""
+    """The expected maximum of `count` standard normal numbers (Blom 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
@@ -340,12 +328,12 @@ def _expect_largest(count: int) -> float:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The bytes that a rank keeps for each parameter, besides the parameter.
+    """Bytes of training state per parameter, besides the parameter itself.
 
     Attributes:
-        grad: of the sum of gradients.
-        optimizer: of moments, and of a master copy where there is one: 12 with both in float32.
-        reduce: that gradients travel in between data-parallel ranks; 0: as they are summed.
+        grad: of the accumulated gradient.
+        optimizer: of moments and master copy: 12 in float32.
+        reduce: of gradients between data-parallel ranks; 0: as accumulated.
     """
 
     grad: int = 4
@@ -355,24 +343,23 @@ class StateBytes:
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A training step of a decoder on a mesh, to be estimated.
+    """A training step of a decoder, in traced pieces.
+
+    Settings are those of `functron.training.config.ParallelismConfig`; unlike a configuration, a
+    step may be of any software, such as Megatron-LM.
 
     Attributes:
-        pieces: of the model, traced with the sizes of `mesh` on all axes that they communicate
-            over.
-        mesh: of all ranks, in their order, the last axis fastest.
-        num_microbatches: of one step.
-        schedule: of the pipeline, by the name that `functron.pipeline.make` has.
-        chunks: stages of a rank.
-        layout: of the layers; None: even.
-        zero: 0: every data-parallel rank has all optimizer state; 1: its part; 2: and its part of
-            the gradients' sums; 3: and of the parameters, which `trace_pieces` were traced with.
+        pieces: of the model, traced on axes of the same sizes.
+        mesh: of all ranks, the last axis fastest.
+        num_microbatches, schedule, zero: as configured; ZeRO-3 must be in the pieces, too.
+        chunks: stages per pipeline rank.
+        layout: layers of the stages; None: even.
         state: bytes per parameter.
-        offload: optimizer state is in the processor's memory.
+        offload: optimizer state is in host memory.
 
     Raises:
         ValueError: the mesh is not that of the pieces, or layers, schedule and microbatches do not
-            go together.
+            fit together.
     """
 
     pieces: TracedPieces
@@ -380,14 +367,14 @@ class PlannedStep:
     num_microbatches: int
     schedule: str = "1f1b"
     chunks: int = 1
-    layout: Layout | None = None
+    layout: pipeline.Layout | None = None
     zero: int = 0
     state: StateBytes = StateBytes()
     offload: bool = False
 
     def __post_init__(self):
         traced = self.pieces.mesh
-        used = {axis for piece in self.all_pieces for p in piece.programs for axis in _axes(p)}
+        used = {axis for piece in self.all_pieces for p in piece.programs for axis in _list_axes(p)}
         split = () if self.pieces.gather == "step" else FSDP_AXES
         found = [
             Problem(f"mesh.{axis}", str(self.mesh[axis]), f"{traced[axis]}, as it was traced")
@@ -400,9 +387,9 @@ class PlannedStep:
             found.append(Problem("zero", str(self.zero), "0, 1, 2 or 3"))
         raise_problems("this step cannot be estimated", found)
         if not self.pieces.split and _is_split(self):
-            got, fix = f"{self.schedule} with whole backwards", "trace pieces(..., split=True)"
+            got, fix = f"{self.schedule} with one backward", "trace_pieces(..., split=True)"
             refuse("this step cannot be estimated", "pieces", got, "backwards in two", fix)
-        _ = self.stages  # whether the layers can be laid out
+        _ = self.stages  # checks the layout
 
     @property
     def all_pieces(self) -> list[TracedPiece]:
@@ -411,28 +398,28 @@ class PlannedStep:
 
     @property
     def num_ranks(self) -> int:
-        """Of the pipeline."""
+        """Ranks of the pipeline."""
         return self.mesh["pp"]
 
     @functools.cached_property
     def stages(self) -> tuple[list[tuple[TracedPiece, int]], ...]:
-        """The pieces of each stage, and how often it has them."""
+        """The pieces of each stage, with counts."""
         layers = self.pieces.config.num_layers
-        layout = self.layout or even_layout(self.num_stages, layers)
+        layout = self.layout or pipeline.even_layout(self.num_stages, layers)
         return tuple(self.pieces.of(part) for part in layout)
 
     def held_by(self, rank: int) -> list[tuple[TracedPiece, int]]:
-        """The pieces of a rank of the pipeline, over all of its stages."""
+        """The pieces of a pipeline rank, with counts."""
         return [row for stage in self.stages_of(rank) for row in self.stages[stage]]
 
     def num_params(self, rank: int) -> tuple[int, int, int]:
-        """Of a rank of the pipeline: all, those of experts that data axes divide, and the bytes."""
+        """Parameters of a pipeline rank: all, those of sharded experts, and bytes of all."""
         rows = self.held_by(rank)
         whole = sum(piece.num_params * n for piece, n in rows)
         experts = sum(piece.num_expert_params * n for piece, n in rows)
         num_bytes = sum(piece.param_bytes * n for piece, n in rows)
         ends = [piece for piece, _ in rows if not piece.part.layers]
-        if self.pieces.config.tied and len(ends) == 2:  # which have one matrix in common
+        if self.pieces.config.tied and len(ends) == 2:  # share one matrix
             embed = self.pieces.embed
             shared = min(embed.num_params, self.pieces.head.num_params)
             shared -= shared % self.pieces.config.embed_dim  # without the norm and positions
@@ -444,31 +431,31 @@ class PlannedStep:
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline, over all ranks and chunks."""
+        """Stages of the pipeline."""
         if self.schedule in _ROUND:
             return self.num_ranks * self.chunks
-        return _table_of(self).num_stages
+        return _find_table(self).num_stages
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, over all of its chunks."""
+        """The stages of a rank."""
         if self.schedule in _ROUND:
             return [chunk * self.num_ranks + rank for chunk in range(self.chunks)]
-        table = _table_of(self)
+        table = _find_table(self)
         return [table.stage_of(rank, chunk)[1] for chunk in range(table.num_chunks)]
 
     @property
     def num_pipes(self) -> int:
-        """How many times all layers are held: by DualPipe twice, for half of the microbatches."""
-        return 1 if self.schedule in _ROUND else len(_table_of(self).pipes)
+        """Copies of all layers: DualPipe has two, for half of the microbatches each."""
+        return 1 if self.schedule in _ROUND else len(_find_table(self).pipes)
 
     @property
     def data_size(self) -> int:
-        """Ranks that have the same parameters, but for those of experts, and other tokens."""
+        """Data-parallel ranks, with those of context parallelism."""
         return math.prod(self.mesh[axis] for axis in _REDUCED_OVER)
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """Samples per step."""
         data = math.prod(self.mesh[axis] for axis in DATA_AXES)
         return self.pieces.rows * self.num_microbatches * data
 
@@ -476,33 +463,32 @@ class PlannedStep:
 _REDUCED_OVER = (*DATA_AXES, *CONTEXT_AXES)
 
 
-def _axes(program: Program) -> set[str]:
+def _list_axes(program: Program) -> set[str]:
     return {row.axis for row in program.cost().collectives}
 
 
 _ROUND = ("gpipe", "1f1b", "eager-1f1b", "interleaved")
-"""Schedules whose stages go round the ranks, chunk after chunk, and that have a formula."""
+"""Schedules with a formula, whose stages are on ranks round-robin."""
 
 
 def _is_split(step: PlannedStep) -> bool:
-    """Whether the schedule has the two parts of backward apart."""
     if step.schedule in _ROUND:
         return False
-    return any(a.kind in "IW" for row in _table_of(step).table for cell in row for a in cell)
+    return any(a.kind in "IW" for row in _find_table(step).table for cell in row for a in cell)
 
 
-def _table_of(step: PlannedStep) -> Schedule:
+def _find_table(step: PlannedStep) -> pipeline.Schedule:
     few = _count_repeating(step.schedule, step.num_ranks, step.num_microbatches)
-    return _table(step.schedule, step.num_ranks, few, step.chunks)
+    return _make_table(step.schedule, step.num_ranks, few, step.chunks)
 
 
 @public
-def estimate_memory(step: PlannedStep, software: Software = FUNCTRON) -> Mapping[str, int]:
-    """The bytes of the fullest rank of the pipeline in a step, by category, without any times.
+def estimate_memory(step: PlannedStep) -> Mapping[str, int]:
+    """The bytes of the fullest pipeline rank in a step, by category.
 
-    ``parameters``, ``gradients`` (their sums), ``optimizer``, ``activations`` (as many microbatches
-    as the schedule keeps alive) and ``workspace`` (of the largest piece). What the runtime and its
-    libraries take is not in it: `Hardware.memory_bytes` leaves room for that.
+    ``parameters``, ``gradients`` (accumulated), ``optimizer``, ``activations`` (of the microbatches
+    that the schedule keeps alive) and ``workspace`` (of the largest piece). Memory of the runtime
+    and libraries is not included, nor is it in `Hardware.memory_bytes`.
     """
     ranks = {*range(min(step.num_ranks, 2)), step.num_ranks - 1}
     found = [_rank_memory(step, rank) for rank in sorted(ranks)]
@@ -535,9 +521,9 @@ def _rank_memory(step: PlannedStep, rank: int) -> dict[str, int]:
 def _walk_backward(
     rows: Sequence[tuple[TracedPiece, int]], gradients: float
 ) -> Iterator[tuple[float, float, float]]:
-    """Bytes of gradients, activations and workspace while each piece goes back, the last one first.
+    """Bytes of gradients, activations and workspace during the backward of each piece, in order.
 
-    Gradients of a step's only microbatch are made as the activations before them are freed.
+    With one microbatch, gradients are allocated while activations are freed.
     """
     made, held = 0.0, float(sum(piece.held_bytes[0] * n for piece, n in rows))
     each = gradients / sum(piece.num_params * n for piece, n in rows)
@@ -551,7 +537,7 @@ def _walk_backward(
 
 
 def _count_owned(step: PlannedStep, whole: int, experts: int) -> float:
-    """Of the parameters of a rank those that it keeps optimizer state of."""
+    """Parameters of a rank whose optimizer state it has."""
     split = 1 if step.pieces.gather == "step" else math.prod(step.pieces.mesh[a] for a in FSDP_AXES)
     over = step.data_size if step.zero else step.mesh["fsdp"]
     of_experts = step.data_size // step.mesh["ep"] if step.zero else step.mesh["fsdp"]
@@ -560,7 +546,7 @@ def _count_owned(step: PlannedStep, whole: int, experts: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _count_live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
-    """The most stages' activations of microbatches that a rank keeps at a time."""
+    """The most activations, of a microbatch and stage each, that a rank keeps at a time."""
     if p == 1:
         return v
     if schedule == "1f1b":
@@ -569,16 +555,16 @@ def _count_live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
         return m * v
     if schedule == "interleaved":
         return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
-    return _table(schedule, p, _count_repeating(schedule, p, m), v).peak_live(rank)
+    return _make_table(schedule, p, _count_repeating(schedule, p, m), v).peak_live(rank)
 
 
 @functools.lru_cache(maxsize=64)
-def _table(schedule: str, p: int, m: int, v: int) -> Schedule:
-    return make(schedule, p, m, v if v > 1 else None)
+def _make_table(schedule: str, p: int, m: int, v: int) -> pipeline.Schedule:
+    return pipeline.make(schedule, p, m, v if v > 1 else None)
 
 
 def _count_repeating(schedule: str, p: int, m: int) -> int:
-    """So many microbatches that a schedule of more repeats itself."""
+    """A number of microbatches after which a schedule repeats itself."""
     every = 2 * p  # DualPipe takes microbatches in pairs
     return m if m <= 2 * every else every + m % every
 
@@ -588,61 +574,56 @@ def estimate_step(
     step: PlannedStep,
     hardware: Hardware,
     *,
-    placement: RankPlacement | None = None,
     software: Software = FUNCTRON,
     exact: bool = True,
 ) -> Estimate:
-    """The time and memory of a training step, by its pieces.
+    """Estimate the time and memory of a training step, by its pieces.
 
     Args:
-        step: the step.
-        hardware: the machine.
-        placement: of the mesh; None: in its order, so many ranks to a domain as it has GPUs.
-        software: what is fused and overlaps.
-        exact: simulate the pipeline, and draw it; False: by the formulas of uniform stages where
-            the schedule has one, in about a millisecond.
+        exact: simulate and draw the pipeline; False: use a formula of uniform stages if the
+            schedule has one, in about a millisecond.
     """
-    placement = RankPlacement.on(step.mesh, hardware) if placement is None else placement
+    placement = RankPlacement.on(step.mesh, hardware)
     software = software.on(hardware)
     timed = _StepTimes(step, hardware, placement, software)
     rank = max(range(step.num_ranks), key=lambda r: timed.busy(r).seconds)
     busy = timed.busy(rank)
-    total, lanes = timed.pipeline(rank, exact)
+    total, lanes = timed.time_pipeline(rank, exact)
     parts = {name: x * step.num_microbatches for name, x in busy.parts.items()}
     parts["bubble"] = total - busy.seconds * step.num_microbatches
-    timed.around(parts, rank)
+    timed.add_update(parts, rank)
     launched = busy.kernels * step.num_microbatches
     parts = _add_surroundings(parts, launched, step.mesh.size, hardware, software)
-    flops = _step_flops(step)
+    flops = _count_flops(step)
     exposed: dict[str, float] = defaultdict(float)
     for name, seconds in parts.items():
         if name.startswith("over "):
             exposed[name.removeprefix("over ")] += seconds
     samples = step.samples
     title = f"{samples:,} samples of {step.pieces.seq:,} tokens on {step.mesh or 'one GPU'}"
-    lanes = _with_update(lanes, total, sum(parts.values()))
+    lanes = _add_update_lanes(lanes, total, sum(parts.values()))
     return Estimate(
         title, hardware, software, step.mesh.size, samples * step.pieces.seq,
         sum(parts.values()), MappingProxyType(parts), MappingProxyType(dict(exposed)),
-        parts.get("bubble", 0.0), *flops, estimate_memory(step, software), tuple(lanes),
-        tuple(_notes(step, lanes)),
+        parts.get("bubble", 0.0), *flops, estimate_memory(step), tuple(lanes),
+        tuple(_list_notes(step, lanes)),
     )  # fmt: skip
 
 
-def _notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
-    """Notes on what an estimate of a step does not see."""
+def _list_notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
+    """Limits of the estimate."""
     config = step.pieces.config
     shown = len({lane.what for lane in lanes if lane.kind == "F"})
     of = step.num_microbatches * step.num_stages // step.num_ranks
     if lanes and shown < of:
-        yield f"the picture has {shown:,} of {of:,} forwards of a rank"
+        yield f"the timeline shows {shown:,} of {of:,} forwards of a rank"
     if config.moe is not None:
-        yield "experts get equally many tokens"
+        yield "tokens are assumed to be balanced among experts"
     if config.score_cap:
-        yield "attention with a cap on its scores is that of CPUs: the formula, in chunks"
+        yield "attention with capped scores is costed as on CPUs: unfused, in chunks"
 
 
-def _step_flops(step: PlannedStep) -> tuple[float, float, float]:
+def _count_flops(step: PlannedStep) -> tuple[float, float, float]:
     """Model FLOPs with half and whole attention, and hardware FLOPs, of all ranks."""
     config, seq = step.pieces.config, step.pieces.seq
     tokens = step.samples * seq
@@ -652,8 +633,8 @@ def _step_flops(step: PlannedStep) -> tuple[float, float, float]:
     return half, whole, each * step.num_microbatches * step.mesh.size / step.num_ranks
 
 
-def _with_update(lanes: Sequence[Lane], pipeline: float, total: float) -> list[Lane]:
-    """The lanes with what comes around the pipeline, behind it."""
+def _add_update_lanes(lanes: Sequence[Lane], pipeline: float, total: float) -> list[Lane]:
+    """The lanes, followed by the rest of the step."""
     rows = dict.fromkeys(lane.row for lane in lanes)
     shown = max((lane.end for lane in lanes), default=0.0)
     return [*lanes, *(Lane(r, "update", shown, shown + total - pipeline, "update") for r in rows)]
@@ -661,8 +642,6 @@ def _with_update(lanes: Sequence[Lane], pipeline: float, total: float) -> list[L
 
 @dataclass(frozen=True, eq=False)
 class _StepTimes:
-    """The times of a step's stages on a machine."""
-
     step: PlannedStep
     hardware: Hardware
     placement: RankPlacement
@@ -670,7 +649,7 @@ class _StepTimes:
 
     @functools.cached_property
     def stages(self) -> list[list[Times]]:
-        """By stage the times of its programs, with sends that it waits for."""
+        """By stage the times of its programs, with blocking sends."""
         known: dict[tuple, list[Times]] = {}
         found = []
         last = len(self.step.stages) - 1
@@ -678,11 +657,11 @@ class _StepTimes:
             ends = (number == 0, number == last)
             key = (tuple((id(piece), count) for piece, count in rows), ends)
             if key not in known:
-                known[key] = self._stage(rows, ends)
+                known[key] = self._time_stage(rows, ends)
             found.append(known[key])
         return found
 
-    def _stage(
+    def _time_stage(
         self, rows: Sequence[tuple[TracedPiece, int]], ends: tuple[bool, bool]
     ) -> list[Times]:
         made = []
@@ -701,8 +680,7 @@ class _StepTimes:
         return made
 
     def _measure_times(self, piece: TracedPiece, index: int) -> Times:
-        """Of a piece; parameters of the next layer are gathered, and gradients of the last one
-        scattered, while this one is computed."""
+        """A piece's times, if gathers and scatters of other layers overlap with it."""
         program = piece.programs[index]
         found = time_program(program, self.hardware, self.placement, self.software)
         behind = self.software.overlap and self.step.pieces.gather != "step"
@@ -717,20 +695,24 @@ class _StepTimes:
 
     @functools.cached_property
     def transfer(self) -> float:
-        """Seconds from the end of an action to where its result is needed."""
+        """Seconds to send a stage's result to the next."""
         step, hardware = self.step, self.hardware
         if step.num_ranks == 1:
             return 0.0
         num_bytes = max(piece.sent_bytes for piece in step.all_pieces)
         reach = self.placement.reach("pp")
         tp = self.placement.reach("tp")
-        if not self.software.scatter_sends or tp.size == 1 or "tp" in _stream_axes(step):
+        if (
+            not self.software.scatter_sends
+            or tp.size == 1
+            or "tp" in stream_axes(step.pieces.options)
+        ):
             return hardware.collective_seconds("ppermute", num_bytes, reach)
         sent = hardware.collective_seconds("ppermute", num_bytes / tp.size, reach)
         return sent + hardware.collective_seconds("all_gather", num_bytes, tp)
 
     def busy(self, rank: int) -> Times:
-        """The work of a rank of the pipeline for one microbatch."""
+        """The times of a pipeline rank for one microbatch."""
         parts: dict[str, float] = defaultdict(float)
         kernels, pipes = 0, self.step.num_pipes
         for stage in self.step.stages_of(rank):
@@ -740,31 +722,31 @@ class _StepTimes:
                     parts[name] += seconds / pipes
         return Times(sum(parts.values()), parts, round(kernels / pipes), {})
 
-    def _of(self, rank: int, index: int) -> float:
-        """Seconds of all forwards (0) or backwards of a microbatch on a rank."""
+    def _sum_seconds(self, rank: int, index: int) -> float:
+        """Seconds of all forwards (0) or backwards (1) of a microbatch on a rank."""
         stages = [self.stages[stage] for stage in self.step.stages_of(rank)]
         which = slice(0, 1) if index == 0 else slice(1, None)
         return sum(times.seconds for stage in stages for times in stage[which])
 
     # --- the pipeline
 
-    def pipeline(self, slowest: int, exact: bool) -> tuple[float, list[Lane]]:
-        """Seconds from the first forward to the last backward, and the picture."""
+    def time_pipeline(self, slowest: int, exact: bool) -> tuple[float, list[Lane]]:
+        """Seconds from the first forward to the last backward, and the timeline."""
         step = self.step
         m, p, v = step.num_microbatches, step.num_ranks, step.chunks
         if p == 1:
             lanes = self._draw_one_rank(m) if exact else []
             return m * self.busy(0).seconds, lanes
-        formula = self._formula(slowest)
+        formula = self._apply_formula(slowest)
         if formula is not None and (not exact or p * m * v > _LARGEST):
             return formula, []
         few = m if p * m * v <= _LARGEST else _count_repeating(step.schedule, p, m)
-        schedule = _table(step.schedule, p, few, v)
-        found = schedule.simulate(self._costs())
+        schedule = _make_table(step.schedule, p, few, v)
+        found = schedule.simulate(self._make_costs())
         lanes = _draw_lanes(found)
         if few == m:
             return found.total, lanes
-        more = _table(step.schedule, p, few + 2 * p, v).simulate(self._costs())
+        more = _make_table(step.schedule, p, few + 2 * p, v).simulate(self._make_costs())
         return found.total + (more.total - found.total) / (2 * p) * (m - few), lanes
 
     def _draw_one_rank(self, m: int) -> list[Lane]:
@@ -777,21 +759,21 @@ class _StepTimes:
                 now = end
         return lanes
 
-    def _costs(self) -> Costs:
+    def _make_costs(self) -> pipeline.Costs:
         columns = [[t.seconds for t in stage] for stage in self.stages]
         transfer = self.transfer if self.software.async_sends else 0.0
         if len(columns[0]) == 3:
             forward, inner, weights = zip(*columns, strict=True)
-            return Costs(forward, None, inner, weights, transfer)
+            return pipeline.Costs(forward, None, inner, weights, transfer)
         forward, backward = zip(*columns, strict=True)
-        return Costs(forward, backward, transfer=transfer)
+        return pipeline.Costs(forward, backward, transfer=transfer)
 
-    def _formula(self, slowest: int) -> float | None:
-        """The total by the schedule's critical path; None where there is no formula for it.
+    def _apply_formula(self, slowest: int) -> float | None:
+        """The length of the schedule's critical path; None: there is no formula.
 
-        One microbatch goes through all ranks, and every further one takes as long as the slowest:
-        or, under 1F1B, as long as the way of p microbatches to the last rank and back takes, where
-        transfers make that longer. With v chunks others are waited for 1 / v as long.
+        One microbatch goes through all ranks. Every further one takes as long as the slowest rank,
+        or, under 1F1B, 1 / p of the round trip of p microbatches if transfers make that longer.
+        With v chunks, waits for other ranks are 1 / v as long.
         """
         step = self.step
         m, p, v = step.num_microbatches, step.num_ranks, step.chunks
@@ -803,16 +785,17 @@ class _StepTimes:
         around = sum(each) + wait * (p - 1) if step.schedule == "1f1b" else 0.0
         return first + (m - 1) * max(each[slowest], around / p)
 
-    # --- around the pipeline
+    # --- before and after the pipeline
 
-    def around(self, parts: dict[str, float], rank: int) -> None:
-        """Add what a step does besides its microbatches."""
+    def add_update(self, parts: dict[str, float], rank: int) -> None:
+        """Add the reductions of gradients, the update, and the gathers of parameters."""
         step, hardware = self.step, self.hardware
         rows = step.held_by(rank)
         whole, experts, num_bytes = step.num_params(rank)
         params = num_bytes / max(whole, 1)
         layers = max(1, sum(n for piece, n in rows if piece.part.layers))
-        for axes, count in ((_REDUCED_OVER, whole - experts), (_list_axes_of_dense(), experts)):
+        of_experts = tuple(axis for axis in _REDUCED_OVER if axis != "ep")
+        for axes, count in ((_REDUCED_OVER, whole - experts), (of_experts, experts)):
             self._add_reductions(parts, axes, count, params, layers, rank)
         self._add_tied_embedding(parts)
         own = _count_owned(step, whole, experts)
@@ -822,7 +805,7 @@ class _StepTimes:
         parts["update"] = hardware.memory_seconds(moved)
         if step.offload:
             over = 2 * own * state.optimizer / hardware.host.bytes_per_second
-            parts["update"] += over / 2  # both directions at a time
+            parts["update"] += over / 2  # both directions in parallel
 
     def _add_reductions(
         self,
@@ -846,24 +829,24 @@ class _StepTimes:
         divided = step.zero > 0 or ("fsdp" in axes and not inside)
         op = "psum_scatter" if divided else "psum"
         reduced = hardware.collective_seconds(op, num_bytes, reach)
-        last = self._of(rank, 1) * self._ahead
+        last = self._sum_seconds(rank, 1) * self._overlapped
         parts[name] = parts.get(name, 0.0) + _hide_behind(
             reduced, last if software.overlap_grads else 0.0, layers
         )
-        if step.zero == 2:  # every microbatch's are divided at once
-            window = self._of(rank, 1) if software.overlap_grads else 0.0
+        if step.zero == 2:  # after every microbatch
+            window = self._sum_seconds(rank, 1) if software.overlap_grads else 0.0
             parts[name] += (step.num_microbatches - 1) * _hide_behind(reduced, window, layers)
         if divided:
             gathered = hardware.collective_seconds("all_gather", count * param_bytes, reach)
-            first = self._of(rank, 0) * self._ahead
+            first = self._sum_seconds(rank, 0) * self._overlapped
             parts[name] += _hide_behind(gathered, first if software.overlap_params else 0.0, layers)
 
     @property
-    def _ahead(self) -> float:
-        """How many microbatches are computed while gradients are reduced, and parameters gathered.
+    def _overlapped(self) -> float:
+        """Microbatches during which gradients are reduced, and parameters gathered.
 
-        The last one; with chunks, gradients of the last chunk are there when p microbatches of the
-        other chunks are still to come.
+        The last one; with chunks, gradients of the last chunk are complete p microbatches of the
+        other chunks earlier.
         """
         step = self.step
         if step.schedule != "interleaved":
@@ -872,7 +855,7 @@ class _StepTimes:
         return (few * (step.chunks - 1) + 1) / step.chunks
 
     def _add_tied_embedding(self, parts: dict[str, float]) -> None:
-        """The sum of the gradients of an embedding that two stages have."""
+        """The reduction of a tied embedding's gradients over the first and last stage."""
         step, config = self.step, self.step.pieces.config
         if not config.tied or step.num_ranks == 1:
             return
@@ -883,9 +866,9 @@ class _StepTimes:
         parts["over pp"] = self.hardware.collective_seconds("psum", num_bytes, reach)
 
 
-def _draw_lanes(found: Timeline) -> list[Lane]:
-    """The actions of a pipeline; those of one cell one after the other, each for its share."""
-    cells: dict[tuple[int, float, float], list[Action]] = defaultdict(list)
+def _draw_lanes(found: pipeline.Timeline) -> list[Lane]:
+    """The actions of a pipeline; those of one cell share its time."""
+    cells: dict[tuple[int, float, float], list[pipeline.Action]] = defaultdict(list)
     for row in found.rows:
         cells[row.rank, row.start, row.end].append(row.action)
     lanes = []
@@ -898,21 +881,12 @@ def _draw_lanes(found: Timeline) -> list[Lane]:
 
 
 _LARGEST = 6000
-"""Actions of a table that is simulated whole."""
-
-
-def _list_axes_of_dense() -> tuple[str, ...]:
-    return tuple(axis for axis in _REDUCED_OVER if axis != "ep")
-
-
-def _stream_axes(step: PlannedStep) -> tuple[str, ...]:
-    entry = step.pieces.options.stream[1]
-    return entry if isinstance(entry, tuple) else (entry,)
+"""The most actions of a pipeline that is simulated completely."""
 
 
 def _hide_behind(seconds: float, window: float, layers: int) -> float:
-    """The exposed seconds of communication, layer by layer, behind `window` seconds of work.
+    """The exposed seconds of communication, layer by layer, during `window` seconds of work.
 
-    What the last layer sends nothing hides.
+    The last layer's communication is not overlapped.
     """
     return max(seconds - window * (1 - 1 / layers), seconds / layers) if window else seconds

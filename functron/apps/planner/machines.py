@@ -1,31 +1,31 @@
-"""Machines as data: the rates of a GPU and of what connects GPUs, and the seconds that follow.
+"""Machines as data: rates of a GPU, its links and network, and the seconds of operations on them.
 
-A machine is a TOML file: `hardware` reads those of functron (`MACHINES`) and those of users, which
-`functron doctor` writes too. Everything is a property of the machine; none of a model.
+A machine is a TOML file: `hardware` reads functron's own (`MACHINES`) and those of users, which
+`functron doctor` writes. All numbers are properties of the machine, none of a model.
 
-* **Products** of matrices (`MatmulRate`): tiles of the result are computed side by side, one per
-  multiprocessor, wave after wave; the last wave takes as long as the others, and a tile that the
-  matrix fills in part as long as a full one. A tile of ``m x n`` over ``k`` takes
-  ``2 m n (k + k0) / rate`` of the rate that large products reach. The fastest of the machine's
-  tiles counts, also with ``k`` divided over several (split-K), and memory bounds it from below.
-* **Collectives** by ring algorithms: what a rank sends (`functron.program.cost.Traffic`) over the
-  slowest link that its ring crosses, and a latency per step. Ranks of a group that share a domain
-  of NVLink share the network of all of them, since a ring leaves a domain through each of its
-  adapters.
-* **Placement**: ranks lie in the order of the mesh, so many to a domain.
+* **Matrix products** (`MatmulRate`): tiles of the result are computed in parallel, one per
+  multiprocessor, wave after wave. Incomplete waves and tiles take as long as complete ones. A tile
+  of ``m x n`` over ``k`` takes ``2 m n (k + k0) / rate``, at the rate of large products. The
+  fastest of the machine's tiles counts, also with split-K; memory bandwidth is a lower bound.
+* **Collectives** by ring algorithms: the bytes that a rank sends (`functron.program.cost.Traffic`)
+  over the slowest link of the ring, and a latency per step. A ring leaves an NVLink domain through
+  the network adapters of all its GPUs.
+* **Placement**: ranks are on GPUs in the order of the mesh.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import tomli_w
 import torch
@@ -35,20 +35,20 @@ from functron.spmd import Mesh
 
 _FOLDER = Path(__file__).parent / "machine_files"
 MACHINES: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
-"""The names of the machines that functron knows."""
+"""The names of functron's own machines."""
 
 
 @dataclass(frozen=True)
 class MatmulRate:
-    """The fraction of the peak that products of matrices reach, by their shapes.
+    """The fraction of the peak that matrix products reach, by their shapes.
 
     Attributes:
-        efficiency: of large products with whole tiles and waves, as a part of the peak: the clock
-            that the power limit leaves, and what kernels lose.
-        units: processors that compute one tile each at a time.
-        tiles: rows and columns of the tiles that kernels exist for, and the part of `efficiency`
-            that each reaches.
-        overhead_k: the time of a tile's start and end, as so many more of its inner dim.
+        efficiency: fraction of the peak that large products with complete tiles and waves reach,
+            by the clock under the power limit and the kernels' losses.
+        units: multiprocessors, each of which computes one tile at a time.
+        tiles: rows and columns of the kernels' tiles, and the fraction of `efficiency` that each
+            reaches.
+        overhead_k: the time of a tile's prologue and epilogue, in units of its inner dim.
     """
 
     efficiency: float
@@ -57,7 +57,7 @@ class MatmulRate:
     overhead_k: float
 
     def utilisation(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """The part of the peak that ``batch`` products ``[m, k] x [k, n]`` reach, memory aside."""
+        """The fraction of the peak of ``batch`` products ``[m, k] x [k, n]``, memory aside."""
         best = math.inf
         for rows, columns, share in self.tiles:
             count = batch * -(-m // rows) * -(-n // columns)
@@ -69,48 +69,55 @@ class MatmulRate:
 
 
 @dataclass(frozen=True)
-class Domain:
-    """The GPUs that NVLink connects to one another.
+class Links:
+    """Links between GPUs.
 
     Attributes:
-        gpus: how many.
-        bytes_per_second: of one GPU, in one direction, by the data sheet.
-        efficiency: the part of it that collectives reach.
+        bytes_per_second: per GPU and direction, by the data sheet.
+        efficiency: the fraction of it that collectives reach.
         latency_seconds: of one step of a collective.
-        measured: by collective, where it was measured by itself: its own ``bytes_per_second``,
-            which it reaches, and ``latency_seconds``.
+        measured: by collective, if it was measured: its own ``bytes_per_second``, efficiency
+            included, and ``latency_seconds``.
     """
 
-    gpus: int
     bytes_per_second: float
     efficiency: float
     latency_seconds: float
     measured: Mapping[str, Mapping[str, float]] = field(
-        default_factory=lambda: MappingProxyType({}), hash=False
+        default_factory=lambda: MappingProxyType({}), hash=False, kw_only=True
     )
+
+    def rate(self, op: str) -> tuple[float, float]:
+        """Bytes per second that a collective reaches, and the latency of one of its steps."""
+        own = self.measured.get(_LIKE.get(op, op))
+        if own is None:
+            return self.bytes_per_second * self.efficiency, self.latency_seconds
+        return own["bytes_per_second"], own["latency_seconds"]
 
 
 @dataclass(frozen=True)
-class Network:
-    """The network that connects domains.
+class Domain(Links):
+    """GPUs that NVLink connects.
 
     Attributes:
-        bytes_per_second: of one GPU, in one direction, by the data sheet.
-        efficiency: the part of it that collectives reach.
-        latency_seconds: of one step of a collective.
-        pod_gpus: GPUs among which the network is full: below a fat tree's oversubscribed level.
-        oversubscription: how many times less a GPU has across pods; 1: as much.
-        measured: as of `Domain`.
+        gpus: number of GPUs.
     """
 
-    bytes_per_second: float
-    efficiency: float
-    latency_seconds: float
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Network(Links):
+    """The network between domains.
+
+    Attributes:
+        pod_gpus: GPUs within which the network has full bandwidth, below a fat tree's
+            oversubscribed level.
+        oversubscription: the factor by which bandwidth is smaller across pods.
+    """
+
     pod_gpus: int
     oversubscription: float
-    measured: Mapping[str, Mapping[str, float]] = field(
-        default_factory=lambda: MappingProxyType({}), hash=False
-    )
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,9 @@ class MemoryRates:
     """The memory of one GPU.
 
     Attributes:
-        num_bytes: its capacity, as much of it as programs can have.
-        bytes_per_second: read and written, by the data sheet.
-        efficiency: the part of it that fused elementwise kernels reach.
+        num_bytes: capacity that programs can use.
+        bytes_per_second: of reads and writes, by the data sheet.
+        efficiency: the fraction of it that fused elementwise kernels reach.
     """
 
     num_bytes: int
@@ -130,14 +137,13 @@ class MemoryRates:
 
 @dataclass(frozen=True)
 class HostProcessor:
-    """The processor that a GPU is driven by.
+    """The CPU that drives a GPU.
 
     Attributes:
-        bytes_per_second: to or from the GPU's memory, in one direction.
-        launch_seconds: of the processor, for each kernel that it launches by itself.
-        step_seconds: of a step, in which the GPU waits for it: data, norms that it reads, logs.
-        computes: what ranks compute, and what they send, takes its time: ranks of a CPU, in which
-            nothing runs behind anything else.
+        bytes_per_second: to or from the GPU's memory, per direction.
+        launch_seconds: to launch one kernel.
+        step_seconds: per step in which the GPU waits for it: data, logs, norms that are read.
+        computes: ranks are CPUs: computation and communication cannot overlap.
     """
 
     bytes_per_second: float
@@ -148,13 +154,12 @@ class HostProcessor:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far predictions on a machine have been from measured runs.
+    """The error of predictions on a machine, by measured runs.
 
     Attributes:
-        rows: how many runs they were compared with; 0: the rates are those of data sheets, and the
-            efficiencies those of `kin`.
-        spread: the standard deviation of log(measured / predicted), each of runs of model sizes
-            that the fit had not seen.
+        rows: number of these runs; 0: rates are from data sheets, and efficiencies from `kin`.
+        spread: standard deviation of log(measured / predicted), over runs of model sizes that were
+            held out of the fit.
         software: of these runs.
         kin: the machine that efficiencies were taken from.
     """
@@ -171,18 +176,17 @@ class Hardware:
 
     Attributes:
         name: of the GPU.
-        peak_flops: floating-point operations per second by dtype, without sparsity.
-        matmul: what products reach of it.
-        attention: what fused attention kernels reach of it, by phase: "forward" and "backward".
+        peak_flops: FLOP/s by dtype, without sparsity.
+        matmul: the fraction of it that matrix products reach.
+        attention: the fraction that fused attention reaches, by "forward" and "backward".
         memory: of a GPU.
         domain: GPUs that NVLink connects.
-        network: what connects domains.
-        host: the processor.
-        kernel_seconds: between two kernels of a GPU, and at the start of each.
-        jitter: the standard deviation of a GPU's time, relative to the mean, over GPUs: the slowest
-            of many sets the pace.
-        power_watts: of a GPU with its share of the machine.
-        calibration: against runs.
+        network: between domains.
+        host: the CPU.
+        kernel_seconds: overhead of each kernel on the GPU.
+        jitter: standard deviation of a GPU's time over GPUs, relative to the mean.
+        power_watts: of a GPU and its share of the machine.
+        calibration: by measured runs.
     """
 
     name: str
@@ -207,7 +211,7 @@ class Hardware:
         return self.memory.num_bytes
 
     def peak(self, dtype: torch.dtype) -> float:
-        """FLOP/s of products in `dtype`; of one that the machine does not name, of float32."""
+        """FLOP/s of products in `dtype`; for one that the machine does not list, of float32."""
         name = str(dtype).removeprefix("torch.")
         name = "float8" if name.startswith("float8") else name
         found = self.peak_flops.get(name, self.peak_flops.get("float32"))
@@ -224,22 +228,22 @@ class Hardware:
         return max(2 * batch * m * n * k / rate, self.memory_seconds(moved))
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """The seconds in which a kernel reads and writes so many bytes, without the launch."""
+        """The seconds of a kernel that reads and writes so many bytes, without the launch."""
         return num_bytes / (self.memory.bytes_per_second * self.memory.efficiency)
 
     def collective_seconds(self, op: str, payload_bytes: float, reach: GroupReach) -> float:
-        """The seconds of one collective, with nothing else on the wire.
+        """The seconds of one collective, without other traffic.
 
         Args:
             op: ``"psum"``, ``"all_gather"`` and so on, as in `functron.lax`.
-            payload_bytes: of the operand on each rank; of an all_gather, of the result.
+            payload_bytes: of the operand on each rank; for all_gather, of the result.
             reach: where the ranks are.
         """
         g, near, far = reach.size, reach.per_domain, reach.num_domains
         if g == 1:
             return 0.0
-        inside, inner_step = _find_link_rate(self.domain, op)
-        outside, outer_step = _find_link_rate(self.network, op)
+        inside, inner_step = self.domain.rate(op)
+        outside, outer_step = self.network.rate(op)
         if reach.span > self.network.pod_gpus:
             outside /= self.network.oversubscription
         steps = count_steps(op, near) * inner_step + count_steps(op, far) * outer_step
@@ -252,27 +256,19 @@ class Hardware:
         return steps + sent / (min(inside, near * outside) if far > 1 else inside)
 
     def to_toml(self) -> str:
-        """The file that `hardware` reads this machine from."""
-        return tomli_w.dumps(_plain(self))
+        """The contents of a file that `hardware` reads this machine from."""
+        return tomli_w.dumps(to_tables(self))
 
 
 _REDUCED = frozenset({"psum", "pmax", "pmin"})
 _LIKE = MappingProxyType({"pmax": "psum", "pmin": "psum", "ragged_all_to_all": "all_to_all"})
-"""Collectives that take the time of another one."""
-
-
-def _find_link_rate(links: Domain | Network, op: str) -> tuple[float, float]:
-    """The bytes per second that a collective reaches, and the latency of one of its steps."""
-    own = links.measured.get(_LIKE.get(op, op))
-    if own is None:
-        return links.bytes_per_second * links.efficiency, links.latency_seconds
-    return own["bytes_per_second"], own["latency_seconds"]
+"""Collectives that take as long as another one."""
 
 
 def count_steps(op: str, n: int) -> float:
-    """How many steps follow one another in a collective of n.
+    """The number of consecutive steps of a collective of n ranks.
 
-    NCCL's: trees for all-reduces where rings would take more, rings for gathers and scatters.
+    As in NCCL: trees for all-reduces where rings would take more, rings for gathers and scatters.
     """
     if n == 1:
         return 0.0
@@ -288,12 +284,12 @@ def count_steps(op: str, n: int) -> float:
 
 @dataclass(frozen=True)
 class GroupReach:
-    """Where the ranks of a group are.
+    """The placement of a group of ranks.
 
     Attributes:
-        size: how many there are.
-        per_domain: how many of them share a domain of NVLink.
-        span: from the first to the last, in GPUs: how far apart they are.
+        size: number of ranks.
+        per_domain: ranks that share an NVLink domain.
+        span: GPUs from the first rank to the last.
     """
 
     size: int
@@ -302,17 +298,17 @@ class GroupReach:
 
     @property
     def num_domains(self) -> int:
-        """In how many domains the group is."""
+        """Number of domains that the group is in."""
         return -(-self.size // self.per_domain)
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Ranks on GPUs: in the order of the mesh, its last axis fastest, so many to a domain.
+    """Ranks on GPUs, in the order of the mesh, its last axis fastest.
 
     Attributes:
         mesh: of all ranks.
-        gpus_per_domain: GPUs that NVLink connects, or as many of them as a job has.
+        gpus_per_domain: the job's GPUs in an NVLink domain.
     """
 
     mesh: Mesh
@@ -320,14 +316,11 @@ class RankPlacement:
 
     @staticmethod
     def on(mesh: Mesh, machine: Hardware) -> RankPlacement:
-        """The ranks of `mesh` on whole domains of a machine."""
+        """The ranks of `mesh` on complete domains of a machine."""
         return RankPlacement(mesh, machine.domain.gpus)
 
     def reach(self, axes: str | tuple[str, ...]) -> GroupReach:
-        """Where the ranks are that share all coordinates but those of `axes`.
-
-        Groups of a placement can differ where domains do not divide; this is the one of rank 0.
-        """
+        """The placement of rank 0's group over `axes`; others may differ, if domains cut them."""
         names = (axes,) if isinstance(axes, str) else axes
         ranks, stride = [0], 1
         for name, size in reversed(self.mesh.axes):
@@ -337,16 +330,11 @@ class RankPlacement:
         first = sum(rank < self.gpus_per_domain for rank in ranks)
         return GroupReach(len(ranks), first, max(ranks) + 1)
 
-    def inside(self, axes: str | tuple[str, ...]) -> bool:
-        """Whether groups over `axes` stay in one domain."""
-        reach = self.reach(axes)
-        return reach.size == reach.per_domain
-
 
 # --- files
 
 _HELP = (
-    "write one: start from Hardware.to_toml() of a machine that is known, or measure this one with "
+    "write one, starting from Hardware.to_toml() of a known machine, or measure this one with "
     "functron doctor"
 )
 
@@ -356,21 +344,21 @@ def hardware(name: str | Path) -> Hardware:
     """A machine: one of `MACHINES` by name, or of a TOML file.
 
     Raises:
-        ValueError: there is no such machine or file (the nearest names are said), or the file has
-            entries that are missing, unknown or of another kind; all of them are listed.
+        ValueError: there is no such machine or file, or the file has entries that are missing,
+            unknown or of another kind; all of them are listed.
     """
     text = str(name)
     if text.lower() in MACHINES:
-        return _read(_FOLDER / f"{text.lower()}.toml")
+        return _read_file(_FOLDER / f"{text.lower()}.toml")
     path = Path(name)
     if not path.is_file():
         fix = f"{nearest(text.lower(), MACHINES)}; for another machine {_HELP}"
         refuse("cannot plan for this hardware", "hardware", repr(text), "a known machine", fix)
-    return _read(path)
+    return _read_file(path)
 
 
 def find_hardware(device: str) -> Hardware:
-    """The machine with this device: ``"cpu"``, or a GPU by the name that its driver gives it.
+    """The machine with a device: ``"cpu"``, or a GPU by its driver's name for it.
 
     Raises:
         ValueError: none of `MACHINES` has it.
@@ -382,29 +370,29 @@ def find_hardware(device: str) -> Hardware:
 
 
 def is_known(device: str) -> bool:
-    """Whether one of `MACHINES` has this device, as `find_hardware` looks for it."""
+    """Whether `find_hardware` finds a machine with this device."""
     return bool(_find_name(device))
 
 
 def _find_name(device: str) -> str:
-    """The name of the machine with a device, or nothing."""
+    """The name of the machine with a device; empty: there is none."""
     if device == "cpu":
         return device
     given = device.upper()
-    if "PCIE" in given:  # machines are those of NVLink, and of its power limits
+    if "PCIE" in given:  # which has no NVLink, and a lower power limit
         return ""
     known = (name for name in MACHINES if name != "cpu" and name.upper() in given)
     return max(known, key=len, default="")
 
 
-def _read(path: Path) -> Hardware:
+def _read_file(path: Path) -> Hardware:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         refuse(f"cannot read the machine {path}", str(path), error, "a file of TOML", _HELP)
     problems: list[Problem] = []
-    made = _make_dataclass(Hardware, found, "", problems)
-    raise_problems(f"{path} describes no machine", problems or _limits(made))
+    made = read_dataclass(Hardware, found, problems)
+    raise_problems(f"{path} describes no machine", problems or _find_limits(made))
     return made
 
 
@@ -413,10 +401,17 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _make_dataclass(kind: type, found: Any, path: str, problems: list[Problem]) -> Any:
-    """A dataclass of the entries of a table, and what is wrong with them."""
+def read_dataclass(kind: type, found: Any, problems: list[Problem], path: str = "") -> Any:
+    """A dataclass from the tables of a TOML or JSON file; numbers must be at least 0.
+
+    Args:
+        kind: its fields are texts, numbers, dataclasses, and tuples and mappings of these.
+        problems: entries that are missing, unknown or of another kind are added to these, and the
+            result is then undefined.
+        path: of the table, ending in a dot; empty: the whole file.
+    """
     if not isinstance(found, dict):
-        problems.append(Problem(path or "file", repr(found), "a table"))
+        problems.append(Problem(path.rstrip(".") or "file", f"{found!r:.60}", "a table"))
         return None
     known, hints = {f.name: f for f in fields(kind)}, _hints(kind)
     for name in found.keys() - known.keys():
@@ -424,75 +419,82 @@ def _make_dataclass(kind: type, found: Any, path: str, problems: list[Problem]) 
     given = {}
     for name, each in known.items():
         if name in found:
-            given[name] = _value(hints[name], found[name], path + name, problems)
+            given[name] = _read_value(hints[name], found[name], path + name, problems)
         elif each.default is each.default_factory is dataclasses.MISSING:
             problems.append(Problem(path + name, "nothing", "a value", "add it"))
     return None if problems else kind(**given)
 
 
-def _value(kind: Any, value: Any, path: str, problems: list[Problem]) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return _make_dataclass(kind, value, f"{path}.", problems)  # type: ignore[arg-type]  # a class
-    numbers = (int, float)
-    if kind in (str, bool):
-        fits, wanted = isinstance(value, kind), "a text" if kind is str else "true or false"
-    elif kind in numbers:
-        fits, wanted = _is_positive(value), "a number of at least 0"
-    elif path == "matmul.tiles":
-        fits = isinstance(value, list) and bool(value) and all(map(_is_tile, value))
-        value, wanted = tuple(map(tuple, value)) if fits else value, "[[rows, columns, part], ...]"
-    elif path.endswith(".measured"):
-        fits = isinstance(value, dict) and all(map(_link, value.values()))
-        value = MappingProxyType(value) if fits else value
-        wanted = f"tables by collective of {' and '.join(_LINK)}"
+def _read_value(hint: Any, value: Any, path: str, problems: list[Problem]) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return read_dataclass(hint, value, problems, f"{path}.")  # type: ignore[arg-type]
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        several = inside[-1] is ...
+        if isinstance(value, list) and (several or len(value) == len(inside)):
+            kinds = itertools.repeat(inside[0]) if several else inside
+            rows = enumerate(zip(kinds, value, strict=False))
+            return tuple(_read_value(h, x, f"{path}[{i}]", problems) for i, (h, x) in rows)
+        wanted = "a list" if several else f"a list of {len(inside)}"
+    elif origin is Mapping:
+        if isinstance(value, dict):
+            rows = value.items()
+            made = {key: _read_value(inside[1], x, f"{path}.{key}", problems) for key, x in rows}
+            return MappingProxyType(made)
+        wanted = "a table"
+    elif hint in (str, bool):
+        if isinstance(value, hint):
+            return value
+        wanted = "a text" if hint is str else "true or false"
     else:
-        fits = isinstance(value, dict) and bool(value) and all(map(_is_positive, value.values()))
-        value, wanted = MappingProxyType(value) if fits else value, "numbers by name"
-    if not fits:
-        problems.append(Problem(path, repr(value), wanted))
-    return value
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and 0 <= value < math.inf and value == hint(value):
+            return hint(value)
+        wanted = f"a {'whole ' if hint is int else ''}number of at least 0"
+    problems.append(Problem(path, f"{value!r:.60}", wanted))
+    return None
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+_LINK = {"bytes_per_second", "latency_seconds"}
 
 
-def _is_tile(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(_is_positive(x) and x for x in value)
-
-
-_LINK = ("bytes_per_second", "latency_seconds")
-
-
-def _link(value: Any) -> bool:
-    fits = (
-        isinstance(value, dict) and {*value} == {*_LINK} and all(map(_is_positive, value.values()))
-    )
-    return fits and value["bytes_per_second"] > 0
-
-
-def _limits(machine: Hardware) -> list[Problem]:
-    """Rates of 0, which would take for ever, and efficiencies above 1."""
+def _find_limits(machine: Hardware) -> list[Problem]:
+    """Rates of 0, efficiencies above 1, and tables that lack entries."""
     found = []
     for part in ("matmul", "memory", "domain", "network", "host"):
         for name, value in vars(getattr(machine, part)).items():
-            free = name.endswith("seconds") or name in ("overhead_k", "computes")
-            zero = value == 0 and not free
+            free = name.endswith("seconds") or name in ("overhead_k", "computes", "measured")
+            zero = not value and not free
             if zero or (name == "efficiency" and value > 1):
                 wanted = "above 0" + " and at most 1" * (name == "efficiency")
                 found.append(Problem(f"{part}.{name}", str(value), wanted))
+    if not all(map(all, machine.matmul.tiles)):
+        found.append(Problem("matmul.tiles", str(machine.matmul.tiles), "numbers above 0"))
+    for part, links in (("domain", machine.domain), ("network", machine.network)):
+        for op, own in links.measured.items():
+            if own.keys() != _LINK or not own["bytes_per_second"]:
+                wanted = f"{' and '.join(sorted(_LINK))}, the former above 0"
+                found.append(Problem(f"{part}.measured.{op}", str(dict(own)), wanted))
     found += [
-        Problem(f"attention.{phase}", "nothing", "a part of the peak", "add it")
+        Problem(f"attention.{phase}", "nothing", "a fraction of the peak", "add it")
         for phase in ("forward", "backward")
         if not machine.attention.get(phase)
     ]
+    found += [] if machine.peak_flops else [Problem("peak_flops", "nothing", "FLOP/s by dtype")]
     return found
 
 
-def _plain(value: Any) -> Any:
-    """A dataclass, or a part of it, as TOML has it."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, which has its old or its new content at any time."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(f"{text}\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def to_tables(value: Any) -> Any:
+    """A dataclass as the tables of a file: the inverse of `read_dataclass`."""
     if dataclasses.is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: to_tables(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {name: _plain(x) for name, x in value.items()}
-    return [_plain(x) for x in value] if isinstance(value, tuple) else value
+        return {name: to_tables(x) for name, x in value.items()}
+    return [to_tables(x) for x in value] if isinstance(value, tuple) else value

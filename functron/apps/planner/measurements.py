@@ -1,14 +1,13 @@
-"""Machines as they are measured, and runs: what a step is expected to take, and what it does.
+"""Benchmarks of machines, and expected against measured steps of runs.
 
-`measure` finds the rates of products, memory and disks on each rank and of collectives on each axis
-before a run, names what is slower than the rest, and what it returns is kept as JSON, and as the
-file of a machine that can be planned for. `estimate_run` is the step of one configuration on a
-machine, and `report_comparison` puts what a run takes beside it.
+`measure` benchmarks matrix products, memory and disks of each rank, and collectives over each axis.
+Its result names what is slower than the rest, and is saved as JSON, and as a machine to plan for.
+`estimate_run` estimates the step of one configuration on a machine, and `report_comparison`
+compares it with the steps of the run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -35,6 +34,9 @@ from functron.apps.planner.machines import (
     count_steps,
     find_hardware,
     hardware,
+    read_dataclass,
+    to_tables,
+    write_whole,
 )
 from functron.apps.planner.rates import FUNCTRON, Software, time_program
 from functron.apps.planner.search import count_state_bytes, trace_run
@@ -42,17 +44,7 @@ from functron.core import random, tree
 from functron.core.chart import line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
-from functron.program.cost import (
-    COPY_BYTES,
-    REPEATS,
-    bytes_text,
-    free_memory_bytes,
-    measure_bandwidth,
-    measure_flops,
-    measure_seconds,
-    synchronize,
-    time_calls,
-)
+from functron.program import cost
 from functron.program.trace import trace
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd import collectives as lax
@@ -66,11 +58,10 @@ from functron.transforms import value_and_grad
 def measure_operations(
     device: torch.device | str, *, together: Callable[[], None] | None = None
 ) -> float:
-    """The kernels per second that a step without a compiler launches, one after another.
+    """Kernels per second that an uncompiled step launches.
 
-    Those of the gradients of a tiny model, counted as `time_program` counts them; views, and what
-    Python does in between, are in their time. Of the fastest of five steps, or of half a second,
-    as of `measure_flops`.
+    Of the gradients of a tiny model, counted as by `time_program`; the time includes views and
+    Python. The fastest of five steps, or of half a second, counts, as for `measure_flops`.
     """
     device = torch.device(device)
     model = gpt.GPTConfig(
@@ -89,24 +80,24 @@ def measure_operations(
     program = trace(step)(params, batch)
     kernels = time_program(program, base, RankPlacement.on(Mesh(), base), alone).kernels
     step(params, batch)
-    return kernels / measure_seconds(lambda: step(params, batch), device, together)
+    return kernels / cost.measure_seconds(lambda: step(params, batch), device, together)
 
 
-# --- what is kept
+# --- the results
 
 
 @dataclass(frozen=True)
 class RankRates:
-    """The rates of one rank, measured while all ranks were measuring theirs.
+    """The rates of one rank, measured while all ranks were measuring.
 
     Attributes:
         rank: its number.
-        host: the name of its machine.
-        device: the name of its GPU, or "cpu".
+        host: name of its machine.
+        device: name of its GPU, or "cpu".
         rates: by name: ``"float32 matmul"`` and so on in FLOP/s; ``"memory"`` (copies on the
-            device, read and written), ``"to device"``, ``"from device"`` (a GPU's, pinned),
-            ``"disk write"`` (to the medium) and ``"disk read"`` in bytes/s; of a CPU
-            ``"operations"`` per second (`measure_operations`).
+            device, reads and writes), ``"to device"``, ``"from device"`` (of a GPU, pinned),
+            ``"disk write"`` (with fsync) and ``"disk read"`` in bytes/s; on a CPU ``"operations"``
+            per second (`measure_operations`).
     """
 
     rank: int
@@ -122,10 +113,9 @@ class LinkTimes:
     Attributes:
         axis: the mesh axis.
         op: "psum", "all_gather", "psum_scatter", "all_to_all" or "ppermute" (to the next rank).
-        groups: the ranks that communicate with each other, each group over this axis.
-        bytes: the sizes that were measured: of the operand of psum, psum_scatter, all_to_all and
-            ppermute, of the result of all_gather.
-        seconds: of each group, for each size: the median of the group's slowest rank.
+        groups: the ranks of each group.
+        bytes: sizes of the operand (of the result of all_gather).
+        seconds: by group and size: the median of the group's slowest rank.
     """
 
     axis: str
@@ -136,15 +126,15 @@ class LinkTimes:
 
     @property
     def latency_seconds(self) -> float:
-        """The time of the smallest message, in the median group."""
+        """The time of the smallest message, of the median group."""
         return statistics.median(row[0] for row in self.seconds)
 
     @property
     def bytes_per_second(self) -> float:
-        """The bytes a rank sends per second, of the largest message, in the median group.
+        """Bytes that a rank sends per second, for the largest message, of the median group.
 
-        The bytes that a ring sends: of n ranks (n-1)/n of a message, of psum twice that, of
-        ppermute all. As NCCL's tests count bus bandwidth.
+        A ring of n ranks sends (n-1)/n of a message, for psum twice that, and ppermute all of it:
+        the bus bandwidth of nccl-tests.
         """
         return self.rate(-1)
 
@@ -157,8 +147,8 @@ class LinkTimes:
 
 FORMAT = 1
 SLOW = 0.8
-"""A rank or group that reaches less than this part of the median is slow."""
-_LEAST = 3  # of two one is always the slower one, and which is wrong cannot be told
+"""A rank or group below this fraction of the median is slow."""
+_LEAST = 3  # ranks or groups to compare: of two, one is always slower
 
 
 @dataclass(frozen=True)
@@ -167,8 +157,8 @@ class Measurement:
 
     Attributes:
         mesh: axes and sizes, such as ``"dp=2,tp=4"``.
-        ranks: in their order.
-        links: by axis and operation; none for axes of size 1.
+        ranks: in order.
+        links: by axis and collective; none for axes of size 1.
         versions: of torch and Python.
         time: when it was measured, Unix seconds.
     """
@@ -181,18 +171,14 @@ class Measurement:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON; the file has its old or its new content at any time."""
-        path = Path(path)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        content = {"format": FORMAT, **dataclasses.asdict(self)}
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(Path(path), json.dumps({"format": FORMAT, **to_tables(self)}, indent=1))
 
     @staticmethod
     def load(path: str | Path) -> Measurement:
         """The measurement that `save` wrote.
 
         Raises:
-            ValueError: it is no such file; the first entry that is wrong is named.
+            ValueError: it is not such a file; entries that are wrong are listed.
         """
         title, fix = "cannot read the rates of machines", "functron doctor --mesh MESH writes it"
         try:
@@ -200,31 +186,28 @@ class Measurement:
         except (OSError, ValueError, RecursionError) as error:
             got = getattr(error, "strerror", None) or str(error)
             refuse(title, str(path), got, "a file of JSON", fix)
-        kind = found.get("format") if isinstance(found, dict) else None
+        kind = found.pop("format", None) if isinstance(found, dict) else None
         if kind != FORMAT:
             refuse(title, str(path), f"format {kind!r:.60}", f"format {FORMAT}", fix)
-        try:
-            made = Measurement(
-                _read_text(found["mesh"]),
-                tuple(_read_rank(row) for row in found["ranks"]),
-                tuple(_link(row) for row in found["links"]),
-                {_read_text(k): _read_text(v) for k, v in found["versions"].items()},
-                _read_number(found["time"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            got = f"entries that are wrong ({type(error).__name__}: {error!s:.100})"
-            refuse(title, str(path), got, "what functron doctor has written", fix)
+        problems: list[Problem] = []
+        made = read_dataclass(Measurement, found, problems)
+        raise_problems(title, problems)
+        for link in made.links:
+            fits = link.groups and link.bytes and all(link.groups)
+            counts = [len(times) for times in link.seconds]
+            if not fits or counts != [len(link.bytes)] * len(link.groups):
+                refuse(title, str(path), f"times of {link.op}", "one per group and size", fix)
         return made
 
     def slow(self) -> list[str]:
-        """The ranks and groups that are slower than the rest of at least three, in words.
+        """Ranks and groups that are slower than the rest, of at least three, in words.
 
-        Less than `SLOW` of the median: of the ranks with the same device, of the disks of hosts, of
-        the groups of the same axis at the largest message.
+        Below `SLOW` of the median: of ranks with the same device, of hosts' disks, of groups of the
+        same axis at the largest message.
         """
-        return [*self._slow_ranks(), *self._slow_groups()]
+        return [*self._find_slow_ranks(), *self._find_slow_groups()]
 
-    def _slow_ranks(self) -> Iterator[str]:
+    def _find_slow_ranks(self) -> Iterator[str]:
         for device in dict.fromkeys(one.device for one in self.ranks):
             alike = [one for one in self.ranks if one.device == device]
             for name in [x for x in alike[0].rates if x not in _DISK]:
@@ -238,7 +221,7 @@ class Measurement:
                 hosts[one.host] = hosts.get(one.host, 0.0) + one.rates.get(name, 0.0)
             yield from _find_slow(hosts, name)
 
-    def _slow_groups(self) -> Iterator[str]:
+    def _find_slow_groups(self) -> Iterator[str]:
         hosts = {one.rank: one.host for one in self.ranks}
         for link in self.links:
             ends = [row[-1] for row in link.seconds]
@@ -253,14 +236,14 @@ class Measurement:
                     )
 
     def machine(self) -> Hardware:
-        """The measurements as a machine that the planner plans for: `Hardware.to_toml`.
+        """The measurements as a machine for the planner.
 
-        The machine that is known by its device, with the median rates of products, memory and
-        host; of collectives in groups within one host for its domain, and across hosts for its
-        network, of the largest message, and the latency of the smallest.
+        The known machine with the device, with the measured median rates of products, memory and
+        host, and of collectives within one host for its domain and across hosts for its network:
+        bandwidth by the largest message, latency by the smallest.
 
         Raises:
-            ValueError: no machine is known with this GPU; what could not be measured is its own.
+            ValueError: no machine is known with this GPU.
         """
         base = find_hardware(self.ranks[0].device)
         rates = {
@@ -268,26 +251,26 @@ class Measurement:
             for name in self.ranks[0].rates
         }
         hosts = [one.host for one in self.ranks]
-        made = _with_rates(base, rates)
+        made = _replace_rates(base, rates)
         domain = replace(made.domain, gpus=max(map(hosts.count, hosts)))
-        domain, network = self._connections(domain, made.network)
+        domain, network = self._replace_links(domain, made.network)
         unseen = replace(base.calibration, rows=0, software="", kin="")
         measured = f"{base.name}, measured on {len({*hosts})} x {hosts.count(hosts[0])}"
         return replace(made, name=measured, domain=domain, network=network, calibration=unseen)
 
-    def _connections(self, domain: Domain, network: Network) -> tuple[Domain, Network]:
+    def _replace_links(self, domain: Domain, network: Network) -> tuple[Domain, Network]:
         """Both with the rates of the links that were measured within them."""
         hosts = [one.host for one in self.ranks]
         near: dict[int, list[LinkTimes]] = {}
-        for link in self.links:  # by how many ranks of a group share a host; 0: all
+        for link in self.links:  # by the number of a group's ranks on one host; 0: all
             shares = [hosts[rank] for rank in link.groups[0]]
             count = max(map(shares.count, shares))
             near.setdefault(0 if count == len(shares) else count, []).append(link)
         if inside := near.pop(0, []):
-            domain = replace(domain, efficiency=1.0, **_rates_of(inside, 1))
+            domain = replace(domain, efficiency=1.0, **_find_link_rates(inside, 1))
         if near:
             count, outside = min(near.items())
-            network = replace(network, efficiency=1.0, **_rates_of(outside, count))
+            network = replace(network, efficiency=1.0, **_find_link_rates(outside, count))
         return domain, network
 
     def __str__(self) -> str:
@@ -298,7 +281,7 @@ class Measurement:
                 str(r.rank),
                 r.host,
                 r.device,
-                *(_rate_text(name, r.rates.get(name)) for name in names),
+                *(_format_rate(name, r.rates.get(name)) for name in names),
             ]
             for r in self.ranks
         ]
@@ -323,7 +306,7 @@ class Measurement:
         )
 
     def picture(self) -> str:
-        """The bytes that collectives send in a second over their sizes, as an SVG document."""
+        """Bytes per second of collectives over the size of messages, as an SVG document."""
         curves = {
             f"{link.op} over {link.axis}": [
                 (math.log2(size), link.rate(i) / 1e9) for i, size in enumerate(link.bytes)
@@ -341,28 +324,29 @@ class Measurement:
         )
 
 
-def _rates_of(links: Sequence[LinkTimes], share: int) -> dict[str, Any]:
-    """The rates of these links, of which `share` ranks have one each, and their latencies.
+def _find_link_rates(links: Sequence[LinkTimes], share: int) -> dict[str, Any]:
+    """Median rates and latencies of links, `share` of which send at a time.
 
-    The medians of those of reductions, gathers and scatters, and the median of every operation.
+    Over reductions, gathers and scatters together, and by collective.
     """
     rings = [link for link in links if link.op in ("psum", "all_gather", "psum_scatter")]
     ops = dict.fromkeys(link.op for link in links)
-    measured = {op: _median([link for link in links if link.op == op], share) for op in ops}
-    return {**_median(rings or links, share), "measured": MappingProxyType(measured)}
+    measured = {
+        op: _summarise_links([link for link in links if link.op == op], share) for op in ops
+    }
+    return {**_summarise_links(rings or links, share), "measured": MappingProxyType(measured)}
 
 
-def _median(links: Sequence[LinkTimes], share: int) -> dict[str, float]:
+def _summarise_links(links: Sequence[LinkTimes], share: int) -> dict[str, float]:
     rate = statistics.median(link.bytes_per_second for link in links) / share
     steps = [link.latency_seconds / count_steps(link.op, len(link.groups[0])) for link in links]
     return {"bytes_per_second": rate, "latency_seconds": statistics.median(steps)}
 
 
-def _with_rates(base: Hardware, rates: Mapping[str, float]) -> Hardware:
-    """A machine with measured rates of products, memory and host in the place of its own."""
+def _replace_rates(base: Hardware, rates: Mapping[str, float]) -> Hardware:
     peaks, matmul, kernel_seconds = dict(base.peak_flops), base.matmul, base.kernel_seconds
     found = {n: rates[f"{n} matmul"] for n in peaks if f"{n} matmul" in rates}
-    if base.name == find_hardware("cpu").name:  # whose peak nobody knows
+    if base.name == find_hardware("cpu").name:  # whose peak is unknown
         peaks |= {name: rate / matmul.efficiency for name, rate in found.items()}
         if "operations" in rates:
             kernel_seconds = 1 / rates["operations"]
@@ -385,54 +369,18 @@ _DISK = ("disk write", "disk read")
 
 
 def _find_slow(rates: Mapping[str, float], name: str) -> Iterator[str]:
-    """Those of at least three that are slower than the rest, in words."""
     median = statistics.median(rates.values()) if rates else 0.0
     for who, rate in rates.items():
         if len(rates) >= _LEAST and rate < SLOW * median:
             yield f"{who}: {name} {rate / median:.2f} of the median of {len(rates)}"
 
 
-def _rate_text(name: str, rate: float | None) -> str:
+def _format_rate(name: str, rate: float | None) -> str:
     if rate is None:
         return ""
     if name == "operations":
         return f"{rate:,.0f} /s"
     return f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in name else f"{rate / 1e9:,.2f} GB/s"
-
-
-def _read_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} for a text")
-    return value
-
-
-def _read_number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise TypeError(f"{value!r:.60} for a number of at least 0")
-    return value
-
-
-def _read_count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TypeError(f"{value!r:.60} for a count")
-    return value
-
-
-def _read_rank(row: Any) -> RankRates:
-    rates = {_read_text(name): float(_read_number(rate)) for name, rate in row["rates"].items()}
-    return RankRates(
-        _read_count(row["rank"]), _read_text(row["host"]), _read_text(row["device"]), rates
-    )
-
-
-def _link(row: Any) -> LinkTimes:
-    groups = tuple(tuple(map(_read_count, group)) for group in row["groups"])
-    seconds = tuple(tuple(map(_read_number, times)) for times in row["seconds"])
-    sizes = tuple(map(_read_count, row["bytes"]))
-    fits = groups and len(groups) == len(seconds) and sizes and all(groups)
-    if not fits or any(len(times) != len(sizes) for times in seconds):
-        raise ValueError("times that are not those of each group and size")
-    return LinkTimes(_read_text(row["axis"]), _read_text(row["op"]), groups, sizes, seconds)
 
 
 # --- measuring
@@ -441,7 +389,7 @@ _DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "floa
 _LARGEST_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 _SMALLEST_BYTES = 1 << 10
 _DISK_BYTES = 1 << 26
-_MESSAGES = 15  # what a message takes differs more from one to the next than what a product does
+_MESSAGES = 15  # repetitions: times of messages vary more than those of products
 
 
 def measure(
@@ -451,22 +399,21 @@ def measure(
     *,
     largest_bytes: int = 0,
 ) -> Measurement:
-    """The rates of all ranks of a mesh and of their collectives, the same on every rank.
+    """Benchmark all ranks of a mesh, and their collectives; the result is the same on every rank.
 
-    Every rank calls it. All measure their products, memory and disk at the same time, as they will
-    work in a run; then axis after axis, and operation after operation, all groups at the same time.
+    Every rank calls it. All ranks measure products, memory and disk at the same time, as they share
+    them in a run; then each collective over each axis, all groups at the same time.
 
     Collectives: psum, all_gather, psum_scatter, all_to_all and ppermute over each axis, 17 times
-    for each size from 1 KiB by fours to `largest_bytes`; gathers of the numbers.
+    for each size from 1 KiB, times 4, to `largest_bytes`; gathers of the results.
 
     Args:
         mesh: bound to processes.
-        device: of this rank.
-        folder: on the disk to be measured; a file of 64 MiB is written and removed.
+        folder: on the disk to measure; a file of 64 MiB is written and removed.
         largest_bytes: of a message; 0: 4 MiB on CPUs, 256 MiB on GPUs.
 
     Raises:
-        ValueError: `largest_bytes` is less than 1 KiB, or a file cannot be written in `folder`.
+        ValueError: `largest_bytes` is below 1 KiB, or `folder` cannot be written to.
     """
     device = torch.device(device)
     largest = largest_bytes or _LARGEST_BYTES[device.type]
@@ -479,7 +426,7 @@ def measure(
     wait = _make_barrier(mesh, device)
     wait()
     rates = _measure_rates(device, Path(folder), wait)
-    here = RankRates(mesh.rank, socket.gethostname(), _device_name(device), rates)
+    here = RankRates(mesh.rank, socket.gethostname(), _find_device_name(device), rates)
     ranks = sorted(_gather_values(mesh, here), key=lambda one: one.rank)
     links = []
     for axis, size in mesh.mesh.axes:
@@ -497,18 +444,18 @@ def measure(
     return Measurement(text, tuple(ranks), tuple(links), versions, time.time())
 
 
-def _device_name(device: torch.device) -> str:
+def _find_device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _make_barrier(mesh: BoundMesh, device: torch.device) -> Callable[[], None]:
-    """Waits for all ranks: for their collectives, which take the GPU's time, too."""
+    """A function that waits for all ranks and their collectives."""
     one = torch.ones((), device=device)
 
     def wait() -> None:
         if mesh.size > 1:
             dist.all_reduce(one)
-        synchronize(device)
+        cost.synchronize(device)
 
     return wait
 
@@ -522,7 +469,6 @@ def _gather_values(mesh: BoundMesh, value: Any) -> list[Any]:
 
 
 def _list_groups(mesh: BoundMesh, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The ranks that share all coordinates but that of `axis`."""
     found: dict[tuple, list[int]] = {}
     for rank in range(mesh.size):
         others = {k: v for k, v in mesh.mesh.coordinate(rank).items() if k != axis}
@@ -533,22 +479,24 @@ def _list_groups(mesh: BoundMesh, axis: str) -> tuple[tuple[int, ...], ...]:
 def _measure_rates(
     device: torch.device, folder: Path, wait: Callable[[], None]
 ) -> dict[str, float]:
-    """Of this rank; all ranks measure the same at a time, as they share processors and memory."""
+    """This rank's rates; all ranks measure the same at a time."""
     found = {
-        f"{name} matmul": measure_flops(
+        f"{name} matmul": cost.measure_flops(
             device, getattr(torch, name), _ROWS[device.type], together=wait
         )
         for name in _DTYPES[device.type]
     }
-    found["memory"] = measure_bandwidth(device, together=wait)
-    if device.type == "cpu":  # whose kernels are the operations
+    found["memory"] = cost.measure_bandwidth(device, together=wait)
+    if device.type == "cpu":  # where kernels' launches count
         found["operations"] = measure_operations(device, together=wait)
     if device.type == "cuda":
-        host = torch.zeros(COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
+        host = torch.zeros(cost.COPY_BYTES["cpu"], dtype=torch.uint8).pin_memory()
         there = torch.zeros(len(host), dtype=torch.uint8, device=device)
-        found["to device"] = len(host) / min(time_calls(lambda: there.copy_(host), device, REPEATS))
+        found["to device"] = len(host) / min(
+            cost.time_calls(lambda: there.copy_(host), device, cost.REPEATS)
+        )
         found["from device"] = len(host) / min(
-            time_calls(lambda: host.copy_(there), device, REPEATS)
+            cost.time_calls(lambda: host.copy_(there), device, cost.REPEATS)
         )
     wait()
     return found | _measure_disk(folder)
@@ -558,7 +506,7 @@ _ROWS = {"cpu": 1024, "cuda": 8192}
 
 
 def _measure_disk(folder: Path) -> dict[str, float]:
-    """Bytes per second to the medium, and from it where the system can forget what it has read."""
+    """Bytes per second of writes, and of reads where the page cache can be dropped."""
     path = folder / f".functron-doctor-{socket.gethostname()}-{os.getpid()}"
     data = os.urandom(1 << 20)
     try:
@@ -581,7 +529,7 @@ def _measure_disk(folder: Path) -> dict[str, float]:
 
 
 def _list_sizes(largest: int, ranks: int) -> list[int]:
-    """The bytes of messages, of float32 elements that all ranks have equally many of."""
+    """Sizes of messages in bytes, each of as many float32 elements on every rank."""
     unit, found, size = 4 * ranks, [], _SMALLEST_BYTES
     while size <= largest:
         found.append(-(-size // unit) * unit)
@@ -611,8 +559,8 @@ def _measure_times(
 
             def program(x: torch.Tensor, call: Callable = call, op: str = op) -> torch.Tensor:
                 run = lambda: call(x, axis, mesh[axis])  # noqa: E731
-                time_calls(run, device, 2)  # connections and buffers are made
-                found[op].append(statistics.median(time_calls(run, device, _MESSAGES, wait)))
+                cost.time_calls(run, device, 2)  # connects, and allocates buffers
+                found[op].append(statistics.median(cost.time_calls(run, device, _MESSAGES, wait)))
                 return x
 
             shard_map(program, mesh, P(), P(), check=False)(x)
@@ -623,33 +571,33 @@ def _measure_times(
 
 
 def find_this_machine(device: torch.device | str) -> Hardware:
-    """The machine that this process is on: a GPU that is known by its name, or the CPU, measured.
+    """The machine of this process: a known GPU, or the CPU.
 
-    On a CPU the rate of products and of memory is measured, in tenths of a second.
+    On a CPU the rates of products and memory are measured, which takes tenths of a second.
 
     Raises:
-        ValueError: no machine is known for this GPU.
+        ValueError: no machine is known with this GPU.
     """
     device = torch.device(device)
     if device.type != "cuda":
         base = hardware("cpu")
         names = [name for name in base.peak_flops if name in ("float32", "bfloat16")]
-        found = {n: measure_flops(device, getattr(torch, n)) for n in names}
+        found = {n: cost.measure_flops(device, getattr(torch, n)) for n in names}
         peaks = {name: rate / base.matmul.efficiency for name, rate in found.items()}
         memory = replace(
             base.memory,
-            bytes_per_second=measure_bandwidth(device) / base.memory.efficiency,
-            num_bytes=free_memory_bytes(device),
+            bytes_per_second=cost.measure_bandwidth(device) / base.memory.efficiency,
+            num_bytes=cost.free_memory_bytes(device),
         )
         return replace(base, peak_flops={**base.peak_flops, **peaks}, memory=memory)
     return find_hardware(torch.cuda.get_device_name(device))
 
 
 def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
-    """The step of a run on a machine, with a process for each rank of its mesh.
+    """Estimate the step of a run on a machine, with a process for each rank of its mesh.
 
-    Of a GPT the layers are traced; of another architecture, and with adapters, the whole step,
-    which takes longer and cannot have a pipeline.
+    For a GPT the layers are traced; for other architectures, and with adapters, the whole step,
+    which takes longer and supports no pipelines.
 
     Raises:
         ValueError: the model cannot run on the mesh, or the batch does not divide.
@@ -657,14 +605,11 @@ def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
     config, mesh = made.config, made.plain_mesh
     if config.family.name != "gpt" or config.lora.adapters is not None:
         if made.is_pipelined:
-            title, got = "cannot tell what this step takes", f"{config.title} with pp"
+            title, got = "cannot estimate this step", f"{config.title} with pp"
             refuse(title, "mesh", got, "a GPT without adapters, or no pp", "leave --hardware out")
         program = made.without_pipeline.program()
         tokens = config.data.global_batch * config.data.seq
-        software = _software(config)
-        return estimate(
-            program, machine, RankPlacement.on(mesh, machine), software=software, tokens=tokens
-        )
+        return estimate(program, machine, software=_find_software(config), tokens=tokens)
     rows = (
         config.data.global_batch
         // config.parallelism.microbatches
@@ -681,11 +626,11 @@ def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
         count_state_bytes(config),
         config.optimizer.offload,
     )
-    return estimate_step(step, machine, software=_software(config))
+    return estimate_step(step, machine, software=_find_software(config))
 
 
-def _software(config: TrainConfig) -> Software:
-    """How a run's programs are run: fused and overlapping where they are compiled."""
+def _find_software(config: TrainConfig) -> Software:
+    """Programs are fused and overlap communication if they are compiled."""
     if config.compute.compile:
         return FUNCTRON
     return replace(
@@ -695,17 +640,17 @@ def _software(config: TrainConfig) -> Software:
 
 
 def describe_estimate(estimate: Estimate) -> str:
-    """The expected seconds and memory of a step, in a line."""
+    """The estimated time and memory of a step, in a line."""
     low, high = estimate.interval
     return (
         f"{estimate.step_seconds:.3g} s a step ({low:.3g} to {high:.3g}), "
         f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {estimate.mfu:.1%}, "
-        f"{bytes_text(estimate.memory_bytes)} of the fullest rank"
+        f"{cost.bytes_text(estimate.memory_bytes)} of the fullest rank"
     )
 
 
 COMPARED_STEPS = 20
-"""After so many steps a run says what was expected of it, and what it takes."""
+"""The step after which a run compares its estimate with its measured time."""
 _WARM_UP = 4
 
 
@@ -713,13 +658,12 @@ _WARM_UP = 4
 def report_comparison(
     estimate: Estimate, say: Callable[[str], None]
 ) -> Iterator[Callable[[Record], None]]:
-    """A reporter that says, after `COMPARED_STEPS` steps, expected against measured.
+    """A reporter that compares expected and measured time and memory after `COMPARED_STEPS` steps.
 
-    The median of the steps after the first four is compared, and what ranks measured of their
-    sections (of --stragglers-every), where they did.
+    The median of the steps after the first four is compared, and the times of sections that ranks
+    measured (--stragglers-every), if they did.
 
     Args:
-        estimate: of the run's step.
         say: prints a text.
     """
     records: list[Record] = []
@@ -734,7 +678,7 @@ def report_comparison(
 
 
 def compare_records(estimate: Estimate, records: Sequence[Record]) -> str:
-    """Expected against measured, and where they part, as text."""
+    """Expected and measured time and memory, as text."""
     later = records[_WARM_UP:] or records
     measured = statistics.median(record["step_seconds"] for record in later)
     low, high = estimate.interval
@@ -748,15 +692,17 @@ def compare_records(estimate: Estimate, records: Sequence[Record]) -> str:
         lines.append(f"  {name:20} expected {foreseen:8.3g} s, measured {found:8.3g} s")
     peak = max(record.get("peak_memory_bytes") or 0 for record in later)
     if peak:
-        held = bytes_text(estimate.memory_bytes)
-        lines.append(f"  {'memory at its peak':20} expected {held}, measured {bytes_text(peak)}")
+        held = cost.bytes_text(estimate.memory_bytes)
+        lines.append(
+            f"  {'memory at its peak':20} expected {held}, measured {cost.bytes_text(peak)}"
+        )
     return "\n".join(lines)
 
 
 def _compare_sections(
     estimate: Estimate, records: Sequence[Record]
 ) -> Iterator[tuple[str, float, float]]:
-    """Name, expected and measured seconds of what ranks measured, where they part most first."""
+    """Name, expected and measured seconds of sections, the largest differences first."""
     rows = [rank for record in records for rank in record.get("ranks", {}).values()]
     if not rows:
         return

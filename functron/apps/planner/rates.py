@@ -1,16 +1,15 @@
-"""The seconds of a program's equations on a machine, with equations fused as a compiler fuses them.
+"""The seconds of a program's equations on a machine, fused as a compiler fuses them.
 
-Steps of decoders are made of pieces, each traced once: a layer of each kind, the embedding, and the
-head with the loss, as one rank computes them for one microbatch, forward and backward. Tracing
-takes tenths of a second and no memory, and the same few pieces make plans of any number of layers,
-pipelines, replicas and microbatches.
+Steps of decoders are composed of traced pieces: a layer of each kind, the embedding, and the head
+with the loss, as one rank computes them for one microbatch, forward and backward. Tracing takes
+tenths of a second and no memory; the same pieces serve any number of layers, pipeline stages,
+replicas and microbatches.
 
-What is computed falls into **products**, **attention** (one operation that never writes its
-scores), and the rest, which moves bytes. Of the rest, equations that follow one another with
-neither of these, nor a collective, in between become one kernel: it reads what the group reads
-from outside and writes what is read outside of it, each once, and takes the time of these bytes or
-of its arithmetic, whichever is more. Sums over leading dims end a kernel, since they need all of
-its blocks; sums over the last dim, norms and softmax do not.
+Equations are **matrix products**, **attention** (one fused operation), or bound by memory. The
+latter are fused into one kernel, up to the next product, attention or collective: it reads the
+group's inputs and writes its outputs once, and takes the time of these bytes or of its arithmetic,
+whichever is longer. Sums over leading dims end a kernel, since they need all of its blocks; sums
+over the last dim, norms and softmax do not.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from functron import pipeline
 from functron.apps.planner.machines import GroupReach, Hardware, RankPlacement
 from functron.core import random, tree
 from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
-from functron.pipeline.partition import Part, Partition
-from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
+from functron.pipeline.stage_backward import StageCall, trace_stage
 from functron.program.cost import equation_bytes, equation_flops
 from functron.program.equations import Block, Code, Equation, Scan, Var
 from functron.program.overlap import arrange_block
@@ -52,24 +51,24 @@ _FREE = frozenset({"stack", "check_ids", "detach", "empty", "empty_like", "lift_
 
 @dataclass(frozen=True)
 class Software:
-    """How programs are run: what is fused, what overlaps.
+    """How programs are run: fusion and overlap.
 
     Attributes:
-        name: of the software, and its version where that matters.
-        fusion: ``"compiler"`` as above; ``"pointwise"``: sums, norms and what differentiates these
-            are kernels by themselves, but softmax computes what it reads; ``"none"``: every
-            equation is a kernel.
-        sums_in_products: products that make gradients of weights add them to their sums.
-        overlap: collectives over axes of a layer run behind what does not need them.
+        name: of the software, with its version.
+        fusion: ``"compiler"`` as above; ``"pointwise"``: reductions, norms and their gradients are
+            separate kernels, but softmax is fused with its input; ``"none"``: every equation is a
+            kernel.
+        sums_in_products: products of weight gradients accumulate into their sums.
+        overlap: a layer's collectives overlap with independent computation.
         sequence_parts: as of `functron.jit`.
-        overlap_grads: reductions of gradients run behind the last backward.
-        overlap_params: gathers of updated parameters run behind the next forward.
-        async_sends: stages of a pipeline compute while they send.
-        scatter_sends: stages send each tensor-parallel rank's part, and gather it there.
-        copies: gathers and scatters of sequences copy what they send into its layout, and what is
-            computed again begins with a barrier that copies, as functron's do; False: the sequence
-            comes first in memory, and memory is freed by hand, as Megatron-LM's do.
-        graphs: kernels are launched from graphs, not one by one by the processor.
+        overlap_grads: reductions of gradients overlap with the last backward.
+        overlap_params: gathers of updated parameters overlap with the next forward.
+        async_sends: pipeline stages compute while they send.
+        scatter_sends: stages send each tensor-parallel rank's part, which is then gathered.
+        copies: gathers and scatters of sequences copy into the right layout, and recomputation
+            begins with a copy, as in functron; False: the sequence is the first dim in memory, as
+            in Megatron-LM.
+        graphs: kernels are launched by CUDA graphs.
     """
 
     name: str = "functron"
@@ -85,18 +84,18 @@ class Software:
     graphs: bool = False
 
     def on(self, hardware: Hardware) -> Software:
-        """As it runs on a machine: nothing behind anything else where one processor does both."""
+        """As it runs on a machine: without overlap on CPUs."""
         if not hardware.host.computes:
             return self
         return replace(self, overlap=False, overlap_grads=False, overlap_params=False)
 
 
 FUNCTRON = Software()
-"""Functron, its steps compiled."""
+"""Functron with compiled steps."""
 
 
 def classify_equation(equation: Equation) -> WorkKind:
-    """The kind of work that takes the time of an equation that is no scan."""
+    """The kind of an equation that is not a scan, by what takes its time."""
     if axis_of(equation) is not None:
         return "collective"
     name = equation.name
@@ -110,19 +109,18 @@ def classify_equation(equation: Equation) -> WorkKind:
 
 
 class EquationWork(NamedTuple):
-    """The work of an equation, whatever the machine.
+    """The work of an equation, on any machine.
 
     Attributes:
-        kind: of what takes its time.
-        num_bytes: read and written, by its whole kernel; of a collective, the payload.
-        flops: of products and attention; of the other equations of a kernel, its operations on
-            single elements.
+        kind: by what takes its time.
+        num_bytes: that its kernel reads and writes; the payload of a collective.
+        flops: of products and attention; otherwise the kernel's elementwise operations.
         dtype: of products and attention.
-        shape: (m, n, k, batch) of a product of matrices.
+        shape: (m, n, k, batch) of a matrix product.
         what: the operation.
         axis: of a collective.
-        share: of its kernel's time.
-        kernels: that it launches: 1, or 0 of all but the first of a kernel.
+        share: fraction of its kernel's time.
+        kernels: launches: 1, or 0 for all but the first equation of a kernel.
     """
 
     kind: WorkKind
@@ -156,7 +154,7 @@ class EquationWork(NamedTuple):
 
 
 def count_work(equation: Equation) -> EquationWork:
-    """The work of an equation that is a kernel by itself, and no scan."""
+    """The work of an unfused equation that is not a scan."""
     kind, name = classify_equation(equation), equation.name
     if kind == "nothing":
         return EquationWork(kind, kernels=0)
@@ -179,11 +177,11 @@ def count_work(equation: Equation) -> EquationWork:
 
 @dataclass(frozen=True, eq=False)
 class FusedProgram:
-    """A program as it is compiled for some software: what each of its equations asks.
+    """A program, and the work of its equations once they are fused.
 
     Attributes:
-        program: in the order in which it is compiled.
-        work: of its equations that are no scans.
+        program: in compiled order.
+        work: of equations that are not scans.
     """
 
     program: Code
@@ -192,7 +190,7 @@ class FusedProgram:
 
 @functools.lru_cache(maxsize=4096)
 def fuse_program(program: Code, software: Software) -> FusedProgram:
-    """A program with its equations fused; kept for programs that were asked for before."""
+    """Fuse a program's equations (cached)."""
     many = program.mesh.size > 1 and software.overlap
     parts = software.sequence_parts
     block = arrange_block(program.block, prefetch=many, sequence_parts=parts)
@@ -202,26 +200,23 @@ def fuse_program(program: Code, software: Software) -> FusedProgram:
         for equation, _ in block.walk()
         if not isinstance(equation.op, Scan)
     }
-    free = (
-        set()
-        if software.copies
-        else {e for x in (block, *_list_bodies(block)) for e in find_copies(x)}
-    )
+    blocks = [block, *(e.op.body for e, _ in block.walk() if isinstance(e.op, Scan))]
+    free = set() if software.copies else {e for each in blocks for e in find_copies(each)}
     found.update(dict.fromkeys(free, EquationWork("nothing", kernels=0)))
     if software.fusion != "none":
-        for each in (block, *_list_bodies(block)):
+        for each in blocks:
             for group in fuse_equations(each, software, free):
                 found.update(_share_work(group))
-    for each in (block, *_list_bodies(block)):
+    for each in blocks:
         for product, part in find_filled(each).items():
             whole = found[product]
             found[product] = whole._replace(
                 flops=whole.flops * part, num_bytes=whole.num_bytes * part
             )
     if software.sums_in_products:
-        for each in (block, *_list_bodies(block)):
+        for each in blocks:
             for product, chain in find_sums_in_products(each):
-                if sum(found[e].share for e in chain) > 0.999:  # of a kernel that does only this
+                if sum(found[e].share for e in chain) > 0.999:  # a kernel of nothing else
                     more = found[product].num_bytes + found[chain[0]].num_bytes
                     more -= 2 * product.results[0].nbytes
                     found[product] = found[product]._replace(num_bytes=more)
@@ -230,9 +225,9 @@ def fuse_program(program: Code, software: Software) -> FusedProgram:
 
 
 def find_filled(block: Block) -> dict[Equation, float]:
-    """Of products of experts that there is more room for than rows, the part of rows on average.
+    """By product of experts, the average fraction of its rows that have tokens.
 
-    A ragged exchange has room for all that could come; what comes is on average what was sent.
+    A ragged exchange has room for all tokens; on average as many come as were sent.
     """
     rooms = {}
     for equation in block.equations:
@@ -249,7 +244,7 @@ def find_filled(block: Block) -> dict[Equation, float]:
 
 
 def count_empty_flops(program: Code) -> float:
-    """The FLOPs of a program that are of rows which experts have room for and do not get."""
+    """The FLOPs of a program on rows of experts that have no tokens."""
     total = 0.0
     for equation, times in program.block.walk():
         if isinstance(equation.op, Scan):
@@ -258,12 +253,8 @@ def count_empty_flops(program: Code) -> float:
     return total + sum(equation_flops(e) * (1 - x) for e, x in find_filled(program.block).items())
 
 
-def _list_bodies(block: Block) -> list[Block]:
-    return [e.op.body for e, _ in block.walk() if isinstance(e.op, Scan)]
-
-
 def _share_work(group: FusedKernel) -> dict[Equation, EquationWork]:
-    """The work of a kernel, divided among its equations by what each moves in or out of it."""
+    """The work of a kernel, divided among its equations by the bytes that each moves."""
     total = sum(group.moved_bytes)
     operations = sum(_count_operations(equation) for equation in group.equations)
     found = {}
@@ -280,14 +271,12 @@ def _share_work(group: FusedKernel) -> dict[Equation, EquationWork]:
 class HardwareRates:
     """The seconds of equations on a machine: `Seconds` of `Program.timeline`.
 
-    With `program`, its equations are fused, and a kernel's time is divided among its equations by
-    the bytes that each moves in or out of it. Any other equation is a kernel by itself.
-
     Attributes:
         hardware: the machine.
         placement: of the mesh on it.
-        software: what is fused and overlaps.
-        program: whose equations are fused.
+        software: fusion and overlap.
+        program: whose equations are fused, and share a kernel's time by the bytes that each moves;
+            other equations are kernels of their own.
     """
 
     hardware: Hardware
@@ -296,7 +285,7 @@ class HardwareRates:
     program: Code | None = None
 
     def __call__(self, equation: Equation) -> float:
-        """The seconds of one run of an equation that is no scan."""
+        """The seconds of an equation that is not a scan."""
         work = self._known.get(equation)
         work = count_work(equation) if work is None else work
         return work.seconds(self.hardware, self.placement)
@@ -315,7 +304,7 @@ def _is_causal(equation: Equation) -> bool:
 
 
 def _count_operations(equation: Equation) -> int:
-    """The arithmetic of an elementwise equation: one operation for each element."""
+    """The operations of an elementwise equation: one per element."""
     return max([v.size for v in (*equation.results, *equation.operands)], default=0)
 
 
@@ -323,10 +312,9 @@ def _count_operations(equation: Equation) -> int:
 
 
 class FusedKernel(NamedTuple):
-    """Equations of one kernel, in their order, and the bytes that each moves into it or out of it.
+    """The equations of a kernel, and the bytes that each moves into it or out of it.
 
-    A value from outside counts where it is first read, whatever the number of its views; one that
-    is read outside where it is made.
+    Inputs count where they are first read, outputs where they are computed.
     """
 
     equations: tuple[Equation, ...]
@@ -336,14 +324,13 @@ class FusedKernel(NamedTuple):
 def fuse_equations(
     block: Block, software: Software = FUNCTRON, free: Collection[Equation] = ()
 ) -> list[FusedKernel]:
-    """The kernels of a block's equations that are no products, attention, scans or collectives.
+    """The kernels of a block's equations that are bound by memory.
 
     Args:
         block: of a program or a scan.
-        software: which equations become one kernel.
         free: equations that are views in this software.
     """
-    bases = _bases(block, free)
+    bases = _find_bases(block, free)
     made_by: dict[Var, Equation] = {}
     depth: dict[Equation, int] = {}
     parent: dict[Equation, Equation] = {}
@@ -371,8 +358,8 @@ def fuse_equations(
     members: dict[Equation, list[Equation]] = defaultdict(list)
     for equation in parent:
         members[root(equation)].append(equation)
-    readers = _readers(block, bases, free)
-    return [_group(found, bases, readers) for found in members.values()]
+    readers = _find_readers(block, bases, free)
+    return [_make_kernel(found, bases, readers) for found in members.values()]
 
 
 def _is_fusible(equation: Equation) -> bool:
@@ -380,7 +367,7 @@ def _is_fusible(equation: Equation) -> bool:
 
 
 def _ends_kernel(equation: Equation, software: Software) -> bool:
-    """Whether what reads the results of an equation is another kernel."""
+    """Whether readers of an equation's results are other kernels."""
     if not _is_fusible(equation):
         return True
     if software.fusion == "pointwise":
@@ -393,7 +380,7 @@ def _ends_kernel(equation: Equation, software: Software) -> bool:
 
 
 def _begins_kernel(equation: Equation, software: Software) -> bool:
-    """Whether what an equation reads is of other kernels."""
+    """Whether an equation's inputs are of other kernels."""
     alone = software.fusion == "pointwise" and not _is_elementwise(equation)
     return alone and equation.name != "_softmax"
 
@@ -408,12 +395,12 @@ _COPIES = frozenset({"clone", "_to_copy", "cat", "copy", "arange", "full", "expa
 
 
 def find_copies(block: Block) -> set[Equation]:
-    """Copies into the layout of what collectives send or have brought, and those of barriers."""
+    """Copies before and after collectives, and those of barriers."""
     sent = {v for e in block.equations if axis_of(e) is not None for v in e.results}
     found = {equation for equation in block.equations if equation.name == "barrier"}
     while True:  # what is a view makes others copies of what was sent
-        bases = _bases(block, found)
-        readers = _readers(block, bases, found)
+        bases = _find_bases(block, found)
+        readers = _find_readers(block, bases, found)
         more = set()
         for equation in block.equations:
             if equation.name not in ("clone", "cat") or equation.aliases or equation in found:
@@ -427,8 +414,8 @@ def find_copies(block: Block) -> set[Equation]:
         found |= more
 
 
-def _bases(block: Block, free: Collection[Equation] = ()) -> dict[Var, Var]:
-    """Of every value the one that it is a view of, or itself."""
+def _find_bases(block: Block, free: Collection[Equation] = ()) -> dict[Var, Var]:
+    """By value the one that it is a view of, or itself."""
     found = {value: value for value in block.inputs}
     for equation in block.equations:
         for value in equation.results:
@@ -439,10 +426,10 @@ def _bases(block: Block, free: Collection[Equation] = ()) -> dict[Var, Var]:
     return found
 
 
-def _readers(
+def _find_readers(
     block: Block, bases: Mapping[Var, Var], free: Collection[Equation] = ()
 ) -> dict[Var, list[Equation | None]]:
-    """The equations that read a value or a view of it; None stands for what is outside."""
+    """The equations that read a value or a view of it; None: it is an output."""
     found: dict[Var, list[Equation | None]] = defaultdict(list)
     for equation in block.equations:
         if not equation.aliases and equation not in free:
@@ -455,13 +442,12 @@ def _readers(
 
 
 def find_sums_in_products(block: Block) -> list[tuple[Equation, tuple[Equation, ...]]]:
-    """Products of which a sum is made at once that is a result, and the equations that do it.
+    """Products that are only added to an accumulator, and the equations of the addition.
 
-    That is an addition, perhaps of a cast. A kernel of products reads the sum and writes it while
-    it computes.
+    A kernel of products can add to the accumulator itself.
     """
-    bases = _bases(block)
-    readers = _readers(block, bases)
+    bases = _find_bases(block)
+    readers = _find_readers(block, bases)
     found = []
     for product in block.equations:
         if isinstance(product.op, Scan) or classify_equation(product) != "products":
@@ -478,14 +464,14 @@ def find_sums_in_products(block: Block) -> list[tuple[Equation, tuple[Equation, 
     return found
 
 
-def _group(
+def _make_kernel(
     equations: Sequence[Equation],
     bases: Mapping[Var, Var],
     readers: Mapping[Var, Sequence[Equation | None]],
 ) -> FusedKernel:
     inside, moved = {*equations}, []
     made = {value for e in equations for value in e.results}
-    left: dict[Var, int] = {}  # of each value from outside, what was not read yet
+    left: dict[Var, int] = {}  # bytes of each input that were not read yet
     seen: set[Var] = set()
     for equation in equations:
         outside = [v for v in equation.results if any(r not in inside for r in readers[v])]
@@ -507,7 +493,7 @@ def _group(
 
 
 def _count_bytes(value: Var) -> int:
-    """Bytes of a value; those of expanded dims once."""
+    """Bytes of a value, without expanded dims."""
     sizes = zip(value.shape, value.stride, strict=True)
     count = math.prod(size if stride or not size else 1 for size, stride in sizes)
     return count * value.dtype.itemsize
@@ -518,14 +504,14 @@ def _count_bytes(value: Var) -> int:
 
 @dataclass(frozen=True)
 class Times:
-    """The time of one run of a program on one rank.
+    """The time of a program on one rank.
 
     Attributes:
         seconds: from start to end.
-        parts: of it, by what takes them: "products", "attention", "memory", and "over AXIS" for
-            what is exposed of communication. They add up to `seconds`.
-        kernels: how many are launched.
-        sent: by axis, the seconds for which its links are busy.
+        parts: seconds by "products", "attention", "memory", and "over AXIS" for exposed
+            communication; they add up to `seconds`.
+        kernels: number of launches.
+        sent: by axis, seconds of communication.
     """
 
     seconds: float
@@ -535,22 +521,22 @@ class Times:
 
     @property
     def computing(self) -> float:
-        """Seconds without what is exposed of communication."""
+        """Seconds without exposed communication."""
         return sum(x for name, x in self.parts.items() if not name.startswith("over "))
 
 
 def time_program(
     program: Code, hardware: Hardware, placement: RankPlacement, software: Software = FUNCTRON
 ) -> Times:
-    """The time of a program, and what takes it; kept for programs that were asked for before."""
+    """The time of a program, and what takes it (cached)."""
     axes = {e.args[1] for e, _ in program.block.walk() if axis_of(e) is not None}
     reaches = tuple((axis, placement.reach(axis)) for axis in sorted(axes))
-    return _program_times(program, hardware, _GroupReaches(reaches), software)
+    return _sum_times(program, hardware, _GroupReaches(reaches), software)
 
 
 @dataclass(frozen=True)
 class _GroupReaches:
-    """Where the groups of the axes are that a program communicates over, and no more."""
+    """The placement of the groups that a program communicates in: all that its time depends on."""
 
     known: tuple[tuple[str, GroupReach], ...]
 
@@ -559,7 +545,7 @@ class _GroupReaches:
 
 
 @functools.lru_cache(maxsize=16384)
-def _program_times(
+def _sum_times(
     program: Code, hardware: Hardware, placement: _GroupReaches | RankPlacement, software: Software
 ) -> Times:
     found, kernels = run_program(program, hardware, placement, software)
@@ -587,7 +573,6 @@ def run_program(
 ) -> tuple[ProgramTimeline, FusedProgram]:
     """The timeline of a program on a machine, and its kernels."""
     kernels = fuse_program(program, software)
-
     rates = HardwareRates(hardware, placement, software, program)
     overlap = {"overlap": software.overlap, "prefetch": software.overlap}
     return timeline(kernels.program, rates, **overlap), kernels
@@ -601,17 +586,17 @@ class TracedPiece:
     """A part of a model on one rank, for one microbatch.
 
     Attributes:
-        part: what it computes, of a model that has nothing else.
+        part: layers, embedding or head.
         joint: forward and backward as one program.
-        programs: the same in pieces: F and B, or F, I and W.
-        held_bytes: of activations after each of them but the last, its input included.
-        sent_bytes: of what it hands on.
-        num_params: that this rank holds of it, over the axes of the trace.
-        num_expert_params: of these, of experts that data axes divide.
+        programs: the same as two (F and B) or three (F, I and W).
+        held_bytes: activations after each of them but the last, with its input.
+        sent_bytes: of its output.
+        num_params: of this rank.
+        num_expert_params: those of sharded experts among them.
         param_bytes: of all of them.
     """
 
-    part: Part
+    part: pipeline.Part
     joint: Program
     programs: tuple[Program, ...]
     held_bytes: tuple[int, ...]
@@ -622,10 +607,9 @@ class TracedPiece:
 
     @functools.cached_property
     def hardware_flops(self) -> float:
-        """Of this rank and one microbatch: what is computed, by torch's formulas, also again.
+        """FLOPs of this rank and one microbatch, with recomputation, by torch's formulas.
 
-        Products of experts count by the rows that they get on average, not by those there is room
-        for.
+        Products of experts count by the average number of their rows that have tokens.
         """
         return sum(
             program.cost().hardware_flops - count_empty_flops(program) for program in self.programs
@@ -633,10 +617,7 @@ class TracedPiece:
 
     @functools.cached_property
     def working_bytes(self) -> int:
-        """The most that one microbatch takes besides what is held: what it computes again, too.
-
-        Of the program before it is cut, in which forward keeps for backward no more than it holds.
-        """
+        """The peak memory of one microbatch besides `held_bytes`, with recomputation."""
         found = self.joint.memory()
         return max(0, found.peak_bytes - sum(found.at_rest.values()) - self.held_bytes[0])
 
@@ -648,11 +629,11 @@ class TracedPieces:
     Attributes:
         config: the architecture.
         options: how it is run.
-        mesh: of the trace; only the axes that pieces communicate over, or are split by, matter.
-        rows: samples of one rank in one microbatch.
-        seq: tokens of a whole sample.
-        layers: by kind, which is the name of their stack, ``"blocks"`` or ``"dense"``, and the
-            window where those of a stack differ: the piece, and the layers that are like it.
+        mesh: of the trace.
+        rows: samples per rank and microbatch.
+        seq: tokens per sample.
+        layers: the piece and the layers of each kind: their stack, ``"blocks"`` or ``"dense"``, and
+            the window if it differs within the stack.
         embed: the embedding.
         head: the final norm, the logits and the loss.
         gather: whether parameters are gathered in the pieces, ``"use"`` or ``"keep"``, or by the
@@ -671,8 +652,8 @@ class TracedPieces:
     gather: str
     split: bool
 
-    def of(self, part: Part) -> list[tuple[TracedPiece, int]]:
-        """The pieces of a stage, and how often it has each."""
+    def of(self, part: pipeline.Part) -> list[tuple[TracedPiece, int]]:
+        """The pieces of a stage, with counts."""
         found = [(self.embed, 1)] if part.embed else []
         for piece, same in self.layers.values():
             count = len({*same} & {*part.layers})
@@ -692,24 +673,20 @@ def trace_pieces(
     expert_axes: tuple[str, ...] = ("ep",),
     split: bool = False,
     grad_dtype: torch.dtype | None = None,
-    ends: TracedPieces | None = None,
 ) -> TracedPieces:
-    """Trace the pieces of a model on one rank of `mesh`. Computes nothing.
+    """Trace the pieces of a model on one rank of `mesh`, without computing.
 
     Args:
-        config: the architecture.
-        mesh: the ranks; those of ``pp`` are left out.
-        options: how the model is run; its `gather` is made here.
-        rows: samples of one rank in one microbatch.
-        seq: tokens of a whole sample.
-        gather: where parameters that `fsdp` splits are gathered: once per step, before its first
-            microbatch; where they are used, again in backward; or there, and kept until then.
-        fsdp: the axes that parameters are split over.
-        expert_axes: the axes that experts are divided over.
-        split: backward as two programs, I and W, for schedules that have these.
-        grad_dtype: of the sums of gradients; None: that of the parameters.
-        ends: pieces whose embedding and head are taken: those of the same arguments but for what
-            backward computes again, which concerns layers alone.
+        mesh: the ranks, of which ``pp`` is ignored.
+        options: of the model; its `gather` is replaced.
+        rows: samples per rank and microbatch.
+        seq: tokens per sample.
+        gather: when parameters that `fsdp` splits are gathered: once per step; where they are used,
+            and again in backward; or where they are used, and kept until backward.
+        fsdp: the axes that parameters are sharded over.
+        expert_axes: the axes that experts are sharded over.
+        split: split backward into two programs, I and W.
+        grad_dtype: of accumulated gradients; None: that of the parameters.
 
     Raises:
         ValueError: the model cannot run on the mesh.
@@ -718,109 +695,95 @@ def trace_pieces(
     rules = gpt.rules(config, whole, fsdp=fsdp, expert_axes=expert_axes)
     specs = param_specs(gpt.defs(config, options), rules)
     made = Gather() if gather == "step" else Gather(specs, regather=gather == "use")
-    tracer = _Tracer(
-        config, whole, replace(options, gather=made, expert_axes=expert_axes), rows, seq, rules,
-        gather == "step", split, grad_dtype,
-    )  # fmt: skip
+    options = replace(options, gather=made, expert_axes=expert_axes)
+    seq_here = seq // math.prod(whole[axis] for axis in CONTEXT_AXES)
+    tokens = torch.empty(rows, seq_here, dtype=torch.int64, device="meta")
+
+    def find_specs(defs: tree.Tree) -> tree.Tree:
+        found = param_specs(defs, rules)
+        return without_axes(found, FSDP_AXES) if gather == "step" else found
+
+    trace = functools.partial(
+        _trace_part, whole, options, tokens, find_specs, split=split, dtype=grad_dtype
+    )
     layers = {
-        name: (tracer.trace(Part(range(1)), one), same)
-        for name, (one, same) in _layer_configs(config).items()
+        name: (trace(pipeline.Part(range(1)), one), same)
+        for name, (one, same) in _list_layer_kinds(config).items()
     }
-    if ends is not None:
-        embed, head = ends.embed, ends.head
-    else:
-        bare = replace(config, num_layers=1, dense_layers=0)
-        embed = tracer.trace(Part(range(0), embed=True), bare)
-        head = tracer.trace(Part(range(0), loss=True), bare)
-    return TracedPieces(
-        config, tracer.options, whole, rows, seq, layers, embed, head, gather, split
+    bare = replace(config, num_layers=1, dense_layers=0)
+    embed = trace(pipeline.Part(range(0), embed=True), bare)
+    head = trace(pipeline.Part(range(0), loss=True), bare)
+    return TracedPieces(config, options, whole, rows, seq, layers, embed, head, gather, split)
+
+
+def _trace_part(
+    mesh: Mesh,
+    options: ModelOptions,
+    tokens: torch.Tensor,
+    find_specs: Callable[[tree.Tree], tree.Tree],
+    part: pipeline.Part,
+    config: GPTConfig,
+    *,
+    split: bool,
+    dtype: torch.dtype | None,
+) -> TracedPiece:
+    """Trace a part of a model of `config`, which has no other layers, on one rank."""
+    uses = gpt.uses(config, options)
+    stacks = config.stacks if not part.layers else {}
+    uses = {name: use for name, use in uses.items() if name not in stacks}
+    defs = {k: v for k, v in gpt.defs(config, options).items() if k in uses}
+    alone = pipeline.Partition((part,), (((0, 0),),), uses)
+    defs = {name: defs[name] for name in alone.names(0)}
+    specs = find_specs(defs)
+
+    def local(d: Any, spec: Any) -> torch.Tensor:
+        return torch.empty(local_shape(d.shape, spec, mesh), dtype=d.dtype, device="meta")
+
+    def function(part, params, x, batch, key):
+        key = key if config.dropout else None
+        return gpt.stage_loss(config, part, params, x, batch, options, key=key)
+
+    weights = tree.map(local, defs, specs)
+    rows, seq = tokens.shape
+    seq //= mesh["tp"] if "tp" in stream_axes(options) else 1
+    x = torch.empty(rows, seq, config.embed_dim, dtype=config.stream_dtype, device="meta")
+    batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
+    params, shared = alone.stage_params(weights, 0, None), (random.key(0).to("meta"),)
+    call = StageCall(0, part, part.loss, params, None if part.embed else x, batch, shared, {})
+    stage = trace_stage(function, call, mesh, split=split, dtype=dtype)
+    reads = [{*piece.block.inputs} for piece in stage.pieces[1:]]
+    given = [
+        sum(var.nbytes for var in stage.arguments[1] if any(var in r for r in reads[i:]))
+        for i in range(len(reads))
+    ]
+    leaves = tree.leaves(weights)
+    divided = [{*spec_axes(s)} & {*options.experts} for s in tree.leaves(specs, is_spec)]
+    return TracedPiece(
+        part,
+        _donate_sums(stage.program),
+        tuple(stage.piece_program(index) for index in range(len(stage.pieces))),
+        tuple(held + more for held, more in zip(stage.held_bytes, given, strict=False)),
+        0 if part.loss else x.nbytes,
+        sum(leaf.numel() for leaf in leaves),
+        sum(leaf.numel() for leaf, own in zip(leaves, divided, strict=True) if own),
+        sum(leaf.nbytes for leaf in leaves),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Tracer:
-    """Traces parts of a model on one rank."""
-
-    config: GPTConfig
-    mesh: Mesh
-    options: ModelOptions
-    rows: int
-    seq: int
-    rules: Any
-    whole: bool
-    split: bool
-    grad_dtype: torch.dtype | None
-
-    def trace(self, part: Part, config: GPTConfig) -> TracedPiece:
-        """A part of a model of this config, which has no other layers."""
-        options = self.options
-        uses = gpt.uses(config, options)
-        stacks = config.stacks if not part.layers else {}
-        uses = {name: use for name, use in uses.items() if name not in stacks}
-        defs = {k: v for k, v in gpt.defs(config, options).items() if k in uses}
-        alone = Partition((part,), (((0, 0),),), uses)
-        defs = {name: defs[name] for name in alone.names(0)}
-        specs = param_specs(defs, self.rules)
-        specs = without_axes(specs, FSDP_AXES) if self.whole else specs
-
-        def local(d: Any, spec: Any) -> torch.Tensor:
-            return torch.empty(local_shape(d.shape, spec, self.mesh), dtype=d.dtype, device="meta")
-
-        weights = tree.map(local, defs, specs)
-        stage, x = self._stage(part, config, alone.stage_params(weights, 0, None))
-        reads = [{*piece.block.inputs} for piece in stage.pieces[1:]]
-        given = [
-            sum(var.nbytes for var in stage.arguments[1] if any(var in r for r in reads[i:]))
-            for i in range(len(reads))
-        ]
-        leaves = tree.leaves(weights)
-        divided = [{*spec_axes(s)} & {*options.expert_axes} for s in tree.leaves(specs, is_spec)]
-        return TracedPiece(
-            part,
-            _donate_sums(stage.program),
-            tuple(stage.piece_program(index) for index in range(len(stage.pieces))),
-            tuple(held + more for held, more in zip(stage.held_bytes, given, strict=False)),
-            0 if part.loss else x.nbytes,
-            sum(leaf.numel() for leaf in leaves),
-            sum(leaf.numel() for leaf, own in zip(leaves, divided, strict=True) if own),
-            sum(leaf.nbytes for leaf in leaves),
-        )
-
-    def _stage(self, part: Part, config: GPTConfig, params: tree.Tree) -> tuple[Stage, Any]:
-        options = self.options
-        seq = self.seq // math.prod(self.mesh[axis] for axis in CONTEXT_AXES)
-        tokens = torch.empty(self.rows, seq, dtype=torch.int64, device="meta")
-        split = self.mesh["tp"] if "tp" in _axes_of(options) else 1
-        shape = (self.rows, seq // split, config.embed_dim)
-        x = torch.empty(shape, dtype=config.stream_dtype, device="meta")
-        batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
-        shared = (random.key(0).to("meta"),)
-
-        def function(part, params, x, batch, key):
-            key = key if config.dropout else None
-            return gpt.stage_loss(config, part, params, x, batch, options, key=key)
-
-        call = StageCall(0, part, part.loss, params, None if part.embed else x, batch, shared, {})
-        made = trace_stage(function, call, self.mesh, split=self.split, dtype=self.grad_dtype)
-        return made, x
-
-
 def _donate_sums(program: Program) -> Program:
-    """A stage's program that overwrites the sums of gradients, as its pieces do."""
+    """A stage's program with accumulated gradients donated, as in its pieces."""
     inputs = tuple(replace(i, donated=i.path.startswith("4/")) for i in program.inputs)
     return replace(program, inputs=inputs)
 
 
-def _axes_of(options: ModelOptions) -> tuple[str, ...]:
+def stream_axes(options: ModelOptions) -> tuple[str, ...]:
+    """The mesh axes that the sequence of a model's residual stream is split over."""
     entry = options.stream[1]
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _layer_configs(config: GPTConfig) -> dict[str, tuple[GPTConfig, tuple[int, ...]]]:
-    """By kind of layer: a model of one of them, and which layers of the model are of that kind.
-
-    Kinds differ by their stack and by their window.
-    """
+def _list_layer_kinds(config: GPTConfig) -> dict[str, tuple[GPTConfig, tuple[int, ...]]]:
+    """By kind of layer (stack and window): a model of one layer, and the layers of that kind."""
     found: dict[str, tuple[GPTConfig, tuple[int, ...]]] = {}
     for stack, layers in config.stacks.items():
         for window in dict.fromkeys(config.windows[i] for i in layers):

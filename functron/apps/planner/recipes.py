@@ -1,4 +1,4 @@
-"""Recipes: complete configurations of large runs that the planner has made, with job scripts."""
+"""Recipes: complete configurations of large runs, made by the planner, with job scripts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from functron.apps.planner.search import _STAGES
+from functron.apps.planner.search import count_chunks
 from functron.core.chart import table
 from functron.core.errors import nearest, refuse
 from functron.models.config import GPTConfig
@@ -19,10 +19,10 @@ RECIPES: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.to
 
 
 def read_recipe(name: str) -> str:
-    """The file of a recipe, a configuration that `functron.training.config.load` reads.
+    """The file of a recipe, which `functron.training.config.load` reads.
 
     Raises:
-        ValueError: there is no such recipe; the nearest is suggested.
+        ValueError: there is no such recipe.
     """
     if name not in RECIPES:
         wanted = "a recipe: functron recipe ls lists them"
@@ -41,7 +41,7 @@ def load_recipe(name: str) -> TrainConfig:
 
 
 def list_recipes() -> str:
-    """The recipes with their meshes, and what the planner expects of them, as text."""
+    """A table of the recipes, with their meshes and the planner's estimates."""
     rows = [["recipe", "GPUs", "mesh", "samples x tokens", "expected"]]
     for name in RECIPES:
         config = load_recipe(name)
@@ -52,7 +52,7 @@ def list_recipes() -> str:
 
 
 def _read_comments(name: str) -> list[str]:
-    """The lines above a recipe: the command that made it, and what it expects."""
+    """The lines above a recipe: the command that made it, and its estimate."""
     lines = read_recipe(name).splitlines()
     return [line.removeprefix("# ") for line in lines if line.startswith("# ")]
 
@@ -61,7 +61,7 @@ _GPUS_PER_NODE = 8
 
 
 def make_job_script(name: str) -> str:
-    """The Slurm script of a recipe: so many machines of eight GPUs, requeued until all is done.
+    """The Slurm script of a recipe, on machines of eight GPUs, which requeues itself.
 
     Raises:
         ValueError: as `read_recipe`.
@@ -76,18 +76,18 @@ def make_job_script(name: str) -> str:
 
 
 def shrink_run(config: TrainConfig, *, steps: int = 3) -> TrainConfig:
-    """The same way to run, small enough to be simulated: a model of a few thousand parameters.
+    """The same parallelism with a model of a few thousand parameters, small enough to simulate.
 
-    Axes of the mesh that have several ranks have 2, ranks of a pipeline as many stages as before,
-    but at most 2, and layers keep their kinds: grouped heads, latent attention, experts, dense
-    layers before these. Tokens are random, everything is in float32, and nothing is compiled.
+    Axes of the mesh have at most 2 ranks, pipeline ranks at most 2 stages. Layers keep their kinds:
+    grouped heads, latent attention, experts, leading dense layers. Data is random, precision is
+    float32, and nothing is compiled.
 
     Args:
         config: the run of a GPT.
         steps: that it takes.
     """
     sizes = {axis: min(size, 2) for axis, size in Mesh.parse(config.parallelism.mesh).axes}
-    few = configure(config, gpt=_few_parameters(config, sizes.get("pp", 1)))
+    few = configure(config, gpt=_shrink_model(config, sizes.get("pp", 1)))
     microbatches = min(config.parallelism.microbatches, 4)
     data_ranks = math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
     return configure(
@@ -107,10 +107,10 @@ def shrink_run(config: TrainConfig, *, steps: int = 3) -> TrainConfig:
     )
 
 
-def _few_parameters(config: TrainConfig, pp: int) -> GPTConfig:
+def _shrink_model(config: TrainConfig, pp: int) -> GPTConfig:
     """The architecture of the same kinds of layers, with four heads of eight dims."""
     model, moe = config.gpt, config.gpt.moe
-    stages = pp * (min(config.parallelism.chunks, 2) or _STAGES.get(config.parallelism.schedule, 1))
+    stages = pp * min(count_chunks(config), 2)
     dense = min(model.dense_layers, 1)
     latent = {"kv_rank": 8, "rope_head_dim": 8, "v_head_dim": 8, "q_rank": 16 * bool(model.q_rank)}
     if moe is not None:

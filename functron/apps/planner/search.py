@@ -1,11 +1,10 @@
-"""The fastest ways to run a model on so many GPUs: candidates, pruned by memory, ranked by time.
+"""Search for the fastest parallel configurations: candidates, pruned by memory, ranked by time.
 
-A candidate is the configuration of a run: with its mesh, schedule and microbatches, and what it
-keeps, gathers and computes again. `Space` enumerates them, a `CandidateModel` says of each whether
-it can be run, what it holds and how long a step takes, and `search` asks it as little as it can:
-what cannot be run and what does not fit is left out before anything is timed, and candidates whose
-least conceivable time is longer than what was found already are not timed at all. `Choices` is the
-`CandidateModel` of the runs of a GPT, whose layers are traced once per kind.
+A candidate is the configuration of a run, with a mesh, schedule, microbatches, ZeRO stage and
+activation checkpointing. `Space` enumerates candidates. `Choices` says of each whether it can be
+run, its memory and the time of a step; layers are traced once per kind. `search` drops candidates
+that cannot be run or do not fit before anything is timed, and does not time those whose lower bound
+is above the times of the best so far.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+from functron import pipeline
 from functron.apps.planner.estimates import (
     Estimate,
     PlannedStep,
@@ -37,7 +37,6 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import value_at
 from functron.models import gpt
 from functron.optim import torch_dtype
-from functron.pipeline.registry import make
 from functron.program.cost import bytes_text
 from functron.spmd import DATA_AXES, Mesh
 from functron.spmd.params import num_params, param_specs
@@ -46,7 +45,7 @@ from functron.training.config import TrainConfig, configure, with_precision
 from functron.training.setup import RunSetup, make_setup
 
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
-"""The axes of candidates, in the order of their meshes: ranks of tp are next to one another."""
+"""The axes of candidates' meshes, in order: ranks of tp are adjacent."""
 
 
 CHOSEN: Mapping[str, str] = MappingProxyType(
@@ -59,12 +58,10 @@ CHOSEN: Mapping[str, str] = MappingProxyType(
     }
     | {"offload": "optimizer.offload"}
 )  # fmt: skip
-"""The settings of a run that a search chooses, beside its mesh: by their words in ``--fix``."""
+"""The settings that a search chooses, beside the mesh, by their words in ``--fix``."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _parse_mesh(text: str) -> Mesh:
-    return Mesh.parse(text)
+_parse_mesh = functools.lru_cache(maxsize=4096)(Mesh.parse)
 
 
 def mesh_of(config: TrainConfig) -> Mesh:
@@ -73,18 +70,18 @@ def mesh_of(config: TrainConfig) -> Mesh:
 
 
 def count_data_ranks(config: TrainConfig) -> int:
-    """Ranks that the batch of a run is split over."""
+    """Ranks that split the batch of a run."""
     return math.prod(mesh_of(config)[axis] for axis in DATA_AXES)
 
 
 def count_rows(config: TrainConfig) -> int:
-    """Samples of a rank in one microbatch of a run."""
+    """Samples per rank in a microbatch of a run."""
     parts = count_data_ranks(config) * config.parallelism.microbatches
     return config.data.global_batch // parts
 
 
 def describe_cells(config: TrainConfig) -> list[str]:
-    """How a run is run, as the cells below `COLUMNS`."""
+    """The cells of a candidate below `COLUMNS`."""
     ranks, mesh = config.parallelism, mesh_of(config)
     chunks = f" x{ranks.chunks}" if ranks.chunks > 1 else ""
     data = f"zero {ranks.zero}" if ranks.zero else ""
@@ -103,7 +100,7 @@ def describe_cells(config: TrainConfig) -> list[str]:
 
 
 def describe_way(config: TrainConfig) -> str:
-    """How a run is run, in a few words."""
+    """A candidate in a few words."""
     return " ".join(filter(None, describe_cells(config)))
 
 
@@ -127,12 +124,12 @@ def parse_settings(text: str, what: str, *, numbers: bool = False) -> dict[str, 
     """Settings of candidates written as ``"tp=8,pp=16,remat=full"``.
 
     Args:
-        text: these; the empty string is none.
-        what: the option that has it.
-        numbers: only those that are numbers may be set.
+        text: the settings; empty: none.
+        what: the option that has the text.
+        numbers: only numeric settings are allowed.
 
     Raises:
-        ValueError: unknown settings, or values that are none of theirs; all are listed.
+        ValueError: settings are unknown or have invalid values; all are listed.
     """
     found: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -160,14 +157,14 @@ def parse_settings(text: str, what: str, *, numbers: bool = False) -> dict[str, 
 
 @dataclass(frozen=True)
 class Space:
-    """The candidates that are looked at: configurations of one run, which ``functron train`` takes.
+    """The candidates of a search: configurations of one run, for ``functron train``.
 
     Attributes:
-        config: the run of a GPT: model, samples, optimizer. What a search chooses replaces its own.
+        config: the run of a GPT: model, batches, optimizer; a search replaces its other settings.
         gpus: ranks of every mesh.
-        domain: GPUs that reach one another fastest; tp stays among them unless it is fixed.
-        fixed: what all candidates have, by the words of `parse_settings`.
-        least: what is at least so large in all of them.
+        domain: GPUs that NVLink connects; tp stays within them unless it is fixed.
+        fixed: settings that all candidates have, by the words of `parse_settings`.
+        least: lower bounds of settings.
         rows, remats, precisions, schedules: the values that are tried.
     """
 
@@ -195,9 +192,9 @@ class Space:
             Problem(name, f"{self.fixed[name]}", f"at least {self.least[name]}", "leave one out")
             for name in clash
         ]
-        raise_problems("no mesh is like this", found)
+        raise_problems("there is no such mesh", found)
         chosen = {CHOSEN[name]: x for name, x in self.fixed.items() if name in CHOSEN}
-        configure(self.config, **chosen)  # which checks their kinds
+        configure(self.config, **chosen)  # checks the kinds of values
 
     @property
     def _num_layers(self) -> int:
@@ -205,33 +202,36 @@ class Space:
 
     @property
     def emptiness(self) -> str:
-        """Why there is no candidate, where there is none."""
+        """The reason if there are no candidates."""
         return (
             f"{self.config.data.global_batch} samples are not divided by its data-parallel ranks "
             f"and rows, or {self._num_layers} layers are too few for its stages"
         )
 
     def candidates(self) -> Iterator[TrainConfig]:
-        """Every way that the counts admit, of each kind once.
+        """All candidates whose counts divide; `Choices.problems` knows of the model's sizes."""
+        batch = self.config.data.global_batch
 
-        What only a `CandidateModel` knows, such as whether tp divides its heads, is not looked at.
-        """
-        batch, bases = self.config.data.global_batch, _Bases(self.config, {})
-        for sizes in self._meshes():
+        @functools.cache
+        def base(precision: str, remat: str, offload: bool) -> TrainConfig:  # whatever the mesh
+            made = with_precision(self.config, precision)
+            return configure(made, remat=remat, optimizer__offload=offload, compile=True)
+
+        for sizes in self._list_meshes():
             data = math.prod(sizes[axis] for axis in DATA_AXES)
             mesh = str(Mesh(**{axis: size for axis, size in sizes.items() if size > 1}))
-            for rows in self._of("rows", self.rows):
+            for rows in self._list_values("rows", self.rows):
                 if batch % (data * rows):
                     continue
                 count = batch // (data * rows)
                 if not self._admits("microbatches", count):
                     continue
-                for base, settings in self._settings(sizes, bases):
-                    ranks = replace(base.parallelism, mesh=mesh, microbatches=count, **settings)
-                    yield replace(base, parallelism=ranks)
+                for key, settings in self._list_settings(sizes):
+                    made = base(*key)
+                    ranks = replace(made.parallelism, mesh=mesh, microbatches=count, **settings)
+                    yield replace(made, parallelism=ranks)
 
-    def _meshes(self) -> Iterator[dict[str, int]]:
-        """The sizes of the axes."""
+    def _list_meshes(self) -> Iterator[dict[str, int]]:
         divisors = [n for n in range(1, self.gpus + 1) if self.gpus % n == 0]
         small = [n for n in divisors if n <= self.domain]
         cps = [n for n in divisors if n == 1 or self.config.data.seq // n >= _LEAST_TOKENS]
@@ -239,41 +239,44 @@ class Space:
         eps = [n for n in divisors if (1 if moe is None else moe.num_experts) % n == 0]
         pps = [n for n in divisors if n <= self._num_layers]
         rows = itertools.product(
-            self._of("tp", small), self._of("cp", cps), self._of("ep", eps), self._of("pp", pps)
+            self._list_values("tp", small),
+            self._list_values("cp", cps),
+            self._list_values("ep", eps),
+            self._list_values("pp", pps),
         )
         for tp, cp, ep, pp in rows:
             if self.gpus % (tp * cp * ep * pp):
                 continue
             data = self.gpus // (tp * cp * ep * pp)
             inside = [n for n in (1, *_FSDP, data) if data % n == 0 and n <= data]
-            for fsdp in self._of("fsdp", sorted(set(inside))):
+            for fsdp in self._list_values("fsdp", sorted(set(inside))):
                 if data % fsdp == 0 and self._admits("dp", data // fsdp):
-                    sizes = {"pp": pp, "dp": data // fsdp, "fsdp": fsdp, "cp": cp, "ep": ep}
-                    yield sizes | {"tp": tp}
+                    found = {"pp": pp, "dp": data // fsdp, "fsdp": fsdp, "cp": cp, "ep": ep}
+                    yield found | {"tp": tp}
 
-    def _settings(
-        self, sizes: Mapping[str, int], bases: _Bases
-    ) -> Iterator[tuple[TrainConfig, dict[str, Any]]]:
-        """Runs with all but what ranks divide, and settings of that, which depend on the mesh."""
+    def _list_settings(
+        self, sizes: Mapping[str, int]
+    ) -> Iterator[tuple[tuple[str, str, bool], dict[str, Any]]]:
+        """Precision, remat and offload; and settings of `ParallelismConfig`."""
         replicas = sizes["dp"] * sizes["ep"] * sizes["cp"]
         zeros = (1, 2) if replicas > 1 and sizes["fsdp"] == 1 else (1,) if replicas > 1 else (0,)
         rows = itertools.product(
-            self._of("precision", self.precisions),
-            self._of("remat", self.remats),
-            self._of("sequence_parallel", (sizes["tp"] > 1,)),
-            self._of("zero", zeros),
-            self._of("gather", ("use",)),
-            self._of("offload", (False,)),
-            self._schedules(sizes["pp"]),
+            self._list_values("precision", self.precisions),
+            self._list_values("remat", self.remats),
+            self._list_values("sequence_parallel", (sizes["tp"] > 1,)),
+            self._list_values("zero", zeros),
+            self._list_values("gather", ("use",)),
+            self._list_values("offload", (False,)),
+            self._list_schedules(sizes["pp"]),
         )
         names = ("sequence_parallel", "zero", "gather", "schedule", "chunks")
-        for precision, remat, sequence_parallel, zero, gather, offload, pipeline in rows:
-            values = (sequence_parallel, zero, gather, *pipeline)
+        for precision, remat, sequence_parallel, zero, gather, offload, order in rows:
+            values = (sequence_parallel, zero, gather, *order)
             settings: dict[str, Any] = dict(zip(names, values, strict=True))
-            yield bases.make(precision, remat, offload), settings
+            yield (precision, remat, offload), settings
 
-    def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
-        """Schedules and chunks; one of them without a pipeline."""
+    def _list_schedules(self, pp: int) -> Iterator[tuple[str, int]]:
+        """Schedules and chunks; one without a pipeline."""
         if pp == 1:
             if self._admits("schedule", "1f1b") and self._admits("chunks", 0):
                 yield "1f1b", 0
@@ -281,90 +284,29 @@ class Space:
         deepest = self._num_layers // pp
         many = [n for n in range(2, min(deepest, _MOST_CHUNKS) + 1) if not self._num_layers % n]
         many = many or [n for n in (2, 3, 4) if n <= deepest]
-        for schedule in self._of("schedule", self.schedules):
+        for schedule in self._list_values("schedule", self.schedules):
             tried = many if schedule in ("interleaved", "breadth-first") else (0,)
-            yield from ((schedule, chunks) for chunks in self._of("chunks", tried))
+            yield from ((schedule, chunks) for chunks in self._list_values("chunks", tried))
 
-    def _of(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
-        """The values that are tried of a setting: the fixed one, or those that are admitted."""
+    def _list_values(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+        """The values of a setting that are tried: the fixed one, or those that `least` admits."""
         if name in self.fixed:
             return (self.fixed[name],)
         return [value for value in values if self._admits(name, value)]
 
     def _admits(self, name: str, value: Any) -> bool:
-        if name in self.least and value < self.least[name]:
-            return False
-        return name not in self.fixed or value == self.fixed[name]
-
-
-@dataclass(frozen=True)
-class _Bases:
-    """A run with what does not depend on the mesh, each made once."""
-
-    config: TrainConfig
-    known: dict[tuple, TrainConfig]
-
-    def make(self, precision: str, remat: str, offload: bool) -> TrainConfig:
-        key = precision, remat, offload
-        if key not in self.known:
-            base = with_precision(self.config, precision)
-            # compiled, as estimates have it
-            self.known[key] = configure(base, remat=remat, optimizer__offload=offload, compile=True)
-        return self.known[key]
+        return value >= self.least.get(name, value) and value == self.fixed.get(name, value)
 
 
 _LEAST_TOKENS = 4096
-"""Of a sequence on one rank of cp: below, attention is too little to hide what is sent."""
+"""Tokens per rank of cp, below which attention is too short to hide communication."""
 _FSDP = (8, 32, 128)
-"""Sizes of fsdp that are tried beside all data ranks: parameters divided among some of them."""
+"""Sizes of fsdp that are tried beside 1 and all data ranks."""
 _MOST_CHUNKS = 8
 
 
-class CandidateModel(Protocol):
-    """The answers that a search wants of candidates, in this order, each if the last let it by."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The memory that a rank has for them."""
-        ...
-
-    def problems(self, candidate: TrainConfig) -> Sequence[str]:
-        """Why a candidate cannot be run; empty if it can."""
-        ...
-
-    def state_bytes(self, candidate: TrainConfig) -> float:
-        """The least that a rank holds between steps, found without a trace."""
-        ...
-
-    def least_seconds(self, candidate: TrainConfig) -> float:
-        """A time that no step of it can be below, found without a trace."""
-        ...
-
-    def guess(self, candidate: TrainConfig) -> float:
-        """About how long a step takes, found without a trace: what is looked at first."""
-        ...
-
-    def memory(self, candidate: TrainConfig) -> Mapping[str, int]:
-        """Bytes of the fullest rank, by category."""
-        ...
-
-    def estimate(self, candidate: TrainConfig, *, exact: bool = False) -> Estimate:
-        """The time of a step, its parts, and what it holds; exactly, or by quick formulas."""
-        ...
-
-    def traced(self, candidate: TrainConfig) -> bool:
-        """Whether `memory` would trace nothing new."""
-        ...
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """A candidate that fits, and its step.
-
-    Attributes:
-        candidate: the way.
-        estimate: its step.
-    """
+class Ranked(NamedTuple):
+    """A candidate that fits, and the estimate of its step."""
 
     candidate: TrainConfig
     estimate: Estimate
@@ -372,17 +314,18 @@ class Ranked:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The findings of `search`; prints as a table.
+    """The result of `search`; prints as a table.
 
     Attributes:
         best: the fastest candidates, the fastest first.
-        front: those than which none that was timed is both faster and smaller, fastest first.
-        counts: how many candidates there were, and what became of them.
-        smallest: where none fits: the one that needs the least, and what that is, by category.
-        capacity_bytes: the memory that a rank has.
-        reasons: of those that cannot be run, the commonest reasons, each with its count.
-        complete: whether every candidate that could be among the best was looked at.
-        seconds: CPU time that it took.
+        front: Pareto-optimal candidates of those that were timed, by time and memory.
+        counts: numbers of candidates by outcome.
+        smallest: if none fits: the candidate that needs the least memory, and its bytes by
+            category.
+        capacity_bytes: memory of a rank.
+        reasons: the most frequent reasons why candidates cannot be run, with counts.
+        complete: whether every candidate that could be among the best was timed.
+        seconds: CPU time of the search.
     """
 
     best: tuple[Ranked, ...]
@@ -397,7 +340,7 @@ class SearchResult:
     def __str__(self) -> str:
         head = ["", *COLUMNS, "seconds", "90%", "MFU", "memory", "limited by"]
         rows = [head]
-        for number, (candidate, estimate) in enumerate(_pairs(self.best), 1):
+        for number, (candidate, estimate) in enumerate(self.best, 1):
             low, high = estimate.interval
             rows.append(
                 [str(number), *describe_cells(candidate), f"{estimate.step_seconds:.3g}",
@@ -407,27 +350,25 @@ class SearchResult:
         return f"{table(rows, left=7)}\n\n{self.summary()}"
 
     def summary(self) -> str:
-        """How many candidates there were, and what became of them, in a line or two."""
+        """Numbers of candidates by outcome, in a line or two."""
         names = ", ".join(f"{count:,} {what}" for what, count in self.counts.items() if count)
         text = f"{names}; {self.seconds:.0f} s of CPU time"
         if not self.complete:
             text += (
-                "\nnot all that could be among the best were timed: "
-                "give it more with --cpu-seconds, or fewer to look at with --fix"
+                "\nnot all candidates that could be among the best were timed: "
+                "raise --cpu-seconds, or leave fewer candidates with --fix"
             )
         return text
 
     def svg(self) -> str:
-        """Seconds over memory of the front, and of the best, as an SVG document."""
-        rows = sorted(self.front, key=lambda one: one.estimate.memory_bytes)
-        points = [(r.estimate.memory_bytes / 2**30, r.estimate.step_seconds) for r in rows]
-        best = [
-            (r.estimate.memory_bytes / 2**30, r.estimate.step_seconds)
-            for r in sorted(self.best, key=lambda one: one.estimate.memory_bytes)
-        ]
+        """Time over memory of the front and the best, as an SVG document."""
+        front, best = (
+            sorted((x.memory_bytes / 2**30, x.step_seconds) for _, x in rows)
+            for rows in (self.front, self.best)
+        )
         return line_chart(
-            [x for x, _ in points],
-            [y for _, y in points],
+            [x for x, _ in front],
+            [y for _, y in front],
             title="the fastest step for each amount of memory",
             x_label="GiB of the fullest rank",
             y_label="seconds of a step",
@@ -435,13 +376,9 @@ class SearchResult:
         )
 
 
-def _pairs(rows: Sequence[Ranked]) -> Iterator[tuple[TrainConfig, Estimate]]:
-    return ((row.candidate, row.estimate) for row in rows)
-
-
 def search(
     space: Space,
-    model: CandidateModel,
+    model: Choices,
     *,
     top: int = 10,
     cpu_seconds: float = 30.0,
@@ -449,22 +386,18 @@ def search(
 ) -> SearchResult:
     """The fastest candidates that fit.
 
-    Steps are timed by formulas, and the best of them exactly in the end. Candidates are looked at
-    in the order of guesses, without those whose least conceivable times
-    are longer than what the last of the best takes: these cannot be among them. Once `cpu_seconds`
-    have passed, only candidates whose layers are traced already are looked at.
+    Steps are timed by formulas, and the best of them exactly in the end. Candidates are timed in
+    the order of guesses, except those whose lower bound is above the slowest of the best.
 
     Args:
-        space: the candidates.
-        model: what is run, and where.
-        top: how many are wanted.
-        cpu_seconds: of this process, after which nothing new is traced; half as many more end it.
-        slack: looks at candidates with bounds up to so many times that of the last of the best,
-            for a fuller front.
+        model: of the run and the machine.
+        top: number of candidates to find.
+        cpu_seconds: CPU time, after which no more layers are traced; the search ends after 1.5
+            times as much.
+        slack: times candidates with lower bounds up to this factor above, for a fuller front.
 
     Raises:
-        ValueError: the space has no candidates, or none can be run; the commonest reasons are
-            listed.
+        ValueError: the space has no candidates, or none can be run.
     """
     began = time.process_time()
     counts: Counter[str] = Counter()
@@ -479,7 +412,7 @@ def search(
             counts["slower at best"] += 1
         elif spent > 1.5 * cpu_seconds or (spent > cpu_seconds and not model.traced(candidate)):
             counts["not looked at"] += 1
-        elif _fewer_rows(candidate) in full:
+        elif _halve_rows(candidate) in full:
             full.add(candidate)
             counts["too large"] += 1
         elif (held := sum(model.memory(candidate).values())) > model.capacity_bytes:
@@ -488,12 +421,11 @@ def search(
             small.append((held, candidate))
         else:
             timed.append(Ranked(candidate, model.estimate(candidate)))
-            kth = _find_kth(timed, top)
+            times = (one.estimate.step_seconds for one in timed)
+            kth = heapq.nsmallest(top, itertools.chain(times, [math.inf] * top))[-1]
     timed.sort(key=_rank_key)
     counts["timed"] = len(timed)
-    smallest = None
-    if not timed and small:
-        smallest = _find_smallest(model, small)
+    smallest = _find_smallest(model, small) if small and not timed else None
     listed = {name: counts[name] for name in _COUNTS}
     best = [Ranked(one.candidate, model.estimate(one.candidate, exact=True)) for one in timed[:top]]
     return SearchResult(
@@ -508,8 +440,8 @@ def search(
     )
 
 
-def _fewer_rows(c: TrainConfig) -> TrainConfig | None:
-    """The candidate with half the rows, which needs less where its pipeline is as full."""
+def _halve_rows(c: TrainConfig) -> TrainConfig | None:
+    """The candidate with half the rows, which needs less memory if its pipeline is full."""
     ranks = c.parallelism
     if count_rows(c) % 2 or ranks.microbatches < mesh_of(c)["pp"]:
         return None
@@ -520,10 +452,10 @@ _COUNTS = ("candidates", "cannot run", "too large", "slower at best", "not looke
 
 
 def _bound_candidates(
-    space: Space, model: CandidateModel, counts: Counter[str], reasons: Counter[str]
+    space: Space, model: Choices, counts: Counter[str], reasons: Counter[str]
 ) -> tuple[list[tuple[float, TrainConfig]], list[tuple[float, TrainConfig]]]:
-    """Candidates that may fit, with their bounds, in the order of guesses; and those whose state
-    alone does not, with its bytes."""
+    """Candidates that may fit, with lower bounds, in the order of guesses; and those whose state
+    alone does not fit, with its bytes."""
     found: list[tuple[float, float, TrainConfig]] = []
     too_large: list[tuple[float, TrainConfig]] = []
     for candidate in space.candidates():
@@ -541,30 +473,23 @@ def _bound_candidates(
         found.append((model.guess(candidate), model.least_seconds(candidate), candidate))
     if not found and not too_large:
         listed = "; ".join(text for text, _ in reasons.most_common(3)) or space.emptiness
-        got = f"{counts['candidates']:,} candidates on {space.gpus} GPUs, none of which can be run"
+        got = f"{counts['candidates']:,} candidates on {space.gpus} GPUs, of which none can be run"
         fix = "take another number of GPUs, another --global-batch, or leave out what is fixed"
-        refuse("no mesh is like this", "gpus", f"{got} ({listed})", "some that can", fix)
+        refuse("there is no such mesh", "gpus", f"{got} ({listed})", "some that can", fix)
     found.sort(key=lambda one: (one[0], count_rows(one[2])))
     return [(bound, candidate) for _, bound, candidate in found], too_large
 
 
-def _find_kth(timed: list[Ranked], top: int) -> float:
-    """The time of the last of the best; infinity where there are not so many."""
-    if len(timed) < top:
-        return math.inf
-    return heapq.nsmallest(top, (one.estimate.step_seconds for one in timed))[-1]
-
-
 def _rank_key(one: Ranked) -> tuple:
-    """By time; of equals the one with less memory, and with less of a pipeline."""
+    """By time, then memory, then pipeline ranks."""
     estimate, mesh = one.estimate, mesh_of(one.candidate)
     return estimate.step_seconds, estimate.memory_bytes, mesh["pp"], mesh["tp"]
 
 
 def _find_smallest(
-    model: CandidateModel, found: Sequence[tuple[float, TrainConfig]]
+    model: Choices, found: Sequence[tuple[float, TrainConfig]]
 ) -> tuple[TrainConfig, Mapping[str, int]]:
-    """The one that needs the least, of the first few by bytes, rows and what is recomputed."""
+    """The candidate that needs the least memory, of a few with the smallest state."""
 
     def order(one: tuple[float, TrainConfig]) -> tuple:
         return one[0], count_rows(one[1]), one[1].compute.remat != "full"
@@ -578,7 +503,7 @@ _TRIED = 4
 
 
 def _find_front(timed: Sequence[Ranked]) -> tuple[Ranked, ...]:
-    """Those than which none is both faster and smaller; `timed` is sorted by time."""
+    """The Pareto-optimal candidates; `timed` is sorted by time."""
     front: list[Ranked] = []
     for one in timed:
         if not front or one.estimate.memory_bytes < front[-1].estimate.memory_bytes:
@@ -587,7 +512,7 @@ def _find_front(timed: Sequence[Ranked]) -> tuple[Ranked, ...]:
 
 
 def explain_misfit(found: SearchResult) -> str:
-    """Why nothing fits: by how much, what takes it, and what would make it fit."""
+    """Why nothing fits: the excess by category, and what would make it fit."""
     assert found.smallest is not None
     candidate, memory = found.smallest
     needed, has = sum(memory.values()), found.capacity_bytes
@@ -608,8 +533,8 @@ def explain_misfit(found: SearchResult) -> str:
     rest = found.counts["not looked at"]
     nothing = "nothing fits"
     if rest:
-        nothing = f"nothing of what was looked at fits, and {rest:,} candidates were not"
-        fixes.insert(0, "--cpu-seconds with more of them, or --fix, such as remat=full,rows=1")
+        nothing = f"no candidate that was tried fits, and {rest:,} were not tried"
+        fixes.insert(0, "a larger --cpu-seconds, or --fix, such as remat=full,rows=1")
     return (
         f"{nothing}: {describe_way(candidate)} needs the least, "
         f"{bytes_text(needed)} of the {bytes_text(has)} that a GPU has "
@@ -617,31 +542,18 @@ def explain_misfit(found: SearchResult) -> str:
     )
 
 
-def describe_best(found: SearchResult, machine: Hardware) -> str:
-    """The time, utilisation and memory of the best, in a line."""
-    estimate = found.best[0].estimate
-    low, high = estimate.interval
-    return (
-        f"{machine.name}: {estimate.step_seconds:.3g} s a step "
-        f"({low:.3g} to {high:.3g}), MFU {estimate.mfu:.1%}, "
-        f"{estimate.memory_bytes / 2**30:.1f} GiB of the fullest rank"
-    )
+def why(found: SearchResult, given: Mapping[str, Any], space: Space, model: Choices) -> str:
+    """Explain why candidates with these settings are not the best.
 
-
-def why(found: SearchResult, given: Mapping[str, Any], space: Space, model: CandidateModel) -> str:
-    """Why candidates with these settings are not the best, as text.
-
-    The best of them is put beside the best of all, part by part; where none fits, the one that
-    needs the least is shown, and where none can be run, the reasons.
+    The best of them is compared with the best of all, part by part. If none fits, the one that
+    needs the least memory is shown; if none can be run, the reasons.
 
     Args:
-        found: what the search found.
         given: the settings, such as pp=16.
-        space: that was searched.
         model: as of `search`.
 
     Raises:
-        ValueError: the GPUs are no multiple of these sizes.
+        ValueError: the number of GPUs is not a multiple of these sizes.
     """
     text = ",".join(f"{name}={value}" for name, value in given.items())
     inside = dataclasses.replace(space, fixed={**space.fixed, **given})
@@ -660,7 +572,7 @@ def why(found: SearchResult, given: Mapping[str, Any], space: Space, model: Cand
 
 
 def compare(one: Ranked, best: Ranked) -> str:
-    """Two candidates side by side, part by part: the largest losses of the first one first."""
+    """Compare two candidates part by part: the largest losses of the first one first."""
     names = dict.fromkeys([*best.estimate.parts, *one.estimate.parts])
     rows = [
         (name, one.estimate.parts.get(name, 0.0), best.estimate.parts.get(name, 0.0))
@@ -681,30 +593,31 @@ def compare(one: Ranked, best: Ranked) -> str:
 # --- runs of a GPT
 
 _RESERVED = 0.04
-"""Of a GPU's memory, which the allocator loses between its blocks."""
-
+"""The fraction of a GPU's memory that fragmentation takes."""
 _FAR = 1.2
-"""How many times too many activations of a guess are not looked at before all others."""
+"""Candidates whose guessed activations are this factor above the free memory are tried last."""
 _LATE = 1e9
 
 _SPLIT = ("zb-h1", "zb-h2", "zbv", "v-min", "v-half", "dualpipe", "dualpipev")
-"""Schedules that have the two parts of backward apart."""
+"""Schedules that split backward into two parts."""
 _STAGES: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(("zbv", "v-min", "v-half", "dualpipev"), 2)
 )
-"""Stages per rank, where a schedule is made for several."""
+"""Stages per rank of schedules that are made for several."""
 _ALL_COUNTS = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", "zbv", "v-min", "v-half")
-"""Schedules that admit every number of microbatches."""
+"""Schedules for any number of microbatches."""
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The ways to run a model on a machine, as `functron.apps.planner.search` asks about them.
+    """The candidates of a GPT's run on a machine: whether they run, and their memory and time.
+
+    `search` asks in the order of the methods, each only if the ones before let a candidate by.
 
     Attributes:
-        config: the run: model, samples, optimizer. What candidates say replaces its own.
-        machine: what it is run on.
-        known: what was traced, by what it depends on.
+        config: the run: model, batches, optimizer; candidates replace its other settings.
+        machine: to run it on.
+        known: a cache of traces, by what they depend on.
     """
 
     config: TrainConfig
@@ -714,14 +627,14 @@ class Choices:
     def __post_init__(self):
         if self.config.family.name != "gpt":
             title, got = "cannot plan this model", self.config.family.title
-            fix = "give its mesh to functron train --dry-run --hardware NAME, which costs it"
-            refuse(title, "model", got, "a GPT, whose layers can be traced one by one", fix)
+            fix = "estimate one mesh: functron train --dry-run --hardware NAME --mesh MESH"
+            refuse(title, "model", got, "a GPT", fix)
         if self.config.lora.adapters is not None:
-            title, wanted = "cannot plan adapters", "0: a plan is for training all parameters"
+            title, wanted = "cannot plan adapters", "0: plans are for training all parameters"
             refuse(title, "lora_rank", str(self.config.lora.rank), wanted, "leave it out")
 
     def space(self, gpus: int, **given: Any) -> Space:
-        """The candidates of this model on so many GPUs; `given` are further fields."""
+        """The candidates on so many GPUs; `given` are further fields of `Space`."""
         usual = "bf16" if self.machine.name != hardware("cpu").name else "float32"
         policy = self.config.precision.name
         own = {"precisions": (usual if policy == "auto" else policy,)}
@@ -732,70 +645,60 @@ class Choices:
             self.known[key] = made()
         return self.known[key]
 
-    # --- as of of `CandidateModel`
-
     @property
     def capacity_bytes(self) -> int:
-        """The memory that a rank has: of the machine's what nothing else takes."""
+        """The memory of a rank, without what fragmentation takes."""
         return round(self.machine.memory_bytes * (1 - _RESERVED))
 
     def problems(self, candidate: TrainConfig) -> Sequence[str]:
         """Why a candidate cannot be run; empty if it can."""
         c = candidate
         found = list(
-            self._make_once(("rules", self._split_key(c)), lambda: self._find_split_problems(c))
+            self._make_once(("rules", _split_key(c)), lambda: self._find_split_problems(c))
         )
         model, seq, ranks, mesh = c.gpt, c.data.seq, c.parallelism, mesh_of(c)
         parts = mesh["cp"] * (2 if mesh["cp"] > 1 and ranks.zigzag else 1)
         parts *= mesh["tp"] if ranks.sequence_parallel else 1
         if seq % parts:
-            found.append(f"seq={seq} is no multiple of {parts}")
+            found.append(f"seq={seq} is not a multiple of {parts}")
         if ranks.sequence_parallel and mesh["tp"] == 1:
             found.append("sequence_parallel without tp")
         if ranks.zero in (1, 2) and mesh["dp"] * mesh["ep"] * mesh["cp"] == 1:
-            found.append(f"zero={ranks.zero} without ranks that hold the same")
+            found.append(f"zero={ranks.zero} without data-parallel ranks")
         if ranks.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
             found.append("zero=3 on one data rank")
         if ranks.gather != "use" and mesh["fsdp"] == 1 and ranks.zero != 3:
             found.append(f"gather={ranks.gather} without fsdp")
         if mesh["pp"] == 1:
             return found
-        stages = mesh["pp"] * _count_chunks(c)
+        stages = mesh["pp"] * count_chunks(c)
         if stages > model.num_layers:
             found.append(f"{model.num_layers} layers for {stages} stages")
         if ranks.schedule == "interleaved" and ranks.microbatches % mesh["pp"]:
-            found.append(f"interleaved wants a multiple of pp={mesh['pp']} microbatches")
+            found.append(f"interleaved needs a multiple of pp={mesh['pp']} microbatches")
         elif ranks.schedule not in (*_ALL_COUNTS, "interleaved"):
             key = "schedule", ranks.schedule, mesh["pp"], ranks.microbatches, ranks.chunks
             found += self._make_once(key, lambda: _explain_refusal(c))
         return found
 
-    def _split_key(self, c: TrainConfig) -> tuple:
-        mesh, whole = mesh_of(c), c.parallelism.zero == 3
-        return (*(mesh[a] for a in ("tp", "cp", "ep", "fsdp")), mesh["dp"] if whole else 1, whole)
-
     def _find_split_problems(self, candidate: TrainConfig) -> list[str]:
-        """Why the model cannot be split like this."""
+        """Why the model cannot be sharded like this."""
         try:
-            _ = self._plan(candidate).rules
+            _ = self._make_plan(candidate).rules
         except ValueError as error:
-            return [line.strip(" -") for line in str(error).splitlines()[1:]] or [str(error)]
+            return _split_message(error)
         return []
 
-    def _plan(self, c: TrainConfig) -> RunSetup:
-        return RunSetup(c, mesh_of(c), self._defs(c))
+    def _make_plan(self, c: TrainConfig) -> RunSetup:
+        return RunSetup(c, mesh_of(c), self._make_defs(c))
 
-    def _defs(self, c: TrainConfig) -> dict:
+    def _make_defs(self, c: TrainConfig) -> dict:
         return self._make_once(("defs", c.precision.name), lambda: c.family.defs(c.architecture))
 
     def state_bytes(self, candidate: TrainConfig) -> float:
-        """The least that a rank holds between steps: its share of the layers alone.
-
-        The optimizer's part is divided among all ranks that could; gradients are counted whole,
-        unless ZeRO-2 or fsdp divide them.
-        """
+        """A lower bound of a rank's bytes between steps: its share of the layers. No traces."""
         c, mesh, zero = candidate, mesh_of(candidate), candidate.parallelism.zero
-        key = "local", c.precision.name, self._split_key(c)
+        key = "local", c.precision.name, _split_key(c)
         layers, others = self._make_once(key, lambda: self._count_local_params(c))
         count = layers / mesh["pp"] + (others if mesh["pp"] == 1 else 0)
         state = self._find_state(c)
@@ -806,7 +709,7 @@ class Choices:
 
     def _count_local_params(self, c: TrainConfig) -> tuple[int, int]:
         """Parameters of one rank: of all layers, and of the rest."""
-        made = self._plan(c)
+        made = self._make_plan(c)
         specs, stacks = param_specs(made.whole_defs, made.rules), self.config.gpt.stacks
         found = [0, 0]
         for name, entry in made.whole_defs.items():
@@ -816,32 +719,29 @@ class Choices:
         return found[0], found[1]
 
     def _find_state(self, c: TrainConfig) -> StateBytes:
-        """Bytes per parameter of gradients and the optimizer's state."""
         return self._make_once(("state", c.precision.name), lambda: count_state_bytes(c))
 
     def least_seconds(self, candidate: TrainConfig) -> float:
-        """Model FLOPs, and what remat repeats, at the rate of the best products, and the bubble."""
+        """A lower bound of a step: model and recomputed FLOPs at the best rate, and the bubble."""
         c, mesh = candidate, mesh_of(candidate)
         flops = self._make_once("flops", lambda: gpt.flops_per_token(c.gpt, c.data.seq))
         rates = self._make_once(("rate", c.precision.name), lambda: self._find_rate(c))
         again = 4 / 3 if c.compute.remat == "full" else 1.0
         seconds = flops * again * c.data.global_batch * c.data.seq / (mesh.size * rates)
         waits = c.parallelism.schedule not in _SPLIT
-        slots = _count_chunks(c) * c.parallelism.microbatches
+        slots = count_chunks(c) * c.parallelism.microbatches
         return seconds * (1 + waits * (mesh["pp"] - 1) / slots)
 
     def _find_rate(self, c: TrainConfig) -> float:
-        """FLOP/s that no step is above."""
+        """An upper bound of FLOP/s."""
         peaks, peak = self.machine.peak_flops, self.machine.peak(c.gpt.torch_dtype)
         if c.precision.recipe is not None:
             peak = max(peak, *(rate for name, rate in peaks.items() if name.startswith("float")))
         return peak * max(self.machine.matmul.efficiency, *self.machine.attention.values())
 
     def guess(self, candidate: TrainConfig) -> float:
-        """`least_seconds`, and half of what layers send over tp, ep and fsdp, which may be hidden.
-
-        Of what is far too large for a rank, by activations that are guessed from those of another
-        split of the same layer, it is more than any of the others.
+        """About the time of a step: `least_seconds`, and half of the layers' communication over tp,
+        ep and fsdp. Candidates that are probably far too large come last.
         """
         c, model, mesh, ranks = candidate, candidate.gpt, mesh_of(candidate), candidate.parallelism
         placement = self._make_once(
@@ -850,13 +750,13 @@ class Choices:
         tokens = count_rows(c) * c.data.seq // mesh["cp"]
         stream = tokens * model.embed_dim * model.torch_dtype.itemsize
         sent = 0.0
-        if mesh["tp"] > 1:  # twice there and back, in forward and in backward
+        if mesh["tp"] > 1:  # two gathers and two scatters, in forward and backward
             sent += 8 * self.machine.collective_seconds("all_gather", stream, placement.reach("tp"))
         if mesh["ep"] > 1 and model.moe is not None:
             share = stream * model.moe.top_k / (mesh["tp"] if ranks.sequence_parallel else 1)
             sent += 4 * self.machine.collective_seconds("all_to_all", share, placement.reach("ep"))
         if mesh["fsdp"] > 1 and ranks.gather != "step":
-            layer = 2 * self._make_once("num_params", lambda: num_params(self._defs(c)))
+            layer = 2 * self._make_once("num_params", lambda: num_params(self._make_defs(c)))
             layer /= model.num_layers * mesh["tp"] * mesh["ep"]
             reach = placement.reach("fsdp")
             sent += 3 * self.machine.collective_seconds("all_gather", layer, reach)
@@ -865,89 +765,96 @@ class Choices:
         if ranks.schedule in _SPLIT:  # weights' gradients fill a part of 1f1b's bubble
             filled = min(2 / 3, 2 / 3 * ranks.microbatches / mesh["pp"])
             seconds *= 1 + (1 - filled) * (mesh["pp"] - 1) / ranks.microbatches
-        return (
-            seconds
-            if self._guess_activations(c) < _FAR * self._count_left_bytes(c)
-            else _LATE + seconds
-        )
-
-    def _count_left_bytes(self, c: TrainConfig) -> float:
-        """The bytes that a candidate's state leaves."""
-        return self.capacity_bytes - self.state_bytes(c)
+        free = self.capacity_bytes - self.state_bytes(c)
+        return seconds + (self._guess_activations(c) >= _FAR * free) * _LATE
 
     def _guess_activations(self, c: TrainConfig) -> float:
-        """Bytes of a rank's activations, in proportion to those of another split of a layer."""
+        """Bytes of a rank's activations, scaled from those of another split of the layers."""
         mesh, ranks = mesh_of(c), c.parallelism
         key = "like", c.compute.remat, c.precision.name, mesh["ep"]
-        pieces = self._make_once(key, lambda: self._trace_pieces(_with_one_row(c)))
+        pieces = self._make_once(key, lambda: self._trace_pieces(_set_one_row(c)))
         held = sum(piece.held_bytes[0] * len(same) for piece, same in pieces.layers.values())
         split = pieces.mesh["tp"] * pieces.mesh["cp"] / (mesh["tp"] * mesh["cp"])
         live = min(ranks.microbatches, mesh["pp"]) / mesh["pp"]
         return held * split * count_rows(c) * live
 
     def traced(self, candidate: TrainConfig) -> bool:
-        """Whether the layers of a candidate have been traced."""
-        return ("pieces", self._trace_key(candidate)) in self.known
+        """Whether the candidate's layers have been traced."""
+        return ("pieces", _trace_key(candidate)) in self.known
 
     def memory(self, candidate: TrainConfig) -> Mapping[str, int]:
-        """Bytes of the fullest rank of a candidate, by category."""
+        """Bytes of the fullest rank, by category."""
         return estimate_memory(self._make_step(candidate))
 
     def estimate(self, candidate: TrainConfig, *, exact: bool = False) -> Estimate:
-        """The step of a candidate: its pipeline simulated and drawn, or by formulas."""
+        """The step's time and memory: by simulating its pipeline exactly, or by formulas."""
         return estimate_step(self._make_step(candidate), self.machine, exact=exact)
 
     def _make_step(self, c: TrainConfig) -> PlannedStep:
         ranks = c.parallelism
         return PlannedStep(
             self._trace_pieces(c), mesh_of(c), ranks.microbatches, ranks.schedule,
-            _count_chunks(c), None, ranks.zero, self._find_state(c), c.optimizer.offload,
+            count_chunks(c), None, ranks.zero, self._find_state(c), c.optimizer.offload,
         )  # fmt: skip
-
-    def _trace_key(self, c: TrainConfig) -> tuple:
-        """The settings that the pieces of a candidate depend on."""
-        mesh, ranks = mesh_of(c), c.parallelism
-        whole = ranks.zero == 3
-        gathered = ranks.gather != "step" and (mesh["fsdp"] > 1 or whole)
-        fsdp = (ranks.gather, mesh["fsdp"], mesh["dp"] if whole else 1) if gathered else ("step",)
-        split = mesh["pp"] > 1 and ranks.schedule in _SPLIT
-        own = c.compute.remat, ranks.sequence_parallel, c.precision.name, split
-        return mesh["tp"], mesh["cp"], mesh["ep"], *fsdp, count_rows(c), *own
 
     def _trace_pieces(self, c: TrainConfig) -> TracedPieces:
         return self._make_once(
-            ("pieces", self._trace_key(c)), lambda: trace_run(self._plan(c), count_rows(c))
+            ("pieces", _trace_key(c)), lambda: trace_run(self._make_plan(c), count_rows(c))
         )
+
+
+def _split_key(c: TrainConfig) -> tuple:
+    """The settings that a rank's share of the parameters depends on."""
+    mesh, whole = mesh_of(c), c.parallelism.zero == 3
+    return (*(mesh[a] for a in ("tp", "cp", "ep", "fsdp")), mesh["dp"] if whole else 1, whole)
+
+
+def _trace_key(c: TrainConfig) -> tuple:
+    """The settings that the traced pieces of a candidate depend on."""
+    mesh, ranks = mesh_of(c), c.parallelism
+    whole = ranks.zero == 3
+    gathered = ranks.gather != "step" and (mesh["fsdp"] > 1 or whole)
+    fsdp = (ranks.gather, mesh["fsdp"], mesh["dp"] if whole else 1) if gathered else ("step",)
+    split = mesh["pp"] > 1 and ranks.schedule in _SPLIT
+    own = c.compute.remat, ranks.sequence_parallel, c.precision.name, split
+    return mesh["tp"], mesh["cp"], mesh["ep"], *fsdp, count_rows(c), *own
 
 
 _CHUNKED = ("interleaved", "breadth-first")
 
 
-def _count_chunks(c: TrainConfig) -> int:
-    """Stages of a rank of the pipeline."""
+def count_chunks(c: TrainConfig) -> int:
+    """Stages of a rank of a run's pipeline."""
     schedule = c.parallelism.schedule
     return c.parallelism.chunks or _STAGES.get(schedule, 2 if schedule in _CHUNKED else 1)
 
 
-def _with_one_row(c: TrainConfig) -> TrainConfig:
-    """The same split of layers, for microbatches of one sample, and whole parameters."""
+def _set_one_row(c: TrainConfig) -> TrainConfig:
+    """The same split of layers, with microbatches of one sample and parameters gathered before."""
     alone = c.data.global_batch // count_data_ranks(c)
     plain = {"schedule": "1f1b", "chunks": 0, "gather": "step", "microbatches": alone}
     return replace(c, parallelism=replace(c.parallelism, **plain))
 
 
 def _explain_refusal(c: TrainConfig) -> list[str]:
-    """Why a schedule does not admit these counts."""
+    """Why a schedule is impossible with these counts."""
     ranks = c.parallelism
     try:
-        made = make(ranks.schedule, mesh_of(c)["pp"], ranks.microbatches, ranks.chunks or None)
+        made = pipeline.make(
+            ranks.schedule, mesh_of(c)["pp"], ranks.microbatches, ranks.chunks or None
+        )
     except ValueError as error:
-        return [line.strip(" -") for line in str(error).splitlines()[1:]] or [str(error)]
+        return _split_message(error)
     return [] if made.has_backward else [f"{ranks.schedule} has no backward"]
 
 
+def _split_message(error: ValueError) -> list[str]:
+    """The problems in a message, without its title."""
+    return [line.strip(" -") for line in str(error).splitlines()[1:]] or [str(error)]
+
+
 def trace_run(made: RunSetup, rows: int) -> TracedPieces:
-    """The traced layers, embedding and head of a plan's model, for so many samples of a rank.
+    """Trace the layers, embedding and head of a run's model, for `rows` samples of a rank.
 
     Raises:
         ValueError: the model cannot run on the mesh.
@@ -955,7 +862,7 @@ def trace_run(made: RunSetup, rows: int) -> TracedPieces:
     config = made.config
     over = ("dp", "fsdp") if config.parallelism.zero == 3 else ("fsdp",)
     divided = config.parallelism.gather != "step" and any(made.mesh[axis] > 1 for axis in over)
-    # what the other data-parallel ranks do with gradients is no part of a layer
+    # reductions of gradients over data-parallel ranks are not part of a layer
     left_out = {"pp", "dp", "fsdp"} - {*(over if divided else ())}
     axes = {axis: n for axis, n in made.plain_mesh.axes if axis not in left_out}
     split = made.mesh["pp"] > 1 and config.parallelism.schedule in _SPLIT
@@ -974,10 +881,9 @@ def trace_run(made: RunSetup, rows: int) -> TracedPieces:
 
 
 def count_state_bytes(config: TrainConfig) -> StateBytes:
-    """Bytes per parameter of the sum of its gradients, and of the optimizer's state.
+    """Bytes per parameter of gradients and of the optimizer's state.
 
-    The optimizer's are counted in the state that it makes for a model of one or two layers, on
-    abstract tensors.
+    The latter are counted in the abstract state for a model of one or two layers.
     """
     model, own = config.gpt, config.gpt.torch_dtype.itemsize
     dense = min(1, model.dense_layers)

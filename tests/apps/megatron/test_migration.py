@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from functron.apps.megatron import Migration, architecture, migrate
+from functron.apps.megatron import Migration, architecture, migrate, training_settings
 from functron.apps.megatron import arguments as megatron
 from functron.apps.megatron.architecture import parse_pattern
 from functron.apps.megatron.launches import LaunchLine, read_script, record_script, show_open
@@ -262,6 +262,12 @@ def test_every_argument_is_explained_or_refused(line, monkeypatch):
         except ValueError:
             refused.append(option)
     assert len(refused) < 45  # nonsense such as --optimizer x, and models that functron has not
+    modules = (architecture, training_settings, sys.modules[migrate.__module__])
+    text = "".join(Path(str(module.__file__)).read_text() for module in modules)
+    taken = {one.name for one in arguments if one.fate == "take"} - {
+        "lr_warmup_iters"
+    }  # f"{stem}_iters"
+    assert not [name for name in taken if f'"{name}"' not in text], "arguments that nothing reads"
     others = [one for one in arguments if one.fate != "take"]
     names = {row.name: row.kind for row in line(" ".join(map(written, others))).rows}
     for one in others:
@@ -374,7 +380,7 @@ def test_meshes(line, arguments, processes, mesh, settings):
         ("--global-batch-size 6", 4, ["a multiple of 4", "--with global-batch-size=8"]),
         ("--num-experts 4 --expert-model-parallel-size 4", 2, ["4 of 2 data-parallel", "--processes 4"]),
         ("--pipeline-model-parallel-size 3", 3, ["4 layers in 3 stages", "--with decoder-last-pipeline-num-layers=N"]),
-        ("--moe-layer-freq 2 --num-experts 4", 1, ["the first ones alone have no experts"]),
+        ("--moe-layer-freq 2 --num-experts 4", 1, ["only the first ones have no experts"]),
         ("--num-experts 4 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2", 2, ["got 1; wanted 2, or"]),
         ("--qk-l2-norm --softmax-type off-by-one", 1, ["--qk-l2-norm", "--softmax-type"]),
         ("--lr-decay-style WSD", 1, ["--lr-wsd-decay-iters"]),
@@ -614,9 +620,9 @@ def test_kinds_of_scripts():
         ("for x in 1 2; do python a.py --bf16; done", ["line 1", "a loop"]),
         (
             "if [ -f x ]; then A=--bf16; fi\npython a.py --bf16 $A",
-            ["line 1", "only a shell can tell"],
+            ["line 1", "set conditionally"],
         ),
-        ("A='--bf16\npython a.py", ["nothing closes"]),
+        ("A='--bf16\npython a.py", ["not closed"]),
         ("f() { python a.py --bf16; }\nf", ["line 1", "a function", "--run"]),
         ("A=(--bf16)\npython a.py ${A[0]} --lr 1", ["line 2", "${A[0]}", "--run"]),
         ("A=xx\n" + "A=$A$A\n" * 40 + "python a.py --bf16 $A", ["A of 131072 characters"]),
@@ -660,7 +666,7 @@ def test_the_output_of_a_command_is_no_argument(line):
     """Nothing is known of it; a variable that nothing sets is nothing, as in a shell."""
     assert "--with" not in {row.name for row in line("$MORE").rows}
     for text in ("$(cat more.txt)", "--seed $(date +%s)"):
-        with pytest.raises(ValueError, match=r"wanted what needs no shell to evaluate.*--run"):
+        with pytest.raises(ValueError, match=r"wanted a value without command substitution.*--run"):
             line(text)
 
 

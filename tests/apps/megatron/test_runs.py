@@ -202,7 +202,7 @@ def test_buckets_by_hand():
 def test_buckets_that_fit_no_parameters():
     unknown = torch.zeros(136)
     with pytest.raises(
-        ValueError, match=r"b: got numbers of no parameter from 0 on; .*reshardable"
+        ValueError, match=r"b: got no masters of a parameter from 0 on; .*reshardable"
     ):
         tensors.read_state(in_buckets(param=unknown))
     # two norms of the same numbers, of which one was updated otherwise
@@ -447,7 +447,7 @@ def test_hostile_ranks_are_refused(unpacked, tmp_path):
 
     vast = torch.ones(1).as_strided((1 << 40, 16), (0, 0))
     torch.save({**table, "model": {**table["model"], "output_layer.weight": vast}}, file)
-    refused(r"model_optim_rng.pt: got a tensor of shape \[1099511627776, 16\] without so many")
+    refused(r"model_optim_rng.pt: got a tensor of shape \[1099511627776, 16\] with less data")
     norm = {**table["model"], "decoder.final_layernorm.weight": torch.zeros(16)}
     torch.save({**table, "model": norm}, file)
     refused(r"mp_rank_01: decoder.final_layernorm.weight: got other numbers than in mp_rank_00")

@@ -250,8 +250,7 @@ def test_memory_by_hand(plain):
     sharded = estimate_memory(state)
     assert sharded["optimizer"] == pytest.approx(found["optimizer"] / 2)
     assert sharded["gradients"] == 2 * found["parameters"]
-    again = trace_pieces(MODEL, MESH, ModelOptions(remat="full"), rows=4, seq=2048, ends=plain)
-    assert again.head is plain.head
+    again = trace_pieces(MODEL, MESH, ModelOptions(remat="full"), rows=4, seq=2048)
     assert again.layers["blocks"][0].held_bytes[0] == 2048 * 4 * 1024 * 2
 
 

@@ -15,7 +15,7 @@ ROUND = replace(
     peak_flops={"float32": 1e12, "bfloat16": 2e12},
     matmul=MatmulRate(1.0, 4, ((128, 128, 1.0),), 1024.0),
     memory=MemoryRates(10**11, 1e12, 1.0),
-    domain=Domain(8, 100e9, 1.0, 1e-6),
+    domain=Domain(100e9, 1.0, 1e-6, 8),
     network=Network(10e9, 1.0, 1e-5, 32, 2.0),
 )
 """Round numbers: four processors, tiles of 128 x 128 that take as long as 1,024 of k to start."""
@@ -55,7 +55,9 @@ def test_collectives_that_were_measured_by_themselves(tmp_path):
     (tmp_path / "slow.toml").write_text(slow.to_toml())
     assert hardware(tmp_path / "slow.toml") == slow
     (tmp_path / "slow.toml").write_text(slow.to_toml().replace("latency_seconds = 0.5", ""))
-    with pytest.raises(ValueError, match=r"domain\.measured: .*bytes_per_second and latency_sec"):
+    with pytest.raises(
+        ValueError, match=r"domain\.measured\.psum_scatter: .*bytes_per_second and lat"
+    ):
         hardware(tmp_path / "slow.toml")
 
 
@@ -86,7 +88,6 @@ def test_where_ranks_are():
     assert placed.reach("dp") == GroupReach(4, 2, 13)
     assert placed.reach("pp") == GroupReach(4, 1, 49)
     assert placed.reach(("dp", "tp")) == GroupReach(16, 8, 16)
-    assert [placed.inside(axis) for axis in ("tp", "dp", "pp", "cp")] == [True, False, False, True]
     assert placed.reach("dp").num_domains == 2
 
 

@@ -121,11 +121,14 @@ def test_the_picture_has_a_curve_for_each_link():
     ("change", "reason"),
     [
         ({"format": 2}, "format 2"),
-        ({"ranks": [{"rank": -1, "host": "h", "device": "cpu", "rates": {}}]}, "-1 for a count"),
-        ({"ranks": 3}, "TypeError"),
-        ({"links": [{"axis": "dp"}]}, "groups"),
-        ({"versions": {"torch": 2}}, "2 for a text"),
-        ({"time": "now"}, "'now' for a number"),
+        (
+            {"ranks": [{"rank": -1, "host": "h", "device": "cpu", "rates": {}}]},
+            "ranks[0].rank: got -1; wanted a whole number",
+        ),
+        ({"ranks": 3}, "ranks: got 3; wanted a list"),
+        ({"links": [{"axis": "dp"}]}, "links[0].groups: got nothing"),
+        ({"versions": {"torch": 2}}, "versions.torch: got 2; wanted a text"),
+        ({"time": "now"}, "time: got 'now'; wanted a number"),
     ],
 )
 def test_another_file_is_refused(tmp_path, change, reason):
