@@ -485,7 +485,6 @@ MOST_LINES, MOST_PARAMETERS = 60, 12
 LARGE = frozenset(
     [
         "_by_streams",
-        "_environment",
         "_introduction",
         "context_attention",
         "generate",

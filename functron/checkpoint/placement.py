@@ -58,8 +58,7 @@ class Box(NamedTuple):
     """A part of a global leaf, and where it lies in the tensor of a process that holds it.
 
     Attributes:
-        start: its first index in the global leaf, per dim.
-        size: its extent, per dim.
+        start, size: its first index in the global leaf and its extent, per dim.
         local: its first index in the process's tensor, per dim.
     """
 
@@ -124,7 +123,7 @@ class Placement:
             axis: the mesh axis of the pipeline's ranks.
 
         Raises:
-            ValueError: a leaf is no tensor or the specs do not fit; all offenders are listed.
+            ValueError: a leaf is not a tensor or the specs do not fit; all offenders are listed.
         """
         abstract = mesh.mesh if isinstance(mesh, BoundMesh) else mesh or Mesh()
         flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs", wanted="a P")
@@ -293,8 +292,7 @@ class Piece:
 
     Attributes:
         cell: its position on the leaf's grid of chunks.
-        start: its first index in the global leaf, per dim.
-        size: its extent, cut at the leaf's end.
+        start, size: its first index in the global leaf, and its extent, cut at the leaf's end.
         local: its first index in the process's tensor.
     """
 
@@ -322,12 +320,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Division:
-    """Who writes which chunks of a placement's leaves.
-
-    Attributes:
-        placement: of the leaves.
-        chunk_bytes: how large chunks may be.
-    """
+    """Who writes which chunks, of at most `chunk_bytes`, of a placement's leaves."""
 
     placement: Placement
     chunk_bytes: int = CHUNK_BYTES
@@ -358,8 +351,7 @@ class Division:
     def writers(self) -> tuple[dict[Cell, int], ...]:
         """The process that writes each chunk of each leaf: of its holders, the least busy so far.
 
-        Raises:
-            ValueError: no process holds some part of a leaf.
+        ValueError where no process holds some part of a leaf.
         """
         load = [0] * self.placement.num_ranks
         found: list[Problem] = []

@@ -112,7 +112,7 @@ def test_published_schemes(tmp_path, monkeypatch, name):
     ours = open_tokenizer(file)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode_ordinary(text)
-    pattern, special = SCHEMES[tokenizer.STEMS[name]]
+    _, special = SCHEMES[tokenizer.STEMS[name]]
     assert special == published["special_tokens"]
 
 

@@ -93,7 +93,9 @@ def test_tokens_of_two_tokenizers_do_not_blend(text, tmp_path, capsys):
     one = preprocess(text, "bytes", tmp_path / "one")
     two = preprocess(text, make_tokenizer(tmp_path / "bpe", None), tmp_path / "two")
     blend = f"1 {one} 1 {two}"
-    with pytest.raises(ValueError, match=r"two: got tokens of .*bpe.*; wanted tokens of bytes, as in .*one"):
+    with pytest.raises(
+        ValueError, match=r"two: got tokens of .*bpe.*; wanted tokens of bytes, as in .*one"
+    ):
         with_tokenizer(configure(data=blend))
     assert main.main([*TRAIN, "--data", blend, "--out", str(tmp_path / "run")]) == 2
     # where one does not say it, nothing is known of both
