@@ -283,7 +283,7 @@ def _consecutive(indices: Sequence[int]) -> list[_Run]:
 
 # --- chunks
 
-Cell = tuple[int, ...]
+GridCell = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -296,13 +296,13 @@ class Piece:
         local: its first index in the process's tensor.
     """
 
-    cell: Cell
+    cell: GridCell
     start: tuple[int, ...]
     size: tuple[int, ...]
     local: tuple[int, ...]
 
     @classmethod
-    def of(cls, cell: Cell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> Piece:
+    def of(cls, cell: GridCell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> Piece:
         """The part of a chunk that a box holds: all of it, by the choice of chunks."""
         start = tuple(i * c for i, c in zip(cell, chunk, strict=True))
         size = tuple(min(c, n - a) for a, c, n in zip(start, chunk, shape, strict=True))
@@ -348,7 +348,7 @@ class Division:
         return out
 
     @cached_property
-    def writers(self) -> tuple[dict[Cell, int], ...]:
+    def writers(self) -> tuple[dict[GridCell, int], ...]:
         """The process that writes each chunk of each leaf: of its holders, the least busy so far.
 
         ValueError where no process holds some part of a leaf.
@@ -357,12 +357,12 @@ class Division:
         found: list[Problem] = []
         out = []
         for (leaf, groups), chunk in zip(self._holders, self.chunks, strict=True):
-            holders: dict[Cell, list[int]] = {}
+            holders: dict[GridCell, list[int]] = {}
             for boxes, ranks in groups.items():
                 for cell in itertools.chain.from_iterable(cells(box, chunk) for box in boxes):
                     holders[cell] = [*holders.get(cell, ()), *ranks]
             nbytes = math.prod(chunk) * leaf.dtype.itemsize
-            writer: dict[Cell, int] = {}
+            writer: dict[GridCell, int] = {}
             for cell in sorted(holders):
                 writer[cell] = min(holders[cell], key=lambda rank: (load[rank], rank))
                 load[writer[cell]] += nbytes
@@ -442,12 +442,12 @@ def _cut_shape(shape: list[int], free: list[bool], limit: int) -> tuple[int, ...
     return tuple(shape)
 
 
-def grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Cell]:
+def grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[GridCell]:
     """Every chunk's position."""
     return itertools.product(*(range(-(-n // c)) for n, c in zip(shape, chunk, strict=True)))
 
 
-def cells(box: Box, chunk: Sequence[int]) -> Iterator[Cell]:
+def cells(box: Box, chunk: Sequence[int]) -> Iterator[GridCell]:
     """The positions of the chunks that a box touches."""
     return itertools.product(
         *(

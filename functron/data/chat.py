@@ -16,7 +16,7 @@ import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.data.mapped_files import find, raise_listed
-from functron.data.sampling import IGNORED, Samples, check_index, shuffled
+from functron.data.sampling import IGNORED, Samples, check_index, shuffled, stack_leaves
 from functron.data.text_files import describe_surrogate, json_kind, parse_json_line
 from functron.data.token_datasets import check_vocabulary, token_dtype
 from functron.data.tokenizer import Conversation, Tokenizer
@@ -297,11 +297,7 @@ class Chat(Samples):
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """``tokens`` and ``targets`` int64 ``[rows, seq]``."""
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
-        tokens, targets = zip(*(self.sample(index) for index in order.tolist()), strict=True)
-        return {
-            "tokens": torch.from_numpy(np.stack(tokens)),
-            "targets": torch.from_numpy(np.stack(targets)),
-        }
+        return stack_leaves(("tokens", "targets"), map(self.sample, order.tolist()))
 
     def summary(self, more: str = "") -> str:
         """As of any `Samples`; `more` is added about the conversations."""

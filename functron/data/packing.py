@@ -34,7 +34,14 @@ from functron.data.mapped_files import (
     raise_listed,
     refuse_order,
 )
-from functron.data.sampling import Samples, check_index, rounded_up, shuffled, shuffled_blocks
+from functron.data.sampling import (
+    Samples,
+    check_index,
+    rounded_up,
+    shuffled,
+    shuffled_blocks,
+    stack_leaves,
+)
 
 LEAVES = ("tokens", "targets", "positions", "segments")
 """The leaves of a packed batch, in the order of the rows of `entries`."""
@@ -174,9 +181,10 @@ def zigzag(document: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray
 
 def as_batch(samples: Sequence[np.ndarray], rows: Tensor | None = None) -> dict[str, Tensor]:
     """A batch of samples ``[4, seq]`` as `entries` makes them; `rows` count from 0 if None."""
-    stacked = np.stack(samples, 1)
-    out = {name: torch.from_numpy(x.copy()) for name, x in zip(LEAVES, stacked, strict=True)}
-    return {**out, "rows": torch.arange(len(samples)) if rows is None else rows}
+    return {
+        **stack_leaves(LEAVES, samples),
+        "rows": torch.arange(len(samples)) if rows is None else rows,
+    }
 
 
 def check_documents(documents: Sequence[np.ndarray]) -> None:
@@ -583,8 +591,7 @@ class PackedChat(Samples):
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
-        stacked = np.stack([self.sample(index) for index in order.tolist()], 1)
-        return {name: torch.from_numpy(x) for name, x in zip(LEAVES, stacked, strict=True)}
+        return stack_leaves(LEAVES, map(self.sample, order.tolist()))
 
     def summary(self) -> str:
         share = self.num_tokens / (self.num_samples * self.seq)

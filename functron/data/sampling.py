@@ -11,7 +11,7 @@ import bisect
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -229,6 +229,12 @@ def drawn(
     """
     rows = rows_of(first, count, part)
     return {**samples.draw(gaps.number(first + rows)), "rows": torch.from_numpy(rows)}
+
+
+def stack_leaves(names: Sequence[str], rows: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Leaves int64 ``[rows, seq]`` by name, of samples with as many arrays ``[seq]`` each."""
+    stacked = np.stack([np.asarray(row, np.int64) for row in rows], 1)
+    return {name: torch.from_numpy(x) for name, x in zip(names, stacked, strict=True)}
 
 
 def rounded_up(size: int, multiple: int) -> int:

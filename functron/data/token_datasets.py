@@ -39,6 +39,7 @@ from functron.data.sampling import (
     rounded_up,
     rows_of,
     shuffled,
+    stack_leaves,
 )
 from functron.data.text_files import read_plain
 from functron.data.tokenizer import end_of_text
@@ -106,13 +107,9 @@ class Windows(Samples):
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """``tokens`` and ``targets`` int64 ``[rows, seq]``."""
-        tokens = np.empty((len(numbers), self.seq), np.int64)
-        targets = np.empty_like(tokens)
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
-        for row, index in enumerate(order.tolist()):
-            sample = self.sample(index)
-            tokens[row], targets[row] = sample[:-1], sample[1:]
-        return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+        samples = map(self.sample, order.tolist())
+        return stack_leaves(("tokens", "targets"), ((x[:-1], x[1:]) for x in samples))
 
 
 class TextWindows(Windows):
