@@ -223,7 +223,7 @@ def open_table(args: argparse.Namespace, folder: Path) -> int:
             times.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         middle = file.num_tokens // 2
-        assert file.document_of(middle) == middle // 1000
+        assert file.documents_of(np.array(middle)) == middle // 1000
         file.read(middle, 4096)
         first = time.perf_counter() - begun
         # later, random tokens page in random parts of the index, which count as memory too

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from functron.core.compat import Streams
+from functron.spmd.shared_memory import Streams
 
 Clock = dict[str, int]
 

@@ -452,7 +452,6 @@ def test_a_reference_to_nothing_is_found(names, path, is_found):
 MOST_LINES, MOST_PARAMETERS = 60, 12
 LARGE = frozenset(
     [
-        "_environment",
         "_introduction",
         "context_attention",
         "generate",

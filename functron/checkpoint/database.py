@@ -71,11 +71,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor of its own memory with the values of a NumPy array.
-
-    Raises:
-        ValueError: torch has no such dtype.
-    """
+    """A tensor of its own memory with the values of an array; ValueError of unknown dtypes."""
     array = np.array(array)  # owned and writable
     dtype = from_name(array.dtype.name)
     if dtype is None:
@@ -199,9 +195,10 @@ class Window:
         self._queue: deque[tuple[Callable[[], Any], int]] = deque()
 
     def add(self, nbytes: int, begin: Callable[[], Callable[[], Any]]) -> None:
-        """Begin something of `nbytes` as soon as there is room; `begin()` returns what awaits it.
+        """Begin something of `nbytes` when there is room for it; `begin()` returns a function to
+        wait.
 
-        Raises whatever one that ended before raised.
+        Raises the error of one that ended before.
         """
         while self._queue and self._in_flight + nbytes > self._limit:
             self._finish()
@@ -214,7 +211,7 @@ class Window:
             self._finish()
 
     def abandon(self) -> None:
-        """Wait for all, whatever becomes of them: afterwards nothing touches their memory."""
+        """Wait for all and ignore their errors: afterwards nothing touches their memory."""
         while self._queue:
             try:
                 self._finish()

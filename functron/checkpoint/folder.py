@@ -46,10 +46,7 @@ _SMALL = 1 << 20  # values and index have checksums: large files are not read tw
 
 
 def is_complete(path: Path) -> bool:
-    """Whether `path` is a checkpoint that was written to its end.
-
-    It is written under a temporary name, and renamed when all is there.
-    """
+    """Whether `path` is a checkpoint that was written to its end, and renamed then."""
     named = UNFINISHED not in path.name
     return named and ((path / MANIFEST).is_file() or (path / COMMITTED).is_file())
 
@@ -109,7 +106,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
         whole = json.loads(text)
         content = whole["content"]
         if whole["crc32"] != tree.json_checksum(content):
-            raise ValueError("another checksum than it says")
+            raise ValueError("its checksum differs from the recorded one")
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} for its content")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -129,7 +126,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
 def _find_invalid_entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """The entries of a manifest that no save has written: where, which, and what they are to be.
 
-    A checksum says that nothing was damaged, and not who wrote it: names stay in the folder.
+    A checksum shows damage, but not who wrote the file: names must stay inside the folder.
     """
     tables = {name: content.get(name) for name in ("metadata", "origin", "leaves", "files")}
     for name, table in tables.items():
@@ -187,7 +184,7 @@ def sync(path: Path) -> None:
 
 
 _SYNCS = 8  # files at once: disks are faster at several
-_PATIENCE = 60.0  # seconds after which a file that the disk does not take is no progress
+_PATIENCE = 60.0  # seconds for which waiting for one file counts as progress
 
 
 def sync_all(
@@ -221,11 +218,11 @@ def sync_all(
 class WriteBehind:
     """Has the disk take the files of a folder while later ones are written, in a thread.
 
-    What is left for `sync_all` then takes less. An fsync of every file as it is there would not do:
-    each has the file system commit its journal, for which those wait who still write. The pages
-    of what the disk has are given up, and used again for what comes next: a checkpoint that fills
-    the memory with its pages drives out those of the data, and where the memory of a virtual
-    machine was not in use for a while, its first use takes longer than the disk does.
+    What is left for `sync_all` then takes less. An fsync of each file at once would be slower: the
+    file system commits its journal every time, and other writers wait for that. The pages of what
+    the disk has are given up, and used again for what comes next: a checkpoint that fills the
+    memory with its pages drives out those of the data, and memory that a virtual machine has not
+    used for a while takes longer to use first than the disk does.
 
     Args:
         folder: with all that is below it; it need not be there yet.
@@ -369,12 +366,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
         return sum(path.stat().st_size for path in files)
 
     def __getitem__(self, path: str) -> StoredLeaf:
-        """The leaf at `path`.
-
-        Raises:
-            KeyError: there is none.
-            ValueError: its description is damaged.
-        """
+        """The leaf at `path`; KeyError without one, ValueError where its description is damaged."""
         if path not in self._names:
             raise KeyError(f"{self.path} has no leaf {path!r}; {nearest(path, self._names)}")
         if path not in self._opened:
@@ -391,10 +383,8 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
         return len(self._names)
 
     def open(self, paths: Sequence[str] | None = None) -> None:
-        """Read the descriptions of these leaves, or of all, together.
-
-        Raises:
-            ValueError: some are damaged; all are listed.
+        """Read the descriptions of these leaves, or of all, together; ValueError lists damaged
+        ones.
         """
         import tensorstore as ts
 
@@ -422,7 +412,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
     def checksum_written(self, path: str, number: int) -> int | None:
         """The CRC-32C of a leaf's chunk `number`, in the order of `grid`.
 
-        None where none is recorded, which the first call warns of.
+        None where none is recorded, of which the first call warns.
         """
         if self._warned:
             return None
@@ -464,7 +454,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
 
 
 class StoredLeaf:
-    """A leaf of a checkpoint on disk: ``leaf[3, 10:20]`` reads what it needs.
+    """A leaf of a checkpoint on disk: ``leaf[3, 10:20]`` reads only the chunks that these are in.
 
     Attributes:
         path: in the tree.
@@ -581,7 +571,7 @@ class StoredLeaf:
         return wait
 
     def _begin_check(self, cell: Sequence[int]) -> Callable[[], None]:
-        """Begin to see whether a chunk is the one that was written there; wait, and raise if not.
+        """Begin to check that a chunk is the one that was written there; wait, and raise if not.
 
         Values agree with the checksum beside them wherever the two went together.
         """
@@ -679,11 +669,7 @@ def steps(folder: str | Path) -> list[int]:
 
 
 def latest(folder: str | Path) -> Path:
-    """The newest complete checkpoint in `folder`.
-
-    Raises:
-        ValueError: it holds none.
-    """
+    """The newest complete checkpoint in `folder`; ValueError where it holds none."""
     found = steps(folder)
     if not found:
         got = "no complete checkpoint" if Path(folder).is_dir() else "no such folder"
@@ -697,9 +683,9 @@ class Keep:
     """Which checkpoints of a folder stay when a new one is complete; the newest always does.
 
     Attributes:
-        last: so many of the newest; None keeps all.
+        last: number of the newest; None keeps all.
         every: also those whose step is a multiple of it; 0 for none.
-        best: also so many of those with the best `metric`.
+        best: also this number of those with the best `metric`.
         metric: the entry of their metadata that `best` goes by; those without it do not count.
         largest: whether large numbers are good.
 
@@ -725,7 +711,7 @@ class Keep:
         raise_problems("no such choice of checkpoints", found)
 
     def choose(self, metadata: Mapping[int, Mapping[str, Any]]) -> set[int]:
-        """The steps that stay, of those whose checkpoints have this metadata."""
+        """The steps that are kept, given the metadata of every step's checkpoint."""
         ordered = sorted(metadata)
         kept = set(ordered if self.last is None else ordered[-self.last :])
         if self.every:
@@ -769,10 +755,9 @@ def clean(folder: Path) -> None:
 
 
 def list_text(folder: str | Path) -> str:
-    """The checkpoints of a folder, a line each: step, size, leaves, mesh, when it was made.
+    """A line for each checkpoint of a folder: step, size, leaves, mesh, and when it was made.
 
-    Raises:
-        ValueError: it is no folder.
+    ValueError where there is no folder.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -788,8 +773,7 @@ def list_text(folder: str | Path) -> str:
 def show_text(path: str | Path) -> str:
     """A checkpoint as text: where it was made, its metadata, and every leaf.
 
-    Raises:
-        ValueError: nothing is there, it is incomplete or damaged.
+    ValueError where nothing is there, or it is incomplete or damaged.
     """
     stored = Checkpoint(path)
     stored.open()
@@ -817,12 +801,9 @@ def show_text(path: str | Path) -> str:
 
 
 def verify_text(path: str | Path) -> str:
-    """A line that a checkpoint is undamaged, after reading all of it.
+    """A line that a checkpoint is undamaged, after reading all of it; ValueError as of `verify`.
 
     Where some checks were not possible, a second line names them.
-
-    Raises:
-        ValueError: it is not; every leaf and file at fault is listed.
     """
     begun = time.perf_counter()
     with warnings.catch_warnings():
@@ -841,23 +822,19 @@ def _describe_row(path: Path) -> tuple[str, ...]:
         return (path.name, "", "", "", "", f"damaged: {str(error).splitlines()[-1].strip(' -')}")
     origin = stored.origin
     made = _format_time(origin["time"]) if origin else ""
-    mesh = str(origin.get("mesh") or "none")
+    mesh, about = str(origin.get("mesh") or "none"), json.dumps(stored.metadata)
     return (
         path.name,
         _format_size(stored.nbytes),
         str(len(stored)),
         mesh,
         made,
-        _shorten(json.dumps(stored.metadata)),
+        about if len(about) <= 60 else f"{about[:57]}...",
     )
 
 
 def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _shorten(text: str, width: int = 60) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _format_size(nbytes: float) -> str:

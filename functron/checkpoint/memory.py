@@ -7,12 +7,13 @@ there is one. So after any one machine is lost, all states of a step can still b
 is read from a disk. They are of one mesh: on another one a run goes on from its checkpoints on
 disk.
 
-Copying and sending are a thread's, over a process group that nobody else uses; the step waits for
-the copy out of its tensors alone.
+A thread copies and sends, over a process group of its own; the step waits only for the copy out of
+its tensors.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -21,7 +22,8 @@ import socket
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +33,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from functron.checkpoint.database import name_of, nbytes_of
-from functron.checkpoint.placement import Division, Placement
-from functron.checkpoint.saver import Snapshot
+from functron.checkpoint.database import as_array, name_of, nbytes_of
+from functron.checkpoint.placement import Division, Piece, Placement
 from functron.core import tree
-from functron.core.compat import CUDA
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need, setting
 from functron.spmd import BoundMesh, Mesh
+from functron.spmd.shared_memory import CUDA, Streams
 
 AXES = ("dp", "fsdp")
 """The axes whose ranks keep copies for one another: the first of them that the mesh has."""
@@ -56,7 +57,7 @@ class MemoryConfig:
     """States that are kept in memory, for restarts that read no disk.
 
     Attributes:
-        save_every: keep the state after every so many steps in memory as well, each rank's own and
+        save_every: keep the state after every N steps in memory as well, each rank's own and
             that of a neighbour on dp or fsdp, on another machine where there is one: a restart on
             the same mesh goes on from there, without reading a disk, whichever one machine is lost;
             0: never.
@@ -82,8 +83,7 @@ def axis_of(mesh: Mesh | BoundMesh) -> str | None:
 def neighbours(mesh: Mesh, machines: Sequence[Any]) -> list[int]:
     """By rank, the one that keeps a copy of its state: another on the same axis.
 
-    All are as far apart: by the least distance at which the fewest are on the machine of their
-    neighbour.
+    All are the same distance apart: the smallest at which the fewest neighbours share a machine.
 
     Args:
         mesh: the ranks.
@@ -117,9 +117,8 @@ class Header:
     Attributes:
         step: the number of steps taken.
         owner: the rank whose state it is.
-        digest: of the mesh, of all leaves, and of the run; states of others are none of this one's.
-        sizes: of its blocks, in bytes.
-        checksums: of its blocks: CRC-32.
+        digest: of the mesh, of all leaves, and of the run: equal where states are of the same run.
+        sizes, checksums: of its blocks, in bytes and CRC-32.
     """
 
     step: int
@@ -134,11 +133,7 @@ class Header:
 
     @classmethod
     def decode(cls, data: bytes) -> Header:
-        """It from `encode`.
-
-        Raises:
-            ValueError: these are other bytes.
-        """
+        """It from `encode`; ValueError of other bytes."""
         try:
             found = json.loads(data)
             sizes, checksums = (tuple(map(int, found[name])) for name in ("sizes", "checksums"))
@@ -152,6 +147,144 @@ class Header:
         return header
 
 
+_LOCKED_BYTES = 256 << 20  # locked at once: so long a first copy may wait
+
+
+class Snapshot:
+    """Copies of a process's pieces in host memory, which later snapshots use again.
+
+    From a GPU the copies are asynchronous, into page-locked memory, on a stream of their own: a
+    reader waits for the memory that its piece lies in, the GPU's next work for all of them. That
+    work may be the next step of a compiled program, which overwrites the state at its end and has
+    no place before that where it could wait.
+
+    Args:
+        division: who writes what.
+        streams: through which copies are made.
+    """
+
+    def __init__(self, division: Division, streams: Streams = CUDA):
+        self._division, self._streams = division, streams
+        self._parts: list[list[tuple[int, Piece, int]]] = []  # and where in its memory each lies
+        self._sizes: list[int] = []
+        for index, pieces in enumerate(division.pieces):
+            itemsize = division.placement.leaves[index].dtype.itemsize
+            for piece in pieces:
+                size = -(-nbytes_of(piece.size, itemsize) // 64) * 64  # aligned
+                if not self._sizes or self._sizes[-1] + size > _LOCKED_BYTES:
+                    self._parts.append([])
+                    self._sizes.append(0)
+                self._parts[-1].append((index, piece, self._sizes[-1]))
+                self._sizes[-1] += size
+        self._memory: list[Future[torch.Tensor]] = []
+        self._views: dict[tuple[int, tuple[int, ...]], tuple[int, torch.Tensor]] = {}
+        self._copied: list[Any] = []
+        self._side: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """The host memory that it takes."""
+        return sum(self._sizes)
+
+    def reserve(self, *, locked: bool) -> None:
+        """Begin to allocate the memory, in a thread; page-locked, for copies from a GPU."""
+        if not self._memory:
+            pageable = functools.partial(torch.empty, dtype=torch.uint8)
+            make = self._streams.pinned if locked else pageable
+            thread = ThreadPoolExecutor(1, "memory of snapshots")
+            self._memory = [thread.submit(make, size) for size in self._sizes]
+            thread.shutdown(wait=False)
+
+    def take(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy this process's pieces of its tensors, one per leaf (None where it has none).
+
+        MemoryError where so much host memory cannot be locked.
+        """
+        found = (t.device for t in tensors if t is not None and self._streams.on_device(t))
+        device = next(found, None)
+        self.reserve(locked=device is not None)
+        self._copied = []
+        if device is not None:
+            compute = self._streams.current(device)
+            self._side = self._streams.new(device) if self._side is None else self._side
+            self._side.wait_event(compute.record_event())
+        for number, part in enumerate(self._parts):
+            for index, piece, at in part:
+                view = self._view(number, index, piece, at)
+                values = slice_values(tensors, index, piece)
+                if device is None:
+                    view.copy_(values)
+                else:
+                    self._streams.copy_(self._side, view, values)
+            if device is not None:
+                self._copied.append(self._side.record_event())
+        if device is not None:
+            compute.wait_event(self._side.record_event())
+
+    def source(self, index: int, piece: Piece) -> np.ndarray:
+        """The copy of a piece; a `Source`."""
+        number, view = self._views[index, piece.cell]
+        if self._copied:
+            self._copied[number].synchronize()
+        return as_array(view)
+
+    def _view(self, number: int, index: int, piece: Piece, at: int) -> torch.Tensor:
+        """Where a piece is copied to; waits until that part of the memory is there."""
+        if (index, piece.cell) not in self._views:
+            dtype = self._division.placement.leaves[index].dtype
+            size = nbytes_of(piece.size, dtype.itemsize)
+            flat = self._memory[number].result()[at : at + size].view(dtype)
+            self._views[index, piece.cell] = number, flat.view(piece.size)
+        return self._views[index, piece.cell][1]
+
+
+def slice_values(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> torch.Tensor:
+    """A piece of this process's tensor of a leaf."""
+    tensor = tensors[index]
+    assert tensor is not None
+    return tensor.detach()[piece.slices()]
+
+
+_LOOK_UP = 0.1  # seconds for which no signal may be noticed while a save is waited for
+
+
+class BackgroundThread:
+    """One thread at a time beside the program, whose error `wait` raises."""
+
+    def __init__(self):
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], object], name: str) -> None:
+        """Call `work` in a thread of this name."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        # a daemon: a program that fails elsewhere ends, and leaves an unfinished checkpoint
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the thread, if any, has ended."""
+        # Python handles signals in the main thread alone, which one that another thread of the
+        # process receives does not wake: without looking up, a rank would not learn that it is to
+        # end
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LOOK_UP)
+        self._thread = None
+
+    def wait(self) -> None:
+        """Wait until the thread has ended, and raise its error."""
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
 class Memory:
     """The states of a run in host memory, as one of its processes.
 
@@ -161,7 +294,7 @@ class Memory:
         folder: of this machine's main memory; made where it is missing, for this user alone.
         mesh: the processes.
         like: this process's state: tensors or meta tensors.
-        about: what else must be the same for a state to be this run's, such as its seed.
+        about: text that must be equal for a state to be of this run, such as its seed.
 
     Raises:
         ValueError: no rank is a neighbour, the folder is somebody else's, or has no room.
@@ -176,10 +309,9 @@ class Memory:
         self._digest = hashlib.sha256(text.encode()).hexdigest()
         abstract = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like)
         self._division = Division(Placement.of(abstract))
-        self._snapshot = Snapshot(self._division, CUDA)
+        self._snapshot = Snapshot(self._division)
         self._group: Any = dist.new_group(backend="gloo")
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = BackgroundThread()
         self._digests = self._gather_from_all(self._digest)
         machines = self._gather_from_all((socket.gethostname(), str(folder)))
         self._to = neighbours(mesh.mesh, machines)
@@ -197,7 +329,12 @@ class Memory:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
-                return name, f"{self._folder}, which is another user's", "one's own", other
+                return (
+                    name,
+                    f"{self._folder}, which is another user's",
+                    "a folder of your own",
+                    other,
+                )
             self._own_folder.mkdir(mode=0o700, exist_ok=True)
             there = sum(path.stat().st_size for path in self._own_folder.iterdir())
             free = shutil.disk_usage(self._folder).free + there * processes
@@ -213,34 +350,21 @@ class Memory:
     def save(self, step: int, state: tree.Tree) -> None:
         """Begin to keep the state after `step`; returns when it may change again.
 
-        Raises:
-            OSError, RuntimeError: what went wrong with the one before.
+        Raises what went wrong with the one before: OSError or RuntimeError.
         """
         self.wait()
         self._snapshot.take(tree.leaves(state))
-        self._thread = threading.Thread(
-            target=self._save_in_thread, args=(step,), name=f"memory {step}", daemon=True
-        )
-        self._thread.start()
+        self._thread.start(functools.partial(self._keep_state, step), f"memory {step}")
 
     def wait(self) -> None:
         """Wait for the state that is being kept, and raise what went wrong with it."""
-        if self._thread is not None:
-            while self._thread.is_alive():  # a signal is handled in between
-                self._thread.join(0.1)
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._thread.wait()
 
     def newest(self, at_least: int) -> tuple[int, tree.Tree] | None:
-        """The newest step, and this process's state after it; None where none is whole.
+        """The newest step from `at_least` on, and this process's state after it; None without one.
 
-        A state is read where its owner's machine has it, and otherwise sent by who has a copy.
-        What its checksums do not fit to is as if it were not there. Collective.
-
-        Args:
-            at_least: older ones are not wanted.
+        A state is read where its owner's machine has it, and otherwise sent by a rank with a copy.
+        Damaged states count as absent. Collective.
         """
         mine = self._list_files()
         while True:
@@ -287,19 +411,16 @@ class Memory:
 
     # --- of the thread
 
-    def _save_in_thread(self, step: int) -> None:
-        try:
-            blocks = list(self._copy_blocks())
-            sizes = tuple(block.size for block in blocks)
-            checksums = tuple(zlib.crc32(block.data) for block in blocks)
-            header = Header(step, self._mesh.rank, self._digest, sizes, checksums)
-            _write_state(self._own_folder, header, blocks)
-            theirs = Header.decode(self._exchange_bytes(np.frombuffer(header.encode(), np.uint8)))
-            _write_state(self._own_folder, theirs, self._exchange_blocks(blocks, theirs))
-            dist.barrier(group=self._group)  # now every state is whole, and older ones may go
-            self.forget(but=step)
-        except BaseException as error:
-            self._error = error
+    def _keep_state(self, step: int) -> None:
+        blocks = list(self._copy_blocks())
+        sizes = tuple(block.size for block in blocks)
+        checksums = tuple(zlib.crc32(block.data) for block in blocks)
+        header = Header(step, self._mesh.rank, self._digest, sizes, checksums)
+        _write_state(self._own_folder, header, blocks)
+        theirs = Header.decode(self._exchange_bytes(np.frombuffer(header.encode(), np.uint8)))
+        _write_state(self._own_folder, theirs, self._exchange_blocks(blocks, theirs))
+        dist.barrier(group=self._group)  # now every state is whole, and older ones may go
+        self.forget(but=step)
 
     def _copy_blocks(self) -> Iterator[np.ndarray]:
         for index, pieces in enumerate(self._division.pieces):
@@ -396,7 +517,7 @@ class Memory:
         return into.numpy()
 
     def _decode(self, header: Header, blocks: Sequence[np.ndarray]) -> tree.Tree | None:
-        """The state in blocks; None where they are no state of this process, or damaged."""
+        """The state in blocks; None where it is damaged, or of another process."""
         pieces = [(index, p) for index, each in enumerate(self._division.pieces) for p in each]
         sizes = tuple(
             nbytes_of(piece.size, self._division.placement.leaves[index].dtype.itemsize)
@@ -426,11 +547,7 @@ _LENGTH_BYTES = 8
 def _write_state(
     folder: Path, header: Header, blocks: Iterator[np.ndarray] | list[np.ndarray]
 ) -> None:
-    """Write a state, which has its name when it is whole.
-
-    Raises:
-        OSError: there is no room for it.
-    """
+    """Write a state, which gets its name when it is whole; OSError without room."""
     path = folder / f"{header.step}-of-{header.owner}"
     partial = path.with_suffix(".partial")
     encoded = header.encode()

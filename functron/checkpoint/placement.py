@@ -58,8 +58,7 @@ class Box(NamedTuple):
     """A part of a global leaf, and where it lies in the tensor of a process that holds it.
 
     Attributes:
-        start: its first index in the global leaf, per dim.
-        size: its extent, per dim.
+        start, size: its first index in the global leaf and its extent, per dim.
         local: its first index in the process's tensor, per dim.
     """
 
@@ -124,7 +123,7 @@ class Placement:
             axis: the mesh axis of the pipeline's ranks.
 
         Raises:
-            ValueError: a leaf is no tensor or the specs do not fit; all offenders are listed.
+            ValueError: a leaf is not a tensor or the specs do not fit; all offenders are listed.
         """
         abstract = mesh.mesh if isinstance(mesh, BoundMesh) else mesh or Mesh()
         flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs", wanted="a P")
@@ -284,7 +283,7 @@ def _consecutive(indices: Sequence[int]) -> list[_Run]:
 
 # --- chunks
 
-Cell = tuple[int, ...]
+GridCell = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -293,18 +292,17 @@ class Piece:
 
     Attributes:
         cell: its position on the leaf's grid of chunks.
-        start: its first index in the global leaf, per dim.
-        size: its extent, cut at the leaf's end.
+        start, size: its first index in the global leaf, and its extent, cut at the leaf's end.
         local: its first index in the process's tensor.
     """
 
-    cell: Cell
+    cell: GridCell
     start: tuple[int, ...]
     size: tuple[int, ...]
     local: tuple[int, ...]
 
     @classmethod
-    def of(cls, cell: Cell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> Piece:
+    def of(cls, cell: GridCell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> Piece:
         """The part of a chunk that a box holds: all of it, by the choice of chunks."""
         start = tuple(i * c for i, c in zip(cell, chunk, strict=True))
         size = tuple(min(c, n - a) for a, c, n in zip(start, chunk, shape, strict=True))
@@ -322,12 +320,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Division:
-    """Who writes which chunks of a placement's leaves.
-
-    Attributes:
-        placement: of the leaves.
-        chunk_bytes: how large chunks may be.
-    """
+    """Who writes which chunks, of at most `chunk_bytes`, of a placement's leaves."""
 
     placement: Placement
     chunk_bytes: int = CHUNK_BYTES
@@ -355,22 +348,21 @@ class Division:
         return out
 
     @cached_property
-    def writers(self) -> tuple[dict[Cell, int], ...]:
+    def writers(self) -> tuple[dict[GridCell, int], ...]:
         """The process that writes each chunk of each leaf: of its holders, the least busy so far.
 
-        Raises:
-            ValueError: no process holds some part of a leaf.
+        ValueError where no process holds some part of a leaf.
         """
         load = [0] * self.placement.num_ranks
         found: list[Problem] = []
         out = []
         for (leaf, groups), chunk in zip(self._holders, self.chunks, strict=True):
-            holders: dict[Cell, list[int]] = {}
+            holders: dict[GridCell, list[int]] = {}
             for boxes, ranks in groups.items():
                 for cell in itertools.chain.from_iterable(cells(box, chunk) for box in boxes):
                     holders[cell] = [*holders.get(cell, ()), *ranks]
             nbytes = math.prod(chunk) * leaf.dtype.itemsize
-            writer: dict[Cell, int] = {}
+            writer: dict[GridCell, int] = {}
             for cell in sorted(holders):
                 writer[cell] = min(holders[cell], key=lambda rank: (load[rank], rank))
                 load[writer[cell]] += nbytes
@@ -450,12 +442,12 @@ def _cut_shape(shape: list[int], free: list[bool], limit: int) -> tuple[int, ...
     return tuple(shape)
 
 
-def grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Cell]:
+def grid(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[GridCell]:
     """Every chunk's position."""
     return itertools.product(*(range(-(-n // c)) for n, c in zip(shape, chunk, strict=True)))
 
 
-def cells(box: Box, chunk: Sequence[int]) -> Iterator[Cell]:
+def cells(box: Box, chunk: Sequence[int]) -> Iterator[GridCell]:
     """The positions of the chunks that a box touches."""
     return itertools.product(
         *(

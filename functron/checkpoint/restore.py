@@ -103,11 +103,7 @@ def restore_(
 
 
 def metadata(path: str | Path) -> dict[str, Any]:
-    """The metadata that was passed to `save`.
-
-    Raises:
-        ValueError: nothing is there, or it is incomplete or damaged.
-    """
+    """The metadata that was passed to `save`; ValueError as of `Checkpoint`."""
     return Checkpoint(path).metadata
 
 
@@ -274,16 +270,14 @@ def read_params(
     rules: Rules | None = None,
     mesh: Mesh | BoundMesh | None = None,
 ) -> tree.Tree:
-    """`stored_params` as tensors in host memory.
+    """`stored_params` as tensors in host memory, in the dtypes of `defs`.
+
+    A run that goes on in another precision has a checkpoint in the former one until it saves.
 
     Args:
         stored, defs, averaged: as in `stored_params`.
         rules: how a mesh splits the parameters; None: not at all.
         mesh: on a bound one this rank's shards are read, and nothing else; otherwise whole leaves.
-
-    Returns:
-        The parameters, in the dtypes of `defs`: a run that goes on in another precision has a
-        checkpoint in the former one until it saves.
 
     Raises:
         ValueError: what `stored_params` raises, or values are damaged.
@@ -315,7 +309,7 @@ class AveragedRows:
 
     Attributes:
         total: the weighted sum; something whose slices are tensors.
-        weight: what the weights sum to; float64, 0-dim.
+        weight: the sum of the weights; float64, 0-dim.
         dtype: of the parameter, which the mean is rounded to.
     """
 
@@ -341,13 +335,13 @@ def _check_params(stored: Checkpoint, defs: tree.Tree) -> None:
     }
     stored.open([path for path in wanted if path in stored])
     problems = [
-        Problem(path, "no such leaf", "a parameter, as config.toml says")
+        Problem(path, "no such leaf", "a parameter, as in config.toml")
         if path not in stored
-        else Problem(path, str(list(stored[path].shape)), f"{shape}, as the config says")
+        else Problem(path, str(list(stored[path].shape)), f"{shape}, as in the config")
         for path, shape in wanted.items()
         if path not in stored or list(stored[path].shape) != shape
     ]
-    raise_problems(f"{stored.path} is no checkpoint of this run's model", problems)
+    raise_problems(f"{stored.path} is not a checkpoint of this run's model", problems)
 
 
 def _place_of_average(stored: Checkpoint) -> str:

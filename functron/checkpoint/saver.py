@@ -6,9 +6,9 @@ process groups of the program that is being trained: a save runs in a thread of 
 collectives of two threads could meet in another order on every rank.
 
 Orbax's part, on the first process, is folders, tree metadata, merging and renaming. It runs as if
-that process were alone; what it takes for arrays are descriptions of leaves, whose values all
-processes write themselves. Every stock Orbax reader opens the result. Only here, and only inside
-functions, are Orbax and JAX imported: that takes longer than importing torch.
+that process were alone; in place of arrays it gets descriptions of leaves, whose values all
+processes write themselves. Every stock Orbax reader opens the result. Orbax and JAX are imported
+only here, and only inside functions: that takes longer than importing torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import logging
 import platform
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,12 +43,13 @@ from functron.checkpoint.folder import (
     sync,
     sync_all,
 )
+from functron.checkpoint.memory import BackgroundThread, Snapshot, slice_values
 from functron.checkpoint.placement import CHUNK_BYTES, Division, Leaf, Piece, Placement, grid
 from functron.core import compat, tree
 from functron.core.closure import refuse_orphans
-from functron.core.compat import CUDA, Streams
 from functron.core.errors import Problem, local_path, raise_problems, refuse, tensor_problem
 from functron.core.settings import Need, setting
+from functron.spmd.shared_memory import CUDA
 
 Moments = Callable[[str, int], None]
 """``at(moment, step)`` is called as a process comes to a moment of a run; for tests of faults."""
@@ -70,7 +69,7 @@ class CheckpointConfig:
     """When a run is saved, and which of its checkpoints stay.
 
     Attributes:
-        save_every: save after every so many steps as well; 0: only at the end.
+        save_every: save every N steps, and at the end; 0: only at the end.
         keep_last: how many of the newest checkpoints stay; 0: all.
         keep_every: checkpoints of multiples of this step stay in any case; 0: none do.
     """
@@ -84,111 +83,9 @@ Source = Callable[[int, Piece], np.ndarray]
 """``source(leaf index, piece)``: the values of a piece on the host, which stay as they are."""
 
 
-_LOCKED_BYTES = 256 << 20  # locked at once: so long a first copy may wait
-
-
-class Snapshot:
-    """Copies of a process's pieces in host memory, which later snapshots use again.
-
-    From a GPU the copies are asynchronous, into page-locked memory, on a stream of their own: a
-    reader waits for the memory that its piece lies in, the GPU's next work for all of them. For
-    what that is may be the next step, which a compiled program takes as a whole: it overwrites the
-    state at its end, and has no place before that where it could wait.
-
-    Args:
-        division: who writes what.
-        streams: through which copies are made.
-    """
-
-    def __init__(self, division: Division, streams: Streams = CUDA):
-        self._division, self._streams = division, streams
-        self._parts: list[list[tuple[int, Piece, int]]] = []  # and where in its memory each lies
-        self._sizes: list[int] = []
-        for index, pieces in enumerate(division.pieces):
-            itemsize = division.placement.leaves[index].dtype.itemsize
-            for piece in pieces:
-                size = -(-database.nbytes_of(piece.size, itemsize) // 64) * 64  # aligned
-                if not self._sizes or self._sizes[-1] + size > _LOCKED_BYTES:
-                    self._parts.append([])
-                    self._sizes.append(0)
-                self._parts[-1].append((index, piece, self._sizes[-1]))
-                self._sizes[-1] += size
-        self._memory: list[Future[torch.Tensor]] = []
-        self._views: dict[tuple[int, tuple[int, ...]], tuple[int, torch.Tensor]] = {}
-        self._copied: list[Any] = []
-        self._side: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        """The host memory that it takes."""
-        return sum(self._sizes)
-
-    def reserve(self, *, locked: bool) -> None:
-        """Begin to allocate the memory, in a thread; page-locked, for copies from a GPU."""
-        if not self._memory:
-            pageable = functools.partial(torch.empty, dtype=torch.uint8)
-            make = self._streams.pinned if locked else pageable
-            thread = ThreadPoolExecutor(1, "memory of snapshots")
-            self._memory = [thread.submit(make, size) for size in self._sizes]
-            thread.shutdown(wait=False)
-
-    def take(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy this process's pieces of its tensors, one per leaf (None where it has none).
-
-        Raises:
-            MemoryError: so much host memory cannot be locked.
-        """
-        found = (t.device for t in tensors if t is not None and self._streams.on_device(t))
-        device = next(found, None)
-        self.reserve(locked=device is not None)
-        self._copied = []
-        if device is not None:
-            compute = self._streams.current(device)
-            self._side = self._streams.new(device) if self._side is None else self._side
-            self._side.wait_event(compute.record_event())
-        for number, part in enumerate(self._parts):
-            for index, piece, at in part:
-                view = self._view(number, index, piece, at)
-                values = _slice_values(tensors, index, piece)
-                if device is None:
-                    view.copy_(values)
-                else:
-                    self._streams.copy_(self._side, view, values)
-            if device is not None:
-                self._copied.append(self._side.record_event())
-        if device is not None:
-            compute.wait_event(self._side.record_event())
-
-    def source(self, index: int, piece: Piece) -> np.ndarray:
-        """The copy of a piece; a `Source`."""
-        number, view = self._views[index, piece.cell]
-        if self._copied:
-            self._copied[number].synchronize()
-        return as_array(view)
-
-    def _view(self, number: int, index: int, piece: Piece, at: int) -> torch.Tensor:
-        """Where a piece is copied to; waits until that part of the memory is there."""
-        if (index, piece.cell) not in self._views:
-            dtype = self._division.placement.leaves[index].dtype
-            size = database.nbytes_of(piece.size, dtype.itemsize)
-            flat = self._memory[number].result()[at : at + size].view(dtype)
-            self._views[index, piece.cell] = number, flat.view(piece.size)
-        return self._views[index, piece.cell][1]
-
-
-def _slice_values(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> torch.Tensor:
-    tensor = tensors[index]
-    assert tensor is not None
-    return tensor.detach()[piece.slices()]
-
-
-def live(tensors: Sequence[torch.Tensor | None]) -> Source:
+def read_live(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> np.ndarray:
     """The values of the tensors themselves, for a caller that waits until they are written."""
-
-    def source(index: int, piece: Piece) -> np.ndarray:
-        return as_array(_slice_values(tensors, index, piece).cpu())
-
-    return source
+    return as_array(slice_values(tensors, index, piece).cpu())
 
 
 def write_pieces(
@@ -279,10 +176,8 @@ def _name_errors(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[
 
 
 def check_complete(folder: Path, division: Division) -> None:
-    """See that every chunk of every leaf is in exactly one process's database in `folder`.
-
-    Raises:
-        OSError: chunks are missing, or were written twice; the leaves are named.
+    """Raise OSError unless every chunk of every leaf is in exactly one process's database in
+    `folder`.
     """
     import tensorstore as ts
 
@@ -319,8 +214,7 @@ class Ranks:
     Every process must make as many of these, in the same order, and begin as many saves with each.
 
     Args:
-        rank: which process this is.
-        size: how many there are.
+        rank, size: which of how many processes this is.
         store: that all of them reach, and no other thread uses; None for one process.
         timeout: gives the seconds after which a process without a sign of life is given up; asked
             anew as long as one is waited for.
@@ -473,11 +367,10 @@ def _make_type_handler(ocp: Any, write: Callable[[Path], None]) -> Any:
             write(Path(infos[0].parent_dir))
             return []
 
-        async def metadata(self, infos):
-            raise AssertionError("leaves are only saved through this handler")
-
         async def deserialize(self, infos, args=None):
             raise AssertionError("leaves are only saved through this handler")
+
+        metadata = deserialize
 
     return LeafHandler()
 
@@ -572,7 +465,12 @@ def _lead_save(request: SaveRequest, source: Source, ranks: Ranks) -> None:
             checksums.update(_write_request(request, folder, source, ranks))
             for rank in range(1, ranks.size):
                 answer = ranks.hear(f"done/{rank}", rank)
-                _check_answer(answer, rank, request)
+                _raise_failure(answer, rank, request)
+                if answer["digest"] != request.division.digest:
+                    title = f"cannot save the checkpoint {request.target}"
+                    got = "another state, mesh or specs than rank 0"
+                    fix = "build the placement from the same configuration everywhere"
+                    refuse(title, f"rank {rank}", got, "the same on all ranks", fix)
                 checksums.update(answer["crc32c"])
             check_complete(folder, request.division)
 
@@ -645,14 +543,6 @@ def _describe_origin(request: SaveRequest) -> dict[str, Any]:
     }
 
 
-def _check_answer(answer: Mapping[str, Any], rank: int, request: SaveRequest) -> None:
-    _raise_failure(answer, rank, request)
-    if answer["digest"] != request.division.digest:
-        title, got = f"cannot save the checkpoint {request.target}", "another state, mesh or specs"
-        fix = "build the placement from the same configuration everywhere"
-        refuse(title, f"rank {rank}", f"{got} than rank 0", "the same on all ranks", fix)
-
-
 def _raise_failure(message: Mapping[str, Any], rank: int, request: SaveRequest) -> None:
     """Raise what went wrong on another rank, if something did."""
     if "error" in message:
@@ -675,8 +565,6 @@ def _raise_in_words(error: BaseException, request: SaveRequest) -> None:
 
 TIMEOUT = 600.0
 """Seconds after which a process that shows no sign of life is given up."""
-
-_LOOK_UP = 0.1  # seconds for which no signal may be noticed while a save is waited for
 
 
 def save(
@@ -715,7 +603,7 @@ def save(
         division = _divide_storable(placement, CHUNK_BYTES)
         tensors = _list_tensors(placement, value)
         request = SaveRequest(local_path(path).absolute(), division, _as_json(metadata))
-    save_together(request, live(tensors), ranks)
+    save_together(request, functools.partial(read_live, tensors), ranks)
     ranks.leave()
 
 
@@ -772,8 +660,7 @@ class Saver:
         if device is not None and torch.device(device).type == "cuda":
             self._snapshot.reserve(locked=True)
         self._ranks = _connect_ranks(placement, store, timeout)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = BackgroundThread()
         if placement.here == 0:
             clean(self._folder)
 
@@ -806,27 +693,18 @@ class Saver:
             request = SaveRequest(
                 target, self._division, written, self._in_flight, lambda at: self._at(at, int(step))
             )
-        # a daemon: a program that fails elsewhere ends, and leaves an unfinished checkpoint
-        self._thread = threading.Thread(
-            target=self._run, args=(request,), name=f"save {step}", daemon=True
-        )
-        self._thread.start()
+        self._thread.start(functools.partial(self._write, request), f"save {step}")
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Wait until the save that is under way is complete, and raise what went wrong with it."""
-        if self._thread is not None:
-            _wait_for_thread(self._thread)
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._thread.wait()
 
     def close(self) -> None:
         """Wait for the last save; rank 0, whose process may have the store, for all ranks'.
 
-        Raises what `wait` does.
+        Errors are those of `wait`.
         """
         self.wait()
         self._ranks.leave()
@@ -837,33 +715,19 @@ class Saver:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.close()
-        elif self._thread is not None and self._ranks.size == 1 and isinstance(error, Exception):
+        elif self._ranks.size == 1 and isinstance(error, Exception):
             _wait_for_thread(
                 self._thread
             )  # no other rank can hold it up, and it must not end within a write
 
-    def _run(self, request: SaveRequest) -> None:
-        try:
-            save_together(request, self._snapshot.source, self._ranks)
-            if self._placement.here == 0:
-                prune(self._folder, self._keep)
-        except BaseException as error:
-            self._error = error
-
-
-def _wait_for_thread(thread: threading.Thread) -> None:
-    # Python handles signals in the main thread alone, which one that another thread of the process
-    # receives does not wake: without looking up, a rank would not learn that it is to end
-    while thread.is_alive():
-        thread.join(_LOOK_UP)
+    def _write(self, request: SaveRequest) -> None:
+        save_together(request, self._snapshot.source, self._ranks)
+        if self._placement.here == 0:
+            prune(self._folder, self._keep)
 
 
 def _place_whole(value: tree.Tree) -> Placement:
-    """The placement of a tree that this process has all of; checked so that all faults are named.
-
-    Raises:
-        ValueError: it is no container of tensors with values.
-    """
+    """The placement of a tree that this process holds whole; ValueError lists all mistakes."""
     found = []
     refuse_orphans("checkpoint.save", tree.leaves(value))
     if tree.is_leaf(value) or not tree.leaves(value):
@@ -880,11 +744,7 @@ def _place_whole(value: tree.Tree) -> Placement:
 
 
 def _divide_storable(placement: Placement, chunk_bytes: int) -> Division:
-    """The division of a placement, worked out, all of whose leaves can be stored.
-
-    Raises:
-        ValueError: some cannot; all of them are listed.
-    """
+    """The division of a placement; ValueError lists all leaves that cannot be stored."""
     found = _find_bad_names([leaf.path for leaf in placement.leaves])
     found += [
         Problem(leaf.path, name_of(leaf.dtype), "a dtype that NumPy has a name for")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from statistics import median_high
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 720, 400
@@ -36,8 +37,7 @@ def line_chart(
         x: increasing.
         y: as many; values that are not finite are left out.
         title: above the chart.
-        x_label: below it, with the unit.
-        y_label: beside it, with the unit.
+        x_label, y_label: below it and beside it, with the units.
         others: further curves by name, each as points (x, y), in colours that a legend explains.
         marks: by name, places on the x axis where something happened: a dashed line at each, with
             the name at the first.
@@ -372,7 +372,8 @@ def heat_map(
     wide, high = 90.0, max(3.0, min(24.0, 1200.0 / max(len(rows), 1)))
     left = 12 + 7.0 * max(map(len, rows), default=0)
     width, height = left + wide * len(columns) + 12, 76 + high * len(rows) + 12
-    middles = [_middle([row[i] for row in values]) for i in range(len(columns))]
+    known = ([row[i] for row in values if math.isfinite(row[i])] for i in range(len(columns)))
+    middles = [median_high(column) if column else 0.0 for column in known]
     scale = max((abs(middle) for middle in middles), default=0.0)
     parts = [_text(width / 2, 24, title, size=15, more='font-weight="bold"')]
     parts += [_text(left + wide * (i + 0.5), 62, name) for i, name in enumerate(columns)]
@@ -392,11 +393,6 @@ def heat_map(
             if high >= 14 and math.isfinite(value):
                 parts.append(_text(left + wide * (i + 0.5), top + high / 2 + 4, f"{value:.3g}"))
     return svg_document(width, height, parts)
-
-
-def _middle(values: Sequence[float]) -> float:
-    known = sorted(value for value in values if math.isfinite(value))
-    return known[len(known) // 2] if known else 0.0
 
 
 def _heat(over: float) -> str:

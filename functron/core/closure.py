@@ -58,7 +58,7 @@ def call_on_tape(fn: Callable, tensors: list[torch.Tensor]) -> tree.Tree:
 
     For functions that overwrite what they are given unless torch.func differentiates them. The tape
     sees one operation with all derivatives of `fn`, of any order; one of a higher order computes
-    `fn` again. What is no floating-point tensor of the result is no part of it.
+    `fn` again. Other results than floating-point tensors are constants.
 
     Args:
         fn: of tensors, to a tree; what it closes over counts as constant (see `hoist`).
@@ -129,12 +129,7 @@ def find_orphans(leaves: Iterable[Any]) -> list[int]:
 
 
 def refuse_orphans(name: str, leaves: Iterable[Any]) -> None:
-    """Raise ValueError for tensors that were kept from simulated ranks.
-
-    Args:
-        name: of what uses them.
-        leaves: among which they may be.
-    """
+    """Raise ValueError, with the name of their user, for tensors kept from simulated ranks."""
     if find_orphans(leaves):
         raise ValueError(f"{name} {ORPHAN}")
 
@@ -267,7 +262,7 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def _parts(fn: types.FunctionType) -> Iterator[Any]:
+def _closed_values(fn: types.FunctionType) -> Iterator[Any]:
     """The values a function closes over: cell contents, defaults, and globals that are data.
 
     The globals of functron and of the libraries under it are left out: they hold no tensors of a
@@ -300,18 +295,17 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None
     if id(value) in seen:
         return
     seen.add(id(value))
+    parts: Iterable = ()
     if isinstance(value, types.FunctionType):
-        for part in _parts(value):
-            _collect(part, found, seen)
+        parts = _closed_values(value)
     elif isinstance(value, functools.partial):
-        for part in (value.func, value.args, value.keywords):
-            _collect(part, found, seen)
+        parts = value.func, value.args, value.keywords
     elif isinstance(value, types.MethodType):
-        _collect(value.__func__, found, seen)
-        _collect(value.__self__, found, seen)
+        parts = value.__func__, value.__self__
     elif _is_container(value):
-        for leaf in tree.leaves(value):
-            _collect(leaf, found, seen)
+        parts = tree.leaves(value)
+    for part in parts:
+        _collect(part, found, seen)
 
 
 def _rewrite(value: Any, new: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:

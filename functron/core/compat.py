@@ -11,12 +11,10 @@ import inspect
 import json
 import math
 import sys
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch._C._functorch as functorch
 import torch.distributed as dist
@@ -60,9 +58,9 @@ class Function(torch.autograd.Function):
     """`torch.autograd.Function` whose `apply` costs less.
 
     torch binds the arguments of every call to the signature of `forward`, which is read once here:
-    working it out takes longer than a small operation. And at each level of vmap or grad torch
-    dispatches calls through an operator, flattens operands and results as trees, and at each level
-    of grad makes a class: `_apply_mapped` and `_apply_differentiated` do without.
+    that takes longer than a small operation. And at each level of vmap or grad torch dispatches
+    calls through an operator, flattens operands and results as trees, and at each level of grad
+    makes a class: `_apply_mapped` and `_apply_differentiated` do without.
     """
 
     _num_operands: int | None  # of `forward`; None: any number
@@ -198,14 +196,12 @@ default_store = c10d._get_default_store
 
 
 def guard_functions_under_vmap(refused: Callable[[], bool]) -> None:
-    """Let torch's operations of functions fail under vmap wherever `refused()` says so.
+    """Let torch's higher-order operations fail under vmap wherever `refused()` is true.
 
-    torch has rules under vmap for ``cond`` and ``scan``. That of ``cond`` takes a value that is
-    batched at any level for one that is batched at the innermost, so that under nested vmaps it
-    reads a branch and operands of other places, in silence.
-
-    Args:
-        refused: called before each of them runs under vmap.
+    `refused` is called before each of them runs under vmap. torch has rules under vmap for ``cond``
+    and ``scan``; that of ``cond`` takes a value that is batched at any level for one that is
+    batched at the innermost, so that under nested vmaps it silently reads a branch and operands of
+    other places.
     """
     vmap = TransformType.Vmap
     for operation in torch._ops._higher_order_ops.values():
@@ -341,13 +337,16 @@ def constant(value: Any, device: torch.device | str) -> torch.Tensor:
     return torch.tensor(value).pin_memory().to(device, non_blocking=True)
 
 
+def _wrappers(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors of torch.func levels around a plain tensor, from the outermost."""
+    while is_wrapped(value):
+        yield value
+        value = functorch.get_unwrapped(value)
+
+
 def is_batched_at(value: torch.Tensor, level: int) -> bool:
     """Whether the vmap at `level` batches `value`."""
-    while is_wrapped(value):
-        if functorch.is_batchedtensor(value) and level_of(value) == level:
-            return True
-        value = functorch.get_unwrapped(value)
-    return False
+    return any(functorch.is_batchedtensor(x) and level_of(x) == level for x in _wrappers(value))
 
 
 def is_orphan(value: torch.Tensor) -> bool:
@@ -356,20 +355,15 @@ def is_orphan(value: torch.Tensor) -> bool:
     torch numbers levels by their depth, so that a later vmap takes it for one of its own; it is
     told apart by the kind of the level and by its size.
     """
-    if not is_wrapped(value):  # as almost all are
-        return False
+    batched = [x for x in _wrappers(value) if functorch.is_batchedtensor(x)]
     running: dict[int, Any] = {}
-    if transforms_active():
+    if batched and transforms_active():
         running = {each.level(): each for each in retrieve_all_functorch_interpreters()}
-    while is_wrapped(value):
-        inside = functorch.get_unwrapped(value)
-        if functorch.is_batchedtensor(value):
-            own = running.get(level_of(value))
-            if own is None or own.key() != TransformType.Vmap:
-                return True
-            if own.batch_size() != inside.shape[functorch.maybe_get_bdim(value)]:
-                return True
-        value = inside
+    for x in batched:
+        own = running.get(level_of(x))
+        size = functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)]
+        if own is None or own.key() != TransformType.Vmap or own.batch_size() != size:
+            return True
     return False
 
 
@@ -465,11 +459,9 @@ def physical(value: torch.Tensor) -> Physical:
     ``maybe_get_bdim`` counts in the dims of the next tensor inside, which hides its own batch dim;
     so the wrappers are peeled outside in and their dims resolved inside out.
     """
-    peeled = []
-    while is_wrapped(value):
-        if functorch.is_batchedtensor(value):
-            peeled.append((level_of(value), functorch.maybe_get_bdim(value)))
-        value = functorch.get_unwrapped(value)
+    batched = [x for x in _wrappers(value) if functorch.is_batchedtensor(x)]
+    peeled = [(level_of(x), functorch.maybe_get_bdim(x)) for x in batched]
+    value = plain(value)
     own = list(range(value.dim()))
     return value, {level: own.pop(dim) for level, dim in reversed(peeled)}, own
 
@@ -904,64 +896,3 @@ def mark_constant(fn: Callable) -> None:
     As torch.compiler.assume_constant_result, which imports all of dynamo.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# --- copies between a GPU and host memory, on streams beside the one that computes
-
-
-class Streams:
-    """CUDA's streams and pinned memory, as far as copies between host and device need them.
-
-    Streams have torch.cuda.Stream's ``record_event``, ``wait_event`` and ``synchronize``. What
-    arranges copies takes one of these as an argument, so that a test can put others in its place,
-    which see the order of everything.
-    """
-
-    def on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in the memory of a GPU."""
-        return tensor.is_cuda
-
-    def current(self, device: torch.device) -> Any:
-        """The stream on which a device computes what is called now."""
-        return torch.cuda.current_stream(device)
-
-    def new(self, device: torch.device) -> Any:
-        """Another stream of the device."""
-        return torch.cuda.Stream(device)
-
-    def copy_(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Have `stream` copy `source` into `target`, while the caller goes on."""
-        with torch.cuda.stream(stream), torch.no_grad():
-            target.copy_(source, non_blocking=True)
-
-    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory of the device, uint8 [nbytes], for the stream that computes."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Page-locked memory of the host, uint8 [nbytes], as long as a tensor uses it.
-
-        Not of torch's allocator, which takes the next power of two: up to twice as much.
-
-        Raises:
-            MemoryError: the system locks no more pages.
-        """
-        memory = np.empty(nbytes, np.uint8)
-        cudart: Any = torch.cuda.cudart()
-        address = memory.ctypes.data
-        if nbytes:
-            code = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
-            if code:
-                raise MemoryError(
-                    f"page-locked memory: got CUDA's error {code} for {nbytes} bytes; wanted them "
-                    "locked; fix: free host memory, or raise `ulimit -l`"
-                )
-            # NumPy calls this before it frees the memory, which may be the last that a tensor does
-            last = weakref.finalize(memory, cudart.cudaHostUnregister, address)
-            last.atexit = False
-        return torch.from_numpy(memory)
-
-
-_PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of the process
-
-CUDA = Streams()

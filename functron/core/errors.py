@@ -5,7 +5,6 @@ What users call is `public`: errors leave it with the frames of the user's own c
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import difflib
@@ -17,10 +16,13 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, NoReturn, TypeVar
+
+from functron.core.scopes import set_during
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,9 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def on_hub(path: object, kind: str = "") -> str:
-    """The fix for a path where nothing is, if it looks like a name on the Hugging Face hub; or "".
+    """The fix for a missing path that looks like a name on the Hugging Face hub; else "".
 
-    Args:
-        path: what was given.
-        kind: ``"dataset"`` of data; else a model is meant.
+    `kind` is ``"dataset"`` of data, and empty of a model.
     """
     name = str(path)
     if not _HUB_NAME.fullmatch(name):
@@ -217,14 +217,12 @@ def remote_problem(name: str, value: object) -> Problem | None:
 
 
 def local_path(value: str | PurePath, name: str = "path") -> Path:
-    """`value` as a path.
+    """`value` as a path; ValueError where it names a place elsewhere, such as s3://bucket/run.
 
-    Raises:
-        ValueError: it is the name of a place elsewhere, such as s3://bucket/run, of which a file
-            system would make a local folder called "s3:".
+    A file system would make a local folder called "s3:" of that.
     """
     problem = remote_problem(name, value)
-    raise_problems("there is no such place on this machine", [problem] if problem else [])
+    raise_problems("not a path of this machine", [problem] if problem else [])
     return Path(value)
 
 
@@ -254,20 +252,13 @@ def _is_library_name(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-@contextlib.contextmanager
-def full_tracebacks(full: bool = True) -> Iterator[None]:
+def full_tracebacks(full: bool = True) -> AbstractContextManager[None]:
     """Show the frames of functron and torch too in the tracebacks of errors in this with block.
 
-    Without it they have the user's frames alone, down to the line that the error is about.
-
-    Args:
-        full: False leaves them out again, in a block within such a block.
+    Without it they have the user's frames alone, down to the line that the error is about. With
+    ``full=False`` they are left out again, in a block within such a block.
     """
-    token = _full.set(full)
-    try:
-        yield
-    finally:
-        _full.reset(token)
+    return set_during(_full, full)
 
 
 _UNCOMPILED = (
@@ -306,7 +297,7 @@ def public(fn: F) -> F:
             raise  # without an argument, so that this frame is not added again
 
     made: Any = call
-    # what torch.compile looks for, and says where it stops
+    # which torch.compile looks for, and the message that it shows
     made._torchdynamo_disable, made._torchdynamo_disable_msg = True, _UNCOMPILED
     return made
 
@@ -357,14 +348,14 @@ ORPHAN = (
 
 
 def of_orphan(name: str, error: Exception) -> ValueError | None:
-    """The meaning of torch's error for a tensor of a simulated rank that was kept; else None."""
+    """The meaning of torch's error for a tensor kept from a simulated rank; else None."""
     if isinstance(error, RuntimeError) and re.search(ORPHAN_PATTERN, str(error)):
         return None if is_of_interrupt(error) else ValueError(f"{name} {ORPHAN}")
     return None
 
 
 def is_of_interrupt(error: BaseException) -> bool:
-    """Whether an error was raised while a KeyboardInterrupt was handled: it says nothing itself."""
+    """Whether an error was raised while a KeyboardInterrupt was handled, whose effect it is."""
     return any(isinstance(each, KeyboardInterrupt) for each in contexts_of(error))
 
 
@@ -398,7 +389,7 @@ def _trim(error: BaseException) -> None:
         found.__traceback__ = _users(found.__traceback__)
         before = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
         if before is not None and _users(before.__traceback__) is None:
-            # it came about in the library, so that what was raised of it says more
+            # it was raised inside the library: the error raised from it explains more
             found.__cause__, found.__context__, found.__suppress_context__ = None, before, True
         found = before
     if not told and _NOTE not in getattr(error, "__notes__", ()):
@@ -406,7 +397,7 @@ def _trim(error: BaseException) -> None:
 
 
 def _is_told(error: BaseException) -> bool:
-    """Whether `error` says it all: it is the user's own, or one that functron has words for."""
+    """Whether `error` needs no note: it is the user's own, or one that functron has words for."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -465,7 +456,7 @@ class _Wanted:
             return self.none
         if isinstance(value, self.kinds) or (self.function and callable(value)):
             return True
-        # tensors and numbers of all libraries; a string is none, whatever it says
+        # tensors and numbers of all libraries; a string is never one
         return self.number and any(hasattr(type(value), name) for name in _NUMBERS)
 
     def _words(self) -> str:
@@ -549,7 +540,9 @@ def _checkable_arguments(fn: Callable) -> tuple[_Wanted, ...]:
         options = _options(parameter.annotation, names)
         if kind is parameter.VAR_KEYWORD or not options:
             continue
-        classes = tuple(filter(_is_noun, options))
+        classes = tuple(
+            x for x in options if isinstance(x, type) and x.__module__.startswith("functron.")
+        )
         functions = [x for x in options if x is Callable or typing.get_origin(x) is Callable]
         numbers = [x for x in options if x in (int, float)]
         nones = [x for x in options if x is types.NoneType]
@@ -562,10 +555,6 @@ def _checkable_arguments(fn: Callable) -> tuple[_Wanted, ...]:
             _Wanted(parameter.name, place, several, classes, bool(numbers), bool(functions), none)
         )
     return tuple(found)
-
-
-def _is_noun(option: Any) -> bool:
-    return isinstance(option, type) and option.__module__.partition(".")[0] == "functron"
 
 
 def _options(annotation: Any, names: dict[str, Any]) -> tuple:

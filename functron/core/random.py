@@ -55,11 +55,8 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     Equal to `jax.random.key_data(jax.random.key(seed))` (with x64 enabled for seeds past 2^31).
 
     Args:
-        seed: 0 <= seed < 2^64.
+        seed: an int, 0 <= seed < 2^64; ValueError of others.
         device: where the key, and all that is drawn with it, lives. The CPU by default.
-
-    Raises:
-        ValueError: the seed is not an integer in that range.
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
         wanted, fix = "an int in [0, 2**64)", "take abs(seed) or seed % 2**64"
@@ -86,10 +83,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     Args:
         key: int64 [2].
         data: a number in [0, 2^32), such as a layer or step: an int or a 0-dim integer tensor
-            (which may be batched by vmap; its high bits are dropped).
-
-    Raises:
-        ValueError: `data` is out of range or no scalar.
+            (which may be batched by vmap; its high bits are dropped). ValueError of others.
     """
     bad = []
     if isinstance(data, Tensor):
@@ -202,14 +196,9 @@ def bernoulli(
     """True with probability `p`: bool. Equal to `jax.random.bernoulli` (mode "low").
 
     Args:
-        key: int64 [2].
+        key, shape, index: as of `uniform`, and so are errors.
         p: a number in [0, 1], or a floating tensor that broadcasts to the (local) result. The
             draw is in the tensor's dtype, or float32 for a number; its resolution is 2^-23 there.
-        shape: the global shape.
-        index: which part of it; see the module.
-
-    Raises:
-        ValueError: a bad key, shape, index or probability; all are listed.
     """
     dtype = p.dtype if isinstance(p, Tensor) else torch.float32
     bad = _floating(dtype, "p's dtype")
@@ -234,12 +223,10 @@ def randint(
     slightly biased when the span is no power of 2. The default dtype is JAX's with x64 enabled.
 
     Args:
-        key: int64 [2].
-        shape: the global shape.
+        key, shape, index: as of `uniform`.
         minval: lower bound, included.
         maxval: upper bound, excluded; at most one more than the dtype holds.
         dtype: int64, int32, int16, int8 or uint8.
-        index: which part of the global array; see the module.
 
     Raises:
         ValueError: a bad key, shape, index, dtype, or an empty or unrepresentable range.

@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 Phase = Literal["forward", "recompute", "backward"]
+T = TypeVar("T")
 
 _names: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "functron_named_scopes", default=()
 )
 _phase: contextvars.ContextVar[Phase] = contextvars.ContextVar("functron_phase", default="forward")
+
+
+@contextlib.contextmanager
+def set_during(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value in this with block, whatever ends it."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager
@@ -30,38 +42,18 @@ def named_scope(name: str) -> Iterator[None]:
     """
     if not name or "/" in name:
         raise ValueError(f"named_scope: got {name!r}; wanted a name without slashes")
-    token = _names.set((*_names.get(), name))
-    try:
+    with set_during(_names, (*_names.get(), name)):
         yield
-    finally:
-        _names.reset(token)
 
 
-@contextlib.contextmanager
-def in_scopes(names: tuple[str, ...]) -> Iterator[None]:
-    """Let exactly these named scopes be in force in this with block: those of another place."""
-    token = _names.set(names)
-    try:
-        yield
-    finally:
-        _names.reset(token)
+in_scopes = functools.partial(set_during, _names)
+"""``in_scopes(names)``: a with block in which exactly these named scopes are in force."""
 
+in_phase = functools.partial(set_during, _phase)
+"""``in_phase(phase)``: a with block in which what runs is forward, recompute or backward."""
 
-@contextlib.contextmanager
-def in_phase(phase: Phase) -> Iterator[None]:
-    """Say that what runs in this with block is forward, recompute or backward."""
-    token = _phase.set(phase)
-    try:
-        yield
-    finally:
-        _phase.reset(token)
+scope_names = _names.get
+"""``scope_names()``: the named scopes in force, outermost first."""
 
-
-def scope_names() -> tuple[str, ...]:
-    """The named scopes in force, outermost first."""
-    return _names.get()
-
-
-def phase() -> Phase:
-    """Which part of a differentiated program is running; "forward" where nothing is."""
-    return _phase.get()
+phase = _phase.get
+"""``phase()``: which part of a differentiated program is running; "forward" where nothing is."""

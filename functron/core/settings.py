@@ -43,7 +43,7 @@ class Mark:
         tags: words by which settings are found: `names_with_tag`.
         short: its name in place of its path.
         box: of the help; empty: that of the section that it is in.
-        instead: what to do in place of setting it, where a run records it and it is no option.
+        instead: what to do instead of setting it, of a value that a run records, and no option.
         least: the smallest number that it may be; None: any.
         need: what it needs of its section to have an effect; None: nothing.
         flat: of a section: its settings have the names of their fields as short ones.
@@ -90,7 +90,7 @@ def mark_of(field: dataclasses.Field) -> Mark:
 
 
 def is_marked(field: dataclasses.Field) -> bool:
-    """Whether a field says anything of itself, by `setting` or `section`."""
+    """Whether a field was made by `setting` or `section`."""
     return _MARK in field.metadata
 
 
@@ -101,7 +101,7 @@ class Setting:
     Attributes:
         name: as options, files and messages have it.
         path: as Python has it.
-        mark: what its field says, with the box and the tags of its section.
+        mark: the mark of its field, with the box and the tags of its section.
     """
 
     name: str
@@ -435,10 +435,8 @@ def _rebuild(base: Any, tree: Mapping[str, Any]) -> Any:
 def nest_table(table: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """The table of a file, with settings that stand at its top by short names in their sections.
 
-    Keys that are unknown stay where they are.
-
-    Raises:
-        ValueError: a setting stands at the top and in its section.
+    Unknown keys stay where they are. ValueError where a setting stands at the top and in its
+    section.
     """
     names, twice = paths_of(kind), []
     out: dict[str, Any] = {}
@@ -456,13 +454,11 @@ def nest_table(table: Mapping[str, Any], kind: type) -> dict[str, Any]:
 def read_table(
     table: Mapping[str, Any], base: Any, problems: list[Problem], prefix: str = ""
 ) -> dict[str, Any]:
-    """Nested dicts, checked against the fields of the dataclass `base`, for `replace_settings`.
+    """Nested dicts, checked against the fields of `base`, a dataclass, for `replace_settings`.
 
     Args:
-        table: as of `nest_table`.
-        base: an instance.
-        problems: what is wrong with the table is added to these.
-        prefix: of the paths in them.
+        table, base: as of `nest_table`, and an instance.
+        problems: what is wrong with the table is added to these, with `prefix` before their paths.
     """
     hints = hints_of(type(base))
     names = [f.name for f in dataclasses.fields(base)]
@@ -611,7 +607,7 @@ def unused_problems(
     Args:
         config: a dataclass, perhaps of others.
         needs: of its fields.
-        usual: configurations whose values nobody need have set: a preset's, a file's. Those of a
+        usual: configurations whose values count as not set: a preset's, a file's. Those of a
             field's own class are usual, too.
         given: names of settings that were set, to whatever value; 0, False and empty ones say
             that there is nothing, which is so.

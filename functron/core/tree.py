@@ -32,24 +32,16 @@ Tree = Any
 Structure = optree.PyTreeSpec
 
 
-def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list, Structure]:
-    """The leaves of `tree`, in order, and the structure that rebuilds it."""
-    return optree.tree_flatten(tree, is_leaf=is_leaf)
-
-
-def unflatten(structure: Structure, leaves: Any) -> Tree:
-    """The tree of this structure with these leaves."""
-    return optree.tree_unflatten(structure, leaves)
-
-
-def leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list:
-    """The leaves of `tree`, in order."""
-    return optree.tree_leaves(tree, is_leaf=is_leaf)
-
-
-def structure(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Structure:
-    """The structure of `tree`, without its leaves."""
-    return optree.tree_structure(tree, is_leaf=is_leaf)
+flatten: Callable[..., tuple[list, Structure]] = optree.tree_flatten
+"""``flatten(tree, is_leaf=None)``: the leaves, in order, and the structure of the tree."""
+unflatten: Callable[[Structure, Iterable], Tree] = optree.tree_unflatten
+"""``unflatten(structure, leaves)``: the tree of this structure with these leaves."""
+leaves: Callable[..., list] = optree.tree_leaves
+"""``leaves(tree, is_leaf=None)``: the leaves, in order."""
+structure: Callable[..., Structure] = optree.tree_structure
+"""``structure(tree, is_leaf=None)``: the structure, without leaves."""
+is_leaf: Callable[[Any], bool] = optree.tree_is_leaf
+"""``is_leaf(value)``: whether it is no container (None is an empty container)."""
 
 
 def register_dataclass(cls: type) -> type:
@@ -59,7 +51,7 @@ def register_dataclass(cls: type) -> type:
     It is known to this process from then on, as classes are: call it where the class is defined.
 
     Raises:
-        TypeError: it is no dataclass, or a field is no argument of it.
+        TypeError: it is not a dataclass, or a field is not an argument of it.
         ValueError: it is registered already.
     """
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
@@ -220,7 +212,7 @@ def broadcast_prefix(
         try:
             parts = shape.flatten_up_to(tree)
             rows = zip(entries, parts, strict=True)
-            return [entry for entry, part in rows for _ in range(_count(part))]
+            return [entry for entry, part in rows for _ in leaves(part)]
         except (ValueError, TypeError):  # each place that differs is found below
             pass
     out: list = []
@@ -228,10 +220,6 @@ def broadcast_prefix(
     _broadcast(prefix, tree, is_leaf, what, out, problems, wanted)
     raise_problems(f"{what} is not a prefix of the value it describes", problems)
     return out
-
-
-def _count(tree: Tree) -> int:
-    return 1 if isinstance(tree, torch.Tensor) else len(leaves(tree))
 
 
 def _broadcast(prefix, tree, is_leaf, path, out, problems, wanted) -> None:
@@ -315,8 +303,3 @@ def json_checksum(content: Any) -> int:
 def is_float(leaf: Any) -> bool:
     """Whether `leaf` is a floating-point tensor, which has a derivative."""
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether `value` is a leaf rather than a container (None is an empty container)."""
-    return optree.tree_is_leaf(value)

@@ -33,8 +33,8 @@ def proportions(
     """``value / sum(values)``, exactly.
 
     Whole numbers are shares of their sum, whatever that is: 969, 30 and 1 say the same as 0.969,
-    0.03 and 0.001. Where one of them is no whole number, all are fractions of one whole, and
-    make it: a sum other than 1 means that one is missing or mistyped.
+    0.03 and 0.001. Where one of them is not whole, all are fractions that have to sum to 1: another
+    sum means that one is missing or mistyped.
 
     Args:
         values: numbers, or how they are written.
@@ -444,14 +444,13 @@ class Blend(Samples):
     Args:
         sources: what to draw from; their samples have the same leaves and as many tokens.
         weights: of each, as `Mixture` takes them; None: every sample of all sources comes once an
-            epoch, as `Exhaustive` orders them; or who has which sample, as a value that says it.
+            epoch, as `Exhaustive` orders them; or a `BlendShares`.
         names: the user's, for them; None: their numbers.
         order: a version of `ORDERS`: 1 is that of runs which began before there was another, with
             `GreedyMixture` and `ChainedExhaustive`.
 
     Attributes:
-        mixture: who has which sample.
-        names: as given.
+        mixture: the `BlendShares`.
         vocab_size: the largest of the sources'.
 
     Raises:
@@ -487,7 +486,7 @@ class Blend(Samples):
         self.vocab_size = max(source.vocab_size for source in sources)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """Samples `numbers` of the run, all but ``rows``; so a blend can be a source of another."""
+        """All leaves but ``rows``; so a blend can be a source of another."""
         sources, own = self.mixture.at(numbers)
         found: dict[str, torch.Tensor] = {}
         for source in np.unique(sources):
@@ -500,9 +499,8 @@ class Blend(Samples):
         return found
 
     def positions(self, samples: int) -> dict[str, int]:
-        """How many of the first `samples` samples of a run came from each source, by its name.
-
-        Sources of the same name are added up.
+        """Samples from each source among the first `samples` of a run, by name; equal names are
+        added up.
         """
         return {name: int(entry["samples"]) for name, entry in self.progress(samples).items()}
 
@@ -615,27 +613,20 @@ def split_documents(num_documents: int, weights: str | Sequence[float | str]) ->
 
 
 def split(file: TokenFile, weights: str | Sequence[float | str]) -> dict[str, DocumentRange]:
-    """The parts of a file by the rule of `split_documents`; nothing is read or copied.
-
-    Raises:
-        ValueError: what `split_documents` raises.
+    """The parts of a file by the rule, and with the errors, of `split_documents`; nothing is
+    copied.
     """
     found = split_documents(file.num_documents, weights)
     return {name: DocumentRange(file, documents, name) for name, documents in found.items()}
 
 
 class DocumentRange:
-    """Some documents of a file that lie side by side, as a `TokenFile` of their own.
+    """Neighbouring documents of a file, as a `TokenFile` of their own.
 
     Args:
-        file: what has them.
+        file: that has them.
         documents: which.
-        name: their name in errors, beside the path of the file.
-
-    Attributes:
-        documents: as given.
-        path: the file's, and the name in brackets.
-        dtype, num_tokens, num_documents: as of any `TokenFile`.
+        name: of these in errors, in brackets behind the path of the file.
     """
 
     def __init__(self, file: TokenFile, documents: range, name: str):
@@ -650,11 +641,7 @@ class DocumentRange:
         return DocumentRange, (self._file, self.documents, self._name)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """The tokens from `start` on, ``[length]``, counted from the first document's.
-
-        Raises:
-            IndexError: there are not as many.
-        """
+        """The tokens from `start` on, ``[length]``, counted from the first document's."""
         check_range(self.path, start, length, self.num_tokens)
         return self._file.read(self._start + start, length)
 

@@ -16,7 +16,7 @@ import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.data.mapped_files import find, raise_listed
-from functron.data.sampling import IGNORED, Samples, check_index, shuffled
+from functron.data.sampling import IGNORED, Samples, check_index, shuffled, stack_leaves
 from functron.data.text_files import describe_surrogate, json_kind, parse_json_line
 from functron.data.token_datasets import check_vocabulary, token_dtype
 from functron.data.tokenizer import Conversation, Tokenizer
@@ -36,11 +36,11 @@ SHAREGPT = {
 
 @dataclass(frozen=True)
 class ChatLine:
-    """A line of a file, read.
+    """A line of a file, read; it has messages or problems.
 
     Attributes:
         where: the file and the line's number, from 1.
-        messages: in order; empty where there are problems.
+        messages: in order.
         tools: those offered to the assistant, for templates that describe them; None: none.
         problems: mistakes in it.
     """
@@ -81,7 +81,7 @@ def read_conversations(files: Sequence[Path]) -> Iterator[ChatLine]:
     - ``conversations``: a list of ``{"from": ..., "value": ...}``, as ShareGPT has them; or
     - ``prompt`` and ``completion``: text of the user and of the assistant, or lists of messages,
 
-    and, if it likes, ``tools``. Other keys are not read.
+    and optionally ``tools``. Other keys are ignored.
     """
     for file in files:
         with file.open("rb") as stream:
@@ -201,7 +201,7 @@ class Chat(Samples):
         vocab_size: one more than the largest id that occurs.
 
     Raises:
-        ValueError: the file cannot be read, lines are no conversations or the template refuses
+        ValueError: the file cannot be read, lines are not conversations or the template refuses
             them, they are too long, or the assistant has no token in any. The first 20 lines at
             fault are listed. Or the tokenizer has no template, or an id is not among the model's.
     """
@@ -278,10 +278,8 @@ class Chat(Samples):
         return np.diff(self._ends) - 1
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of conversation `index` without padding: int64 ``[lengths[index]]``.
-
-        Raises:
-            IndexError: there is no such conversation.
+        """Tokens and targets of conversation `index` without padding: int64 ``[lengths[index]]``
+        each.
         """
         check_index(index, self.num_samples)
         part = slice(int(self._ends[index]), int(self._ends[index + 1]))
@@ -289,11 +287,7 @@ class Chat(Samples):
         return ids[:-1], np.where(self._assistant[part][1:], ids[1:], IGNORED)
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of conversation `index`, int64 ``[seq]`` each.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """Tokens and targets of conversation `index` with padding: int64 ``[seq]`` each."""
         ids, wanted = self.conversation(index)
         tokens = np.full(self.seq, self.pad, np.int64)
         targets = np.full(self.seq, IGNORED, np.int64)
@@ -301,16 +295,12 @@ class Chat(Samples):
         return tokens, targets
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
+        """``tokens`` and ``targets`` int64 ``[rows, seq]``."""
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
-        tokens, targets = zip(*(self.sample(index) for index in order.tolist()), strict=True)
-        return {
-            "tokens": torch.from_numpy(np.stack(tokens)),
-            "targets": torch.from_numpy(np.stack(targets)),
-        }
+        return stack_leaves(("tokens", "targets"), map(self.sample, order.tolist()))
 
     def summary(self, more: str = "") -> str:
-        """The samples, in a few words for the user; `more` is said of the conversations, too."""
+        """As of any `Samples`; `more` is added about the conversations."""
         cut = f", {self.num_cut} cut off" if self.num_cut else ""
         skipped = f", {self.num_skipped} left out" if self.num_skipped else ""
         silent = f", {self.num_silent} with an answer that has no target" if self.num_silent else ""
@@ -345,11 +335,7 @@ def _render_line(
 
 
 class Conversations:
-    """Conversations, whose targets are the assistant's tokens.
-
-    Args:
-        chat: of which `Chat.conversation` is read.
-    """
+    """The conversations of a `Chat` as texts to score, whose targets are the assistant's tokens."""
 
     num_bytes = None
 
@@ -361,5 +347,4 @@ class Conversations:
         return tokens[start : start + length], targets[start : start + length]
 
     def summary(self) -> str:
-        """Their number, in a few words for the user."""
         return self._chat.summary()

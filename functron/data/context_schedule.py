@@ -1,7 +1,7 @@
 """Dynamic context parallelism: over how many ranks, and over which, each document is split.
 
-Split over all ranks, a short document makes chunks of a few tokens, padding, and a journey of keys
-and values around the whole ring that nobody needs. Here long documents are split over as many
+A short document that is split over all ranks makes chunks of a few tokens, padding, and needless
+exchanges of keys and values around the whole ring. Here long documents are split over as many
 ranks as it takes to balance them, and short ones stay whole on one rank (ByteScale, Ge et al. 2025;
 Megatron-LM's hybrid context parallelism). The plan, which ranks have which documents and at which
 cost, follows from the lengths alone: every host that knows them makes the same one.
@@ -28,6 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -65,10 +66,10 @@ class ContextCosts:
         problems = [Problem(k, str(v), "a number, at least 0") for k, v in given if not v >= 0]
         if not problems and not self.linear + self.quadratic:
             problems.append(Problem("linear, quadratic", "0", "one more than 0"))
-        raise_problems("these are no costs", problems)
+        raise_problems("invalid ContextCosts", problems)
 
-    def of(self, pairs: np.ndarray, tokens: np.ndarray, ring_size: int) -> np.ndarray:
-        """The cost of so many visible pairs and tokens, elementwise."""
+    def cost_of(self, pairs: Any, tokens: Any, ring_size: int) -> Any:
+        """The cost of these numbers of visible pairs and tokens, elementwise."""
         return self.quadratic * pairs + self.per_token(ring_size) * tokens
 
     def per_token(self, ring_size: int) -> float:
@@ -78,13 +79,10 @@ class ContextCosts:
 
 @dataclass(frozen=True)
 class ContextPlacement:
-    """Where a document lies.
+    """Where a document of `length` tokens lies: in sample `row`, on `size` ranks of cp from `first`
+    on.
 
-    Attributes:
-        length: its tokens.
-        row: the sample of the batch that it is in.
-        first: the first of its ranks of cp.
-        size: how many ranks it is split over; a divisor of `first`.
+    `size` divides `first`.
     """
 
     length: int
@@ -123,20 +121,20 @@ class ContextPlan:
     @property
     def costs(self) -> tuple[float, ...]:
         """The cost of each rank's documents, without the padding of the rank."""
-        of = self.model.of(np.array(self.pairs), np.array(self.tokens), self.ring_size)
-        return tuple(of.tolist())
+        pairs, tokens = np.array(self.pairs), np.array(self.tokens)
+        return tuple(self.model.cost_of(pairs, tokens, self.ring_size).tolist())
 
     @property
     def time(self) -> float:
         """The time of the slowest rank: all compute `tokens_per_rank` tokens."""
-        places = np.array([self.tokens_per_rank])
-        return float(self.model.of(np.array([max(self.pairs)]), places, self.ring_size)[0])
+        return float(self.model.cost_of(max(self.pairs), self.tokens_per_rank, self.ring_size))
 
     @property
     def imbalance(self) -> float:
         """`time`, over what it would be if all ranks had equal shares and no padding."""
-        total = np.array([sum(self.pairs)]), np.array([sum(x.length for x in self.placements)])
-        return self.time * len(self.pairs) / float(self.model.of(*total, self.ring_size)[0])
+        tokens = sum(x.length for x in self.placements)
+        total = self.model.cost_of(sum(self.pairs), tokens, self.ring_size)
+        return self.time * len(self.pairs) / float(total)
 
     @property
     def padding(self) -> float:
@@ -288,17 +286,17 @@ def schedule(
     _check_arguments(cp, rows, limit, multiple, sizes)
     even = math.lcm(2, multiple)  # two halves
     most = None if limit is None else limit // even * even
-    allowed = sorted(_nest(cp) if sizes is None else set(sizes))
+    allowed = sorted(_list_ring_sizes(cp) if sizes is None else set(sizes))
     _check_lengths(lengths, allowed[-1], cp * rows, most)
     best: tuple | None = None
-    for ring, chosen in _candidates(lengths, allowed, cp * rows, model):
-        for score in _scores(lengths, cp * rows, model, ring):
-            places = _place(
+    for ring, chosen in _propose_sizes(lengths, allowed, cp * rows, model):
+        for score in _make_scores(lengths, cp * rows, model, ring):
+            places = _place_documents(
                 lengths, chosen, [s for s in allowed if s <= ring], cp * rows, most, score
             )
             if places is None:
                 continue
-            plan = _plan(lengths, places, cp, rows, even, model)
+            plan = _make_plan(lengths, places, cp, rows, even, model)
             key = plan.time, plan.ring_size, sum(x.size for x in plan.placements)
             if best is None or key < best[0]:
                 best = key, plan
@@ -310,7 +308,7 @@ def schedule(
     return best[1]
 
 
-def _nest(cp: int) -> list[int]:
+def _list_ring_sizes(cp: int) -> list[int]:
     """cp, its half, ..., and 1: each divides all larger ones, so that groups lie within rings."""
     sizes = [cp]
     while sizes[-1] % 2 == 0:
@@ -318,14 +316,14 @@ def _nest(cp: int) -> list[int]:
     return sizes if sizes[-1] == 1 else [*sizes, 1]
 
 
-def _candidates(
+def _propose_sizes(
     lengths: Sequence[int], allowed: Sequence[int], ranks: int, model: ContextCosts
 ) -> Iterator[tuple[int, list[int]]]:
     """Largest rings, and how many ranks each document might be split over then."""
     n = np.array(lengths, np.int64)
     pairs, seen = n * (n + 1) / 2, set()
     for ring in allowed:
-        whole = model.of(pairs, n, ring)
+        whole = model.cost_of(pairs, n, ring)
         for fraction in _FRACTIONS:
             bound = fraction * whole.sum() / ranks
             chosen = np.full(len(n), ring)
@@ -341,7 +339,7 @@ ContextScore = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """How badly a document suits ranks: their pairs and tokens, and what it adds to each."""
 
 
-def _scores(
+def _make_scores(
     lengths: Sequence[int], ranks: int, model: ContextCosts, ring: int
 ) -> Iterator[ContextScore]:
     """Two scores, as pairs and tokens are to be balanced both: neither is always the best.
@@ -360,7 +358,7 @@ def _scores(
     )
 
 
-def _place(
+def _place_documents(
     lengths: Sequence[int],
     chosen: Sequence[int],
     allowed: Sequence[int],
@@ -390,7 +388,7 @@ def _place(
     return out
 
 
-def _plan(
+def _make_plan(
     lengths: Sequence[int],
     places: Sequence[tuple[int, int]],
     cp: int,
@@ -428,7 +426,7 @@ def _check_arguments(
     if not problems and limit is not None and limit < math.lcm(2, multiple):
         wanted = f"at least {math.lcm(2, multiple)}, two halves and multiple={multiple}"
         problems.append(Problem("limit", str(limit), wanted))
-    known = _nest(cp) if cp >= 1 else []
+    known = _list_ring_sizes(cp) if cp >= 1 else []
     if known and sizes is not None and (not sizes or set(sizes) - set(known)):
         wanted = f"some of {', '.join(map(str, known))}"
         problems.append(Problem("sizes", str(tuple(sizes)), wanted))

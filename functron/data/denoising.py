@@ -38,13 +38,9 @@ from functron.data.tokenizer import TextTokenizer
 class Spans:
     """How many tokens and spans are taken out of every sample: the same numbers of each.
 
-    They are those of T5's code (``random_spans_helper`` and ``random_spans_noise_mask``): of a
-    sample of `length` tokens ``round(length * rate)``, in ``round(hidden / mean)`` spans.
-
-    Attributes:
-        length: tokens of text in a sample.
-        hidden: tokens that are taken out.
-        count: spans that these are.
+    They are those of T5's code (``random_spans_helper`` and ``random_spans_noise_mask``): of the
+    `length` tokens of a sample ``round(length * rate)`` are `hidden`, in ``round(hidden / mean)``
+    spans (`count`).
     """
 
     length: int
@@ -235,9 +231,6 @@ class Transformed(Samples):
         source: to draw from; has `num_samples`.
         transform: makes other samples of those that were drawn.
         vocab_size: a model of the others needs at least as many token ids.
-
-    Attributes:
-        vocab_size: as given.
     """
 
     def __init__(self, source: Any, transform: Transform, vocab_size: int):
@@ -245,11 +238,9 @@ class Transformed(Samples):
 
     @property
     def num_samples(self) -> int:
-        """Samples in an epoch: those of the source."""
         return self._source.num_samples
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, all but ``rows``."""
         return self._transform(self._source.draw(numbers), numbers)
 
     def summary(self) -> str:

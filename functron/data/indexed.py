@@ -76,14 +76,7 @@ def files_of(prefix: str | Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """The places of the parts of an .idx.
-
-    Attributes:
-        dtype: of the tokens.
-        num_sequences: N.
-        num_documents: D.
-        has_modes: whether sequences have modes.
-    """
+    """Where the parts of an .idx are: N sequences, D documents, and modes if there are any."""
 
     dtype: np.dtype
     num_sequences: int
@@ -117,7 +110,7 @@ class IndexLayout:
 
 
 class IndexedFile:
-    """An indexed file, opened: a `functron.data.mapped_files.TokenFile`.
+    """Megatron-LM's indexed file, opened: a `functron.data.mapped_files.TokenFile`.
 
     Opening maps the files, reads some 60 bytes and checks that these, and the sizes of both files,
     agree: it takes as long for 10^9 documents as for one. `verify` reads everything.
@@ -127,9 +120,6 @@ class IndexedFile:
         vocab_size: refuse a file whose dtype cannot hold ids below it; None: take any.
 
     Attributes:
-        path: the prefix, as given.
-        dtype: of the tokens.
-        num_tokens: in all documents together.
         num_documents: D.
         num_sequences: N; Megatron writes one per document unless it splits sentences.
         lengths: int32 ``[N]``: tokens of every sequence.
@@ -192,34 +182,29 @@ class IndexedFile:
         return MappedRows(self.bin_path, self.dtype.newbyteorder("<"), 0, self.num_tokens)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """The tokens from `start` on, ``[length]``: a view of the file.
-
-        Raises:
-            IndexError: there are not as many.
-            OSError: the file was cut short since it was opened.
-        """
+        """A view of the file; OSError where it was cut short since it was opened."""
         check_range(self.path, start, length, self.num_tokens)
         if not self.num_tokens:
             return np.zeros(0, self.dtype)  # no system maps a file without bytes
         return self._tokens.values[start : start + length]
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents begin in the row of all tokens; D begins where the last one ends.
+        """As of any `TokenFile`.
 
         Raises:
-            ValueError: the index is damaged there: one does not begin where the sequence before it
-                ends. The whole index is for `functron.data.verify`.
+            ValueError: the index is damaged there: a document does not begin where the sequence
+                before it ends. `functron.data.verify` checks the whole index.
         """
         found = self.claimed_starts(documents)
         self._check_after(np.asarray(documents, np.int64), found)
         return found
 
     def _check_index(self) -> None:
-        """See that .idx is as long as it was, before what is mapped of it is touched."""
+        """Check that .idx is as long as it was, before what is mapped of it is touched."""
         assert len(self._index.values)
 
     def claimed_starts(self, documents: np.ndarray) -> np.ndarray:
-        """`starts`, as the pointers say it and nothing else."""
+        """`starts` by the pointers alone, without a check."""
         self._check_index()
         sequences = self.documents[np.asarray(documents, np.int64)]
         if not self.num_sequences:
@@ -243,22 +228,14 @@ class IndexedFile:
             _refuse_damage(where, f"document {document} at token {start}", f"at {end}")
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of one document: a view of the file.
-
-        Raises:
-            IndexError: there is no such document.
-        """
+        """The tokens of one document, a view of the file; IndexError without such a document."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"{self.path}: document {index}; wanted 0 to {self.num_documents - 1}")
         start, stop = self.starts(np.array([index, index + 1])).tolist()
         return self.read(start, stop - start)
 
     def sequence(self, index: int) -> np.ndarray:
-        """The tokens of one sequence: a view of the file.
-
-        Raises:
-            IndexError: there is no such sequence.
-        """
+        """The tokens of one sequence, a view of the file; IndexError without such a sequence."""
         if not 0 <= index < self.num_sequences:
             raise IndexError(f"{self.path}: sequence {index}; wanted 0 to {self.num_sequences - 1}")
         self._check_index()
@@ -279,12 +256,10 @@ class IndexedFile:
         return self.documents[after] == ends
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        """The documents that tokens are in: int64, the shape of `offsets`; some log2 D reads each.
+        """As of any `TokenFile`; some log2 D reads each.
 
         Raises:
-            IndexError: there are no such tokens.
-            ValueError: the index is damaged where it was read: a token is in no document. The whole
-                of it is for `functron.data.verify`.
+            ValueError: the index is damaged where it was read: a token is in no document.
         """
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         # of documents that begin at the same token, only the last is not empty
@@ -293,7 +268,7 @@ class IndexedFile:
         return found
 
     def _check_inside(self, documents: np.ndarray, offsets: np.ndarray) -> None:
-        """Check by lengths, at which the bisection of pointers does not look, what it found."""
+        """Check the documents that a bisection of pointers found against the lengths."""
         if not documents.size:
             return
         last = np.clip(self.documents[documents + 1] - 1, 0, self.num_sequences - 1)
@@ -309,7 +284,7 @@ class IndexedFile:
 
 
 def _refuse_damage(where: str, got: str, wanted: str) -> None:
-    fix = "copy it or write it again; functron.data.verify says all that is wrong with it"
+    fix = "copy it or write it again; functron.data.verify lists all mistakes in it"
     refuse("a damaged index", where, got, wanted, fix)
 
 
@@ -369,9 +344,7 @@ def _size_problem(idx: Path, size: int, layout: IndexLayout) -> Problem:
 def mistakes_in(file: IndexedFile, vocab_size: int | None, allow_empty: bool) -> Iterator[Problem]:
     """Every length, pointer, document index and token of an indexed file that cannot be.
 
-    Sequences must stand in .bin one after another without gaps, documents must be in order, ids at
-    least 0 and below `vocab_size`; see `functron.data.verify`, which asks. Reads everything once, a
-    few MB at a time.
+    See `functron.data.verify`, which asks. Reads everything once, a few MB at a time.
     """
     problem = None
     if vocab_size is not None:
@@ -438,8 +411,7 @@ class IndexedWriter:
         overwrite: replace what is there.
 
     Attributes:
-        num_tokens: written so far.
-        num_documents: likewise.
+        num_tokens, num_documents: written so far.
 
     Raises:
         ValueError: the format has no such dtype, it is too small for the vocabulary, or there is
@@ -516,21 +488,13 @@ class IndexedWriter:
         self._write(ids, np.asarray(lengths, np.int64), np.array([len(lengths)]), modes)
 
     def extend(self, tokens: np.ndarray | Sequence[int], lengths: Sequence[int]) -> None:
-        """Write documents of one sequence each, whose tokens stand one after another.
-
-        Raises:
-            ValueError: as `add`.
-        """
+        """Write documents of one sequence each, one after another; errors are those of `add`."""
         sizes = np.asarray(lengths, np.int64)
         present = sizes > 0  # documents without tokens have no sequence either
         self._write(np.asarray(tokens), sizes[present], present.astype(np.int64), None)
 
     def append(self, file: IndexedFile) -> None:
-        """Write all documents of another file after those that are there.
-
-        Raises:
-            ValueError: it has another dtype, or modes where this one has none, or the other way.
-        """
+        """Write all documents of another file; ValueError unless dtype and modes are the same."""
         problems = []
         if file.dtype != self.dtype:
             got, fix = file.dtype.name, "merge files of one dtype"
@@ -564,7 +528,7 @@ class IndexedWriter:
         counts: np.ndarray,
         modes: Sequence[int] | None,
     ) -> None:
-        """Write ``len(counts)`` documents, of so many sequences each."""
+        """Write documents; `counts` are the numbers of their sequences."""
         raise_problems(_CANNOT_WRITE, self._problems(tokens, lengths, counts, modes))
         self._bin.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
         self._lengths.write(lengths.astype("<i4").tobytes())

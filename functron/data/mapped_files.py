@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,8 @@ SpecialTokens = Literal["text", "parse"]
 
 @dataclass(frozen=True)
 class TextRules:
-    """By what rules text becomes tokens: where it begins and ends, and what special tokens are.
+    """The rules by which text becomes tokens: where it begins and ends, and what special tokens
+    are.
 
     BOS are the ids that the tokenizer itself puts before a text (`TextTokenizer.begin`): ``<s>``,
     ``<|begin_of_text|>``, ``[CLS]``, or none. EOS is its end of text. What it puts after a text by
@@ -57,9 +58,9 @@ class TextRules:
     Attributes:
         special_tokens: ``text`` or ``parse``.
         prepend_bos: False: without the BOS, everywhere.
-        version: 2. 1 has the rules that were before these, for what began by them: documents have
-            no BOS, names of special tokens are parsed by a tokenizer.json, and by no other kind,
-            and a token is the assistant's by its first character alone.
+        version: 2. Runs and data from before it keep version 1: documents have no BOS, names of
+            special tokens are parsed by a tokenizer.json, and by no other kind, and a token is the
+            assistant's by its first character alone.
     """
 
     special_tokens: SpecialTokens = "text"
@@ -121,10 +122,8 @@ OLD_RULES = TextRules(version=1)
 
 
 class SpecialNames:
-    """The names of special tokens, found in text: the longest one where several begin.
-
-    Args:
-        ids: by the names.
+    """The names of special tokens, with their ids, found in text: the longest one where several
+    begin.
     """
 
     def __init__(self, ids: Mapping[str, int]):
@@ -231,11 +230,7 @@ class MappedRows:
 
     @property
     def values(self) -> np.ndarray:
-        """All of the numbers, ``[count]``; not to be written to.
-
-        Raises:
-            OSError: the file was cut short since it was opened.
-        """
+        """All of the numbers, ``[count]``, read-only; OSError where the file was cut short."""
         self._check(self._map.size())
         return self._values
 
@@ -271,14 +266,7 @@ def require_package(package: str, extra: str, title: str, wanted: str) -> None:
 
 
 class FilePart(NamedTuple):
-    """Numbers in a file.
-
-    Attributes:
-        path: the file.
-        dtype: of the numbers.
-        offset: where they begin, in bytes.
-        count: how many there are.
-    """
+    """`count` numbers in a file, from byte `offset` on."""
 
     path: Path
     dtype: np.dtype
@@ -392,19 +380,16 @@ def python_text() -> tuple[Path | bytes, ...]:
     return (english.encode(), *files)
 
 
-def _walk(root: Path, skipped: set[str] | frozenset[str] = frozenset()) -> list[Path]:
+def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
     """Regular files under `root`, except hidden ones and those under folders named in `skipped`."""
-    found = []
-    with os.scandir(root) as entries:
-        for entry in entries:
-            if entry.name[0] == ".":
-                continue
-            # a link may lead in a circle, which the entry itself would raise for
-            if Path(entry).is_file() if entry.is_symlink() else entry.is_file():
-                found.append(Path(entry))
-            elif entry.name not in skipped and entry.is_dir(follow_symlinks=False):
-                found += _walk(Path(entry), skipped)
-    return found
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, below, names in os.walk(root, onerror=fail):
+        below[:] = [name for name in below if name[0] != "." and name not in skipped]
+        found = (Path(folder, name) for name in names if name[0] != ".")
+        yield from (file for file in found if file.is_file())
 
 
 def _is_text(file: Path) -> bool:
@@ -488,7 +473,7 @@ def checked_offsets(path: Path, offsets: np.ndarray, num_tokens: int) -> np.ndar
 def refuse_order(path: Path, start: int, stop: int) -> NoReturn:
     """Raise ValueError for documents that do not follow one another between two tokens."""
     got = f"documents that do not begin one after another, between tokens {start} and {stop}"
-    fix = "copy it or make it again; functron.data.verify says what is wrong with an index"
+    fix = "copy it or make it again; functron.data.verify lists the mistakes in an index"
     refuse(
         "a damaged index of documents",
         f"data {path}",
@@ -499,10 +484,8 @@ def refuse_order(path: Path, start: int, stop: int) -> NoReturn:
 
 
 def check_ids(path: Path, tokens: np.ndarray, start: int, vocab_size: int | None) -> None:
-    """Check that `tokens`, those from `start` on of the row of all, are ids below `vocab_size`.
-
-    Raises:
-        ValueError: one of them is not; None: any are.
+    """Raise ValueError unless `tokens`, those from `start` on, are ids below `vocab_size` (None:
+    any).
     """
     if vocab_size is None or not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocab_size:
         return
@@ -556,11 +539,7 @@ def dtype_problem(where: str, dtype: np.dtype, vocab_size: int) -> Problem | Non
 
 
 def check_dtype(where: str, dtype: np.dtype, vocab_size: int | None) -> None:
-    """Check that `dtype` holds ids below `vocab_size` (None: any).
-
-    Raises:
-        ValueError: it is too small, or not of integers.
-    """
+    """Raise ValueError unless `dtype` holds the integers below `vocab_size` (None: any)."""
     problem = None if vocab_size is None else dtype_problem(where, dtype, vocab_size)
     raise_problems("dtype too small for the vocabulary", [problem] if problem else [])
 

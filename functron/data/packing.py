@@ -34,7 +34,14 @@ from functron.data.mapped_files import (
     raise_listed,
     refuse_order,
 )
-from functron.data.sampling import Samples, check_index, rounded_up, shuffled, shuffled_blocks
+from functron.data.sampling import (
+    Samples,
+    check_index,
+    rounded_up,
+    shuffled,
+    shuffled_blocks,
+    stack_leaves,
+)
 
 LEAVES = ("tokens", "targets", "positions", "segments")
 """The leaves of a packed batch, in the order of the rows of `entries`."""
@@ -94,7 +101,7 @@ def pack(
         kept.sort(key=lambda i: -lengths[i])  # stable: equal ones stay in order
     rooms = {i: rounded_up(lengths[i], multiple) for i in kept}
     samples = []
-    for indices in _first_fit(kept, rooms, seq):
+    for indices in _pack_first_fit(kept, rooms, seq):
         rest = seq - sum(rooms[i] for i in indices)
         rooms[indices[-1]] += rest
         pieces = [entries(documents[i][: lengths[i]], i, rooms[i], pad) for i in indices]
@@ -135,7 +142,7 @@ def balance(
         ValueError: the batch is not packed, its documents are torn apart or out of order, or `seq`
             is too small or no multiple.
     """
-    found = _rows_of_documents(batch, cp)
+    found = _split_documents(batch, cp)
     chunks = 2 * cp
     needed = max(sum(rounded_up(x.shape[1], chunks) for x in row) for row in found)
     length = needed if seq is None else seq
@@ -147,7 +154,7 @@ def balance(
     for row in found:
         rooms = [rounded_up(x.shape[1], chunks) for x in row]
         rooms[-1] += length - sum(rooms)
-        shares = [zigzag(_longer(x, n, pad), cp) for x, n in zip(row, rooms, strict=True)]
+        shares = [zigzag(_extend_document(x, n, pad), cp) for x, n in zip(row, rooms, strict=True)]
         early = [[both[rank][0] for both in shares] for rank in range(cp)]
         late = [[both[rank][1] for both in shares] for rank in range(cp)]
         samples.append(np.concatenate([x for r in range(cp) for x in early[r] + late[r]], 1))
@@ -174,9 +181,10 @@ def zigzag(document: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray
 
 def as_batch(samples: Sequence[np.ndarray], rows: Tensor | None = None) -> dict[str, Tensor]:
     """A batch of samples ``[4, seq]`` as `entries` makes them; `rows` count from 0 if None."""
-    stacked = np.stack(samples, 1)
-    out = {name: torch.from_numpy(x.copy()) for name, x in zip(LEAVES, stacked, strict=True)}
-    return {**out, "rows": torch.arange(len(samples)) if rows is None else rows}
+    return {
+        **stack_leaves(LEAVES, samples),
+        "rows": torch.arange(len(samples)) if rows is None else rows,
+    }
 
 
 def check_documents(documents: Sequence[np.ndarray]) -> None:
@@ -191,7 +199,7 @@ def check_documents(documents: Sequence[np.ndarray]) -> None:
             problems.append(Problem(f"documents[{i}]", "no tokens", "at least 1", fix))
     if not len(documents):
         problems.append(Problem("documents", "none", "at least 1"))
-    raise_listed("these are no documents", problems)
+    raise_listed("invalid documents", problems)
 
 
 def _check_arguments(seq: int, multiple: int, overlong: str) -> None:
@@ -206,7 +214,9 @@ def _check_arguments(seq: int, multiple: int, overlong: str) -> None:
     raise_problems("cannot pack", problems)
 
 
-def _first_fit(order: Sequence[int], rooms: Mapping[int, int], seq: int) -> Iterator[list[int]]:
+def _pack_first_fit(
+    order: Sequence[int], rooms: Mapping[int, int], seq: int
+) -> Iterator[list[int]]:
     """Which documents go into each sample: each into the first that has room for it.
 
     A tree whose nodes know the largest gap below them finds that sample in log steps.
@@ -225,7 +235,7 @@ def _first_fit(order: Sequence[int], rooms: Mapping[int, int], seq: int) -> Iter
     return (indices for indices in samples if indices)
 
 
-def _longer(document: np.ndarray, room: int, pad: int) -> np.ndarray:
+def _extend_document(document: np.ndarray, room: int, pad: int) -> np.ndarray:
     """A document ``[4, n]`` with padding that continues it."""
     rest = np.empty((len(LEAVES), room - document.shape[1]), np.int64)
     rest[_TOKENS], rest[_TARGETS] = pad, IGNORED
@@ -234,7 +244,7 @@ def _longer(document: np.ndarray, room: int, pad: int) -> np.ndarray:
     return np.concatenate([document, rest], 1)
 
 
-def _rows_of_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.ndarray]]:
+def _split_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.ndarray]]:
     """Of every sample its documents, ``[4, n]`` each."""
     problems = [
         Problem(f"batch[{name!r}]", "nothing", "int64 [samples, seq]", "make it with pack")
@@ -262,10 +272,7 @@ def _rows_of_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.nda
 
 
 class Rooms:
-    """Samples by how much room is left in them.
-
-    Finding one takes a bisection of the different rooms that there are.
-    """
+    """Samples by how much room is left in them, which a bisection of the different rooms finds."""
 
     def __init__(self):
         self._rooms: list[int] = []
@@ -284,13 +291,13 @@ class Rooms:
 
         Of several with as much room the last that was added; None where there is no such sample.
         """
-        return self._take(bisect_left(self._rooms, length))
+        return self._take_sample(bisect_left(self._rooms, length))
 
     def largest(self) -> tuple[int, int] | None:
         """Take out a sample with the most room, and its room; None where all are full."""
-        return self._take(max(len(self._rooms) - 1, 0))
+        return self._take_sample(max(len(self._rooms) - 1, 0))
 
-    def _take(self, place: int) -> tuple[int, int] | None:
+    def _take_sample(self, place: int) -> tuple[int, int] | None:
         if place >= len(self._rooms):
             return None
         room = self._rooms[place]
@@ -329,8 +336,7 @@ class Filled:
     """Samples without any room left, made of pieces of a row of tokens.
 
     Attributes:
-        begins: int64 ``[pieces]``: where each begins in the row, increasing within a sample.
-        lengths: int64 ``[pieces]``.
+        begins, lengths: int64 ``[pieces]``, of each piece in the row; increasing within a sample.
         first: int64 ``[samples + 1]``: the first piece of each sample; the last one's end.
     """
 
@@ -361,7 +367,7 @@ def fill(begins: np.ndarray, samples: int, seq: int) -> Filled:
     starts = np.repeat(begins, whole) + seq * (np.arange(number) - before)
     order = np.argsort(-rest, kind="stable")
     order = order[: np.count_nonzero(rest)]
-    pieces = _fit(rest[order].tolist(), samples - number, seq)
+    pieces = _fill_rooms(rest[order].tolist(), samples - number, seq)
     which, skipped, sizes, where = np.array(pieces, np.int64).reshape(-1, 4).T
     inside = order[which]
     starts = np.concatenate([starts, begins[inside] + seq * whole[inside] + skipped])
@@ -376,7 +382,7 @@ def fill(begins: np.ndarray, samples: int, seq: int) -> Filled:
     return Filled(starts[order], sizes[order], first)
 
 
-def _fit(lengths: Sequence[int], samples: int, seq: int) -> list[tuple[int, int, int, int]]:
+def _fill_rooms(lengths: Sequence[int], samples: int, seq: int) -> list[tuple[int, int, int, int]]:
     """Fill samples with pieces, given longest first: which, how much of it before, length, sample.
 
     The lengths add up to ``samples * seq``.
@@ -415,13 +421,12 @@ class PackedTokens(Samples):
     """A file of tokens, packed best-fit into samples of `seq` tokens and shuffled in every epoch.
 
     The row of all tokens is cut into blocks of some 2^22 tokens, and the documents of a block fill
-    its samples by `functron.data.packing.fill`: of all documents that are no longer than a
-    sample, few are cut. An epoch has every token once but the last ``num_tokens % seq``, of
-    which there is no whole sample. Which tokens are in a sample follows from its block alone, and
-    which sample comes when is arithmetic (`functron.data.sampling.shuffled_blocks`): there is no
-    index of samples, and nothing is read but the documents of some blocks and the tokens of each
-    batch, whatever the size of the file. Kept are some 20 bytes for each piece of the last 16
-    blocks.
+    its samples by `functron.data.packing.fill`: few documents no longer than a sample are cut. An
+    epoch has every token once but the last ``num_tokens % seq``, of which there is no whole sample.
+    Which tokens are in a sample follows from its block alone, and which sample comes when is
+    arithmetic (`functron.data.sampling.shuffled_blocks`): there is no index of samples. Only the
+    documents of some blocks and the tokens of each batch are read, whatever the size of the file;
+    some 20 bytes for each piece of the last 16 blocks are kept.
 
     Attention sees a token's own document alone: batches are packed ones
     (`functron.data.packing`). As in `TokenWindows` positions count from 0 where a document begins
@@ -433,15 +438,12 @@ class PackedTokens(Samples):
         seq: tokens per sample.
         seed: selects the order of the samples.
         vocab_size: how many ids the model has; None: any.
-        block: samples of a block, which are packed together; None: of 2^22 tokens, but from 64 to
-            2048. More of them cut fewer documents.
+        block: samples of a block, of which the last may have fewer; None: of 2^22 tokens, but from
+            64 to 2048. More of them cut fewer documents.
 
     Attributes:
-        seq: tokens per sample.
-        block: samples of a block; the last may have fewer.
         num_samples: samples in an epoch.
-        num_tokens: tokens in the whole file.
-        num_documents: documents that it is made of.
+        num_tokens, num_documents: in the whole file.
         vocab_size: of the model, or 0: what ids there are is not known without reading all.
 
     Raises:
@@ -472,37 +474,28 @@ class PackedTokens(Samples):
         self._packed: dict[int, tuple[Filled, np.ndarray]] = {}
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, as `Samples.draw`.
-
-        Returns:
-            ``tokens``, ``targets``, ``positions`` and ``segments``, the numbers of documents in the
-            sample from 0: int64 ``[rows, seq]`` each.
-
-        Raises:
-            ValueError: a token is no id of the model.
+        """``tokens``, ``targets``, ``positions`` and ``segments``, the numbers of documents in the
+        sample from 0: int64 ``[rows, seq]`` each; ValueError where a token is no id of the model.
         """
         rows = np.empty((len(LEAVES), len(numbers), self.seq), np.int64)
         places = np.asarray(numbers, np.int64)
         order = shuffled_blocks(places, self.num_samples, self.block, TOGETHER, self.seed)
         for row, index in enumerate(order.tolist()):
-            self._write(rows[:, row], index)
+            self._write_sample(rows[:, row], index)
         return {name: torch.from_numpy(x) for name, x in zip(LEAVES, rows, strict=True)}
 
     def pieces(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The pieces of sample `index`.
+        """The pieces of sample `index`; IndexError without such a sample.
 
         Returns:
-            Where its pieces begin in the row of all tokens, int64; their lengths, int64; and
-            whether their documents go on after them, bool.
-
-        Raises:
-            IndexError: there is no such sample.
+            Where they begin in the row of all tokens and their lengths, int64, and whether their
+            documents go on after them, bool.
         """
         check_index(index, self.num_samples)
         block, inside = divmod(index, self.block)
         found = self._packed.get(block)
         if found is None:
-            found = self._pack(block)
+            found = self._pack_block(block)
             # a new dict each time, so that threads may share it
             kept = list(self._packed.items())[1 - TOGETHER :]
             self._packed = dict([*kept, (block, found)])
@@ -511,7 +504,7 @@ class PackedTokens(Samples):
         begins = filled.begins[mine] + block * self.block * self.seq
         return begins, filled.lengths[mine], goes_on[mine]
 
-    def _pack(self, block: int) -> tuple[Filled, np.ndarray]:
+    def _pack_block(self, block: int) -> tuple[Filled, np.ndarray]:
         """A block's pieces, and whether their documents go on after them."""
         samples = min(self.block, self.num_samples - block * self.block)
         start, length = block * self.block * self.seq, samples * self.seq
@@ -525,26 +518,21 @@ class PackedTokens(Samples):
         ends = filled.begins + filled.lengths
         return filled, edges[np.searchsorted(edges, ends)] != ends
 
-    def _write(self, sample: np.ndarray, index: int) -> None:
+    def _write_sample(self, sample: np.ndarray, index: int) -> None:
         """Write sample `index` into ``[4, seq]``, the `LEAVES`."""
         tokens, targets, positions, segments = sample
         begins, lengths, goes_on = self.pieces(index)
         at = 0
-        pieces = list(zip(begins.tolist(), lengths.tolist(), goes_on.tolist(), strict=True))
+        pieces = zip(begins.tolist(), lengths.tolist(), goes_on.tolist(), strict=True)
         for begin, length, more in pieces:
             end = at + length
             found = self._file.read(begin, length + more)
+            check_ids(self._file.path, found, begin, self._most)
             tokens[at:end], targets[at : end - 1] = found[:length], found[1:length]
             targets[end - 1] = found[length] if more else IGNORED
             at = end
         segments[:] = np.repeat(np.arange(len(lengths)), lengths)
         positions[:] = np.arange(self.seq) - (np.cumsum(lengths) - lengths)[segments]
-        if self._most is not None:
-            ids = np.concatenate([tokens, targets[targets != IGNORED]])
-            if not 0 <= ids.min() <= ids.max() < self._most:
-                for begin, length, more in pieces:  # which of them it is
-                    found = self._file.read(begin, length + more)
-                    check_ids(self._file.path, found, begin, self._most)
 
     def summary(self) -> str:
         return f"{describe_file(self._file)}, packed into {self.num_samples:,} samples"
@@ -557,18 +545,17 @@ class PackedChat(Samples):
     fits into: which ones share a sample is the same in every epoch. Attention sees a token's own
     conversation alone and positions count from 0 in each, so that every target has the loss that it
     has in a sample of its own. A step has as many more targets as its samples have more
-    conversations; losses are means over targets. What couples the tokens of a sequence, such as
-    balance losses of experts, couples those of a sample. Padding continues the last conversation
+    conversations; losses are means over targets. Losses that couple the tokens of a sequence, such
+    as balance losses of experts, couple those of a sample. Padding continues the last conversation
     of a sample, which does not see what comes after it.
 
     Args:
-        chat: the conversations, all in memory; what is too long has been cut or dropped there.
+        chat: the conversations, all in memory; those that are too long have been cut or dropped.
 
     Attributes:
         seq: tokens per sample.
         num_samples: samples in an epoch.
-        num_conversations: in all of them together.
-        num_tokens: in all samples, without padding.
+        num_conversations, num_tokens: in all samples, without padding.
         vocab_size: one more than the largest id that occurs.
     """
 
@@ -583,20 +570,12 @@ class PackedChat(Samples):
         self._first = np.cumsum([0, *map(len, samples)])
 
     def conversations(self, index: int) -> np.ndarray:
-        """Which conversations sample `index` has, in their order there: int64.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """The conversations of sample `index`, in order: int64; IndexError without such one."""
         check_index(index, self.num_samples)
         return self._members[self._first[index] : self._first[index + 1]]
 
     def sample(self, index: int) -> np.ndarray:
-        """The tokens, targets, positions and segments of sample `index`: int64 ``[4, seq]``.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
+        """The tokens, targets, positions and segments of sample `index`: int64 ``[4, seq]``."""
         out = np.empty((len(LEAVES), self.seq), np.int64)
         tokens, targets, positions, segments = out
         tokens[:], targets[:] = self._chat.pad, IGNORED
@@ -611,10 +590,8 @@ class PackedChat(Samples):
         return out
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, with the leaves of `PackedTokens.draw`."""
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
-        stacked = np.stack([self.sample(index) for index in order.tolist()], 1)
-        return {name: torch.from_numpy(x) for name, x in zip(LEAVES, stacked, strict=True)}
+        return stack_leaves(LEAVES, map(self.sample, order.tolist()))
 
     def summary(self) -> str:
         share = self.num_tokens / (self.num_samples * self.seq)

@@ -141,14 +141,9 @@ such as the rules by which they were made, has an effect on any text; others are
 
 @dataclass(frozen=True)
 class Progress:
-    """The text that has become tokens so far.
+    """Bytes of text that are tokens by now, of all bytes, and how many tokens these are.
 
-    Attributes:
-        done: bytes of the text that are tokens by now.
-        total: bytes of the text.
-        tokens: how many they are.
-        earlier: how many of them were there when this process began.
-        seconds: since then.
+    `earlier` of the tokens were there when this process began, `seconds` ago.
     """
 
     done: int
@@ -169,10 +164,8 @@ class Summary:
 
     Attributes:
         settings: the options.
-        files: how many the text was in.
-        size: their bytes.
-        documents: how many were written.
-        tokens: in all documents together.
+        files, size: how many files the text was in, and their bytes.
+        documents, tokens: how many were written.
         empty: documents without tokens, left out or kept.
         names: how many names of special tokens were in the text.
         dtype: of the tokens.
@@ -222,12 +215,7 @@ BATCH_TEXTS = 4096
 
 @dataclass(frozen=True)
 class Task:
-    """A chunk, and where its tokens go.
-
-    Attributes:
-        chunk: of the text.
-        part: without endings.
-    """
+    """A chunk of the text, and the path without endings of the part that its tokens become."""
 
     chunk: TextChunk
     part: Path
@@ -235,14 +223,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Counts:
-    """The contents of a part.
-
-    Attributes:
-        documents: those written.
-        tokens: in all of them.
-        empty: documents without tokens.
-        names: names of special tokens in the text.
-    """
+    """Documents and tokens of a part, empty documents, and names of special tokens in its text."""
 
     documents: int
     tokens: int
@@ -251,7 +232,7 @@ class Counts:
 
 
 class Encoder:
-    """Tasks to parts.
+    """Makes the parts of tasks.
 
     Args:
         settings: with the path and the dtype that are meant (`_resolve_settings`).
@@ -315,7 +296,7 @@ def _describe_task(task: Task) -> str:
 
 
 def counts_path(part: Path) -> Path:
-    """The file with the counts of a part; without it there is no part."""
+    """The file with the counts of a part, which is written when the part is finished."""
     return part.with_name(part.name + ".json")
 
 
@@ -377,9 +358,9 @@ BLOCK = 1 << 20
 def assemble(
     settings: PreprocessSettings, dtype: str, parts: Sequence[Path], counts: Counts
 ) -> None:
-    """Make the targets of `settings` of parts, one after another; nothing grows in memory.
+    """Make the targets of `settings` of parts, one after another, in constant memory.
 
-    They are written in the folder of parts, so that nothing is left elsewhere of what is killed.
+    They are written in the folder of parts, so that a killed process leaves nothing elsewhere.
     """
     whole = replace(settings, out=str(settings.parts / "whole"))
     if settings.format == "indexed":
@@ -426,7 +407,7 @@ def run_tasks(
     tasks: Sequence[T],
     name: Callable[[T], str],
 ) -> Generator[tuple[T, R], None, None]:
-    """Tasks with their results as they come in, of `count` processes, or of this one for one.
+    """Run tasks in `count` processes (1: this one), and yield each with its result as it ends.
 
     Closing the iterator ends the processes. They are forked from a server that has this package
     imported and nothing else running, where the system can; each waits at a pipe of its own, so
@@ -434,7 +415,7 @@ def run_tasks(
 
     Args:
         count: at least 1.
-        start: called once in every process, gives what does the tasks; can be pickled.
+        start: called once in every process, gives the function of tasks; can be pickled.
         tasks: in the order in which they are begun.
         name: of a task, for errors when its process dies.
 
@@ -561,12 +542,11 @@ def preprocess(
 ) -> Summary:
     """Make tokens on disk of text: documents in the order of the files, whatever the workers.
 
-    The text is cut into chunks, of which workers make parts in the folder OUT.parts, each finished
-    or not there. When all are, OUT is made of them and gets its name, and the folder goes. So this
-    can be killed at any point and called again: what is finished is not made again, and the files
-    are the same, byte for byte. That needs room for the tokens twice.
-
-    In the end OUT.json records what was made of what; with it, another call finds nothing to do.
+    Workers make chunks of the text into parts in the folder OUT.parts, each of them whole or
+    absent. When all are there, OUT is made of them, and the folder is removed. So this can be
+    killed at any point and called again: what is finished is not made again, and the files are the
+    same, byte for byte. That needs room for the tokens twice. In the end OUT.json records what was
+    made of what; with it, another call finds nothing to do.
 
     Args:
         settings: what and how.
@@ -678,10 +658,10 @@ def _find_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> li
 def _find_complete(
     settings: PreprocessSettings, manifest: Mapping[str, Any], tokenizer: TextTokenizer
 ) -> tuple[Counts, TextRules] | None:
-    """The counts of an earlier, complete result of the same, and its rules; None: there is none.
+    """The counts and the rules of an earlier, complete result of the same; None: there is none.
 
-    What was made before rules were recorded is complete, too, and has those of then: where the
-    usual rules are asked for, or others that make the same of any text.
+    A result from before rules were recorded counts as complete, too, with the rules of that time,
+    if the default rules are asked for, or others that give the same tokens for any text.
 
     Raises:
         ValueError: something else is where the result should go.

@@ -13,7 +13,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,15 +34,12 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     Statistically good, not cryptographic.
 
     Args:
-        indices: integers in ``range(size)``, any shape.
+        indices: integers in ``range(size)``, any shape; another one is a ValueError.
         size: at least 1, at most 2^62.
         key: any integer; its low 64 bits select the permutation.
 
     Returns:
         int64, the shape of `indices`.
-
-    Raises:
-        ValueError: an index outside ``range(size)``.
     """
     values = np.asarray(indices, dtype=np.int64)
     if values.size and not (values.min() >= 0 and values.max() < size <= 2**62):
@@ -50,15 +47,15 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
             f"permute: got indices from {values.min()} to {values.max()}; wanted 0 to {size - 1}"
         )
     base = math.isqrt(max(size - 1, 0)) + 1
-    flat = _pass(values.reshape(-1), base, key)
+    flat = _apply_rounds(values.reshape(-1), base, key)
     outside = np.flatnonzero(flat >= size)
     while outside.size:
-        flat[outside] = _pass(flat[outside], base, key)
+        flat[outside] = _apply_rounds(flat[outside], base, key)
         outside = outside[flat[outside] >= size]
     return flat.reshape(values.shape)
 
 
-def _pass(values: np.ndarray, base: int, key: int) -> np.ndarray:
+def _apply_rounds(values: np.ndarray, base: int, key: int) -> np.ndarray:
     a, b = np.divmod(values.astype(np.uint64), np.uint64(base))
     for index in range(ROUNDS):
         a, b = b, (a + mix(b, key, index) % np.uint64(base)) % np.uint64(base)
@@ -98,10 +95,8 @@ class Gaps:
 
     @classmethod
     def parse(cls, text: str) -> Gaps:
-        """The gaps of ``"40:48 100:116"``: samples 40 to 47, and 100 to 115.
-
-        Raises:
-            ValueError: it is no such text.
+        """The gaps of ``"40:48 100:116"``: samples 40 to 47, and 100 to 115; ValueError for other
+        text.
         """
         words = text.replace(",", " ").split()
         if not all(re.fullmatch(r"\d+:\d+", word) for word in words):
@@ -160,7 +155,7 @@ class Samples(Protocol):
             part: ``(index, count)``: which of how many contiguous parts.
 
         Returns:
-            What `draw` returns, and ``rows`` int64 ``[rows]``, the rows' indices in the global
+            The leaves of `draw`, and ``rows`` int64 ``[rows]``, the rows' indices in the global
             batch.
 
         Raises:
@@ -236,6 +231,12 @@ def drawn(
     return {**samples.draw(gaps.number(first + rows)), "rows": torch.from_numpy(rows)}
 
 
+def stack_leaves(names: Sequence[str], rows: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Leaves int64 ``[rows, seq]`` by name, of samples with as many arrays ``[seq]`` each."""
+    stacked = np.stack([np.asarray(row, np.int64) for row in rows], 1)
+    return {name: torch.from_numpy(x) for name, x in zip(names, stacked, strict=True)}
+
+
 def rounded_up(size: int, multiple: int) -> int:
     """The least multiple that is no less than `size`."""
     return -(-size // multiple) * multiple
@@ -250,13 +251,7 @@ def check_index(index: int, count: int) -> None:
 def rows_of(first: int, global_batch: int, part: tuple[int, int] = (0, 1)) -> np.ndarray:
     """The rows of a global batch that one of its equal, contiguous parts has: int64.
 
-    Args:
-        first: the number of its first sample, from 0.
-        global_batch: rows of all parts together.
-        part: ``(index, count)``: which of how many.
-
-    Raises:
-        ValueError: `count` does not divide `global_batch`, or no such part.
+    Arguments and errors are those of `Samples.batch`; `first` is the number of its first sample.
     """
     index, count = part
     problems = []
@@ -284,44 +279,42 @@ def shuffled(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:
     Returns:
         int64 in ``range(size)``, the shape of `numbers`.
     """
+    return _shuffle_epochs(numbers, size, seed, permute)
+
+
+def _shuffle_epochs(numbers: np.ndarray, size: int, seed: int, shuffle: Callable) -> np.ndarray:
+    """Each epoch of `numbers` by ``shuffle(places, size, key)``, with a key of its own."""
     epochs, within = np.divmod(numbers, size)
     found = np.empty_like(within)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
         # an odd multiplier makes the keys of two (seed, epoch) pairs differ below 2^32 epochs
-        found[chosen] = permute(within[chosen], size, seed * 0x1_0000_0001 + int(epoch))
+        found[chosen] = shuffle(within[chosen], size, seed * 0x1_0000_0001 + int(epoch))
     return found
 
 
 def shuffled_blocks(
     numbers: np.ndarray, size: int, block: int, together: int, seed: int
 ) -> np.ndarray:
-    """As `shuffled`, but of blocks of samples, some of them at a time.
+    """As `shuffled`, but blocks of samples are shuffled, and then the samples of some blocks at a
+    time.
 
     Every epoch takes the blocks in an order of its own, `together` of them at a time, and the
-    samples of those in any order. So what must be known of blocks is needed of few at once, and
-    samples that come together are from as many places.
+    samples of those in any order. So only a few blocks have to be known at once, and samples that
+    come together are from several places.
 
     Args:
-        numbers: from 0, any shape; number n is in epoch ``n // size``.
-        size: how many samples there are.
+        numbers, size, seed: as in `shuffled`.
         block: samples of a block; the last may have fewer.
         together: blocks at a time.
-        seed: selects the orders.
-
-    Returns:
-        int64 in ``range(size)``, the shape of `numbers`.
     """
-    epochs, within = np.divmod(numbers, size)
-    found = np.empty_like(within)
-    for epoch in np.unique(epochs):
-        chosen = epochs == epoch
-        key = seed * 0x1_0000_0001 + int(epoch)
-        found[chosen] = _in_blocks(within[chosen], size, block, together, key)
-    return found
+    shuffle = partial(_shuffle_blocks, block=block, together=together)
+    return _shuffle_epochs(numbers, size, seed, shuffle)
 
 
-def _in_blocks(places: np.ndarray, size: int, block: int, together: int, key: int) -> np.ndarray:
+def _shuffle_blocks(
+    places: np.ndarray, size: int, key: int, *, block: int, together: int
+) -> np.ndarray:
     """The samples at places of one epoch: int64 ``[n]``."""
 
     def drawn(index: int) -> int:
@@ -351,28 +344,26 @@ def _in_blocks(places: np.ndarray, size: int, block: int, together: int, key: in
     return blocks * block + inside - hole * ~others
 
 
+_CANNOT_GROW = "batch sizes cannot grow like this"
+
+
 @dataclass(frozen=True)
 class RampUp:
-    """Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, without its counter.
-
-    A run whose batches were changed half-way has `earlier` ones.
+    """Batch sizes that grow, as Megatron-LM's ``--rampup-batch-size START INCREMENT SAMPLES``.
 
     The batch size goes from `start` to `final` in steps of `increment`, each of which lasts for the
     same number of samples: with n increments, after c samples it is
     ``start + increment * floor(c n / samples)``, and `final` once c is `samples`. A step reads what
     there is before it begins, so that sizes change between steps only, and a size is left out where
-    one step goes beyond all of its samples.
-
-    Which samples a step has follows in closed form, so data order, resuming and changing the mesh
-    stay arithmetic.
+    one step goes beyond all of its samples. Which samples a step has follows in closed form.
 
     Attributes:
         start: the size of the first batches.
         increment: what is added each time.
         samples: over how many samples the size grows.
         final: the size afterwards.
-        earlier: how many steps a run began with, and of what size: ``(steps, size)`` each, in
-            order, whose samples count among those over which the size grows.
+        earlier: the steps that a run began with, whose batches were changed half-way:
+            ``(steps, size)`` each, in order; their samples count among those over which it grows.
 
     Raises:
         ValueError: sizes or steps below 1, a final size that increments do not reach, or fewer
@@ -386,18 +377,15 @@ class RampUp:
     earlier: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
-        problems = list(_problems(self.start, self.increment, self.samples, self.final))
+        names = ("start", "increment", "samples", "final")
+        problems = list(_find_mistakes({name: getattr(self, name) for name in names}))
+        wanted, fix = "at least 1 step of at least 1 sample", "leave out sizes that no step had"
         problems += [
-            Problem(
-                f"earlier[{i}]",
-                f"{steps} steps of {size} samples",
-                "at least 1 step of at least 1 sample",
-                "leave out sizes of which no step was taken",
-            )
+            Problem(f"earlier[{i}]", f"{steps} steps of {size} samples", wanted, fix)
             for i, (steps, size) in enumerate(self.earlier)
             if min(steps, size) < 1
         ]
-        raise_problems("batch sizes cannot grow like this", problems)
+        raise_problems(_CANNOT_GROW, problems)
 
     @cached_property
     def _stages(self) -> tuple[list[int], list[int], list[int]]:
@@ -426,7 +414,7 @@ class RampUp:
         return sizes[bisect.bisect_right(steps, step) - 1]
 
     def batch_size_after(self, samples: int) -> int:
-        """How many samples a step has that begins after so many, as Megatron's calculator has it.
+        """The size of a step that begins after `samples` samples, as in Megatron's calculator.
 
         ``batch_size_after(first_sample(step)) == batch_size(step)``, but of `earlier` steps; after
         any other number of samples it is what comes next.
@@ -477,11 +465,7 @@ class RampUp:
 
 
 def parse_earlier(text: str) -> tuple[tuple[int, int], ...]:
-    """The ``(steps, size)`` of ``"6x4 10x8"``: 6 steps of 4 samples, and 10 of 8.
-
-    Raises:
-        ValueError: it is no such text.
-    """
+    """The ``(steps, size)`` of ``"6x4 10x8"``: 6 steps of 4 samples, 10 of 8; else ValueError."""
     words = text.replace(",", " ").split()
     if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", word) for word in words):
         wanted = "steps and their samples, such as 6x4 10x8"
@@ -510,36 +494,30 @@ def parse_ramp_up(text: str, final: int, earlier: str = "") -> RampUp:
         part = max(final // 4, 1)
         fix = f'write --ramp-up "{part} {part} 1000", or leave it out'
         wanted = "three whole numbers: START INCREMENT SAMPLES"
-        refuse("batch sizes cannot grow like this", "ramp_up", repr(text), wanted, fix)
+        refuse(_CANNOT_GROW, "ramp_up", repr(text), wanted, fix)
     start, increment, samples = map(int, words)
     if text.strip():
-        names = [f"ramp_up={text!r}: {name}" for name in ("START", "INCREMENT", "SAMPLES")]
-        problems = list(_problems(start, increment, samples, final, (*names, "global_batch")))
-        raise_problems("batch sizes cannot grow like this", problems)
+        given = {"START": start, "INCREMENT": increment, "SAMPLES": samples}
+        named = {f"ramp_up={text!r}: {name}": value for name, value in given.items()}
+        raise_problems(_CANNOT_GROW, _find_mistakes({**named, "global_batch": final}))
     return RampUp(start, increment, samples, final, parse_earlier(earlier))
 
 
-def _problems(
-    start: int,
-    increment: int,
-    samples: int,
-    final: int,
-    names: Sequence[str] = ("start", "increment", "samples", "final"),
-) -> Iterator[Problem]:
-    """The mistakes of a ramp whose four numbers have these names."""
-    values = (start, increment, samples, final)
+def _find_mistakes(numbers: Mapping[str, int]) -> Iterator[Problem]:
+    """The mistakes of the start, increment, samples and final size of a ramp, by their names."""
     small = [
         Problem(name, repr(value), "a whole number of at least 1")
-        for name, value in zip(names, values, strict=True)
+        for name, value in numbers.items()
         if not isinstance(value, int) or value < 1
     ]
     yield from small
     if small:
         return
+    (_, start), (_, increment), (of_samples, samples), (of_final, final) = numbers.items()
     grown = final - start
     if grown < 0 or grown % increment:
         fix = f"set it to {start + max(0, round(grown / increment)) * increment}"
-        yield Problem(names[3], str(final), f"{start} and a multiple of {increment}", fix)
+        yield Problem(of_final, str(final), f"{start} and a multiple of {increment}", fix)
     elif samples < grown // increment:
         wanted = f"at least the {grown // increment} increments"
-        yield Problem(names[2], str(samples), wanted, f"set it to {grown // increment} or more")
+        yield Problem(of_samples, str(samples), wanted, f"set it to {grown // increment} or more")

@@ -84,8 +84,6 @@ class Shards:
     Attributes:
         path: of the first.
         files: all of them.
-        dtype: of the tokens.
-        num_tokens: in all of them.
 
     Raises:
         ValueError: a file is missing, empty, cut off, or no file of tokens; dtypes differ or are
@@ -111,11 +109,6 @@ class Shards:
         self.num_tokens = len(self._tokens)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """The tokens from `start` on, ``[length]``; a view where they lie in one file.
-
-        Raises:
-            IndexError: there are not as many.
-        """
         check_range(self.path, start, length, self.num_tokens)
         return self._tokens.read(start, length)
 
@@ -146,21 +139,14 @@ class Shards:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
         return len(self._documents) - 1
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents begin in the row of all tokens: int64; the last ends at `num_tokens`."""
         return self._documents[np.asarray(documents, np.int64)]
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
         wanted = checked_offsets(self.path, offsets, self.num_tokens)
         return np.searchsorted(self._documents, wanted, side="right") - 1
-
-
-def documents_path(tokens: Path) -> Path:
-    """Where the table of documents of an .npy file of tokens lies."""
-    return tokens.with_name(tokens.name.removesuffix(".npy") + DOCUMENTS_SUFFIX)
 
 
 def open_tokens(
@@ -304,7 +290,7 @@ def _open_raw(path: Path, dtype: np.dtype | None) -> FilePart | Problem:
 
 
 def _find_table(tokens: Path) -> Path | None:
-    table = documents_path(tokens)
+    table = tokens.with_name(tokens.name.removesuffix(".npy") + DOCUMENTS_SUFFIX)
     return table if tokens.suffix == ".npy" and table.is_file() else None
 
 
@@ -360,13 +346,10 @@ class Provenance:
 
 
 def provenance(paths: Sequence[str | Path]) -> Provenance | None:
-    """The tokenizer of all these tokens; None where one of them has no record of it.
+    """The tokenizer of all these tokens, of paths as `open_tokens` takes them.
 
-    Args:
-        paths: as `functron.data.open_tokens` takes them.
-
-    Raises:
-        ValueError: different tokenizers made them, so that no model can learn from both.
+    None where one of them has no record of it; ValueError where different tokenizers made them, so
+    that no model can learn from both.
     """
     found = {str(path): read_provenance(path) for path in paths}
     known = {path: made for path, made in found.items() if made is not None}
@@ -379,9 +362,7 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
 def rules_of(paths: Sequence[str | Path]) -> TextRules | None:
     """The rules by which all of these tokens were made that record them; None where none does.
 
-    Raises:
-        ValueError: different rules made them, so that no prompt is as both begin; or what
-            `read_provenance` raises.
+    ValueError where they differ, so that no prompt is as both begin, or where a record is wrong.
     """
     made = {str(path): read_provenance(path) for path in paths}
     known = {path: one.rules for path, one in made.items() if one and one.rules.version > 1}
@@ -468,11 +449,7 @@ def _record_path(path: str | Path) -> Path:
 
 
 def _read_record(file: Path) -> dict[str, Any] | None:
-    """The record in a file; None: there is none.
-
-    Raises:
-        ValueError: it is not as it was written.
-    """
+    """The record in a file; None: there is none; ValueError where it is not as it was written."""
     found = read_object(file)
     if found is None:
         return None
@@ -492,12 +469,7 @@ def read_object(file: Path) -> dict[str, Any] | None:
 
 
 def with_checksums(record: Mapping[str, Any], files: Sequence[Path]) -> dict[str, Any]:
-    """The record of tokens, with the sizes and checksums of their files, and one of itself.
-
-    Args:
-        record: as JSON can have it.
-        files: that the record will stand beside; all of them are read.
-    """
+    """A record for JSON, with its own checksum, and the sizes and checksums of `files`."""
     content = {**record, "files": {file.name: _describe_contents(file) for file in files}}
     content = json.loads(json.dumps(content))  # as it will be read
     return {**content, "crc32": tree.json_checksum(content)}
@@ -515,7 +487,7 @@ def _read_checksums(file: Path) -> Iterator[int]:
 
 
 def _find_differences(record: Path) -> Iterator[Problem]:
-    """Where files of tokens are not as the record beside them says."""
+    """Where files of tokens differ from the record beside them."""
     content = _read_record(record)
     if content is None:
         yield Problem(str(record), "damaged contents", "the record as it was written", _AGAIN)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -132,10 +131,8 @@ class DataConfig:
 
     @property
     def batches(self) -> RampUp:
-        """How many samples each step has, and which one is its first.
-
-        Raises:
-            ValueError: `ramp_up` or `earlier_batches` describes no such sizes.
+        """How many samples each step has, and which one is its first; ValueError where it is not
+        clear.
         """
         return parse_ramp_up(self.ramp_up, self.global_batch, self.earlier_batches)
 
@@ -146,10 +143,8 @@ class DataConfig:
 
     @property
     def sample_order(self) -> SampleOrder | None:
-        """The order of an application; None: the arithmetic one.
-
-        Raises:
-            ValueError: `order` names none.
+        """The order of an application; None: the arithmetic one; ValueError where `order` names
+        none.
         """
         if self.order == ARITHMETIC:
             return None
@@ -162,12 +157,9 @@ class DataConfig:
 
 
 class DocumentText(NamedTuple):
-    """One document of a file.
+    """One document of a file: its text, or the problem why it cannot be read.
 
-    Attributes:
-        text: of the document; empty where there is a problem.
-        place: in the file or chunk, for `where`.
-        problem: why it cannot be read; None where it can.
+    `place` is where it is in the file or chunk, for `where`.
     """
 
     text: str
@@ -258,7 +250,6 @@ def _number_lines(lines: Any, place: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines with their ends."""
     rest: list[bytes] = []
     for block in blocks:
         *whole, last = block.split(b"\n")
@@ -364,56 +355,49 @@ def read_parquet(
     import pyarrow
 
     opened = _open_parquet(file, key)
-    counts = _count_rows(opened)
-    last = len(counts) if stop is None else stop
+    last = opened.metadata.num_row_groups if stop is None else stop
+    row = sum(opened.metadata.row_group(group).num_rows for group in range(start))
     for group in range(start, last):
-        row = sum(counts[:group])
+        end = row + opened.metadata.row_group(group).num_rows
         try:
             for batch in opened.iter_batches(ROWS, row_groups=[group], columns=[key]):
-                yield from _read_column(file, key, row, batch.column(0), counts)
+                yield from _read_column(file, key, row, batch.column(0), opened)
                 row += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             got = f"damaged data ({str(error).splitlines()[0]})"
-            place = f"{file}, row group {group}, row {row - sum(counts[:group])} or after"
-            problem = Problem(place, got, "rows of text", "copy or download the file again")
-            yield DocumentText("", row, problem)
+            place = f"{where_in_parquet(file, row, opened)} or after"
+            yield DocumentText("", row, Problem(place, got, "rows of text", _AGAIN))
+        row = end
 
 
-def where_in_parquet(file: Path, place: int) -> str:
+def where_in_parquet(file: Path, place: int, opened: Any = None) -> str:
     """``FILE, row group G, row R``, both from 0, of a row of the file."""
     import pyarrow.parquet
 
-    return _describe_row(file, place, _count_rows(pyarrow.parquet.ParquetFile(file)))
-
-
-def _count_rows(opened: Any) -> list[int]:
-    metadata = opened.metadata
-    return [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-
-
-def _describe_row(file: Path, place: int, counts: list[int]) -> str:
-    ends = list(accumulate(counts, initial=0))
-    group = bisect_right(ends, place) - 1
-    return f"{file}, row group {group}, row {place - ends[group]}"
+    metadata = (opened or pyarrow.parquet.ParquetFile(file)).metadata
+    for group in range(metadata.num_row_groups):
+        if place < (count := metadata.row_group(group).num_rows):
+            break
+        place -= count
+    return f"{file}, row group {group}, row {place}"
 
 
 def _read_column(
-    file: Path, key: str, row: int, column: Any, counts: list[int]
+    file: Path, key: str, row: int, column: Any, opened: Any
 ) -> Iterator[DocumentText]:
     try:
         values = column.to_pylist()
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} in column {key!r}"
-        place = f"{_describe_row(file, row, counts)} or one of the {len(column) - 1} after it"
+        place = f"{where_in_parquet(file, row, opened)} or one of the {len(column) - 1} after it"
         yield DocumentText("", row, Problem(place, got, "UTF-8"))
         return
     for place, text in enumerate(values, row):
         if text is None:
             fix = "leave such rows out when writing the file"
             got = f"null (None or NaN) in column {key!r}"
-            yield DocumentText(
-                "", place, Problem(_describe_row(file, place, counts), got, "text", fix)
-            )
+            at = where_in_parquet(file, place, opened)
+            yield DocumentText("", place, Problem(at, got, "text", fix))
         else:
             yield DocumentText(text, place)
 
@@ -427,8 +411,7 @@ def _open_parquet(file: Path, key: str) -> Any:
         opened = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names in no UTF-8
         got = str(error).splitlines()[0]
-        fix = "copy or download it again"
-        refuse(_NOT_PARQUET, str(file), got, "a Parquet file", fix)
+        refuse(_NOT_PARQUET, str(file), got, "a Parquet file", _AGAIN)
     schema = opened.schema_arrow
     if key not in schema.names:
         got = f"no column {key!r}"
@@ -553,7 +536,6 @@ def _chunk_plain(files: Sequence[Path], chunk_bytes: int) -> Iterator[TextChunk]
 
 
 def _chunk_file(file: Path, kind: TextKind, key: str, chunk_bytes: int) -> Iterator[TextChunk]:
-    """The chunks of one file."""
     if kind == "jsonl":
         size = file.stat().st_size
         if file.name.endswith(COMPRESSED):

@@ -39,6 +39,7 @@ from functron.data.sampling import (
     rounded_up,
     rows_of,
     shuffled,
+    stack_leaves,
 )
 from functron.data.text_files import read_plain
 from functron.data.tokenizer import end_of_text
@@ -60,10 +61,7 @@ class Windows(Samples):
             ``add_extra_token_to_sequence=False``).
 
     Attributes:
-        seq: tokens per sample.
-        extra_token: as given.
-        num_samples: samples in an epoch.
-        num_tokens: tokens in the whole text.
+        num_samples: windows, which are the samples of an epoch.
 
     Raises:
         ValueError: the text is shorter than one sample and its last target.
@@ -99,10 +97,8 @@ class Windows(Samples):
     def sample(self, index: int) -> np.ndarray:
         """The tokens of window `index`, ``[seq + 1]``: `seq` of them and the last one's target.
 
-        Without an extra token that target is -100, which no loss counts.
-
-        Raises:
-            IndexError: there is no such window.
+        Without an extra token that target is -100, which no loss counts. IndexError without such a
+        window.
         """
         check_index(index, self.num_samples)
         if self.extra_token:
@@ -110,14 +106,10 @@ class Windows(Samples):
         return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`: ``tokens``, ``targets`` int64 ``[rows, seq]``."""
-        tokens = np.empty((len(numbers), self.seq), np.int64)
-        targets = np.empty_like(tokens)
+        """``tokens`` and ``targets`` int64 ``[rows, seq]``."""
         order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
-        for row, index in enumerate(order.tolist()):
-            sample = self.sample(index)
-            tokens[row], targets[row] = sample[:-1], sample[1:]
-        return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+        samples = map(self.sample, order.tolist())
+        return stack_leaves(("tokens", "targets"), ((x[:-1], x[1:]) for x in samples))
 
 
 class TextWindows(Windows):
@@ -139,9 +131,7 @@ class TextWindows(Windows):
         vocab_size: how many ids the model has; None: as many as there are.
 
     Attributes:
-        num_tokens: tokens in the whole text.
-        num_documents: files it is made of.
-        num_skipped: files of the folder that were left out.
+        num_documents, num_skipped: files that it is made of, and those of the folder left out.
         num_names: names of special tokens in the text.
         vocab_size: 256 of bytes, or else one more than the largest id in the text.
 
@@ -180,7 +170,6 @@ class TextWindows(Windows):
         super().__init__(len(self._tokens), seq, seed, what=what, unit=unit)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """The tokens from `start` on, ``[length]``: uint8 of bytes, or else uint16 or uint32."""
         return self._tokens.read(start, length)
 
     def summary(self) -> str:
@@ -232,13 +221,10 @@ class TokenWindows(Windows):
             document, or from where the window begins in it. The last token of a document predicts
             nothing.
         middle: rearranges documents to fill in their middles.
-        extra_token: whether the last token of a sample has a target, which is read beyond it; see
-            `Windows`.
+        extra_token: whether the last token of a sample has a target; see `Windows`.
 
     Attributes:
-        mask_documents: as given.
-        num_tokens: tokens in the whole file.
-        num_documents: documents that it is made of.
+        num_documents: in the whole file.
         vocab_size: of the model, or 0: what ids there are is not known without reading all.
 
     Raises:
@@ -277,21 +263,14 @@ class TokenWindows(Windows):
         super().__init__(file.num_tokens, seq, seed, **given)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """The tokens from `start` on, ``[length]``.
-
-        Raises:
-            ValueError: one of them is no id of the model.
-        """
+        """The tokens from `start` on, ``[length]``; ValueError where one is no id of the model."""
         tokens = self._file.read(start, length)
         check_ids(self._file.path, tokens, start, self._most)
         return tokens
 
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """The samples that come as `numbers`, as `Samples.draw`.
-
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, seq]``, and with `mask_documents` so are
-            ``positions`` and ``segments``, the numbers of documents in the sample.
+        """``tokens`` and ``targets`` int64 ``[rows, seq]``, and with `mask_documents` also
+        ``positions`` and ``segments``, the numbers of documents in the sample.
         """
         if self._middle is None and not self.mask_documents:
             return super().draw(numbers)
@@ -324,10 +303,9 @@ class TokenWindows(Windows):
         return [x[np.diff(x, append=self.seq + 1) > 0] for x in found]
 
     def _check_order(self, starts: np.ndarray, counts: np.ndarray, places: np.ndarray) -> None:
-        """Check that so many documents begin in each window, one after another, at `places`.
+        """Raise ValueError for an index that is damaged.
 
-        Raises:
-            ValueError: the index is damaged.
+        So many documents have to begin in each window, one after another, at `places`.
         """
         window = np.repeat(np.arange(len(starts)), np.maximum(counts, 0))
         within = places - starts[window]
@@ -364,11 +342,7 @@ def token_dtype(tokenizer: TextTokenizer) -> type:
 
 
 def check_vocabulary(needed: int, vocab_size: int | None) -> None:
-    """Check that a model with `vocab_size` ids (None: any) has the `needed` ones.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Raise ValueError unless a model with `vocab_size` ids (None: any) has the `needed` ones."""
     if vocab_size is not None and needed > vocab_size:
         got = f"token ids up to {needed - 1}"
         fix = f"set gpt.vocab_size to {needed} or more, or use the model's own tokenizer"
@@ -404,9 +378,6 @@ class MockTokens:
         document: tokens of each document; the last may have fewer.
         seed: selects the tokens.
 
-    Attributes:
-        path, dtype, num_tokens, num_documents: as of any `TokenFile`.
-
     Raises:
         ValueError: a size below 1.
     """
@@ -421,17 +392,11 @@ class MockTokens:
         self._vocab_size, self._document, self._seed = vocab_size, document, seed
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """The tokens from `start` on, ``[length]``.
-
-        Raises:
-            IndexError: there are not as many.
-        """
         check_range(self.path, start, length, self.num_tokens)
         places = np.arange(start, start + length, dtype=np.int64).astype(np.uint64)
         return (mix(places, self._seed, 0) % np.uint64(self._vocab_size)).astype(self.dtype)
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents begin: int64; the one after the last begins at the end."""
         return np.minimum(np.asarray(documents, np.int64) * self._document, self.num_tokens)
 
     def documents_of(self, offsets: np.ndarray) -> np.ndarray:
@@ -466,10 +431,9 @@ class Texts(Protocol):
 class Documents:
     """Files of text, each as its tokens: bytes, or what a tokenizer gives.
 
-    Of a tokenizer these are the tokens of the text with its BOS before them, if it has one, as
-    ``functron sample`` reads a prompt (`functron.data.mapped_files.TextRules`); unlike in training
-    nothing is put after them, and what is before them is no target. All of the text is tokenised
-    when this is made.
+    With a tokenizer, its BOS, if it has one, stands before the tokens of a text and is no target,
+    as ``functron sample`` reads a prompt (`functron.data.mapped_files.TextRules`); nothing is put
+    after them, unlike in training. All of the text is tokenised when this is made.
 
     Args:
         path: a file or a folder of them (see `functron.data.mapped_files.find`).
@@ -525,11 +489,11 @@ def _first_bytes(text: str, token: int, tokenizer: TextTokenizer) -> int:
 
 
 class StoredTokens:
-    """Tokens on disk, as one text, or each of its documents as one.
+    """Tokens on disk, as one text or each of its documents as one.
 
     Args:
         file: of `functron.data.open_tokens`.
-        vocab_size: how many ids the model has.
+        vocab_size: how many ids the model has; another one in a piece is a ValueError.
         by_document: whether no document sees another.
     """
 
@@ -542,7 +506,6 @@ class StoredTokens:
         self._starts, self.lengths = edges[:-1], np.maximum(np.diff(edges) - 1, 0)
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `Texts.piece`; ValueError where a token is no id of the model."""
         first = int(self._starts[text]) + start
         found = self._file.read(first, length + 1)
         check_ids(self._file.path, found, first, self._most)
@@ -628,9 +591,8 @@ class Sliding:
     ) -> dict[str, torch.Tensor]:
         """As `functron.data.Samples.batch`, of as many rows as `Sliding` was given.
 
-        Returns:
-            ``tokens`` and ``targets`` int64 ``[rows, length]`` and ``rows`` int64 ``[rows]``, the
-            rows' indices in the global batch. Rows that no window is left for have no targets.
+        ``tokens`` and ``targets`` are int64 ``[rows, length]``; rows that no window is left for
+        have no targets.
         """
         rows = rows_of(step * global_batch, global_batch, part)
         batches = self.num_samples // global_batch
@@ -664,7 +626,6 @@ class Sliding:
 
     @property
     def num_bytes(self) -> int | None:
-        """Of the text that all targets together stand for; None: that is not known."""
         return self._texts.num_bytes
 
     def summary(self) -> str:

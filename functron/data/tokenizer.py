@@ -52,8 +52,8 @@ class Conversation:
 
     Attributes:
         text: what the template made of the messages.
-        tokens: int64 ``[seq]``.
-        assistant: bool ``[seq]``: the tokens of the assistant, for the mask of a loss.
+        tokens, assistant: int64 ``[seq]``, and bool ``[seq]``: which of them are the assistant's,
+            for the mask of a loss.
         spans: from where to where in `text` the assistant speaks.
         silent: how many of these have no token that something predicts.
         names: how many names of special tokens there are in the messages.
@@ -68,11 +68,8 @@ class Conversation:
 
 
 class Rendered(str):
-    """A text that a template wrote.
-
-    Attributes:
-        literal: from where to where there are names of special tokens that are text, as they come
-            from messages: not the template's own.
+    """A text that a template wrote; the spans `literal` of it are names of special tokens that are
+    text, as they come from messages and not from the template.
     """
 
     literal: tuple[tuple[int, int], ...] = ()
@@ -235,7 +232,7 @@ class Tokenizer:
         return Conversation(text, tokens, assistant, tuple(spans), silent, names)
 
     def encode_prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
-        """The tokens of a conversation up to what the assistant says next.
+        """The tokens of a conversation up to the assistant's next answer.
 
         They are those that such a conversation has before its answer: spaces at the end of the
         prompt are left out where they are a part of the answer's first token (``" Paris"``), which
@@ -264,11 +261,11 @@ class Tokenizer:
             if not (upto.startswith(prompt) and text.startswith(upto)):
                 got = "text that changes with what stands around it"
                 wanted = "a template that writes message after message"
-                fix = "mark what the assistant says in it: {% generation %} ... {% endgeneration %}"
+                fix = "mark the assistant's text in it: {% generation %} ... {% endgeneration %}"
                 problems.append(Problem(f"messages[{index}]", got, wanted, fix))
                 continue
             spans.append((len(prompt), len(upto.rstrip())))
-        raise_problems("cannot tell what the assistant says", problems)
+        raise_problems("cannot find the text of the assistant", problems)
         return spans
 
     def _render(
@@ -418,11 +415,7 @@ class Tokenizer:
         return environment, environment.from_string(self.template or "")
 
     def require_template(self) -> None:
-        """Check that conversations can be written at all.
-
-        Raises:
-            ValueError: the model has no template, or the package jinja2 is missing.
-        """
+        """Raise ValueError unless the model has a template, and the package jinja2 is installed."""
         if self.template is None:
             got = f"no chat_template in {SETTINGS} and no {TEMPLATE}"
             fix = f"write one: {self.path / TEMPLATE}"
@@ -547,15 +540,9 @@ TEMPLATE_CHARACTERS = 1 << 24
 """How many characters a template may write, and join in a text of its own."""
 
 
-def _make_environment(mark: str) -> Any:
-    """Jinja as chat templates expect it, in a sandbox: no attribute of Python's can be reached.
-
-    What a template marks as the assistant's comes out with `mark` before and after it. Every turn
-    of a loop and call of a macro looks at the clock, and operators that make texts at their length.
-    """
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _make_generation_tag(mark: str) -> Any:
+    from jinja2 import nodes
+    from jinja2.ext import Extension
 
     class Generation(Extension):
         """``{% generation %} ... {% endgeneration %}`` around the assistant's text."""
@@ -567,6 +554,19 @@ def _make_environment(mark: str) -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             first, last = (nodes.Output([nodes.TemplateData(mark)]) for _ in range(2))
             return [first.set_lineno(line), *body, last.set_lineno(line)]
+
+    return Generation
+
+
+def _make_environment(mark: str) -> Any:
+    """Jinja as chat templates expect it, in a sandbox: no attribute of Python's can be reached.
+
+    What a template marks as the assistant's comes out with `mark` before and after it. Every turn
+    of a loop and call of a macro looks at the clock, and operators that make texts at their length.
+    """
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
@@ -626,7 +626,7 @@ def _make_environment(mark: str) -> Any:
             return tree
 
     environment = Limited(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_make_generation_tag(mark), loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
@@ -656,7 +656,7 @@ def _read_tokenizer(file: Path) -> Any:
             "a tokenizer.json",
             "copy or download it again",
         )
-    made.no_truncation()  # of those who saved it, such as to the 128 tokens of an encoder
+    made.no_truncation()  # which the file may ask for, such as the 128 tokens of an encoder
     made.no_padding()
     return made
 
@@ -743,7 +743,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of bytes; those that are no UTF-8 give the replacement character.
+        """The text of bytes; invalid UTF-8 gives the replacement character.
 
         Other ids give nothing, but where `special` 256 its name, as often as it stands there.
         """
@@ -759,7 +759,7 @@ class ByteTokenizer:
 
 
 def _parses(rules: TextRules) -> bool:
-    """Whether names of special tokens are parsed by a tokenizer that is no tokenizer.json."""
+    """Whether kinds other than tokenizer.json parse names of special tokens."""
     return rules.special_tokens == "parse" and rules.version > 1
 
 
@@ -1030,10 +1030,9 @@ def open_tokenizer(
 
 
 def end_of_text(tokenizer: TextTokenizer, name: str = "") -> int:
-    """The id that ends a document: of the special token `name`, or the tokenizer's own.
+    """The id that ends a document: of the special token `name`, or else the tokenizer's own.
 
-    Raises:
-        ValueError: there is no such token.
+    ValueError where there is no such token.
     """
     known = tokenizer.special_tokens
     found = known.get(name) if name else tokenizer.end_of_text
@@ -1068,8 +1067,7 @@ def _find_file(path: Path) -> Path:
 def kind_of(file: Path) -> type[Tokenizer] | type[SentencePiece] | type[RankFile]:
     """The class that reads a file, by its beginning: SentencePiece is binary, a rank file base64.
 
-    Raises:
-        ValueError: it cannot be read.
+    ValueError where it cannot be read.
     """
     try:
         with file.open("rb") as stream:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.compat import CUDA, Streams
 from functron.core.errors import public
 from functron.optim.transformation import GradientTransformation, bindable, name_norm, purely
 from functron.program.recorder import active
+from functron.spmd.shared_memory import CUDA, Streams
 from functron.spmd.spec import P, is_spec
 
 _GROUP_BYTES = 64 << 20

@@ -11,6 +11,7 @@ import torch
 
 from functron import Mesh, P, checkpoint
 from functron.checkpoint import folder as folders
+from functron.checkpoint import memory
 from functron.checkpoint import saver as together
 from functron.checkpoint.database import Window
 from functron.checkpoint.folder import Keep
@@ -159,7 +160,7 @@ def test_copies_from_a_device_are_ordered_with_what_comes_before_and_after(tmp_p
     """Steps in place before and after a save, and the thread that writes, whose memory is locked."""
     streams, main, real = RecordedStreams(), threading.get_ident(), together.save_together
     monkeypatch.setattr(together, "CUDA", streams)
-    monkeypatch.setattr(together, "_LOCKED_BYTES", 4096)
+    monkeypatch.setattr(memory, "_LOCKED_BYTES", 4096)
     begun = threading.Event()
 
     def pinned(nbytes: int) -> torch.Tensor:

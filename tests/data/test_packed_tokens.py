@@ -177,8 +177,8 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 def test_each_block_is_packed_once_in_an_epoch(monkeypatch):
     packed = PackedTokens(Row([7] * 400), 8, block=8)
-    made, pack = [], packed._pack
-    monkeypatch.setattr(packed, "_pack", lambda block: made.append(block) or pack(block))
+    made, pack = [], packed._pack_block
+    monkeypatch.setattr(packed, "_pack_block", lambda block: made.append(block) or pack(block))
     for step in range(packed.num_samples // 2):
         packed.batch(step, 2)
     assert sorted(made) == list(range(350 // 8 + 1))

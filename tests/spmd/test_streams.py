@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from functron.core.compat import CUDA
+from functron.spmd.shared_memory import CUDA
 
 
 def test_memory_is_locked_exactly_as_long_as_it_is_used(monkeypatch):
