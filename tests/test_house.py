@@ -491,7 +491,6 @@ LARGE = frozenset(
         "generate",
         "llama",
         "moe",
-        "multi_token",
         "offload",
         "partition",
     ]
