@@ -47,19 +47,14 @@ _NOT_NEGATIVE = (
 
 _LLAMA3 = Need(lambda c: c.kind == "llama3", "kind llama3", "set its kind to llama3")
 _YARN = Need(lambda c: c.kind == "yarn", "kind yarn", "set its kind to yarn")
+_FOR_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor")
 _SCALING: Needs = MappingProxyType(
     {
-        "low_freq_factor": _LLAMA3,
-        "high_freq_factor": _LLAMA3,
+        **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _LLAMA3),
         "original_max_seq": Need(
             lambda c: c.kind != "linear", "kind llama3 or yarn", "set its kind to one of these"
         ),
-        "beta_fast": _YARN,
-        "beta_slow": _YARN,
-        "mscale": _YARN,
-        "mscale_all_dim": _YARN,
-        "truncate": _YARN,
-        "attention_factor": _YARN,
+        **dict.fromkeys(_FOR_YARN, _YARN),
     }
 )
 _ROPE = Need(lambda c: c.positions == "rope", "rotary positions", "set positions to rope")
@@ -84,8 +79,7 @@ GPT_NEEDS: Needs = MappingProxyType(
         **needs_under("moe", MOE_NEEDS),
     }
 )
-"""The needs of the fields of a `GPTConfig`, to have an effect, where its own checks do not say
-so."""
+"""The needs of fields of a `GPTConfig`, to have an effect, beside its own checks."""
 
 
 @dataclass(frozen=True)
@@ -185,24 +179,23 @@ class GPTConfig(MLAConfig, TextConfig):
             (DeepSeek-V3, section 2.2); where layers differ, their blocks have rope and no window.
         mtp_weight: weight of the mean of their losses.
         fused_projections: queries, keys and values are one product of one matrix, and gate and up
-            another, of experts too: fewer launches, and x is read once. The layout of parameters
-            alone: values begin, and are computed, as without, and hub folders have neither.
-            Optimizers that look at whole leaves (Adafactor, SOAP) see one for two or three.
-            Latent attention stays as it is, and quantised products are of each matrix by itself.
+            another, of experts too: fewer launches, and x is read once. Initial values and results
+            are the same, and files of other formats too. Optimizers that look at whole leaves
+            (Adafactor, SOAP) see one for two or three. Latent attention stays as it is, and
+            quantised products are of each matrix by itself.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies token embeddings, not the unembedding; sqrt(embed_dim) in Gemma.
         z_loss: weight of the squared log-partition function of the logits in the loss.
         init_stddev: standard deviation of initial matrices; of those that write to the residual
             stream, divided by sqrt(2 num_layers) (Radford et al. 2019).
-        mup_base_dim: the `embed_dim` at which learning rates were tuned, which then hold at this
-            one (maximal update parametrization; see `functron.models.mup`); 0: the standard
-            parametrization.
+        mup_base_dim: the `embed_dim` at which learning rates were tuned (maximal update
+            parametrization; see `functron.models.mup`); 0: the standard parametrization.
         mup_base_head_dim: the width of heads at `mup_base_dim`; 0: `head_dim`, where heads grow in
             number.
-        fp32_residual: the residual stream is float32, where parameters are of 16 bits: what
-            sublayers add is added up without being rounded, and norms read it so; sublayers compute
-            in the parameters' dtype (Megatron's --fp32-residual-connection). Stages of a pipeline
-            send twice the bytes, and sums are not computed in one pass with the norms after them.
+        fp32_residual: the residual stream is float32, where parameters are of 16 bits: results of
+            sublayers are added without rounding, and norms read float32; sublayers compute in the
+            parameters' dtype (Megatron's --fp32-residual-connection). Stages of a pipeline send
+            twice the bytes, and sums are not computed in one pass with the norms after them.
     """
 
     num_layers: int = 4
@@ -278,18 +271,11 @@ class GPTConfig(MLAConfig, TextConfig):
         """Sizes that are fine one by one and do not fit together."""
         found = []
         if not self.head_dim and self.embed_dim % self.num_heads:
-            found.append(
-                Problem(
-                    "embed_dim",
-                    str(self.embed_dim),
-                    f"a multiple of num_heads={self.num_heads}",
-                    "change one, or set head_dim",
-                )
-            )
+            wanted, fix = f"a multiple of num_heads={self.num_heads}", "change one, or set head_dim"
+            found.append(Problem("embed_dim", str(self.embed_dim), wanted, fix))
         if self.num_heads % self.kv_heads:
-            found.append(
-                Problem("num_kv_heads", str(self.kv_heads), f"a divisor of {self.num_heads}")
-            )
+            wanted = f"a divisor of {self.num_heads}"
+            found.append(Problem("num_kv_heads", str(self.kv_heads), wanted))
         if self.global_every and not self.window:
             got = f"{self.global_every} without a window"
             found.append(Problem("global_every", got, "0", "set window, or leave it out"))
@@ -343,7 +329,7 @@ class GPTConfig(MLAConfig, TextConfig):
         return found
 
     def _mup_misfits(self) -> list[Problem]:
-        """Options that do not fit a base width, in a config that is fine without."""
+        """Options that do not fit a base width."""
         base, head = self.mup_base_dim, self.mup_base_head_dim
         if not base:
             wanted, fix = "0 without mup_base_dim", "set mup_base_dim, or leave it out"
@@ -352,12 +338,9 @@ class GPTConfig(MLAConfig, TextConfig):
         for name in ("kv_rank", "attention_scale"):
             value = getattr(self, name)
             if head and value:
-                wanted = f"0 with {name}={value}"
-                fix = "leave it out: let heads grow in number" + (
-                    ", or give attention_scale as sqrt(base) / head_dim"
-                    if name != "kv_rank"
-                    else ""
-                )
+                wanted, fix = f"0 with {name}={value}", "leave it out: let heads grow in number"
+                if name != "kv_rank":
+                    fix += ", or give attention_scale as sqrt(base) / head_dim"
                 found.append(Problem("mup_base_head_dim", str(head), wanted, fix))
         found += self._mup_head_misfits()
         grown = math.sqrt(self.embed_dim)
@@ -368,7 +351,7 @@ class GPTConfig(MLAConfig, TextConfig):
         return found
 
     def _mup_head_misfits(self) -> list[Problem]:
-        """Why it cannot be told which heads the base has."""
+        """Problems if the heads of the base are ambiguous."""
         base, head = self.mup_base_dim, self.mup_base_head_dim
         told = head or self.head_dim or self.attention_scale  # or scores do not ask
         if self.mup_width != 1 and not told:
@@ -461,11 +444,9 @@ _EXPERTS = ("num_layers", "embed_dim", "num_heads", "moe")
 
 
 def _family(names: Sequence[str], **settings: Any) -> Callable[..., GPTConfig]:
-    """``(*sizes, **changes) -> GPTConfig``, with what the models of a family have in common.
+    """``(*sizes, **changes) -> GPTConfig`` of a family with these settings.
 
-    Args:
-        names: the fields that differ from model to model, in the order of `sizes`.
-        settings: the other fields, as far as the family does not have `GPTConfig`'s defaults.
+    `names` are the fields that differ from model to model, in the order of `sizes`.
     """
 
     def config(*sizes: Any, **changes: Any) -> GPTConfig:

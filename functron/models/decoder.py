@@ -1,9 +1,8 @@
 """A decoder as a per-rank program, stage by stage: embedding, stacks of blocks, logits and loss.
 
-Besides the loss of the next token it computes those of tokens further ahead, if `GPTConfig` has
-any (the modules of DeepSeek-V3, each around a block of the model), and with `ModelOptions.watch`
-how large the residual stream is after the embedding and after every layer. A block is its
-parameters, and the per-rank program that `scan` runs.
+Besides the loss of the next token it computes those of multi-token prediction (the modules of
+DeepSeek-V3, each around a block of the model), and with `ModelOptions.watch` the size of the
+residual stream after the embedding and after every layer.
 """
 
 from __future__ import annotations
@@ -65,21 +64,20 @@ class Auxiliary(NamedTuple):
 
 
 def add_auxiliary(before: Auxiliary | None, new: Auxiliary, start: int, total: int) -> Auxiliary:
-    """The sum of both, with statistics in a row for each of all `total` layers of experts.
+    """The sum of both, with a row of statistics for each of all `total` layers of experts.
 
-    Args:
-        before: of the layers before, in such rows.
-        new: a row for each of some layers.
-        start: which of all layers of experts is the first of these.
+    `new` has rows for some of them, of which the first is layer `start`.
     """
-
-    def padded(rows: Tensor) -> Tensor:
-        after = rows.new_zeros(total - start - rows.shape[0], *rows.shape[1:])
-        return torch.cat([rows.new_zeros(start, *rows.shape[1:]), rows, after])
-
-    sums = tree.map(padded, new.sums) if new.sums.tokens.shape[0] < total else new.sums
-    mine = Auxiliary(new.loss, sums)
+    mine = Auxiliary(new.loss, tree.map(lambda rows: _pad_rows(rows, start, total), new.sums))
     return mine if before is None else tree.map(torch.add, before, mine)
+
+
+def _pad_rows(rows: Tensor, start: int, total: int) -> Tensor:
+    """`total` rows, zeros but for these from `start` on."""
+    if rows.shape[0] == total:
+        return rows
+    after = rows.new_zeros(total - start - rows.shape[0], *rows.shape[1:])
+    return torch.cat([rows.new_zeros(start, *rows.shape[1:]), rows, after])
 
 
 # --- parameters
@@ -151,7 +149,7 @@ def _own_defs(config: GPTConfig, options: ModelOptions, name: str) -> dict | Non
 
 
 def norm_names(config: GPTConfig) -> tuple[str, ...]:
-    """The norms of a block, by their names in the parameters, which not all kinds have."""
+    """The names of a block's norms in its parameters, which not all kinds of norms have."""
     places = {"before": ("",), "after": ("_out",), "both": ("", "_out")}[config.sublayer_norms]
     return tuple(f"{name}{place}_norm" for name in ("attention", "mlp") for place in places)
 
@@ -182,11 +180,7 @@ def norm(config: GPTConfig, options: ModelOptions, weights: dict, x: Tensor) -> 
     if hook is not None:
         refuse_mixing("norm", functools.partial(apply, **given), weights, x, options)
     y = apply(weights, x, **given)
-    return y.to(_compute_dtype(config, options)) if config.fp32_residual else y
-
-
-def _compute_dtype(config: GPTConfig, options: ModelOptions) -> torch.dtype:
-    return options.gather.compute_dtype or config.torch_dtype
+    return y.to(options.gather.compute_dtype or config.torch_dtype) if config.fp32_residual else y
 
 
 def _cast_to_stream(config: GPTConfig, x: Tensor) -> Tensor:
@@ -205,22 +199,14 @@ def _norm_options(config: GPTConfig, options: ModelOptions) -> dict:
 def dropout(
     config: GPTConfig, sequence: Sequence, options: ModelOptions, x: Tensor, key: Tensor | None
 ) -> Tensor:
-    """Dropout on the stream or on what is added to it; None: none."""
-    return nn.dropout(
-        x,
-        key,
-        rate=config.dropout,
-        rows=sequence.rows,
-        stream=options.stream,
-        positions=sequence.slots,
-    )
+    """Dropout on the stream or on what is added to it; none without a key."""
+    where = {"rows": sequence.rows, "stream": options.stream, "positions": sequence.slots}
+    return nn.dropout(x, key, rate=config.dropout, **where)
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer of a decoder, as its block sees it.
-
-    Its methods take the parameters of the whole block.
+    """One layer of a decoder, for its block; methods take the parameters of the whole block.
 
     Attributes:
         config: the architecture.
@@ -229,7 +215,7 @@ class Layer:
         rope: tables of this layer's rotary positions; None: it has none.
         window: how many keys a query sees; 0: all before it; an int64 scalar where layers differ.
         keys: four, of dropout after attention and after the feed-forward layer, of jitter, and of
-            what products draw.
+            products that draw random numbers.
     """
 
     config: GPTConfig
@@ -240,7 +226,7 @@ class Layer:
     keys: tuple[Tensor | None, ...]
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:
-        """The norm of that name, of `norm_names`; x itself where the architecture has it not."""
+        """The norm of that name, of `norm_names`; x itself where the architecture has none."""
         if name not in norm_names(self.config):
             return x
         own = own_norm(self.config, self.options, weights, name)
@@ -271,7 +257,7 @@ class Layer:
 
     def matmul(self, weights: dict) -> nn.Matmul:
         """The functions that compute this layer's products."""
-        made, lead = _in_runs(self.options.matmul, self.options), self.options.stream
+        made, lead = _with_runs(self.options.matmul, self.options), self.options.stream
         if made.draws:
             over = tuple(a for a in sequence_axes(lead) if a in CONTEXT_AXES)
             index = (self.sequence.rows, self.sequence.slots)
@@ -301,7 +287,7 @@ class Layer:
         options = self.options
         if "moe" in weights:
             own = (self.options, self.keys[2], self.matmul(weights))
-            return _moe(self.config, weights["moe"], x, self.sequence, *own)
+            return _run_experts(self.config, weights["moe"], x, self.sequence, *own)
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
         if hook is not None:
@@ -317,8 +303,8 @@ class Layer:
         return dropout(self.config, self.sequence, self.options, x, self.keys[which])
 
 
-def _in_runs(matmul: nn.Matmul, options: ModelOptions) -> nn.Matmul:
-    """These products, told of how many runs of consecutive tokens a rank's are."""
+def _with_runs(matmul: nn.Matmul, options: ModelOptions) -> nn.Matmul:
+    """These products, told how many runs of consecutive tokens a rank has."""
     runs = options.context.runs
     if matmul is nn.MATMUL or runs == 1:
         return matmul
@@ -376,7 +362,7 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     return step
 
 
-def _moe(
+def _run_experts(
     config: GPTConfig,
     weights: dict,
     x: Tensor,
@@ -409,7 +395,7 @@ def _moe(
 
 
 def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
-    """The differences of layers of one stack beside parameters, a row for each of all layers.
+    """Differences between layers of one stack, beside parameters.
 
     Returns:
         "window", int64 ``[num_layers]``, if some have one and others not; "unrotated", bool
@@ -424,7 +410,7 @@ def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
 
 
 def _make_ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[Rope, ...]:
-    """The tables of layers, and those of layers with a window if they are others."""
+    """The tables of layers, and those of layers with a window if they differ."""
     if config.positions != "rope":
         return ()
     scaling, positions = config.rope_scaling, sequence.positions
@@ -451,7 +437,7 @@ def _select_rope(ropes: tuple[Rope, ...], own: dict) -> Rope | None:
 
 
 Details = dict[str, Any]
-"""The terms of a loss, and what made them: sums over the batch of all ranks.
+"""The terms of a loss: sums over the batch of all ranks.
 
 * ``targets``: int64, how many count;
 * ``next_token``: the sum of their losses;
@@ -466,9 +452,9 @@ class Activations(NamedTuple):
     """The results of layers beside the stream, where its size is measured.
 
     Attributes:
-        auxiliary: that of experts, if there are any.
+        auxiliary: of experts, if there are any.
         squares: sums over this rank's tokens of the mean square of the stream: after the embedding,
-            and after each of all layers, 0 where that was not computed yet.
+            and after each of all layers, 0 for later ones.
     """
 
     auxiliary: Auxiliary | None
@@ -476,11 +462,11 @@ class Activations(NamedTuple):
 
 
 StageOutput = Tensor | tuple[Tensor, Auxiliary | Activations]
-"""The result of a stage of a pipeline: the stream, in a pair with what layers gave beside it."""
+"""The result of a stage of a pipeline: the stream, or a pair of it and auxiliary results."""
 
 
 def drawing_key(config: GPTConfig, options: ModelOptions, key: Key | None) -> Key | None:
-    """`key` where the model draws random numbers, or a hook may; None saves making keys of it."""
+    """`key` if the model, or a hook, may draw random numbers; else None."""
     own = any(options.hook(name) is not None for name in ("block", "router"))
     return key if config.random or own or options.matmul.draws else None
 
@@ -494,7 +480,7 @@ def stream(
     options: ModelOptions,
     key: Key | None,
 ) -> tuple[Tensor, Auxiliary | Activations | None]:
-    """The residual stream after the layers of `part`, and what layers gave beside it so far."""
+    """The residual stream after the layers of `part`, and the auxiliary results so far."""
     split = lax.axis_size(tuple(a for a in sequence_axes(options.stream) if a not in CONTEXT_AXES))
     longest = config.max_seq if sequence.segments is None else None
     check_length(sequence.tokens.shape[1], longest, split)
@@ -507,7 +493,7 @@ def stream(
         with named_scope("embed"):
             x = embedded(config, weights, sequence, options, None if keys is None else keys[-1])
         if options.watch:
-            squares = _add_rows(None, _squares(x).reshape(1), 0, 1 + config.num_layers)
+            squares = _pad_rows(_squares(x).reshape(1), 0, 1 + config.num_layers)
     assert x is not None
     differing = patterns(config, x.device)
     for name, layers in config.stacks.items():
@@ -526,7 +512,8 @@ def stream(
         x, new = scan_in_turn(turns, x, xs)
         if options.watch:
             new, rows = new
-            squares = _add_rows(squares, rows, 1 + start, 1 + config.num_layers)
+            rows = _pad_rows(rows, 1 + start, 1 + config.num_layers)
+            squares = rows if squares is None else squares + rows
         if new is not None:
             new = Auxiliary(new.loss.sum(), new.sums)
             auxiliary = add_auxiliary(auxiliary, new, start - layers.start, config.num_routers)
@@ -540,7 +527,7 @@ def embedded(
     options: ModelOptions,
     key: Tensor | None = None,
 ) -> Tensor:
-    """The residual stream before the first layer; `key` is that of its dropout."""
+    """The residual stream before the first layer; `key` is of dropout."""
     x = embedded_tokens(config, weights, sequence.tokens, options)
     return positioned(config, weights, sequence, options, x, key)
 
@@ -624,7 +611,7 @@ def loss(
             x = nn.gather_sequence(_scale_stream(config, x), options.stream)
             if chunk := options.loss_chunk_tokens:
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **given)
-            matmul = _in_runs(options.matmul.of_logits, options)
+            matmul = _with_runs(options.matmul.of_logits, options)
             out = nn.column_parallel(x, matrix, name="unembed", matmul=matmul)
             out = _cap_logits(config, out)
         with named_scope("loss"):
@@ -702,9 +689,7 @@ def _predict_ahead(
 ) -> tuple[Float[Tensor, " depth"], list[Auxiliary]]:
     """The sums of the losses of each module over this rank's targets, and those of its experts.
 
-    Args:
-        x: the normed stream after all layers.
-        head: ``(stream, targets) -> losses``: the model's unembedding and loss.
+    x is the normed stream after all layers; `head` as in `nn.multi_token`.
     """
     assert sequence.targets is not None
     key = drawing_key(config, options, key)
@@ -712,10 +697,8 @@ def _predict_ahead(
     inner = replace(options, matmul=after)
     gather, stacked = options.gather.at("mtp").rows(), weights["mtp"]
     rows = [tree.map(lambda w, k=k: w[k], stacked) for k in range(config.mtp_depth)]
-    without = ("embed_norm", "stream_norm", "norm") if config.norm == "bare_layer" else ()
     outer = [
-        {name: {} for name in without}
-        | {name: gather.at(name)(part) for name, part in row.items() if name != "block"}
+        {name: gather.at(name)(part) for name, part in row.items() if name != "block"}
         for row in rows
     ]
 
@@ -734,12 +717,10 @@ def _predict_ahead(
         embed=lambda tokens: embedded_tokens(config, weights, tokens, options),
         block=layer,
         head=head,
-        eps=config.norm_eps,
-        zero_centered=config.zero_centered_norm,
+        norm=functools.partial(nn.norm, **_norm_options(config, options)),
         order=options.context.order,
         segments=sequence.segments,
         positions=sequence.positions,
-        kernels=options.kernels,
     )
     return losses, [each for each in found if each is not None]
 
@@ -767,13 +748,6 @@ def _with_stream_size(layer: Callable) -> Callable:
         return x, (auxiliary, _squares(x))
 
     return measured
-
-
-def _add_rows(before: Tensor | None, rows: Tensor, start: int, total: int) -> Tensor:
-    """`before` (None: zeros) with `rows`, which are those from `start` on of `total`, added."""
-    after = rows.new_zeros(total - start - rows.shape[0])
-    mine = torch.cat([rows.new_zeros(start), rows, after])
-    return mine if before is None else before + mine
 
 
 def _sum_squares(

@@ -1,8 +1,7 @@
 """Generation: tokens drawn one after another from a model's next-token distribution.
 
 `generate` draws. `prefill` and `extend` are its per-rank programs: they read prompts, and one token
-more of each, into a cache of keys and values. Both are pure: a cache goes in, and another one
-comes out.
+more of each, into a cache of keys and values. Both are pure: they return a new cache.
 """
 
 from __future__ import annotations
@@ -67,12 +66,19 @@ def check(
     mesh: Mesh | BoundMesh | None = None,
     options: ModelOptions | None = None,
 ) -> None:
-    """Refuse what cannot be generated with a cache.
+    """Refuse a model or mesh that cannot generate with a cache.
 
     Raises:
         ValueError: experts for which tokens compete, an attention without a form for caches, or
             axes that split sequences or layers.
     """
+    problems = _cache_problems(config, mesh, options)
+    raise_problems("cannot generate with a cache", problems)
+
+
+def _cache_problems(
+    config: GPTConfig, mesh: Mesh | BoundMesh | None = None, options: ModelOptions | None = None
+) -> list[Problem]:
     problems = []
     moe, fix = config.moe, "generate without a cache: one rank, prompts of one length"
     if moe is not None and (moe.routing == "expert_choice" or moe.capacity_factor):
@@ -85,11 +91,11 @@ def check(
         fix = "pass ft.Hook(apply, cached=...), or prompts of one length"
         got = "a function of whole sequences"
         problems.append(Problem("options.attention", got, "one for kept keys too", fix))
-    raise_problems("cannot generate with a cache", [*problems, *_axis_problems(mesh)])
+    return [*problems, *_axis_problems(mesh)]
 
 
 def _lacks_cache(options: ModelOptions | None) -> bool:
-    """Whether an attention of the user's has no form for kept keys."""
+    """Whether the user's attention has no form for cached keys."""
     hook = None if options is None else options.hook("attention")
     return hook is not None and hook.cached is None
 
@@ -116,17 +122,16 @@ def prefill(
     """The logits of the token after each prompt, and a cache of the prompts.
 
     Args:
-        config: the architecture.
         weights: this rank's part of the parameters.
-        tokens: int64 ``[batch, seq]``, prompts, each followed by anything where it is shorter.
-        lengths: int64 ``[batch]``, their tokens, at least one.
-        options: as in `gpt.forward`: gather, experts, kernels and hooks; others do not matter here.
-        room: for how many tokens, prompts and what follows them, the cache has room.
+        tokens: int64, prompts, each padded at the end where it is shorter.
+        lengths: int64, the number of tokens of each, at least one.
+        options: as in `gpt.forward`: gather, expert_axes, kernels and hooks; others are not read.
+        room: the number of tokens, of prompts and continuations, that the cache has room for.
         positions: as in `gpt.forward`.
 
     Returns:
-        ``[batch, vocab_size]`` in float32 at least, the same on all ranks of tp, and the cache.
-        Collectives: those of `gpt.forward`, and one all-gather of the logits over tp.
+        Logits in float32 at least, the same on all ranks of tp, and the cache. Collectives: those
+        of `gpt.forward`, and one all-gather of the logits over tp.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     sequence = _sequence(tokens, places, positions)
@@ -143,17 +148,13 @@ def extend(
     *,
     positions: Int[Tensor, "batch *several"] | None = None,
 ) -> tuple[Float[Tensor, "batch vocab"], KeyCache]:
-    """The logits of the token after these ones, and the cache with these ones in it.
+    """The logits of the token after these ones, and the cache with these ones in it; as `prefill`.
 
     Args:
-        config, weights, options: as in `prefill`.
         cache: of the tokens before.
-        tokens: int64 ``[batch]``.
-        places: int64 ``[batch]``, how many tokens came before each.
-        positions: int64 ``[batch]`` or ``[batch, sections]``, where they are not the places.
-
-    Returns:
-        As `prefill`.
+        tokens: int64.
+        places: int64, how many tokens came before each.
+        positions: int64, where they are not the places.
     """
     last = torch.zeros_like(places)
     positions = None if positions is None else positions[:, None]
@@ -181,7 +182,7 @@ def _advance(
         rows = []
         for row in range(len(layers)):
             before = None if cache is None else tree.map(lambda c, r=row: c[r], cache.layers[name])
-            attend = _Attend(before, places, room, config, options, whole.positions)
+            attend = _CachedAttention(before, places, room, config, options, whole.positions)
             sequence = whole._replace(attend=attend)
             which = {what: of[layers.start + row] for what, of in differing.items()}
             own = tree.map(lambda w, r=row: w[r], weights[name])
@@ -206,51 +207,45 @@ def _sequence(tokens: Tensor, places: Tensor, positions: Tensor | None) -> Seque
     return Sequence(tokens, None, rows, slots, places if positions is None else positions, None)
 
 
-class _Attend:
+@dataclass(eq=False)
+class _CachedAttention:
     """Attention of one layer that reads and writes a cache.
 
     Attributes:
         after: the cache with the new tokens in it, once it has been called.
     """
 
-    def __init__(
-        self,
-        cache: KVCache | None,
-        places: Tensor,
-        room: int,
-        config: GPTConfig,
-        options: ModelOptions,
-        positions: Tensor,
-    ):
-        self._cache, self._places, self._room, self._options = cache, places, room, options
-        self._config = config
-        self._given = {"positions": positions, "segments": None, "kernels": options.kernels}
-        self.after: KVCache | None = None
+    cache: KVCache | None
+    places: Tensor
+    room: int
+    config: GPTConfig
+    options: ModelOptions
+    positions: Tensor
+    after: KVCache | None = None
 
     def __call__(self, *operands, window=0, sinks=None, cap=0.0) -> Tensor:
         *params, q, k, v = operands
-        hook, given = self._options.hook("attention"), {"window": window, "cap": cap}
-        if self._cache is not None:
-            self.after = write_cache(self._cache, k, v, self._places)
+        hook, given = self.options.hook("attention"), {"window": window, "cap": cap}
+        fixed = {"positions": self.positions, "segments": None, "kernels": self.options.kernels}
+        if self.cache is not None:
+            self.after = write_cache(self.cache, k, v, self.places)
             given |= {"sinks": sinks}
             if hook is None:
-                return cached_attention(q, self.after, self._places, **given)
+                return cached_attention(q, self.after, self.places, **given)
             assert hook.cached is not None
-            given = attention_keywords(hook.cached, self._given | given)
-            return hook.cached(*params, q, self.after, self._places, **given)
-        # prompts begin with nothing kept, so they see themselves alone
-        self.after = write_cache(empty_cache(k, v, self._room), k, v, self._places)
+            given = attention_keywords(hook.cached, fixed | given)
+            return hook.cached(*params, q, self.after, self.places, **given)
+        # prompts begin with an empty cache: they see only themselves
+        self.after = write_cache(empty_cache(k, v, self.room), k, v, self.places)
         if hook is None:
             return context_attention(q, k, v, sinks=sinks, **given)
-        given = self._given | given
-        return own_attention(
-            self._config, hook, self._options, tuple(params), given, q, k, v, sinks
-        )
+        given = fixed | given
+        return own_attention(self.config, hook, self.options, tuple(params), given, q, k, v, sinks)
 
 
 Logits = Callable[[tree.Tree, Tensor], Tensor]
 Steps = Generator[Tensor, Tensor, None]
-"""Gives the logits of the next token, is sent what was drawn, and goes on."""
+"""Yields the logits of the next token, and is sent the token drawn from them."""
 
 
 _COLD = 1e-3  # below it quotients may be too large for a dtype, and the temperature too small
@@ -304,7 +299,7 @@ class Draw:
         return (logits - (-noise.log()).log()).argmax(-1)
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """The logits over the temperature, up to a constant, whatever small number that is."""
+        """The logits over the temperature, up to a constant, also for tiny temperatures."""
         if self.temperature >= _COLD:
             return logits / self.temperature
         # quotients beyond float32 are of tokens that are never drawn; the likeliest has 0
@@ -402,25 +397,18 @@ def generate(
         longest = total if lengths is not None else 0
         _require_cache(config, mesh, options, logits is None, longest)
     elif with_cache:
-        with_cache = _cacheable(config)
+        with_cache = not _cache_problems(config)
     if with_cache:
         steps = _iterate_with_cache(params, config, tokens, lengths, num_tokens, mesh, options)
     else:
-        read = logits or (_reader(config, mesh, options) if on_mesh else partial(_dense, config))
+        alone = partial(gpt.forward, config)
+        read = logits or (_reader(config, mesh, options) if on_mesh else alone)
         steps = _reread(params, config, tokens, num_tokens, read)
     return drawn(steps, draw, tokens, num_tokens, key, stop, lengths=lengths, mesh=mesh)
 
 
-def _cacheable(config: gpt.GPTConfig) -> bool:
-    try:
-        check(config)
-    except ValueError:
-        return False
-    return True
-
-
 def _require_cache(config, mesh, options, by_model: bool, total: int) -> None:
-    """Refuse what needs a cache, of `total` tokens, where there is none."""
+    """Refuse arguments that need a cache, of `total` tokens, where there can be none."""
     check(config, mesh, options)
     found = []
     if not by_model:
@@ -456,10 +444,7 @@ def drawn(
     lengths: Tensor | None = None,
     mesh: Mesh | BoundMesh | None = None,
 ) -> Tensor:
-    """The prompts and what is drawn from the logits of `steps`, which is sent every draw.
-
-    The arguments and the result are those of `generate`.
-    """
+    """The prompts and the tokens drawn from the logits of `steps`; see `generate`."""
     stops = torch.tensor(sorted(stop), dtype=tokens.dtype, device=tokens.device)
     ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
     rows = torch.arange(tokens.shape[0], device=tokens.device) + _first_row(tokens, mesh)
@@ -500,10 +485,6 @@ def _everywhere(ended: Tensor, mesh: Mesh | BoundMesh | None) -> bool:
         least = shard_map(lambda x: lax.pmin(x, DATA_AXES), mesh, P(DATA_AXES), P())
         ended = least(ended.all()[None].to(torch.int64))
     return bool(ended.all())
-
-
-def _dense(config: gpt.GPTConfig, params, tokens: Tensor) -> Tensor:
-    return gpt.forward(config, params, tokens)
 
 
 def _reader(
@@ -588,7 +569,7 @@ def check_prompt(
     key: Tensor | None,
     lengths: Tensor | None = None,
 ) -> None:
-    """Refuse what no model with the vocabulary of `config` continues; see `generate`.
+    """Refuse prompts, lengths, a number or a missing key that `generate` cannot take.
 
     Raises:
         ValueError: listing everything that is wrong.

@@ -92,14 +92,13 @@ def rules(
     """Megatron's tensor parallelism, and fully sharded data parallelism, for this model and mesh.
 
     Heads, feed-forward features and vocabulary split over ``tp``. With fewer key/value heads than
-    tensor-parallel ranks these heads are replicated and each rank uses those of its queries. What
-    has an "embed" dim, all matrices among it, splits that dim over the axes `fsdp`; biases of heads
-    and features, and scales of single heads, are whole there. Experts split over the axes
-    `expert_axes`, and the hidden features of each over ``tp`` where that is none of these.
+    tensor-parallel ranks these heads are replicated and each rank uses those of its queries.
+    Parameters with an "embed" dim, all matrices among them, split that dim over the axes `fsdp`;
+    biases of heads and features, and scales of single heads, are not split by these. Experts split
+    over the axes `expert_axes`, and the hidden features of each over ``tp`` where that is none of
+    these.
 
     Args:
-        config: the architecture.
-        mesh: the ranks.
         fsdp: the data axes that parameters are split over, to be gathered where they are used
             (`functron.Gather`): ``("fsdp",)``, beside which dp replicates; ``("dp", "fsdp")``
             for ZeRO-3 over all data ranks; ``()`` where fsdp splits nothing but the batch.
@@ -128,14 +127,11 @@ def rules(
         each = f"a multiple of tp={tp} x ulysses={mesh['ulysses']}"
         found.append(Problem("num_heads", str(config.num_heads), each, fix))
     if config.padded_vocab % tp:
-        found.append(
-            Problem(
-                "vocab_multiple",
-                str(config.vocab_multiple),
-                f"a multiple of tp={tp}",
-                f"set vocab_multiple={math.lcm(config.vocab_multiple, tp)}",
-            )
+        own, fix = (
+            config.vocab_multiple,
+            f"set vocab_multiple={math.lcm(config.vocab_multiple, tp)}",
         )
+        found.append(Problem("vocab_multiple", str(own), f"a multiple of tp={tp}", fix))
     if replicate_kv and config.fused_projections and not config.kv_rank:
         fix = f"set fused_projections=False, or tp={config.kv_heads}"
         got = f"True with {config.kv_heads} key heads on tp={tp}"
@@ -186,27 +182,22 @@ def defs(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict:
     """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm"?, "unembed"?, "mtp"?}``.
 
     Those of all blocks are stacked on a leading "layers" dim; where the first blocks are dense and
-    the others have experts, these are "dense" and those "blocks". Where `config` has a base width
-    they begin as `mup` has it.
-
-    Args:
-        config: the architecture.
-        options: of its hooks, those with parameters of their own; the others change nothing here.
+    the others have experts, the first are in "dense". With a base width (`mup`) initial values are
+    scaled. Of `options`, hooks with parameters of their own matter.
     """
     _check_hooks(config, options)
-    model, m = _standard(config, options), config.mup_width
+    model, m = _standard_defs(config, options), config.mup_width
     if m == 1:
         return model
-    return mup.parametrized(model, _standard(mup.wider(config), options), m)
+    return mup.parametrize(model, _standard_defs(mup.wider(config), options), m)
 
 
-def _standard(config: GPTConfig, options: ModelOptions) -> dict:
+def _standard_defs(config: GPTConfig, options: ModelOptions) -> dict:
     """The parameters in the standard parametrization."""
     c, dtype = config, config.torch_dtype
     normal = Normal(c.init_stddev)
-    model: dict = {
-        "embed": ParamDef((c.padded_vocab, c.embed_dim), ("vocab", "embed"), normal, dtype)
-    }
+    table = c.padded_vocab, c.embed_dim
+    model: dict = {"embed": ParamDef(table, ("vocab", "embed"), normal, dtype)}
     if norm := norm_defs(c, options):
         model["norm"] = norm
     for name, layers in c.stacks.items():
@@ -217,9 +208,7 @@ def _standard(config: GPTConfig, options: ModelOptions) -> dict:
     if c.positions == "learned":
         model["positions"] = ParamDef((c.max_seq, c.embed_dim), (None, "embed"), normal, dtype)
     if not c.tied:
-        model["unembed"] = ParamDef(
-            (c.embed_dim, c.padded_vocab), ("embed", "vocab"), normal, dtype
-        )
+        model["unembed"] = ParamDef(table[::-1], ("embed", "vocab"), normal, dtype)
     return model
 
 
@@ -265,16 +254,14 @@ def forward(
     """The logits of every next token.
 
     Args:
-        config: the architecture.
         weights: this rank's part of the parameters.
-        tokens: int64 ``[batch, seq]``, this rank's samples; where axes of the mesh split sequences
-            (`CONTEXT_AXES`), its part of each, in order.
-        options: how the model is run.
-        rows: int64 ``[batch]``, the samples' indices in the global batch, for dropout; None where
-            each data rank's tokens are its whole part of that batch, in order.
+        tokens: int64, this rank's samples; where axes of the mesh split sequences (`CONTEXT_AXES`),
+            its part of each, in order.
+        rows: int64, the samples' indices in the global batch, for dropout; None where each data
+            rank's tokens are its whole part of that batch, in order.
         positions: int64 ``[batch, seq]`` or, for `GPTConfig.rope_sections`, ``[batch, seq,
             sections]``; None: the places of the tokens in their samples.
-        key: the key of dropout's masks; None switches dropout off.
+        key: of dropout's masks; None switches dropout off.
 
     Returns:
         ``[batch, seq, padded_vocab / tp]``: this rank's columns, those from ``vocab_size`` on being
@@ -287,10 +274,8 @@ def forward(
     """
     given = {"tokens": tokens, "rows": rows, "positions": positions}
     batch = {name: value for name, value in given.items() if value is not None}
-    part, options = whole(config.num_layers), ready(config, options)
-    sequence = arranged(batch, options.context)
-    x, _ = decoder.stream(config, part, weights, None, sequence, options, key)
-    return decoder.logits(config, weights, x, options)
+    logits: Any = stage(config, whole(config.num_layers), weights, None, batch, options, key=key)
+    return logits
 
 
 @public
@@ -307,20 +292,18 @@ def stage(
     """One stage of a pipeline: the residual stream after its layers.
 
     Args:
-        config: the architecture, of the whole model.
+        config: the architecture of the whole model.
         part: the layers of the stage, and whether it has the embedding or the loss.
         weights: this rank's part of the stage's parameters: those that `uses` lists, of stacked
             ones the rows of its layers.
         x: the result of the stage before; None for the stage with the embedding.
-        batch: ``tokens``, of which the stage with the embedding needs the numbers, and ``rows``,
-            without which each data rank's samples are taken to be its whole part of the batch.
+        batch: ``tokens``, whose values the stage with the embedding reads, and ``rows``, without
+            which each data rank's samples are taken to be its whole part of the batch.
         options: as in `forward`; ``gather`` with the specs of the whole model's parameters.
-        key: as in `forward`.
 
     Returns:
-        The residual stream with spec ``options.stream``, in a pair with the auxiliary loss and
-        statistics so far where there are layers of experts up to here; at the stage with the loss,
-        the logits of `forward`.
+        The residual stream with spec ``options.stream``, with layers of experts up to here in a
+        pair with their auxiliary loss and statistics; at the last stage the logits of `forward`.
     """
     options = ready(config, options)
     sequence = arranged(batch, options.context)
@@ -331,11 +314,11 @@ def stage(
 
 
 def batch_specs(*, packed: bool = False, placed: bool = False) -> dict[str, P]:
-    """How the entries of a batch are split: for `make_step`, and to `shard` it by.
+    """The specs of the entries of a batch.
 
     Args:
-        packed: whether it has the positions and segments of packed documents.
-        placed: whether it has positions, also without documents: `GPTConfig.rope_sections`.
+        packed: it has positions and segments of packed documents.
+        placed: it has positions, also without documents (`GPTConfig.rope_sections`).
     """
     names = ["tokens", "targets"]
     names += ["positions"] if packed or placed else []
@@ -344,7 +327,7 @@ def batch_specs(*, packed: bool = False, placed: bool = False) -> dict[str, P]:
 
 
 def uses(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict[str, str | range]:
-    """Which stages of a pipeline use each entry of `defs`, as `pipeline.Partition` wants it."""
+    """Which stages of a pipeline use each entry of `defs`, for `pipeline.Partition`."""
     embed = "EL" if config.tied or config.mtp_depth else "E"
     table: dict[str, str | range] = {"embed": embed, **config.stacks}
     if norm_defs(config, options):
@@ -370,11 +353,8 @@ def loss(
     """The sum of all tokens' losses over the batch of all ranks; replicated over the mesh.
 
     Divide it by `num_targets` for the mean. Sums, unlike means, add up over ranks and microbatches
-    also when these hold different numbers of tokens.
-
-    Args:
-        config, weights, options, key: as in `forward`.
-        batch: this rank's samples; targets of `nn.IGNORE_INDEX` do not count.
+    also when these hold different numbers of tokens. The batch has this rank's samples; targets of
+    `nn.IGNORE_INDEX` do not count. Other arguments are those of `forward`.
 
     Returns:
         A scalar in float32 at least. Collectives: those of `forward` and `nn.cross_entropy`, and
@@ -400,7 +380,7 @@ def loss_and_details(
     *,
     key: Key | None = None,
 ) -> tuple[Scalar, Details]:
-    """`loss` where it has several terms (`GPTConfig.has_details`, ``options.watch``), and these.
+    """`loss` and its terms, where there are several (`GPTConfig.has_details`, ``options.watch``).
 
     For `make_step` with ``has_aux=True``. Collectives: one more all-reduce of a few numbers, per
     expert and layer if there are experts; and one of a number per layer with ``options.watch``.
@@ -412,10 +392,7 @@ def _whole_loss(
     config: GPTConfig, weights: dict, batch: Batch, options: ModelOptions, key: Key | None
 ) -> Any:
     require(batch, "tokens", "targets")
-    _check_axes(config, options.axes)
-    options = ready(config, options)
-    part, sequence = whole(config.num_layers), arranged(batch, options.context)
-    return decoder.loss(config, part, weights, None, sequence, options, key)
+    return stage_loss(config, whole(config.num_layers), weights, None, batch, options, key=key)
 
 
 @public
@@ -429,11 +406,11 @@ def stage_loss(
     *,
     key: Key | None = None,
 ) -> Any:
-    """`stage`, but the stage with the loss returns that: as `loss`, for one stage.
+    """Like `stage`; the last stage returns its part of the loss.
 
-    With terms beside the loss of the next token, or ``options.watch``, it returns what
-    `loss_and_details` does; with ``watch`` stages also send on how large the stream was. Of the
-    batch, the stage with the loss needs ``targets`` too, and so do those with layers of experts.
+    That is the result of `loss`, or of `loss_and_details` where there are several terms; with
+    ``options.watch`` stages also pass on the size of the stream. The last stage, and those with
+    layers of experts, need ``targets`` in the batch too.
     """
     _check_axes(config, options.axes)
     options = ready(config, options)
@@ -442,11 +419,8 @@ def stage_loss(
 
 
 def summary(details: Details) -> dict[str, float]:
-    """`Details` as a few numbers on the host.
-
-    Returns:
-        ``next_token_loss``; ``ahead_loss_1``, ...; and ``router_load_ratio`` and so on, of
-        `nn.moe.summary`.
+    """`Details` as numbers on the host: ``next_token_loss``; ``ahead_loss_1``, ...; and
+    ``router_load_ratio`` and so on, of `nn.moe.summary`.
     """
     count = details["targets"].double().clamp_min(1)
     out = {"next_token_loss": float(details["next_token"] / count)}
@@ -460,7 +434,7 @@ def summary(details: Details) -> dict[str, float]:
 
 
 def _check_axes(config: GPTConfig, axes: tuple[str, ...]) -> None:
-    """Refuse losses of their own for ranks that compute one together."""
+    """Refuse a loss per rank where ranks compute one together."""
     together = SAMPLE_AXES if config.moe is not None else CONTEXT_AXES
     left_out = [name for name in together if name not in axes and lax.axis_size(name) > 1]
     why = "whose ranks' tokens share experts" if config.moe is not None else "which split sequences"
@@ -477,11 +451,7 @@ def flops_per_token(config: GPTConfig, seq: int, *, whole: bool = False) -> int:
     the experts those that it chooses. The second term is causal attention over `seq` tokens, or
     over a window, counted as half, as `functron.program.cost` defines.
 
-    Args:
-        config: the architecture.
-        seq: tokens of a sample.
-        whole: count attention as whole instead: 6 N + 12 L H D T (Chowdhery et al. 2022, appendix
-            B).
+    With `whole`, attention is not halved: 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B).
     """
     total = params.num_params(defs(config))
     total -= 0 if config.tied else config.padded_vocab * config.embed_dim

@@ -5,11 +5,10 @@ and x W becomes x W + (alpha / rank) (x A) B with A ``[in, rank]`` random, B ``[
 and only these trained.
 
 Adapters stand beside the matrix in a layer's parameters: ``{"w", "b"?}`` becomes ``{"w", "b"?,
-"lora": Adapter(a, b, scale)}``. So W keeps its path, and with it its initial numbers, its place in
-checkpoints and in the tables of other formats: a checkpoint of the model without adapters is a part
-of one with them. The scale is a tensor, frozen as W is, so that a tree of parameters (or a
-checkpoint) can be used and merged by whoever has it; folding it into the initial A would have been
-another optimization problem under Adam.
+"lora": Adapter(a, b, scale)}``. So W keeps its path, its initial numbers and its place in
+checkpoints and other formats: a checkpoint without adapters is a part of one with them. The scale
+is a tensor, frozen as W is, so that parameters can be used and merged without a configuration;
+folding it into the initial A would be another optimization problem under Adam.
 
 Axes: A has those of W's inputs and B those of its outputs. Where W's columns are split over tp, so
 are B's, and every rank computes x A; where its rows are, so are A's, and (x A) B is a part of the
@@ -20,9 +19,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +40,7 @@ _STREAM = "embed"
 
 @dataclass(frozen=True)
 class LoRA:
-    """Which matrices get low-rank additions, and of what kind.
+    """Which matrices get low-rank additions, and their rank and scale.
 
     Attributes:
         rank: of the additions.
@@ -55,7 +54,7 @@ class LoRA:
     targets: tuple[str, ...] = ("blocks/attention/*", "blocks/mlp/*")
 
     def problems(self, defs: tree.Tree = None, path: str = "lora") -> list[Problem]:
-        """Everything wrong with it, and with it for a model, whose defs these are."""
+        """Everything wrong with it, and with it for a model with these defs."""
         found = []
         if self.rank < 1:
             found.append(Problem(f"{path}_rank", str(self.rank), "at least 1", "set it to 8"))
@@ -66,14 +65,10 @@ class LoRA:
             fix = "leave it out for all linear layers of blocks"
             found.append(Problem(f"{path}_targets", "nothing", "patterns of linear layers", fix))
         if any(d.width != Width() for d in tree.leaves(defs)):
-            got, wanted = (
-                "adapters of a model with gpt.mup_base_dim",
-                "none: there is no rule for them",
-            )
+            got, wanted = "adapters of a model with gpt.mup_base_dim", "none: they have no rule"
             fix = "adapt the model without: functron convert run:RUN hf:MODEL folds it"
             found.append(Problem(f"{path}_rank", got, wanted, fix))
-        layers = [] if defs is None else [place for place, _ in _linear_layers(defs)]
-        others = dict(_others(defs))
+        layers, others = _split_matrices(defs)
         for target in self.targets if layers else ():
             chosen = [place for place in layers if fnmatch.fnmatchcase(place, target)]
             routed = [x for x in others if others[x] and fnmatch.fnmatchcase(x, target)]
@@ -122,12 +117,11 @@ class LoRAConfig:
 def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     """`defs` with an `Adapter` of ParamDefs in each linear layer that `lora` targets.
 
-    Linear layers are those of `nn.linear_defs`, ``{"w", "b"?}``, between the residual stream and
-    something else, stacked or not; of layers of experts, those of the shared expert alone, and
-    targets that name others there are refused. (What else targets name and no `Adapter` gets, as
-    what turns a latent into heads, is what `unadapted` says.) `a`
-    begins as N(0, 1 / in), so that x a varies about as x does, `b` as zero, so that the model
-    begins as it was. All else is the same, and begins as the same.
+    Linear layers are those of `nn.linear_defs`, ``{"w", "b"?}``, from or to the residual stream,
+    stacked or not; in layers of experts only those of the shared expert, and targets that name
+    others there are refused. (`unadapted` lists other matrices that targets name and that get no
+    `Adapter`.) `a` begins as N(0, 1 / in), so that x a varies about as x does, `b` as zero, so that
+    the model begins as it was.
 
     Raises:
         ValueError: a target names no linear layer, or a router or its experts, or the rank or alpha
@@ -142,7 +136,7 @@ def drop_routed(targets: Iterable[str], defs: tree.Tree) -> list[str]:
 
     Runs from before such targets were refused have some, and meant what could be adapted.
     """
-    layers, others = [place for place, _ in _linear_layers(defs)], dict(_others(defs))
+    layers, others = _split_matrices(defs)
     found: dict[str, None] = {}
     for target in targets:
         chosen = fnmatch.filter(layers, target)
@@ -154,16 +148,13 @@ def drop_routed(targets: Iterable[str], defs: tree.Tree) -> list[str]:
 
 def unadapted(defs: tree.Tree, lora: LoRA) -> list[str]:
     """The paths of matrices that targets of `lora` name and that get no `Adapter`."""
-    names = [place for place, _ in _others(defs)]
+    _, names = _split_matrices(defs)
     return [x for x in names if any(fnmatch.fnmatchcase(x, target) for target in lora.targets)]
 
 
 def _add_adapters(defs: tree.Tree, lora: LoRA) -> tree.Tree:
-    chosen = {
-        place
-        for place, _ in _linear_layers(defs)
-        if any(fnmatch.fnmatchcase(place, target) for target in lora.targets)
-    }
+    layers, _ = _split_matrices(defs)
+    chosen = {x for x in layers if any(fnmatch.fnmatchcase(x, each) for each in lora.targets)}
 
     def adapted(entry: Any, path: str) -> Any:
         if not isinstance(entry, Mapping):
@@ -174,31 +165,38 @@ def _add_adapters(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     return adapted(defs, "")
 
 
-def _linear_layers(defs: tree.Tree, path: str = "") -> Iterator[tuple[str, ParamDef]]:
-    """Path and matrix of every layer that can be adapted."""
-    if not isinstance(defs, Mapping):
-        return
-    w = defs.get("w")
-    if isinstance(w, ParamDef) and _num_inputs(w) is not None:
-        yield path, w
-    for name, entry in defs.items():
-        if not ("router" in defs and name != "shared"):
-            yield from _linear_layers(entry, _under(path, name))
+class _Matrix(NamedTuple):
+    """A matrix among the parameters, the path of its layer, and whether it can be adapted.
 
-
-def _others(defs: tree.Tree, path: str = "", routed: bool = False) -> Iterator[tuple[str, bool]]:
-    """Path of every layer with a matrix that cannot be adapted, and whether it is routed or routes.
-
-    Routers and experts multiply their matrices themselves, and would not see an adapter.
+    Routers, and the experts that they choose (`routed`), multiply their matrices themselves, and
+    would not see an adapter.
     """
+
+    path: str
+    w: ParamDef
+    routed: bool
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is that of a linear layer that can be adapted."""
+        return not self.routed and _num_inputs(self.w) is not None
+
+
+def _find_matrices(defs: tree.Tree, path: str = "", routed: bool = False) -> Iterator[_Matrix]:
     if not isinstance(defs, Mapping):
         return
-    w = defs.get("w")
-    if isinstance(w, ParamDef) and (routed or _num_inputs(w) is None):
-        yield path, routed
+    if isinstance(w := defs.get("w"), ParamDef):
+        yield _Matrix(path, w, routed)
     for name, entry in defs.items():
         inside = (routed or "router" in defs) and name != "shared"
-        yield from _others(entry, _under(path, name), inside)
+        yield from _find_matrices(entry, _under(path, name), inside)
+
+
+def _split_matrices(defs: tree.Tree) -> tuple[list[str], dict[str, bool]]:
+    """Paths of linear layers, and of other matrices, with whether these are routed or route."""
+    found = [*_find_matrices(defs)]
+    others = {each.path: each.routed for each in found if not each.is_linear}
+    return [each.path for each in found if each.is_linear], others
 
 
 def _patterns(layers: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -246,33 +244,25 @@ def _adapter(w: ParamDef, lora: LoRA) -> Adapter:
 
 
 def trainable(value: tree.Tree) -> tree.Tree:
-    """True for the leaves of adapters that train, their `a` and `b`; False for all others.
-
-    Args:
-        value: defs, specs or parameters with adapters.
-    """
+    """True for `a` and `b` of adapters, which train; False for all other leaves."""
     return _flags(value, Adapter(True, True, False))
 
 
 def split(value: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
     """The leaves of no adapter, and those of adapters, with None in place of each other's.
 
-    Args:
-        value: defs, specs or parameters. `tree.join` puts them together again.
+    `tree.join` puts them together again.
     """
-    others, own = tree.partition(value, _flags(value, Adapter(False, False, False), rest=True))
-    return others, own
+    return tree.partition(value, _flags(value, Adapter(False, False, False), rest=True))
 
 
 def _flags(value: tree.Tree, flags: Adapter, *, rest: bool = False) -> tree.Tree:
     """A tree of bools: these for adapters, `rest` for all other leaves."""
-    return tree.map(
-        lambda node: flags if isinstance(node, Adapter) else rest, value, is_leaf=_is_adapter
-    )
 
+    def is_adapter(node: Any) -> bool:
+        return isinstance(node, Adapter)
 
-def _is_adapter(value: Any) -> bool:
-    return isinstance(value, Adapter)
+    return tree.map(lambda node: flags if is_adapter(node) else rest, value, is_leaf=is_adapter)
 
 
 def has_adapters(paths: Iterable[str]) -> bool:
@@ -297,11 +287,8 @@ def defs_in(defs: tree.Tree, lora: LoRA | None, paths: Iterable[str]) -> tree.Tr
         return defs
     if lora is None:
         fix = "set it in the run's config.toml to the rank that it was trained with"
-        title, got = (
-            "the configuration is not that of the checkpoint",
-            "0, for a checkpoint with adapters",
-        )
-        refuse(title, "lora_rank", got, "their rank", fix)
+        title = "the configuration is not that of the checkpoint"
+        refuse(title, "lora_rank", "0, for a checkpoint with adapters", "their rank", fix)
     return _add_adapters(defs, lora)  # as it was made, whatever its targets name besides
 
 
@@ -327,8 +314,12 @@ def merge(params: tree.Tree) -> tree.Tree:
     merged = {name: merge(entry) for name, entry in params.items() if name != LORA}
     if LORA in params:
         w, adapter = params["w"], params[LORA]
-        lazy = not isinstance(w, torch.Tensor)
-        merged["w"] = MergedRows(w, adapter) if lazy else merge_matrix(w, adapter)
+
+        def read(index: Any) -> torch.Tensor:
+            return merge_matrix(w[index], Adapter(*(leaf[index] for leaf in adapter)))
+
+        stored = not isinstance(w, torch.Tensor)
+        merged["w"] = LazyLeaf(w, read) if stored else merge_matrix(w, adapter)
     return merged
 
 
@@ -343,26 +334,25 @@ def merge_matrix(w: torch.Tensor, adapter: Adapter) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class MergedRows:
-    """The rows of a stacked matrix that was merged: each one computed when it is asked for.
+class LazyLeaf:
+    """A leaf whose rows are computed when they are indexed, from those of a stored leaf.
 
     Attributes:
-        w: the matrix; something with shape and dtype whose rows are tensors.
-        adapter: what is added to it, of the same kind.
+        leaf: has the shape and dtype; its rows are tensors.
+        read: an index to what is there in its place.
     """
 
-    w: Any
-    adapter: Adapter
+    leaf: Any
+    read: Callable[[Any], torch.Tensor]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the matrix."""
-        return tuple(self.w.shape)
+        """Of the leaf, as `dtype`."""
+        return tuple(self.leaf.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the matrix."""
-        return self.w.dtype
+        return self.leaf.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return merge_matrix(self.w[index], Adapter(*(leaf[index] for leaf in self.adapter)))
+        return self.read(index)

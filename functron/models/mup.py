@@ -54,8 +54,7 @@ layers and experts there are, and the vocabulary, stay. These are limits of widt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,6 +62,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.models.config import GPTConfig
+from functron.models.lora import LazyLeaf
 from functron.optim.zero import num_stacked
 from functron.spmd.params import Normal, ParamDef, Width
 
@@ -79,13 +79,10 @@ def wider(config: GPTConfig) -> GPTConfig:
     return replace(config, **doubled, **plain, moe=moe)
 
 
-def parametrized(defs: tree.Tree, of_wider: tree.Tree, m: float) -> tree.Tree:
+def parametrize(defs: tree.Tree, of_wider: tree.Tree, m: float) -> tree.Tree:
     """`defs` of the standard parametrization with widths and initial values of muP.
 
-    Args:
-        defs: of a model.
-        of_wider: of the model that is `wider`.
-        m: see `GPTConfig.mup_width`.
+    `of_wider` are those of the model that is `wider`, and m is `GPTConfig.mup_width`.
     """
     return tree.map_with_path(lambda path, d, other: _scale_def(path, d, other, m), defs, of_wider)
 
@@ -123,22 +120,22 @@ def folded(config: GPTConfig, params: tree.Tree) -> tuple[GPTConfig, tree.Tree]:
     if not config.mup_base_dim:
         return config, params
     logits, scores = 1.0 / config.mup_width, config.mup_score_scale * math.sqrt(config.head_size)
-    raise_problems("cannot fold muP into the parameters", _unfoldable(config, logits, scores))
+    raise_problems("cannot fold muP into the parameters", _folding_problems(config, logits, scores))
     made = dict(params)
     if logits != 1 and config.tied:
-        made["norm"] = _scaled_norm(params["norm"], logits, config.zero_centered_norm)
+        made["norm"] = _scale_norm(params["norm"], logits, config.zero_centered_norm)
     elif logits != 1:
-        made["unembed"] = _times(params["unembed"], logits)
+        made["unembed"] = _scale(params["unembed"], logits)
     if scores not in (0, 1):
         for name in config.stacks:
-            made[name] = _with_scores(config, params[name], scores)
+            made[name] = _scale_queries(config, params[name], scores)
         if config.mtp_depth:
-            inner = _with_scores(config, params["mtp"]["block"], scores)
+            inner = _scale_queries(config, params["mtp"]["block"], scores)
             made["mtp"] = {**params["mtp"], "block": inner}
     return replace(config, mup_base_dim=0, mup_base_head_dim=0), made
 
 
-def _unfoldable(config: GPTConfig, logits: float, scores: float) -> list[Problem]:
+def _folding_problems(config: GPTConfig, logits: float, scores: float) -> list[Problem]:
     found = []
     if logits != 1 and config.tied:
         fix = "train with tied=False, or at the base width"
@@ -155,29 +152,29 @@ def _unfoldable(config: GPTConfig, logits: float, scores: float) -> list[Problem
     return found
 
 
-def _with_scores(config: GPTConfig, block: Any, factor: float) -> dict:
+def _scale_queries(config: GPTConfig, block: Any, factor: float) -> dict:
     """The parameters of blocks whose queries are multiplied by a factor."""
     attention = dict(block["attention"])
     if config.qk_norm:
-        queries = _scaled_norm(attention["q_norm"], factor, config.zero_centered_norm)
+        queries = _scale_norm(attention["q_norm"], factor, config.zero_centered_norm)
         return {**block, "attention": attention | {"q_norm": queries}}
     if "qkv" in attention:
         each = torch.ones(config.num_heads // config.kv_heads + 2, 1, dtype=torch.float64)
         each[:-2] = factor
-        queries = {name: _times(leaf, each) for name, leaf in attention["qkv"].items()}
+        queries = {name: _scale(leaf, each) for name, leaf in attention["qkv"].items()}
         return {**block, "attention": attention | {"qkv": queries}}
-    queries = {name: _times(leaf, factor) for name, leaf in attention["q"].items()}
+    queries = {name: _scale(leaf, factor) for name, leaf in attention["q"].items()}
     return {**block, "attention": attention | {"q": queries}}
 
 
-def _scaled_norm(norm: Any, factor: float, zero_centered: bool) -> dict:
+def _scale_norm(norm: Any, factor: float, zero_centered: bool) -> dict:
     """The parameters of a norm whose result is multiplied by a factor."""
     around = 1.0 if zero_centered else 0.0
-    scaled = {name: _times(leaf, factor) for name, leaf in norm.items()}
-    return scaled | {"scale": _times(norm["scale"], factor, around)}
+    scaled = {name: _scale(leaf, factor) for name, leaf in norm.items()}
+    return scaled | {"scale": _scale(norm["scale"], factor, around)}
 
 
-def _times(leaf: Any, factor: float | torch.Tensor, around: float = 0.0) -> Any:
+def _scale(leaf: Any, factor: float | torch.Tensor, around: float = 0.0) -> Any:
     """factor (x + around) - around: of a tensor, or of what is read where it is indexed."""
 
     def times(x: torch.Tensor) -> torch.Tensor:
@@ -185,23 +182,6 @@ def _times(leaf: Any, factor: float | torch.Tensor, around: float = 0.0) -> Any:
         by = factor.to(wide) if isinstance(factor, torch.Tensor) else factor
         return ((wide + around) * by - around).to(x.dtype)
 
-    return times(leaf) if isinstance(leaf, torch.Tensor) else _Read(leaf, times)
-
-
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """A stored leaf, with a function of its values in place of them."""
-
-    leaf: Any
-    of: Callable[[torch.Tensor], torch.Tensor]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.leaf.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.leaf.dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.of(self.leaf[index])
+    if isinstance(leaf, torch.Tensor):
+        return times(leaf)
+    return LazyLeaf(leaf, lambda index: times(leaf[index]))

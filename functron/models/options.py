@@ -1,11 +1,10 @@
 """How a model is run, beside its architecture: one value for the functions of every family.
 
-`ModelOptions` says how parameters are gathered, how sequences and experts are divided, what
-backward computes again and which kernels compute; and it holds hooks: functions of the user's own
-in the place of a decoder's attention, router, feed-forward layer, norm or whole block.
+`ModelOptions` says how parameters are gathered, how sequences and experts are divided, activation
+checkpointing and kernels; and it holds hooks: functions of the user's own in place of a decoder's
+attention, router, feed-forward layer, norm or whole block.
 
-`Context` and `Sequence` say where the tokens of a batch lie: which rank has which, and what
-attention may see of them.
+`Context` and `Sequence` say which rank has which tokens of a batch, and what attention may see.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Context:
             got = f"{self.ring_size} with order={self.order!r}"
             wanted = 'at least 0, and 0 unless order="balanced"'
             found.append(Problem("ring_size", got, wanted, "leave it out"))
-        raise_problems("this is no way to split sequences", found)
+        raise_problems("invalid Context", found)
 
     @property
     def halves(self) -> bool:
@@ -95,9 +94,9 @@ class Context:
 
     @property
     def runs(self) -> int:
-        """Of how many runs of consecutive tokens, of one length, a rank's part of a sample is.
+        """The number of runs of consecutive tokens, of equal length, in a rank's part of a sample.
 
-        Under "balanced" of those that the batch was arranged into, which nobody is told.
+        Under "balanced", where it is not known, 1.
         """
         split = self.order == "zigzag" and lax.axis_size("cp") > 1
         return 2 if split and lax.axis_size("ulysses") % 2 else 1
@@ -108,14 +107,14 @@ class Sequence(NamedTuple):
 
     Attributes:
         tokens: int64 ``[B, T]``.
-        targets: int64 ``[B, T]``; None where nobody asked.
+        targets: int64 ``[B, T]``; None: without a loss.
         rows: int64 ``[B]``, the samples' indices in the global batch.
         slots: int64 ``[T]``, the tokens' places in their samples (as the batch has them).
         positions: int64 ``[T]`` or ``[B, T]``, their places in their documents; ``[B, T, S]``:
-            the S places of each, by which parts of a head's dims are rotated.
-        segments: int64 ``[B, T]``, the numbers of their documents; None: a sample is one.
-        attend: ``(q, k, v, *, window, sinks, cap) -> out``, where attention is done in another way
-            than among these tokens: with keys that are kept, for example.
+            the S positions of each, by which parts of a head's dims are rotated.
+        segments: int64 ``[B, T]``, the numbers of their documents; None: each sample is one.
+        attend: ``(q, k, v, *, window, sinks, cap) -> out`` in place of attention among these
+            tokens: with cached keys, for example.
     """
 
     tokens: Tensor
@@ -156,15 +155,15 @@ _ELSEWHERE: Mapping[str, tuple[str, str]] = MappingProxyType(
         "images": ("a tensor of images", "pixel_values"),
     }
 )
-"""The entries of a batch, and their names in transformers."""
+"""Entries of a batch: what they hold, and their names in transformers."""
 
 
 def require(batch: Batch, *names: str) -> None:
     """Check that a batch has these entries.
 
     Raises:
-        ValueError: it has not; all that are missing are listed.
-        TypeError: it is no mapping.
+        ValueError: some are missing; all are listed.
+        TypeError: it is not a mapping.
     """
     if not isinstance(batch, Mapping):
         wanted = f"a dict with {' and '.join(map(repr, names))}"
@@ -188,11 +187,9 @@ def require(batch: Batch, *names: str) -> None:
 
 @public
 def num_targets(batch: Batch, axes: tuple[str, ...] = SAMPLE_AXES) -> Int[Tensor, ""]:
-    """How many targets count, over the batch of all ranks: an int64 scalar; one all-reduce.
+    """The number of targets in the batch of all ranks, without those of `nn.IGNORE_INDEX`: int64.
 
-    Args:
-        batch: this rank's samples; targets of `nn.IGNORE_INDEX` do not count.
-        axes: those of the loss's `ModelOptions`.
+    `axes` are those of the loss's `ModelOptions`. Collectives: one all-reduce.
     """
     require(batch, "targets")
     return lax.psum((batch["targets"] != nn.IGNORE_INDEX).sum(), axes)
@@ -208,36 +205,30 @@ def arranged(batch: Batch, context: Context) -> Sequence:
         ValueError: the sequence does not divide.
     """
 
-    def moved(x: Int[Tensor, "batch seq *several"] | None) -> Tensor | None:
-        if x is None or context.order != "zigzag":
-            return x
-        return to_balanced(x, 1)
-
     require(batch, "tokens")
-    tokens = batch["tokens"]
-    rows = batch.get("rows")
+    tokens, rows, zigzag = batch["tokens"], batch.get("rows"), context.order == "zigzag"
     if rows is None:
         rows = lax.global_index(tokens.shape[0], DATA_AXES, device=tokens.device)
-    order = "zigzag" if context.order == "zigzag" else "contiguous"
+    order = "zigzag" if zigzag else "contiguous"
     slots = own_positions(tokens.shape[1], order, device=tokens.device)
-    positions = moved(batch.get("positions"))
+    names = ("positions", "tokens", "targets", "segments")
+    given = {name: batch[name] for name in names if batch.get(name) is not None}
+    if zigzag:
+        given = {name: to_balanced(x, 1) for name, x in given.items()}
     return Sequence(
-        tokens=tokens if context.order != "zigzag" else to_balanced(tokens, 1),
-        targets=moved(batch.get("targets")),
+        tokens=given["tokens"],
+        targets=given.get("targets"),
         rows=rows,
         slots=slots,
-        positions=slots if positions is None else positions,
-        segments=moved(batch.get("segments")),
+        positions=given.get("positions", slots),
+        segments=given.get("segments"),
     )
 
 
 def check_positions(sequence: Sequence, sections: tuple[int, ...], context: Context) -> None:
     """Raise ValueError unless each token has one position, or one for each of the sections.
 
-    Args:
-        sequence: the rank's tokens.
-        sections: `functron.gpt.GPTConfig.rope_sections`.
-        context: how sequences are split.
+    Sections are those of `functron.gpt.GPTConfig.rope_sections`.
     """
     shape, tokens = tuple(sequence.positions.shape), tuple(sequence.tokens.shape)
     several = (*tokens, len(sections))
@@ -256,12 +247,11 @@ def check_positions(sequence: Sequence, sections: tuple[int, ...], context: Cont
 
 
 def check_length(seq: int, max_seq: int | None, split: int) -> None:
-    """Raise ValueError unless samples of which ranks hold `seq` tokens each are short enough.
+    """Raise ValueError unless samples, of which ranks hold `seq` tokens each, are short enough.
 
     Args:
-        seq: the tokens of a rank.
-        max_seq: the most of a whole sample; None: of any number, as each is several documents.
-        split: how many ranks of tp split these again.
+        max_seq: of a whole sample; None: no limit, as each is several documents.
+        split: how many ranks of tp split a rank's tokens again.
     """
     whole = seq * lax.axis_size(CONTEXT_AXES)
     if max_seq is not None and whole > max_seq:
@@ -285,12 +275,12 @@ WHOLE = Gather()
 """Parameters that no data axis splits: there is nothing to gather."""
 
 RING = Context()
-"""Keys and values go round, among tokens in zig-zag order."""
+"""Keys and values pass around a ring, with tokens in zig-zag order."""
 
 Remat = Literal["none", "full", "selective", "dots"]
-"""The part that backward computes again: nothing; each block from its input; the attention core
-softmax(q k^T) v alone (Korthikanti et al. 2022, section 5); all but matrix products and attention.
-"""
+"""Activation checkpointing, by what backward computes again: nothing; each block from its input;
+the attention core softmax(q k^T) v alone (Korthikanti et al. 2022, section 5); all but matrix
+products and attention."""
 
 HOOKS = ("attention", "router", "mlp", "norm", "block")
 """The fields of `ModelOptions` that hold functions."""
@@ -324,12 +314,12 @@ class Hook:
             if not callable(value := getattr(self, field.name))
             and (value is not None or field.name == "apply")
         ]
-        raise_problems("this is no hook", found, TypeError)
+        raise_problems("not a hook", found, TypeError)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelOptions:
-    """How a model is run; ``ModelOptions()`` is one device's, and right on any mesh without fsdp.
+    """How a model is run; ``ModelOptions()`` is for one device, and any mesh without fsdp.
 
     >>> options = ft.ModelOptions(stream=gpt.SEQUENCE_PARALLEL_STREAM, remat="selective")
     >>> gpt.loss(config, params, batch, options, key=key)
@@ -341,16 +331,16 @@ class ModelOptions:
     `llava`) have a place for them.
 
     * ``attention(q, k, v, ...) -> out``: from queries ``[batch, seq, heads, head_dim]``, keys and
-      values ``[batch, seq, kv_heads, ...]`` of this rank's heads, rotated and normed already, to
-      ``[batch, seq, heads, v's last dim]``; causal. Of the keywords ``window``, ``cap``,
-      ``segments``, ``positions``, ``sinks``, ``context`` and ``kernels`` it is given those that it
-      has (those of `nn.context_attention`; ``segments`` None without packed documents); a run that
-      needs one that it has not is refused. Where axes of the mesh split sequences, ranks exchange
+      values ``[batch, seq, kv_heads, ...]`` of this rank's heads, already normed and rotated, to
+      ``[batch, seq, heads, v's last dim]``; causal. It is passed those of the keywords ``window``,
+      ``cap``, ``segments``, ``positions``, ``sinks``, ``context`` and ``kernels`` that it has
+      parameters for (see `nn.context_attention`; ``segments`` is None without packed documents); a
+      run that needs another is refused. Where axes of the mesh split sequences, ranks exchange
       heads for sequence before and after it (Ulysses), so that it sees whole samples in order: four
-      all-to-alls, if the heads divide over these ranks; with a parameter ``context`` it is given
-      this rank's tokens as they lie instead, and does that itself.
-    * ``router(params, inputs) -> nn.moe.RouterOutput``: which experts tokens go to, and what that
-      adds to the loss; see `nn.moe.Router`.
+      all-to-alls, if the heads divide over these ranks; with a parameter ``context`` it gets this
+      rank's tokens instead, and communicates itself.
+    * ``router(params, inputs) -> nn.moe.RouterOutput``: the experts of tokens, and a term of the
+      loss; see `nn.moe.Router`.
     * ``mlp(params, x, *, activation, stream, kernels) -> y``: as `nn.mlp`, of layers without
       experts; x and y have spec `stream`.
     * ``norm(params, x, *, eps, zero_centered, kernels) -> y``: as `nn.norm`, of the stream; norms
@@ -364,26 +354,26 @@ class ModelOptions:
 
     Attributes:
         stream: `gpt.STREAM` or `gpt.SEQUENCE_PARALLEL_STREAM`.
-        remat: what backward computes again; see `Remat`.
-        gather: how parameters that data axes split are gathered where they are used: the specs of
-            all of the model's, ``param_specs(defs(config), rules(config, mesh))``, and more; what
-            each block needs by itself, and again in backward.
+        remat: activation checkpointing; see `Remat`.
+        gather: how parameters that data axes split are gathered where they are used, block by
+            block, and again in backward: with the specs of all parameters,
+            ``param_specs(defs(config), rules(config, mesh))``.
         context: how attention reaches across the ranks that split sequences.
-        expert_axes: the axes that experts are divided over, as the rules have it; see `gpt.rules`.
+        expert_axes: the axes that experts are divided over; see `gpt.rules`.
         kernels: which operations CUDA kernels of functron compute; see `functron.ops.use`.
-        matmul: what computes the products of attention's projections, of feed-forward layers and
-            of experts: quantised ones, as `functron.precision.quantised` makes them.
-        loss_chunk_tokens: make logits of so many of a rank's tokens at a time, and again in
-            backward: they take memory for so many tokens alone; 0: of all, once.
+        matmul: the matrix products of attention's projections, feed-forward layers and experts:
+            quantised ones are made by `functron.precision.quantised`.
+        loss_chunk_tokens: compute the logits of so many of a rank's tokens at a time, and again in
+            backward, to save memory; 0: of all, once.
         axes: the axes over which losses are summed; without one that splits samples, each rank
-            along it has a loss of its own. The same are to be passed to `num_targets`,
-            `value_and_grad` and, with those that split parameters, `sync_gradients`.
+            along it has a loss of its own. Pass the same to `num_targets`, `value_and_grad` and,
+            with those that split parameters, `sync_gradients`.
         watch: measure the residual stream after every layer: ``stream`` of `Details`.
         attention, router, mlp, norm, block: see above; None: the model's own.
 
     Raises:
-        ValueError: the name of `remat` is none.
-        TypeError: a hook is no function.
+        ValueError: an unknown name of `remat`.
+        TypeError: a hook is not a function.
     """
 
     stream: P = STREAM
@@ -427,11 +417,7 @@ class ModelOptions:
         return value if value is None or isinstance(value, Hook) else Hook(value)
 
     def require_only(self, family: str, *names: str) -> None:
-        """Refuse options that a family has no place for.
-
-        Args:
-            family: the module, for the message.
-            names: the fields that it reads.
+        """Refuse options that a family does not read: all but the fields of these names.
 
         Raises:
             ValueError: a field that is none of these is not at its default; all are listed.
@@ -441,18 +427,13 @@ class ModelOptions:
             value = getattr(self, field.name)
             if field.name not in names and value != field.default:
                 fix = f"leave {field.name} out: {family} has no place for it"
-                found.append(
-                    Problem(f"options.{field.name}", _name_value(value), "the default", fix)
-                )
+                got = getattr(value, "__name__", None) or repr(value)
+                found.append(Problem(f"options.{field.name}", got, "the default", fix))
         raise_problems(f"{family} cannot be run with these options", found)
 
 
 DEFAULTS = ModelOptions()
 """Every option at its default."""
-
-
-def _name_value(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)
 
 
 def keywords_of(function: Callable, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -478,7 +459,7 @@ def check_gathered(name: str, size: int, wanted: int) -> None:
 
 
 def attention_keywords(function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that an attention of the user's is called with.
+    """The keywords that the user's attention is called with.
 
     Raises:
         ValueError: it has no parameter for one that this run needs; all are listed.
@@ -495,19 +476,19 @@ def attention_keywords(function: Callable, given: Mapping[str, Any]) -> dict[str
     return taken
 
 
-def _of_own_rank(x: Tensor, dim: int) -> Tensor:
+def _select_own_rank(x: Tensor, dim: int) -> Tensor:
     """The rank's part of a dim of heads that are exchanged for sequence."""
     for axis in CONTEXT_AXES:
         x = own_part(x, x.shape[dim] // lax.axis_size(axis), dim, axis)
     return x
 
 
-def _of_own_heads(repeats: int, x: Tensor, d: ParamDef) -> Tensor:
+def _select_own_heads(repeats: int, x: Tensor, d: ParamDef) -> Tensor:
     """The part of a parameter that belongs to the heads that a rank has after the exchange."""
     for dim, axis in enumerate(d.axes):
         if axis == "kv_heads" and repeats > 1:
             x = x.repeat_interleave(repeats, dim)
-        x = _of_own_rank(x, dim) if axis in ("heads", "kv_heads") else x
+        x = _select_own_rank(x, dim) if axis in ("heads", "kv_heads") else x
     return x
 
 
@@ -546,20 +527,22 @@ def own_attention(
             dim = 0 if taken[name].dim() == 1 else 1
             taken[name] = lax.all_gather(taken[name], CONTEXT_AXES, axis=dim, tiled=True)
     if taken.get("sinks") is not None:
-        taken["sinks"] = _of_own_rank(taken["sinks"], 0)
+        taken["sinks"] = _select_own_rank(taken["sinks"], 0)
     if hook.defs is not None:
-        params = (tree.map(functools.partial(_of_own_heads, repeats), *params, hook.defs(config)),)
+        params = (
+            tree.map(functools.partial(_select_own_heads, repeats), *params, hook.defs(config)),
+        )
     out = hook.apply(*params, q, k, v, **taken)
     return lax.all_to_all(out, CONTEXT_AXES, 1, 2, tiled=True)
 
 
 def own_block(hook: Hook, options: ModelOptions) -> Callable:
-    """A block of the user's as a function ``(layer, weights, x) -> (x, auxiliary or None)``.
+    """The user's block as a function ``(layer, weights, x) -> (x, auxiliary or None)``.
 
-    Before it is called where ranks have parts of the sequences, or of the batch, it is checked: it
-    mixes no tokens but by the methods of its layer, goes by no place among a rank's tokens, and
-    mixes no samples. With a parameter ``context``, in which it is given `ModelOptions.context`, it
-    reaches across these ranks itself, and nothing is checked.
+    Where ranks have parts of the sequences, or of the batch, it is checked first: it may mix tokens
+    only by the methods of its layer, depend on no token's place among a rank's, and mix no samples.
+    With a parameter ``context``, for `ModelOptions.context`, it communicates itself, and nothing is
+    checked.
 
     Raises:
         ValueError: (when called) it fails the check; or returns no auxiliary loss of its
@@ -590,7 +573,7 @@ def own_block(hook: Hook, options: ModelOptions) -> Callable:
 
 
 class _OfEachToken:
-    """Methods of a layer that are functions of each token alone, and keep how many tokens came."""
+    """Methods of a layer as functions of each token alone, which record the number of tokens."""
 
     lengths: set[int]
 
@@ -631,16 +614,14 @@ def refuse_mixing(
 ) -> None:
     """Raise for a hook that mixes tokens or samples of which ranks have parts; once per shape.
 
-    It is seen on numbers of this function's own, so that nothing depends on data.
+    It is run on made-up numbers, so that nothing depends on data.
 
     Args:
         name: of the hook.
         run: ``(weights, tokens)`` to its results, of each token and sample alone.
-        weights: its parameters.
-        x: what it is given.
-        options: of the model.
-        gathers: it gathers sequences that tp splits itself, as it is told of the stream.
-        lengths: of the sequences that it gave others while it ran.
+        weights, x: its arguments.
+        gathers: it gathers sequences that tp splits itself.
+        lengths: of the sequences that it passed to methods of its layer.
 
     Raises:
         ValueError: a token's result depends on others, on its place among those of its rank, or on
@@ -651,12 +632,14 @@ def refuse_mixing(
         return
     seq = x.shape[SEQ_DIM]
     with aside(), enter(Scope()), torch.no_grad():
-        own = tree.map(lambda leaf: _waves(leaf.shape[-1:], leaf.dtype).expand(leaf.shape), weights)
-        first, one = _waves(x.shape[1:], x.dtype).expand(x.shape), functools.partial(run, own)
-        alone = _is_true(lambda: not splits.sequences or _is_alone(one, first))
+        own = tree.map(
+            lambda leaf: _make_waves(leaf.shape[-1:], leaf.dtype).expand(leaf.shape), weights
+        )
+        first, one = _make_waves(x.shape[1:], x.dtype).expand(x.shape), functools.partial(run, own)
+        alone = _passes(lambda: not splits.sequences or _is_alone(one, first))
         alone = alone and set(lengths) <= {seq}
-        anywhere = _is_true(lambda: not splits.sequences or _is_alike_anywhere(one, first))
-        apart = _is_true(lambda: not splits.samples or _is_apart(one, first))
+        anywhere = _passes(lambda: not splits.sequences or _is_alike_anywhere(one, first))
+        apart = _passes(lambda: not splits.samples or _is_apart(one, first))
     by_attention = "one of that token alone"
     if name == "block":
         by_attention = "one that depends on others by layer.attention alone"
@@ -684,7 +667,7 @@ def refuse_mixing(
             wanted,
             f"leave {leave} out; or let {'it' if name == 'block' else 'a block'} take context, and "
             f"bring together the {'tokens' if what == 'sequence' else 'samples'} of all ranks "
-            "itself (lax.all_gather), or learn the places of its own (nn.own_positions)",
+            "itself (lax.all_gather), or learn the places of its own (nn.context.own_positions)",
         )
     options.seen_hooks.add((name, x.shape, splits))
 
@@ -703,8 +686,8 @@ class _OptionSplits(NamedTuple):
         return cls(*(tuple(a for a in axes if lax.axis_size(a) > 1) for axes in both))
 
 
-def _is_true(found: Callable[[], bool]) -> bool:
-    """`found()`; True of a hook that needs what these numbers are not, and raises."""
+def _passes(found: Callable[[], bool]) -> bool:
+    """`found()`; True if it raises, as hooks may that do not take these numbers."""
     try:
         return found()
     except Exception:
@@ -740,8 +723,8 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-3, equal_nan=True)
 
 
-def _waves(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Numbers between -1 and 1 that differ, without drawing them; zeros of what is no number."""
+def _make_waves(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Different numbers between -1 and 1, without random ones; zeros of other dtypes."""
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     steps = torch.arange(math.prod(shape), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Scoring: how likely a model finds given texts, in the shape that evaluation harnesses ask for.
+"""Scoring: the likelihood of given texts, as evaluation harnesses ask for it.
 
 `log_likelihoods` and `rolling_log_likelihoods` work on tokens and any mesh that `generate` works
 on. `LanguageModel` is an ``LM`` of lm-evaluation-harness, on text.
@@ -24,11 +24,11 @@ from functron.spmd import collectives as lax
 
 
 class TextScore(NamedTuple):
-    """How a model finds a continuation.
+    """The score of a continuation.
 
     Attributes:
         log_likelihood: sum over its tokens of log p(token | all before), natural logarithm.
-        is_greedy: whether each of them is the model's likeliest.
+        is_greedy: whether each token is the likeliest one.
     """
 
     log_likelihood: float
@@ -49,22 +49,18 @@ def log_likelihoods(
     mesh: Mesh | None = None,
     options: ModelOptions | None = None,
 ) -> list[TextScore]:
-    """log p(continuation | context) of each request, and whether it is what greedy decoding says.
+    """log p(continuation | context) of each request, and whether greedy decoding gives it.
 
-    Of a request longer than ``max_seq + 1`` tokens the first ones are left out, as harnesses do.
+    The first tokens of a request longer than ``max_seq + 1`` are left out, as harnesses do.
     Requests of similar length share a batch, which is padded at the end: causal attention does not
     see it.
 
     Args:
         params: the parameters of `gpt.defs(config)`, as `mesh` splits them.
-        config: the architecture.
-        requests: what to score; an empty continuation has likelihood 1.
+        requests: an empty continuation has likelihood 1.
         batch_size: how many are scored together; on a mesh a multiple of its data ranks.
         mesh: simulated; None: one rank.
-        options: gather, experts, kernels and hooks; as in `generate`.
-
-    Returns:
-        A `TextScore` for each request, in order.
+        options: gather, expert_axes, kernels and hooks; as in `generate`.
 
     Raises:
         ValueError: an empty context, a token outside the vocabulary, or a continuation that is
@@ -96,14 +92,12 @@ def rolling_log_likelihoods(
 ) -> list[float]:
     """log p of whole texts, for perplexities: every token is scored once.
 
-    A text longer than `max_seq` is read in windows of as many tokens. Of each, those are scored
-    that no window before it has scored: all, but of the last, which begins earlier so that it is
-    full. This is what lm-evaluation-harness does with a context of one token.
+    A text longer than `max_seq` is read in windows of as many tokens, of which the last begins
+    earlier, so that it is full, and scores only the tokens after the window before. This is what
+    lm-evaluation-harness does with a context of one token.
 
     Args:
-        params, config: as in `log_likelihoods`.
-        texts: tokens of each.
-        start: the token that stands before a text, such as its end-of-text token.
+        start: the token before each text, such as the end-of-text token.
         options: of `log_likelihoods`.
     """
     requests: list[ContextPair] = []
@@ -173,7 +167,7 @@ def _problems(config: gpt.GPTConfig, requests: Sequence[ContextPair]) -> Iterabl
 
 @runtime_checkable
 class ScoredText(Protocol):
-    """The part of a tokenizer that `LanguageModel` needs; `functron.data.Tokenizer` is one."""
+    """The methods of a tokenizer that `LanguageModel` calls, as `functron.data.Tokenizer` has."""
 
     @property
     def end_of_text(self) -> int | None:
@@ -191,11 +185,10 @@ class ScoredText(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A model as lm-evaluation-harness's ``LM`` has it: three methods over lists of requests.
+    """A model as an ``LM`` of lm-evaluation-harness: three methods over lists of requests.
 
-    ``lm_eval.simple_evaluate(model=LanguageModel(...), tasks=[...])`` takes it: where that library
-    is loaded, before or after, it is an instance of its ``LM``. It is one process, and knows no
-    chat template.
+    Pass it to ``lm_eval.simple_evaluate(model=LanguageModel(...), tasks=[...])``: it is an instance
+    of the harness's ``LM``. It is one process, and has no chat template.
 
     A request is anything with ``args``, or that tuple itself: ``(context, continuation)``,
     ``(text,)``, or ``(context, {"until": [...], "max_gen_toks": N})``.
@@ -203,9 +196,8 @@ class LanguageModel:
     Attributes:
         params: of `gpt.defs(config)`.
         config: the architecture.
-        tokenizer: what makes tokens of text.
         batch_size: requests that are scored together.
-        max_new_tokens: where a request to generate does not say.
+        max_new_tokens: for requests to generate without a number.
     """
 
     params: tree.Tree
@@ -241,23 +233,16 @@ class LanguageModel:
         return f"{type(self.tokenizer).__name__}-{self.config.vocab_size}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The template of chats, which there is none of: see `apply_chat_template`."""
+        """The template of chats: none; see `apply_chat_template`."""
         return ""
 
     def apply_chat_template(self, chat_history: Sequence[Any], **settings: Any) -> str:
-        """Refuse to make text of a chat: the model is asked for texts as they are.
-
-        Raises:
-            ValueError: in any case.
-        """
+        """Refuse chats with a ValueError: texts are scored as they are."""
         got, fix = f"{len(chat_history)} messages", "leave apply_chat_template out"
         refuse("cannot score chats", "apply_chat_template", got, "texts", fix)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take no notice: a hook keeps parts of a method's results, which come all at once here.
-
-        The harness keeps results of whole calls by itself (``use_cache``).
-        """
+        """Do nothing: results come at once, and the harness caches whole calls (``use_cache``)."""
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """``(log p(continuation | context), is greedy)`` of each ``(context, continuation)``."""
@@ -280,13 +265,13 @@ class LanguageModel:
         until = settings.get("until", ())
         until = [until] if isinstance(until, str) else [text for text in until if text]
         count = min(settings.get("max_gen_toks", self.max_new_tokens), self.config.max_seq - 1)
-        prompt = self._context(context)[-(self.config.max_seq - count) :]
-        device = tree.leaves(self.params)[0].device
+        prompt = self.tokenizer.encode(context, special=False) or [self._start()]
+        prompt = prompt[-(self.config.max_seq - count) :]
         end = self.tokenizer.end_of_text
         tokens = generate(
             self.params,
             self.config,
-            torch.tensor([prompt], device=device),
+            torch.tensor([prompt], device=self.device),
             count,
             temperature=0,
             stop=() if end is None else (end,),
@@ -304,9 +289,6 @@ class LanguageModel:
             refuse("cannot score texts", "tokenizer", got, wanted, fix)
         return end
 
-    def _context(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, special=False) or [self._start()]
-
     def _pair(self, context: str, continuation: str) -> ContextPair:
         # blanks at its end belong to the first token of what follows, in every known tokenizer
         kept = context.rstrip()
@@ -317,7 +299,7 @@ class LanguageModel:
 
 
 def _register(model: type) -> None:
-    """Make a class an ``LM`` to lm-evaluation-harness, where that is loaded: it imports much."""
+    """Register a class as an ``LM`` of lm-evaluation-harness, if that is loaded."""
     harness = sys.modules.get("lm_eval.api.model")
     if harness is not None:
         harness.LM.register(model)

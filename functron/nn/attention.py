@@ -154,24 +154,17 @@ def rope_table(
 
     Args:
         positions: int64 ``[seq]``, or ``[batch, seq]`` where samples differ (packed documents), or
-            ``[batch, seq, sections]`` where tokens have several.
-        head_dim: the dims that are rotated.
+            ``[batch, seq, sections]`` where a token has several positions.
+        head_dim: number of rotated dims.
         theta: the longest wavelength is about 2 pi theta.
-        scaling: stretches wavelengths.
-        dtype: of the result.
-        sections: how many pairs of dims, one after the other, turn by each of a token's positions
-            (Qwen2-VL, section 2.1: time, height and width).
-
-    Returns:
-        Two of ``[seq, head_dim / 2]`` or ``[batch, seq, head_dim / 2]``.
+        sections: how many pairs of dims, one after the other, are rotated by each of a token's
+            positions (Qwen2-VL, section 2.1: time, height and width).
     """
     freqs = rope_frequencies(head_dim, theta, scaling, positions.device)
-    places = positions.to(torch.float32)
-    if positions.dim() == _SEVERAL:  # that of each pair
-        each = zip(places.unbind(-1), sections, strict=True)
-        places = torch.cat([x.unsqueeze(-1).expand(*x.shape, size) for x, size in each], -1)
-    else:
-        places = places.unsqueeze(-1)
+    places = positions.to(torch.float32).unsqueeze(-1)
+    if positions.dim() == _SEVERAL:  # the position of each pair of dims
+        each = zip(places.unbind(-2), sections, strict=True)
+        places = torch.cat([x.expand(*x.shape[:-1], size) for x, size in each], -1)
     angles = places * freqs
     factor = 1.0 if scaling is None else scaling.table_factor
     cos, sin = angles.cos(), angles.sin()
@@ -190,14 +183,12 @@ def apply_rope(
     """Rotate each pair of dims by its angle.
 
     Args:
-        x: ``[batch, seq, heads, head_dim]``.
         table: cos and sin of `rope_table` for the same positions, of each sample or of all.
         interleaved: pairs are (x_{2i}, x_{2i+1}), as in DeepSeek's models; otherwise (x_i, x_{i +
             d/2}), as in Llama.
         kernels: of ``"qk_norm_rope"``.
     """
-    if kernels.takes("qk_norm_rope", x, *table):
-        # keys of no heads
+    if kernels.takes("qk_norm_rope", x, *table):  # of keys it gets no heads
         return QK_NORM_ROPE(x, x[..., :0, :], None, None, *table, 0.0, False, interleaved)[0]
     return rotate_pairs(x, *table, interleaved=interleaved)
 
@@ -303,17 +294,7 @@ def attention_defs(
             "v": projection(config.kv_heads, "kv_heads"),
         }
     )
-    defs |= {
-        "out": linear_defs(
-            (config.num_heads, config.head_size, config.embed_dim),
-            ("heads", None, "embed"),
-            stddev=out_stddev,
-            bias=(config.embed_dim,) if config.bias else None,
-            bias_axes=("embed",),
-            dtype=dtype,
-            matrix=(2, 1),
-        ),
-    }
+    defs["out"] = out_defs(config, config.head_size, stddev=out_stddev, dtype=dtype)
     if config.attention_gate:
         defs["gate"] = projection(config.num_heads, "heads")
     if config.qk_norm:
@@ -324,18 +305,29 @@ def attention_defs(
     return defs
 
 
+def out_defs(config: AttentionConfig, width: int, *, stddev: float, dtype: torch.dtype) -> dict:
+    """Defs of the projection from heads of this width to the stream."""
+    return linear_defs(
+        (config.num_heads, width, config.embed_dim),
+        ("heads", None, "embed"),
+        stddev=stddev,
+        bias=(config.embed_dim,) if config.bias else None,
+        bias_axes=("embed",),
+        dtype=dtype,
+        matrix=(2, 1),
+    )
+
+
 def _qk_norm_defs(config: AttentionConfig, dtype: torch.dtype) -> dict:
     names, zero_centered = ("q_norm", "k_norm"), config.zero_centered_norm
     if not config.qk_norm_across:
         each = {"axis": None, "dtype": dtype, "zero_centered": zero_centered}
         return {name: norm_defs(config.head_size, "rms", **each) for name in names}
-    start = zeros if zero_centered else ones
-    counts = {"heads": config.num_heads, "kv_heads": config.kv_heads}
+    start, size = zeros if zero_centered else ones, config.head_size
+    counts = (("heads", config.num_heads), ("kv_heads", config.kv_heads))
     return {
-        name: {
-            "scale": ParamDef((count, config.head_size), (axis, None), start, dtype, decay=False)
-        }
-        for name, (axis, count) in zip(names, counts.items(), strict=True)
+        name: {"scale": ParamDef((count, size), (axis, None), start, dtype, decay=False)}
+        for name, (axis, count) in zip(names, counts, strict=True)
     }
 
 
@@ -348,11 +340,8 @@ def causal_attention(
 ) -> Float[Tensor, "batch seq heads value_dim"]:
     """`functron.ops.attention.attention` of whole sequences, each query seeing keys up to its own.
 
-    Args:
-        q: ``[batch, seq, heads, head_dim]``.
-        k: ``[batch, seq, kv_heads, head_dim]``; each head serves ``heads / kv_heads`` of q's.
-        v: as `k`; its width may be another.
-        scale: of the scores; None for 1 / sqrt(head_dim).
+    Each head of k and v serves ``heads / kv_heads`` of q's. Scores are multiplied by `scale`; None:
+    1 / sqrt(head_dim).
     """
     return attention(q, k, v, causal=True, scale=scale)
 
@@ -373,26 +362,31 @@ def self_attention(
 
     Args:
         params: this rank's part of `attention_defs`.
-        x: ``[batch, seq, embed]`` with spec `stream`.
+        x: has spec `stream`, as the result.
         rope: tables of `rope_table` for the tokens of all ranks of `axis` together, or None without
-            rotary positions. Where they are of fewer dims than a head has, its first are rotated.
-        stream: the spec of x and of the result.
+            rotary positions. Tables of fewer dims than a head has rotate its first ones.
         core: computes softmax(q k^T) v as `causal_attention` does, of this rank's heads; for
             example `context_attention`, where axes of the mesh split the sequence, or where there
             are sinks, which it is given as ``sinks=``.
         kernels: of ``"qk_norm_rope"`` and ``"rms_norm"``.
-        matmul: what computes the projections.
+        matmul: computes the projections.
 
-    Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
-        bytes forward and one backward; with a split sequence, all-gather and reduce-scatter each.
-        With `qk_norm_across`, two all-reduces of one number per token besides, in either direction.
+    Collectives: one all-reduce of the result's bytes forward and one backward; with a split
+    sequence, all-gather and reduce-scatter each. With `qk_norm_across`, two all-reduces of one
+    number per token besides, in either direction.
     """
     x, params = gather_sequence(x, stream, axis), apart(params, matmul)
     project = functools.partial(_project, params, x, config, axis, matmul)
     heads = [project(name) for name in (("qkv",) if "qkv" in params else ("q", "k", "v"))]
-    q, k, v = _norm_and_rotate(params, heads, config, rope, kernels, axis)
-    if config.score_scale:  # what computes scores divides them by the root of their width
+    if config.qkv_clip:
+        heads = [y.clamp(-config.qkv_clip, config.qkv_clip) for y in heads]
+    if _is_fused(heads, config, rope, kernels):
+        q, k, v = _norm_and_rotate(params, heads, config, rope)
+    else:
+        q, k, v = heads if "qkv" not in params else _split_heads(heads[0])
+        q, k = _norm_heads(params, q, k, config, kernels, axis)
+        q, k = (_rotate_heads(y, rope, config, kernels) for y in (q, k))
+    if config.score_scale:  # the core divides scores by the root of the width of heads
         q = q * (config.score_scale * math.sqrt(config.head_size))
     k, v = (_select_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
@@ -413,38 +407,38 @@ def _project(
     return column_parallel(x, w, bias, lora, matmul=matmul, **where)
 
 
-def _norm_and_rotate(
-    params: dict,
-    heads: list[Tensor],
-    config: AttentionConfig,
-    rope: tuple[Tensor, Tensor] | None,
-    kernels: Kernels,
-    axis: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normalised and rotated, and values; `heads` are these, or all in one."""
-    eps, zero_centered, clip = config.norm_eps, config.zero_centered_norm, config.qkv_clip
+def _is_fused(
+    heads: list[Tensor], config: AttentionConfig, rope: tuple[Tensor, Tensor] | None, kernels
+) -> bool:
+    """Whether one kernel normalises and rotates: it rotates all dims, and norms single heads."""
+    if rope is None or 2 * rope[0].shape[-1] != config.head_size or config.qk_norm_across:
+        return False
+    return kernels.takes("qk_norm_rope", *heads[:2], *rope)
+
+
+def _norm_and_rotate(params: dict, heads: list[Tensor], config: AttentionConfig, rope: Any) -> Any:
+    """Queries and keys, normalised and rotated, and values, by a kernel."""
+    names = ("q_norm", "k_norm") if config.qk_norm else ()
+    q_scale, k_scale = [params[name]["scale"] for name in names] or (None, None)
     interleaved = config.rope_pairs == "neighbours"
-    if clip:
-        heads = [y.clamp(-clip, clip) for y in heads]
-    all_dims = rope is not None and 2 * rope[0].shape[-1] == config.head_size
-    at_once = all_dims and not config.qk_norm_across
-    if rope is not None and at_once and kernels.takes("qk_norm_rope", *heads[:2], *rope):
-        norms = ("q_norm", "k_norm") if config.qk_norm else ()
-        q_scale, k_scale = [params[name]["scale"] for name in norms] or (None, None)
-        rest = q_scale, k_scale, *rope, eps, zero_centered, interleaved
-        if "qkv" in params:
-            return qkv_norm_rope(heads[0], *rest)
-        return *QK_NORM_ROPE(*heads[:2], *rest), heads[2]
-    q, k, v = heads if "qkv" not in params else _split_heads(heads[0])
+    rest = q_scale, k_scale, *rope, config.norm_eps, config.zero_centered_norm, interleaved
+    if "qkv" in params:
+        return qkv_norm_rope(heads[0], *rest)
+    return *QK_NORM_ROPE(*heads[:2], *rest), heads[2]
+
+
+def _norm_heads(
+    params: dict, q: Tensor, k: Tensor, config: AttentionConfig, kernels: Kernels, axis: str
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normalised if the model does so."""
     if config.qk_norm_across:
         q = _norm_across(params["q_norm"], q, config.num_heads, config, axis)
         k = _norm_across(params["k_norm"], k, config.kv_heads, config, axis)
     elif config.qk_norm:
-        settings = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
-        q, k = norm(params["q_norm"], q, **settings), norm(params["k_norm"], k, **settings)
-    if rope is not None:
-        q, k = (_rotate_first(x, rope, interleaved, kernels) for x in (q, k))
-    return q, k, v
+        eps, zero_centered = config.norm_eps, config.zero_centered_norm
+        own: Any = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
+        q, k = norm(params["q_norm"], q, **own), norm(params["k_norm"], k, **own)
+    return q, k
 
 
 def _split_heads(qkv: Tensor) -> list[Tensor]:
@@ -454,11 +448,13 @@ def _split_heads(qkv: Tensor) -> list[Tensor]:
     return [piece.flatten(-3, -2).contiguous() for piece in pieces]
 
 
-def _rotate_first(
-    x: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool, kernels: Kernels
+def _rotate_heads(
+    x: Tensor, rope: tuple[Tensor, Tensor] | None, config: AttentionConfig, kernels: Kernels
 ) -> Tensor:
     """Heads whose first dims are rotated, as many as there are angles for."""
-    size = 2 * rope[0].shape[-1]
+    if rope is None:
+        return x
+    size, interleaved = 2 * rope[0].shape[-1], config.rope_pairs == "neighbours"
     first = apply_rope(x[..., :size], rope, interleaved=interleaved, kernels=kernels)
     return first if size == x.shape[-1] else torch.cat([first, x[..., size:]], -1)
 

@@ -6,10 +6,10 @@ for sequence, so that each rank has whole sequences of some heads (Jacobs et al.
 together are a ring of groups (Fang & Zhao 2024). Positions of tokens, packed documents, windows and
 sinks are the same as on one device, and so are the numbers.
 
-Whether keys and values travel or are gathered, step i is about those of the rank i before mine: the
-blocks of that step are computed, and joined to the others by their logsumexps. Only q, k, v, the
-result and its logsumexp are kept: backward goes around a second time, in which the cotangents of
-keys and values travel along.
+Whether keys and values travel or are gathered, step i computes attention to those of the rank i
+places before this one, and its result is joined to the others by their logsumexps. Only q, k, v,
+the result and its logsumexp are kept: backward goes around a second time, in which the cotangents
+of keys and values travel along.
 
 Where every rank holds an early and a late half of the sequence (`to_balanced`), each step
 but the first is two blocks of half a rank's queries and half a rank's keys, on all ranks alike:
@@ -96,15 +96,7 @@ def to_balanced(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses")
     Raises:
         ValueError: 2 cp does not divide the sequence.
     """
-    size, dim = lax.axis_size(axis), dim % x.dim()
-    chunk = _chunk(x.shape[dim], axis, ulysses)
-    if size == 1:
-        return x
-    first, second = _whole(x, dim, ulysses).split(chunk, dim)
-    even, odd = _routes(size)
-    first, second = lax.ppermute(first, axis, even), lax.ppermute(second, axis, odd)
-    # an even rank's early chunk and an odd rank's late chunk have even numbers
-    return own_part(_order_by_parity(first, second, axis, dim), x.shape[dim], dim, ulysses)
+    return _exchange_chunks(x, dim, axis, ulysses, back=False)
 
 
 def to_contiguous(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses") -> Tensor:
@@ -113,17 +105,23 @@ def to_contiguous(x: Tensor, dim: int, axis: str = "cp", ulysses: str = "ulysses
     Raises:
         ValueError: 2 cp does not divide the sequence.
     """
+    return _exchange_chunks(x, dim, axis, ulysses, back=True)
+
+
+def _exchange_chunks(x: Tensor, dim: int, axis: str, ulysses: str, *, back: bool) -> Tensor:
     size, dim = lax.axis_size(axis), dim % x.dim()
     chunk = _chunk(x.shape[dim], axis, ulysses)
     if size == 1:
         return x
-    early, late = _whole(x, dim, ulysses).split(chunk, dim)
-    halves = _order_by_parity(early, late, axis, dim).split(chunk, dim)
-    parts = [
-        lax.ppermute(half, axis, [(target, source) for source, target in route])
-        for half, route in zip(halves, _routes(size), strict=True)
-    ]
-    return own_part(torch.cat(parts, dim), x.shape[dim], dim, ulysses)
+    first, second = lax.all_gather(x, ulysses, axis=dim, tiled=True).split(chunk, dim)
+    routes = _routes(size)
+    if back:
+        first, second = _order_by_parity(first, second, axis, dim).split(chunk, dim)
+        routes = [[(target, source) for source, target in route] for route in routes]
+    first, second = lax.ppermute(first, axis, routes[0]), lax.ppermute(second, axis, routes[1])
+    # an even rank's early chunk and an odd rank's late chunk have even numbers
+    made = torch.cat([first, second], dim) if back else _order_by_parity(first, second, axis, dim)
+    return own_part(made, x.shape[dim], dim, ulysses)
 
 
 def _chunk(local_seq: int, axis: str, ulysses: str) -> int:
@@ -149,10 +147,6 @@ def _order_by_parity(even: Tensor, odd: Tensor, axis: str, dim: int) -> Tensor:
     return torch.cat([torch.where(is_even, even, odd), torch.where(is_even, odd, even)], dim)
 
 
-def _whole(x: Tensor, dim: int, ulysses: str) -> Tensor:
-    return lax.all_gather(x, ulysses, axis=dim, tiled=True)
-
-
 def own_part(x: Tensor, size: int, dim: int, axis: str) -> Tensor:
     """Of a value that all ranks of `axis` hold whole, this rank's `size` rows of dim `dim`.
 
@@ -175,7 +169,7 @@ _SEQ, _HEADS = 1, 2
 
 ContextKind = Literal["ring", "gather"]
 Flag = bool | Tensor
-"""Known to the program, or a bool scalar that differs between ranks."""
+"""Known when the program is made, or a bool scalar that differs between ranks."""
 
 
 @dataclass(frozen=True)
@@ -183,15 +177,13 @@ class Ring:
     """The static description of an exchange.
 
     Attributes:
-        axis: the mesh axis.
-        size: how many consecutive ranks of it exchange.
+        size: how many consecutive ranks of `axis` exchange.
         kind: keys travel, or have been gathered.
         balanced: every rank's tokens are an early half and a late half.
         seq: tokens of a rank.
         steps: how far the ranks are, around the ring, whose keys somebody needs; 0 is not among
             them.
         window: how many keys a query sees, where chunks at a distance are out of its reach; else 0.
-        scale: of the scores.
         kernels: of ``"attention"``, ``"softmax"`` and ``"lse_merge"``.
         cap: of the scores; see `functron.ops.attention.block`.
         causal: queries see no keys after them; else all, so that every step is one whole block.
@@ -214,7 +206,7 @@ class Ring:
         return lax.axis_index(self.axis) % self.size
 
     def shift(self, x: Tensor, distance: int, *, wait: bool = True) -> Tensor:
-        """x of the rank `distance` before this one; without `wait`, `here` has to give it."""
+        """x of the rank `distance` before this one; without `wait`, to be waited for by `here`."""
         count, size = lax.axis_size(self.axis), self.size
         pairs = [(r, r - r % size + (r % size + distance) % size) for r in range(count)]
         if wait:
@@ -223,7 +215,7 @@ class Ring:
         return Ppermute.call(x, axis, perm=tuple(pairs), wait=False)
 
     def here(self, x: Tensor) -> Tensor:
-        """The tensors whose exchange `shift` did not wait for."""
+        """Wait for a tensor that `shift` did not wait for."""
         return wait_for_rows(x, lookup(self.axis))
 
 
@@ -268,8 +260,8 @@ class RingPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Tests:
-    """The integers of `Visible`, this rank's and those of every step's source.
+class MaskInputs:
+    """The integers that `Visible` compares, this rank's and those of every step's source.
 
     Attributes:
         segments: ``[batch, seq]``, own first; empty where samples are not packed.
@@ -356,15 +348,15 @@ class _RingRows:
     def __init__(self, whole: Tensor, balanced: bool):
         self.pieces = list(whole.chunk(2, 2)) if balanced else [whole]
 
-    def concerned(self, half: Flag | None, valid: Flag = True) -> list[tuple[int, Flag]]:
-        """The pieces that a part is about, and whether it is."""
+    def pieces_of(self, half: Flag | None, valid: Flag = True) -> list[tuple[int, Flag]]:
+        """The pieces that a part may have rows of, and whether it has."""
         if half is None:
             return [(0, valid)]
         return [(i, flag) for i, flag in enumerate((_not(half), half)) if flag is not False]
 
     def add(self, part: Tensor, half: Flag | None) -> None:
         """Add to the rows of that half."""
-        for i, flag in self.concerned(half):
+        for i, flag in self.pieces_of(half):
             self.pieces[i] = self.pieces[i] + _where(flag, part, 0.0)
 
     def whole(self) -> Tensor:
@@ -375,27 +367,27 @@ class _RingRows:
 def _merge(
     out: _RingRows, lse: _RingRows, made: tuple[Tensor, Tensor], part: RingPart, kernels: Kernels
 ) -> None:
-    for i, flag in out.concerned(part.queries, part.valid):
+    for i, flag in out.pieces_of(part.queries, part.valid):
         more = _where(flag, made[1], float("-inf"))
         sofar = out.pieces[i], lse.pieces[i]
         out.pieces[i], lse.pieces[i] = merge(*sofar, made[0], more, kernels=kernels)
 
 
 class _Keys:
-    """Keys and values of every step's source, and in backward the way home of their cotangents.
+    """Keys and values of every step's source, and in backward the return of their cotangents.
 
-    What travels is sent on before the step that is here is computed: keys and values as they
-    arrive, cotangents when this rank's part is added, for the step after the next.
+    Tensors are sent on before the current step is computed: keys and values as they arrive,
+    cotangents once this rank's part is added, for the step after the next.
     """
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
         self.ring, self.k, self.v = ring, k, v
         self.at = 0
         self.travelling: list[Tensor] = []
-        self.coming = self._sent([k, v], ring.steps[0]) if ring.steps else []
+        self.coming = self._send([k, v], ring.steps[0]) if ring.steps else []
 
-    def _sent(self, values: Sequence[Tensor], to: int) -> list[Tensor]:
-        """Values that are here, on their way to where they are at step `to`."""
+    def _send(self, values: Sequence[Tensor], to: int) -> list[Tensor]:
+        """Send values that are here to where they are at step `to`."""
         return [self.ring.shift(x, to - self.at, wait=False) for x in values]
 
     def own(self) -> tuple[Tensor, Tensor]:
@@ -413,7 +405,7 @@ class _Keys:
             k, v = (self.ring.here(x) for x in self.coming)
             self.at = step
             following = self._next(step)
-            self.coming = self._sent([k, v], following) if following else []
+            self.coming = self._send([k, v], following) if following else []
             yield step, k, v
 
     def give(self, dk: Tensor, dv: Tensor) -> None:
@@ -422,7 +414,7 @@ class _Keys:
         if self.travelling:
             rows = zip(self.travelling, given, strict=True)
             given = [self.ring.here(before) + more for before, more in rows]
-        self.travelling = self._sent(given, self._next(self.at))
+        self.travelling = self._send(given, self._next(self.at))
 
     def home(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The cotangents of this rank's own; `dk` and `dv` are its own part."""
@@ -439,17 +431,17 @@ class _Gathered(_Keys):
         self.ring, self.k, self.v, self.at = ring, k, v, 0
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def _of(self, x: Tensor, step: int) -> Tensor:
+    def _select(self, x: Tensor, step: int) -> Tensor:
         source = compat.constant((self.ring.rank() - step) % self.ring.size, x.device)
         return torch.index_select(x, 0, source.reshape(1)).squeeze(0)
 
     def own(self) -> tuple[Tensor, Tensor]:
-        return self._of(self.k, 0), self._of(self.v, 0)
+        return self._select(self.k, 0), self._select(self.v, 0)
 
     def arrivals(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         for step in self.ring.steps:
             self.at = step
-            yield step, self._of(self.k, step), self._of(self.v, step)
+            yield step, self._select(self.k, step), self._select(self.v, step)
 
     def give(self, dk: Tensor, dv: Tensor) -> None:
         self.given[self.at] = dk, dv
@@ -472,15 +464,15 @@ def _start(ring: Ring, k: Tensor, v: Tensor) -> tuple[_Keys, RingPart, dict[str,
     return keys, whole, {"scale": ring.scale, "cap": ring.cap, "kernels": ring.kernels}
 
 
-def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None):
+def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: MaskInputs, sinks: Tensor | None):
     keys, whole, options = _start(ring, k, v)
-    visible = tests.visible(ring, 0, whole)
+    visible = mask.visible(ring, 0, whole)
     first = block(q, *keys.own(), visible, causal=ring.causal, **options)
     out, lse = (_RingRows(upcast(x), ring.balanced) for x in first)
     for number, (step, k_there, v_there) in enumerate(keys.arrivals(), 1):
         for part in parts(ring, step, q.device):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
-            visible = tests.visible(ring, number, part)
+            visible = mask.visible(ring, number, part)
             mine = take(q, part.queries, 2)
             made = block(mine, *there, visible, causal=False, **options)
             _merge(out, lse, made, part, ring.kernels)
@@ -492,10 +484,10 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: T
 
 
 def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
-    q, k, v, tests, sinks, out, lse = residuals
+    q, k, v, mask, sinks, out, lse = residuals
     keys, whole, options = _start(ring, k, v)
     rows = (cotangent, q, out, lse)
-    visible = tests.visible(ring, 0, whole)
+    visible = mask.visible(ring, 0, whole)
     dq_first, *own = block_backward(
         cotangent, q, *keys.own(), out, lse, visible, causal=ring.causal, **options
     )
@@ -504,7 +496,7 @@ def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
         given = [_RingRows(torch.zeros_like(upcast(x)), ring.balanced) for x in (k_there, v_there)]
         for part in parts(ring, step, q.device):
             there = take(k_there, part.keys, 2), take(v_there, part.keys, 2)
-            visible = tests.visible(ring, number, part)
+            visible = mask.visible(ring, number, part)
             d_mine, q_mine, out_mine, lse_mine = (take(x, part.queries, 2) for x in rows)
             # exp(score - lse) is 0 then, whatever the keys that are not to be seen
             lse_mine = _where(part.valid, lse_mine, torch.finfo(lse.dtype).max / 4)
@@ -525,16 +517,15 @@ def _backward(ring: Ring, residuals: tuple, cotangent: Tensor):
 
 
 def ring_attention(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, tests: Tests, sinks: Tensor | None
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: MaskInputs, sinks: Tensor | None
 ) -> Tensor:
     """softmax(scale q k^T) v over the keys of all ranks of a ring.
 
     Args:
-        ring: who exchanges what.
         q: ``[batch, heads, seq, head_dim]``.
         k: ``[batch, kv_heads, seq, head_dim]``; where gathered ``[size, batch, ...]``.
         v: as `k`, maybe of another width.
-        tests: documents and windows.
+        mask: documents, windows and pairs.
         sinks: ``[heads]`` or None.
 
     Returns:
@@ -543,16 +534,16 @@ def ring_attention(
     """
 
     def forward(q, k, v, sinks, values):
-        out, lse = _forward(ring, q, k, v, Tests(**values), sinks)
+        out, lse = _forward(ring, q, k, v, MaskInputs(**values), sinks)
         return out, (q, k, v, sinks, values, out, lse)
 
     def backward(residuals, cotangent):
         q, k, v, sinks, values, out, lse = residuals
-        kept = (q, k, v, Tests(**values), sinks, out, lse)
+        kept = (q, k, v, MaskInputs(**values), sinks, out, lse)
         return *_backward(ring, kept, cotangent), None
 
     attend = custom_vjp(lambda *args: forward(*args)[0], forward, backward)
-    return attend(q, k, v, sinks, dict(vars(tests)))
+    return attend(q, k, v, sinks, dict(vars(mask)))
 
 
 def context_attention(
@@ -599,19 +590,19 @@ def context_attention(
     `causal` all scores are visible, and ranks have equal work in any order.
 
     Args:
-        q: ``[batch, seq, heads, head_dim]``: this rank's heads and part of the sequence.
-        k: ``[batch, seq, kv_heads, head_dim]``; each serves heads / kv_heads consecutive heads.
-        v: as `k`; its width may be another.
+        q: this rank's heads and part of the sequence.
+        k: each of its heads serves heads / kv_heads consecutive heads of q.
+        v: its width may be another than k's.
         positions: ``[batch, seq]`` places in the document, increasing by one within each. Needed
             where data was arranged per document (`balanced`, `segments` and a window). None, or
             ``[seq]``: places in the sequence, which follow from the order.
-        segments: ``[batch, seq]`` document numbers of packed samples; None where each is one.
+        segments: document numbers of packed samples; None where each sample is one document.
         window: how many keys a query sees at most, itself included; 0 for all. An integer tensor
             may differ between layers that are scanned, but every step is then taken.
-        sinks: ``[heads]`` logits that join the softmax's denominator only (Xiao et al. 2024;
-            gpt-oss). This rank's heads, the same on all ranks of both axes.
-        pairs: ``[batch or 1, seq, keys]``: whether this rank's queries see each key of all ranks,
-            besides what else hides keys; None: they do. Not where `balanced`, nor over `ulysses`.
+        sinks: logits that join the softmax's denominator only (Xiao et al. 2024; gpt-oss). This
+            rank's heads, the same on all ranks of both axes.
+        pairs: ``[batch or 1, seq, keys]``: whether each of this rank's queries may see each key of
+            all ranks; None: it may. Not where `balanced`, nor over `ulysses`.
         kind: "ring", or "gather": fewer and larger messages, more memory.
         causal: mask keys after the query.
         balanced: every rank of `axis` holds an early half and a late half of every document, as
@@ -625,7 +616,7 @@ def context_attention(
         kernels: of ``"attention"`` and ``"softmax"``, for masked blocks, and of ``"lse_merge"``.
 
     Returns:
-        ``[batch, seq, heads, value_dim]`` in q's dtype.
+        In q's dtype.
 
     Raises:
         ValueError: heads, halves, window, pairs or ring size do not fit; a window, or halves, of
@@ -647,12 +638,13 @@ def context_attention(
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         fixed = seq, steps, static_window, scale, kernels, cap, causal
         ring = Ring(axis, size, kind, balanced, *fixed)
-        tests = replace(_tests(ring, q, positions, segments, window, ulysses), pairs=pairs)
+        mask = _mask_inputs(ring, q, positions, segments, window, ulysses)
+        mask = replace(mask, pairs=pairs)
         own = None if sinks is None else own_part(sinks, q.shape[_HEADS], 0, ulysses)
         q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
         if kind == "gather" and size > 1:
             k, v = lax.all_gather((k, v), axis)
-        out = ring_attention(ring, q, k, v, tests, own).transpose(_SEQ, _HEADS)
+        out = ring_attention(ring, q, k, v, mask, own).transpose(_SEQ, _HEADS)
     return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)
 
 
@@ -704,14 +696,14 @@ def _exchange_heads(q: Tensor, k: Tensor, v: Tensor, ulysses: str) -> tuple[Tens
     return tuple(lax.all_to_all(x, ulysses, _HEADS, _SEQ, tiled=True) for x in (q, k, v))
 
 
-def _tests(
+def _mask_inputs(
     ring: Ring,
     q: Tensor,
     positions: Tensor | None,
     segments: Tensor | None,
     window: int | Tensor,
     ulysses: str,
-) -> Tests:
+) -> MaskInputs:
     """The integers of this rank's tokens and of those of every step's source."""
     given: dict[str, Tensor] = {}
     if segments is not None:
@@ -722,7 +714,7 @@ def _tests(
     found = {name: _from_sources(ring, x, ulysses) for name, x in given.items()}
     if has_window and "positions" not in found:
         found["positions"] = [_places(ring, step, q.device) for step in (0, *ring.steps)]
-    return Tests(found.get("segments", []), found.get("positions", []), window)
+    return MaskInputs(found.get("segments", []), found.get("positions", []), window)
 
 
 def _from_sources(ring: Ring, x: Tensor, ulysses: str) -> list[Tensor]:
@@ -737,7 +729,7 @@ def _from_sources(ring: Ring, x: Tensor, ulysses: str) -> list[Tensor]:
 
 
 def _places(ring: Ring, step: int, device: torch.device) -> Tensor:
-    """``[1, seq]``: where in the sequence the tokens of the source of this step are."""
+    """``[1, seq]``: the places in the sequence of the tokens of this step's source."""
     source = (ring.rank() - step) % ring.size
     here = torch.arange(ring.seq, device=device)
     if not ring.balanced:

@@ -74,8 +74,8 @@ def _multiply_grouped(x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, **where
 class Matmul(NamedTuple):
     """The functions that compute the products of linear layers, in the place of torch's.
 
-    Such as quantised ones (`functron.precision`). They see this rank's parts, and are told which
-    mesh axes split what; an axis of one rank, or that is absent, splits nothing.
+    Such as quantised ones (`functron.precision`). Their operands are this rank's parts, and
+    arguments name the mesh axes that split each; absent axes, and those of one rank, split nothing.
 
     Attributes:
         linear: ``linear(x, w, *, name, inner, outer, partial)`` is x w, of x ``[..., inputs]`` and
@@ -83,15 +83,14 @@ class Matmul(NamedTuple):
             sum; `outer` split outputs. Over `partial` x and w are the same, and cotangents of the
             result are parts of a sum. `name` is the layer's in its block. Where this rank's part of
             a sequence is two runs of consecutive tokens (zigzag), it is passed ``runs=2`` too.
-        grouped: ``grouped(x, w, sizes, zeros, zeros_back, *, name, inner, outer, experts)`` is what
-            `functron.ops.grouped_matmul` is, of experts that the axes `experts` divide.
-        draws: whether `linear` draws numbers, and takes ``key``, of the layer; ``rows``, the spec
-            of x's leading dims; and ``index``, their global positions.
-        remembers: whether both are to be given ``histories``, what is remembered of the steps
-            before, by name.
-        first: so many of a model's first layers have torch's products instead,
-        last: and so many of its last ones.
-        logits: whether `linear` also computes the product that makes logits.
+        grouped: ``grouped(x, w, sizes, zeros, zeros_back, *, name, inner, outer, experts)``:
+            `functron.ops.grouped_matmul` of experts that the axes `experts` divide.
+        draws: whether `linear` draws random numbers, and takes the layer's ``key``; ``rows``, the
+            spec of x's leading dims; and ``index``, their global positions.
+        remembers: whether both take ``histories``: statistics of earlier steps, by name.
+        first: number of leading layers that use torch's products instead.
+        last: number of trailing layers that do.
+        logits: whether `linear` also computes logits.
     """
 
     linear: Callable[..., Tensor] = _linear
@@ -103,7 +102,7 @@ class Matmul(NamedTuple):
     logits: bool = False
 
     def of_layer(self, layer: int, num_layers: int) -> Matmul:
-        """Those of a layer, counted from 0; of what comes after all layers, those of the last."""
+        """Those of a layer, counted from 0; modules after all layers have those of the last."""
         high = layer < self.first or (self.last > 0 and layer >= num_layers - self.last)
         return MATMUL if high else self
 
@@ -114,7 +113,7 @@ class Matmul(NamedTuple):
 
 
 MATMUL = Matmul()
-"""Torch's."""
+"""Matmul by torch."""
 
 
 def sequence_axes(stream: P) -> tuple[str, ...]:
@@ -178,15 +177,14 @@ def column_parallel(
     """y = x w + b, with the columns of w split.
 
     Args:
-        x: ``[..., embed]``, the same on all ranks of the axis (call `gather_sequence` first).
-        w: ``[embed, *features]``, this rank's columns; several feature dims are kept apart. With
-            codes, for `matmul` that read them.
-        bias: ``[*features]``.
+        x: the same on all ranks of the axis (call `gather_sequence` first).
+        w: this rank's columns; several feature dims are kept apart. With codes, for `matmul` that
+            read them.
         lora: a low-rank addition to w, this rank's columns of its b.
-        name: of the layer, which `matmul` is told.
+        name: of the layer, for `matmul`.
         axis: the mesh axis that splits the columns; () where all ranks have them all.
         replicated: it does not split them, and x is the same on its ranks.
-        matmul: what computes x w.
+        matmul: computes x w.
 
     Returns:
         ``[..., *features]``, this rank's features. No collectives but those of `matmul`.
@@ -212,18 +210,16 @@ def row_parallel(
     """y = sum over ranks of x w, plus b once, with the rows of w split.
 
     Args:
-        x: ``[batch, seq, *features]``, this rank's features.
-        w: ``[*features, embed]``, this rank's rows. With codes, as of `column_parallel`.
-        bias: ``[embed]``, replicated.
+        x: this rank's features.
+        w: this rank's rows. With codes, as of `column_parallel`.
+        bias: replicated.
         lora: a low-rank addition to w, this rank's rows of its a.
         stream: the spec of the result; decides between all-reduce and reduce-scatter.
         axis: the mesh axis that splits the features.
-        name: of the layer, which `matmul` is told.
-        matmul: what computes x w.
+        name: of the layer, for `matmul`.
+        matmul: computes x w.
 
-    Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`, and those of
-        `matmul`.
+    Collectives: as `reduce_partial`, and those of `matmul`.
     """
     where = {"name": name, "inner": axis, "outer": (), "partial": ()}
     y = _product(x.flatten(SEQ_DIM + 1), w.flatten(0, -2), lora, matmul, where)
@@ -264,10 +260,10 @@ which all but the first have one entry."""
 
 
 def apart(params: dict, matmul: Matmul) -> dict:
-    """The parameters of several layers; with joined ones apart, unless products are torch's.
+    """The parameters of several layers, with joined matrices apart, unless products are torch's.
 
-    Others scale, draw and cut into blocks by the places of a matrix's columns: a rank that has a
-    part of each of two matrices has no run of the columns of both.
+    Others scale, draw random numbers and cut into blocks by the columns of a matrix, and a rank's
+    part of two joined matrices is no run of columns.
     """
     if matmul is MATMUL:
         return params
@@ -277,15 +273,15 @@ def apart(params: dict, matmul: Matmul) -> dict:
             layer = made.pop(joined)
             own: list[dict] = [{} for _ in names]
             for key, value in layer.items():
-                for one, part in zip(own, _cut(value, len(names)), strict=True):
+                for one, part in zip(own, _split_joined(value, len(names)), strict=True):
                     one[key] = part
             made |= zip(names, own, strict=True)
     return made
 
 
-def _cut(value: Any, count: int) -> list:
+def _split_joined(value: Any, count: int) -> list:
     if isinstance(value, Adapter):
-        return [value._replace(b=part) for part in _cut(value.b, count)]
+        return [value._replace(b=part) for part in _split_joined(value.b, count)]
     sizes = (value.shape[-2] - count + 1, *[1] * (count - 1))
     parts = value.split(sizes, -2)
     return [x.flatten(-3, -2) if x.shape[-2] > 1 else x.squeeze(-2) for x in parts]
@@ -306,13 +302,12 @@ def embed_tokens(
 
     Args:
         table: ``[vocab / n, embed]``, this rank's rows.
-        tokens: ``[batch, seq]`` int64, the whole sequence on every rank.
+        tokens: int64, the whole sequence on every rank.
         stream: the spec of the result.
-        scale: rounded to the table's dtype before it multiplies, as where it comes from (Gemma).
+        scale: rounded to the table's dtype before it multiplies (Gemma).
         vocab_size: how many rows over all ranks are no padding; None: all.
 
-    Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `reduce_partial`.
+    Collectives: as `reduce_partial`.
 
     Raises:
         ValueError: a token is outside of the vocabulary; on CUDA a device-side assertion.
@@ -359,10 +354,7 @@ def add_positions(
 ) -> Float[Tensor, "batch seq embed"]:
     """x_t + table[t] (learned absolute positions; Radford et al. 2019).
 
-    Args:
-        x: ``[batch, seq, embed]`` with spec `stream`.
-        table: ``[max_seq, embed]``, replicated.
-        positions: as in `stream_positions`.
+    The table is replicated; x has spec `stream`, and positions are as in `stream_positions`.
     """
     return x + F.embedding(stream_positions(x, stream, positions), table)
 
@@ -443,29 +435,29 @@ def mlp(
 
     Args:
         params: this rank's part of `mlp_defs`.
-        x: ``[batch, seq, embed]`` with spec `stream`.
-        activation: one of `ACTIVATIONS`.
+        x: has spec `stream`, as the result.
         kernels: of ``"glu"``.
-        matmul: what computes the products. Other ones than torch's keep what is gated, for the
-            product after it.
+        matmul: computes the products. Other ones than torch's keep the gated features for
+            backward.
 
-    Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce forward and one
-        backward; with a split sequence, all-gather and reduce-scatter each.
+    Collectives: one all-reduce forward and one backward; with a split sequence, all-gather and
+    reduce-scatter each.
     """
     params = apart(params, matmul)
     x = gather_sequence(x, stream, axis)
     act = ACTIVATIONS[activation]
     w, bias, lora = weights(params["down"])
-    narrow: Any = {"stream": stream, "axis": axis, "name": "mlp/down", "matmul": matmul}
-    if "gate_up" in params:
-        gate, up = _wide(params, "gate_up", x, axis, matmul).flatten(-2), None
-    else:
-        up = _wide(params, "up", x, axis, matmul)
-        if "gate" not in params:
-            return row_parallel(act(up), w, bias, lora, **narrow)
-        gate = _wide(params, "gate", x, axis, matmul)
-    if not kernels.takes("glu", gate, up):
+    narrow: Any = {"stream": stream, "axis": axis, "name": "mlp/down", "matmul": products}
+
+    def linear(name: str) -> Tensor:
+        own: Any = {"name": f"mlp/{name}", "axis": axis, "matmul": products}
+        return column_parallel(x, *weights(params[name]), **own).flatten(SEQ_DIM + 1)
+
+    gate, up = widen(params, linear)
+    if gate is None:
+        assert up is not None
+        hidden = act(up)
+    elif not kernels.takes("glu", gate, up):
         gate, up = halves(gate, up)
         hidden = act(gate) * up
     elif lora is None and matmul is MATMUL:
@@ -477,9 +469,15 @@ def mlp(
     return row_parallel(hidden, w, bias, lora, **narrow)
 
 
-def _wide(params: dict, name: str, x: Tensor, axis: str, matmul: Matmul) -> Tensor:
-    own = weights(params[name])
-    return column_parallel(x, *own, name=f"mlp/{name}", axis=axis, matmul=matmul)
+def widen(params: dict, linear: Callable[[str], Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """The gate and the other features of a feed-forward layer, each the result of its `linear`.
+
+    ``(both, None)`` where they are joined in one dim, and ``(None, features)`` without a gate.
+    """
+    if "gate_up" in params:
+        return linear("gate_up"), None
+    up = linear("up")
+    return linear("gate") if "gate" in params else None, up
 
 
 NormKind = Literal["rms", "layer", "bare_layer"]
@@ -512,9 +510,7 @@ def rms_norm(
 ) -> Float[Tensor, "*batch embed"]:
     """y = x / sqrt(mean(x^2) + eps) * scale over the last dim (Zhang & Sennrich 2019, eq. 4).
 
-    Args:
-        x: ``[..., embed]``; computed in float32 at least, returned in its own dtype.
-        scale: ``[embed]``.
+    Computed in float32 at least, and returned in x's dtype.
     """
     plain = x.dtype == scale.dtype in (torch.float32, torch.float64)
     if plain and compat.taped_alone(x, scale):
@@ -556,13 +552,7 @@ def layer_norm(
     *,
     eps: float,
 ) -> Float[Tensor, "*batch embed"]:
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last dim (Ba et al. 2016).
-
-    Args:
-        x: ``[..., embed]``.
-        scale: ``[embed]``.
-        bias: ``[embed]``.
-    """
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last dim (Ba et al. 2016)."""
     return _layer_norm(x, scale, bias, eps)
 
 
@@ -591,7 +581,6 @@ def norm(
     Args:
         params: as `norm_defs`; ``{}``: LayerNorm without scale and bias (OLMo; Groeneveld et al.
             2024), which no kernel computes.
-        x: ``[..., embed]``.
         zero_centered: multiply by 1 + scale (Gemma; Megatron's zero-centered gamma).
         kernels: of ``"rms_norm"`` and ``"layer_norm"``.
     """
@@ -620,12 +609,9 @@ def add_norm(
     zero_centered: bool = False,
     kernels: Kernels = AUTO,
 ) -> tuple[Float[Tensor, "*batch embed"], Float[Tensor, "*batch embed"]]:
-    """``(norm(x + residual), x + residual)``: what a residual stream is read as, and goes on as.
+    """``(norm(x + residual), x + residual)``: the input of the next layer, and the residual stream.
 
-    By kernels in one pass over both. Arguments are those of `norm`.
-
-    Args:
-        residual: ``[..., embed]``, as x.
+    Kernels compute both in one pass. Arguments are those of `norm`.
     """
     scale, bias = params.get("scale"), params.get("bias")
     op = "rms_norm" if bias is None else "layer_norm"
@@ -653,11 +639,10 @@ def dropout(
     sequence and microbatch splits all see the same one. Each rank draws only its own elements.
 
     Args:
-        x: ``[batch, seq, embed]`` with spec `stream`.
+        x: has spec `stream`.
         key: a key, or None for no dropout (evaluation).
         rate: the fraction dropped; 0 is the identity.
-        rows: ``[batch]`` int64, the index of each sample within the global batch.
-        stream: the spec of x.
+        rows: int64, the index of each sample within the global batch.
         positions: as in `stream_positions`, of places in the sample and not in its documents.
 
     Raises:

@@ -36,15 +36,13 @@ def cross_entropy(
 
     Args:
         logits: ``[..., padded_vocab / n]``, this rank's columns.
-        targets: ``[...]`` int64 in ``[0, vocab_size)``, or `ignore_index`.
-        vocab_size: the number of real columns over all ranks.
+        targets: int64 in ``[0, vocab_size)``, or `ignore_index`, which gives loss 0.
         z_loss: weight of the squared log-normaliser.
-        ignore_index: targets with this value give loss 0.
         kernels: of ``"cross_entropy"``.
 
     Returns:
-        ``[...]`` losses in float32 at least, the same on all ranks of `axis`. Collectives: one
-        max and two sum all-reduces of one number per token; backward two.
+        Losses in float32 at least, the same on all ranks of `axis`. Collectives: one max and two
+        sum all-reduces of one number per token; backward two.
 
     Raises:
         ValueError: a target is outside of the vocabulary; on CUDA a device-side assertion.
@@ -63,14 +61,10 @@ def log_softmax(
     For losses that need more of the distribution than `cross_entropy` does, such as distillation or
     the entropy: a sum over this rank's columns, then ``lax.psum(..., axis)``.
 
-    Args:
-        logits: ``[..., padded_vocab / n]``, this rank's columns.
-        vocab_size: the number of real columns over all ranks; those from it on are padding.
-
-    Returns:
-        ``[..., padded_vocab / n]``, this rank's columns, in float32 at least. Padding columns are
-        the lowest finite number, of which exp is 0 and which times 0 is 0, and have no gradient.
-        Collectives: one max and one sum all-reduce of one number per token; backward one.
+    Both are ``[..., padded_vocab / n]``, this rank's columns; the result is float32 at least.
+    Columns from `vocab_size` on are padding: the lowest finite number, of which exp is 0 and which
+    times 0 is 0, without a gradient. Collectives: one max and one sum all-reduce of one number per
+    token; backward one.
     """
     _, valid = _own_columns(logits.shape[-1], vocab_size, axis)
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -101,21 +95,18 @@ def linear_cross_entropy(
     largest activation of a model with a large vocabulary goes. What ranks exchange is the same.
 
     Args:
-        x: ``[..., embed]``, the same on all ranks of `axis`: call `gather_sequence` first, as for
-            `column_parallel`.
-        w: ``[embed, padded_vocab / n]``, this rank's columns, in any layout; ``table.mT`` of a
-            table of embeddings that is tied.
-        targets, vocab_size, z_loss, ignore_index, axis, kernels: as in `cross_entropy`.
+        x: the same on all ranks of `axis`: call `gather_sequence` first, as for `column_parallel`.
+        w: ``[embed, padded_vocab / n]``, this rank's columns, in any layout; ``table.mT`` of a tied
+            table of embeddings.
         chunk_tokens: fewer take less memory; below a few hundred, matrix products are slow.
 
-    Returns:
-        ``[...]`` losses in float32 at least, the same on all ranks of `axis`. Collectives: those of
-        `cross_entropy`. Backward besides, as of `column_parallel`: x's cotangent is the sum over
-        `axis` of what the ranks return, one all-reduce of x's bytes where x was made of what is
-        replicated, or the reduce-scatter of `gather_sequence`.
+    Other arguments, results and errors are those of `cross_entropy`, and so are collectives.
+    Backward besides, as of `column_parallel`: x's cotangent is the sum over `axis` of the ranks'
+    results, one all-reduce of x's bytes where x was computed from replicated values, or the
+    reduce-scatter of `gather_sequence`.
 
     Raises:
-        ValueError: `chunk_tokens` is below 1; a target is outside, as in `cross_entropy`.
+        ValueError: `chunk_tokens` is below 1.
     """
     check_ids(targets, "targets", vocab_size, ignore_index)
     first, valid = _own_columns(w.shape[1], vocab_size, axis)

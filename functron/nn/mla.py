@@ -1,15 +1,15 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1; DeepSeek-V3), split over heads.
 
 Keys and values of all heads are linear in one narrow latent c per token, and one rotary key is
-shared by all heads; so c and that key are all that generation needs to remember of a token:
+shared by all heads; generation caches only c and that key:
 
     c = norm(x W_c)            k_rope = rope(x W_kr)            queries: norm(x W_cq) W_q, or x W_q
     k_h = [c W_uk,h ; k_rope]  v_h = c W_uv,h                   q_h = [q_nope,h ; rope(q_rope,h)]
     y = sum_h softmax(q_h k_h^T scale) v_h W_o,h
 
-`mla` computes that. `mla_absorbed` computes the same without keys and values, from what `mla_cache`
-makes: q k^T = (q_nope W_uk^T) c^T + q_rope k_rope^T, and (p c) W_uv: one key head of width kv_rank
-+ rope_head_dim, which is more work per pair of tokens and far less to read.
+`mla` computes that. `mla_absorbed` computes the same from latents of `mla_cache`: q k^T = (q_nope
+W_uk^T) c^T + q_rope k_rope^T, and (p c) W_uv: one key head of width kv_rank + rope_head_dim, which
+is more work per pair of tokens and far less to read.
 
 | parameter           | over tp                                                                    |
 |---------------------|----------------------------------------------------------------------------|
@@ -17,8 +17,8 @@ makes: q k^T = (q_nope W_uk^T) c^T + q_rope k_rope^T, and (p c) W_uv: one key he
 | q_up (or q), kv_up  | columns: this rank's heads                                                 |
 | out                 | rows: this rank's heads                                                    |
 
-What is replicated is used by every rank's heads: its gradient is the sum over ranks, which
-`sync_gradients` takes since the spec does not mention tp.
+Gradients of replicated parameters are sums over ranks, by `sync_gradients`, as specs do not mention
+tp.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ import torch
 
 from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Bool, Float, Tensor
-from functron.nn.attention import AttentionConfig, RopeScaling, apply_rope, causal_attention
+from functron.nn.attention import (
+    AttentionConfig,
+    RopeScaling,
+    apply_rope,
+    causal_attention,
+    out_defs,
+)
 from functron.nn.layers import (
     MATMUL,
     Matmul,
@@ -63,10 +69,10 @@ class MLAConfig(AttentionConfig):
     | DeepSeek-V3      | 128   | 1536   | 512     | 128, 64, 128                        |
 
     Attributes:
-        kv_rank: width of the latent that keys and values are projected from, which is all that
-            generation keeps of a token beside a rotary key: multi-head latent attention
-            (DeepSeek-V2, section 2.1); 0: keys and values are projected from the stream. With it
-            `head_dim` counts the dims of a query and key that are not rotated.
+        kv_rank: width of the latent that keys and values are projected from, which generation
+            caches with a rotary key: multi-head latent attention (DeepSeek-V2, section 2.1); 0:
+            keys and values are projected from the stream. With it `head_dim` is the number of dims
+            of a query and key that are not rotated.
         q_rank: width of the latent that queries are projected from; 0: the stream.
         rope_head_dim: rotated dims of a query and key, under latent attention.
         v_head_dim: dims of a value, under latent attention.
@@ -177,15 +183,7 @@ def mla_defs(config: MLAConfig, *, stddev: float, out_stddev: float, dtype: torc
         "kv_down": down(c.kv_rank + c.rope_head_dim),
         "kv_norm": norm_defs(c.kv_rank, "rms", axis=None, dtype=dtype),
         "kv_up": up(c.kv_rank, "latent", c.head_size + c.v_head_dim),
-        "out": linear_defs(
-            (c.num_heads, c.v_head_dim, c.embed_dim),
-            ("heads", None, "embed"),
-            stddev=out_stddev,
-            bias=(c.embed_dim,) if c.bias else None,
-            bias_axes=("embed",),
-            dtype=dtype,
-            matrix=(2, 1),
-        ),
+        "out": out_defs(c, c.v_head_dim, stddev=out_stddev, dtype=dtype),
     }
     if not c.q_rank:
         return {"q": up(c.embed_dim, "embed", c.qk_head_dim), **defs}
@@ -213,33 +211,28 @@ def mla(
 
     Args:
         params: this rank's part of `mla_defs`.
-        x: ``[batch, seq, embed]`` with spec `stream`.
-        config: the shapes.
+        x: has spec `stream`, as the result.
         rope: tables of `rope_table` of width `rope_head_dim`, for the tokens of all ranks of `axis`
             together.
-        stream: the spec of x and of the result.
-        axis: the mesh axis that splits the heads.
         core: computes softmax(q k^T / sqrt(q's dims)) v of this rank's heads, ``(q, k, v) -> out``,
             v being of `v_head_dim`; for example `context_attention`.
         kernels: of norms and of rotation.
-        matmul: what computes the projections.
+        matmul: computes the projections.
 
-    Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: one all-reduce of the result's
-        bytes forward and one backward; with a split sequence one all-gather of the latents (q_rank
-        + kv_rank + rope_head_dim numbers per token, where other attention gathers embed_dim) and
-        one reduce-scatter of the result, and the transposes of both backward.
+    Collectives: one all-reduce of the result's bytes forward and one backward; with a split
+    sequence one all-gather of the latents (q_rank + kv_rank + rope_head_dim numbers per token,
+    where other attention gathers embed_dim) and one reduce-scatter of the result, and the
+    transposes of both backward.
     """
     c = config
     linear = functools.partial(_apply_linear, params, stream, axis, matmul)
-    ahead = _project_query_latent(params, x, c, linear, kernels)
-    narrow = (ahead, *_project_latents(params, x, c, linear, kernels))
-    ahead, latent, k_rope = _gather_tokens(narrow, stream, axis)
-    q = torch.cat(_project_queries(ahead, c, rope, linear, kernels), -1)
-    up = linear("kv_up", latent)
-    k_nope, v = up.split([c.head_size, c.v_head_dim], -1)
-    settings: Any = {"interleaved": c.rope_interleaved, "kernels": kernels}
-    shared = apply_rope(k_rope.unsqueeze(-2), rope, **settings)
+    query_latent = _project_query_latent(params, x, c, linear, kernels)
+    narrow = (query_latent, *_project_latents(params, x, c, linear, kernels))
+    query_latent, latent, k_rope = _gather_tokens(narrow, stream, axis)
+    q = torch.cat(_project_queries(query_latent, c, rope, linear, kernels), -1)
+    k_nope, v = linear("kv_up", latent).split([c.head_size, c.v_head_dim], -1)
+    rotation: Any = {"interleaved": c.rope_interleaved, "kernels": kernels}
+    shared = apply_rope(k_rope.unsqueeze(-2), rope, **rotation)
     # one key for all heads: expanding it is what sums its gradient over them
     k = torch.cat([k_nope, shared.expand(*k_nope.shape[:-1], -1)], -1)
     out: Any = {"name": "attention/out", "matmul": matmul}
@@ -279,20 +272,18 @@ def mla_absorbed(
     """`mla` from latents alone, keys and values never formed (DeepSeek-V2, section 2.1.2).
 
     Args:
-        params, config, stream, axis: as for `mla`.
-        x: ``[batch, seq, embed]`` with spec `stream`: the tokens that attend.
+        x: the tokens that attend; this and others as for `mla`.
         cache: of all tokens that are attended to, those of x among them; on every rank of `axis`.
         rope: the tables for the tokens of x.
         visible: which cached tokens each query sees, ``[queries, keys]`` or ``[batch, queries,
             keys]``; None: x are the last tokens of the cache, each sees those up to itself.
 
-    Returns:
-        ``[batch, seq, embed]`` with spec `stream`. Collectives: as `mla`.
+    Collectives: as `mla`.
     """
     c = config
     linear = functools.partial(_apply_linear, params, stream, axis, MATMUL)
-    (ahead,) = _gather_tokens((_project_query_latent(params, x, c, linear),), stream, axis)
-    nope, rotated = _project_queries(ahead, c, rope, linear)
+    query_latent = gather_sequence(_project_query_latent(params, x, c, linear), stream, axis)
+    nope, rotated = _project_queries(query_latent, c, rope, linear)
     w_uk, w_uv = params["kv_up"]["w"].split([c.head_size, c.v_head_dim], -1)
     absorbed = torch.einsum("bqhn,rhn->bqhr", nope, w_uk)
     scores = torch.einsum("bqhr,bkr->bhqk", absorbed, cache.c)
@@ -350,7 +341,7 @@ def _project_latents(
 
 
 def _project_queries(
-    ahead: Tensor,
+    query_latent: Tensor,
     config: MLAConfig,
     rope: tuple[Tensor, Tensor],
     linear: Linear,
@@ -358,7 +349,7 @@ def _project_queries(
 ) -> tuple[Tensor, Tensor]:
     """This rank's queries, times `softmax_factor`: the dims without positions, and the rotated."""
     c = config
-    q = linear("q_up" if c.q_rank else "q", ahead)
+    q = linear("q_up" if c.q_rank else "q", query_latent)
     q = q * c.softmax_factor if c.softmax_factor != 1 else q
     nope, rotated = q.split([c.head_size, c.rope_head_dim], -1)
     return nope, apply_rope(rotated, rope, interleaved=c.rope_interleaved, kernels=kernels)

@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, section 2.2): modules that predict tokens further ahead.
 
-Where the model has made h_i^0 of token i, which predicts token i + 1, module k = 1, 2, ..., D goes
-on from module k - 1 with the token that this has predicted, and predicts the one after it:
+The model's last hidden state h_i^0 of token i predicts token i + 1. Module k = 1, 2, ..., D takes
+the state of module k - 1 and the token that this predicts, and predicts the one after it:
 
     h'_i = [norm(embedding(t_{i+k})) ; norm(h_i^{k-1})] W_k        h_i^k = block_k(h')_i
     loss_k = sum_i cross_entropy(norm(h_i^k) unembedding, t_{i+k+1})
@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.context import own_positions
-from functron.nn.layers import NormKind, column_parallel, linear_defs, norm, norm_defs, weights
+from functron.nn.layers import NormKind, column_parallel, linear_defs, norm_defs, weights
 from functron.nn.loss import IGNORE_INDEX
-from functron.ops.operations import AUTO, Kernels
 from functron.spmd import collectives as lax
 
 SequenceOrder = Literal["contiguous", "zigzag", "balanced"]
@@ -56,9 +55,9 @@ def multi_token_defs(
     kind: NormKind = "rms",
     zero_centered: bool = False,
 ) -> dict:
-    """Defs ``{"embed_norm", "stream_norm", "proj", "norm"}`` of one module, beside its block's.
+    """Defs ``{"embed_norm"?, "stream_norm"?, "proj", "norm"?}`` of one module, beside its block's.
 
-    Norms without parameters are left out; `multi_token` wants ``{}`` in their places.
+    Norms without parameters are left out.
 
     The projection is whole on every rank of tp: with a split sequence each computes its own tokens.
     """
@@ -80,12 +79,10 @@ def multi_token(
     embed: Callable,
     block: Callable,
     head: Callable,
-    eps: float,
-    zero_centered: bool = False,
+    norm: Callable,
     order: SequenceOrder = "contiguous",
     segments: Int[Tensor, "batch whole_seq"] | None = None,
     positions: Int[Tensor, "*rows whole_seq"] | None = None,
-    kernels: Kernels = AUTO,
 ) -> Predictions:
     """The losses of every module, each going on from the one before.
 
@@ -97,31 +94,27 @@ def multi_token(
 
     Args:
         modules: this rank's part of `multi_token_defs`, one per depth.
-        x: ``[batch, seq, embed]``: the residual stream that the model has made of the tokens.
-        tokens: ``[batch, seq]`` int64, this rank's part of the sequence, whole over tp.
+        x: the residual stream after the model's layers.
+        tokens: int64, this rank's part of the sequence, whole over tp.
         targets: as `tokens`: the next token of each, or `IGNORE_INDEX`.
         embed: the model's embedding: ``tokens -> stream``.
         block: ``(depth, stream, tokens, targets) -> (stream, aux)``, depth from 0; tokens and
             targets are those that this module is given and predicts. Masks, positions and rotary
-            tables are those of the model: h' stands where h has stood.
+            tables are those of the model: h' has h's places.
         head: the model's unembedding and loss: ``(stream, targets) -> losses [batch, seq]``.
-        eps, zero_centered: of the norms; see `norm`.
+        norm: the model's norm: ``(params, x) -> y``, with ``{}`` where it has no parameters.
         order, segments, positions: as for `shifted`.
-        kernels: of norms.
 
-    Returns:
-        Losses and what blocks returned. Collectives: those of embed, block and head, and one
-        all-gather of the tokens' numbers per depth.
+    Collectives: those of embed, block and head, and one all-gather of token ids per depth.
     """
-    settings: Any = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
     losses, aux = [], []
     for depth, module in enumerate(modules):
         given, wanted = ahead(
             tokens, targets, depth + 1, order=order, segments=segments, positions=positions
         )
-        merged = merge(module, embed(given), x, **settings)
+        merged = merge(module, embed(given), x, norm=norm)
         x, extra = block(depth, merged, given, wanted)
-        y = norm(module["norm"], x, **settings)
+        y = norm(module.get("norm", {}), x)
         losses.append(head(y, wanted).sum())
         aux.append(extra)
     return Predictions(torch.stack(losses), aux)
@@ -132,21 +125,18 @@ def merge(
     embedded: Float[Tensor, "batch seq embed"],
     x: Float[Tensor, "batch seq embed"],
     *,
-    eps: float,
-    zero_centered: bool = False,
-    kernels: Kernels = AUTO,
+    norm: Callable,
 ) -> Float[Tensor, "batch seq embed"]:
-    """[norm(embedded) ; norm(x)] W: what a module's block is given. No collectives.
+    """[norm(embedded) ; norm(x)] W: the input of a module's block. No collectives.
 
     Args:
         params: this rank's part of `multi_token_defs`.
-        embedded: the embeddings of the tokens that are given.
+        embedded: the embeddings of the module's tokens.
         x: the residual stream, with the same spec.
-        eps, zero_centered, kernels: of the norms; see `norm`.
+        norm: as for `multi_token`.
     """
     both = [
-        norm(params[name], y, eps=eps, zero_centered=zero_centered, kernels=kernels)
-        for name, y in (("embed_norm", embedded), ("stream_norm", x))
+        norm(params.get(name, {}), y) for name, y in (("embed_norm", embedded), ("stream_norm", x))
     ]
     return column_parallel(torch.cat(both, -1), *weights(params["proj"]))
 
@@ -162,15 +152,9 @@ def ahead(
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
     """The inputs and targets of a module: the tokens `by` places on, and the ones after these.
 
-    Args:
-        tokens: this rank's part of the sequence.
-        targets: the next tokens, or `IGNORE_INDEX`.
-        by, order, segments, positions: as for `shifted`.
-
-    Returns:
-        ``(tokens, targets)`` for this rank's places. Where the sample or document ends before, the
-        target is `IGNORE_INDEX`, and the token 0, which nothing that counts depends on under causal
-        attention.
+    Arguments are as for `multi_token` and `shifted`. Where the sample or document ends before, the
+    target is `IGNORE_INDEX` and the token 0, on which no counted loss depends under causal
+    attention.
     """
     pair = torch.stack([tokens, targets])
     moved = shifted(
@@ -197,18 +181,15 @@ def shifted(
     ``[0, 3 | 1, 2]`` becomes ``[1, fill | 2, 3]``.
 
     Args:
-        x: integers ``[..., seq]``, this rank's.
         by: how many places, at least 0.
         fill: where the sample, or the document, ends before.
-        order: ``"contiguous"`` and ``"zigzag"`` as in `functron.nn.context`; ``"balanced"``: any,
-            which `positions` and `segments` tell.
+        order: ``"contiguous"`` and ``"zigzag"`` as in `functron.nn.context`; ``"balanced"``: any
+            order, told by `positions` and `segments`.
         segments: ``[batch, seq]`` document numbers of packed samples; nothing comes from another.
         positions: ``[batch, seq]`` places in the document; read for "balanced" alone.
         axis, ulysses: the mesh axes that split the sequence, major to minor.
 
-    Returns:
-        As `x`. Collectives: one all-gather, of x, and of segments and, in "balanced" order,
-        positions. No derivative: these are integers.
+    Collectives: one all-gather, of x, and of segments and, in "balanced" order, positions.
 
     Raises:
         ValueError: `by` is negative, there is no such order, or "balanced" without positions.
@@ -224,7 +205,7 @@ def shifted(
     if order == "balanced":
         place = parts.pop()
         place = place if segments is None else place + parts[1] * place.shape[1]
-        moved = _moved_by_place(parts, place, by, fill)
+        moved = _shift_by_place(parts, place, by, fill)
         mine = lax.global_index(x.shape[-1], (axis, ulysses), device=x.device)
     else:
         parts = [_in_order(part, order, axis) for part in parts]
@@ -264,8 +245,8 @@ def _shift_left(x: Tensor, by: int, fill: int) -> Tensor:
     return F.pad(x[:, by:], (0, by), value=fill)
 
 
-def _moved_by_place(rows: list[Tensor], place: Tensor, by: int, fill: int) -> list[Tensor]:
-    """Rows moved along increasing places, and left where they were."""
+def _shift_by_place(rows: list[Tensor], place: Tensor, by: int, fill: int) -> list[Tensor]:
+    """Rows shifted along increasing places; each result is where its place is."""
     sort = place.argsort(1)
     back = sort.argsort(1)
     out = []

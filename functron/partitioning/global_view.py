@@ -5,9 +5,9 @@ A program in global view is traced before it is differentiated. Each call of `va
 are found for the function as it was written, and the transform is applied to the per-rank program:
 backward then has the transposes of forward's collectives, as a handwritten program's has.
 
-`constrain` leaves its spec in such a program. `pin_what_leaves` puts constraints where values leave
-scopes, `recompute_scopes` makes calls of `remat` of scopes, and `inline_views` has fewer kinds of
-equations do.
+`constrain` leaves its spec in such a program. `pin_scope_results` constrains results of scopes,
+`recompute_scopes` makes scopes calls of `remat`, and `inline_views` replaces kinds of equations by
+others that have rules.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ Flat = Callable[..., Sequence[torch.Tensor]]
 class TransformCall:
     """An operation that runs `body` under a transform.
 
-    Its operands are the body's inputs. Its results are the body's outputs and, of a gradient, then
+    Its operands are the body's inputs. Its results are the body's outputs and, for gradients, then
     those of the first `num_moving` operands.
 
     Attributes:
-        body: the function's program, in global view.
         transform: "remat", "value_and_grad" or "custom_vjp".
         wrap: from the functions that a rank runs, of flat operands, to the transformed one.
         num_moving: how many operands are differentiated.
@@ -96,7 +95,7 @@ class DispatchOperation:
     Attributes:
         run: of these, with the axes that split experts and the one that splits their hidden dim.
         structure: of the parameters.
-        paths: of each operand, parameters' as in their tree.
+        paths: of the operands; those of parameters as in their tree.
     """
 
     run: Callable[..., torch.Tensor]
@@ -126,8 +125,8 @@ _KNOWN = frozenset(
 class Keeper(TorchFunctionMode):
     """Records calls of transforms as equations of the recorder that is active.
 
-    As a mode it sees where gradients are switched off, which a trace of whole values is not: the
-    program is differentiated later, and must not be there.
+    As a mode it sees where gradients are switched off: the program, which is differentiated later,
+    must not be differentiated there.
     """
 
     def __init__(self):
@@ -145,7 +144,7 @@ class Keeper(TorchFunctionMode):
         return torch.ops.functron.overwritten.default
 
     def stops_gradients(self) -> bool:
-        """Whether what runs here is in a ``torch.no_grad()``.
+        """Whether this runs in a ``torch.no_grad()``.
 
         Raises:
             ValueError: it is in the forward of an autograd Function, whose backward is not known.
@@ -321,6 +320,11 @@ def _record_call(
     return recorder.emit(op, operands, _describe_values(results))
 
 
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a tensor."""
+    return isinstance(leaf, torch.Tensor)
+
+
 def _describe_values(values: Iterable[Var | torch.Tensor]) -> list[tuple]:
     """Shape, contiguous strides, dtype and device of each."""
     return [(v.shape, contiguous_strides(v.shape), v.dtype, v.device) for v in values]
@@ -353,8 +357,7 @@ def constrain(x: tree.Tree, spec: P) -> tree.Tree:
     The cotangent is left where it comes. Outside of `partition` it is x itself.
 
     Args:
-        x: tensors, in global view.
-        spec: for each of them.
+        x: a tree of tensors, in global view, all with this spec.
 
     Raises:
         ValueError: (from `partition`) an axis that the mesh lacks, or that does not divide its dim.
@@ -382,11 +385,9 @@ class _Constrain(Annotate):
 
 
 def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
-    """The program of a function in global view, calls of transforms whole, and its constraints.
+    """The program of a function of whole values, with calls of transforms, and its constraints.
 
-    Args:
-        fn: of whole values.
-        args: fake tensors, and static values.
+    Arguments are fake tensors, and static values.
     """
     pins: list[P] = []
     token = _pins.set(pins)
@@ -398,8 +399,8 @@ def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
         _pins.reset(token)
 
 
-def pin_what_leaves(block: Block, pattern: str, spec: P, pin: int) -> tuple[Block, int]:
-    """The block with a `constrain` of what leaves scopes that hold a pattern, and how many."""
+def pin_scope_results(block: Block, pattern: str, spec: P, pin: int) -> tuple[Block, int]:
+    """The block with a `constrain` of the results of scopes with a pattern, and their number."""
     fresh = Fresh(block)
 
     def inside(equation: Equation) -> bool:
@@ -432,10 +433,10 @@ def pin_what_leaves(block: Block, pattern: str, spec: P, pin: int) -> tuple[Bloc
 
 
 def recompute_scopes(block: Block, policies: Mapping[str, RematPolicy]) -> tuple[Block, set[str]]:
-    """The block with what runs in scopes as calls of `remat`, and the patterns that were found.
+    """The block with scopes as calls of `remat`, and the patterns that were found.
 
-    Equations of one scope that follow one another are one call. Its results are what others read.
-    What a scan runs is in a scope of the name of the function that is scanned.
+    Consecutive equations of one scope are one call; its results are the values that others read.
+    The body of a scan is in a scope of the name of the scanned function.
     """
     found: set[str] = set()
 
@@ -500,9 +501,9 @@ def walk_equations(block: Block) -> Iterator[Equation]:
 def inline_views(block: Block) -> Block:
     """The block, in which every view is taken once, and ``bias + a @ b`` is a product and a sum.
 
-    A value that several products read through views of their own is then gathered once for all,
-    and products have rules without exceptions. A loss of a log-softmax that nothing else reads is
-    one operation, and attention has the mask of booleans that it was called with.
+    A value that several products read through equal views is then gathered once for all. A loss of
+    a log-softmax that nothing else reads is one operation, and attention has the boolean mask that
+    it was called with.
     """
     fresh = Fresh(block)
     return _inline_block(block, fresh)
@@ -510,7 +511,7 @@ def inline_views(block: Block) -> Block:
 
 def _inline_block(block: Block, fresh: Fresh) -> Block:
     equations: list[Equation] = []
-    for equation in _losses_of_logits(_masks_of_pairs(_views_once(block), block), block):
+    for equation in _fuse_losses(_use_boolean_masks(_drop_repeated_views(block), block), block):
         if isinstance(equation.op, Scan):
             op: Any = replace(equation.op, body=_inline_block(equation.op.body, fresh))
             equations.append(replace(equation, op=op))
@@ -519,14 +520,16 @@ def _inline_block(block: Block, fresh: Fresh) -> Block:
             back = op.backward and _inline_block(op.backward, fresh)
             op = replace(op, body=_inline_block(op.body, fresh), backward=back)
             equations.append(replace(equation, op=op))
-        elif equation.name in ("addmm", "baddbmm") or _has_bias(equation):
-            equations += _parts(equation, fresh)
+        elif equation.name in ("addmm", "baddbmm") or (
+            equation.name == "convolution" and equation.args[2] is not None
+        ):
+            equations += _split_bias(equation, fresh)
         else:
             equations.append(equation)
     return replace(block, equations=tuple(equations))
 
 
-def _views_once(block: Block) -> list[Equation]:
+def _drop_repeated_views(block: Block) -> list[Equation]:
     """The equations without views that one before is the same as."""
     first: dict[Any, Sequence[Var]] = {}
     same: dict[Var, Var] = {}
@@ -551,7 +554,7 @@ def _views_once(block: Block) -> list[Equation]:
 _MASKS = ("attn_mask", "attn_bias")
 
 
-def _masks_of_pairs(equations: list[Equation], block: Block) -> list[Equation]:
+def _use_boolean_masks(equations: list[Equation], block: Block) -> list[Equation]:
     """The equations, in which attention reads masks of booleans, not the numbers made of them."""
     made = {v: e for e in equations for v in e.results}
 
@@ -575,7 +578,7 @@ def _masks_of_pairs(equations: list[Equation], block: Block) -> list[Equation]:
     return [e for e in kept if read & {*e.results} or not pairs.keys() & {*e.results}]
 
 
-def _losses_of_logits(equations: list[Equation], block: Block) -> Iterator[Equation]:
+def _fuse_losses(equations: list[Equation], block: Block) -> Iterator[Equation]:
     """The equations, with `nll_loss` of `log_softmax` as one."""
     readers = Counter(v for e in equations for v in e.operands)
     readers.update(v for v in block.outputs if isinstance(v, Var))
@@ -600,11 +603,7 @@ def _losses_of_logits(equations: list[Equation], block: Block) -> Iterator[Equat
         yield equation
 
 
-def _has_bias(equation: Equation) -> bool:
-    return equation.name == "convolution" and equation.args[2] is not None
-
-
-def _parts(equation: Equation, fresh: Fresh) -> list[Equation]:
+def _split_bias(equation: Equation, fresh: Fresh) -> list[Equation]:
     (y,), where = equation.results, equation.where
     product = fresh.like(y, "product")
     if equation.name == "convolution":

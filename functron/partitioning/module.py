@@ -1,8 +1,8 @@
 """Modules: any `torch.nn.Module` as a pure function of its parameters.
 
-A module keeps parameters, buffers, a mode and torch's random state in itself. `from_module` takes
-them out: parameters are an argument, buffers are one where the module changes them, the mode is
-that of the module or of `train`, and dropout draws from a key.
+A module has parameters, buffers, a mode and torch's random state. In a function of `from_module`
+parameters are an argument, buffers another where the module changes them, the mode is fixed, and
+dropout draws from a key.
 """
 
 from __future__ import annotations
@@ -45,24 +45,23 @@ def from_module(
     ``constraints={r"layers.\d+$": P("dp", "tp")}`` the residual stream is split along the sequence.
 
     Args:
-        module: in whatever mode; it is run in that of `train`.
         train: run it in training mode: dropout is on, and draws from ``fn(..., key=key)``.
         buffers: `fn` takes the module's buffers by name after the parameters, and returns
-            ``(result, buffers)`` with those that it changed, such as running means. They are
+            ``(result, buffers)`` with changed ones, such as running means. They are
             ``dict(module.named_buffers())`` at first. False: they are constants.
 
     Raises:
-        ValueError: (when `fn` is called) a parameter is missing, or too many; the module changed a
-            buffer, without `buffers`; it dropped something out without a key; or torch's own random
-            numbers were drawn.
+        ValueError: (when `fn` is called) a parameter is missing, or one too many; the module
+            changed a buffer, without `buffers`; it used dropout without a key; or it drew torch's
+            own random numbers.
     """
     params = {name: value.detach() for name, value in module.named_parameters()}
     held = {name: value.detach() for name, value in module.named_buffers()}
-    function = _Function(module, train, buffers, params, held)
+    function = _ModuleFunction(module, train, buffers, params, held)
     return function, dict(params)
 
 
-class _Function:
+class _ModuleFunction:
     """A module as a function; a class, so that it has no closure to be searched for tensors."""
 
     def __init__(self, module, train: bool, buffers: bool, params: Values, held: Values):
@@ -87,7 +86,8 @@ class _Function:
         own = self._buffers or self._train
         copies = {name: value.clone() for name, value in held.items()} if own else held
         before = {name: value._version for name, value in copies.items()}
-        with _Mode(self._module, self._train), _scopes(self._module), _Draws(key, self.__name__):
+        mode, scopes = _set_mode(self._module, self._train), _name_scopes(self._module)
+        with mode, scopes, _KeyedDropout(key, self.__name__):
             out = torch.func.functional_call(self._module, {**params, **copies}, args, kwargs)
         if self._buffers:
             return out, copies
@@ -102,7 +102,7 @@ class _Function:
 
 
 @contextlib.contextmanager
-def _scopes(module: torch.nn.Module) -> Iterator[None]:
+def _name_scopes(module: torch.nn.Module) -> Iterator[None]:
     """Run a with block with every module's forward in a named scope of its name in its caller."""
     names = {inner: name for name, inner in module.named_modules() if name}
     open_scopes: list[tuple[str, contextlib.AbstractContextManager]] = []
@@ -128,26 +128,23 @@ def _scopes(module: torch.nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-class _Mode:
-    """The module in one mode in a with block."""
-
-    def __init__(self, module: torch.nn.Module, train: bool):
-        self._module, self._train = module, train
-
-    def __enter__(self) -> None:
-        self._before = [(m, m.training) for m in self._module.modules()]
-        for module, _ in self._before:
-            module.training = self._train
-
-    def __exit__(self, *exception: object) -> None:
-        for module, training in self._before:
-            module.training = training
+@contextlib.contextmanager
+def _set_mode(module: torch.nn.Module, train: bool) -> Iterator[None]:
+    """Training or evaluation mode of all modules inside, in a with block."""
+    before = [(inner, inner.training) for inner in module.modules()]
+    try:
+        for inner, _ in before:
+            inner.training = train
+        yield
+    finally:
+        for inner, training in before:
+            inner.training = training
 
 
 _DROPOUTS = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
 
 
-class _Draws(TorchFunctionMode):
+class _KeyedDropout(TorchFunctionMode):
     """Dropout of a with block, drawn from a key, each call from one of its own."""
 
     def __init__(self, key: Any, name: str):
@@ -174,12 +171,12 @@ class _Draws(TorchFunctionMode):
         on = training if train is None else train
         if not on or not p:
             return input
-        keep = self._kept(input.shape, p, input.device)
+        keep = self._draw_mask(input.shape, p, input.device)
         return torch.where(
             keep, input / (1 - p), torch.zeros((), dtype=input.dtype, device=input.device)
         )
 
-    def _kept(self, shape, p: float, device) -> torch.Tensor:
+    def _draw_mask(self, shape, p: float, device) -> torch.Tensor:
         if self._key is None:
             raise ValueError(
                 f"{self._name}: its forward drops out without a key; wanted randomness as an "

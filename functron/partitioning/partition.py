@@ -1,24 +1,23 @@
 """Partitioning: a function of whole values and a few specs to the per-rank program of a mesh.
 
 The function is written for one device. It is traced once, on fake tensors of global shape, to
-equations in global view (`functron.program`); `propagate` decides where every value lies; and what
-is returned is what `shard_map` would have made of the per-rank program: the same equations on
-shards, with the collectives of `functron.lax` between them. So it simulates under vmap,
-differentiates, traces to a `functron.Program` that prints, checks and costs, compiles, and runs on
-processes, as a program written by hand does.
+equations in global view (`functron.program`); `propagate` decides where every value lies; and the
+result is a mapped function as of `shard_map`: the same equations on shards, with the collectives of
+`functron.lax` between them. It simulates under vmap, differentiates, traces to a
+`functron.Program`, compiles, and runs on processes as a program written by hand does.
 
 A gradient is that of the partitioned function, not the partition of a traced gradient: a call of
 `functron.value_and_grad` in the function stays whole in the trace, its function is partitioned, and
 the per-rank program is differentiated. Backward then has the transposes of the collectives in
-forward, the same as handwritten programs have, and needs no rules of its own; but a sum is not
-transposed to a sum where its cotangents are known to be equal on all ranks. The gradients come
-as partial sums over all axes that do not split the parameter, and the update goes on with them by
-the same rules: a norm of them or a sum with replicated moments is an all-reduce, moments that are
-split over data axes (ZeRO) a reduce-scatter, and parameters that are not are gathered at the end.
+forward, as in handwritten programs, and needs no rules of its own; but a sum is not transposed to a
+sum where its cotangents are known to be equal on all ranks. Gradients come as partial sums over all
+axes that do not split the parameter, and the update follows by the same rules: a norm of them or a
+sum with replicated moments is an all-reduce, moments that are split over data axes (ZeRO) a
+reduce-scatter, and parameters that are not are gathered at the end.
 
-Two operations are no more than themselves on shards where their dims are split. Attention of a
-sequence that stays split is that of programs written by hand, `functron.nn.context_attention`, if
-it is annotated; and experts that axes split get tokens by `functron.nn.moe.mixture`, in real rows.
+Two operations have per-rank programs written by hand where their dims are split: attention of a
+sequence that stays split, if it is annotated (`functron.nn.context_attention`), and experts, which
+get tokens in real rows (`functron.nn.moe.mixture`).
 
 GSPMD (Xu et al. 2021) is the idea; partial values and their delay are those of OneFlow and DTensor.
 """
@@ -45,9 +44,11 @@ from functron.partitioning.global_view import (
     TransformCall,
     global_program,
     inline_views,
-    pin_what_leaves,
+    is_tensor,
+    pin_scope_results,
     recompute_scopes,
     scopes_text,
+    walk_equations,
 )
 from functron.partitioning.placement import (
     CollectiveCost,
@@ -58,7 +59,7 @@ from functron.partitioning.placement import (
     local_shape,
     move,
     move_cost,
-    of_spec,
+    placement_of,
     spec_of,
     steps,
 )
@@ -80,13 +81,12 @@ from functron.spmd import spec as sharding
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction, check_spec_trees
 from functron.spmd.spec import P, is_spec
+from functron.transforms.parameter_gather import MERGED_BYTES
 from functron.transforms.policies import RematPolicy
+from functron.transforms.remat import will_be_differentiated
 from functron.transforms.scan import scan
 
-_NO_RULES: Mapping[str, MakeRule] = MappingProxyType({})
-_NO_CONSTRAINTS: Mapping[str, P] = MappingProxyType({})
-_NO_TRAVEL: Mapping[str, Travel] = MappingProxyType({})
-_NO_POLICIES: Mapping[str, RematPolicy] = MappingProxyType({})
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @public
@@ -96,10 +96,10 @@ def partition(
     in_specs: tree.Tree,
     out_specs: tree.Tree = None,
     *,
-    constraints: Mapping[str, P] = _NO_CONSTRAINTS,
-    attention: Mapping[str, Travel] = _NO_TRAVEL,
-    remat: Mapping[str, RematPolicy] = _NO_POLICIES,
-    rules: Mapping[str, MakeRule] = _NO_RULES,
+    constraints: Mapping[str, P] = _NONE,
+    attention: Mapping[str, Travel] = _NONE,
+    remat: Mapping[str, RematPolicy] = _NONE,
+    rules: Mapping[str, MakeRule] = _NONE,
     fallback: Literal["replicate"] | None = None,
     pick: Literal["cheapest"] | None = None,
     cost: CollectiveCost | None = None,
@@ -108,39 +108,38 @@ def partition(
 ) -> Partitioned:
     r"""The per-rank program of a function of whole values, mapped over `mesh` as by `shard_map`.
 
-    ``partition(loss, mesh, (specs, P("dp")))`` computes what ``loss`` does; which collectives that
-    takes follows from the specs. Read them in ``functron.trace(f)(*args)``, or in `explain`.
+    ``partition(loss, mesh, (specs, P("dp")))`` computes what ``loss`` does; its collectives follow
+    from the specs. Read them in ``functron.trace(f)(*args)``, or in `explain`.
 
-    `fn` is traced once for each structure, shapes and dtypes of its arguments, as by `jit`: what it
-    closes over, tensors or Python values, stays what it was then. Arguments count as contiguous
-    tensors, so that ``as_strided`` of one means the same on every mesh.
+    `fn` is traced once for each structure, shapes and dtypes of its arguments, as by `jit`: values
+    that it closes over are constants. Arguments count as contiguous tensors, so that ``as_strided``
+    of one means the same on every mesh.
 
     Args:
         fn: a function of whole values, without collectives; positional arguments only. `constrain`
             in it says where a value must lie. It may call `functron.value_and_grad`, `grad`,
             `remat` and `scan`, and other code that `functron.trace` can trace.
-        mesh: the ranks.
         in_specs: a prefix tree of specs for the tuple of arguments; None: static.
         out_specs: a prefix tree of specs for the result; None: each comes as it was computed,
             without partial sums, and `Partitioned.out_specs` says how.
         constraints: specs by patterns of named scopes (`functron.named_scope`), for code that stays
-            as it is: what leaves a scope whose path holds the pattern, floating-point values of at
-            least as many dims, lies as the spec says. ``{"attention|mlp": P("dp", "tp")}`` splits
-            the residual stream along the sequence.
+            as it is: floating-point results of scopes whose path holds the pattern, of at least as
+            many dims as the spec, have that spec. ``{"attention|mlp": P("dp", "tp")}`` splits the
+            residual stream along the sequence.
         attention: by mesh axes that split sequences, the way in which keys and values reach queries
             in `torch.nn.functional.scaled_dot_product_attention`, causal by ``is_causal`` or not:
             ``{"cp": "ring"}``. The sequence then stays split as it comes, by in_specs or
             `constraints`, and what is computed is `functron.nn.context_attention`:
 
-            * "ring": they travel around the axis; nobody has all of them. Ranks with the end of
-              causal sequences have most to do, and others wait for them: up to twice the time. A
-              mask of booleans that all heads share is taken as well, and every pair computed.
+            * "ring": they travel around the axis; no rank has all of them. Ranks with the end of
+              causal sequences have most work, and others wait for them: up to twice the time. It
+              takes a mask of booleans that all heads share, and then computes every pair.
             * "zigzag": a ring in which each rank has an early and a late part of a causal sequence,
-              and the same to do. Outside of attention values lie in order, so that queries, keys
-              and values are exchanged before each, and the result after it, which sends their bytes
-              besides. (A program by hand arranges tokens once.) 2 n divides the sequence.
+              and equal work. Outside of attention values lie in order, so that queries, keys and
+              values are exchanged before it, and the result after it, which sends their bytes
+              besides. (A handwritten program arranges tokens once.) 2 n must divide the sequence.
             * "gather": they are gathered, and only queries are split. In backward less is sent than
-              in a ring, since all keys are kept. Also where a mask is of numbers, or of heads.
+              in a ring, since all keys are kept. It takes masks of numbers, or of heads, too.
             * "exchange": heads are exchanged for sequence before, and back after it; the axis must
               divide them. Together with one of the others it is the minor axis of the two:
               ``P("dp", ("cp", "ulysses"))``.
@@ -148,12 +147,12 @@ def partition(
             Over axes that are not listed, queries, keys and values of a split sequence are gathered
             (queries only where attention is causal).
         remat: policies by patterns of named scopes, for code that stays as it is: each scope whose
-            path holds the pattern is computed again in backward, as `functron.remat` with that
-            policy would. Parameters that are split over data axes are then gathered for each scope
-            as it runs, and again in its backward, so that no more than one scope's are ever whole:
+            path holds the pattern is computed again in backward, as by `functron.remat` with that
+            policy. Parameters that are split over data axes are then gathered for each scope as it
+            runs, and again in its backward, so that only one scope's are whole at a time:
             ``{r"layers\.\d+$": policies.nothing}``. The outermost scopes count, and the first of
-            several patterns. What a scan runs is a scope of the name of the function that is
-            scanned: ``{"^step$": policies.dots}`` for the layers of `functron.gpt`.
+            several patterns. The body of a scan is a scope of the name of the scanned function:
+            ``{"^step$": policies.dots}`` for the layers of `functron.gpt`.
         rules: rules of operations by name, before those of `functron.partitioning.rules.TABLE`.
         fallback: "replicate": an operation without a rule runs on replicated operands; None: it is
             an error.
@@ -168,8 +167,7 @@ def partition(
 
                 def cost(op, axis, payload_bytes):
                     return machine.collective_seconds(op, payload_bytes, ranks.reach(axis))
-        check: as of `shard_map`.
-        donate: as of `shard_map`.
+        check, donate: as of `shard_map`.
 
     Raises:
         ValueError: a spec does not fit; (when it is called) an operation has no rule; an axis
@@ -229,8 +227,8 @@ class Partitioned(MappedFunction):
     def __init__(self, fn, mesh, in_specs, out_specs, given, check, donate):
         self._settings, (self._constraints, self._policies), self._attention = given
         self.fn, self._given = fn, out_specs
-        self._plans: dict[Any, _Made] = {}
-        self._last: _Made | None = None
+        self._plans: dict[Any, _FunctionPlan] = {}
+        self._last: _FunctionPlan | None = None
         super().__init__(self._rank, mesh, in_specs, P(), check, None, donate)
         self.name = self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
@@ -268,32 +266,31 @@ class Partitioned(MappedFunction):
 
     @public
     def explain(self, *args: tree.Tree) -> str:
-        """Where every value lies for such arguments, equation by equation, with moves and costs.
+        """Where every value lies, equation by equation, with moves and costs.
 
-        Args:
-            args: global values, which may be abstract.
+        Arguments are global values, which may be abstract.
         """
-        made = self._made(args, whole=True)
+        made = self._plan_for(args, whole=True)
         return "\n".join(_lines(made.plan, "", made.settings))
 
     def _rank(self, *args):
-        made = self._last = self._made(args, whole=False)
-        leaves = [leaf for leaf in tree.leaves(args) if isinstance(leaf, torch.Tensor)]
+        made = self._last = self._plan_for(args, whole=False)
+        leaves = [*filter(is_tensor, tree.leaves(args))]
         refuse_tracked(self.name, made.constants)
         constants = [x.detach() for x in made.constants]
         # differentiated from outside, gradients in the function are differentiated a second time
-        once = not (compat.differentiating() or _is_taped(leaves))
-        results = iter(run(made.plan, [*leaves, *constants], made.sizes, once=once))
+        once = not will_be_differentiated(leaves)
+        results = iter(run_plan(made.plan, made.sizes, once, *leaves, *constants))
         outputs = [next(results) if isinstance(o, Var) else o for o in made.plan.block.outputs]
         return tree.unflatten(made.out_structure, outputs)
 
-    def _made(self, args: tuple, *, whole: bool) -> _Made:
+    def _plan_for(self, args: tuple, *, whole: bool) -> _FunctionPlan:
         prefix = (self.in_specs,) * len(args) if is_spec(self.in_specs) else tuple(self.in_specs)
         leaves, structure = tree.flatten(args)
         specs = tree.broadcast_prefix(prefix, args, is_leaf=is_spec, what="in_specs")
         looks = []
         for leaf, spec in zip(leaves, specs, strict=True):
-            if isinstance(leaf, torch.Tensor):
+            if is_tensor(leaf):
                 shape = tuple(leaf.shape)
                 shape = shape if whole else sharding.global_shape(shape, spec, self.mesh)
                 looks.append((shape, leaf.dtype, leaf.device))
@@ -308,40 +305,41 @@ class Partitioned(MappedFunction):
             known = self._plans[key] = self._plan(leaves, looks, structure, specs)
         return known
 
-    def _plan(self, leaves, looks, structure, specs) -> _Made:
+    def _plan(self, leaves, looks, structure, specs) -> _FunctionPlan:
+        rows = list(zip(leaves, looks, strict=True))
         with aside(), FakeTensorMode():
             fakes = [
-                torch.empty(look[0], dtype=look[1], device=look[2])
-                if isinstance(leaf, torch.Tensor)
-                else leaf
-                for leaf, look in zip(leaves, looks, strict=True)
+                torch.empty(look[0], dtype=look[1], device=look[2]) if is_tensor(leaf) else leaf
+                for leaf, look in rows
             ]
         with refusing_tracked(self.name, self.fn, aside=True):
             program, pins = global_program(self.fn, tree.unflatten(structure, fakes))
         mesh = self.mesh.mesh if isinstance(self.mesh, BoundMesh) else self.mesh
-        block = self._recomputed(self._constrained(inline_views(program.block), pins))
+        block = self._recompute(self._constrain(inline_views(program.block), pins))
         _check_pins(pins, mesh)
         sizes = {name: size for name, size in mesh.axes if size > 1}
         settings = PartitionSettings(sizes, **self._settings, pins=tuple(pins))
-        given = [spec for leaf, spec in zip(leaves, specs, strict=True) if _is_tensor(leaf)]
+        given = [spec for leaf, spec in zip(leaves, specs, strict=True) if is_tensor(leaf)]
         inputs = []
         for value in program.inputs:
             spec = given[len(inputs)] if value.role == "argument" else P()
-            inputs.append(of_spec(spec, len(value.var.shape), sizes))
+            inputs.append(placement_of(spec, len(value.var.shape), sizes))
         spread = Spread(settings)
         for bit, (value, placement) in enumerate(zip(program.inputs, inputs, strict=True)):
             spread.start(value.var, placement, bit)
         spread.block(block)
-        plan = Planner(settings, spread).plan(block, inputs, self._pinned(program, mesh, sizes))
+        plan = Planner(settings, spread).plan(
+            block, inputs, self._pin_outputs(program, mesh, sizes)
+        )
         _check_travel(plan, [axis for axis in self._attention if axis in sizes], self.name)
         plan = with_gathers_together(with_equal_cotangents(plan, sizes), sizes)
-        return _Made(plan, program, settings, self._given)
+        return _FunctionPlan(plan, program, settings, self._given)
 
-    def _constrained(self, block: Block, pins: list[P]) -> Block:
+    def _constrain(self, block: Block, pins: list[P]) -> Block:
         """`block`, with what leaves the scopes of `constraints` pinned."""
         for pattern, spec in self._constraints.items():
             pins.append(spec)
-            block, count = pin_what_leaves(block, pattern, spec, len(pins) - 1)
+            block, count = pin_scope_results(block, pattern, spec, len(pins) - 1)
             if not count:
                 raise ValueError(
                     f"partition: got a constraint for the scope {pattern!r}, which no value of "
@@ -350,7 +348,7 @@ class Partitioned(MappedFunction):
                 )
         return block
 
-    def _recomputed(self, block: Block) -> Block:
+    def _recompute(self, block: Block) -> Block:
         """`block`, with the scopes of `remat` as calls of it."""
         block, found = recompute_scopes(block, self._policies)
         for pattern in self._policies:
@@ -362,7 +360,7 @@ class Partitioned(MappedFunction):
                 )
         return block
 
-    def _pinned(self, program: Program, mesh: Mesh, sizes) -> list[ValuePlacement | None]:
+    def _pin_outputs(self, program: Program, mesh: Mesh, sizes) -> list[ValuePlacement | None]:
         """Where the outputs must lie."""
         if self._given is None:
             return [None] * len(program.outputs)
@@ -381,23 +379,19 @@ class Partitioned(MappedFunction):
             ],
         )
         return [
-            of_spec(spec or P(), len(output.value.shape), sizes)
+            placement_of(spec or P(), len(output.value.shape), sizes)
             if isinstance(output.value, Var)
             else None
             for output, spec in rows
         ]
 
 
-class _Made:
-    """A plan, and what is around it.
+class _FunctionPlan:
+    """The plan of a function for one structure of arguments.
 
     Attributes:
-        plan: of the whole function.
-        settings: how it was partitioned.
-        sizes: of the axes with more than one rank.
         constants: tensors that the function closes over.
-        out_structure: of its results.
-        out_specs: a spec per result, in that structure.
+        out_structure, out_specs: of its results.
     """
 
     def __init__(self, plan: LocalBlock, program: Program, settings: PartitionSettings, out_specs):
@@ -407,10 +401,6 @@ class _Made:
         specs = [spec_of(p, sizes) if p is not None else None for p in plan.outputs]
         found = tree.unflatten(program.out_structure, specs)
         self.out_specs = found if out_specs is None else out_specs
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _check_pins(pins: Sequence[P], mesh: Mesh) -> None:
@@ -430,7 +420,9 @@ def _check_travel(plan: LocalBlock, axes: Sequence[str], name: str) -> None:
     Raises:
         ValueError: no attention has a sequence that one of the axes splits.
     """
-    sites = [s.site for s in _local(plan) if s.equation.name in ATTENTION and s.site is not None]
+    sites = [
+        s.site for s in _walk_plan(plan) if s.equation.name in ATTENTION and s.site is not None
+    ]
     for axis in axes:
         if not any(axis in site.names("s") for site in sites):
             raise ValueError(
@@ -444,13 +436,13 @@ def _check_travel(plan: LocalBlock, axes: Sequence[str], name: str) -> None:
             )  # fmt: skip
 
 
-def _local(plan: LocalBlock) -> Iterator[LocalEquation]:
+def _walk_plan(plan: LocalBlock) -> Iterator[LocalEquation]:
     """Every equation as a rank runs it, those of bodies too."""
     for step in plan.steps:
         yield step
         for body in (step.body, step.backward):
             if body is not None:
-                yield from _local(body)
+                yield from _walk_plan(body)
 
 
 # --- gradients: where cotangents are equal on all ranks
@@ -481,17 +473,12 @@ def with_equal_cotangents(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
 
 
 def _differentiates(block: Block) -> bool:
-    return any(
-        isinstance(e.op, (Scan, TransformCall))
-        and (
-            (isinstance(e.op, TransformCall) and e.op.num_moving > 0) or _differentiates(e.op.body)
-        )
-        for e in block.equations
-    )
+    ops = [equation.op for equation in walk_equations(block)]
+    return any(isinstance(op, TransformCall) and op.num_moving > 0 for op in ops)
 
 
 class _Cotangents:
-    """Of the values of a differentiated plan the axes over which their cotangents may vary."""
+    """The axes over which cotangents of the values of a differentiated plan may vary."""
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
@@ -578,10 +565,6 @@ def _axes_of(placement: ValuePlacement) -> LeafAxes:
 
 # --- gathers: few, of the parameters of a layer
 
-_TOGETHER_BYTES = 1 << 20
-"""Shards below this size are gathered together: starting a collective takes as long as sending
-this many bytes."""
-
 
 def with_gathers_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
     """The plan, in which bodies of scans and of remat gather small inputs, or views, together.
@@ -597,12 +580,12 @@ def with_gathers_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
             layer = isinstance(op, Scan) or (
                 isinstance(op, TransformCall) and op.transform == "remat"
             )
-            step = replace(step, body=_gathering_together(body, sizes) if layer else body)
+            step = replace(step, body=_join_gathers(body, sizes) if layer else body)
         done.append(step)
     return replace(plan, steps=tuple(done))
 
 
-def _gathering_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
+def _join_gathers(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
     ready = {*zip(plan.block.inputs, plan.inputs, strict=True)}
     views, others = [], []
     for step in plan.steps:
@@ -619,7 +602,7 @@ def _gathering_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
             var, order = each.var, steps(each.source, each.target, sizes)
             num_bytes = math.prod(local_shape(var.shape, each.source, sizes)) * var.dtype.itemsize
             gathers = [name for name, *_ in order] == ["all_gather"]
-            if gathers and (var, each.source) in ready and num_bytes < _TOGETHER_BYTES:
+            if gathers and (var, each.source) in ready and num_bytes < MERGED_BYTES:
                 key = order[0][1], var.dtype, var.device, frozenset(each.target.split)
                 groups.setdefault(key, []).append((each, step.equation.where))
     found = []
@@ -643,29 +626,17 @@ def _gathering_together(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
 # --- running
 
 
-def run(
-    plan: LocalBlock, inputs: Sequence[torch.Tensor], sizes, *, once: bool
+def run_plan(
+    plan: LocalBlock, sizes: Sizes, once: bool, *shards: torch.Tensor
 ) -> list[torch.Tensor]:
     """The outputs of a plan on one rank's shards; inside of a mapped program.
 
-    Args:
-        plan: of what to run.
-        inputs: the shards.
-        sizes: of the axes with more than one rank.
-        once: nothing is differentiated twice, so that what is said of cotangents holds.
+    `once`: nothing is differentiated twice, so that cotangents are equal where the plan says so.
     """
-    return _Run(plan, sizes, once).outputs(inputs)
+    return _PlanRun(plan, sizes, once).outputs(shards)
 
 
-def _run(plan: LocalBlock, sizes, once: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    return run(plan, inputs, sizes, once=once)
-
-
-def _is_taped(leaves: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(map(compat.requires_grad, leaves))
-
-
-class _Run:
+class _PlanRun:
     """The values of one rank while a plan runs, by where they lie."""
 
     def __init__(self, plan: LocalBlock, sizes, once: bool):
@@ -721,7 +692,7 @@ class _Run:
                 body = step.body
                 assert body is not None
                 parts = [body] if step.backward is None else [body, step.backward]
-                runs = [functools.partial(_run, p, self.sizes, self.once) for p in parts]
+                runs = [functools.partial(run_plan, p, self.sizes, self.once) for p in parts]
                 ranked = equation.op.wrap(*runs)
                 results = list(ranked(*operands))
                 if equation.op.num_moving:
@@ -736,16 +707,12 @@ class _Run:
     def _scan(
         self, step: LocalEquation, op: Scan, operands: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        body, start = step.body, op.num_consts + op.num_carry
+        body, first, start = step.body, op.num_consts, op.num_consts + op.num_carry
         assert body is not None
-        consts, carry, xs = (
-            operands[: op.num_consts],
-            operands[op.num_consts : start],
-            operands[start:],
-        )
+        consts, carry, xs = operands[:first], operands[first:start], operands[start:]
 
         def scanned(before, x):
-            out = run(body, [*consts, *before, *x], self.sizes, once=self.once)
+            out = run_plan(body, self.sizes, self.once, *consts, *before, *x)
             return out[: op.num_carry], out[op.num_carry :]
 
         scanned.__name__ = op.name
@@ -759,10 +726,7 @@ def _run_operation(
 ) -> list[torch.Tensor]:
     """The results of an operation on shards."""
     equation, values = step.equation, iter(operands)
-    args, kwargs = (
-        _fill_arguments(equation.args, values),
-        _fill_arguments(dict(equation.kwargs), values),
-    )
+    args, kwargs = (_fill_arguments(x, values) for x in (equation.args, dict(equation.kwargs)))
     rule = step.rule
     assert rule is not None
     if rule.run is None:

@@ -46,12 +46,7 @@ SUM: Reduction = "sum"
 
 
 class Digit(NamedTuple):
-    """A mesh axis that splits a dim.
-
-    Attributes:
-        outer: into how many blocks the dim falls outside of it; 1 for the major split.
-        axis: the mesh axis.
-    """
+    """A mesh axis that splits a dim, inside of each of `outer` blocks; 1 for the major split."""
 
     outer: int
     axis: str
@@ -67,7 +62,7 @@ class ValuePlacement:
 
     Attributes:
         dims: the digits of every dim.
-        partial: the axes along which ranks hold values that are yet to be combined, with how.
+        partial: the axes along which ranks hold values to combine, and how.
     """
 
     dims: tuple[Digits, ...]
@@ -103,7 +98,7 @@ def replicated_placement(num_dims: int) -> ValuePlacement:
     return ValuePlacement(((),) * num_dims)
 
 
-def of_spec(spec: P, num_dims: int, sizes: Sizes) -> ValuePlacement:
+def placement_of(spec: P, num_dims: int, sizes: Sizes) -> ValuePlacement:
     """The placement of a spec."""
     dims = []
     for axes in dim_axes(spec, num_dims):
@@ -156,7 +151,10 @@ def local_shape(shape: Sequence[int], placement: ValuePlacement, sizes: Sizes) -
 
 
 def fits(digits: Digits, size: int, sizes: Sizes) -> bool:
-    """Whether these axes can split a dim of this size: evenly, each inside the one before."""
+    """Whether these axes can split a dim of this size evenly, each inside the one before.
+
+    Size 0 is as of any.
+    """
     done = 1
     for outer, axis in digits:
         if outer % done or size % (outer * sizes[axis]):
@@ -242,26 +240,24 @@ def steps(
             last.append(("all_gather", axis, old))
             again.append(("slice", axis, new))
     for order in ([*first, *middle, *last, *again], [*last, *middle, *first, *again]):
-        if _possible(source, order, sizes):
+        if _is_possible(source, order, sizes):
             return order
-    return _by_gathers(source, target)
+    return _gather_and_slice(source, target)
 
 
-def _possible(source: ValuePlacement, order: Sequence[tuple], sizes: Sizes) -> bool:
+def _is_possible(source: ValuePlacement, order: Sequence[tuple], sizes: Sizes) -> bool:
     """Whether no step splits a dim where another axis, which a later step takes away, still is."""
     state = source
     for name, axis, where in order:
-        state = _after(state, name, axis, where)
-        for digits in state.dims:
-            done = 1
-            for outer, other in digits:
-                if outer % done:
-                    return False
-                done = outer * sizes[other]
+        state = _apply_step(state, name, axis, where)
+        if not all(fits(digits, 0, sizes) for digits in state.dims):
+            return False
     return True
 
 
-def _by_gathers(source: ValuePlacement, target: ValuePlacement) -> list[tuple[str, str, tuple]]:
+def _gather_and_slice(
+    source: ValuePlacement, target: ValuePlacement
+) -> list[tuple[str, str, tuple]]:
     """The move that is always possible: gather all that changes its place, then slice."""
     before, after = source.split, target.split
     order = [("all_gather", a, old) for a, old in before.items() if after.get(a) != old]
@@ -271,7 +267,7 @@ def _by_gathers(source: ValuePlacement, target: ValuePlacement) -> list[tuple[st
     return order + [("share", a, (kind,)) for a, kind in target.partial if a not in had]
 
 
-def _after(state: ValuePlacement, name: str, axis: str, where: tuple) -> ValuePlacement:
+def _apply_step(state: ValuePlacement, name: str, axis: str, where: tuple) -> ValuePlacement:
     if name in ("slice", "psum_scatter"):
         return state.splitting(axis, *where)
     if name == "all_to_all":
@@ -296,7 +292,7 @@ def move_cost(
         if name not in ("slice", "share"):
             payload = held * sizes[axis] if name == "all_gather" else held
             total += cost(name, axis, payload) if cost else bytes_sent(name, sizes[axis], payload)
-        state = _after(state, name, axis, where)
+        state = _apply_step(state, name, axis, where)
     return total
 
 
@@ -322,8 +318,8 @@ def move(
         if name == "psum" and axis in equal:
             x = lax.psum(x, axis, equal_cotangents=True)
         else:
-            x = _step(x, state, name, axis, where, sizes)
-        state = _after(state, name, axis, where)
+            x = _run_step(x, state, name, axis, where, sizes)
+        state = _apply_step(state, name, axis, where)
     return x
 
 
@@ -336,23 +332,25 @@ def gather_together(
     parts = every.split([x.numel() for x in xs], 1)
     for x, source, part in zip(xs, sources, parts, strict=True):
         dim, outer = source.split[axis]
-        shape = x.unflatten(dim, (_outside(source.without(axis).dims[dim], outer, sizes), -1)).shape
+        shape = x.unflatten(
+            dim, (_count_outside(source.without(axis).dims[dim], outer, sizes), -1)
+        ).shape
         found.append(part.unflatten(1, shape).movedim(0, dim + 1).flatten(dim, dim + 2))
     return found
 
 
-def _step(x, state: ValuePlacement, name: str, axis: str, where: tuple, sizes: Sizes):
+def _run_step(x, state: ValuePlacement, name: str, axis: str, where: tuple, sizes: Sizes):
     n = sizes[axis]
     if name in ("psum", "pmax", "pmin"):
         return getattr(lax, name)(x, axis)
     if name == "share":
-        return _share(x, axis) if where[0] == "sum" else x
+        return _keep_on_first(x, axis) if where[0] == "sum" else x
     if name == "all_to_all":
         source, target = where
         return _exchange_dims(x, state, axis, source, target, sizes)
     dim, outer = where
     digits = state.without(axis).dims[dim]
-    outside = _outside(digits, outer, sizes)
+    outside = _count_outside(digits, outer, sizes)
     if name == "all_gather":
         x = x.unflatten(dim, (outside, -1))
         return lax.all_gather(x, axis, axis=dim + 1).flatten(dim, dim + 2)
@@ -369,7 +367,7 @@ def _step(x, state: ValuePlacement, name: str, axis: str, where: tuple, sizes: S
     return x.flatten(dim, dim + 1)
 
 
-def _share(x: torch.Tensor, axis: str) -> torch.Tensor:
+def _keep_on_first(x: torch.Tensor, axis: str) -> torch.Tensor:
     """x on the first rank, zeros on the others: values whose sum it is."""
     first = compat.constant(lax.axis_index(axis) == 0, x.device)
     return torch.where(first, x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -381,9 +379,9 @@ def _exchange_dims(
     """`x`, whose dim of `source` an axis has split, with that of `target` split instead."""
     (dim, outer), (other, blocks) = source, target
     n = sizes[axis]
-    x = x.unflatten(other, (_outside(state.dims[other], blocks, sizes), n, -1))
+    x = x.unflatten(other, (_count_outside(state.dims[other], blocks, sizes), n, -1))
     at = dim if dim < other else dim + 2
-    x = x.unflatten(at, (_outside(state.without(axis).dims[dim], outer, sizes), -1))
+    x = x.unflatten(at, (_count_outside(state.without(axis).dims[dim], outer, sizes), -1))
     leaves = other + 2 if dim < other else other + 1
     x = lax.all_to_all(x, axis, leaves, at + 1 if leaves > at else at)
     for place, parts in sorted(((dim, 3), (other, 2))):
@@ -391,6 +389,6 @@ def _exchange_dims(
     return x
 
 
-def _outside(digits: Digits, outer: int, sizes: Sizes) -> int:
+def _count_outside(digits: Digits, outer: int, sizes: Sizes) -> int:
     """The blocks outside of a digit that a rank holds."""
     return outer // math.prod(sizes[axis] for blocks, axis in digits if blocks < outer)

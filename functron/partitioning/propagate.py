@@ -1,9 +1,9 @@
 """Propagation: from the placements of inputs to those of all values, and the moves in between.
 
-Three passes over a block. `Spread` goes forward: of every split of an input it follows which values
-it could reach, and how many bytes of them. `wishes` goes backward: from pins (outputs, constrained
-values) and from what is computed with a value, it finds how the value would best be split, which a
-partial sum is scattered by. The third decides, equation by equation.
+Three passes over a block. `Spread` goes forward: it follows which values each split of an input
+could reach, and how many bytes of them. `wishes` goes backward: from pins (outputs, constrained
+values) and from readers of a value, it finds how the value would best be split; partial sums are
+scattered so. The third decides, equation by equation.
 
 A decision gives each letter of a rule the axes that split it. An axis that comes with one letter
 stays on it, and operands that are replicated along it are sliced, which costs nothing. Where one
@@ -12,15 +12,14 @@ operands split otherwise are gathered: an axis that splits the batch gathers par
 sharded data parallelism), and one that splits parameters gathers activations (tensor and sequence
 parallelism). Where none reaches further, bytes, or seconds, decide, and candidates within a tenth
 of each other are refused: `functron.constrain` settles them. Partial sums that are read once pass
-through what is linear, as long as that makes them no larger; others are reduced once, for all that
-read them.
+through linear operations that make them no larger; others are reduced once, for all readers.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -41,7 +40,7 @@ from functron.partitioning.placement import (
     fits,
     from_letters,
     local_shape,
-    of_spec,
+    placement_of,
     replicated_placement,
     spec_of,
 )
@@ -113,7 +112,7 @@ class PartitionSettings:
         raise ValueError(_no_rule(equation))
 
 
-# what a trace without a tape has in place of operations that have a derivative
+# traced without a tape in place of operations that have a derivative
 _UNDIFFERENTIATED = ("_embedding_bag_forward_only",)
 _IN_SHAPE = "torch.where(mask, values, x), with values in the shape of x"
 _INSTEAD: Mapping[str, str] = MappingProxyType(
@@ -152,7 +151,6 @@ class Move(NamedTuple):
     """A value taken from one placement to another.
 
     Attributes:
-        var, source, target: the value, and both placements.
         equal: axes over which it is summed, and over which its cotangents are equal on all ranks.
     """
 
@@ -169,13 +167,11 @@ class LocalEquation:
     Attributes:
         equation: in global view.
         moves: of operands, before it.
-        operands: the placement in which each operand is read.
-        results: the placement of each result.
-        site: where its rule's `run` is.
-        rule: of an operation.
+        operands, results: the placements in which they are read, and come.
+        rule, site: of an operation.
         body: of a scan or a call.
         backward: of a custom_vjp.
-        after: moves of results, to where they are pinned.
+        after: moves of results to the specs of `constrain`.
     """
 
     equation: Equation
@@ -190,13 +186,7 @@ class LocalEquation:
 
 
 class JointGather(NamedTuple):
-    """Values of a block that are gathered together, over one axis.
-
-    Attributes:
-        axis: of the mesh.
-        moves: of each of them.
-        where: the origin of the collective.
-    """
+    """Moves of values of a block that are gathered together, over one mesh axis."""
 
     axis: str
     moves: tuple[Move, ...]
@@ -209,12 +199,10 @@ class LocalBlock:
 
     Attributes:
         block: in global view.
-        inputs: the placements of its inputs.
-        steps: in order.
+        inputs, outputs: their placements; None for outputs that are no values.
         moves: of outputs, at the end.
-        outputs: their placements; None for those that are no values.
         gathers: of inputs and of views of them.
-        num_views: how many steps run before `gathers`: these views.
+        num_views: how many steps, those that make these views, run before `gathers`.
     """
 
     block: Block
@@ -252,7 +240,7 @@ class Spread:
         """The bytes of values that the split of `var` comes to, from the furthest of its inputs."""
         mask = self.places.get(var, {}).get(axis, {}).get(place, 0)
         best = 0
-        for bit in _bits(mask):
+        for bit in (bit for bit in range(mask.bit_length()) if mask >> bit & 1):
             reached = sum(
                 size
                 for (name, others), size in self._bytes.items()
@@ -309,12 +297,6 @@ class Spread:
         for inner, source in zip(op.backward.inputs, sources, strict=True):
             self.places[inner] = _shift_places(self.places.get(source, {}), 0)
         self.block(op.backward)
-
-
-def _bits(mask: int) -> Iterable[int]:
-    while mask:
-        yield (mask & -mask).bit_length() - 1
-        mask &= mask - 1
 
 
 def _merge_places(into: dict, more: Mapping) -> dict:
@@ -401,7 +383,7 @@ def wishes(settings: PartitionSettings, block: Block, spread: Spread, pins: Wish
         for var, labels in zip(equation.results, rule.results, strict=True):
             row = found.get(var, {})
             if equation.name == "constrain":
-                placement = of_spec(settings.pin(equation), len(var.shape), settings.sizes)
+                placement = placement_of(settings.pin(equation), len(var.shape), settings.sizes)
                 row = placement.split
             for axis, (dim, outer) in row.items():
                 slot = slot_of(labels[dim], rule.sizes, outer)
@@ -434,11 +416,10 @@ class Planner:
         """The plan of a block.
 
         Args:
-            block: in global view.
-            inputs: where its inputs lie.
-            outputs: where its outputs must; None: wherever they come out, with no partial values,
-                and with no dim split inside of blocks.
-            partial: outputs may be partial where they need not lie anywhere.
+            inputs: the placements of inputs.
+            outputs: those that outputs must have; None: as they come, without partial values and
+                dims that are split inside of blocks.
+            partial: outputs without a placement may be partial.
         """
         pins: Wishes = {}
         for value, placement in zip(block.outputs, outputs, strict=True):
@@ -518,7 +499,7 @@ class _State:
     def _pin(self, equation: Equation) -> tuple[Move, ...]:
         (var,) = equation.results
         spec = self.settings.pin(equation)
-        source, target = self.placed[var], of_spec(spec, len(var.shape), self.sizes)
+        source, target = self.placed[var], placement_of(spec, len(var.shape), self.sizes)
         for dim, (digits, size) in enumerate(zip(target.dims, var.shape, strict=True)):
             if not fits(digits, size, self.sizes):
                 ranks = math.prod(self.sizes[digit.axis] for digit in digits)
@@ -647,8 +628,10 @@ class AxisChoice:
         for letter, kind in self.rule.combined.items():
             for digit in self.letters.get(letter, ()):
                 sums[digit.axis] = kind
-        partial = tuple((axis, sums[axis]) for axis in self.sizes if axis in sums)
-        results = tuple(ValuePlacement(self._dims(labels), partial) for labels in self.rule.results)
+        partial = [(axis, sums[axis]) for axis in self.sizes if axis in sums]
+        results = tuple(
+            ValuePlacement(self._dims(labels), tuple(partial)) for labels in self.rule.results
+        )
         return operands, results, self.letters
 
     def _dims(self, labels: Labels) -> tuple[Digits, ...]:

@@ -1,10 +1,10 @@
 """Rules of operations: how the dims of operands and results belong together.
 
-A rule gives every dim a letter, as an einsum does: what is split in one place is split in all that
-have its letter. ``"mk,kn->mn"`` is a product of matrices; a letter that results lack is reduced, so
-that ranks with parts of it hold partial sums. A dim that is a product of several, before or after
-a reshape, has several letters, major to minor: ``"b(st)->(bs)t"``. Everything that a mesh can do to
-an operation follows of its letters: data and tensor parallelism, split sequences, split vocabulary.
+A rule gives every dim a letter, as an einsum does: an axis that splits a dim splits all dims with
+its letter. ``"mk,kn->mn"`` is a product of matrices; a letter that results lack is reduced, so that
+ranks with parts of it hold partial sums. A dim that is a product of several, before or after a
+reshape, has several letters, major to minor: ``"b(st)->(bs)t"``. Data and tensor parallelism, split
+sequences and split vocabularies all follow from letters.
 
 `TABLE` has the rules of torch's operations by name; operations that torch tags as pointwise need no
 row. A rule of one's own is a function of an `Equation` that returns a `PartitionRule`, such as
@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,10 +48,11 @@ class PartitionRule:
         inside: letters that results lack, which `run` combines itself.
         whole: letters that no axis may split.
         only: letters that no axes but these may split.
-        beside: letters that an axis may split besides another, which then it does.
+        beside: letters that an axis splits together with another one.
         linear: sets of operands: results are linear in those of a set together, so that they may
             all be partial sums where the results may be.
-        run: what a rank computes, ``(site, *args, **kwargs)`` on its shards; None: the operation.
+        run: the computation of a rank, ``(site, *args, **kwargs)`` on its shards; None: the
+            operation.
         sent: the bytes that a rank sends in `run`, forward, by axis; None: none, or few.
     """
 
@@ -118,8 +120,7 @@ def _rule(
     return replace(made, whole=frozenset(whole))
 
 
-_FIRST_LINEAR = ((0,),)
-"""Linear in the first operand."""
+_FIRST_LINEAR = ((0,),)  # linear in the first operand
 
 
 def parse_labels(text: str) -> tuple[tuple[Labels, ...], tuple[Labels, ...]]:
@@ -194,20 +195,14 @@ def _sets(equation: Equation, linear: Sequence[Sequence[int]]) -> tuple[frozense
     )
 
 
-def _same_dtype(make: MakeRule) -> MakeRule:
-    """A rule of a copy, through which sums of another dtype do not pass: they would be rounded."""
-
-    def rule(equation: Equation) -> PartitionRule:
-        made = make(equation)
-        same = len({value.dtype for value in (*equation.operands, *equation.results)}) == 1
-        return made if same else replace(made, linear=())
-
-    return rule
+def _linear_if(is_linear: Callable[[Equation], bool]) -> MakeRule:
+    """A rule of an operation on elements that is linear in its first operand where this is true."""
+    return lambda e: pointwise((0,))(e) if is_linear(e) else pointwise()(e)
 
 
-def _quotient_rule(make: MakeRule) -> MakeRule:
-    """A rule of a quotient, which rounding makes nonlinear."""
-    return lambda e: replace(make(e), linear=()) if e.kwargs.get("rounding_mode") else make(e)
+def _keeps_dtype(equation: Equation) -> bool:
+    """Whether a copy has the operand's dtype: partial sums would be rounded to another."""
+    return len({value.dtype for value in (*equation.operands, *equation.results)}) == 1
 
 
 def _argument(equation: Equation, name: str, default: Any = None) -> Any:
@@ -238,9 +233,7 @@ def reduction(
 
     Args:
         kind: how ranks' results combine; None: the dims are whole, unless `inside`.
-        linear: whether it is.
-        run: as in `PartitionRule`.
-        inside: `run` combines them itself.
+        inside: `run` (see `PartitionRule`) combines them itself.
     """
 
     def rule(equation: Equation) -> PartitionRule:
@@ -270,10 +263,9 @@ def along(
     """An operation along the dim of an argument, the same for every place in the others.
 
     Args:
-        name: of the argument.
-        split: what ranks compute where the dim is split; None: it is whole.
+        split: the computation of a rank where the dim is split; None: it is whole.
         first: how many operands have the dims of the result; others are whole.
-        linear: whether it is, in the first operand.
+        linear: in the first operand.
     """
 
     def rule(equation: Equation) -> PartitionRule:
@@ -369,7 +361,7 @@ def reshape_labels(
     """Labels of a shape and of another with as many elements, sizes, and what must be whole.
 
     Dims between places where both shapes have as many elements belong together; they are cut into
-    letters wherever one of the shapes cuts them. Where the cuts do not fit, such as of 6 x 4 and
+    letters wherever one of the shapes cuts them. Where these cuts do not nest, such as of 6 x 4 and
     4 x 6, the dims are whole.
     """
     if math.prod(before) == 0:
@@ -377,66 +369,27 @@ def reshape_labels(
         sizes = {r[0]: n for row, s in zip(sides, (before, after), strict=True)
                  for r, n in zip(row, s, strict=True) if r}  # fmt: skip
         return *sides, sizes, frozenset(sizes)
-    ends = [_ends(before), _ends(after)]
-    cuts = sorted({1, *ends[0], *ends[1]})
-    sizes = {}
-    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
-        # a cut that does not fit the next one has no letter of its own
-        sizes[f"r{number}"] = end // start if end % start == 0 else 0
-    if 0 in sizes.values():
-        return _reshape_unaligned(before, after, cuts)
-    places = {cut: i for i, cut in enumerate(cuts)}
-    labels = []
-    for shape in (before, after):
-        start, rows = 1, []
-        for size in shape:
-            end = start * size
-            rows.append(tuple(f"r{i}" for i in range(places[start], places[end])))
-            start = end
+    ends = [[*itertools.accumulate(shape, operator.mul, initial=1)] for shape in (before, after)]
+    shared, cuts = sorted({*ends[0]} & {*ends[1]}), sorted({*ends[0], *ends[1]})
+    groups = [[c for c in cuts if a <= c <= b] for a, b in itertools.pairwise(shared)]
+    nested = [all(b % a == 0 for a, b in itertools.pairwise(group)) for group in groups]
+    letters = {
+        start: (f"r{start}", end // start)
+        for group, nests in zip(groups, nested, strict=True)
+        for start, end in itertools.pairwise(group if nests else [])
+    }
+    sizes, whole, labels = dict(letters.values()), set(), []
+    for side, shape, own in zip("xy", (before, after), ends, strict=True):
+        rows = []
+        for i, (start, end) in enumerate(itertools.pairwise(own)):
+            row = tuple(letters[c][0] for c in cuts if start <= c < end and c in letters)
+            if start < end and not row:
+                row = (f"{side}{i}",)
+                sizes[row[0]] = shape[i]
+                whole.add(row[0])
+            rows.append(row)
         labels.append(tuple(rows))
-    return labels[0], labels[1], sizes, frozenset()
-
-
-def _ends(shape: Sequence[int]) -> list[int]:
-    found, total = [], 1
-    for size in shape:
-        total *= size
-        found.append(total)
-    return found
-
-
-def _reshape_unaligned(
-    before, after, cuts
-) -> tuple[Labels, Labels, dict[str, int], frozenset[str]]:
-    """As `reshape_labels`, of shapes some of whose cuts do not fit one another."""
-    shared = sorted({1, *_ends(before)} & {1, *_ends(after)})
-    sizes: dict[str, int] = {}
-    whole: set[str] = set()
-    sides: list[Labels] = []
-    for side, shape in (("x", before), ("y", after)):
-        rows, start = [], 1
-        for i, size in enumerate(shape):
-            end = start * size
-            letter = f"{side}{i}"
-            alone = (
-                start in shared and end in shared and shared.index(end) <= shared.index(start) + 1
-            )
-            if size == 1:
-                rows.append(())
-            elif alone:
-                rows.append((f"s{start}",))
-                sizes[f"s{start}"] = size
-            else:
-                rows.append((letter,))
-                sizes[letter] = size
-                whole.add(letter)
-            start = end
-        sides.append(tuple(rows))
-    # a dim that is alone on one side only belongs to nothing
-    for letter in [k for k in sizes if k.startswith("s")]:
-        if any(all(row != (letter,) for row in labels) for labels in sides):
-            whole.add(letter)
-    return sides[0], sides[1], sizes, frozenset(whole)
+    return labels[0], labels[1], sizes, frozenset(whole)
 
 
 def _reorder_rule(
@@ -458,10 +411,6 @@ def _transpose_order(equation: Equation, num_dims: int) -> list[int]:
     a, b = (_argument(equation, name) % num_dims for name in ("dim0", "dim1"))
     order[a], order[b] = order[b], order[a]
     return order
-
-
-def _permute_order(equation: Equation, num_dims: int) -> list[int]:
-    return [dim % num_dims for dim in _argument(equation, "dims")]
 
 
 def _unsqueeze_order(equation: Equation, num_dims: int) -> list:
@@ -644,9 +593,7 @@ def _index(equation: Equation) -> PartitionRule:
     labels = _dims(x.shape, "x")
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     place = dims[0] if adjacent else 0
-    rest = [(i, row) for i, row in enumerate(labels) if i not in dims]
-    before = [row for i, row in rest if i < place]
-    after = [row for i, row in rest if i >= place]
+    rest = [row for i, row in enumerate(labels) if i not in dims]
     operands = (labels, *(_align_labels(index, shape, rows) for index in found))
     sizes = sizes_of([x], [labels]) | {
         row[0]: size for row, size in zip(rows, shape, strict=True) if row
@@ -655,7 +602,7 @@ def _index(equation: Equation) -> PartitionRule:
     one = len(dims) == 1
     return PartitionRule(
         operands,
-        ((*before, *rows, *after),),
+        ((*rest[:place], *rows, *rest[place:]),),
         sizes,
         dict.fromkeys(indexed, "sum") if one else {},
         whole=frozenset() if one else frozenset(indexed),
@@ -734,12 +681,11 @@ def _nll_loss(equation: Equation) -> PartitionRule:
 def _attention(equation: Equation) -> PartitionRule:
     """Attention: batch and heads split, and queries where no causal mask counts their places."""
     given = name_arguments(equation.op, equation.args, equation.kwargs)
-    q, k = equation.operands[:2]
+    q, k, v = equation.operands[:3]
     groups = q.shape[1] // k.shape[1]
     heads = ("h", "g") if groups > 1 else ("h",)
     rows = [(("b",), heads, ("s",), ("d",)), (("b",), ("h",), ("t",), ("d",)),
             (("b",), ("h",), ("t",), ("e",))]  # fmt: skip
-    v = equation.operands[2]
     sizes = {"b": q.shape[0], "h": k.shape[1], "g": groups, "s": q.shape[2], "d": q.shape[3],
              "t": k.shape[2], "e": v.shape[3]}  # fmt: skip
     for mask in equation.operands[3:]:
@@ -818,9 +764,7 @@ def _without_units(rule: PartitionRule) -> PartitionRule:
 
 def _convolution(equation: Equation) -> PartitionRule:
     x, _, *bias = equation.operands
-    space = [(f"k{i}",) for i in range(len(x.shape) - 2)]
-    places = [(f"s{i}",) for i in range(len(x.shape) - 2)]
-    outs = [(f"z{i}",) for i in range(len(x.shape) - 2)]
+    space, places, outs = ([(f"{kind}{i}",) for i in range(len(x.shape) - 2)] for kind in "ksz")
     transposed = _argument(equation, "transposed")
     grouped = transposed or _argument(equation, "groups") != 1
     kernel = (("c",) if transposed else ("o",), ("m",) if grouped else ("c",), *space)
@@ -848,10 +792,6 @@ def _like(equation: Equation) -> PartitionRule:
     made = whole(equation)
     read = frozenset(letter for row in made.operands for dim in row for letter in dim)
     return replace(made, inside=read, whole=made.whole - read, run=shards.fresh)
-
-
-def _linear_whole(equation: Equation) -> PartitionRule:
-    return replace(whole(equation), linear=(frozenset({0}),))
 
 
 ATTENTION = (
@@ -882,15 +822,15 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         "overwritten": pointwise(run=shards.overwritten),
         "fill": pointwise(run=shards.fill),
         "mul": pointwise((0,), (1,)),
-        "div": _quotient_rule(_FIRST),
+        "div": _linear_if(lambda e: not e.kwargs.get("rounding_mode")),
         "floor_divide": pointwise(),
         "where": pointwise((1, 2)),
         **_rows("neg clone alias detach lift_fresh_copy contiguous", _FIRST),
         **_rows("conj real positive", _FIRST),
         "constrain": pointwise((0,), run=shards.same),
         "checkpoint_name": pointwise((0,), run=shards.name),
-        "_to_copy": _same_dtype(_FIRST),
-        "masked_fill": lambda e: pointwise(*([(0,)] if e.args[2] == 0 else []))(e),
+        "_to_copy": _linear_if(_keeps_dtype),
+        "masked_fill": _linear_if(lambda e: e.args[2] == 0),
         **_rows("zero zeros_like ones_like full_like empty_like", pointwise()),
         **_rows("check_ids", pointwise()),
         **_rows("arange full zeros ones scalar_tensor empty eye linspace", whole),
@@ -918,7 +858,7 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         **_rows("view _unsafe_view reshape _reshape_alias", _view),
         "t": _reorder_rule(lambda e, n: list(range(n))[::-1]),
         "transpose": _reorder_rule(_transpose_order),
-        "permute": _reorder_rule(_permute_order),
+        "permute": _reorder_rule(lambda e, n: [dim % n for dim in _argument(e, "dims")]),
         "unsqueeze": _reorder_rule(_unsqueeze_order),
         "squeeze": _reorder_rule(
             _squeeze_order, run=shards.reshape
@@ -929,7 +869,10 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         **_rows("select slice narrow", _select_rule),
         **_rows("cat stack", _concatenate_rule),
         "constant_pad_nd": _pad_rule,
-        **_rows("tril triu diagonal unfold unbind", _linear_whole),
+        **_rows(
+            "tril triu diagonal unfold unbind",
+            lambda e: replace(whole(e), linear=(frozenset({0}),)),
+        ),
         **_rows("slice_scatter select_scatter", _overwritten),
         "embedding": _embedding,
         "gather": _gather,

@@ -1,18 +1,16 @@
 """Search: the specs of parameters that send least within a bound of memory, by integer programming.
 
-`partition` derives a program from specs; here these are found too, over the same rules and costs.
-Along each axis an equation has a few strategies, those of its rule: one letter is split, none is,
-or partial sums pass. A value lies as the strategy of its equation leaves it, and where others want
-it elsewhere it is moved, once for all that want it there. The costs are those of moves, forward and
-backward, and of the sums of gradients of parameters that an axis does not split; the bound is on
-what a rank holds of the parameters. This is the intra-operator level of Alpa (Zheng et al. 2022,
-section 4), but for its edges: there each reader pays for a move of its own. HiGHS (Huangfu and Hall
-2018) solves it, by `scipy.optimize.milp`.
+`partition` derives a program from specs; `search` finds these, by the same rules and costs. Along
+each axis an equation has a few strategies, those of its rule: one letter is split, none is, or
+partial sums pass. A value has the placement of its equation's strategy, and is moved once to each
+placement that readers want. Costs are of moves, forward and backward, and of the sums of gradients
+of parameters that an axis does not split; the bound is on a rank's bytes of parameters. This is the
+intra-operator level of Alpa (Zheng et al. 2022, section 4), where each reader pays for its move.
+HiGHS (Huangfu and Hall 2018) solves it, by `scipy.optimize.milp`.
 
-What is decided is only the specs. `partition` then derives the program from them, as from any
-others; a strategy is therefore allowed only where an operand arrives split so, which is when
-`partition` would take it. Products are always divided where they can be: that all ranks compute all
-of it costs no bytes, and is never meant.
+Only specs are decided, and `partition` derives the program from them; a strategy is therefore
+allowed only where an operand arrives split so, which is when `partition` would take it. Products
+are always divided where they can be: computing all of one on every rank costs no bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
-from functron.partitioning.global_view import TransformCall, global_program, inline_views
-from functron.partitioning.placement import CollectiveCost, local_shape, of_spec
+from functron.partitioning.global_view import (
+    TransformCall,
+    global_program,
+    inline_views,
+    is_tensor,
+)
+from functron.partitioning.placement import CollectiveCost, local_shape, placement_of
 from functron.partitioning.propagate import (
     DimBlocks,
     PartitionSettings,
@@ -100,7 +103,6 @@ def search(
     Args:
         fn: a function of whole values, without collectives, and without scans, remat and gradients.
             `functron.constrain` in it holds, such as of a residual stream that is split.
-        mesh: the ranks.
         in_specs: prefix trees of specs of the other arguments, and of the first over other axes.
         args: arguments, which may be abstract. The first is a tree of tensors, of which those of
             floating point are searched.
@@ -108,8 +110,7 @@ def search(
             that another axis splits.
         memory_bytes: what a rank may hold of the first argument. Gradients and moments lie as it
             does: for a budget of all of them, a part of it.
-        cost: as of `partition`; None: the bytes that a rank sends.
-        rules: as of `partition`.
+        cost, rules: as of `partition`.
 
     Raises:
         ValueError: an axis is not one of the mesh; `fn` has calls of transforms; nothing fits.
@@ -118,10 +119,10 @@ def search(
     _check(mesh, args[:1], axes, memory_bytes)
     leaves, structure = tree.flatten(args)
     specs = tree.broadcast_prefix(tuple(in_specs), args, is_leaf=is_spec, what="in_specs")
-    rows = [(x, spec) for x, spec in zip(leaves, specs, strict=True) if _is_tensor(x)]
+    rows = [(x, spec) for x, spec in zip(leaves, specs, strict=True) if is_tensor(x)]
     with aside(), FakeTensorMode():
         fakes = [
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if _is_tensor(x) else x
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_tensor(x) else x
             for x in leaves
         ]
     program, pins = global_program(fn, tree.unflatten(structure, fakes))
@@ -139,14 +140,10 @@ def search(
         block, given, {a: n for a, n in sizes.items() if a not in axes}, settings
     )
     model = _Model(block, settings, given, searched, held)
-    chosen = model.solved(memory_bytes)
+    chosen = model.solve(memory_bytes)
     found = [_spec(var, given[var], chosen.get(var, {})) for var in first]
     total = sum(model.memory(v, tuple(chosen[v].values())) for v in searched)
     return FoundSpecs(tree.unflatten(tree.flatten(args[0])[1], found), model.cost, total)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _check(mesh: Mesh, args: tuple, axes: Sequence[str], memory_bytes: int) -> None:
@@ -159,7 +156,7 @@ def _check(mesh: Mesh, args: tuple, axes: Sequence[str], memory_bytes: int) -> N
     problems += [
         Problem(path, type(leaf).__name__, "a tensor", "pass it as another argument")
         for path, leaf in zip(tree.paths(args), tree.leaves(args), strict=True)
-        if not _is_tensor(leaf)
+        if not is_tensor(leaf)
     ]
     if memory_bytes <= 0:
         problems.append(Problem("memory_bytes", str(memory_bytes), "more than 0"))
@@ -181,7 +178,7 @@ def _bytes_by_value(
 ) -> dict[Var, int]:
     """The bytes of every value on a rank, were there only the axes that are not searched."""
     settings = replace(settings, sizes=sizes, cost=None)
-    inputs = [of_spec(given.get(v, P()), len(v.shape), sizes) for v in block.inputs]
+    inputs = [placement_of(given.get(v, P()), len(v.shape), sizes) for v in block.inputs]
     spread = Spread(settings)
     for bit, (var, placement) in enumerate(zip(block.inputs, inputs, strict=True)):
         spread.start(var, placement, bit)
@@ -213,15 +210,7 @@ def strategies(
     n: int,
     states: Sequence[Collection[AxisState]],
 ) -> list[_Strategy]:
-    """The ways to divide an equation along an axis of n ranks.
-
-    Args:
-        equation: what to divide.
-        rule: its rule.
-        axis: which.
-        n: its ranks.
-        states: in which each operand may come.
-    """
+    """The ways to divide an equation along an axis of n ranks; operands come in these states."""
 
     def state(labels, slot: Slot) -> AxisState:
         found = places_of(labels, rule.sizes, {"": {slot: 1}}).get("", {})
@@ -254,11 +243,7 @@ def strategies(
 
 
 class _Model:
-    """The integer program.
-
-    Attributes:
-        cost: of the solution.
-    """
+    """The integer program, and the cost of its solution."""
 
     def __init__(self, block: Block, settings: PartitionSettings, given, searched, held):
         self.settings, self.held = settings, held
@@ -313,7 +298,7 @@ class _Model:
                 for number in rows[WHOLE]:
                     self.costs[number] += self.settings.price("psum", axis, self.held[var])
             else:
-                split = of_spec(given.get(var, P()), len(var.shape), self.settings.sizes).split
+                split = placement_of(given.get(var, P()), len(var.shape), self.settings.sizes).split
                 fixed = self._variable()
                 self._row({fixed: 1.0}, 1, 1)
                 made[var] = {split.get(axis, WHOLE): [fixed]}
@@ -321,16 +306,16 @@ class _Model:
         for equation in block.equations:
             self._equation(equation, axis, made, wanted)
         for value in {v for v in block.outputs if isinstance(v, Var)}:  # none ends as partial sums
-            self._reduced(axis, value, made[value].get(PARTIAL, ()), None, scattered=False)
+            self._price_reduction(axis, value, made[value].get(PARTIAL, ()), None, scattered=False)
         for var, states in wanted.items():
             for target, readers in states.items():
-                self._moved(axis, var, target, readers, made[var])
+                self._price_move(axis, var, target, readers, made[var])
 
     def _equation(self, equation: Equation, axis: str, made, wanted) -> None:
         rule, n = self.settings.rule(equation), self.settings.sizes[axis]
         if equation.name == "constrain":
             (var,) = equation.results
-            pin = of_spec(self.settings.pin(equation), len(var.shape), self.settings.sizes)
+            pin = placement_of(self.settings.pin(equation), len(var.shape), self.settings.sizes)
             state = pin.split.get(axis, WHOLE)
             ways = [_Strategy((state,), (state,), False)]
         else:
@@ -350,7 +335,7 @@ class _Model:
             for var, state in zip(equation.results, strategy.results, strict=True):
                 made.setdefault(var, {}).setdefault(state, []).append(number)
 
-    def _moved(self, axis: str, var: Var, target: AxisState, readers, made) -> None:
+    def _price_move(self, axis: str, var: Var, target: AxisState, readers, made) -> None:
         """A value is moved once to where any reader wants it, from where it is made."""
         if not readers or all(state == target for state in made):
             return
@@ -363,12 +348,12 @@ class _Model:
             if target == PARTIAL:
                 self._row({wants: -1.0, **dict.fromkeys(makers, -1.0)}, -1, math.inf)
             elif source == PARTIAL:
-                self._reduced(axis, var, makers, wants, scattered=target != WHOLE)
+                self._price_reduction(axis, var, makers, wants, scattered=target != WHOLE)
             else:
                 cost = self._move(axis, var, target)
                 self._both(makers, wants, [self._variable(cost, binary=False)])
 
-    def _reduced(
+    def _price_reduction(
         self, axis: str, var: Var, makers: Sequence[int], wants: int | None, *, scattered: bool
     ) -> None:
         """Partial sums are reduced, once for all that want the value, or scattered for these."""
@@ -399,7 +384,7 @@ class _Model:
             return price("all_gather", axis, size) + price("psum_scatter", axis, size)
         return 2 * price("all_to_all", axis, size // self.settings.sizes[axis])
 
-    def solved(self, memory_bytes: int) -> dict[Var, dict[str, AxisState]]:
+    def solve(self, memory_bytes: int) -> dict[Var, dict[str, AxisState]]:
         """The states of the leaves, by axis, in the cheapest solution.
 
         Raises:

@@ -41,12 +41,12 @@ class EquationSite:
     """Where a rank runs an equation.
 
     Attributes:
-        equation: of the program in global view.
+        equation: in global view.
         operands: the letters of every operand's dims.
         letters: the axes that split each letter; letters that none splits are missing.
         sizes: of the letters, globally.
         shapes: of this rank's part of every result.
-        axes: the sizes of the mesh axes.
+        axes: sizes of the mesh axes.
         equal: those over which the cotangents of results are equal on all ranks.
     """
 
@@ -224,13 +224,9 @@ def mean(site: EquationSite, x, dims, axes, *args, **kwargs):
     count = math.prod(shape[dim] for dim in dims)
     (result,) = site.equation.results
     keep = len(result.shape) == len(shape)
-    total = x.sum(dims, keepdim=keep, dtype=_wide(result.dtype))  # of halves, it may overflow
-    return (total / count).to(result.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that torch adds up values of this one in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    # as torch adds them up: a sum of halves may overflow
+    wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else result.dtype
+    return (x.sum(dims, keepdim=keep, dtype=wide) / count).to(result.dtype)
 
 
 @_along_split

@@ -190,7 +190,7 @@ class Codes(NamedTuple):
         """
         once = serves_both(recipe)
         with named_scope("gather"):
-            code = self.made[0 if once else number].gathered(self.split)
+            code = self.made[0 if once else number].gather(self.split)
         part = recipe.dgrad if once or number else recipe.fprop
         assert part is not None
         form, over = part.right, number == 0

@@ -2,9 +2,8 @@
 
 JAX's `custom_vjp`, for per-rank programs: an autograd Function whose forward and backward run with
 the mesh axes rebound at whatever vmap level they are at (`functron.transforms.remat`), so that
-`functron.lax` works in both. Needed where the derivative of a function is cheaper than what
-differentiating its operations gives, such as a ring that computes scores again instead of keeping
-those of every step.
+`functron.lax` works in both. For derivatives that are cheaper than those of the operations, such as
+a ring that computes scores again instead of keeping those of every step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,13 @@ from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
 from functron.transforms.gradient import replace_at
-from functron.transforms.remat import CallSite, fresh, map_level, pull_back, will_be_differentiated
+from functron.transforms.remat import (
+    CallSite,
+    map_level,
+    pull_back,
+    view_operands,
+    will_be_differentiated,
+)
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -48,8 +53,7 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
 
     Args:
         f: takes trees with tensors; positional arguments only. Returns a tree of tensors.
-        forward: as `f`, returning its residuals too.
-        backward: the pullback.
+        forward, backward: as above.
 
     Raises:
         ValueError: a function closes over a tensor that is being differentiated (make it an
@@ -81,10 +85,10 @@ class _Rule:
     """Forward and backward as functions of flat operands.
 
     Attributes:
-        site: where they were called.
+        site: of the call.
         moving: the operands that have cotangents.
-        num_outputs: how many of the tensors that forward makes are the outputs; the others are
-            those residuals that are neither operands nor outputs.
+        num_outputs: the number of outputs. Other tensors that forward makes are those residuals
+            that are neither operands nor outputs.
         floats: the outputs that have cotangents.
         out_structure: of the outputs.
     """
@@ -103,11 +107,11 @@ class _Rule:
 
     @property
     def read(self) -> set[int]:
-        """Which of what forward makes are residuals."""
+        """The tensors that forward makes which are residuals."""
         return {at for pool, at in self._recipe if pool == "made"}
 
     def forward(self, operands: _Tensors) -> tuple[torch.Tensor, ...]:
-        """The outputs, then what else backward needs."""
+        """The outputs, then the other tensors that backward needs."""
         with self.site.entered(operands) as (functions, args):
             out, residuals = functions()[0](*args)
         outputs, self.out_structure = tree.flatten(out)
@@ -175,10 +179,10 @@ class _Level:
     """Forward and backward at one vmap level of the call; opaque to functorch.
 
     Attributes:
-        rule: what they are made of; the same at all levels.
-        forward: operands to what is made.
-        backward: operands, what was made and cotangents to cotangents.
-        varying: which of what is made is batched at this level.
+        rule: the same at all levels.
+        forward: operands to the tensors that it makes.
+        backward: operands, these tensors and cotangents to cotangents.
+        varying: which of these tensors are batched at this level.
     """
 
     rule: _Rule
@@ -228,7 +232,7 @@ class _CustomVjp(Function):
 
     @staticmethod
     def forward(level: _Level, *operands):
-        return fresh(level.forward(operands), operands)
+        return view_operands(level.forward(operands), operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -276,14 +280,13 @@ class _CustomVjp(Function):
 
 @dataclass(frozen=True, eq=False)
 class _Pull:
-    """Backward as a function of all it is computed from; opaque to functorch.
+    """Backward as a function of all its inputs; opaque to functorch.
 
     Attributes:
-        run: operands, what forward made, and cotangents (one sequence) to cotangents.
-        again: operands and cotangents to the same, running forward again; its derivative is that
-            of `run`, in which what forward made depends on the operands.
-        num_operands: how many there are.
-        num_made: how many tensors forward made.
+        run: operands, the tensors that forward made, and cotangents (one sequence) to cotangents.
+        again: the same of operands and cotangents, running forward again, so that it is
+            differentiated through forward.
+        num_operands, num_made: how many operands, and tensors that forward made.
     """
 
     run: Callable[[_Tensors], tuple[torch.Tensor, ...]]
@@ -334,7 +337,7 @@ class _Backward(Function):
 
     @staticmethod
     def forward(pull: _Pull, *values):
-        return fresh(pull.run(values), values)
+        return view_operands(pull.run(values), values)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

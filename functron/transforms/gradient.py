@@ -44,11 +44,10 @@ def value_and_grad(
 
     Inside a mapped program `f` returns the loss, replicated over the mesh (psummed or pmeaned over
     the axes that split the batch), and each rank gets its own *share* of the gradient: summed over
-    the ranks that hold the same parameter shard, the shares are the gradient of the loss. Finish
-    with `sync_gradients`, which does that sum. In other words the loss counts once, not once per
-    rank: every rank seeds backward with 1 / num_ranks, as `shard_map` does at its boundary.
-    (`torch.func.grad` inside a program gives the derivative of each rank's own copy instead, which
-    `sync_gradients` refuses.)
+    the ranks that hold the same parameter shard, by `sync_gradients`, the shares are the gradient
+    of the loss. The loss counts once, not once per rank: every rank seeds backward with 1 /
+    num_ranks, as `shard_map` does at its boundary. (`torch.func.grad` inside a program gives the
+    derivative of each rank's own copy instead, which `sync_gradients` refuses.)
 
     Outside of any mesh it is `torch.func.grad_and_value` with the order of JAX's.
 
@@ -64,8 +63,8 @@ def value_and_grad(
         A function giving ``(value, gradients)``, or ``((value, aux), gradients)``.
 
     Raises:
-        ValueError: the loss is no scalar, varies over one of `axes`, or is replicated over an axis
-            that is none of them (under shard_map's check).
+        ValueError: the loss is not a scalar, varies over one of `axes`, or is replicated over
+            another axis (under shard_map's check).
         TypeError: a leaf to differentiate is not floating point.
     """
 
@@ -177,9 +176,9 @@ def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
 def assume_shares(grads: tree.Tree) -> tree.Tree:
     """The same values, declared each rank's share: their sum over ranks is the gradient.
 
-    For gradients that `grad`, `value_and_grad` and `vjp` did not make, such as shares that came as
-    an argument of the program: `sync_gradients` takes no others, since nothing else tells a share
-    from a gradient that counts the loss once per rank. No communication, and no proof.
+    For gradients that `grad`, `value_and_grad` and `vjp` did not make, such as arguments of the
+    program: `sync_gradients` refuses others, since they may count the loss once per rank. No
+    communication, and no check.
     """
     return tree.map(lambda leaf: as_share(leaf) if tree.is_float(leaf) else leaf, grads)
 
@@ -198,23 +197,23 @@ def sync_gradients(
     A rank that holds a shard keeps its own part of the gradient; ranks that hold the same values
     add up theirs. This one rule is right for every mesh, layer and composition. One all-reduce per
     leaf and axis, of the leaf's local bytes; with `into`, one reduce-scatter instead over the axes
-    that only `into` mentions, and all-reduces of what is left.
+    that only `into` mentions, and all-reduces of the result.
 
     Args:
-        grads: what `grad`, `value_and_grad` or `vjp` returned inside a mapped program, or what was
-            computed of it: sums, multiples, other dtypes.
-        specs: a prefix tree of the specs with which they come: the parameters'.
+        grads: results of `grad`, `value_and_grad` or `vjp` inside a mapped program, or sums,
+            multiples and other dtypes of them.
+        specs: a prefix tree of their specs: the parameters'.
         into: the specs of the results: `specs` with axes appended, such as those of
             `optim.shard_specs`. Dims that they do not divide are padded (`functron.spmd.spec`).
-        dtype: reduce in this dtype, such as torch.float32 for bfloat16 gradients, which arrive so
-            then, or torch.bfloat16 for float32 ones, which halves the bytes and rounds every rank's
-            share: results are of the wider of both dtypes. None: the gradients' own.
-        axes: reduce over these alone, those that `value_and_grad` was given; None: over all. Ranks
-            along the others keep gradients of their own.
+        dtype: reduce in this dtype, such as torch.float32 for bfloat16 gradients, or torch.bfloat16
+            for float32 ones, which halves the bytes and rounds every rank's share; results have the
+            wider of both dtypes. None: the gradients' own.
+        axes: reduce over these alone, as passed to `value_and_grad`; None: over all. Ranks along
+            the others keep gradients of their own.
 
     Raises:
-        ValueError: under shard_map's check, a gradient that is none of these (`torch.func.grad`
-            counts the loss once per rank) or is synchronised already; or the specs do not fit.
+        ValueError: under shard_map's check, other gradients (`torch.func.grad` counts the loss once
+            per rank) or synchronised ones; or the specs do not fit.
     """
     leaves, structure = tree.flatten(grads)
     flat = tree.broadcast_prefix(specs, grads, is_leaf=is_spec, what="specs", wanted="a P")
@@ -374,7 +373,10 @@ def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:
         )
     if not scope().check:
         return
-    _require_replicated(value, axes)
+    for _, axis in _choose_axes(axes):
+        if isinstance(axis, TracedAxis):  # leave the condition in the program, for its own check
+            with compat.no_transforms(), torch.no_grad():  # a statement, of all samples of a vmap
+                axis.mark(compat.plain(value), "require_replicated")
     varying, chosen = varying_axes(value), scope().axes if axes is None else axes
     simulated = [x.name for x in scope().axes.values() if isinstance(x, SimulatedAxis)]
     if own := [x for x in simulated if x not in chosen and x not in varying]:
@@ -390,14 +392,6 @@ def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:
             f"grad at {user_line()}: got a loss that varies over {names}; wanted one replicated "
             f"over the mesh; fix: {LOSS_FIX}"
         )
-
-
-def _require_replicated(value: torch.Tensor, axes: Sequence[str] | None) -> None:
-    """Leave the condition in a program that is being traced, for its own check."""
-    for _, axis in _choose_axes(axes):
-        if isinstance(axis, TracedAxis):
-            with compat.no_transforms(), torch.no_grad():  # a statement, of all samples of a vmap
-                axis.mark(compat.plain(value), "require_replicated")
 
 
 def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:

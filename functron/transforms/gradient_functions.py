@@ -1,15 +1,15 @@
-"""Gradient functions: the gradients of a mean loss on every rank, and what is wrapped around them.
+"""Gradient functions: the gradients of a mean loss on every rank, and wrappers of them.
 
-A step is made of one: `mean_gradients` of a loss, or `functron.pipeline.gradients` of a pipeline's
-stages. All else is a wrapper around it, which a step that does not want it never meets:
+A training step has one: `mean_gradients` of a loss, or `functron.pipeline.gradients` of a
+pipeline's stages. Each other feature is a wrapper:
 
     g = mean_gradients(loss, num_targets)
     g = scattered(gathered_once(accumulated(g, 4)))      # refused: see `NESTINGS`
     g = gathered_once(scattered(accumulated(g, 4)))
     step = make_step(g, optimizer, mesh, specs)
 
-A wrapper changes what is differentiated: it is a `View` of the parameters. `nesting_table` says
-which wrapper may stand around which, and why not.
+Most wrappers are a `View` of the parameters: they change what is differentiated. `nesting_table`
+says which wrapper may stand around which, and why not.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from functron.transforms.scan import accumulate
 Targets = Literal["read", "some", "none"]
 
 Aside = Mapping[str, tree.Tree]
-"""Trees that views have put aside, by the names of these: differentiation does not see them."""
+"""Trees that are not differentiated, by the name of the view that put them aside."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A way to see the parameters while a loss of them is differentiated.
+    """A differentiated tree in place of the parameters, and how it becomes parameters again.
 
-    `split` comes once in a step, before its microbatches; `join` within what is differentiated, in
-    every microbatch, and on a pipeline in every stage, for the parameters of that stage alone.
+    `split` runs once in a step, before its microbatches; `join` inside the differentiated function,
+    in every microbatch, and on a pipeline in every stage, for the parameters of that stage alone.
 
     Attributes:
-        name: of the wrapper that adds it, and of what it puts aside.
-        specs: ``(specs, into) -> specs``: those of what `split` gives, from those of what it is
-            given and those that gradients are wanted with.
+        name: of the wrapper that adds it; also its key in `Aside`.
+        specs: ``(specs, into) -> specs``: of the result of `split`, from those of its argument and
+            those that gradients are wanted with.
         split: ``(params, aside, specs, into) -> (params, aside)``: what is differentiated, and
-            `aside` with more in it.
-        join: ``(params, aside, specs, into)`` to a context manager of the parameters as the loss
-            wants them.
+            `aside` with its own entry added.
+        join: ``(params, aside, specs, into)`` to a context manager of the parameters that the loss
+            takes.
     """
 
     name: str
@@ -77,25 +77,24 @@ class BoundGradients:
     """A gradient function on a mesh, for parameters with known specs: what a step calls.
 
     Attributes:
-        of: ``(params, batch, key, divisor) -> ((loss, found), grads)``: the sum of the losses over
-            `divisor` (a number or 0-dim), the same on all ranks; ``{"aux": sums}`` where the loss
-            says more, else {}; and this rank's shares of the gradients, for `sync_gradients`. A
-            per-rank program.
+        compute: the per-rank program ``(params, batch, key, divisor) -> ((loss, found), grads)``:
+            the sum of the losses over `divisor` (a number or 0-dim), the same on all ranks;
+            ``{"aux": sums}`` of a loss with auxiliary values, else {}; and this rank's shares of
+            the gradients, for `sync_gradients`.
         num_targets: ``batch`` to the number of terms in that sum, over all ranks.
-        specs: with which the gradients arrive.
+        specs: of the gradients.
         total: ``(params, batch, key)`` to the sum of the losses, without gradients.
         targets: whether batches have any. "read": their number is read on the host in every step,
             which waits for a GPU; "some" and "none": the caller knows, and nothing waits.
-        num_microbatches: parts that each rank's batch is dealt into.
+        num_microbatches: number of parts of each rank's batch.
         reduce_dtype: to sum gradients over ranks in; None: their own.
-        checks_sum: whether a step sees, once, that the loss is a sum and no mean.
+        checks_sum: whether a step checks, once, that the loss is a sum and not a mean.
         copies: how many ranks of a pipeline hold each parameter.
         stages: the axis of a pipeline's ranks; None: there is no pipeline.
-        compile: settings of the compiled programs that a pipeline on processes is made of; None:
-            there are none.
+        compile: settings of the compiled programs of a pipeline on processes; None: not compiled.
     """
 
-    of: Callable[..., tuple[tuple[Any, Mapping[str, Any]], tree.Tree]]
+    compute: Callable[..., tuple[tuple[Any, Mapping[str, Any]], tree.Tree]]
     num_targets: Callable[[tree.Tree], Any]
     specs: tree.Tree
     total: Callable[..., Any]
@@ -121,16 +120,15 @@ class BoundGradients:
             params: with the specs that this is bound to.
             batch: this rank's.
             key: of the step's random numbers.
-            num_targets: how many targets the batch has, over all ranks.
-            scale: that the loss is multiplied by, for gradients in float16; None: 1.
+            num_targets: of the batch, over all ranks.
+            scale: factor of the loss, for gradients in float16; None: 1.
 
         Returns:
-            ``({"loss": ...}, grads)``: the loss without its scale, with ``aux`` beside it where
-            there is one, and gradients of the loss times its scale. Of a batch without targets both
-            are 0, and ``targets`` is there, which is 0 too.
+            ``({"loss": ..., "aux"?: ...}, grads)``: the loss without `scale`, and gradients with
+            it. For a batch without targets both are 0, and so is ``"targets"`` beside the loss.
         """
         by = num_targets if self.targets == "some" else _at_least_one(num_targets)
-        (loss, found), grads = self.of(params, batch, key, by if scale is None else by / scale)
+        (loss, found), grads = self.compute(params, batch, key, by if scale is None else by / scale)
         found = {"loss": loss if scale is None else loss / scale, **found}
         if self.lacks_targets(num_targets) is True:
             zero, grads = torch.zeros_like(found["loss"]), tree.map(torch.zeros_like, grads)
@@ -138,10 +136,10 @@ class BoundGradients:
         return found, grads
 
     def lacks_targets(self, num_targets: Any) -> bool | torch.Tensor:
-        """Whether a batch has none: read on the host, which waits for a GPU, unless that is known.
+        """Whether a batch has none: read on the host, which waits for a GPU, unless it is known.
 
-        Under a transform of torch.func, where it cannot be read, a bool tensor; and in a program
-        that is traced False, as such a program is for batches with targets.
+        Under torch.func transforms, where it cannot be read, a bool tensor; in a traced program,
+        which is for batches with targets, False.
         """
         if self.targets != "read" or num_targets is None:
             return self.targets == "none"
@@ -151,7 +149,7 @@ class BoundGradients:
 
 
 def _at_least_one(count: Any) -> Any:
-    """1 in place of 0; a traced program is for batches with targets, and has no operation more."""
+    """1 in place of 0; a traced program, which is for batches with targets, has no such step."""
     if not isinstance(count, torch.Tensor):
         return count or 1
     return torch.where(count == 0, 1, count) if active() is None else count
@@ -169,12 +167,12 @@ class Differentiated(Protocol):
 
 @dataclass(frozen=True)
 class GradientFunction:
-    """A gradient function, before it knows a mesh; made by `mean_gradients` and its wrappers.
+    """A gradient function without a mesh; made by `mean_gradients` and its wrappers.
 
     Attributes:
         base: what is differentiated.
         names: of the wrappers, outermost first, and of the base.
-        views: through which parameters are seen, outermost first.
+        views: of the parameters, outermost first.
         dtype: in which gradients of microbatches are added up; None: the parameters' own.
         reduce_dtype: as of `BoundGradients`.
     """
@@ -188,13 +186,10 @@ class GradientFunction:
     def bind(
         self, mesh: Mesh | BoundMesh, specs: tree.Tree, wanted: tree.Tree | None = None
     ) -> BoundGradients:
-        """The gradients on `mesh` of parameters with `specs`.
+        """The gradients on a simulated or bound mesh of the parameters that this process holds.
 
-        Args:
-            mesh: simulated, or bound to processes.
-            specs: one per parameter that this process holds.
-            wanted: the specs of the gradients that an optimizer wants, once they are summed
-                (`optim.GradientTransformation.grad_specs`); None: those of the parameters.
+        `wanted` are the specs of the summed gradients that an optimizer takes
+        (`optim.GradientTransformation.grad_specs`); None: those of the parameters, `specs`.
         """
         return self.base.bind(Views(self.views), mesh, specs, specs if wanted is None else wanted)
 
@@ -204,16 +199,16 @@ class GradientFunction:
 
 @dataclass(frozen=True)
 class Views:
-    """The views of a gradient function, outermost first, and what all of them do together."""
+    """The views of a gradient function, outermost first, applied together."""
 
     views: tuple[View, ...] = ()
 
     def levels(
         self, specs: tree.Tree, into: Callable[[tree.Tree], tree.Tree]
     ) -> list[tuple[tree.Tree, tree.Tree]]:
-        """The specs of what every view is given, and those that gradients are wanted with.
+        """The specs of every view's argument, with those that its gradients are wanted with.
 
-        One more than there are views: the last are of what is differentiated.
+        One pair more than views: the last is of what is differentiated.
         """
         found = [(specs, into(specs))]
         for view in self.views:
@@ -232,7 +227,7 @@ class Views:
     def joined(
         self, params: tree.Tree, aside: Aside, levels: Sequence[tuple]
     ) -> Iterator[tree.Tree]:
-        """The parameters as the loss wants them, in a with block around what uses them."""
+        """The parameters that the loss takes, in a with block around what uses them."""
         with contextlib.ExitStack() as stack:
             for view, (specs, into) in reversed([*zip(self.views, levels, strict=False)]):
                 params = stack.enter_context(view.join(params, aside, specs, into))
@@ -252,7 +247,7 @@ class _MeanLoss:
     dtype: torch.dtype | None = None
 
     def _losses(self, params: tree.Tree, batch: tree.Tree, key: Any) -> tuple[Any, tree.Tree]:
-        """The sum of the losses, and what else the loss returns, None where it has no aux."""
+        """The sum of the losses, and the auxiliary values, None where there are none."""
         out = self.loss(params, batch, key)
         if isinstance(out, tuple) != self.has_aux or (self.has_aux and len(out) != 2):
             got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
@@ -269,7 +264,7 @@ class _MeanLoss:
         dtype = None if any(view.name == "scattered" for view in views.views) else self.dtype
         both = functools.partial(value_and_grad, has_aux=has_aux)
 
-        def of(params, batch, key, divisor):
+        def compute(params, batch, key, divisor):
             chosen, aside = views.split(params, levels)
 
             def mean_loss(chosen, microbatch):
@@ -286,7 +281,7 @@ class _MeanLoss:
                 return self._losses(given, batch, key)[0]
 
         return BoundGradients(
-            of,
+            compute,
             self.num_targets,
             levels[-1][0],
             total,
@@ -307,19 +302,18 @@ def mean_gradients(
 ) -> GradientFunction:
     """The gradients of a mean loss: of ``loss(params, batch, key) / num_targets(batch)``.
 
-    A per-rank program that is given the divisor: the outermost caller, `functron.make_step`,
-    counts the targets of the whole batch, so that microbatches and ranks with unequal numbers of
-    them have their right weights.
+    `functron.make_step` counts the targets of the whole batch and passes the divisor, so that
+    microbatches and ranks with unequal numbers of targets are weighted right.
 
     Args:
         loss: ``(params, batch, key)`` to the *sum* of the losses over the batch of all ranks.
         num_targets: ``batch`` to the number of terms in that sum, over all ranks.
-        has_aux: `loss` returns ``(sum, aux)``, where aux is a tree of sums that are replicated; the
-            sums over microbatches are then in a step's metrics, as ``aux``.
+        has_aux: `loss` returns ``(sum, aux)``, where aux is a tree of replicated sums; their sums
+            over microbatches are then in a step's metrics, as ``aux``.
         reduce_dtype: sum gradients over ranks in this dtype; None: their own. See
             `sync_gradients`.
-        checks_sum: after its first step `functron.make_step` sees that the loss is a sum and no
-            mean, on one sample of each rank, and on the same sample twice; False: it does not.
+        checks_sum: `functron.make_step` checks after its first step that the loss is a sum, on one
+            sample of each rank, and on that sample twice; False: it does not.
 
     Collectives: those of the loss, forward and backward.
     """
@@ -331,19 +325,13 @@ def mean_gradients(
 def accumulated(
     g: GradientFunction, num_microbatches: int, *, dtype: torch.dtype | None = None
 ) -> GradientFunction:
-    """`g`, added up over microbatches, to save activation memory; as `accumulate` does.
+    """`g`, added up over microbatches, to save activation memory.
 
-    With a batch split over its samples every rank holds a contiguous part of them, so microbatch m
-    is samples m, m + num_microbatches, ... of the batch on every mesh.
-
-    Args:
-        g: of `mean_gradients`.
-        num_microbatches: parts that each rank's batch is dealt into.
-        dtype: add gradients up in this dtype, such as torch.float32 for bfloat16 parameters; None:
-            the parameters' own.
+    Microbatch m is samples m, m + num_microbatches, ... of the batch on every mesh, as of
+    `accumulate`, also for `dtype`.
 
     Raises:
-        ValueError: `g` is something else: see `nesting_table`.
+        ValueError: `g` is not of `mean_gradients`: see `nesting_table`.
     """
     check_nesting("accumulated", g)
     assert isinstance(g.base, _MeanLoss)
@@ -355,8 +343,8 @@ def accumulated(
 def gathered_once(g: GradientFunction) -> GradientFunction:
     """`g`, of parameters that are gathered once, before the microbatches.
 
-    Those whose specs mention data axes are whole for the rest of a step, and the loss is given
-    whole ones. Otherwise it gathers them where it uses them (`functron.fsdp`), in every microbatch.
+    Without it, the loss gathers parameters that data axes split where it uses them
+    (`functron.fsdp`), in every microbatch.
 
     Collectives: one all-gather per leaf and data axis that splits it; its gradient is summed, and
     scattered, at the end (`sync_gradients`).
@@ -368,22 +356,23 @@ def gathered_once(g: GradientFunction) -> GradientFunction:
         whole = Gather(specs)(attach_codes(params, codes))
         return without_codes(whole), {**aside, "encoded": detach_codes(whole)}
 
-    def specs_of(specs, into):
-        return without_axes(specs, FSDP_AXES)
-
-    return _with_view(g, View("gathered_once", specs_of, split, _as_it_is))
+    return _with_view(
+        g,
+        View(
+            "gathered_once",
+            specs=lambda specs, into: without_axes(specs, FSDP_AXES),
+            split=split,
+            join=lambda params, aside, specs, into: contextlib.nullcontext(params),
+        ),
+    )
 
 
 @public
 def frozen(g: GradientFunction, trainable: tree.Tree) -> GradientFunction:
     """`g` with respect to some parameters; the others cost no gradients and no reductions.
 
-    With ``optim.only(optimizer, trainable)``, which is then the optimizer, they have no state.
-
-    Args:
-        g: the gradients of all.
-        trainable: which parameters are differentiated, a tree or prefix tree of bools, of what
-            this process holds.
+    `trainable` is a tree or prefix tree of bools, of the parameters that this process holds. Use
+    ``optim.only(optimizer, trainable)`` with it, so that the others have no optimizer state.
     """
 
     def split(params, aside, specs, into):
@@ -402,8 +391,8 @@ def scattered(g: GradientFunction) -> GradientFunction:
 
     With `optim.zero`, or fully sharded parameters, every rank updates a part. Gradients are reduced
     to these parts in backward, layer by layer and microbatch by microbatch, and no rank keeps more.
-    Otherwise they are reduced once, at the end. Parameters that a pipeline spreads over its ranks
-    are reduced at the end in any case.
+    Without it they are reduced once, at the end, as are those of parameters that a pipeline spreads
+    over its ranks in any case.
 
     Collectives: one reduce-scatter per use of a leaf and axis, in backward, in g's reduce_dtype.
     """
@@ -427,11 +416,8 @@ Encode = Callable[[tree.Tree, tree.Tree], tree.Tree]
 def encoded(g: GradientFunction, encode: Encode) -> GradientFunction:
     """`g` of parameters with quantised codes, which are made once, before the microbatches.
 
-    The loss is given parameters with these, and they are what is gathered.
-
-    Args:
-        g: the gradients of parameters with codes.
-        encode: makes them of this rank's parameters; `functron.precision.encoder` returns it.
+    `encode` makes codes of this rank's parameters (see `functron.precision.encoder`); the codes are
+    what is gathered, and the loss gets parameters with them.
     """
 
     def split(params, aside, specs, into):
@@ -446,9 +432,7 @@ def encoded(g: GradientFunction, encode: Encode) -> GradientFunction:
 
 @public
 def with_view(g: GradientFunction, view: View) -> GradientFunction:
-    """`g` with a `View` of your own of the parameters, around all that `g` is wrapped in.
-
-    `scattered` and `encoded` stand inside of it.
+    """`g` with a `View` of your own; `scattered` and `encoded` must be inside of it.
 
     Raises:
         ValueError: the view has the name of one that `g` has.
@@ -461,30 +445,27 @@ def with_view(g: GradientFunction, view: View) -> GradientFunction:
 
 @public
 def wrap_gradients(g: GradientFunction, wrap: Callable[[Callable], Callable]) -> GradientFunction:
-    """`g`, with ``wrap(of)`` in place of the function that it binds to (`BoundGradients.of`).
+    """`g`, with ``wrap(compute)`` in place of its per-rank program, `BoundGradients.compute`.
 
-    For what is done to a rank's shares of the gradients before ranks sum them, such as noise of its
-    own. It is around all views of `g`, wherever it is written.
-
-    Args:
-        g: any gradient function.
-        wrap: the function ``(params, batch, key, divisor) -> ((loss, found), grads)`` to another.
+    For changes to a rank's shares of the gradients before ranks sum them, such as noise of its own.
+    It is around all views of `g`, wherever it is written.
     """
-    return _with_change(g, "wrap_gradients", lambda bound: replace(bound, of=wrap(bound.of)))
+    name = "wrap_gradients"
+    return _with_change(g, name, lambda bound: replace(bound, compute=wrap(bound.compute)))
 
 
 @public
 def with_targets(g: GradientFunction) -> GradientFunction:
-    """`g`, for batches that are known to have targets: a step does not read how many on the host.
+    """`g`, for batches that are known to have targets: a step does not read their number.
 
-    Of a batch without any the loss is then NaN, or infinite.
+    The loss of a batch without any is then NaN, or infinite.
     """
     return _with_change(g, "with_targets", lambda bound: replace(bound, targets="some"))
 
 
 @public
 def without_targets(g: GradientFunction) -> GradientFunction:
-    """`g`, for batches that are known to have none, which a step leaves out."""
+    """`g`, for batches that are known to have no targets, which a step skips."""
 
     def change(bound: BoundGradients) -> BoundGradients:
         return replace(bound, num_targets=lambda batch: 0, targets="none")
@@ -521,10 +502,6 @@ def _with_change(
     return replace(g, base=_Changed(g.base, change), names=(name, *g.names))
 
 
-def _as_it_is(params, aside, specs, into) -> AbstractContextManager[tree.Tree]:
-    return contextlib.nullcontext(params)
-
-
 def _with_view(g: GradientFunction, view: View) -> GradientFunction:
     check_nesting(view.name, g)
     return replace(g, names=(view.name, *g.names), views=(view, *g.views))
@@ -536,7 +513,7 @@ _ORDER = ("encoded", "gathered_once", "frozen", "scattered", "accumulated")
 _WHOLE = ("wrap_gradients", "with_targets", "without_targets")
 """Those that change what is bound, in any order."""
 
-_PLACED: Mapping[str, str] = MappingProxyType({
+_REASONS: Mapping[str, str] = MappingProxyType({
     "encoded": "codes are made of a rank's own parts, and are what is gathered: nothing that "
     "changes the parameters comes before",
     "gathered_once": "all parameters are gathered, frozen ones too, and codes with them; and what "
@@ -548,7 +525,7 @@ _PLACED: Mapping[str, str] = MappingProxyType({
 """Why a wrapper stands outside of those after it."""
 
 
-def _refusal(outer: str, inner: str) -> str:
+def _explain_refusal(outer: str, inner: str) -> str:
     """Why `outer` may not stand around `inner`; "" where it may."""
     if outer == inner:
         return "once is enough: put it around once"
@@ -565,7 +542,7 @@ def _refusal(outer: str, inner: str) -> str:
         return "batches have targets or none: make a step for each"
     if outer not in _ORDER or inner not in _ORDER or _ORDER.index(outer) < _ORDER.index(inner):
         return ""
-    return f"{_PLACED[inner]}: put {inner} around {outer}"
+    return f"{_REASONS[inner]}: put {inner} around {outer}"
 
 
 def _refuse_view(outer: str, inner: str, g: GradientFunction) -> str:
@@ -580,7 +557,7 @@ def _refuse_view(outer: str, inner: str, g: GradientFunction) -> str:
 
 
 NESTINGS: Mapping[tuple[str, str], str] = MappingProxyType({
-    (outer, inner): _refusal(outer, inner)
+    (outer, inner): _explain_refusal(outer, inner)
     for outer in (*_ORDER, *_WHOLE)
     for inner in (*_ORDER, *_WHOLE, "mean_gradients", "pipeline.gradients")
     if not outer == inner == "wrap_gradients"
@@ -589,7 +566,7 @@ NESTINGS: Mapping[tuple[str, str], str] = MappingProxyType({
 
 
 def nesting_table() -> str:
-    """Which wrapper may stand around which, as a table, and the reasons of those that may not."""
+    """Which wrapper may stand around which, as a table, with reasons where it may not."""
     outers = list(dict.fromkeys(outer for outer, _ in NESTINGS))
     inners = list(dict.fromkeys(inner for _, inner in NESTINGS))
     notes: list[str] = []
@@ -607,11 +584,7 @@ def nesting_table() -> str:
 
 
 def check_nesting(name: str, g: GradientFunction) -> None:
-    """Raise ValueError where the wrapper of this name may not stand around `g`; lists all reasons.
-
-    Raises:
-        ValueError: see `nesting_table`.
-    """
+    """Raise ValueError if this wrapper may not stand around `g`; all reasons are listed."""
     raise_problems(
         f"cannot put {name} around {g}",
         [

@@ -1,12 +1,11 @@
 """Fully sharded parameters (ZeRO stage 3), and sharded gradients of whole ones (stage 2).
 
-The parameters' specs say it all: a spec that mentions a data axis (``P("fsdp")``) is a parameter of
-which each rank of that axis holds, updates and saves a part; `fsdp` gathers the whole where it is
-used. Gathering is differentiated as any collective is: the transpose of all-gather is
-reduce-scatter, so each rank gets the gradient of its own part. This is ZeRO-3 (Rajbhandari et al.
-2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.3) and FSDP
-(Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"). With
-parameters of B bytes over d ranks, each rank sends
+A parameter whose spec mentions a data axis (``P("fsdp")``) is split over that axis: each rank
+holds, updates and saves a part, and `fsdp` gathers the whole where it is used. The transpose of
+all-gather is reduce-scatter, so each rank gets the gradient of its own part. This is ZeRO-3
+(Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+section 5.3) and FSDP (Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+Parallel"). With parameters of B bytes over d ranks, each rank sends
 
 | pass                                 | bytes                                        |
 |--------------------------------------|----------------------------------------------|
@@ -17,23 +16,21 @@ parameters of B bytes over d ranks, each rank sends
 Sharding over one axis and not over another (``P("fsdp")`` on a mesh with dp) is hybrid sharding:
 the shards' gradients are then summed over dp by `sync_gradients`, as any parameter's.
 
-**Codes.** A matrix that a product reads quantised (`functron.precision`) need not travel as it is:
-as an `Encoded` leaf its numbers stay where they are, and what is gathered are the codes that were
-made of every rank's part. Its gradient is reduced and scattered like any other. Of a matrix with
-one code for forward and one for backward, with `regather`, the product gathers each where it reads
-it, so that neither is sent for the other.
+**Codes.** Of a matrix that a product reads quantised (`functron.precision`), an `Encoded` leaf, the
+codes of every rank's part are gathered instead of its numbers. Its gradient is reduced and
+scattered like any other. A matrix with one code for forward and one for backward is, with
+`regather`, gathered by the product, each code where it is read.
 
 Tried and dropped: recomputing the gathers by `remat` with a policy that keeps all else. It runs the
-whole block twice through a Python dispatch mode, where hooks on what the tape saves run nothing.
+whole block twice through a Python dispatch mode; hooks on saved tensors run nothing twice.
 
 **Stage 2.** Under `scatter_gradients`, a function of whole parameters is differentiated with
-respect to every rank's part of them. Forward uses what is there, without communication; backward is
-that of gathering the parts, so it reduces and scatters each gradient as soon as it appears, and no
+respect to every rank's part of them. Forward uses the whole ones, without communication; backward
+is that of gathering the parts: it reduces and scatters each gradient as soon as it appears, and no
 rank keeps more than its parts. What is differentiated is a stand-in with the part's shape, whose
-numbers nobody reads. Where `functron.scan` runs over a whole stack of parameters, each of its
-slices is scattered by itself, in the scanned body. It recognises such stacks by identity; of what a
-program makes of a stack before it is scanned, the gradient is scattered in one piece, to the same
-numbers.
+numbers are never read. Where `functron.scan` runs over a whole stack of parameters, which it
+recognises by identity, each slice's gradient is scattered in the scanned body; that of a stack that
+was changed before the scan is scattered in one piece, to the same numbers.
 """
 
 from __future__ import annotations
@@ -72,9 +69,9 @@ from functron.spmd.spec import (
 )
 from functron.transforms.remat import storage_key
 
-_MERGED_BYTES = 1 << 20
-"""Shards below this size travel together: starting a collective takes as long as sending this many
-bytes."""
+MERGED_BYTES = 1 << 20
+"""Shards below this size are gathered together: starting a collective takes as long as sending so
+many bytes."""
 
 
 @public
@@ -89,26 +86,25 @@ def fsdp(
 ) -> Callable:
     """`block`, with the leaves of its first argument gathered over `axes` before it runs.
 
-    What `block` gets is whole over `axes`, and still split by whatever other axes its specs
-    mention. Of an `Encoded` leaf the codes are gathered. Small leaves are gathered together. Works
-    under every torch.func transform, in `scan`, `remat` and pipelines; put it around `remat`, so
-    that the gathers can be started early.
+    Other axes that the specs mention go on splitting the leaves. Of an `Encoded` leaf the codes are
+    gathered. Small leaves are gathered together. Works under every torch.func transform, in `scan`,
+    `remat` and pipelines; put it around `remat`, so that the gathers can be started early.
 
     Collectives: per block one all-gather over each axis for all small leaves and one per large
     leaf; in backward the same again with `regather`, and as many reduce-scatters of gradients.
 
     Args:
         block: ``(params, *args) -> out``.
-        specs: a prefix tree of the specs of `params`; what is scanned has its rows' specs.
+        specs: a prefix tree of the specs of `params`; of one row, where block is scanned.
         axes: the data axes to gather over, as far as the specs mention them. Where several axes
             split one dim these must be the minor ones: ``P(("tp", "fsdp"))``.
         regather: keep the shards, not the gathered copies, between forward and backward, which
-            gathers them again. Nothing else is computed again. Where a torch.func transform
-            differentiates, copies are kept: it has no place to give them up.
+            gathers them again; nothing else is computed again. Where a torch.func transform
+            differentiates, copies are kept: it has no hooks on saved tensors.
         compute_dtype: cast shards to this dtype before gathering (mixed precision); None: theirs.
             Leaves that are not gathered are cast too.
         reduce_dtype: reduce-scatter gradients in this dtype, such as torch.float32 where bfloat16
-            is computed in; None: the dtype that was computed in. Shards' gradients have the dtype
+            is computed in; None: the dtype of the computation. Gradients of shards have the dtype
             of the shards.
 
     Raises:
@@ -129,10 +125,14 @@ def fsdp(
         if compute_dtype is None and given is params and not any(map(lookup, names)):
             return block(params, *args, **kwargs)
         encoded = tree.leaves(params, is_encoded)
-        places = _places(tree.paths(given), tree.leaves(given), flat, names)
-        kept = [_bound_axes(spec, names) for spec in flat]
+        places = _find_places(tree.paths(given), tree.leaves(given), flat, names)
+        kept = [
+            # the axes of more than one rank that go on splitting a leaf
+            frozenset(x for x in spec_axes(spec or P()) if x not in names and lookup(x))
+            for spec in flat
+        ]
         rows = zip(encoded, places, kept, strict=True)
-        items = [item for row in rows for item in _items(*row, regather)]
+        items = [item for row in rows for item in _iterate_items(*row, regather)]
         leaves, structure = tree.flatten(params)
         gathering = _Gathering(tuple(items), compute_dtype, reduce_dtype)
         splits = [
@@ -140,8 +140,8 @@ def fsdp(
         ]
         with named_scope("gather"):
             whole = gathering.gather(leaves)
-        with _giving_up(gathering, leaves, whole) if regather else contextlib.nullcontext():
-            given = _tell_products(tree.unflatten(structure, whole), splits)
+        with _save_shards(gathering, leaves, whole) if regather else contextlib.nullcontext():
+            given = _attach_splits(tree.unflatten(structure, whole), splits)
             return block(given, *args, **kwargs)
 
     return wrapped
@@ -165,20 +165,16 @@ class MatrixCode(NamedTuple):
     columns: tuple[torch.Tensor, ...] = ()
     shared: tuple[torch.Tensor, ...] = ()
 
-    def placed(self, split: AxisSplit) -> Iterator[tuple[torch.Tensor, AxisSplit]]:
-        """Its tensors in order, each with the dims of it that are split, where rows or columns are.
-
-        Args:
-            split: 0 for rows, or 1 for columns, with axes.
-        """
+    def iterate_splits(self, split: AxisSplit) -> Iterator[tuple[torch.Tensor, AxisSplit]]:
+        """Its tensors, each with its split dims, where axes split rows (0) or columns (1)."""
         for parts, own in zip(self, ((0, 1), (0,), (1,), ()), strict=True):
             for part in parts:
                 yield part, tuple((part.dim() - 2 + s, axes) for s, axes in split if s in own)
 
-    def gathered(self, split: AxisSplit) -> MatrixCode:
-        """It whole, where mesh axes of these names split rows or columns: all-gathers."""
+    def gather(self, split: AxisSplit) -> MatrixCode:
+        """The whole code, where axes split rows or columns; one all-gather per tensor and split."""
         leaves, structure = tree.flatten(self)
-        for i, (_, places) in enumerate(self.placed(split)):
+        for i, (_, places) in enumerate(self.iterate_splits(split)):
             for dim, axes in places:
                 leaves[i] = all_gather(leaves[i], axes, axis=dim, tiled=True)
         return tree.unflatten(structure, leaves)
@@ -191,11 +187,11 @@ class Encoded(NamedTuple):
     """A parameter whose matrix product reads quantised codes in place of its numbers, for `fsdp`.
 
     Attributes:
-        like: the parameter, which the gradient is of; gathered, it is NaN that takes no memory.
-            None: it is elsewhere (`attach_codes`).
-        codes: that which forward and backward read, or one for each. See
+        like: the parameter, for its gradient; gathered, it is NaN that takes no memory. None: not
+            attached (`attach_codes`).
+        codes: one that forward and backward read, or one for each. See
             `functron.precision.encoder`.
-        split: of codes that the product is to gather, as for `MatrixCode.gathered`.
+        split: of codes that the product is to gather, as for `MatrixCode.gather`.
     """
 
     like: Any
@@ -204,16 +200,14 @@ class Encoded(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """The parameter's."""
+        """Of the parameter, as `dtype` and `dim`."""
         return self.like.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameter's."""
         return self.like.dtype
 
     def dim(self) -> int:
-        """The parameter's number of dims."""
         return self.like.dim()
 
     def flatten(self, start: int = 0, end: int = -1) -> Encoded:
@@ -228,20 +222,13 @@ def is_encoded(value: Any) -> bool:
 
 def without_codes(params: tree.Tree) -> tree.Tree:
     """Parameters without their codes; the same tree where none of them has any."""
-    if not _are_coded(params):
+    if all(map(tree.is_float, tree.leaves(params))):  # codes are integers
         return params
 
     def one(leaf: Any) -> Any:
         return leaf.like if is_encoded(leaf) else leaf
 
     return tree.map(one, params, is_leaf=is_encoded)
-
-
-def _are_coded(params: tree.Tree) -> bool:
-    """Whether any of the parameters has codes."""
-    if all(map(tree.is_float, tree.leaves(params))):  # seen at once, as codes are integers
-        return False
-    return any(map(is_encoded, tree.leaves(params, is_encoded)))
 
 
 def attach_codes(params: tree.Tree, codes: tree.Tree) -> tree.Tree:
@@ -264,9 +251,9 @@ def detach_codes(params: tree.Tree) -> tree.Tree:
 
 @dataclass(frozen=True)
 class Gather:
-    """How the parameters of a model are gathered at use: `fsdp` for a tree of blocks, as one value.
+    """How the parameters of a model are gathered at use: arguments of `fsdp` for all blocks.
 
-    ``Gather()`` gathers nothing, so a model that gathers by it is the same program on one device.
+    ``Gather()`` gathers nothing: the same program runs on one device.
 
     Attributes:
         specs: of all parameters, or one for all of them.
@@ -293,7 +280,7 @@ class Gather:
         return replace(self, specs=tree.map(row, self.specs, is_leaf=is_spec))
 
     def __call__(self, params: tree.Tree) -> tree.Tree:
-        """The parameters, gathered; for what is used once, or at once differentiated."""
+        """The parameters, gathered, and kept so for backward."""
         return self.around(lambda whole: whole, regather=False)(params)
 
     def around(self, block: Callable, *, regather: bool = True) -> Callable:
@@ -325,7 +312,7 @@ Places = tuple[tuple[int, tuple[Axis, ...]], ...]
 """Of one leaf: the dims to gather, each with its axes of more than one rank, major to minor."""
 
 
-def _places(
+def _find_places(
     paths: Sequence[str], leaves: Sequence[Any], specs: Sequence[P | None], names: Sequence[str]
 ) -> list[Places]:
     found: list[Places] = []
@@ -346,13 +333,8 @@ def _places(
     return found
 
 
-def _bound_axes(spec: P | None, names: Sequence[str]) -> frozenset[str]:
-    """The axes of more than one rank that split a leaf, without those to gather."""
-    return frozenset(name for name in spec_axes(spec or P()) if name not in names and lookup(name))
-
-
 def _order_problems(path: str, spec: P, names: Sequence[str]) -> list[Problem]:
-    """Gathering an axis that is major to one which stays would put parts in the wrong order."""
+    """Gathering an axis that is major to one that stays would put parts in the wrong order."""
     found = []
     for entry in spec:
         split = [name for name in entry_axes(entry) if lookup(name)]
@@ -370,9 +352,9 @@ class _Item(NamedTuple):
 
     Attributes:
         places: where it is gathered.
-        kept: the axes that go on splitting it. Only those that the same axes split travel
-            together: what is replicated over an axis would seem to vary over it otherwise.
-        sent: False: of a parameter whose codes travel.
+        kept: the axes that go on splitting it. Only tensors that the same axes split are gathered
+            together: one that is replicated over an axis would seem to vary over it otherwise.
+        sent: False: of a parameter whose codes are gathered instead.
     """
 
     places: Places
@@ -380,7 +362,9 @@ class _Item(NamedTuple):
     sent: bool = True
 
 
-def _items(leaf: Any, places: Places, kept: frozenset[str], regather: bool) -> Iterator[_Item]:
+def _iterate_items(
+    leaf: Any, places: Places, kept: frozenset[str], regather: bool
+) -> Iterator[_Item]:
     """Those of a leaf, in the order of its tensors."""
     if not is_encoded(leaf):
         yield _Item(places, kept)
@@ -388,11 +372,11 @@ def _items(leaf: Any, places: Places, kept: frozenset[str], regather: bool) -> I
     yield _Item(places, kept, False)
     later = regather and _split_codes(leaf, places)
     for code in leaf.codes:
-        for _, own in code.placed(() if later else _sides(leaf, places)):
+        for _, own in code.iterate_splits(() if later else _find_sides(leaf, places)):
             yield _Item(own, kept)
 
 
-def _sides(leaf: Encoded, places: Places) -> AxisSplit:
+def _find_sides(leaf: Encoded, places: Places) -> AxisSplit:
     """Whether rows or columns of the matrix are to be gathered, 0 or 1, and over which axes."""
     first = leaf.codes[0].both[0].dim() - 2  # of the dims that are inputs
     assert all(dim >= first for dim, _ in places), "stacks are not gathered"
@@ -400,15 +384,15 @@ def _sides(leaf: Encoded, places: Places) -> AxisSplit:
 
 
 def _split_codes(leaf: Any, places: Places) -> AxisSplit:
-    """The codes that the product gathers of a leaf by itself, as forward reads but one."""
+    """The splits of codes that the product is to gather, as forward reads only one of several."""
     if not is_encoded(leaf) or len(leaf.codes) == 1:
         return ()
-    sides = _sides(leaf, places)
+    sides = _find_sides(leaf, places)
     return tuple((side, tuple(axis.name for axis in axes)) for side, axes in sides)
 
 
-def _tell_products(params: tree.Tree, splits: Sequence[AxisSplit]) -> tree.Tree:
-    """Parameters whose products are told what they are to gather."""
+def _attach_splits(params: tree.Tree, splits: Sequence[AxisSplit]) -> tree.Tree:
+    """The parameters, with the splits of the codes that products are to gather."""
     leaves, structure = tree.flatten(params, is_encoded)
     rows = zip(leaves, splits, strict=True)
     made = [leaf._replace(split=split) if split else leaf for leaf, split in rows]
@@ -417,7 +401,7 @@ def _tell_products(params: tree.Tree, splits: Sequence[AxisSplit]) -> tree.Tree:
 
 @dataclass(frozen=True, eq=False)
 class _Gathering:
-    """How the tensors of one call are gathered; holds none.
+    """How the tensors of one call are gathered, without the tensors.
 
     Attributes:
         items: per tensor, in order.
@@ -437,7 +421,7 @@ class _Gathering:
             for i, (places, kept, sent) in enumerate(self.items):
                 if turn < len(places):
                     axes = places[turn][1]
-                    alone = i if out[i].nbytes >= _MERGED_BYTES else -1
+                    alone = i if out[i].nbytes >= MERGED_BYTES else -1
                     last = turn + 1 == len(places)
                     names = tuple(axis.name for axis in axes)
                     # what is not differentiated travels apart: nothing is reduced for it
@@ -445,7 +429,7 @@ class _Gathering:
                     key = (out[i].dtype, last, sent, alone, names, kept, moves)
                     groups.setdefault(key, []).append(i)
             for (dtype, last, sent, *_), group in groups.items():
-                made = self._together(
+                made = self._gather_group(
                     [out[i] for i in group],
                     [self.items[i].places[turn][0] for i in group],
                     self.items[group[0]].places[turn][1],
@@ -454,18 +438,15 @@ class _Gathering:
                 )
                 for i, whole in zip(group, made, strict=True):
                     out[i] = whole
-        return [self._cast(value) for value in out]
-
-    def _cast(self, value: Any) -> Any:
-        cast = self.compute is not None and tree.is_float(value)
-        return value.to(self.compute) if cast else value
+        cast = self.compute
+        return [x.to(cast) if cast is not None and tree.is_float(x) else x for x in out]
 
     def _dtypes(self, operand: torch.dtype, shard: torch.dtype, last: bool) -> Dtypes:
         sent = (self.compute or shard) if shard.is_floating_point else shard
         summed = (self.reduce or sent) if shard.is_floating_point else shard
         return Dtypes(operand, sent, sent if last else summed, summed)
 
-    def _together(
+    def _gather_group(
         self, shards: list, dims: Sequence[int], axes: Sequence[Axis], dtypes: Dtypes, sent: bool
     ) -> list:
         """Shards gathered over the same axes, each along its dim."""
@@ -481,7 +462,7 @@ class _Gathering:
 
 
 def _all_gather(x: torch.Tensor, axes: Sequence[Axis], dtypes: Dtypes, sent: bool) -> torch.Tensor:
-    """[...] -> [n, ...] over one or several axes, the minor ones first; or unsent."""
+    """[...] -> [n, ...] over one or several axes, the minor ones first; NaN if not `sent`."""
     shape = x.shape
     for position, axis in enumerate(reversed(axes)):
         last = position + 1 == len(axes)
@@ -500,11 +481,11 @@ def _join_ranks(parts: torch.Tensor, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-# --- giving gathered copies up between forward and backward
+# --- freeing gathered copies between forward and backward
 
 
 @contextlib.contextmanager
-def _giving_up(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[Any]):
+def _save_shards(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[Any]):
     """The tape keeps shards in place of gathered leaves that it saves inside this with block."""
     # a second run of a rematerialised function is differentiated at once
     kept = compat.transforms_active() or phase() == "recompute" or not torch.is_grad_enabled()
@@ -517,7 +498,9 @@ def _giving_up(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[Any
     if not made:
         yield
         return
-    source = _Source(gathering, [_detach_leaf(shard) for shard in shards], scope_names())
+    source = _SavedShards(
+        gathering, [x.detach() if isinstance(x, torch.Tensor) else x for x in shards], scope_names()
+    )
     originals = {i: whole[i].storage_offset() for i in made.values()}
 
     def pack(value: torch.Tensor) -> Any:
@@ -526,30 +509,25 @@ def _giving_up(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[Any
             return value
         source.count += 1
         start = value.storage_offset() - originals[i]
-        return _Given(source, i, tuple(value.shape), tuple(value.stride()), start)
+        return _SavedView(source, i, tuple(value.shape), tuple(value.stride()), start)
 
-    with saved_tensors_hooks(pack, _unpack):
+    def unpack(saved: Any) -> torch.Tensor:
+        return saved.take() if isinstance(saved, _SavedView) else saved
+
+    with saved_tensors_hooks(pack, unpack):
         yield
 
 
-def _unpack(kept: Any) -> torch.Tensor:
-    return kept.take() if isinstance(kept, _Given) else kept
-
-
-def _detach_leaf(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
 @dataclass(eq=False)
-class _Source:
-    """The shards of one call, which backward gathers once for all that the tape gave up.
+class _SavedShards:
+    """The shards of one call, which backward gathers once for all saved views of gathered leaves.
 
     Attributes:
-        gathering: how.
-        shards: of what.
-        names: the named scopes that the call is in.
-        count: how many saved tensors were given up.
-        taken: how many of them were taken back in this backward.
+        gathering: how they are gathered.
+        shards: of all leaves.
+        names: the named scopes of the call.
+        count: how many views were saved.
+        taken: how many of them this backward has read.
         whole: the gathered leaves while backward needs them.
     """
 
@@ -561,7 +539,7 @@ class _Source:
     whole: list | None = None
 
     def leaf(self, index: int) -> torch.Tensor:
-        """A gathered leaf; the last one that backward takes lets go of all."""
+        """A gathered leaf; the last read frees all."""
         if self.whole is None:
             with torch.no_grad(), in_phase("recompute"), in_scopes((*self.names, "gather")):
                 self.whole = self.gathering.gather(self.shards)
@@ -573,10 +551,10 @@ class _Source:
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
-    """In place of a saved tensor: which gathered leaf it shows, and how."""
+class _SavedView:
+    """Stands for a saved tensor: a view of a gathered leaf."""
 
-    source: _Source
+    source: _SavedShards
     index: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -600,8 +578,7 @@ def stand_ins(
     """Stand-ins to differentiate with respect to, in place of `params`; they take no memory.
 
     Args:
-        params: local values with `specs`.
-        specs: a prefix tree.
+        params: local values with `specs`, a prefix tree.
         into: the specs of the gradients: `specs` with axes appended.
         dtype: of the gradients; None: the parameters' own.
 
@@ -635,9 +612,8 @@ def scatter_gradients(
     Collectives: none forward; in backward one reduce-scatter per use of a leaf and axis.
 
     Args:
-        parts: what `stand_ins` returned, or what a transform made of it.
-        params: the local values with `specs` that are used.
-        specs, into: as for `stand_ins`.
+        parts: the result of `stand_ins`, or a transform's value of it.
+        params, specs, into: as for `stand_ins`.
         dtype: reduce gradients in this dtype; None: in that of the parameters.
     """
     leaves, structure = tree.flatten(params)
@@ -670,7 +646,9 @@ class _Pair:
     def value(self) -> torch.Tensor:
         """The whole value as a function of the part."""
         cuts = bound_cuts(self.whole.shape, self.cuts)
-        out: Any = _Whole.apply(self.part, self.whole, _Use(cuts, self.dtype, self.part.dtype))
+        out: Any = _WholeOfPart.apply(
+            self.part, self.whole, _Use(cuts, self.dtype, self.part.dtype)
+        )
         return out
 
 
@@ -681,7 +659,7 @@ _pairs: contextvars.ContextVar[dict[int, tuple[torch.Tensor, _Pair]]] = contextv
 
 
 def by_row(f: Callable, xs: tree.Tree) -> tuple[Callable, tree.Tree]:
-    """`f` and `xs` of a scan such that the slices of what `scattered` made are scattered in `f`."""
+    """`f` and `xs` of a scan, in which `f` scatters the gradients of slices of whole parameters."""
     pairs = _pairs.get()
     if not pairs:
         return f, xs
@@ -715,7 +693,7 @@ class _Use:
     result: torch.dtype
 
 
-class _Whole(Function):
+class _WholeOfPart(Function):
     """y = whole, as the gathering of parts: its cotangent is summed over ranks and scattered."""
 
     @staticmethod

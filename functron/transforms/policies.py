@@ -1,4 +1,4 @@
-"""Policies of `remat`: the values kept between forward and backward, and the names to keep by.
+"""Policies of `remat`: which values are kept between forward and backward.
 
 | policy             | is kept                                         | is computed again      |
 |--------------------|-------------------------------------------------|------------------------|
@@ -116,12 +116,12 @@ the result of a product and are kept: use `names` there.
 def names(*names: str) -> RematPolicy:
     """Keep the values that `checkpoint_name` gives one of these names.
 
-    What is kept is the result of the operation that made the value, so that this operation does not
-    run again (views of it and copies in another layout do): a matrix product is not multiplied
-    again, a collective does not communicate again. An operation with several results keeps all.
+    The operation that made such a value does not run again: a matrix product is not multiplied
+    again, a collective does not communicate again. Views and copies in another layout do run again.
+    An operation with several results keeps all.
 
     Raises:
-        ValueError: no names, or one that is no string.
+        ValueError: no names, or one that is not a string.
     """
     return RematPolicy(on_device=_check_names("names", names))
 
@@ -130,11 +130,10 @@ def offload(*names: str) -> RematPolicy:
     """As `names`, with the values in host memory from forward until backward needs them.
 
     On CUDA they are copied to pinned memory and back on the current stream, in order with the
-    kernels around them: this buys memory at the price of the transfer. On the CPU they are there
-    already, and nothing is copied.
+    kernels around them. On the CPU nothing is copied.
 
     Raises:
-        ValueError: no names, or one that is no string.
+        ValueError: no names, or one that is not a string.
     """
     return RematPolicy(on_host=_check_names("offload", names))
 
@@ -166,7 +165,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     if not isinstance(name, str) or not name:
         raise ValueError(f"checkpoint_name: got {name!r}; wanted a name that is not empty")
     if not compat.dispatch_modes_active():
-        return x  # remat and tracing are modes: no one is looking
+        return x  # only remat and tracing, which are modes, read names
     out: Any = Annotate.apply(CHECKPOINT_NAME, x, name)
     return out
 

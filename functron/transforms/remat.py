@@ -11,15 +11,15 @@ operations; the second returns them in that place instead of running the operati
 the mode (the tape, torch.func levels) sees an operation as any other, so derivatives of every order
 are those of the function. This is the idea of torch's selective activation checkpointing.
 
-In a traced program the second run of a function is the same equations on the same values as the
-first, which every compiler merges: the intermediates then live until backward after all. A barrier
-makes a value depend, as far as anyone can see, on the cotangent that backward starts from. It costs
-a copy of that value, so only those operands get one that make large intermediates distinct.
+In a traced program the second run of a function has the same equations on the same values as the
+first, and compilers merge equal ones: the intermediates would live until backward. A barrier makes
+a value depend on the cotangent that backward starts from. It costs a copy of that value, so only
+those operands get one that make large intermediates distinct.
 
-An autograd Function runs its parts where no vmap level of the call is in force, or others are. So
-what the function needs from around it goes in as operands: the tokens of simulated mesh axes, which
-name the level of each, the tensors it closes over, and its arguments. `CallSite` gathers these and
-puts them back in force; `map_level` runs a function of operands under one vmap level.
+An autograd Function runs forward and backward under other vmap levels than its call. So all that
+the function needs goes in as operands: the tokens of simulated mesh axes, which name the level of
+each, the tensors it closes over, and its arguments. `CallSite` collects these and puts them back in
+force; `map_level` runs a function of operands under one vmap level.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from functron.transforms.policies import CHECKPOINT_NAME, DOTS, Annotate, RematP
 
 
 class CallSite:
-    """Where a function was called, and on what.
+    """A call of a function: its operands, and the mesh axes and named scopes in force.
 
     Attributes:
         operands: tensors: a token per simulated axis, what the function closes over, and the
@@ -72,17 +72,17 @@ class CallSite:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The operands that are no tokens."""
+        """The operands without tokens."""
         return self.operands[self.num_tokens :]
 
     @contextlib.contextmanager
     def entered(
         self, operands: Sequence[torch.Tensor], *, check: bool = True
     ) -> Iterator[tuple[Callable, tree.Tree]]:
-        """The function and its arguments, made of these operands, with its axes in force.
+        """The function and its arguments from these operands, with its axes in force.
 
-        Axes are rebound to the tokens, whatever vmap level those belong to. Without `check`,
-        reductions may be of replicated values, as those of transposes are.
+        Axes are rebound to the tokens, at whatever vmap level. Without `check`, replicated values
+        may be reduced, as in transposes.
         """
         bound = [
             replace(axis, token=token)
@@ -106,7 +106,7 @@ class CallSite:
 
 
 def will_be_differentiated(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether backward will run through what is computed from these."""
+    """Whether backward will run through results of these."""
     taped = torch.is_grad_enabled() and any(compat.requires_grad(x) for x in tensors)
     return taped or compat.differentiating()
 
@@ -126,10 +126,10 @@ def map_level(
     in_dims: Sequence[int | None],
     values: Sequence[torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, ...], list[bool]]:
-    """``f(values)`` under one vmap over `in_dims`, and which results it batches.
+    """``f(values)`` under one vmap over `in_dims`, and which results are batched.
 
-    Batched results have their batch dim first. vmap gives every result one; those that do not vary
-    come without, or they would no longer count as replicated.
+    Batched results have their batch dim first. vmap gives every result one; it is removed from
+    those that do not vary, which would otherwise no longer count as replicated.
     """
     varying: list[bool] = []
 
@@ -146,8 +146,8 @@ def map_level(
     return tuple(value if batched else value.select(0, 0) for value, batched in pairs), varying
 
 
-def fresh(outputs: Sequence[torch.Tensor], operands: Sequence) -> tuple[torch.Tensor, ...]:
-    """The outputs; an operand among them must not be mistaken for one modified in place."""
+def view_operands(outputs: Sequence[torch.Tensor], operands: Sequence) -> tuple[torch.Tensor, ...]:
+    """The outputs, with views of operands: these would be taken for modified in place."""
     return tuple(
         value.view_as(value) if any(value is operand for operand in operands) else value
         for value in outputs
@@ -190,15 +190,13 @@ class ReachMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        used = 0
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        for x in given:
-            used |= self._from.get(storage_key(x), 0)
-        known = {storage_key(x) for x in given}
-        for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and storage_key(x) not in known:
-                self._from[storage_key(x)] = used
-                self._made.append((used, x.untyped_storage().nbytes()))
+        used, given = 0, _storages((args, kwargs))
+        for key in given:
+            used |= self._from.get(key, 0)
+        for key, size in _storages(out).items():
+            if key not in given:
+                self._from[key] = used
+                self._made.append((used, size))
         return out
 
     def choose(self) -> tuple[int, ...]:
@@ -240,12 +238,12 @@ class KeptValues:
         policy: what to keep.
         state: "fresh" until the forward run, "kept" until the backward run, then "spent". A later
             backward run (``retain_graph=True``) computes everything again.
-        steps: the operations of the forward run that `counts` counts.
+        steps: the operations of the forward run, as far as `counts` is true of them.
         kept: results, by step.
         tied: the positions of operands that backward ties to the cotangent, in a traced program.
-        diverged: what to say if the two runs differed and kept results could not be used.
-        depth: in how many scans of a traced program this is. Bodies of scans inside the function
-            are recorded apart from it and cannot use its values, so nothing in them is kept.
+        diverged: the warning if the two runs differed and kept results could not be used.
+        depth: number of enclosing scans of a traced program. Bodies of scans inside the function
+            are recorded apart and cannot use its values, so nothing in them is kept.
     """
 
     def __init__(self, policy: RematPolicy, *, needed: bool):
@@ -263,7 +261,7 @@ class KeptValues:
 
     @contextlib.contextmanager
     def recalling(self, after: torch.Tensor) -> Iterator[None]:
-        """Use up in this with block what is remembered; kept values are used after `after`."""
+        """Use up the kept values in this with block; the traced ones depend on `after`."""
         if self.state == "kept":
             self._recall = Recall(self, compat.plain(after))
         try:
@@ -275,9 +273,9 @@ class KeptValues:
             warnings.warn(self.diverged, stacklevel=2)
 
     def counts(self, func) -> bool:
-        """Whether `func`, about to run, is a step: not a view or a question for a device.
+        """Whether `func` is a step: not a view, a query of a device, or an empty allocation.
 
-        Nor memory without numbers, which rules of derivatives ask for where a tape is kept alone.
+        Rules of derivatives allocate only where a tape is kept.
         """
         other = func.is_view or func in _EMPTIES or func.namespace == "prim"
         return not other and _depth() == self.depth
@@ -300,9 +298,9 @@ class Kept:
 
     Attributes:
         leaves: its results, flat: tensors and numbers.
-        structure: theirs.
+        structure: of them.
         versions: how often each tensor had been modified in place.
-        home: the device to bring them back to; None where they never left.
+        home: the device to bring them back to; None if they were not moved.
     """
 
     leaves: list
@@ -319,7 +317,7 @@ class Kept:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing was modified in place since."""
+        """Whether no result was modified in place since."""
         return [_version(x) for x in self.leaves] == self.versions
 
     def to_host(self) -> Kept:
@@ -350,7 +348,7 @@ def _move(leaf: Any, device: torch.device) -> Any:
 
 
 class Remember(TorchDispatchMode):
-    """The mode of the forward run: keeps the results that the policy chooses."""
+    """The dispatch mode of the forward run: keeps the results that the policy chooses."""
 
     def __init__(self, memory: KeptValues):
         super().__init__()
@@ -376,18 +374,19 @@ class Remember(TorchDispatchMode):
         return out
 
     def _candidate(self, step: int, func, args, kwargs, out) -> None:
-        """Remember who made `out`, until it is known which values have a name."""
-        given = {storage_key(x) for x in pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
-        made = [x for x in pytree.tree_leaves(out) if _is_tensor(x) and storage_key(x) not in given]
+        """Remember which step made `out`, until it is known which values have a name."""
+        given, made = _storages((args, kwargs)), _storages(out)
+        made = {key: size for key, size in made.items() if key not in given}
         if not made:
             return  # a view, or collectives' wait
-        if func in _COPIES and _bytes(args[0]) <= _bytes(made[0]):
+        key, size = next(iter(made.items()))
+        if func in _COPIES and given[storage_key(args[0])] <= size:
             maker = self.makers.get(storage_key(args[0]))
             if maker is not None:  # keep what was copied: it costs no more, and took longer to make
-                self.makers[storage_key(made[0])] = maker
+                self.makers[key] = maker
                 return
         self.candidates[step] = Kept.of(out)
-        self.makers.update((storage_key(x), step) for x in made)
+        self.makers.update(dict.fromkeys(made, step))
 
     def _mark(self, x: torch.Tensor, name: str) -> None:
         self.marked.add(name)
@@ -413,7 +412,7 @@ class Remember(TorchDispatchMode):
 
 
 class Recall(TorchDispatchMode):
-    """The mode of the backward run: gives back what was kept, and runs everything else."""
+    """The dispatch mode of the backward run: returns kept results, and runs all else."""
 
     def __init__(self, memory: KeptValues, after: torch.Tensor):
         super().__init__()
@@ -429,14 +428,14 @@ class Recall(TorchDispatchMode):
         self.step += 1
         self.in_step = step < len(steps) and steps[step] == signature(func, args, kwargs)
         if not self.in_step:
-            self._diverged(func)
+            self._report_divergence(func)
             return func(*args, **kwargs)
         kept = self.memory.kept.pop(step, None)
         if kept is None or not kept.intact:
             return func(*args, **kwargs)
         return kept.results(self.after)
 
-    def _diverged(self, func) -> None:
+    def _report_divergence(self, func) -> None:
         lost = len(self.memory.kept)
         self.memory.kept.clear()
         if lost:  # told later: a warning made an exception must not be raised inside an operation
@@ -448,7 +447,7 @@ class Recall(TorchDispatchMode):
 
 
 def signature(func, args: tuple, kwargs: dict) -> tuple:
-    """The facts that two runs of an operation must share: itself, shapes, dtypes and constants."""
+    """Equal for two runs of an operation: itself, shapes, dtypes and constants."""
     return (func, *map(_describe_argument, args), *map(_describe_argument, kwargs.values()))
 
 
@@ -460,21 +459,19 @@ def _describe_argument(argument: Any) -> Any:
     return argument
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _bytes(value: torch.Tensor) -> int:
-    return value.untyped_storage().nbytes()
+def _storages(values: Any) -> dict[int, int]:
+    """The bytes of the storages of all tensors in a tree, by `storage_key`."""
+    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return {storage_key(x): x.untyped_storage().nbytes() for x in tensors}
 
 
 @public
 def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callable:
-    """The function that computes `f` and, in backward, computes it again instead of storing it.
+    """Activation checkpointing: `f`, whose backward computes it again instead of storing it.
 
-    Memory between forward and backward falls from all intermediates of `f` to its tensor arguments
-    (tensors it closes over included) and what the policy keeps; the price is one more forward,
-    without what was kept. Collectives inside run again too, unless their results are kept.
+    Between forward and backward only its tensor arguments (tensors it closes over included) and
+    the values that the policy keeps are stored, not all intermediates; the price is one more
+    forward, without what was kept. Collectives inside run again too, unless their results are kept.
     Randomness inside must come from keys (`functron.random`), so that both runs agree.
 
     Kept values are freed as soon as backward has used them. Backward called again
@@ -484,15 +481,14 @@ def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callab
     Without `f` it is a decorator: ``@remat(policy=policies.dots)``.
 
     Args:
-        f: what to run twice.
-        policy: what to keep, of `functron.policies`: nothing, everything, dots,
-            ``names("a", ...)``, ``offload("a", ...)``, or several joined by ``|``.
+        policy: of `functron.policies`: nothing, everything, dots, ``names("a", ...)``,
+            ``offload("a", ...)``, or several joined by ``|``.
 
     Raises:
         ValueError: in forward-mode differentiation (jvp), where there is nothing to save; a name of
             the policy that `f` never marks with `checkpoint_name`; `f` draws torch's own random
             numbers.
-        TypeError: the policy is none.
+        TypeError: not a policy.
     """
     if f is None:
         return functools.partial(remat, policy=policy)
@@ -559,21 +555,21 @@ class _Program:
     tracked: bool
 
     def forward(self, operands: tuple) -> tuple[torch.Tensor, ...]:
-        """The outputs; where results are remembered, computed as backward will compute them.
+        """The outputs; where results are kept, computed as backward will compute them.
 
-        Torch takes some operations apart differently under differentiation, and what is remembered
-        is found again by its place among the operations.
+        Kept results are found by their place among the operations, and torch takes some operations
+        apart differently under differentiation.
         """
         if self.memory.state != "fresh" or active() is not None:
             return self.f(operands)
         if self.tracked:
-            return _under_grad(self.f, operands)
+            return _run_differentiated(self.f, operands)
         if any(value.requires_grad for value in operands):
             return rule_vjp(lambda *values: self.f(values), *operands)[0]
         return self.f(operands)
 
 
-def _under_grad(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
+def _run_differentiated(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
     floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
 
     def split(*values):
@@ -595,7 +591,7 @@ class _Remat(Function):
             program.memory.tied = reach.choose()
         else:
             outputs = program.forward(operands)
-        return fresh(outputs, operands)
+        return view_operands(outputs, operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -1,10 +1,10 @@
 """Scan: a function applied along the leading dim of a tree; gradient accumulation is one of them.
 
 In a program that is being traced it is one equation forward and one backward, at any depth: the
-body is traced once, forward and backward together, and cut where backward begins. What the
-backward half needs of the forward half (its residuals) becomes stacked results of the forward scan
-and stacked operands of the reverse one; views are taken again instead of kept, and what is the same
-in every iteration is an operand of both. This is how JAX differentiates a scan.
+body is traced once, forward and backward together, and cut where backward begins. Values of the
+forward half that the backward half reads (residuals) become stacked results of the forward scan and
+stacked operands of the reverse one; views are taken again instead of kept, and values that are the
+same in every iteration are operands of both. This is how JAX differentiates a scan.
 
 `accumulate` makes one large batch a sequence of small ones.
 """
@@ -36,7 +36,7 @@ def trace_scan(
     """`functron.scan` of `f` as equations of `recorder`; differentiable once, by torch's tape.
 
     Raises:
-        ValueError: the carry changes its structure, shape or dtype, or holds something else than
+        ValueError: the carry changes its structure, shape or dtype, or has other leaves than
             tensors.
     """
     # carries are contiguous, so that what an iteration returns fits the next
@@ -167,7 +167,7 @@ def _trace_backward(
                 if grad is not None and position < len(hidden) + num_carry:
                     grad = grad.contiguous()
                 if position < len(hidden):
-                    made.sums.append(_sum(recorder, grad, value, fresh))
+                    made.sums.append(_record_sum(recorder, grad, value, fresh))
                 else:
                     made.gradients.append(None if grad is None else recorder.var(grad))
     made.cotangents = [
@@ -175,7 +175,7 @@ def _trace_backward(
     ]
 
 
-def _sum(recorder, grad, like: torch.Tensor, fresh) -> tuple[Var, Var] | None:
+def _record_sum(recorder, grad, like: torch.Tensor, fresh) -> tuple[Var, Var] | None:
     if grad is None:
         return None
     before = fresh(like.detach(), "sum")
@@ -217,13 +217,15 @@ class _Region:
                 need(operand)
             again.append(equation)
 
-        for value in (v for e in live_equations(body.backward, self._wanted()) for v in e.operands):
+        for value in (
+            v for e in live_equations(body.backward, self._gradient_vars()) for v in e.operands
+        ):
             need(value)
-        for value in self._wanted():
+        for value in self._gradient_vars():
             need(value)
         return list(kept), again
 
-    def _wanted(self) -> list[Var]:
+    def _gradient_vars(self) -> list[Var]:
         sums = [pair[1] for pair in self.body.sums if pair is not None]
         return [*sums, *(value for value in self.body.gradients if value is not None)]
 
@@ -280,10 +282,10 @@ class _TracedScan(Function):
         grads += [value if value.is_floating_point() else None for value in carried]
         columns = region.body.gradients[region.num_carry :]
         grads += [None if gradient is None else next(stacked) for gradient in columns]
-        return None, *_once(grads, [*ctx.operands, *cotangents])
+        return None, *_refuse_derivatives(grads, [*ctx.operands, *cotangents])
 
 
-class _Once(Function):
+class _Undifferentiable(Function):
     """Gradients of a scan: constants to a tape that would differentiate them again."""
 
     @staticmethod
@@ -300,12 +302,12 @@ class _Once(Function):
         )
 
 
-def _once(grads: list[Any], of: Sequence[torch.Tensor]) -> list[Any]:
-    """The gradients, functions of `of`; where a tape records them, it can go no further back."""
+def _refuse_derivatives(grads: list[Any], of: Sequence[torch.Tensor]) -> list[Any]:
+    """The gradients, functions of `of`; a tape that records them cannot differentiate them."""
     moving = [i for i, grad in enumerate(grads) if grad is not None]
     if not torch.is_grad_enabled() or not moving:
         return grads
-    marked: Any = _Once.apply(len(moving), *(grads[i] for i in moving), *of)
+    marked: Any = _Undifferentiable.apply(len(moving), *(grads[i] for i in moving), *of)
     return replace_at(grads, moving, marked)
 
 
@@ -319,16 +321,16 @@ def _reverse(ctx, given: list[Var]) -> tuple[Scan, list[Var]]:
     body, recorder, num_carry = region.body, region.recorder, region.num_carry
     zeros: list[Equation] = []
     carried_in = [
-        ct or _unread(recorder, value)
+        ct or _make_unread(recorder, value)
         for value, ct in zip(body.outputs[:num_carry], body.cotangents[:num_carry], strict=True)
     ]
     carried_out = [
-        _zero_equation(recorder, value, zeros) if gradient is None else gradient
+        _record_zeros(recorder, value, zeros) if gradient is None else gradient
         for value, gradient in zip(carried_in, body.gradients[:num_carry], strict=True)
     ]
     pairs = [pair for pair in body.sums if pair is not None]
     starts = [
-        _zeros(recorder, like)
+        _make_zeros(recorder, like)
         for like, pair in zip(ctx.likes, body.sums, strict=False)
         if pair is not None
     ]
@@ -357,20 +359,20 @@ def _results(outputs: Sequence[Var], num_carry: int, length: int) -> list[tuple]
     return carry + [(*v.stacked(length), v.dtype, v.device) for v in outputs[num_carry:]]
 
 
-def _zeros(recorder: Recorder, like: Var) -> Var:
+def _make_zeros(recorder: Recorder, like: Var) -> Var:
     return recorder.var(torch.zeros(like.shape, dtype=like.dtype, device=like.device))
 
 
-def _unread(recorder: Recorder, like: Var) -> Var:
+def _make_unread(recorder: Recorder, like: Var) -> Var:
     """A cotangent that the body does not read."""
     stride = contiguous_strides(like.shape)
     return recorder.name(recorder.empty(like.shape, stride, like.dtype, like.device), "ct")
 
 
-def _zero_equation(recorder: Recorder, like: Var, equations: list[Equation]) -> Var:
+def _record_zeros(recorder: Recorder, like: Var, equations: list[Equation]) -> Var:
     """Zeros like `like`, made by a new equation of the body."""
     with recorder.frame() as frame:
-        zero = _zeros(recorder, like)
+        zero = _make_zeros(recorder, like)
     equations.extend(frame.equations)
     return zero
 
@@ -388,7 +390,6 @@ def scan(
 
     Args:
         f: ``(carry, x) -> (carry, y)``; y may be None.
-        init: the first carry.
         xs: a tree of tensors with a common leading dim, or None with `length`.
         length: the number of steps; needed only where `xs` has no leaf.
 
@@ -410,14 +411,11 @@ def scan_in_turn(
 ) -> tuple[tree.Tree, tree.Tree]:
     """`scan`, with the first slices of `xs` for one function, the next ones for another, and so on.
 
-    Args:
-        turns: of each function for how many slices it is, and itself, as of `scan`.
-        init: the first carry.
-        xs: a tree of tensors with a common leading dim, as many as all take.
+    `turns` has the number of slices of each function, and the function.
     """
     if len(turns) == 1:
         return scan(turns[0][1], init, xs)
-    # what is scattered is known by the whole stack, so that it is told before that is cut
+    # scattered gradients are known by the identity of whole stacks: look before these are cut
     made = [by_row(f, xs) for _, f in turns]
     leaves, structure = tree.flatten(made[0][1])
     parts = zip(*(leaf.split([count for count, _ in turns]) for leaf in leaves), strict=True)
@@ -445,7 +443,7 @@ def _scan(
 
 
 def _is_unrolled() -> bool:
-    """Whether a traced scan is written out: its equation has one derivative, of torch's tape."""
+    """Whether a traced scan is unrolled: its equation is only differentiated by torch's tape."""
     return compat.transforms_active() or compat.pushing_forward()
 
 
@@ -475,23 +473,22 @@ def accumulate(
 ) -> Callable:
     """The sum of ``f`` over microbatches: F(p, b) = sum over m of f(p, b[m::num_microbatches]).
 
-    Turns a `value_and_grad` function of a batch into one whose activations are those of a
-    microbatch. Results are *added*, so `f` should return its microbatch's part of the loss: the sum
-    of its tokens' losses divided by the token count of the whole batch. That is exact also when
-    microbatches hold different numbers of tokens, where a mean of means is not.
+    Of a `value_and_grad` function, activations are then those of a microbatch. Results are *added*,
+    so `f` should return its microbatch's part of the loss: the sum of its tokens' losses divided by
+    the token count of the whole batch. That is exact also when microbatches hold different numbers
+    of tokens, where a mean of means is not.
 
     Microbatch m is every `num_microbatches`-th sample from sample m on, of a rank's own contiguous
     part of a batch as of the whole: the ranks' microbatches m together are the same samples on
-    every mesh, as losses need that couple those of a microbatch (`functron.nn.moe.MoEConfig.aux`
-    "batch").
+    every mesh, as losses need that couple the samples of a microbatch
+    (`functron.nn.moe.MoEConfig.aux` "batch").
 
     Args:
         f: returns a tree of tensors, such as ``(loss, gradients)``.
-        num_microbatches: how many equal parts the leading dim of the batch is dealt into.
         argnums: the position of the batch argument, or of several; each a tree whose leaves share
             their leading dim.
         dtype: accumulate floating-point results in this dtype, such as torch.float32 for bf16
-            gradients; None keeps theirs.
+            gradients; None: their own.
 
     Raises:
         ValueError: a leading dim does not divide into `num_microbatches`; all offenders are listed.
@@ -510,7 +507,13 @@ def accumulate(
                 value = f(*replace_at(args, positions, batch), **kwargs)
                 return tree.map(lambda leaf: _cast(leaf, dtype), value)
 
-            batch = tuple(_stack_microbatches(args[p], num_microbatches, p) for p in positions)
+            for p in positions:
+                microbatches(args[p], num_microbatches, f"argument {p}")  # raises if uneven
+            shape = -1, num_microbatches
+            batch = tree.map(
+                lambda leaf: leaf.unflatten(0, shape).movedim(1, 0).contiguous(),
+                tuple(args[p] for p in positions),
+            )
             return _scan_microbatches(recorder, one, batch)
         parts = [microbatches(args[p], num_microbatches, f"argument {p}") for p in positions]
         total = _Total(dtype)
@@ -522,12 +525,7 @@ def accumulate(
 
 
 class _Total:
-    """A running sum of trees.
-
-    Attributes:
-        dtype: of its floating-point leaves; None: theirs.
-        value: the sum; None before the first summand.
-    """
+    """A running sum of trees, `value`, with floating-point leaves in `dtype` (None: theirs)."""
 
     def __init__(self, dtype: torch.dtype | None):
         self.dtype, self.value = dtype, None
@@ -569,11 +567,6 @@ def _scan_microbatches(recorder: Recorder, one: Callable, batch: tuple) -> tree.
         return tree.map(torch.add, total, one(part)), None
 
     return scan(microbatch, zeros, batch)[0]
-
-
-def _stack_microbatches(batch: tree.Tree, count: int, position: int) -> tree.Tree:
-    microbatches(batch, count, f"argument {position}")  # raises where it does not divide
-    return tree.map(lambda leaf: leaf.unflatten(0, (-1, count)).movedim(1, 0).contiguous(), batch)
 
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:

@@ -24,6 +24,7 @@ def formula(params, x, center=False):
     return centred / (variance + 1e-5).sqrt() * scale + params["bias"]
 
 
+@pytest.mark.pairwise
 @ON_MESHES
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -96,6 +97,7 @@ def test_mlp(agrees, draw, specs, randn, mesh, stream, gated):
     )
 
 
+@pytest.mark.pairwise
 @ON_MESHES
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("with_rope", [False, True])

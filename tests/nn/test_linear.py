@@ -10,6 +10,7 @@ from functron import DATA_AXES, Mesh, P, nn
 BATCH, SEQ, EMBED = 4, 8, 6
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("features", [(8,), (4, 3)], ids=["features", "heads"])
 def test_column_parallel(agrees, randn, mesh, stream, features, bias):
@@ -31,6 +32,7 @@ def test_column_parallel(agrees, randn, mesh, stream, features, bias):
     agrees(layer, dense, (weights, x), mesh, (specs, stream), P(DATA_AXES, None, "tp"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("features", [(8,), (4, 3)], ids=["features", "heads"])
 def test_row_parallel(agrees, randn, mesh, stream, features, bias):

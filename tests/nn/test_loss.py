@@ -39,6 +39,7 @@ def dense(vocab, z_loss):
     return losses
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("vocab", [PADDED, 13, 7, 1])
 def test_sharded_vocabulary(agrees, randn, mesh, vocab, z_loss):

@@ -21,6 +21,7 @@ CONTEXT = ("cp", "ulysses")
 STREAMS = {"": P(DATA_AXES, CONTEXT), "sp": P(DATA_AXES, (*CONTEXT, "tp"))}
 ATTENTION = nn.AttentionConfig(embed_dim=EMBED, num_heads=HEADS, head_dim=HEAD_DIM)
 EPS = 1e-3
+NORM = functools.partial(nn.norm, eps=EPS)
 
 
 def zigzag(cp: int) -> torch.Tensor:
@@ -112,7 +113,7 @@ def predict(params, x, tokens, targets, segments, *, stream, order, **options):
     return multi_token(
         params["modules"], x, tokens, targets,
         embed=lambda t: nn.embed_tokens(params["embed"], t, stream=stream),
-        block=block, head=head, eps=EPS, order=order, segments=segments, **options,
+        block=block, head=head, norm=NORM, order=order, segments=segments, **options,
     )  # fmt: skip
 
 
@@ -200,7 +201,7 @@ def test_merge(draw, randn):
     w = module["proj"]["w"]
     want = normalise(module["embed_norm"], e) @ w[:EMBED]
     want = want + normalise(module["stream_norm"], x) @ w[EMBED:]
-    got = merge(module, e, x, eps=EPS, zero_centered=True)
+    got = merge(module, e, x, norm=functools.partial(NORM, zero_centered=True))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 

@@ -25,6 +25,7 @@ def layer(params, x, eps):
 FORMULAS = {"rms": rms, "layer": layer}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("eps", [1e-5, 0.5])
 @pytest.mark.parametrize("kind", list(FORMULAS))
 def test_norm(agrees, draw, specs, randn, mesh, stream, kind, eps):
@@ -39,6 +40,7 @@ def test_norm(agrees, draw, specs, randn, mesh, stream, kind, eps):
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", list(FORMULAS))
 def test_zero_centered_norms_multiply_by_one_plus_scale(
     agrees, draw, specs, randn, mesh, stream, kind

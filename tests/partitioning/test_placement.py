@@ -21,7 +21,7 @@ from functron.partitioning.placement import (
     local_shape,
     move,
     move_cost,
-    of_spec,
+    placement_of,
     replicated_placement,
     spec_of,
     steps,
@@ -126,7 +126,7 @@ def test_bytes_are_those_of_the_program(data):
     specs = [P(), P("tp"), P(None, "tp"), P("dp", "tp"), P(("dp", "tp")), P(None, ("dp", "tp"))]
     specs = [spec for spec in specs if "dp" in sizes or "dp" not in str(spec)]
     source, target = (data.draw(st.sampled_from(specs)) for _ in range(2))
-    before, after = (of_spec(spec, 2, sizes) for spec in (source, target))
+    before, after = (placement_of(spec, 2, sizes) for spec in (source, target))
 
     def program(x):
         return move(x, before, after, sizes)
@@ -141,7 +141,7 @@ def test_bytes_are_those_of_the_program(data):
 def test_specs_there_and_back():
     sizes = {"dp": 2, "tp": 4}
     for spec in (P(), P("dp"), P(None, ("dp", "tp")), P("tp", "dp"), P(("tp", "dp"))):
-        assert spec_of(of_spec(spec, 2, sizes), sizes) == spec
+        assert spec_of(placement_of(spec, 2, sizes), sizes) == spec
     assert spec_of(ValuePlacement(((Digit(2, "tp"),), ())), sizes) is None
     assert spec_of(ValuePlacement(((), ()), (("tp", "sum"),)), sizes) is None
     assert str(ValuePlacement(((Digit(2, "tp"),), ()), (("dp", "max"),))) == (

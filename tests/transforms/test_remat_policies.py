@@ -221,6 +221,7 @@ def decoder_gradients(remat, mesh=None, stream=gpt.STREAM, config=CONFIG):
     return mapped, (weights, batch, random.key(1))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2)], ids=str)
 @pytest.mark.parametrize("stream", [gpt.STREAM, gpt.SEQUENCE_PARALLEL_STREAM], ids=["", "sp"])
 @pytest.mark.parametrize("remat", ["full", "selective", "dots"])

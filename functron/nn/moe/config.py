@@ -69,7 +69,7 @@ MOE_NEEDS: Needs = MappingProxyType(
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A layer of experts of which each token uses a few.
+    """A mixture-of-experts layer.
 
     | model               | what it sets                                                          |
     |---------------------|-----------------------------------------------------------------------|
@@ -84,8 +84,8 @@ class MoEConfig:
     | S-BASE (2022)       | top_k 1, routing "sinkhorn"                                           |
     | Zhou et al. (2022)  | routing "expert_choice", top_k 1, capacity_factor 2                   |
 
-    Capacity, "expert_choice" and "sinkhorn" couple the tokens of one sequence: what a token gets
-    depends on others, for the latter two and drop "probability" also on later ones; and with
+    Capacity, "expert_choice" and "sinkhorn" couple the tokens of one sequence: the experts of a
+    token depend on other tokens, for the latter two and drop "probability" also on later ones; with
     capacity_over "batch" on those of other sequences.
 
     Attributes:
@@ -164,7 +164,9 @@ class MoEConfig:
     dispatch: ExpertDispatch = "alltoall"
 
     def __post_init__(self):
-        raise_problems("invalid MoEConfig", self._problems())
+        found = [*self._bad_names(), *self._bad_numbers()]
+        # sizes that are wrong by themselves would only be reported again
+        raise_problems("invalid MoEConfig", found or [*self._misfits(), *self._conflicts()])
 
     @property
     def choices(self) -> int:
@@ -176,18 +178,11 @@ class MoEConfig:
         """`router_dtype` as torch's."""
         return getattr(torch, self.router_dtype)
 
-    def _problems(self) -> list[Problem]:
-        found = [*self._bad_names(), *self._bad_numbers()]
-        # sizes that are wrong by themselves would only be reported again
-        return found or [*self._misfits(), *self._conflicts()]
-
     def _bad_names(self) -> Iterator[Problem]:
         for name, kind in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                yield Problem(
-                    name, repr(value), "a known name", nearest(str(value), get_args(kind))
-                )
+            if (value := getattr(self, name)) not in get_args(kind):
+                fix = nearest(str(value), get_args(kind))
+                yield Problem(name, repr(value), "a known name", fix)
 
     def _bad_numbers(self) -> Iterator[Problem]:
         for name in _POSITIVE:

@@ -54,6 +54,7 @@ from functron.nn.layers import (
     mlp_defs,
     reduce_partial,
     sequence_axes,
+    widen,
 )
 from functron.nn.moe.config import ExpertDispatch, MoEConfig
 from functron.nn.moe.router import (
@@ -108,14 +109,12 @@ def expert_defs(
     """
 
     def layer(sizes: Sequence[int], axes: Sequence, stddev: float, pieces: tuple = ()) -> dict:
-        shape = (num_experts, *sizes)
-        bias_axes = ("expert", *axes[1:])
         return linear_defs(
-            shape,
+            (num_experts, *sizes),
             ("expert", *axes),
             stddev=stddev,
             bias=(num_experts, *sizes[1:]) if bias else None,
-            bias_axes=bias_axes,
+            bias_axes=("expert", *axes[1:]),
             dtype=dtype,
             pieces=pieces,
             matrix=(1, len(sizes) - 1),
@@ -135,13 +134,9 @@ def clamped_swiglu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"]) -
     return (up + 1) * gate * (_SLOPE * gate).sigmoid()
 
 
-def _times(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda gate, up: act(gate) * up
-
-
 GATED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
     {
-        **{name: _times(act) for name, act in ACTIVATIONS.items()},
+        **{name: lambda gate, up, act=act: act(gate) * up for name, act in ACTIVATIONS.items()},
         "clamped_swiglu": clamped_swiglu,
     }
 )
@@ -178,19 +173,18 @@ def experts(
 
     Args:
         params: this rank's part of `expert_defs`.
-        rows: ``[R, embed]``, sorted by expert.
-        sizes: int64 ``[E]``, how many rows each of this rank's experts has.
+        rows: sorted by expert.
+        sizes: int64, how many rows each of this rank's experts has.
         activation: one of `ACTIVATIONS`, or "clamped_swiglu" for gated experts.
-        parts: among how many ranks the hidden dim is split. Their results are then parts of a sum,
-            and each adds its part of the last bias.
-        axes: the mesh axes that divide experts, and
-        axis: the one that splits the hidden dim if it is none of these: what `matmul` is told.
+        parts: number of ranks that split the hidden dim. Their results are then parts of a sum, and
+            each adds its part of the last bias.
+        axes: the mesh axes that divide experts, for `matmul`.
+        axis: the one that splits the hidden dim if it is none of these, for `matmul`.
         kernels: of ``"glu"``.
-        matmul: what computes the products; see `nn.mlp`.
+        matmul: computes the products; see `nn.mlp`.
 
     Returns:
-        ``[R, embed]``; zeros in rows that belong to no expert. No collectives but those of
-        `matmul`.
+        Zeros in rows that belong to no expert. No collectives but those of `matmul`.
 
     Raises:
         ValueError: see `check_activation`.
@@ -199,14 +193,15 @@ def experts(
     check_activation(activation, gated="up" not in params or "gate" in params)
     split = () if axis in axes else axis
     where = {"experts": axes, "inner": (), "outer": split}
-    wide = functools.partial(_linear, matmul, where, rows=rows, sizes=sizes, zeros=False)
-    # of rows of no expert, nobody reads what is between the first and the last product
-    if "gate_up" in params:
-        both = {name: leaf.flatten(-2) for name, leaf in params["gate_up"].items()}
-        gate, up = wide("gate_up", both), None
-    else:
-        up = wide("up", params["up"])
-        gate = wide("gate", params["gate"]) if "gate" in params else None
+
+    def linear(name: str) -> Tensor:
+        layer = params[name]
+        if name == "gate_up":
+            layer = {key: leaf.flatten(-2) for key, leaf in layer.items()}
+        # between the first and the last product, rows of no expert may hold anything
+        return _apply_linear(matmul, where, name, layer, rows=rows, sizes=sizes, zeros=False)
+
+    gate, up = widen(params, linear)
     if gate is None:
         assert up is not None
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
@@ -217,10 +212,10 @@ def experts(
         hidden = GATED[activation](*halves(gate, up))
     where = {"experts": axes, "inner": split, "outer": ()}
     given: Any = {"rows": hidden, "sizes": sizes, "parts": parts, "zeros_back": False}
-    return _linear(matmul, where, "down", params["down"], **given)
+    return _apply_linear(matmul, where, "down", params["down"], **given)
 
 
-def _linear(
+def _apply_linear(
     matmul: Matmul,
     where: Mapping[str, Any],
     name: str,
@@ -281,10 +276,8 @@ def sort_by_expert(
     """Sort assignments by expert, tokens in order within each, and those not kept last.
 
     Args:
-        experts: int64 ``[N, k]``.
-        kept: bool ``[N, k]``.
-        num_experts: experts.
-        rows: how many to make room for: at least as many as are kept, at most N k.
+        experts: int64.
+        rows: how many to make room for: at least as many as are kept, at most tokens * choices.
         kernels: of ``"moe_sort"``.
     """
     sort = SORT if kernels.takes("moe_sort", experts) else sorted_assignments
@@ -319,13 +312,13 @@ def unpermute(
     if kernels.takes("moe_permute", rows, weights):
         return UNPERMUTE(rows, weights, order.assignment, order.slots)
     if compat.transforms_active() or compat.pushing_forward():
-        scaled = rows * _of_rows(weights, order).unsqueeze(1)
+        scaled = rows * _select_rows(weights, order).unsqueeze(1)
         return add_rows(scaled, order.token, order.slots, whole=order.whole)
     out: Any = _Unpermute.apply(rows, weights, order)
     return out
 
 
-def _of_rows(values: Tensor, order: RowOrder) -> Tensor:
+def _select_rows(values: Tensor, order: RowOrder) -> Tensor:
     """``[N, choices]`` by assignment as ``[R]`` by row."""
     places = order.slots.flatten().unsqueeze(1)
     return copy_rows(values.flatten(), order.assignment, places, whole=order.whole)
@@ -351,7 +344,7 @@ class _Unpermute(Function):
     def backward(ctx, *cotangents) -> Any:
         (rows, weights), order = ctx.saved_tensors, ctx.order
         gradient = copy_rows(cotangents[0], order.token, order.slots, whole=order.whole)
-        of_row = _of_rows(weights, order).unsqueeze(1)
+        of_row = _select_rows(weights, order).unsqueeze(1)
         product = (gradient * rows).sum(1, dtype=weights.dtype)
         at = order.slots.flatten()
         for_weights = add_rows(product, order.assignment, at.unsqueeze(1), whole=order.whole)
@@ -382,16 +375,16 @@ def dispatched(
         x: ``[N, D]``, this rank's tokens.
         experts: int64 ``[N, k]``, no expert twice among a token's kept ones.
         weights: ``[N, k]``.
-        kept: bool ``[N, k]``; others are computed nowhere and sent nowhere.
-        compute: what this rank's experts do with their rows.
-        num_experts: experts over all ranks.
+        kept: ``[N, k]``; other choices are computed nowhere and sent nowhere.
+        compute: this rank's experts, applied to their rows.
+        num_experts: E, over all ranks.
         axes: the mesh axes over which tokens, and experts, are split: rank r of them, row-major,
             owns experts r E / n to (r + 1) E / n - 1.
         kind: see the module.
         per_expert: the most tokens among one rank's N that an expert can have, where routing limits
             them (capacity); it makes results smaller. None: all N.
         meanwhile: called when tokens are on their way to other ranks, before they are waited for:
-            for what the program has to do besides, such as an expert of all tokens.
+            other work, such as an expert of all tokens.
         kernels: of ``"moe_permute"`` and ``"moe_sort"``.
 
     Returns:
@@ -528,21 +521,14 @@ def mixture(
 
     Args:
         params: this rank's part of `expert_defs`.
-        x: ``[N, embed]``, this rank's tokens.
-        chosen: int64 ``[N, k]``, the experts of each token.
-        weights: ``[N, k]``.
-        kept: bool ``[N, k]``.
-        activation: see `experts`.
-        num_experts: experts over all ranks.
-        axes: the mesh axes over which tokens, and experts, are split.
-        axis: the one that splits the hidden dim, if it is none of these: results are then parts of
-            a sum over its ranks.
-        meanwhile, kernels: see `dispatched`.
-        matmul: see `experts`.
+        chosen: int64, the experts of each token; this and others as for `dispatched`.
+        activation, matmul: see `experts`.
+        axis: the mesh axis that splits the hidden dim, if it is none of `axes`: results are then
+            parts of a sum over its ranks.
         options: `kind` and `per_expert` of `dispatched`.
 
     Returns:
-        ``[N, embed]`` in x's dtype. Collectives: those of `dispatched`.
+        y in x's dtype. Collectives: those of `dispatched`.
     """
     own: Any = {"activation": activation, "num_experts": num_experts, "kernels": kernels,
                 "matmul": matmul, **options}  # fmt: skip
@@ -577,7 +563,6 @@ def moe_defs(
     """Defs ``{"router", "experts", "shared"?, "shared_gate"?, "latent"?}`` of a layer of experts.
 
     Args:
-        config: what kind of layer.
         embed_dim: width of the stream.
         gated: experts, and the shared one, multiply by an activated gate.
         stddev: of weights that read the stream.
@@ -630,19 +615,16 @@ def moe(
     Args:
         params: this rank's part of `moe_defs`, with the logical axis "expert" split by `axes` and
             "expert_mlp" by `axis` where that is not one of them.
-        x: ``[batch, seq, embed]`` with spec `stream`.
-        config: what kind of layer.
+        x: has spec `stream`.
         activation: see `experts`; the shared expert takes those of `nn.mlp`.
         stream: the spec of the residual stream.
-        rows: int64 ``[batch]``, indices of samples in the global batch; see `route`.
-        positions: int64 ``[batch, seq]``, of x's tokens; see `route`.
-        counted: bool ``[batch, seq]``, x's tokens with a target; see `auxiliary`.
+        rows, positions, key: see `route`.
+        counted: x's tokens with a target; see `auxiliary`.
         axes: the mesh axes that split experts; tokens are split by each of them as well.
-        key: of the router's jitter; None for none.
         axis: the tensor-parallel axis.
         router: one of your own, in place of `route` and `auxiliary`; see `Router`.
         kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
-        matmul: what computes the products of `experts` and `nn.mlp`; the router's is torch's.
+        matmul: computes the products of `experts` and `nn.mlp`; the router's is torch's.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
@@ -656,7 +638,7 @@ def moe(
         ValueError: an expert axis does not split tokens, or the parameters are split otherwise; or
             the router returns what `RouterOutput` does not describe.
     """
-    _check(params, config, stream, axes, axis)
+    _check_splits(params, config, stream, axes, axis)
     if router is None:
         routing = route(
             params["router"], x, config, stream=stream, rows=rows, positions=positions, key=key,
@@ -671,14 +653,15 @@ def moe(
         share = over_context(share, stream)
     narrow = x @ params["latent"]["down"]["w"] if config.latent_dim else x
     shared: list[Tensor] = []
+    own: Any = {"axis": axis, "kernels": kernels, "matmul": matmul}
 
     def meanwhile() -> None:
         if config.shared_dim:
-            shared.append(_run_shared_expert(params, x, activation, stream, axis, kernels, matmul))
+            shared.append(_run_shared_expert(params, x, activation, stream=stream, **own))
 
     y = _run_experts(
-        params["experts"], narrow, routing, config, activation, stream, axes, axis, meanwhile,
-        kernels, matmul,
+        params["experts"], narrow, routing, config, stream=stream, activation=activation,
+        axes=axes, meanwhile=meanwhile, **own,
     )  # fmt: skip
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
@@ -691,13 +674,11 @@ def _run_experts(
     x: Tensor,
     routing: Routing,
     config: MoEConfig,
-    activation: ExpertActivation,
+    *,
     stream: P,
     axes: tuple[str, ...],
     axis: str,
-    meanwhile: Callable[[], None],
-    kernels: Kernels,
-    matmul: Matmul,
+    **options: Any,
 ) -> Tensor:
     """The weighted sum of each token's experts; with spec `stream`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
@@ -717,42 +698,34 @@ def _run_experts(
         params,
         x.flatten(0, 1),
         *[value.flatten(0, 1) for value in chosen],
-        activation=activation,
         num_experts=config.num_experts,
         axes=axes,
         axis=axis,
         kind=config.dispatch,
         per_expert=most,
-        meanwhile=meanwhile,
-        kernels=kernels,
-        matmul=matmul,
+        **options,
     ).unflatten(0, (batch, seq))
     return reduce_partial(y, stream, axis) if parts > 1 else y
 
 
 def _run_shared_expert(
-    params: dict,
-    x: Tensor,
-    activation: ExpertActivation,
-    stream: P,
-    axis: str,
-    kernels: Kernels,
-    matmul: Matmul,
+    params: dict, x: Tensor, activation: ExpertActivation, **options: Any
 ) -> Tensor:
+    """The expert of all tokens; `options` are those of `nn.mlp`."""
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"moe: got activation {activation!r} with a shared expert, which nn.mlp computes; "
             f"wanted one of {', '.join(ACTIVATIONS)}"
         )
-    known = cast(Activation, activation)
-    own: Any = {"stream": stream, "axis": axis, "kernels": kernels, "matmul": matmul}
-    y = mlp(params["shared"], x, activation=known, **own)
+    y = mlp(params["shared"], x, activation=cast(Activation, activation), **options)
     if "shared_gate" in params:
         y = y * (x @ params["shared_gate"]["w"]).sigmoid()
     return y
 
 
-def _check(params: dict, config: MoEConfig, stream: P, axes: tuple[str, ...], axis: str) -> None:
+def _check_splits(
+    params: dict, config: MoEConfig, stream: P, axes: tuple[str, ...], axis: str
+) -> None:
     problems = []
     for name in axes:
         if lax.axis_size(name) > 1 and name not in spec_axes(stream):

@@ -1,11 +1,11 @@
-"""Routers: which experts each token goes to, with which weights, and what keeps them evenly used.
+"""Routers: which experts each token goes to, with which weights, and losses that balance the load.
 
-The router's weight is whole on every rank, and each rank routes its own tokens. Over the tensor-
-parallel ranks tokens are the same, or other ones under sequence parallelism; either way gradients
-are right because specs do not mention the axis, and nothing here asks which. Where tokens compete
-(capacity, expert choice, Sinkhorn) they do so with those of their own sequence and no others, so
-that neither the ranks nor the microbatches that a batch is cut into change what is dropped; with
-`capacity_over` "batch" it is those of a microbatch over all ranks, and ranks alone change nothing.
+The router's weight is whole on every rank, and each rank routes its own tokens. Tensor-parallel
+ranks have the same tokens, or others under sequence parallelism; either way gradients are right
+because specs do not mention the axis. Where tokens compete (capacity, expert choice, Sinkhorn) they
+do so with those of their own sequence only, so that neither ranks nor microbatches change which are
+dropped; with `capacity_over` "batch" with those of a microbatch over all ranks, so that ranks
+change nothing.
 
 With k choices of E experts, f_e the fraction of tokens that choose expert e times E / k, and P_e
 the mean of its share of the tokens' scores, the load-balancing loss is
@@ -17,10 +17,10 @@ which is 1 for even routing: eq. 4 to 6 of Fedus et al. 2021, divided by k as in
 no gradient. It counts what tokens would choose without the bias that balances them (eq. 18), and
 before any are dropped.
 
-All of it is over tokens that count, and weighted by how many these are, as the loss is a sum over
-tokens: dividing that by their number gives the mean over tokens of loss and balance alike.
+Losses are over tokens that count (with a target), and weighted by their number, as the loss is a
+sum over tokens: divided by that number, both are means over tokens.
 
-`statistics` are sums over tokens, which add up over ranks and microbatches; `summary` reads them.
+`statistics` are sums over tokens, which add up over ranks and microbatches, for `summary`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,9 @@ from functron.transforms.custom_vjp import custom_vjp
 def capacity(config: MoEConfig, tokens: int) -> int:
     """How many of the tokens that compete an expert computes at most.
 
-    ceil(capacity_factor * tokens * top_k / num_experts), and no more than there are; all of them
-    where the factor is 0. The factor counts as the decimal number that it is written as.
-
-    Args:
-        tokens: those of a whole sequence, over all ranks that share it; under `capacity_over`
-            "batch" those of all sequences of a microbatch.
+    ceil(capacity_factor * tokens * top_k / num_experts), with the factor as the decimal number that
+    it is written as, and at most all; 0: all. `tokens` are those of a whole sequence, over all
+    ranks that share it; under `capacity_over` "batch" those of all sequences of a microbatch.
     """
     if not config.capacity_factor:
         return tokens
@@ -81,35 +78,34 @@ def keep(
 ) -> Bool[Tensor, "batch seq choices"]:
     """Which assignments are among the first `limit` of their expert in their sequence.
 
-    The first are, by ``"position"``, those of the smallest choice and then of the smallest position
-    (Lepikhin et al. 2020, algorithm 1); by ``"probability"`` those of the largest weight, equal
-    ones ordered as by position.
+    By ``"position"`` they are ordered by choice, then by position (Lepikhin et al. 2020, algorithm
+    1); by ``"probability"`` by weight, the largest first, and equal ones as by position.
 
     Args:
-        experts: int64 ``[batch, seq, choices]``, this rank's part; each token's best choice first.
-        weights: ``[batch, seq, choices]``, for "probability" alone; no gradient flows.
+        experts: int64, this rank's part; each token's best choice first.
+        weights: for "probability" alone; no gradient flows.
         limit: the capacity of an expert.
-        positions: int64 ``[batch, seq]``, distinct within a sample and in its original order.
+        positions: int64, distinct within a sample and in its original order.
         stream: the spec of the residual stream.
 
     Returns:
-        bool ``[batch, seq, choices]``, this rank's part. Collectives: one all-gather of experts and
-        one of positions (and weights) over the axes that split the sequence; none in backward.
+        This rank's part. Collectives: one all-gather of experts and one of positions (and weights)
+        over the axes that split the sequence; none in backward.
     """
-    experts, positions = _whole(experts, stream), _whole(positions, stream)
+    experts, positions = _gather_whole(experts, stream), _gather_whole(positions, stream)
     seq, choices = experts.shape[SEQ_DIM:]
     choice = torch.arange(choices, device=experts.device)
-    rank = _inverse(_argsort(positions))  # as positions may have gaps
+    rank = _invert(_argsort(positions))  # as positions may have gaps
     # sorting by the last key first: all these sorts are stable
-    entries = _inverse((choice * seq + rank.unsqueeze(-1)).flatten(1))
+    entries = _invert((choice * seq + rank.unsqueeze(-1)).flatten(1))
     if drop == "probability":
-        by_weight = _whole(lax.stop_gradient(weights), stream).flatten(1).gather(-1, entries)
+        by_weight = _gather_whole(lax.stop_gradient(weights), stream).flatten(1).gather(-1, entries)
         entries = entries.gather(-1, _argsort(by_weight, descending=True))
     flat = experts.flatten(1)
     entries = entries.gather(-1, _argsort(flat.gather(-1, entries)))
     fits = _rank_in_run(flat.gather(-1, entries)) < limit
     kept = torch.zeros_like(fits).scatter(-1, entries, fits)
-    return _own(kept.unflatten(1, (seq, choices)), stream)
+    return _select_own(kept.unflatten(1, (seq, choices)), stream)
 
 
 def choose_tokens(
@@ -124,50 +120,52 @@ def choose_tokens(
     Equal scores are ordered by position (Zhou et al. 2022, section 3.1).
 
     Args:
-        scores: ``[batch, seq, experts]``, this rank's part; no gradient flows.
+        scores: this rank's part; no gradient flows.
         limit, positions, stream: as for `keep`.
 
     Returns:
-        bool ``[batch, seq, experts]``, this rank's part. Collectives: one all-gather of scores and
-        one of positions over the axes that split the sequence; none in backward.
+        This rank's part. Collectives: one all-gather of scores and one of positions over the axes
+        that split the sequence; none in backward.
     """
-    in_order = _argsort(_whole(positions, stream)).unsqueeze(1)
-    tokens = _whole(lax.stop_gradient(scores), stream).mT
+    in_order = _argsort(_gather_whole(positions, stream)).unsqueeze(1)
+    tokens = _gather_whole(lax.stop_gradient(scores), stream).mT
     in_order = in_order.expand_as(tokens)
     best = _argsort(tokens.gather(-1, in_order), descending=True)[..., :limit]
     best = in_order.gather(-1, best)
     chosen = torch.zeros_like(tokens, dtype=torch.bool)
-    return _own(chosen.scatter(-1, best, torch.ones_like(best, dtype=torch.bool)).mT, stream)
+    return _select_own(chosen.scatter(-1, best, torch.ones_like(best, dtype=torch.bool)).mT, stream)
 
 
-def _as_one(x: Tensor, stream: P) -> Tensor:
+def _join_samples(x: Tensor, stream: P) -> Tensor:
     """``[batch, seq, n]`` of this rank as one sequence ``[1, tokens, n]`` of all ranks' tokens."""
-    return lax.all_gather(_whole(x, stream), DATA_AXES, axis=0, tiled=True).flatten(0, 1)[None]
+    return lax.all_gather(_gather_whole(x, stream), DATA_AXES, axis=0, tiled=True).flatten(0, 1)[
+        None
+    ]
 
 
-def _own_of_one(x: Tensor, batch: int, stream: P) -> Tensor:
-    """This rank's ``[batch, seq, n]`` of what is known of `_as_one`."""
+def _select_own_samples(x: Tensor, batch: int, stream: P) -> Tensor:
+    """This rank's ``[batch, seq, n]`` of what is known of `_join_samples`."""
     ranks = lax.axis_size(DATA_AXES)
     x = x.squeeze(0).unflatten(0, (batch * ranks, -1))
     if ranks > 1:
         x = torch.index_select(x, 0, lax.global_index(batch, DATA_AXES, device=x.device))
-    return _own(x, stream)
+    return _select_own(x, stream)
 
 
-def _places(rows: Tensor, positions: Tensor, stream: P) -> Tensor:
-    """The order of the tokens in `_as_one`: by position, and at each of them by sample."""
+def _order_tokens(rows: Tensor, positions: Tensor, stream: P) -> Tensor:
+    """The order of the tokens in `_join_samples`: by position, and at each of them by sample."""
     rows = lax.all_gather(rows, DATA_AXES, axis=0, tiled=True)
-    positions = _as_one(positions.unsqueeze(-1), stream).view(len(rows), -1)
-    at, row = _inverse(_argsort(positions)), _inverse(_argsort(rows))
+    positions = _join_samples(positions.unsqueeze(-1), stream).view(len(rows), -1)
+    at, row = _invert(_argsort(positions)), _invert(_argsort(rows))
     return (at * len(rows) + row.unsqueeze(-1)).view(1, -1)
 
 
-def _whole(x: Tensor, stream: P) -> Tensor:
+def _gather_whole(x: Tensor, stream: P) -> Tensor:
     """The whole sequence, on all ranks that share it, in the order in which they hold it."""
     return lax.all_gather(x, sequence_axes(stream), axis=SEQ_DIM, tiled=True)
 
 
-def _own(x: Tensor, stream: P) -> Tensor:
+def _select_own(x: Tensor, stream: P) -> Tensor:
     """This rank's part of what is known of the whole sequence."""
     axes = sequence_axes(stream)
     parts = lax.axis_size(axes)
@@ -182,7 +180,7 @@ def _argsort(x: Tensor, descending: bool = False) -> Tensor:
     return torch.sort(x, dim=-1, descending=descending, stable=True).indices
 
 
-def _inverse(permutation: Tensor) -> Tensor:
+def _invert(permutation: Tensor) -> Tensor:
     """The place of each of 0, 1, ... in the last dim: of indices that sort, the ranks."""
     place = torch.arange(permutation.shape[-1], device=permutation.device)
     return torch.zeros_like(permutation).scatter(-1, permutation, place.expand_as(permutation))
@@ -205,12 +203,12 @@ class Routing(NamedTuple):
     Attributes:
         experts: int64 ``[batch, seq, choices]``, no expert twice; a token's best first, or all in
             order where experts choose.
-        weights: ``[batch, seq, choices]`` in float32 at least: what the expert's output is
-            multiplied by, exactly 0 where it is not kept. No gradient flows through those.
+        weights: ``[batch, seq, choices]`` in float32 at least: factors of experts' outputs, exactly
+            0, without a gradient, where these are not kept.
         kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token.
         scores: ``[batch, seq, experts]`` in float32 at least, of all experts, without the bias that
             balances them.
-        logits: ``[batch, seq, experts]``, what they are the softmax or sigmoid of; None where a
+        logits: ``[batch, seq, experts]``, of which scores are the softmax or sigmoid; None where a
             router of one's own gave scores, which then add up to 1.
     """
 
@@ -226,13 +224,12 @@ class RouterOutput(NamedTuple):
 
     Attributes:
         experts: int64 ``[batch, seq, choices]``, no expert twice; a token's best first.
-        weights: ``[batch, seq, choices]``, what the expert's output is multiplied by.
+        weights: ``[batch, seq, choices]``, factors of experts' outputs.
         kept: bool ``[batch, seq, choices]``: False where the expert does not compute the token;
             None: all, or those of `keep` under `capacity_factor`.
         scores: ``[batch, seq, experts]``: divided by their sum, the distribution whose entropy is
             recorded; None: that of the weights.
-        auxiliary: 0-dim: the sum, over those of this rank's tokens that count, of what is added to
-            the loss; None: nothing.
+        auxiliary: 0-dim: the term of the loss, summed over this rank's tokens that count; None: 0.
     """
 
     experts: Tensor
@@ -243,7 +240,7 @@ class RouterOutput(NamedTuple):
 
 
 class RouterInput(NamedTuple):
-    """The tokens of this rank that a router of one's own is asked about; see `Router`.
+    """The tokens of this rank, for a router of one's own; see `Router`.
 
     Attributes:
         x: ``[batch, seq, embed]`` with spec `stream`.
@@ -271,21 +268,21 @@ class RouterInput(NamedTuple):
 Router = Callable[[dict, RouterInput], RouterOutput]
 """``router(params, inputs)``: a router of one's own, for `nn.moe.moe` and models.
 
-It is part of the per-rank program. It is given `params`, this rank's parameters of the router
-(those of `router_defs`, or the `router` given to `moe_defs`; whole on every rank), and the tokens
-of this rank, and every token gets experts, also one without a target. It returns `experts` and
-`weights`; the number of choices is its own. Both must be a function of the token, the parameters
-and sums over ranks alone, so that ranks with the same tokens choose the same experts.
+It is part of the per-rank program. `params` are the parameters of the router (of `router_defs`, or
+the `router` passed to `moe_defs`; whole on every rank). Every token of this rank gets experts, also
+one without a target. `experts` and `weights`, of any number of choices, must be functions of the
+token, the parameters and sums over ranks alone, so that ranks with the same tokens choose the same
+experts.
 
-Of `MoEConfig` the layer itself reads what is not of the router: num_experts, expert_dim,
-capacity_factor and drop, shared_dim, shared_gate, latent_dim, expert_bias and dispatch. The others
-(top_k, score, scale, aux_loss, ...) are the router's to read, or to ignore.
+Of `MoEConfig` the layer itself reads num_experts, expert_dim, capacity_factor and drop, shared_dim,
+shared_gate, latent_dim, expert_bias and dispatch. A router may read the others (top_k, score,
+scale, aux_loss, ...).
 
 `auxiliary` is the sum over *this rank's* tokens that count, without any psum: the layer sums it
 over the axes that split the sequence besides the context axes, as under sequence parallelism, and
 the loss over data and context axes; tokens that ranks share count once. As the loss is divided by
-the number of targets, a mean over tokens is to be returned times the tokens. Statistics of the
-whole batch that it needs, such as the load of each expert, are ``lax.psum(load, inputs.axes)``:
+the number of targets, multiply a mean over tokens by their number. Statistics of the whole batch,
+such as the load of each expert, are ``lax.psum(load, inputs.axes)``:
 
     def router(params, inputs):
         k, experts = inputs.config.top_k, inputs.config.num_experts
@@ -304,18 +301,17 @@ def router_defs(config: MoEConfig, embed_dim: int, *, stddev: float, dtype: torc
 
     The latter is float32 whatever the `dtype`: it moves by small steps.
     """
-    bias = (config.num_experts,) if config.router_bias else None
+    experts = (config.num_experts,)
     defs = linear_defs(
-        (embed_dim, config.num_experts),
+        (embed_dim, *experts),
         ("embed", None),
         stddev=stddev,
-        bias=bias,
+        bias=experts if config.router_bias else None,
         bias_axes=(None,),
         dtype=dtype,
     )
     if config.balance_bias:
-        shape = (config.num_experts,)
-        defs["balance"] = ParamDef(shape, (None,), zeros, decay=False, balance=True)
+        defs["balance"] = ParamDef(experts, (None,), zeros, decay=False, balance=True)
     return defs
 
 
@@ -337,11 +333,11 @@ def route(
 
     Args:
         params: this rank's `router_defs`.
-        x: ``[batch, seq, embed]`` with spec `stream`.
-        rows: int64 ``[batch]``, the index of each sample within the global batch, for jitter.
-        positions: int64 ``[batch, seq]``: distinct within a sample and in the order of the original
-            sequence, such as 0, 1, ... wherever the tokens are now; for what is packed and then
-            rearranged, its document times the length of the sample, plus the place in it.
+        x: has spec `stream`.
+        rows: int64, the index of each sample within the global batch, for jitter.
+        positions: int64, distinct within a sample and in the order of the original sequence, such
+            as 0, 1, ... wherever the tokens are now; of packed documents that were rearranged, a
+            token's document times the length of the sample, plus its place in that document.
         key: the key of the jitter, or None for none (evaluation).
         kernels: of ``"moe_router"``, where tokens choose without Sinkhorn's iteration.
 
@@ -352,7 +348,7 @@ def route(
         None in backward.
     """
     if key is not None and config.jitter:
-        x = x * _noise(key, x, config, rows, positions, stream)
+        x = x * _draw_jitter(key, x, config, rows, positions, stream)
     logits = _logits(params, x, config)
     experts, weights, scores = _choose_experts(params, logits, config, stream, kernels)
     kept = _fit_capacity(experts, weights, config, rows, positions, stream)
@@ -364,13 +360,13 @@ def route(
 def route_by(router: Router, params: dict, inputs: RouterInput) -> tuple[Routing, Tensor]:
     """The routing of a router of one's own, which has no logits, and its auxiliary sum.
 
-    An expert that does not exist, or that a token has twice, cannot be refused on a device without
-    waiting for it: the weights of that token are NaN, and so is the loss.
+    An expert that does not exist, or that a token has twice, cannot be refused without waiting for
+    the device: the weights of that token are NaN, and so is the loss.
 
     Raises:
-        TypeError: it returns something else than a `RouterOutput`.
-        ValueError: what it returns has other shapes or dtypes than `RouterOutput` describes, or is
-            `kept` beside `capacity_factor`; or the config's `routing` is another than "top_k".
+        TypeError: it does not return a `RouterOutput`.
+        ValueError: a result has other shapes or dtypes than `RouterOutput` describes, or is `kept`
+            beside `capacity_factor`; or the config's `routing` is not "top_k".
     """
     config, title = inputs.config, "cannot route with this router"
     if config.routing != "top_k":
@@ -439,16 +435,16 @@ def top_k_experts(
     """The `top_k` experts of each token by score plus `balance`, in the chosen groups; best first.
 
     Args:
-        scores: ``[batch, seq, experts]``; no gradient flows.
-        balance: ``[experts]``, added to the scores of all tokens.
-        logits: ``[batch, seq, experts]``, which scores are of: of equal scores that of the larger
-            logit is chosen. None: scores alone.
+        scores: no gradient flows.
+        balance: added to the scores of all tokens.
+        logits: that scores were made of: among equal scores the expert of the larger logit is
+            chosen. None: by scores alone.
         kernels: of ``"moe_router"``.
     """
     score: KernelScore = "given" if logits is None else config.score
     ranked, own = (lax.stop_gradient(x) for x in (scores, scores if logits is None else logits))
-    if _takes(kernels, config, own):
-        return _by_kernel(own, balance, config, score, "scores")[0]
+    if _has_kernel(kernels, config, own):
+        return _route_by_kernel(own, balance, config, score, "scores")[0]
     return choose(
         ranked, own, lax.stop_gradient(balance), score,
         top_k=config.top_k, num_groups=config.num_groups, top_groups=config.top_groups,
@@ -460,11 +456,11 @@ def _choose_experts(
     params: dict, logits: Tensor, config: MoEConfig, stream: P, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Experts, their weights before `scale`, in which dropping has no part, and all scores."""
-    if config.routing == "top_k" and _takes(kernels, config, logits):
+    if config.routing == "top_k" and _has_kernel(kernels, config, logits):
         weighting: Weighting = "renormalised" if config.renormalise else "scores"
         if config.normalise == "after":
             weighting = "softmax of chosen"
-        return _by_kernel(logits, params.get("balance"), config, config.score, weighting)
+        return _route_by_kernel(logits, params.get("balance"), config, config.score, weighting)
     scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
     if config.routing == "expert_choice":
         experts = torch.arange(config.num_experts, device=logits.device).expand_as(scores)
@@ -478,12 +474,12 @@ def _choose_experts(
     return experts, _weights(logits, scores, experts, config), scores
 
 
-def _takes(kernels: Kernels, config: MoEConfig, x: Tensor) -> bool:
+def _has_kernel(kernels: Kernels, config: MoEConfig, x: Tensor) -> bool:
     room = fits(config.num_experts, config.num_groups)
     return room and kernels.takes("moe_router", x)
 
 
-def _by_kernel(
+def _route_by_kernel(
     x: Tensor, balance: Tensor | None, config: MoEConfig, score: KernelScore, weighting: Weighting
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_router` of logits, or given scores, ``[batch, seq, experts]``."""
@@ -496,7 +492,7 @@ def _by_kernel(
     return experts, weights, scores
 
 
-def _noise(
+def _draw_jitter(
     key: Tensor, x: Tensor, config: MoEConfig, rows: Tensor, positions: Tensor, stream: P
 ) -> Tensor:
     """Uniform numbers around 1, a function of the token's place in the global batch."""
@@ -538,9 +534,9 @@ def _fit_capacity(
     batch, seq = experts.shape[:2]
     limit = capacity(config, competing(config, batch, seq, stream))
     if config.capacity_over == "batch":
-        positions, where = _places(rows, positions, stream), P()
-        experts = _as_one(experts, stream)
-        weights = _as_one(lax.stop_gradient(weights), stream)
+        positions, where = _order_tokens(rows, positions, stream), P()
+        experts = _join_samples(experts, stream)
+        weights = _join_samples(lax.stop_gradient(weights), stream)
     else:
         where = stream
     if config.routing == "expert_choice":
@@ -548,7 +544,7 @@ def _fit_capacity(
     else:
         own: Any = {"limit": limit, "positions": positions, "stream": where}
         kept = keep(experts, weights, drop=config.drop, **own)
-    return kept if where is stream else _own_of_one(kept, batch, stream)
+    return kept if where is stream else _select_own_samples(kept, batch, stream)
 
 
 def _sinkhorn(logits: Tensor, steps: int, stream: P) -> Tensor:
@@ -623,16 +619,10 @@ def over_context(x: Tensor, stream: P) -> Tensor:
 def statistics(
     routing: Routing, config: MoEConfig, *, counted: Bool[Tensor, "batch seq"], stream: P
 ) -> RouterSums:
-    """The sums of one layer over those of this rank's tokens that count; no gradient flows.
+    """The sums of one layer over this rank's tokens with a target, `counted`; no gradient flows.
 
-    Args:
-        routing: of `route`.
-        counted: bool ``[batch, seq]``, tokens with a target.
-        stream: the spec of the residual stream.
-
-    Returns:
-        Sums whose psum over the data and context axes is that of all tokens. Collectives: under
-        sequence parallelism one all-reduce of each.
+    Their psum over the data and context axes is that of all tokens. Collectives: under sequence
+    parallelism one all-reduce of each.
     """
     every = counted.unsqueeze(-1).expand_as(routing.experts)
     taken = every & routing.kept if config.routing == "expert_choice" else every
@@ -650,15 +640,12 @@ def statistics(
 
 
 def summary(sums: RouterSums) -> dict[str, float]:
-    """Rates and ratios of sums over a batch, for people: numbers on the host.
+    """Rates and ratios of the sums of all ranks, as numbers on the host.
 
-    Args:
-        sums: of all ranks; those of several layers may be stacked on leading dims.
-
-    Returns:
-        ``load_ratio``, the load of the busiest expert over the mean, of the worst layer; ``idle``,
-        the fraction of experts without a token; ``drop_rate`` of assignments; ``unrouted_rate`` of
-        tokens; and ``entropy``, the mean over tokens in nats. 0 where there was nothing.
+    Those of several layers may be stacked on leading dims. ``load_ratio`` is the load of the
+    busiest expert over the mean, of the worst layer; ``idle`` the fraction of experts without a
+    token; ``drop_rate`` of assignments; ``unrouted_rate`` of tokens; and ``entropy`` the mean over
+    tokens in nats. 0 where there was nothing.
     """
     load = sums.load.detach().double()
     mean = load.mean(-1).clamp_min(1e-9)
@@ -697,8 +684,7 @@ def auxiliary(
 
     Args:
         params: this rank's `router_defs`.
-        routing: of `route`.
-        counted: bool ``[batch, seq]``, tokens with a target.
+        counted: tokens with a target.
         stream: the spec of the residual stream.
         kernels: of ``"moe_router"``.
 
@@ -716,7 +702,7 @@ def auxiliary(
         lse = routing.logits.logsumexp(-1)
         share = share + config.z_loss * torch.where(counted, lse.square(), 0).sum()
     if "balance" in params:
-        share = share + _against_load(params["balance"], routing, config, counted, stream)
+        share = share + _balance_term(params["balance"], routing, config, counted, stream)
     return over_context(share, stream)
 
 
@@ -745,7 +731,7 @@ def _imbalance(
     return (f * shares).sum()
 
 
-def _against_load(
+def _balance_term(
     balance: Tensor, routing: Routing, config: MoEConfig, counted: Tensor, stream: P
 ) -> Tensor:
     """0, with the derivative by `balance` in `auxiliary`: of the experts that tokens did choose."""

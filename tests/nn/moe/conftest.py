@@ -87,6 +87,13 @@ def config(request) -> MoEConfig:
     return CONFIGS[request.param]
 
 
+def factors(layout: str, config: str) -> list[dict]:
+    """Each config, and on each layout each way in which tokens compete for experts."""
+    own = CONFIGS[config]
+    over = own.capacity_over if own.capacity_factor else ""
+    return [{"config": config}, {"layout": layout, "competing": (own.routing, over, own.drop)}]
+
+
 @pytest.fixture(scope="session")
 def configs() -> dict[str, MoEConfig]:
     return CONFIGS

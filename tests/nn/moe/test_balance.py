@@ -67,6 +67,7 @@ def formula(params: dict, x, counted, config: MoEConfig, oracle) -> torch.Tensor
     return total + config.z_loss * (z**2 * mask).sum()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("aux", ["sequence", "batch"])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("balance_bias", [False, True])
@@ -127,6 +128,7 @@ def test_losses_and_gradients(agrees, params, randn, oracle, configs, layout, lo
     check(agrees, params, randn, oracle, replace(configs[name], **LOSSES[loss]), layout, counted)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mask", ["all", "none"])
 @pytest.mark.parametrize("loss", ["sequence", "batch"])
 def test_all_tokens_and_none(agrees, params, randn, oracle, configs, layout, loss, mask):

@@ -15,6 +15,7 @@ import functron as ft
 from functron import DATA_AXES, P, lax, random, tree
 from functron.nn.moe import MoEConfig, Routing, route, router_defs
 from functron.nn.moe.router import top_k_experts
+from tests.nn.moe.conftest import factors
 
 BATCH, SEQ, EMBED, EXPERTS = 4, 8, 5, 8
 ROWS = torch.arange(BATCH)
@@ -33,6 +34,7 @@ def specs(layout, params) -> tuple:
     return tree.map(lambda _: P(), params), layout.stream, P(DATA_AXES), layout.stream
 
 
+@pytest.mark.pairwise(of=factors)
 def test_weights_and_gradients(agrees, params, randn, oracle, layout, config):
     """Also of what is dropped: its weight is 0, and so is the gradient that a use of it sends back.
 
@@ -57,6 +59,7 @@ def test_weights_and_gradients(agrees, params, randn, oracle, layout, config):
     )  # fmt: skip
 
 
+@pytest.mark.pairwise(of=factors)
 def test_choices(params, randn, oracle, layout, config):
     weights, x = params(config), randn(BATCH, SEQ, EMBED)
 
@@ -176,6 +179,7 @@ def test_gradients_through_split_experts(
     )  # fmt: skip
 
 
+@pytest.mark.pairwise(of=lambda layout, name: [{"layout": layout}, {"name": name}])
 @pytest.mark.parametrize("name", ["softmax", "deepseek-v2", "capacity", "sinkhorn"])
 def test_ties_go_to_the_first_experts(params, configs, layout, name):
     """Nothing tells experts apart: which are chosen is the same on every mesh."""

@@ -11,6 +11,7 @@ import functron as ft
 from functron import DATA_AXES, P, lax, tree
 from functron.nn.moe import RouterSums, route, statistics, summary
 from functron.spmd.mesh import CONTEXT_AXES
+from tests.nn.moe.conftest import factors
 
 BATCH, SEQ, EMBED, EXPERTS = 4, 8, 5, 8
 ROWS = torch.arange(BATCH)
@@ -48,6 +49,7 @@ def counts(routed, counted, config) -> dict:
     }
 
 
+@pytest.mark.pairwise(of=factors)
 def test_sums(params, randn, oracle, layout, config):
     weights, x = params(config), randn(BATCH, SEQ, EMBED)
     order = list(layout.order)
