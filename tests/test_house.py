@@ -472,7 +472,6 @@ LARGE = frozenset(
         "llama",
         "moe",
         "multi_token",
-        "offload",
         "partition",
     ]
 )
