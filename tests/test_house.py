@@ -456,7 +456,6 @@ LARGE = frozenset(
         "context_attention",
         "generate",
         "moe",
-        "offload",
         "partition",
     ]
 )

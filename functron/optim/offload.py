@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,9 +56,19 @@ def offload(
         ValueError: (when called) state on another device than the parameters in a traced or
             compiled program, or in `step_` under transforms of torch.func.
     """
+    made = _Offloaded(inner, group_bytes, streams)
+    return GradientTransformation(made.init, made.update, made.step_, inner.specs, inner.grad_specs)
 
-    def marked(params: tree.Tree) -> tuple[list[int | None], tree.Structure, set[int]]:
-        """Of every part of a state the parameter that it belongs to (None: a counter).
+
+class _Offloaded(NamedTuple):
+    """The functions of `offload`, and its arguments."""
+
+    inner: GradientTransformation
+    group_bytes: int
+    streams: Streams
+
+    def find_owners(self, params: tree.Tree) -> tuple[list[int | None], tree.Structure, set[int]]:
+        """The parameter that every part of a state belongs to (None: a counter).
 
         A part is what stands where the state's specs have one: a tensor, None, or a few tensors.
         It belongs to parameter i if a state of some of the parameters has it just when i is among
@@ -67,10 +77,11 @@ def offload(
         """
         leaves, structure = tree.flatten(params)
         like = [torch.empty_like(leaf, device="meta") for leaf in leaves]
-        _, parts = tree.flatten(inner.specs(tree.unflatten(structure, [P()] * len(like))), is_spec)
+        replicated = tree.unflatten(structure, [P()] * len(like))
+        _, parts = tree.flatten(self.inner.specs(replicated), is_spec)
 
         def state_of(group: Sequence[int]) -> list[list[torch.Tensor]]:
-            state = inner.init(_only(structure, like, group))
+            state = self.inner.init(_only(structure, like, group))
             return [tree.leaves(part) for part in parts.flatten_up_to(state)]
 
         owners: list[int | None] = [None if always else 0 for always in map(bool, state_of([]))]
@@ -84,30 +95,30 @@ def offload(
         other = {i for i, of in rows if i is not None for x in of if x.shape != like[i].shape}
         return owners, parts, other
 
-    def moving(leaves: Sequence[torch.Tensor]) -> bool:
+    def moving(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether state moves by streams: under transforms, as in simulation, it does in line."""
-        return not compat.transforms_active() and any(map(streams.on_device, leaves))
+        return not compat.transforms_active() and any(map(self.streams.on_device, leaves))
 
-    def pieces_of(leaves: Sequence[torch.Tensor], other: set[int]) -> list[OffloadPiece]:
-        limits = [
-            group_bytes
-            if inner.elementwise and i not in other and streams.on_device(x) and x.is_contiguous()
-            else None
-            for i, x in enumerate(leaves)
-        ]
-        return _pieces(leaves, limits if moving(leaves) else [None] * len(leaves), group_bytes)
+    def pieces_of(self, leaves: Sequence[torch.Tensor], other: set[int]) -> list[OffloadPiece]:
+        cuts = self.inner.elementwise and self.moving(leaves)
 
-    def init(params):
+        def limit(i: int, x: torch.Tensor) -> int | None:
+            whole = i in other or not (self.streams.on_device(x) and x.is_contiguous())
+            return None if whole or not cuts else self.group_bytes
+
+        return _pieces(leaves, [limit(*row) for row in enumerate(leaves)], self.group_bytes)
+
+    def init(self, params):
         leaves, structure = tree.flatten(params)
-        owners, parts, other = marked(params)
+        owners, parts, other = self.find_owners(params)
         found: list[Any] = [None] * len(owners)
-        for piece in pieces_of(leaves, other):
-            made = parts.flatten_up_to(inner.init(_cut(structure, leaves, piece)))
+        for piece in self.pieces_of(leaves, other):
+            made = parts.flatten_up_to(self.inner.init(_cut(structure, leaves, piece)))
             for position, i in enumerate(owners):
                 if i is None:
                     found[position] = made[position]
                 elif i in piece:
-                    room = lambda x, i=i, box=piece[i]: _room(streams, x, leaves[i].shape, box)  # noqa: E731
+                    room = lambda x, i=i, box=piece[i]: _room(self.streams, x, leaves[i].shape, box)  # noqa: E731
                     if found[position] is None:
                         found[position] = tree.map(room, made[position])
                     tree.map(
@@ -117,25 +128,25 @@ def offload(
                     )
         return tree.unflatten(parts, found)
 
-    def update(updates, state, params=None, *, donated=False, **extra):
+    def update(self, updates, state, params=None, *, donated=False, **extra):
         if active() is not None:
             _refuse_apart(state, updates)
         device = tree.leaves(updates)[0].device
         near = tree.map(lambda x: x.to(device), state)
-        updates, new = inner.update(updates, near, params, **extra)
+        updates, new = self.inner.update(updates, near, params, **extra)
         return updates, tree.map(lambda old, new: new.to(old.device), state, new)
 
-    def step_(grads, state, params, **extra):
+    def step_(self, grads, state, params, **extra):
         extra = name_norm(extra, grads)  # of a piece it is not
         if purely():
             _refuse_apart(state, params)
-            return inner.step_(grads, state, params, **extra)
+            return self.inner.step_(grads, state, params, **extra)
         leaves, structure = tree.flatten(params)
         gradients = tree.same_structure(params, grads, names=("params", "grads"))
-        owners, parts, other = marked(params)
+        owners, parts, other = self.find_owners(params)
         before = parts.flatten_up_to(state)
         after = list(before)
-        pieces = pieces_of(leaves, other)
+        pieces = self.pieces_of(leaves, other)
 
         def part(position: int, piece: OffloadPiece) -> tree.Tree:
             """The rows of a part of the state that belong to a piece; of a counter a copy."""
@@ -147,7 +158,7 @@ def offload(
             return tree.map(lambda x: x[piece[i]] if piece[i] else x, before[position])
 
         def step(piece: OffloadPiece, near: list[tree.Tree]) -> list[tree.Tree]:
-            _, new = inner.step_(
+            _, new = self.inner.step_(
                 _cut(structure, gradients, piece),
                 tree.unflatten(parts, near),
                 _cut(structure, leaves, piece),
@@ -160,9 +171,9 @@ def offload(
             return new
 
         positions = range(len(owners))
-        if moving(leaves):
+        if self.moving(leaves):
             far = [[part(position, piece) for position in positions] for piece in pieces]
-            _by_streams(streams, leaves, owners, group_bytes, pieces, far, step)
+            _by_streams(self.streams, leaves, owners, self.group_bytes, pieces, far, step)
             return params, tree.unflatten(parts, after)
         for piece in pieces:
             near = [part(position, piece) for position in positions]
@@ -175,8 +186,6 @@ def offload(
                 if owners[position] in piece:
                     after[position] = tree.map(_back, before[position], new[position])
         return params, tree.unflatten(parts, after)
-
-    return GradientTransformation(init, update, step_, inner.specs, inner.grad_specs)
 
 
 def _pieces(
