@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -863,6 +864,57 @@ def test_a_section_of_the_configuration_adds_its_hook(tmp_path):
     assert [record.get("weight") for record in history] == [None, total, total]
     assert records.read(tmp_path / "metrics.jsonl") == history
     assert [e["step"] for e in records.read(tmp_path / "events.jsonl")] == [2, 3]
+
+
+def test_the_hook_of_a_section_judges_and_has_a_run_go_on(tmp_path):
+    """After a loop that it stopped, from an earlier state: the steps again, as if nothing was."""
+    heard = []
+
+    class Again(LoopHook):
+        judges = True
+
+        def __init__(self):
+            self.answers = 0
+
+        def after(self, at):
+            heard.append(
+                (at.step, (tmp_path / "metrics.jsonl").read_text().count("\n"), at.repair())
+            )
+            if at.step == 3 and not self.answers:
+                at.stop(keeps=False)
+
+        def repair(self, at):
+            return at.newest.step == 2
+
+        def phase(self, name, index):
+            if name == "restore":
+                heard.append((name, index))
+
+        def go_on(self, session):
+            if self.answers:
+                return False
+            self.answers += 1
+            assert [record["step"] for record in session.history] == [1, 2, 3]
+            assert (session.run.start, int(session.run.state.step)) == (3, 3)
+            state = session.run.restore(session.out, session.job, 2)
+            session.run = dataclasses.replace(session.run, state=state, start=int(state.step))
+            return True
+
+    @dataclass(frozen=True)
+    class Once:
+        every: int = 2
+
+        def hook(self, session):
+            return Again()
+
+    kind = with_sections(TrainConfig, {"once": Once})
+    given = {"steps": 4, "global_batch": 2, "seq": 16, "format": "mock", "save_every": 2}
+    history = train(prepare(configure(kind(), **given), Mesh()), tmp_path).history
+    plain = train(prepare(configure(**given), Mesh()), None).history
+    assert [record["loss"] for record in history] == [record["loss"] for record in plain]
+    assert [record["step"] for record in records.read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    wrote = [(1, 1, False), (2, 2, True), (3, 3, False)]
+    assert heard == [*wrote, ("restore", 3), (3, 3, False), (4, 4, False), ("restore", 4)]
 
 
 def test_ticks_are_round_and_enclose():
