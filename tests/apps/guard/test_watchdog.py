@@ -170,7 +170,7 @@ def test_a_stopped_process_is_named(torchrun, tmp_path):
     told = [json.loads(file.read_text()) for file in sorted((out / HANGS).glob("rank-*.json"))]
     assert [each["rank"] for each in told] == [0, 1, 3]
     assert all(
-        "def wait" in str(each["stacks"]) or "all_reduce" in str(each["stacks"]) for each in told
+        "def wait" in str(each["stacks"]) or "wait_tensor" in str(each["stacks"]) for each in told
     )
     assert all(each["waiting"] is not None and each["phase"] == "step" for each in told)
 
