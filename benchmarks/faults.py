@@ -48,6 +48,7 @@ from functron.checkpoint import saver
 from functron.checkpoint.folder import LATER
 from functron.cli import launch, process
 from functron.cli import train as command
+from functron.core.settings import value_at
 from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.data.sampling import shuffled
 from functron.optim import OptimizerConfig
@@ -645,7 +646,7 @@ def numbers(folder: Path, options: argparse.Namespace) -> Found:
         bound, said = mesh.bind(), []
         for number, (kind, fault) in enumerate(chosen):
             most = 1 if kind == "transient" else 0
-            own = configure(config, anomalies=replace(config.anomalies, most=most))
+            own = configure(config, anomalies__most=most)
             around = partial(faults.inject, faults=[fault], rank=rank)
             try:
                 outcome = train(prepare(own, bound, around=around), folder / str(number))
@@ -701,7 +702,7 @@ def _equal_without(folder: Path, cases: int) -> int:
         )
         out = folder / str(case)
         seen = train(prepare(config, Mesh()), out).history
-        skipped = load(out / run_folder.CONFIG).anomalies.skipped_samples
+        skipped = value_at(load(out / run_folder.CONFIG), "anomalies.skipped_samples")
         never = configure(config, anomalies=AnomalyConfig(skipped_samples=skipped))
         plain = train(prepare(never, Mesh()), None).history
         equal += bool(skipped) and [r["loss"] for r in seen] == [r["loss"] for r in plain]
@@ -721,7 +722,7 @@ def checks(folder: Path, options: argparse.Namespace) -> Found:
         replicas = replicas_of(run, job)
         assert replicas is not None
         state, batch, times = run.state, run.batch(0), ([], [], [])
-        guard = Guard(config.anomalies, lambda *a, **k: None, run.samples_of)
+        guard = Guard(value_at(config, "anomalies"), lambda *a, **k: None, run.samples_of)
         for index in range(12):
             began = time.perf_counter()
             state, metrics = run.step(state, batch)
@@ -739,11 +740,12 @@ def checks(folder: Path, options: argparse.Namespace) -> Found:
         return [sorted(each)[len(each) // 2] for each in times] + [tree.nbytes(state)]
 
     step, check, watch, nbytes = ranks(2, program, folder.with_name("checks.log"))[0]
-    share = check / step / config.replicas.every
+    every = value_at(config, "replicas.every")
+    share = check / step / every
     return [
         f"{nbytes / 2**20:.0f} MiB of state: a step takes {1e3 * step:.0f} ms, a comparison "
         f"{1e3 * check:.1f} ms ({nbytes / check / 1e9:.2f} GB/s): {share:.3%} of the steps, at one "
-        f"in {config.replicas.every}; what watches numbers {1e6 * watch:.0f} us, "
+        f"in {every}; what watches numbers {1e6 * watch:.0f} us, "
         f"{watch / step:.3%}"
     ], share < 0.001
 
@@ -945,9 +947,8 @@ def overhead(folder: Path, options: argparse.Namespace) -> Found:
             dist.all_gather(found, mine)
             return torch.stack(found)
 
-        compared = Comparison(
-            bound, ["a"] * 2, config.stragglers.every, watch, gather, saver.nowhere, print, None
-        )
+        every = value_at(config, "stragglers.every")
+        compared = Comparison(bound, ["a"] * 2, every, watch, gather, saver.nowhere, print, None)
         states, batch = [plain.state, watched.state], plain.batch(0)
         took: list[list[float]] = [[], [], [], []]
         with dog.watching():

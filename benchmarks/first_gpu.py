@@ -54,9 +54,9 @@ def doctor(args: argparse.Namespace) -> dict:
         found["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
     if importlib.util.find_spec("tyro") is None:
         return found | {"doctor": "skipped: it needs tyro"}
-    from functron.cli.doctor import findings
+    from functron.cli.doctor import run_checks
 
-    return found | {one.name: f"{one.state}: {one.found}" for one in findings()}
+    return found | {one.name: f"{one.state}: {one.found}" for one in run_checks()}
 
 
 def check(args: argparse.Namespace) -> dict:

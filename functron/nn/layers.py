@@ -447,10 +447,10 @@ def mlp(
     x = gather_sequence(x, stream, axis)
     act = ACTIVATIONS[activation]
     w, bias, lora = weights(params["down"])
-    narrow: Any = {"stream": stream, "axis": axis, "name": "mlp/down", "matmul": products}
+    narrow: Any = {"stream": stream, "axis": axis, "name": "mlp/down", "matmul": matmul}
 
     def linear(name: str) -> Tensor:
-        own: Any = {"name": f"mlp/{name}", "axis": axis, "matmul": products}
+        own: Any = {"name": f"mlp/{name}", "axis": axis, "matmul": matmul}
         return column_parallel(x, *weights(params[name]), **own).flatten(SEQ_DIM + 1)
 
     gate, up = widen(params, linear)

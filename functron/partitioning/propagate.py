@@ -628,7 +628,7 @@ class AxisChoice:
         for letter, kind in self.rule.combined.items():
             for digit in self.letters.get(letter, ()):
                 sums[digit.axis] = kind
-        partial = [(axis, sums[axis]) for axis in self.sizes if axis in sums]
+        partial: list[tuple[str, Reduction]] = [(a, sums[a]) for a in self.sizes if a in sums]
         results = tuple(
             ValuePlacement(self._dims(labels), tuple(partial)) for labels in self.rule.results
         )

@@ -435,7 +435,7 @@ def cross_entropy_loss(
     x, names = x.float() if half_to_float else x, site.names(site.operands[0][-1])
     if not names:
         return nll_loss(site, x.log_softmax(-1), target, weight, reduction, ignore_index)
-    most = _largest(x, -1, names)
+    most = _largest(x, [-1], names)
     total = _total((x - most).exp().sum(-1, keepdim=True), names, site.equal)
     return nll_loss(site, x, target, weight, reduction, ignore_index, total.log() + most)
 

@@ -757,7 +757,7 @@ def _trace_part(
         for i in range(len(reads))
     ]
     leaves = tree.leaves(weights)
-    divided = [{*spec_axes(s)} & {*options.experts} for s in tree.leaves(specs, is_spec)]
+    divided = [{*spec_axes(s)} & {*options.expert_axes} for s in tree.leaves(specs, is_spec)]
     return TracedPiece(
         part,
         _donate_sums(stage.program),

@@ -441,10 +441,10 @@ def test_models_that_continue_no_text_are_refused(name):
 
 def test_options_without_a_place_are_refused():
     hook = ft.Hook(lambda q, k, v: v)
-    options = ft.ModelOptions(context=gpt.Context("gather"), experts=(), attention=hook)
+    options = ft.ModelOptions(context=gpt.Context("gather"), expert_axes=(), attention=hook)
     with pytest.raises(ValueError, match=r"bert cannot be run with these options") as error:
         bert.forward(bert.PRESETS["bert-tiny"], {}, text()["tokens"], options)
-    for name in ("context", "experts", "attention"):
+    for name in ("context", "expert_axes", "attention"):
         assert f"options.{name}" in str(error.value)
 
 
