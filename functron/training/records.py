@@ -62,7 +62,7 @@ _WRITER = Need(
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is recorded beside the usual numbers, and where.
+    """Additional records and their destinations.
 
     Attributes:
         layers_every: at the first step and at multiples of this one, record by layer the norms of

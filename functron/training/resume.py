@@ -245,7 +245,7 @@ _WRAPPERS: tuple[_Wrapper, ...] = (
 
 
 class _Role(NamedTuple):
-    """What a leaf is, independent of the wrappers around it.
+    """The role of a leaf, independent of the wrappers around it.
 
     Attributes:
         path: without the levels that wrappers add.
