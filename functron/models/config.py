@@ -372,7 +372,7 @@ class GPTConfig(MLAConfig, TextConfig):
         return []
 
     def _latent_misfits(self) -> list[Problem]:
-        """Options that do not fit latent attention, or are nothing without it."""
+        """Options that do not fit latent attention, or need it."""
         wrong = {"positions": self.positions != "rope", "window": bool(self.window)}
         found = [
             Problem(name, repr(getattr(self, name)), "its default with kv_rank", "leave it out")

@@ -741,7 +741,7 @@ def _squares(x: Float[Tensor, "batch seq embed"]) -> Float[Tensor, ""]:
 
 
 def _with_stream_size(layer: Callable) -> Callable:
-    """`layer`, for `scan`, that returns the size of its stream too."""
+    """`layer`, for `scan`, which also returns the size of its stream."""
 
     def measured(x: Tensor, row: tuple) -> tuple[Tensor, tuple[Any, Tensor]]:
         x, auxiliary = layer(x, row)

@@ -367,7 +367,7 @@ def loss(
     if options.watch:
         fix = "call gpt.loss_and_details, or leave it out"
         refuse("gpt.loss returns the loss alone", "options.watch", "True", "False", fix)
-    out = _whole_loss(config, weights, batch, options, key)
+    out: Any = loss_and_details(config, weights, batch, options, key=key)
     return out[0] if config.has_details else out
 
 
@@ -385,12 +385,6 @@ def loss_and_details(
     For `make_step` with ``has_aux=True``. Collectives: one more all-reduce of a few numbers, per
     expert and layer if there are experts; and one of a number per layer with ``options.watch``.
     """
-    return _whole_loss(config, weights, batch, options, key)
-
-
-def _whole_loss(
-    config: GPTConfig, weights: dict, batch: Batch, options: ModelOptions, key: Key | None
-) -> Any:
     require(batch, "tokens", "targets")
     return stage_loss(config, whole(config.num_layers), weights, None, batch, options, key=key)
 

@@ -175,7 +175,7 @@ def _scale_norm(norm: Any, factor: float, zero_centered: bool) -> dict:
 
 
 def _scale(leaf: Any, factor: float | torch.Tensor, around: float = 0.0) -> Any:
-    """factor (x + around) - around: of a tensor, or of what is read where it is indexed."""
+    """factor (x + around) - around, of a tensor or a leaf that is read when indexed."""
 
     def times(x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

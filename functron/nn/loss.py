@@ -141,7 +141,7 @@ def _losses(
     ignore_index: int,
     axis: str,
 ) -> Tensor:
-    """The losses of all columns from the statistics of this rank's."""
+    """The losses of all columns, from statistics of this rank's."""
     lse = _over_ranks(local_lse, axis)
     loss = lse - lax.psum(local_target, axis)
     if z_loss:

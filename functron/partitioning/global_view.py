@@ -530,7 +530,7 @@ def _inline_block(block: Block, fresh: Fresh) -> Block:
 
 
 def _drop_repeated_views(block: Block) -> list[Equation]:
-    """The equations without views that one before is the same as."""
+    """The equations, without views that repeat an earlier one."""
     first: dict[Any, Sequence[Var]] = {}
     same: dict[Var, Var] = {}
     kept = []
@@ -555,7 +555,7 @@ _MASKS = ("attn_mask", "attn_bias")
 
 
 def _use_boolean_masks(equations: list[Equation], block: Block) -> list[Equation]:
-    """The equations, in which attention reads masks of booleans, not the numbers made of them."""
+    """The equations; attention reads boolean masks instead of numbers made from them."""
     made = {v: e for e in equations for v in e.results}
 
     def number(value: Any) -> Any:

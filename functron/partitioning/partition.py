@@ -336,7 +336,7 @@ class Partitioned(MappedFunction):
         return _FunctionPlan(plan, program, settings, self._given)
 
     def _constrain(self, block: Block, pins: list[P]) -> Block:
-        """`block`, with what leaves the scopes of `constraints` pinned."""
+        """`block`, with the results of the scopes of `constraints` constrained."""
         for pattern, spec in self._constraints.items():
             pins.append(spec)
             block, count = pin_scope_results(block, pattern, spec, len(pins) - 1)
@@ -361,7 +361,7 @@ class Partitioned(MappedFunction):
         return block
 
     def _pin_outputs(self, program: Program, mesh: Mesh, sizes) -> list[ValuePlacement | None]:
-        """Where the outputs must lie."""
+        """The placements that outputs must have; None: any."""
         if self._given is None:
             return [None] * len(program.outputs)
         skeleton = tree.unflatten(program.out_structure, [o.value for o in program.outputs])
@@ -524,7 +524,7 @@ class _Cotangents:
     def _equation(
         self, step: LocalEquation, results: list[LeafAxes]
     ) -> tuple[LocalEquation, list[LeafAxes]]:
-        """The equation with what is equal in it, and the axes of its operands."""
+        """The equation with equal cotangents marked, and the axes of its operands."""
         op, body = step.equation.op, step.body
         if isinstance(op, Scan):
             return self._scan(step, op, results)
@@ -762,7 +762,7 @@ def _origin(where: Where) -> Iterator[None]:
 
 
 def _last_uses(plan: LocalBlock) -> dict[int, list[tuple[Var, ValuePlacement]]]:
-    """By step, the values that nothing reads after it."""
+    """The values that are last read in each step."""
     last: dict[tuple[Var, ValuePlacement], int] = {}
     gathered = [each for gather in plan.gathers for each in gather.moves]
     for number, step in enumerate(plan.steps):

@@ -441,7 +441,7 @@ class Planner:
         return LocalBlock(block, tuple(inputs), tuple(steps), tuple(moves), tuple(placed))
 
     def _as_spec(self, placement: ValuePlacement) -> ValuePlacement:
-        """`placement` as a spec can say it."""
+        """The nearest placement that a spec can express."""
         placement = placement.whole
         while spec_of(placement, self.sizes) is None:
             bad = next(
@@ -573,7 +573,7 @@ class _State:
         return LocalEquation(equation, moves, tuple(operands), tuple(results), body=plan)
 
     def _custom_vjp(self, equation: Equation, op: TransformCall, operands, moves) -> LocalEquation:
-        """A custom_vjp: forward, and backward from where its residuals and results lie."""
+        """A custom_vjp: forward, and backward from the placements of residuals and results."""
         plan = self.planner.plan(op.body, operands, [None] * len(op.body.outputs))
         made = _place_outputs(plan.outputs)
         outs, residuals = made[: op.num_outputs], made[op.num_outputs :]
@@ -590,7 +590,7 @@ class _State:
         )
 
     def _share(self, placement: ValuePlacement) -> ValuePlacement:
-        """The placement of a rank's share of a cotangent of what lies so."""
+        """The placement of a rank's share of the cotangent of a value with this one."""
         rest = [(axis, SUM) for axis in self.sizes if axis not in placement.split]
         return replace(placement, partial=tuple(rest))
 
@@ -628,10 +628,9 @@ class AxisChoice:
         for letter, kind in self.rule.combined.items():
             for digit in self.letters.get(letter, ()):
                 sums[digit.axis] = kind
-        partial: list[tuple[str, Reduction]] = [(a, sums[a]) for a in self.sizes if a in sums]
-        results = tuple(
-            ValuePlacement(self._dims(labels), tuple(partial)) for labels in self.rule.results
-        )
+        partial: tuple[tuple[str, Reduction], ...]
+        partial = tuple((axis, sums[axis]) for axis in self.sizes if axis in sums)
+        results = tuple(ValuePlacement(self._dims(row), partial) for row in self.rule.results)
         return operands, results, self.letters
 
     def _dims(self, labels: Labels) -> tuple[Digits, ...]:
@@ -706,7 +705,7 @@ class AxisChoice:
         return None
 
     def _without_split(self, axis: str) -> Slot | None:
-        """An axis that splits no letter as it comes: partial values, or dims that must be whole."""
+        """The slot of an axis with partial values, or with dims that must be whole."""
         kinds = {i: dict(p.partial).get(axis) for i, p in enumerate(self.placed)}
         partial = frozenset(i for i, kind in kinds.items() if kind is not None)
         if partial:
@@ -736,7 +735,7 @@ class AxisChoice:
         return sum(var.nbytes for var in self.equation.results) <= before
 
     def _wanted_slot(self, axis: str) -> Slot | None:
-        """Where what reads the result, or the operand, would have it split."""
+        """The slot that readers of the result, or of the operand, want."""
         wanted = self.state.wanted
         rows = [
             *zip(self.equation.results, self.rule.results, strict=True),

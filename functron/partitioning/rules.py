@@ -115,9 +115,8 @@ def _rule(
     """
     values = (*equation.results, *equation.operands)
     known = {**sizes_of(values, (*results, *operands)), **sizes}
-    sets = tuple(map(frozenset, linear))
-    made = PartitionRule(tuple(operands), tuple(results), known, linear=sets, **fields)
-    return replace(made, whole=frozenset(whole))
+    fields |= {"linear": tuple(map(frozenset, linear)), "whole": frozenset(whole)}
+    return PartitionRule(tuple(operands), tuple(results), known, **fields)
 
 
 _FIRST_LINEAR = ((0,),)  # linear in the first operand

@@ -176,7 +176,7 @@ def _refuse_calls(block: Block) -> None:
 def _bytes_by_value(
     block: Block, given: Mapping[Var, P], sizes: Mapping[str, int], settings: PartitionSettings
 ) -> dict[Var, int]:
-    """The bytes of every value on a rank, were there only the axes that are not searched."""
+    """The bytes of every value on a rank of a mesh of the axes that are not searched."""
     settings = replace(settings, sizes=sizes, cost=None)
     inputs = [placement_of(given.get(v, P()), len(v.shape), sizes) for v in block.inputs]
     spread = Spread(settings)
@@ -336,7 +336,7 @@ class _Model:
                 made.setdefault(var, {}).setdefault(state, []).append(number)
 
     def _price_move(self, axis: str, var: Var, target: AxisState, readers, made) -> None:
-        """A value is moved once to where any reader wants it, from where it is made."""
+        """A value is moved once to each placement that readers want."""
         if not readers or all(state == target for state in made):
             return
         wants = self._variable(binary=False)

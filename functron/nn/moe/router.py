@@ -144,7 +144,7 @@ def _join_samples(x: Tensor, stream: P) -> Tensor:
 
 
 def _select_own_samples(x: Tensor, batch: int, stream: P) -> Tensor:
-    """This rank's ``[batch, seq, n]`` of what is known of `_join_samples`."""
+    """This rank's ``[batch, seq, n]`` of a value laid out as by `_join_samples`."""
     ranks = lax.axis_size(DATA_AXES)
     x = x.squeeze(0).unflatten(0, (batch * ranks, -1))
     if ranks > 1:
@@ -166,7 +166,7 @@ def _gather_whole(x: Tensor, stream: P) -> Tensor:
 
 
 def _select_own(x: Tensor, stream: P) -> Tensor:
-    """This rank's part of what is known of the whole sequence."""
+    """This rank's part of a value of the whole sequence."""
     axes = sequence_axes(stream)
     parts = lax.axis_size(axes)
     if parts == 1:
@@ -528,7 +528,7 @@ def _fit_capacity(
     positions: Tensor,
     stream: P,
 ) -> Tensor:
-    """The assignments that the capacity has room for; all where there is none."""
+    """The assignments within the capacity; all without one."""
     if not config.capacity_factor:
         return torch.ones_like(experts, dtype=torch.bool)
     batch, seq = experts.shape[:2]
