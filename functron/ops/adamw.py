@@ -210,7 +210,6 @@ def adamw_(
     weight_decay: float,
     *,
     master: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
     rounding: Stochastic | None = None,
 ) -> None:
     """One step of AdamW on one leaf, in place; nothing is read back to the host.
@@ -232,8 +231,6 @@ def adamw_(
         numbers: count, rate and the like; on param's device.
         weight_decay: as in `functron.optim.adamw`.
         master: float32, shaped like param.
-        found_inf: where it is not 0, nothing is changed; float32, 0-dim. The caller adds
-            ``1 - found_inf`` to its count.
         rounding: stochastic; None: to nearest.
 
     Raises:
@@ -241,19 +238,17 @@ def adamw_(
     """
     operands = {"grad": grad, "mu": mu, "nu": nu, "master": master}
     count, rate, *_, clip = numbers
-    scalars = {"count": count, "rate": rate, "clip": clip, "found_inf": found_inf}
+    scalars = {"count": count, "rate": rate, "clip": clip}
     _check(param, operands, scalars, rounding)
-    ADAMW_(param, master, mu, nu, grad, *_order(numbers, weight_decay, found_inf, rounding))
+    ADAMW_(param, master, mu, nu, grad, *_order(numbers, weight_decay, rounding))
 
 
-def _order(
-    numbers: AdamwNumbers, weight_decay: float, found_inf: Any, rounding: Stochastic | None
-) -> tuple:
+def _order(numbers: AdamwNumbers, weight_decay: float, rounding: Stochastic | None) -> tuple:
     """The arguments of both ops after the tensors of a leaf."""
     count, rate, b1, b2, eps, clip = numbers
     key, salt, place = rounding or (None, 0, ())
     place = list(place or _WHOLE)
-    return rate, clip, found_inf, count, key, b1, b2, eps, weight_decay, salt, place
+    return rate, clip, None, count, key, b1, b2, eps, weight_decay, salt, place
 
 
 def adamw(
@@ -279,7 +274,7 @@ def adamw(
         return x if x is None else (x if straight else x.permute(order)).contiguous()
 
     leaves = map(dense, (param, master, mu, nu, grad))
-    out = ADAMW(*leaves, *_order(numbers, weight_decay, None, rounding))
+    out = ADAMW(*leaves, *_order(numbers, weight_decay, rounding))
     back = [order.index(dim) for dim in range(len(order))]
 
     def like(x: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -417,7 +412,8 @@ ADAMW_ = define(
     reference=_reference,
     fake=lambda *args: None,
 )
-"""`adamw_` without its checks; `place` is that of `place_of`, or (0, 2^62, 0, 1, 0, 1, 0)."""
+"""`adamw_` without its checks. `place` is that of `place_of`, or (0, 2^62, 0, 1, 0, 1, 0). Where
+`found_inf` (float32, 0-dim, or None) is not 0, nothing is changed; the caller keeps its count."""
 
 ADAMW = define(
     f"adamw(Tensor param, Tensor? master, Tensor mu, Tensor nu, {_REST}) "
