@@ -716,9 +716,7 @@ class Saver:
         if kind is None:
             self.close()
         elif self._ranks.size == 1 and isinstance(error, Exception):
-            _wait_for_thread(
-                self._thread
-            )  # no other rank can hold it up, and it must not end within a write
+            self._thread.join()  # no other rank can hold it up; it must not end within a write
 
     def _write(self, request: SaveRequest) -> None:
         save_together(request, self._snapshot.source, self._ranks)
