@@ -189,8 +189,11 @@ class Snapshot:
     def reserve(self, *, locked: bool) -> None:
         """Begin to allocate the memory, in a thread; page-locked, for copies from a GPU."""
         if not self._memory:
-            pageable = functools.partial(torch.empty, dtype=torch.uint8)
-            make: Callable[[int], torch.Tensor] = self._streams.pinned if locked else pageable
+
+            def pageable(nbytes: int) -> torch.Tensor:
+                return torch.empty(nbytes, dtype=torch.uint8)
+
+            make = self._streams.pinned if locked else pageable
             thread = ThreadPoolExecutor(1, "memory of snapshots")
             self._memory = [thread.submit(make, size) for size in self._sizes]
             thread.shutdown(wait=False)
