@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import P, bert, gpt, optim
-from functron.data import TextWindows, mask_tokens
+from functron.apps.zoo.denoising import mask_tokens
+from functron.data import TextWindows
 
 MASK = 256  # after the 256 bytes
 

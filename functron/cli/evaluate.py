@@ -22,7 +22,6 @@ from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need, Needs, number_problems, setting
 from functron.data import Tokenizer
-from functron.data.denoising import Sentinels
 from functron.data.mapped_files import TextTokenizer, encode_prompt
 from functron.data.token_datasets import Sliding
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
@@ -135,7 +134,7 @@ def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
 
 def _uses_windows(config: TrainConfig) -> bool:
     """Whether windows slide over texts; models of other objectives read whole samples."""
-    return config.family.objective == "next"
+    return data.objective_of(config).predicts_next
 
 
 def _make_sets(
@@ -385,7 +384,7 @@ def sample(arguments: Sequence[str]) -> int:
         _check_prompt(options, config, mesh, here)
         kind = device_type(options.device, options.nproc)
         tokenizer = _open_tokenizer(options, config)
-        complete = _continue_prompt if config.family.objective == "next" else _restore_spans
+        complete = _continue_prompt if config.family.respond is None else _answer_prompt
         program = complete(options, config, tokenizer)
     if here is None and options.nproc:
         return launch(options.nproc, ["-m", "functron", "sample", *arguments])
@@ -407,7 +406,7 @@ def _check_prompt(
     """Refuse models that cannot be sampled from, or not on this mesh."""
     model, family, found = config.architecture, config.family, []
     got = f"a run of {family.title}"
-    if family.objective == "masked":
+    if data.objective_of(config).prompt is None:
         fix = (
             f"fill in what is masked with {family.name}.forward, as examples/pretrain_bert.py does"
         )
@@ -415,7 +414,7 @@ def _check_prompt(
     if family.iterate_logits is not None and mesh.size > 1:
         wanted = f"one rank with {family.title}"
         found.append(Problem("mesh", options.mesh, wanted, "leave it out"))
-    if family.objective == "spans" and options.chat:
+    if family.respond is not None and options.chat:
         found.append(Problem("chat", got, "a model that converses", "leave it out"))
     raise_problems("cannot sample", [*found, *options.problems(mesh, here)])
     if isinstance(model, gpt.GPTConfig) and mesh.size > 1:
@@ -465,17 +464,16 @@ def _continue_prompt(
     return program
 
 
-def _restore_spans(
+def _answer_prompt(
     options: SampleOptions, config: TrainConfig, tokenizer: TextTokenizer
 ) -> TextProgram:
-    """Restores the spans that sentinels stand for in a T5's prompt."""
+    """Answers the prompt, such as the spans that are missing in a T5's."""
     model, respond = config.architecture, config.family.respond
+    open_prompts = data.objective_of(config).open_prompts
     assert respond is not None
-    reader = data.reader_of(configure(config, out=str(options.run)))
-    first, _ = data.sentinels(config, reader)
-    count, end = data.spans_in(config).count, data.end_of(config, reader)
-    spans = Sentinels(first, count, end)
-    ids = spans.encode(options.prompt, tokenizer)
+    assert open_prompts is not None
+    prompts = open_prompts(config, data.reader_of(configure(config, out=str(options.run))))
+    ids = prompts.encode(options.prompt, tokenizer)
 
     def program(params: dict, mesh: Mesh | BoundMesh, device: torch.device) -> str:
         tokens = respond(
@@ -485,10 +483,10 @@ def _restore_spans(
             options.tokens,
             draw=Draw(options.temperature, options.top_k, options.top_p),
             key=random.key(options.seed).to(device),
-            stop={end},
+            stop={prompts.end},
             mesh=mesh,
         )
-        return spans.decode(_cut_at_stop(tokens[0].tolist(), {end}), tokenizer)
+        return prompts.decode(_cut_at_stop(tokens[0].tolist(), {prompts.end}), tokenizer)
 
     return program
 

@@ -46,6 +46,7 @@ from functron.training.config import (
     starting_config,
 )
 from functron.training.costs import parameter_table, step_report
+from functron.training.data import objective_of
 from functron.training.setup import make_setup
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ def _need_axes(*names: str) -> Need:
 
 
 _GPT = Need(lambda c: c.family.name == "gpt", "a GPT", "choose one")
-_SPANS = Need(lambda c: c.family.objective == "spans", "a T5", "choose one")
+_SPANS = Need(lambda c: objective_of(c).count_targets is not None, "a T5", "choose one")
 _BY_SAMPLES = Need(
     lambda c: c.rate_unit == "samples", "rates that count samples", "set rate_unit to samples"
 )

@@ -40,7 +40,7 @@ from functron.training import records, run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, load, starting_config, with_model
 from functron.training.costs import bubble_note, step_report
-from functron.training.data import is_chat, reader_of, with_tokenizer
+from functron.training.data import is_chat, objective_of, reader_of, with_tokenizer
 from functron.training.loop import REQUEUE_CODE, RESHAPE_CODE, end_process, exit_code
 from functron.training.resume import begun_with, rate_notes
 from functron.training.run import Job, Run, deterministic, prepare
@@ -303,14 +303,15 @@ _WORDS = 4  # of a prompt
 def _prompt(run: Run, out: Path) -> str | None:
     """A prompt to try the model with, of its data; None where it continues nothing."""
     config = configure(run.config, out=str(out))
-    if config.family.objective == "masked":
+    prompt = objective_of(config).prompt
+    if prompt is None:
         return None
     if is_chat(config):
         return "'Who are you?' --chat"
     text = _opening(run, config)
     if text is None:
         return None
-    return shlex.quote(f"{text} <extra_id_0>" if config.family.objective == "spans" else text)
+    return shlex.quote(prompt.format(text))
 
 
 def _opening(run: Run, config: TrainConfig) -> str | None:

@@ -8,7 +8,7 @@ iterator state to save, and the same samples come on every mesh and after resumi
 
 - Text: `TextWindows`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
   `TokenWindows`, `PackedTokens`, `MockTokens`; conversations: `Chat`, `PackedChat`.
-- Several sources: `Blend`. Objectives: `mask_tokens`, `take_out`, `FillInTheMiddle`, `Transformed`.
+- Several sources: `Blend`. Made of others: `FillInTheMiddle`, `Transformed`.
 - Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
 - Tokenizers: `open_tokenizer`, `Tokenizer`; by what rules: `TextRules`.
 - Tokens of text, to disk: `functron.data.preprocess`.
@@ -30,19 +30,18 @@ if TYPE_CHECKING:
         arrange,
         schedule,
     )
-    from functron.data.denoising import (
-        FillInTheMiddle,
-        Transformed,
-        mask_tokens,
-        spans_of,
-        take_out,
-    )
     from functron.data.indexed import IndexedFile, IndexedWriter, merge
     from functron.data.mapped_files import TextRules, python_text
     from functron.data.packing import PackedChat, PackedTokens, balance, pack
-    from functron.data.sampling import Samples, permute, shuffled
+    from functron.data.sampling import Samples, Transformed, permute, shuffled
     from functron.data.shards import open_tokens, verify
-    from functron.data.token_datasets import MockTokens, TextWindows, TokenWindows, check_tokens
+    from functron.data.token_datasets import (
+        FillInTheMiddle,
+        MockTokens,
+        TextWindows,
+        TokenWindows,
+        check_tokens,
+    )
     from functron.data.tokenizer import Tokenizer, open_tokenizer
 
 import_lazily(__name__)

@@ -179,6 +179,52 @@ class Samples(Protocol):
         ...
 
 
+Transform = Callable[[dict[str, torch.Tensor], np.ndarray], dict[str, torch.Tensor]]
+"""``(drawn, numbers)`` to what is drawn instead: a pure function, of each sample by itself."""
+
+
+class Transformed(Samples):
+    """Samples made of others by a function of what is drawn and its numbers.
+
+    As numbers count from the beginning of a run, a sample may be another one in every epoch; it is
+    the same on every mesh, in batches of any size, and after resuming.
+
+    Args:
+        source: to draw from; has `num_samples`.
+        transform: makes other samples of those that were drawn.
+        vocab_size: a model of the others needs at least as many token ids.
+    """
+
+    def __init__(self, source: Any, transform: Transform, vocab_size: int):
+        self._source, self._transform, self.vocab_size = source, transform, vocab_size
+
+    @property
+    def num_samples(self) -> int:
+        return self._source.num_samples
+
+    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+        return self._transform(self._source.draw(numbers), numbers)
+
+    def summary(self) -> str:
+        """The source's, in a few words for the user."""
+        return self._source.summary()
+
+
+@dataclass(frozen=True)
+class SampleMaker:
+    """How samples of text become those of a model.
+
+    Attributes:
+        length: tokens of text in a sample.
+        vocab_size: upper bound of the token ids of text; the objective may add ids above.
+        over: ``(samples of text, seed)`` to the samples of the model.
+    """
+
+    length: int
+    vocab_size: int
+    over: Callable[[Any, int], Samples] = lambda samples, seed: samples
+
+
 ARITHMETIC = "arithmetic"
 """The name of the order that this module computes."""
 ORDERS = "functron.sample_orders"

@@ -6,8 +6,10 @@ windows go over texts one by one, so that every token is scored once, with what 
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +17,6 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.denoising import FillInTheMiddle
 from functron.data.mapped_files import (
     Concatenated,
     TextTokenizer,
@@ -202,6 +203,129 @@ def check_tokens(batch: dict[str, torch.Tensor], vocab_size: int, ignore_index: 
             fix = f"use a model with vocab_size > {int(bad.max())}, or another tokenizer"
             problems.append(Problem(f"batch/{name}", got, f"0 to {vocab_size - 1}", fix))
     raise_problems("tokens outside the vocabulary", problems)
+
+
+_DRAWS = 4
+_UNIT = 2.0**-64
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """Some documents as PREFIX SUFFIX MIDDLE, each part after a token that announces it.
+
+    A document is cut at two places, drawn from all those between, before and after its tokens; with
+    ``<p>``, ``<m>`` and ``<s>`` for `prefix`, `middle` and `suffix` it becomes
+
+    | kind | tokens                                             |
+    |------|----------------------------------------------------|
+    | PSM  | ``<p>`` prefix ``<s>`` suffix ``<m>`` middle       |
+    | SPM  | ``<p> <s>`` suffix ``<m>`` prefix middle           |
+
+    What is drawn is a function of `seed` and the sample's number alone.
+
+    Source: Bavarian et al. 2022, "Efficient training of language models to fill in the middle",
+    sections 3 and appendix D (SPM in its second variant), at the level of tokens.
+
+    Attributes:
+        prefix, middle, suffix: the ids of the tokens that announce them.
+        rate: the share of documents that are rearranged.
+        spm_rate: the share of these that are SPM.
+        end: the id that ends a document, and stays at its end; None: there is none.
+        begin: the ids that documents begin with, and which stay there; any sequence, kept as a
+            tuple. They may be `end`, as where a model has one token for both.
+        seed: selects documents and places.
+
+    Raises:
+        ValueError: rates outside 0 to 1, negative ids, or ids that are not different.
+        TypeError: `begin` is no sequence of ids.
+    """
+
+    prefix: int
+    middle: int
+    suffix: int
+    rate: float = 0.5
+    spm_rate: float = 0.5
+    end: int | None = None
+    seed: int = 0
+    begin: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        problems = [
+            Problem(name, str(value), "a share from 0 to 1")
+            for name, value in (("rate", self.rate), ("spm_rate", self.spm_rate))
+            if not 0 <= value <= 1
+        ]
+        if min(self.ids) < 0 or len(set(self.ids)) < len(self.ids):
+            got = ", ".join(map(str, self.ids))
+            problems.append(Problem("prefix, middle, suffix, end", got, "different ids from 0"))
+        try:
+            begin = tuple(operator.index(token) for token in self.begin)
+        except TypeError:
+            wanted, fix = "a sequence of ids", "such as (1,), or () where documents have none"
+            got = repr(self.begin)
+            refuse("cannot fill in the middle", "begin", got, wanted, fix, error=TypeError)
+        object.__setattr__(self, "begin", begin)  # a list would equal no tuple of tokens
+        announced = (self.prefix, self.middle, self.suffix)
+        if any(token < 0 or token in announced for token in begin):
+            wanted = "ids from 0, other than those of prefix, middle and suffix"
+            problems.append(Problem("begin", str(begin), wanted, "give those of the tokenizer"))
+        raise_problems("cannot fill in the middle", problems)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids that it gives a meaning."""
+        found = (self.prefix, self.middle, self.suffix)
+        return found if self.end is None else (*found, self.end)
+
+    def rearranged(
+        self, tokens: np.ndarray, begins: np.ndarray, number: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A sample with some of its documents rearranged, as long as before.
+
+        Each of these gets three tokens longer, so the sample loses as many at its end. A document
+        that reaches the end is cut before it is rearranged: it has all its parts.
+
+        Args:
+            tokens: integers ``[n]``.
+            begins: where documents begin in them, increasing, from 0.
+            number: of the sample.
+
+        Returns:
+            The tokens, int64 ``[n]``, and where documents begin now, int64 ``[at most documents]``.
+        """
+        size, key = len(tokens), np.array([self.seed % 2**64, number], np.uint64)
+        # raw words of a counter: their values are part of the algorithm's definition
+        draws = np.random.Philox(key=key).random_raw(_DRAWS * len(begins))
+        out, starts, at = np.empty(size, np.int64), [], 0
+        ends = [*begins[1:].tolist(), size]
+        for i, (begin, stop) in enumerate(zip(begins.tolist(), ends, strict=True)):
+            piece = self._piece(tokens[begin:stop], size - at, draws[_DRAWS * i : _DRAWS * (i + 1)])
+            starts.append(at)
+            out[at : at + len(piece)] = piece
+            at += len(piece)
+            if at == size:
+                break
+        return out, np.array(starts, np.int64)
+
+    def _piece(self, document: np.ndarray, room: int, draws: np.ndarray) -> np.ndarray:
+        """The tokens that a document becomes, `room` at most."""
+        chosen, kind, *cuts = draws.tolist()
+        marks = 3
+        body = document[: room - marks] if room > marks else document[:0]
+        if chosen * _UNIT >= self.rate or not len(body):
+            return document[:room]
+        last = 1 if body[-1] == self.end else 0
+        body, end = body[: len(body) - last], body[len(body) - last :]
+        first = len(self.begin) * (tuple(body[: len(self.begin)].tolist()) == self.begin)
+        begin, body = body[:first], body[first:]
+        low, high = sorted(cut * (len(body) + 1) >> 64 for cut in cuts)
+        before, inside, after = body[:low], body[low:high], body[high:]
+        p, m, s = ([token] for token in (self.prefix, self.middle, self.suffix))
+        if kind * _UNIT < self.spm_rate:
+            parts = (begin, p, s, after, m, before, inside, end)
+        else:
+            parts = (begin, p, before, s, after, m, inside, end)
+        return np.concatenate([np.asarray(part, np.int64) for part in parts])
 
 
 class TokenWindows(Windows):

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-from functron.core.errors import list_plugins, load_plugin, refuse
+from functron.core.errors import Problem, list_plugins, load_plugin, refuse
 from functron.core.settings import Needs
 from functron.core.typing import Tensor
+from functron.data.sampling import SampleMaker
 from functron.models import gpt
 from functron.models.config import GPT_NEEDS, Dtype, GPTConfig, Named, TextConfig
 from functron.nn.moe import MoEConfig
@@ -29,6 +30,45 @@ Those that ``functron train`` trains are `TextConfig`."""
 
 OptionName = Literal["context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"]
 """Fields of `ModelOptions` that the losses of some families read, beside those of all."""
+
+
+def _keep_text(config: Any, tokenizer: Any) -> SampleMaker:
+    return SampleMaker(config.data.seq, config.architecture.vocab_size)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A family's task in training; its functions take the `TrainConfig` of a run first.
+
+    ``Objective()`` is to predict the next token.
+
+    Attributes:
+        plan_samples: ``(config, tokenizer)`` to the `functron.data.sampling.SampleMaker` of a run;
+            the tokenizer is None where that of tokens on disk is not known.
+        settings: the settings that it reads, of those of the data tagged ``"objective"``.
+        count_targets: ``(config)`` to how many targets a sample has; None: one for each token.
+        find_problems: ``(config, mesh)`` to the problems of its settings, without reading a file;
+            the mesh is None where it cannot be read.
+        prompt: a prompt to try the model with, where words of its data take the place of ``{}``;
+            None: it answers none.
+        open_prompts: ``(config, tokenizer)`` to what has ``encode(text, tokenizer)``,
+            ``decode(tokens, tokenizer)`` and the id ``end``, for `Family.respond`.
+    """
+
+    plan_samples: Callable[..., SampleMaker] = _keep_text
+    settings: tuple[str, ...] = ()
+    count_targets: Callable[[Any], int] | None = None
+    find_problems: Callable[..., Iterable[Problem]] = lambda config, mesh: ()
+    prompt: str | None = "{}"
+    open_prompts: Callable[..., Any] | None = None
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the next token is what it predicts."""
+        return self.plan_samples is _keep_text
+
+
+NEXT_TOKEN = Objective()
 
 
 def _not_counted(config: Any, *sizes: int) -> NoReturn:
@@ -50,12 +90,12 @@ class Family:
         loss: ``(config, params, batch, options, *, key)`` to the sum of the losses.
         num_targets: ``(batch)`` to how many terms that sum has; LLaVA's takes its config first.
         flops_per_token: ``(config, seq)`` to those of a step, forward and backward; with
-            ``objective="spans"`` also of how many targets a sample has.
+            `Objective.count_targets` also of how many targets a sample has.
         settings: the fields of the options that `loss` reads besides.
         rules_settings: the keywords that `rules` takes besides.
         adapters: whether LoRA has a place in it.
-        objective: what ``functron train`` has it learn: the next token, masked ones, or spans that
-            are taken out; None: it trains none of these.
+        objective: what ``functron train`` has it learn, such as `NEXT_TOKEN`; None: it does not
+            train it.
         make: ``(fields, dtype)`` to a config, where that is not the type's constructor.
         vocab_size: ``(config)`` to the rows of the dim that is padded, without the padding.
         free: fields of the config that leave the model what it is, but for the rounding of its
@@ -80,7 +120,7 @@ class Family:
     settings: frozenset[OptionName] = field(default_factory=frozenset)
     rules_settings: frozenset[str] = field(default_factory=frozenset)
     adapters: bool = False
-    objective: Literal["next", "masked", "spans"] | None = None
+    objective: Objective | None = None
     make: Callable[[Mapping[str, Any], Dtype], Config] | None = None
     vocab_size: Callable[[Any], int] = lambda config: config.vocab_size
     free: tuple[str, ...] = ("dropout", "init_stddev", "vocab_multiple", "dtype")
@@ -153,7 +193,7 @@ GPT = Family(
     "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss, gpt.num_targets,
     gpt.flops_per_token,
     settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"}),
-    rules_settings=frozenset({"expert_axes"}), adapters=True, objective="next", free=_GPT_FREE,
+    rules_settings=frozenset({"expert_axes"}), adapters=True, objective=NEXT_TOKEN, free=_GPT_FREE,
     needs=GPT_NEEDS, canonical=_gpt_canonical, numbers=_gpt_numbers,
 )  # fmt: skip
 """The decoder, the family that the library itself has."""

@@ -93,7 +93,7 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     for name in ("mask_documents", "pack") if family.name != "gpt" else ():
         if value := value_at(config, name):
             yield Problem(name, f"{value} with {family.title}", "a GPT", _OFF)
-    if data.is_chat(config) and family.objective != "next":
+    if data.is_chat(config) and not data.objective_of(config).predicts_next:
         got, fix = f"conversations for {family.title}", "read them as text: --format text"
         yield Problem("data", got, "text or tokens", fix)
 
@@ -169,7 +169,9 @@ _ORDERED = Need(
 _TOKENS = Need(data.is_on_disk, "tokens on disk", "make them with functron preprocess")
 
 _RESTORING = " or ".join(
-    family.title for family in trained_families().values() if family.objective != "next"
+    family.title
+    for family in trained_families().values()
+    if family.objective and not family.objective.predicts_next
 )
 
 TOLD_NEEDS: Needs = MappingProxyType({
@@ -187,7 +189,7 @@ TOLD_NEEDS: Needs = MappingProxyType({
             "a model that restores tokens",
             f"choose {_RESTORING}" if _RESTORING else "",
         )
-        for name in ("mask_rate", "mask_token", "mean_span", "end_token")
+        for name in names_with_tag(TrainConfig, "objective")
     },
     "gpt": Need(lambda c: c.family.name == "gpt", "a GPT", "choose one: --model"),
     "context": Need(lambda c: _axis(c, "cp") > 1, "cp in the mesh", "add cp=N"),

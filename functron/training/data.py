@@ -1,7 +1,7 @@
 """The data of a run: text, tokens on disk, conversations or random tokens, as samples of a model.
 
-Objectives make samples of text: next tokens, masked tokens, or spans that are taken out. `prefetch`
-makes batches in a background thread, a few steps ahead.
+The objective of a family says what its model learns from text (`functron.models.family.Objective`).
+`prefetch` makes batches in a background thread, a few steps ahead.
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
-import numpy as np
-import torch
-
-from functron.core.errors import Problem, raise_problems
-from functron.core.settings import value_at
+from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import names_with_tag, value_at
 from functron.data import (
     Blend,
     Chat,
@@ -35,228 +31,57 @@ from functron.data import (
 )
 from functron.data.blend import ALL, PARTS, DocumentRange, parse_blend
 from functron.data.chat import Conversations, chat_files
-from functron.data.denoising import Spans, Transformed, mask_tokens, spans_of, take_out
 from functron.data.indexed import IndexedFile
 from functron.data.mapped_files import TextTokenizer, TokenFile, find
-from functron.data.sampling import SampleOrder
+from functron.data.sampling import SampleMaker, SampleOrder
 from functron.data.shards import is_tokens, provenance, read_provenance, rules_of
 from functron.data.token_datasets import Documents, StoredTokens, Texts, check_vocabulary
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
+from functron.models.family import Objective
 from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure
 
-_MASKS = ("[MASK]", "<mask>")
-_SENTINELS = ("<extra_id_0>",)
-_USELESS: dict[str | None, tuple[str, ...]] = {
-    "next": ("mask_rate", "mask_token", "mean_span", "end_token"),
-    "masked": ("mean_span", "end_token"),
-    "spans": (),
-}
+_MOCK_TOKENS = 1 << 50
+_ANY_LENGTH = 1 << 40
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A training objective: how text becomes a model's inputs and targets.
-
-    Attributes:
-        length: tokens of text in a sample.
-        vocab_size: upper bound of the text's token ids; ids above are masks and sentinels.
-        over: ``(samples of text, seed)`` to the samples of the model.
-    """
-
-    length: int
-    vocab_size: int
-    over: Callable[[Any, int], Samples]
-
-
-def objective_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> Objective:
-    """The objective of a run.
-
-    Args:
-        config: the run.
-        tokenizer: of its text; None: tokens on disk whose tokenizer is not known.
-
-    Raises:
-        ValueError: the vocabulary has no room for masks or sentinels; all such are listed.
-    """
-    plain = Objective(config.data.seq, config.architecture.vocab_size, lambda samples, _: samples)
-    made = {"next": lambda *_: plain, "masked": _masked, "spans": _spans}
-    objective = config.family.objective
-    assert objective is not None, config.family
-    return made[objective](config, tokenizer, plain)
+def objective_of(config: TrainConfig) -> Objective:
+    """The objective of the model of a run."""
+    found = config.family.objective
+    assert found is not None, config.family
+    return found
 
 
 def target_length(config: TrainConfig) -> int:
     """The number of targets of a sample: `seq`, or the length of the decoder's output for it."""
-    return spans_in(config).targets if config.family.objective == "spans" else config.data.seq
+    count = objective_of(config).count_targets
+    return config.data.seq if count is None else count(config)
 
 
 def flops_per_token(config: TrainConfig) -> int:
     """Model FLOPs of a step per token of `seq`, forward and backward."""
-    sizes = (config.data.seq, target_length(config))
-    if config.family.objective != "spans":
-        sizes = sizes[:1]
+    count = objective_of(config).count_targets
+    sizes = (config.data.seq,) if count is None else (config.data.seq, count(config))
     return config.family.flops_per_token(config.architecture, *sizes)
-
-
-def spans_in(config: TrainConfig) -> Spans:
-    """The number and lengths of the spans that are taken out of a sample.
-
-    Raises:
-        ValueError: the sample is too short for them.
-    """
-    return spans_of(config.data.seq, config.data.mask_rate, config.data.mean_span)
 
 
 def useless_of(config: TrainConfig) -> tuple[str, ...]:
     """The settings of the data that the objective of this model does not read."""
-    return _USELESS[config.family.objective]
+    read, names = objective_of(config).settings, names_with_tag(TrainConfig, "objective")
+    return tuple(name for name in names if name not in read)
 
 
 def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """Settings that do not fit the objective; no file is read."""
-    family, default = config.family, TrainConfig()
+    family, default, objective = config.family, TrainConfig(), objective_of(config)
     for name in useless_of(config):
         if (value := value_at(config, name)) != value_at(default, name):
             yield Problem(name, str(value), f"nothing with {family.title}", "leave it out")
-    if family.objective == "next":
-        return
-    if not 0 < config.data.mask_rate < 1:
-        yield Problem(
-            "mask_rate", str(config.data.mask_rate), "above 0 and below 1", "such as 0.15"
-        )
-    if config.data.mask_token < -1:
-        yield Problem("mask_token", str(config.data.mask_token), "an id, or -1", "leave it out")
-    if config.data.fim_rate:
+    if config.data.fim_rate and not objective.predicts_next:
         got, fix = f"{config.data.fim_rate} with {family.title}", "leave it out"
         yield Problem("fim_rate", got, "a model that predicts the next token", fix)
-    if family.objective == "spans":
-        yield from _length_problems(config, mesh)
-
-
-def _length_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
-    """Problems of the length of a decoder's targets."""
-    try:
-        said = target_length(config)
-    except ValueError as error:
-        fix = "lengthen it, or change mask_rate and mean_span"
-        yield Problem("seq", str(config.data.seq), str(error).splitlines()[1].strip(" -"), fix)
-        return
-    parts = mesh["tp"] if mesh is not None and config.parallelism.sequence_parallel else 1
-    if said % parts:
-        longer = range(config.data.seq + 1, config.data.seq + 100 * parts)
-        fits = (
-            seq
-            for seq in longer
-            if not seq % parts and not target_length(configure(config, seq=seq)) % parts
-        )
-        got = f"{config.data.seq}, for which the decoder has {said} targets"
-        wanted = f"a multiple of tp={parts} of them with sequence_parallel"
-        fix = f"set it to {next(fits, 'another')}, or leave sequence_parallel out"
-        yield Problem("seq", got, wanted, fix)
-
-
-def _masked(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objective) -> Objective:
-    """Masked tokens are predicted from those on both sides (BERT)."""
-    mask, text = _id_of(config, tokenizer, _MASKS, 1)
-    end = None if tokenizer is None else tokenizer.end_of_text
-    special = () if end is None else (end,)
-    if tokenizer is not None:
-        special += config.data.rules.begin_document(tokenizer)
-
-    def over(samples: Any, seed: int) -> Samples:
-        def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
-            # by its number a sample has the same masks in batches of any size
-            named = {"tokens": drawn["tokens"], "rows": torch.from_numpy(numbers)}
-            how = {"mask_id": mask, "vocab_size": plain.vocab_size, "special": special}
-            made = mask_tokens(named, seed, 0, rate=config.data.mask_rate, **how)
-            return {name: made[name] for name in ("tokens", "targets")}
-
-        return Transformed(samples, change, plain.vocab_size)
-
-    return replace(plain, vocab_size=text, over=over)
-
-
-def _spans(config: TrainConfig, tokenizer: TextTokenizer | None, plain: Objective) -> Objective:
-    """Spans are replaced by sentinels in the input, and are the decoder's targets (T5)."""
-    spans, (sentinel, text) = spans_in(config), sentinels(config, tokenizer)
-    end = end_of(config, tokenizer)
-
-    def over(samples: Any, seed: int) -> Samples:
-        def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
-            tokens, which = drawn["tokens"], torch.from_numpy(numbers)
-            return take_out(tokens, which, spans, seed, sentinel=sentinel, end=end)
-
-        return Transformed(samples, change, plain.vocab_size)
-
-    return Objective(spans.length, text, over)
-
-
-def sentinels(config: TrainConfig, tokenizer: TextTokenizer | None) -> tuple[int, int]:
-    """The id of a T5's first sentinel (the others count down from it), and the bound of text ids.
-
-    Raises:
-        ValueError: the vocabulary has fewer free ids than a sample has spans.
-    """
-    return _id_of(config, tokenizer, _SENTINELS, spans_in(config).count)
-
-
-def end_of(config: TrainConfig, tokenizer: TextTokenizer | None) -> int:
-    """The id that ends the inputs and targets of a T5.
-
-    Raises:
-        ValueError: the tokenizer has none, or it is outside the vocabulary.
-    """
-    size = config.architecture.vocab_size
-    own = None if tokenizer is None else tokenizer.end_of_text
-    end = config.data.end_token if config.data.end_token >= 0 else own
-    if end is not None and end < size:
-        return end
-    got = "-1 for a tokenizer without one" if end is None else str(end)
-    wanted = f"an id below {config.family.name}.vocab_size={size}"
-    raise_problems("no token that ends a text", [
-        Problem("end_token", got, wanted, "name one: --end-token ID, or name the --tokenizer")
-    ])  # fmt: skip
-    raise AssertionError("unreachable")
-
-
-def _id_of(
-    config: TrainConfig, tokenizer: TextTokenizer | None, names: tuple[str, ...], count: int
-) -> tuple[int, int]:
-    """The id of the mask or first sentinel, and the bound of text ids.
-
-    That is `mask_token`; or the tokenizer's token with one of `names`; or the last id of the
-    vocabulary, in which case text has none of the last `count` ids.
-
-    Raises:
-        ValueError: there is no such id.
-    """
-    size, table = config.architecture.vocab_size, config.family.name
-    known = {} if tokenizer is None else tokenizer.special_tokens
-    named = [known[name] for name in names if name in known]
-    if config.data.mask_token >= 0 or named:
-        chosen = config.data.mask_token if config.data.mask_token >= 0 else named[0]
-        if count - 1 <= chosen < size:
-            return chosen, size
-        wanted = f"an id below {table}.vocab_size={size}"
-        wanted += f", and above {count - 2}: sentinels go down from it" if count > 1 else ""
-        fix = f"raise {table}.vocab_size, or choose another"
-        problem = Problem("mask_token", str(chosen), wanted, fix)
-    else:
-        # tokens on disk whose maker is not known are checked as they are read
-        taken = 1 if tokenizer is None else tokenizer.vocab_size
-        if taken + count <= size:
-            return size - 1, size - count
-        wanted = f"at least {taken + count}: {taken} of text, and {count} that hide it"
-        fix = f"set it to {taken + count}, or name one of the tokenizer's: --mask-token ID"
-        problem = Problem(f"{table}.vocab_size", f"{size} token ids", wanted, fix)
-    raise_problems("no token that hides others", [problem])
-    raise AssertionError("unreachable")
-
-
-_MOCK_TOKENS = 1 << 50
-_ANY_LENGTH = 1 << 40
+    yield from objective.find_problems(config, mesh)
 
 
 def is_chat(config: TrainConfig) -> bool:
@@ -412,7 +237,7 @@ def open_samples(
     """
     raise_problems("cannot train on this", problems_of(config))
     seed, tokenizer = config.seed, reader(config)
-    learnt = objective_of(config, tokenizer)
+    learnt = objective_of(config).plan_samples(config, tokenizer)
     if is_on_disk(config):
         return _token_samples(config, learnt, part)
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
@@ -458,7 +283,7 @@ def open_texts(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = re
 
 
 def _token_samples(
-    config: TrainConfig, learnt: Objective, part: str, *, build: bool = True
+    config: TrainConfig, learnt: SampleMaker, part: str, *, build: bool = True
 ) -> Samples:
     """Samples of tokens on disk or of a blend; `build`: also make the tables of their order."""
     if (order := config.data.sample_order) is not None:
@@ -507,24 +332,22 @@ def _ordered_samples(config: TrainConfig, order: SampleOrder, part: str, build: 
         if needed > (count := order.count(made)):
             fix = "take fewer steps" + ("; or give weights in place of all" if blend[1:] else "")
             wanted = f"at most {count}, which the order has"
-            problem = Problem("steps", f"{config.steps}, up to sample {needed}", wanted, fix)
-            raise_problems("the order has no more samples", [problem])
+            got = f"{config.steps}, up to sample {needed}"
+            refuse("the order has no more samples", "steps", got, wanted, fix)
     return made
 
 
 def _open_indexed(config: TrainConfig, path: str) -> IndexedFile:
     file = open_tokens(path)
-    if isinstance(file, IndexedFile):
-        return file
-    fix = "write them again: functron preprocess --format indexed; or leave --order out"
-    got = f"shards with order={config.data.order}"
-    problem = Problem(f"data {path}", got, "its .bin and .idx", fix)
-    raise_problems("cannot order samples so", [problem])
-    raise AssertionError("unreachable")
+    if not isinstance(file, IndexedFile):
+        fix = "write them again: functron preprocess --format indexed; or leave --order out"
+        got = f"shards with order={config.data.order}"
+        refuse("cannot order samples so", f"data {path}", got, "its .bin and .idx", fix)
+    return file
 
 
 def _samples(
-    config: TrainConfig, learnt: Objective, file: TokenFile, part: str, index: int = 0
+    config: TrainConfig, learnt: SampleMaker, file: TokenFile, part: str, index: int = 0
 ) -> Samples:
     """Samples of a part of one file, the blend's source `index`."""
     path = file.path  # its record says how documents begin; a part has no record
@@ -552,25 +375,24 @@ def _part_of(config: TrainConfig, file: TokenFile, part: str) -> TokenFile:
         return _divide_by(order, config, _open_indexed(config, config.data.path), part)
     parts = split(file, config.data.split)
     if part not in parts:
-        fix = f"give it a weight in --split, such as {config.data.split},1"
-        problem = Problem("split", f"{config.data.split}: nothing for {part}", "a part of it", fix)
-        raise_problems("cannot split", [problem])
+        _refuse_empty(config, part, f"give it a weight in --split, such as {config.data.split},1")
     return parts[part]
+
+
+def _refuse_empty(config: TrainConfig, part: str, fix: str) -> NoReturn:
+    got = f"{config.data.split}: nothing for {part}"
+    refuse("cannot split", "split", got, "a part of it", fix)
 
 
 def _divide_by(order: SampleOrder, config: TrainConfig, file: IndexedFile, part: str) -> TokenFile:
     """The documents of a file that are `part` of `split`, as the order divides them."""
     found = order.divide(config.data.split, file.num_sequences).get(part)
-    problem = None
     if file.num_sequences != file.num_documents:
         fix = "give the texts a file of their own: --eval-data NAME=PREFIX"
         got = f"{config.data.split} of documents of several sequences, which this order divides"
-        problem = Problem("split", got, "documents that are whole", fix)
-    elif not found:
-        fix = f"give it a larger weight in --split than {config.data.split}"
-        problem = Problem("split", f"{config.data.split}: nothing for {part}", "a part of it", fix)
-    raise_problems("cannot split", [problem] if problem else [])
-    assert found
+        refuse("cannot split", "split", got, "documents that are whole", fix)
+    if not found:
+        _refuse_empty(config, part, f"give it a larger weight in --split than {config.data.split}")
     return DocumentRange(file, found, part)
 
 
@@ -583,8 +405,8 @@ def _middle(config: TrainConfig, path: Path) -> FillInTheMiddle | None:
         ids = []
     if len(ids) not in (3, 4):
         fix = "name them: --fim-tokens PREFIX,MIDDLE,SUFFIX or PREFIX,MIDDLE,SUFFIX,END"
-        problem = Problem("fim_tokens", repr(config.data.fim_tokens), "three or four ids", fix)
-        raise_problems("cannot fill in the middle", [problem])
+        got = repr(config.data.fim_tokens)
+        refuse("cannot fill in the middle", "fim_tokens", got, "three or four ids", fix)
     prefix, middle, suffix, *end = ids
     made = read_provenance(path)
     return FillInTheMiddle(
@@ -607,15 +429,13 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
     """
     path = run_folder.tokenizer_path(config)
     if not is_on_disk(config):
+        fix = "make them with functron preprocess, or leave it out"
         if not config.data.extra_token:
-            fix = "make them with functron preprocess, or leave it out"
             yield Problem("extra_token", "False", "tokens on disk", fix)
         for name in ("split", "mask_documents", "fim_rate"):
-            if value_at(config, name):
-                fix = "make them with functron preprocess, or leave it out"
-                yield Problem(name, str(value_at(config, name)), "tokens on disk", fix)
+            if value := value_at(config, name):
+                yield Problem(name, str(value), "tokens on disk", fix)
         if config.data.pack and not is_chat(config):
-            fix = "make them with functron preprocess, or leave it out"
             yield Problem("pack", config.data.pack, "tokens on disk, or conversations", fix)
     elif config.data.pack and config.data.fim_rate:
         fix = "leave it out, or --mask-documents in place of --pack"
@@ -627,7 +447,7 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
     yield from _rule_problems(config, path)
     if not config.data.extra_token and is_on_disk(config):
         others = {"pack": config.data.pack, "fim_rate": config.data.fim_rate}
-        others |= {"a model that restores tokens": config.family.objective in ("masked", "spans")}
+        others |= {"a model that restores tokens": not objective_of(config).predicts_next}
         for name in filter(others.get, others):
             yield Problem("extra_token", f"False with {name}", "True", "leave one of them out")
     if config.data.format == "mock":
@@ -684,7 +504,7 @@ def _order_problems(config: TrainConfig) -> Iterator[Problem]:
     for name in ("pack", "fim_rate"):
         if value := value_at(config, name):
             yield Problem("order", f"{name_of_order} with {name}={value}", wanted, fix)
-    if config.family.objective != "next":
+    if not objective_of(config).predicts_next:
         got = f"{name_of_order} with {config.family.title}"
         wanted, fix = "a model that predicts the next token", "leave it out"
         yield Problem("order", got, wanted, fix)
@@ -713,12 +533,14 @@ def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_
     """
     if is_on_disk(config):
         if config.data.path or config.data.format == "mock":
-            _token_samples(config, objective_of(config, reader(config)), part, build=False)
+            learnt = objective_of(config).plan_samples(config, reader(config))
+            _token_samples(config, learnt, part, build=False)
     elif is_chat(config):
         if config.data.path:
             chat_files(config.data.path)
     elif run_folder.tokenizer_path(config) is None:
-        TextWindows(config.data.path or None, objective_of(config, reader(config)).length)
+        learnt = objective_of(config).plan_samples(config, reader(config))
+        TextWindows(config.data.path or None, learnt.length)
     elif config.data.path:
         find(config.data.path)
 
@@ -729,7 +551,7 @@ def check_tokenizer(config: TrainConfig, tokenizer: TextTokenizer | None) -> Non
     Raises:
         ValueError: it does not.
     """
-    objective_of(config, tokenizer)
+    objective_of(config).plan_samples(config, tokenizer)
     if tokenizer is None or (isinstance(tokenizer, ByteTokenizer) and not is_on_disk(config)):
         return
     # tokens that were added, as for images, may lie beyond the vocabulary of a text model
@@ -749,9 +571,8 @@ def _with_template(tokenizer: TextTokenizer) -> Tokenizer:
         got = f"{tokenizer.file}, which has no template of conversations"
         fix = "name a folder with tokenizer.json and a template; transformers' save_pretrained "
         fix += "writes one"
-        problem = Problem("tokenizer", got, "one that writes conversations", fix)
-        raise_problems("cannot read conversations", [problem])
-        raise AssertionError("unreachable")
+        wanted = "one that writes conversations"
+        refuse("cannot read conversations", "tokenizer", got, wanted, fix)
     return tokenizer
 
 

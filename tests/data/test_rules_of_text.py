@@ -18,11 +18,10 @@ from functron.cli import main
 from functron.cli.evaluate import SampleOptions, _encode_prompt
 from functron.data import TextWindows, Tokenizer, open_tokens
 from functron.data.chat import IGNORED, Chat
-from functron.data.denoising import FillInTheMiddle
 from functron.data.mapped_files import RULES, TextRules, encode_prompt
 from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.data.shards import provenance
-from functron.data.token_datasets import Documents
+from functron.data.token_datasets import Documents, FillInTheMiddle
 from functron.data.tokenizer import Rendered, open_tokenizer
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure, load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,22 @@ import torch
 
 from functron import checkpoint
 from functron.cli import main
-from functron.data import IndexedWriter, TokenWindows, open_tokens, split
+from functron.core.errors import Problem
+from functron.data import IndexedWriter, TokenWindows, Transformed, open_tokens, split
 from functron.data.blend import parse_blend
+from functron.data.sampling import SampleMaker
+from functron.models import family
+from functron.models.family import Objective
 from functron.training.config import configure
-from functron.training.data import check, is_on_disk, open_samples, problems_of
+from functron.training.data import (
+    check,
+    is_on_disk,
+    objective_problems,
+    open_samples,
+    problems_of,
+    target_length,
+    useless_of,
+)
 
 SEQ = 16
 
@@ -120,3 +133,42 @@ def test_random_tokens(tmp_path):
     out = tmp_path / "run"
     found = losses(out, "--format", "mock", "--mask-documents", "--gpt.num-layers", "1")
     assert found[0] == pytest.approx(np.log(256), abs=0.5)  # any token is as likely as any other
+
+
+def test_an_objective_is_plain_functions(prefixes, monkeypatch):
+    """A family of one's own: it reads text backwards, of which it predicts every second token."""
+
+    def plan_samples(config, tokenizer):
+        def over(samples, seed):
+            def change(drawn, numbers):
+                backwards = drawn["tokens"].flip(1)
+                return {"tokens": backwards, "targets": backwards[:, ::2]}
+
+            return Transformed(samples, change, 256)
+
+        return SampleMaker(config.data.seq, 200, over)
+
+    def find_problems(config, mesh):
+        if config.data.mask_rate > 0.5:
+            yield Problem("mask_rate", str(config.data.mask_rate), "a half at most")
+
+    objective = Objective(
+        plan_samples,
+        ("mask_rate",),
+        count_targets=lambda config: config.data.seq // 2,
+        find_problems=find_problems,
+    )
+    config = configure(data=prefixes[0], seq=SEQ, seed=5)
+    plain = open_samples(config).batch(2, 4)["tokens"]
+    assert useless_of(config) == ("mask_rate", "mask_token", "mean_span", "end_token")
+    monkeypatch.setattr(family, "GPT", replace(family.GPT, objective=objective))
+    batch = open_samples(config).batch(2, 4)
+    assert batch["tokens"].tolist() == [row[::-1] for row in plain.tolist()]
+    assert batch["targets"].tolist() == [row[::-2] for row in plain.tolist()]
+    assert target_length(config) == 8
+    assert useless_of(config) == ("mask_token", "mean_span", "end_token")
+    said = list(objective_problems(configure(config, mask_rate=0.6, end_token=3), None))
+    assert [(each.path, each.wanted) for each in said] == [
+        ("end_token", "nothing with a GPT"),
+        ("mask_rate", "a half at most"),
+    ]

@@ -3,7 +3,7 @@
 Token, position and segment embeddings are summed and normed. Each block adds attention, to all
 tokens but padding, and a feed-forward layer, with a norm after each. A dense layer, a norm and the
 transposed embedding give the logits. There is no next-sentence loss, which later work found to be
-useless (Liu et al. 2019, section 4.2). `functron.data.denoising` makes masked batches.
+useless (Liu et al. 2019, section 4.2). `functron.apps.zoo.denoising` makes masked batches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from functron import nn
+from functron.apps.zoo.denoising import MASKED_TOKENS
 from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
@@ -248,5 +249,5 @@ def make_family() -> Family:
     """The family of BERTs."""
     return Family(
         "bert", "a BERT", BertConfig, PRESETS, defs, rules, loss, num_targets, flops_per_token,
-        objective="masked",
+        objective=MASKED_TOKENS,
     )  # fmt: skip

@@ -41,7 +41,7 @@ from functron.core.scopes import named_scope
 from functron.core.settings import Need, Needs
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Dtype, Named, TextConfig
-from functron.models.family import Family
+from functron.models.family import NEXT_TOKEN, Family
 from functron.models.generation import Steps
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.ops.attention import attention
@@ -512,7 +512,7 @@ def make_family() -> Family:
     """The family of Mamba-2 models and hybrids."""
     return Family(
         "mamba", "a Mamba-2 model", MambaConfig, PRESETS, defs, rules, loss, num_targets,
-        flops_per_token, objective="next",
+        flops_per_token, objective=NEXT_TOKEN,
         free=("dropout", "init_stddev", "vocab_multiple", "dtype", "chunk"), needs=MAMBA_NEEDS,
         unread=_unread_fields, canonical=_write_out, numbers=_layer_numbers,
         iterate_logits=iterate_logits,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import nn
+from functron.apps.zoo.denoising import MISSING_SPANS
 from functron.apps.zoo.layers import (
     Stack,
     choice_problems,
@@ -651,7 +652,7 @@ def make_family() -> Family:
     """The family of T5s."""
     return Family(
         "t5", "a T5", T5Config, PRESETS, defs, rules, loss, num_targets, flops_per_token,
-        objective="spans", free=("dropout", "init_factor", "vocab_multiple", "dtype"),
+        objective=MISSING_SPANS, free=("dropout", "init_factor", "vocab_multiple", "dtype"),
         canonical=_write_out, respond=respond,
     )  # fmt: skip
 

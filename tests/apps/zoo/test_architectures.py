@@ -16,7 +16,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, bert, gpt, llava, mamba, random, t5, tree, vit
-from functron.data.denoising import mask_tokens
+from functron.apps.zoo.denoising import mask_tokens
 from functron.transforms import Gather
 
 TOLERANCE = 1e-10

@@ -16,10 +16,11 @@ import torch
 import functron as ft
 from functron import bert, checkpoint, mamba, random, t5, tree
 from functron.apps.zoo.bert import BertConfig
+from functron.apps.zoo.denoising import Sentinels, spans_of
 from functron.apps.zoo.t5 import respond
 from functron.cli.main import main
 from functron.data import Blend, IndexedWriter, Tokenizer
-from functron.data.denoising import Sentinels, Transformed, spans_of
+from functron.data.sampling import Transformed
 from functron.data.tokenizer import ByteTokenizer
 from functron.models.family import family_of, list_presets, trained_families
 from functron.models.generation import Draw

@@ -7,7 +7,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P
-from functron.data.denoising import mask_tokens
+from functron.apps.zoo.denoising import mask_tokens
 
 VOCAB, MASK = 1000, 999
 WAY = {"mask_id": MASK, "vocab_size": VOCAB}

@@ -1,4 +1,4 @@
-"""Denoising objectives, and other samples that are made of samples one by one.
+"""Denoising objectives: masked tokens for BERT, missing spans for T5, and their settings.
 
 Spans of text to be restored, for encoders with decoders: each span that is taken out of a text
 leaves one sentinel in it; the targets are every sentinel, and the tokens that it stands for (Raffel
@@ -13,16 +13,15 @@ Masked batches, for models that predict tokens from both sides (Devlin et al. 20
 which tokens are masked, and by what, is a function of the seed, the step, and each sample's index
 in the global batch: the same on every mesh, in every process, and of each sample by itself.
 
-Fill-in-the-middle: documents with their middles at the end, for models that complete code.
+`MASKED_TOKENS` and `MISSING_SPANS` are what the library asks of each.
 """
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,8 +29,13 @@ from torch import Tensor
 
 from functron.core import random
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.data.sampling import IGNORED, Samples
-from functron.data.tokenizer import TextTokenizer
+from functron.data.mapped_files import TextTokenizer
+from functron.data.sampling import IGNORED, SampleMaker, Samples, Transformed
+from functron.models.family import Objective
+from functron.spmd import Mesh
+
+if TYPE_CHECKING:  # it reads the families, whose objectives are here
+    from functron.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -217,160 +221,6 @@ def _check(vocab_size: int, ids: Sequence[int], **shares: float) -> None:
     raise_problems("mask_tokens cannot mask this way", found)
 
 
-Transform = Callable[[dict[str, torch.Tensor], np.ndarray], dict[str, torch.Tensor]]
-"""``(drawn, numbers)`` to what is drawn instead: a pure function, of each sample by itself."""
-
-
-class Transformed(Samples):
-    """Samples made of others by a function of what is drawn and its numbers.
-
-    As numbers count from the beginning of a run, a sample may be another one in every epoch; it is
-    the same on every mesh, in batches of any size, and after resuming.
-
-    Args:
-        source: to draw from; has `num_samples`.
-        transform: makes other samples of those that were drawn.
-        vocab_size: a model of the others needs at least as many token ids.
-    """
-
-    def __init__(self, source: Any, transform: Transform, vocab_size: int):
-        self._source, self._transform, self.vocab_size = source, transform, vocab_size
-
-    @property
-    def num_samples(self) -> int:
-        return self._source.num_samples
-
-    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        return self._transform(self._source.draw(numbers), numbers)
-
-    def summary(self) -> str:
-        """The source's, in a few words for the user."""
-        return self._source.summary()
-
-
-_DRAWS = 4
-_UNIT = 2.0**-64
-
-
-@dataclass(frozen=True)
-class FillInTheMiddle:
-    """Some documents as PREFIX SUFFIX MIDDLE, each part after a token that announces it.
-
-    A document is cut at two places, drawn from all those between, before and after its tokens; with
-    ``<p>``, ``<m>`` and ``<s>`` for `prefix`, `middle` and `suffix` it becomes
-
-    | kind | tokens                                             |
-    |------|----------------------------------------------------|
-    | PSM  | ``<p>`` prefix ``<s>`` suffix ``<m>`` middle       |
-    | SPM  | ``<p> <s>`` suffix ``<m>`` prefix middle           |
-
-    What is drawn is a function of `seed` and the sample's number alone.
-
-    Source: Bavarian et al. 2022, "Efficient training of language models to fill in the middle",
-    sections 3 and appendix D (SPM in its second variant), at the level of tokens.
-
-    Attributes:
-        prefix, middle, suffix: the ids of the tokens that announce them.
-        rate: the share of documents that are rearranged.
-        spm_rate: the share of these that are SPM.
-        end: the id that ends a document, and stays at its end; None: there is none.
-        begin: the ids that documents begin with, and which stay there; any sequence, kept as a
-            tuple. They may be `end`, as where a model has one token for both.
-        seed: selects documents and places.
-
-    Raises:
-        ValueError: rates outside 0 to 1, negative ids, or ids that are not different.
-        TypeError: `begin` is no sequence of ids.
-    """
-
-    prefix: int
-    middle: int
-    suffix: int
-    rate: float = 0.5
-    spm_rate: float = 0.5
-    end: int | None = None
-    seed: int = 0
-    begin: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        problems = [
-            Problem(name, str(value), "a share from 0 to 1")
-            for name, value in (("rate", self.rate), ("spm_rate", self.spm_rate))
-            if not 0 <= value <= 1
-        ]
-        if min(self.ids) < 0 or len(set(self.ids)) < len(self.ids):
-            got = ", ".join(map(str, self.ids))
-            problems.append(Problem("prefix, middle, suffix, end", got, "different ids from 0"))
-        try:
-            begin = tuple(operator.index(token) for token in self.begin)
-        except TypeError:
-            wanted, fix = "a sequence of ids", "such as (1,), or () where documents have none"
-            got = repr(self.begin)
-            refuse("cannot fill in the middle", "begin", got, wanted, fix, error=TypeError)
-        object.__setattr__(self, "begin", begin)  # a list would equal no tuple of tokens
-        announced = (self.prefix, self.middle, self.suffix)
-        if any(token < 0 or token in announced for token in begin):
-            wanted = "ids from 0, other than those of prefix, middle and suffix"
-            problems.append(Problem("begin", str(begin), wanted, "give those of the tokenizer"))
-        raise_problems("cannot fill in the middle", problems)
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The ids that it gives a meaning."""
-        found = (self.prefix, self.middle, self.suffix)
-        return found if self.end is None else (*found, self.end)
-
-    def rearranged(
-        self, tokens: np.ndarray, begins: np.ndarray, number: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """A sample with some of its documents rearranged, as long as before.
-
-        Each of these gets three tokens longer, so the sample loses as many at its end. A document
-        that reaches the end is cut before it is rearranged: it has all its parts.
-
-        Args:
-            tokens: integers ``[n]``.
-            begins: where documents begin in them, increasing, from 0.
-            number: of the sample.
-
-        Returns:
-            The tokens, int64 ``[n]``, and where documents begin now, int64 ``[at most documents]``.
-        """
-        size, key = len(tokens), np.array([self.seed % 2**64, number], np.uint64)
-        # raw words of a counter: their values are part of the algorithm's definition
-        draws = np.random.Philox(key=key).random_raw(_DRAWS * len(begins))
-        out, starts, at = np.empty(size, np.int64), [], 0
-        ends = [*begins[1:].tolist(), size]
-        for i, (begin, stop) in enumerate(zip(begins.tolist(), ends, strict=True)):
-            piece = self._piece(tokens[begin:stop], size - at, draws[_DRAWS * i : _DRAWS * (i + 1)])
-            starts.append(at)
-            out[at : at + len(piece)] = piece
-            at += len(piece)
-            if at == size:
-                break
-        return out, np.array(starts, np.int64)
-
-    def _piece(self, document: np.ndarray, room: int, draws: np.ndarray) -> np.ndarray:
-        """The tokens that a document becomes, `room` at most."""
-        chosen, kind, *cuts = draws.tolist()
-        marks = 3
-        body = document[: room - marks] if room > marks else document[:0]
-        if chosen * _UNIT >= self.rate or not len(body):
-            return document[:room]
-        last = 1 if body[-1] == self.end else 0
-        body, end = body[: len(body) - last], body[len(body) - last :]
-        first = len(self.begin) * (tuple(body[: len(self.begin)].tolist()) == self.begin)
-        begin, body = body[:first], body[first:]
-        low, high = sorted(cut * (len(body) + 1) >> 64 for cut in cuts)
-        before, inside, after = body[:low], body[low:high], body[high:]
-        p, m, s = ([token] for token in (self.prefix, self.middle, self.suffix))
-        if kind * _UNIT < self.spm_rate:
-            parts = (begin, p, s, after, m, before, inside, end)
-        else:
-            parts = (begin, p, before, s, after, m, inside, end)
-        return np.concatenate([np.asarray(part, np.int64) for part in parts])
-
-
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
@@ -397,17 +247,14 @@ class Sentinels:
         found: list[int] = []
         for index, piece in enumerate(_SENTINEL.split(text)):
             if index % 2:
-                found.append(self._find_id(int(piece)))
+                if int(piece) >= self.count:
+                    wanted = f"<extra_id_0> to <extra_id_{self.count - 1}>, as it was trained"
+                    got, fix = f"<extra_id_{int(piece)}>", "use those, in order"
+                    refuse("unknown sentinel", "prompt", got, wanted, fix)
+                found.append(self.first - int(piece))
             elif piece:
                 found += tokenizer.encode(piece, special=False)
         return [*found, self.end]
-
-    def _find_id(self, number: int) -> int:
-        if number >= self.count:
-            wanted = f"<extra_id_0> to <extra_id_{self.count - 1}>, as it was trained"
-            got = f"<extra_id_{number}>"
-            refuse("unknown sentinel", "prompt", got, wanted, "use those, in order")
-        return self.first - number
 
     def decode(self, tokens: Sequence[int], tokenizer: TextTokenizer) -> str:
         """The text of ids, with the names of sentinels."""
@@ -420,3 +267,159 @@ class Sentinels:
             else:
                 plain.append(token)
         return text + tokenizer.decode(plain)
+
+
+# --- objectives of a run
+
+_MASKS = ("[MASK]", "<mask>")
+_SENTINELS = ("<extra_id_0>",)
+
+
+def spans_in(config: TrainConfig) -> Spans:
+    """The number and lengths of the spans that are taken out of a sample.
+
+    Raises:
+        ValueError: the sample is too short for them.
+    """
+    return spans_of(config.data.seq, config.data.mask_rate, config.data.mean_span)
+
+
+def find_sentinels(config: TrainConfig, tokenizer: TextTokenizer | None) -> Sentinels:
+    """The ids that stand for missing spans in a run of a T5.
+
+    Raises:
+        ValueError: the vocabulary has fewer free ids than a sample has spans, or none that ends a
+            text.
+    """
+    count = spans_in(config).count
+    first, _ = _find_hiding_id(config, tokenizer, _SENTINELS, count)
+    return Sentinels(first, count, _find_end(config, tokenizer))
+
+
+def _plan_masks(config: TrainConfig, tokenizer: TextTokenizer | None) -> SampleMaker:
+    """Masked tokens are predicted from those on both sides (BERT)."""
+    size = config.architecture.vocab_size
+    mask, text = _find_hiding_id(config, tokenizer, _MASKS, 1)
+    end = None if tokenizer is None else tokenizer.end_of_text
+    special = () if end is None else (end,)
+    if tokenizer is not None:
+        special += config.data.rules.begin_document(tokenizer)
+
+    def over(samples: Any, seed: int) -> Samples:
+        def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
+            # by its number a sample has the same masks in batches of any size
+            named = {"tokens": drawn["tokens"], "rows": torch.from_numpy(numbers)}
+            how = {"mask_id": mask, "vocab_size": size, "special": special}
+            made = mask_tokens(named, seed, 0, rate=config.data.mask_rate, **how)
+            return {name: made[name] for name in ("tokens", "targets")}
+
+        return Transformed(samples, change, size)
+
+    return SampleMaker(config.data.seq, text, over)
+
+
+def _plan_spans(config: TrainConfig, tokenizer: TextTokenizer | None) -> SampleMaker:
+    """Spans are replaced by sentinels in the input, and are the decoder's targets (T5)."""
+    spans, size = spans_in(config), config.architecture.vocab_size
+    first, text = _find_hiding_id(config, tokenizer, _SENTINELS, spans.count)
+    marks = {"sentinel": first, "end": _find_end(config, tokenizer)}
+
+    def over(samples: Any, seed: int) -> Samples:
+        def change(drawn: dict[str, torch.Tensor], numbers: np.ndarray) -> dict:
+            return take_out(drawn["tokens"], torch.from_numpy(numbers), spans, seed, **marks)
+
+        return Transformed(samples, change, size)
+
+    return SampleMaker(spans.length, text, over)
+
+
+def _find_end(config: TrainConfig, tokenizer: TextTokenizer | None) -> int:
+    """The id that ends the inputs and targets of a T5.
+
+    Raises:
+        ValueError: the tokenizer has none, or it is outside the vocabulary.
+    """
+    size = config.architecture.vocab_size
+    own = None if tokenizer is None else tokenizer.end_of_text
+    end = config.data.end_token if config.data.end_token >= 0 else own
+    if end is None or end >= size:
+        got = "-1 for a tokenizer without one" if end is None else str(end)
+        wanted = f"an id below {config.family.name}.vocab_size={size}"
+        fix = "name one: --end-token ID, or name the --tokenizer"
+        refuse("no token that ends a text", "end_token", got, wanted, fix)
+    return end
+
+
+def _find_hiding_id(
+    config: TrainConfig, tokenizer: TextTokenizer | None, names: tuple[str, ...], count: int
+) -> tuple[int, int]:
+    """The id of the mask or first sentinel, and the bound of text ids.
+
+    That is `mask_token`; or the tokenizer's token with one of `names`; or the last id of the
+    vocabulary, in which case text has none of the last `count` ids.
+
+    Raises:
+        ValueError: there is no such id.
+    """
+    size, title = config.architecture.vocab_size, "no token that hides others"
+    table = f"{config.family.name}.vocab_size"
+    known = {} if tokenizer is None else tokenizer.special_tokens
+    named = [known[name] for name in names if name in known]
+    if config.data.mask_token >= 0 or named:
+        chosen = config.data.mask_token if config.data.mask_token >= 0 else named[0]
+        if count - 1 <= chosen < size:
+            return chosen, size
+        wanted = f"an id below {table}={size}"
+        wanted += f", and above {count - 2}: sentinels go down from it" if count > 1 else ""
+        refuse(title, "mask_token", chosen, wanted, f"raise {table}, or choose another")
+    # tokens on disk whose maker is not known are checked as they are read
+    taken = 1 if tokenizer is None else tokenizer.vocab_size
+    if taken + count > size:
+        wanted = f"at least {taken + count}: {taken} of text, and {count} that hide it"
+        fix = f"set it to {taken + count}, or name one of the tokenizer's: --mask-token ID"
+        refuse(title, table, f"{size} token ids", wanted, fix)
+    return size - 1, size - count
+
+
+def _find_mask_problems(config: TrainConfig, mesh: Mesh | None = None) -> Iterator[Problem]:
+    data = config.data
+    if not 0 < data.mask_rate < 1:
+        yield Problem("mask_rate", str(data.mask_rate), "above 0 and below 1", "such as 0.15")
+    if data.mask_token < -1:
+        yield Problem("mask_token", str(data.mask_token), "an id, or -1", "leave it out")
+
+
+def _find_span_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
+    """Also those of the length of the decoder's targets."""
+    yield from _find_mask_problems(config)
+    seq, settings = config.data.seq, (config.data.mask_rate, config.data.mean_span)
+    try:
+        said = spans_in(config).targets
+    except ValueError as error:
+        fix = "lengthen it, or change mask_rate and mean_span"
+        yield Problem("seq", str(seq), str(error).splitlines()[1].strip(" -"), fix)
+        return
+    parts = mesh["tp"] if mesh is not None and config.parallelism.sequence_parallel else 1
+    if said % parts:
+        longer = (n for n in range(seq + 1, seq + 100 * parts) if not n % parts)
+        fits = (n for n in longer if not spans_of(n, *settings).targets % parts)
+        got = f"{seq}, for which the decoder has {said} targets"
+        wanted = f"a multiple of tp={parts} of them with sequence_parallel"
+        fix = f"set it to {next(fits, 'another')}, or leave sequence_parallel out"
+        yield Problem("seq", got, wanted, fix)
+
+
+MASKED_TOKENS = Objective(
+    _plan_masks, ("mask_rate", "mask_token"), find_problems=_find_mask_problems, prompt=None
+)
+"""Tokens that are hidden from a BERT."""
+
+MISSING_SPANS = Objective(
+    _plan_spans,
+    ("mask_rate", "mask_token", "mean_span", "end_token"),
+    count_targets=lambda config: spans_in(config).targets,
+    find_problems=_find_span_problems,
+    prompt="{} <extra_id_0>",
+    open_prompts=find_sentinels,
+)
+"""Spans of text that a T5 restores."""

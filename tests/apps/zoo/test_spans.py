@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from functron.data.denoising import spans_of, take_out
+from functron.apps.zoo.denoising import spans_of, take_out
 
 SENTINEL, END = 999, 900
 
