@@ -6,12 +6,13 @@ The objective of a family says what its model learns from text (`functron.models
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import names_with_tag, value_at
@@ -600,57 +601,19 @@ def prefetch(
     if depth < 1 or stop <= start:
         yield batch
         return
-    ahead = _Ahead(batch, start, stop, depth)
-    try:
-        yield ahead.take
-    finally:
-        ahead.close()
+    with ThreadPoolExecutor(1, "prefetch") as pool:
+        steps = iter(range(start, stop))
+        made = deque((step, pool.submit(batch, step)) for step in islice(steps, depth + 1))
 
+        def take(step: int) -> T:
+            if not made or made[0][0] != step:
+                return batch(step)
+            _, found = made.popleft()
+            made.extend((later, pool.submit(batch, later)) for later in islice(steps, 1))
+            return found.result()
 
-class _Ahead(Generic[T]):
-    """The thread, and the queue of batches that it has made."""
-
-    def __init__(self, batch: Callable[[int], T], start: int, stop: int, depth: int):
-        self._batch, self._next, self._stop, self._depth = batch, start, stop, depth
-        self._made: deque[tuple[T | None, BaseException | None]] = deque()
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for step in range(self._next, self._stop):
-            try:
-                made = self._batch(step), None
-            except BaseException as error:
-                made = None, error
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or len(self._made) < self._depth)
-                if self._closed:
-                    return
-                self._made.append(made)
-                self._changed.notify_all()
-            if made[1] is not None:
-                return
-
-    def take(self, step: int) -> T:
-        """The batch of `step`; waits for it where it is the next one."""
-        if step != self._next or self._closed:
-            return self._batch(step)
-        with self._changed:
-            self._changed.wait_for(lambda: self._made)
-            value, error = self._made.popleft()
-            self._next += 1
-            self._changed.notify_all()
-        if error is not None:
-            self._next = self._stop  # the thread has ended
-            raise error
-        return value  # type: ignore[return-value]  (there is one unless there is an error)
-
-    def close(self) -> None:
-        """End the thread, and drop the batches in the queue."""
-        with self._changed:
-            self._closed = True
-            self._made.clear()
-            self._changed.notify_all()
-        self._thread.join()
+        try:
+            yield take
+        finally:
+            made.clear()
+            pool.shutdown(cancel_futures=True)

@@ -11,7 +11,7 @@ from functron.training.data import prefetch
 
 
 def alive() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
