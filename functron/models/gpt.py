@@ -368,8 +368,7 @@ def loss(
         fix = "call gpt.loss_and_details, or leave it out"
         refuse("gpt.loss returns the loss alone", "options.watch", "True", "False", fix)
     require(batch, "tokens", "targets")
-    part = whole(config.num_layers)
-    out = stage_loss(config, part, weights, None, batch, options, key=key)
+    out = stage_loss(config, whole(config.num_layers), weights, None, batch, options, key=key)
     return out[0] if config.has_details else out
 
 
