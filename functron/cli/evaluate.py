@@ -470,8 +470,8 @@ def _answer_prompt(
     """Answers the prompt, such as the spans that are missing in a T5's."""
     model, respond = config.architecture, config.family.respond
     open_prompts = data.objective_of(config).open_prompts
-    assert respond is not None
-    assert open_prompts is not None
+    assert respond
+    assert open_prompts
     prompts = open_prompts(config, data.reader_of(configure(config, out=str(options.run))))
     ids = prompts.encode(options.prompt, tokenizer)
 

@@ -532,16 +532,15 @@ def check(config: TrainConfig, part: str = PARTS[0], *, reader: Reader = reader_
     Raises:
         ValueError: the data is not there, or does not fit the model.
     """
+    plan = objective_of(config).plan_samples
     if is_on_disk(config):
         if config.data.path or config.data.format == "mock":
-            learnt = objective_of(config).plan_samples(config, reader(config))
-            _token_samples(config, learnt, part, build=False)
+            _token_samples(config, plan(config, reader(config)), part, build=False)
     elif is_chat(config):
         if config.data.path:
             chat_files(config.data.path)
     elif run_folder.tokenizer_path(config) is None:
-        learnt = objective_of(config).plan_samples(config, reader(config))
-        TextWindows(config.data.path or None, learnt.length)
+        TextWindows(config.data.path or None, plan(config, reader(config)).length)
     elif config.data.path:
         find(config.data.path)
 

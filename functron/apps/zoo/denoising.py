@@ -394,7 +394,7 @@ def _find_span_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Prob
     yield from _find_mask_problems(config)
     seq, settings = config.data.seq, (config.data.mask_rate, config.data.mean_span)
     try:
-        said = spans_in(config).targets
+        said = spans_of(seq, *settings).targets
     except ValueError as error:
         fix = "lengthen it, or change mask_rate and mean_span"
         yield Problem("seq", str(seq), str(error).splitlines()[1].strip(" -"), fix)
