@@ -33,7 +33,6 @@ from functron.training import records
 TITLE = "cannot read the launch line"
 _MOST_TEXT = 100_000  # characters of a script
 _MOST_EXPANDED = 1_000_000  # characters of the values of variables in it
-_MOST_WORDS = 100_000
 _MOST_SHOWN = 40  # characters of a line in a message
 _OPEN, _CLOSE, _BREAK, _EMPTY = "\ue000", "\ue001", "\ue002", "\ue003"
 """Delimiters of open variables, and of words, and an empty word; none occur in scripts."""
@@ -87,25 +86,20 @@ def read_script(
     if len(text) > _MOST_TEXT:
         refuse(TITLE, "the script", f"{len(text)} characters", f"at most {_MOST_TEXT}")
     text = text.translate({ord(char): None for char in (_OPEN, _CLOSE, _BREAK, _EMPTY, "\r")})
-    lines = (line.lstrip() for line in text.splitlines())
-    first = next((line for line in lines if line and line[0] != "#"), "")
+    is_list = re.match(r"(?:\s*#.*\n)*\s*-", text) is not None
     script = _Script(text, dict(variables or {}))
-    words = _find_launch(list(script.read(is_list=first.startswith("-"))), options)
+    words = _find_launch(list(script.read(is_list=is_list)), options)
     if not words:
         got, wanted = "no command with options of Megatron-LM", "one that launches a training"
         refuse(TITLE, "the script", got, wanted, f"{RUN_IT}; {_ADD_LAUNCH}")
     wanted = "$NAME, ${NAME}, ${NAME[@]} or ${NAME:-word}"
     raise_problems(TITLE, [
-        Problem(script.name_line(_find_value(name, text)), f"${{{name}}}", wanted, RUN_IT)
+        Problem(script.name_line(max(0, *map(text.find, (f"${name}", f"${{{name}")))),
+                f"${{{name}}}", wanted, RUN_IT)
         for name in dict.fromkeys(name for word in words for name in list_open(word))
         if not re.fullmatch(r"\w+|\([\s\S]*", name)
     ])  # fmt: skip
     return _divide_line(words, _count_batch_processes(text))
-
-
-def _find_value(name: str, text: str) -> int:
-    match = re.search(rf"\$\{{?{re.escape(name)}", text)
-    return match.start() if match else 0
 
 
 def fill_variables(text: str, variables: Mapping[str, str]) -> str:
@@ -115,32 +109,30 @@ def fill_variables(text: str, variables: Mapping[str, str]) -> str:
 
 # --- a script that sets variables and arrays, and launches a training
 
-_MARK = f"{_OPEN}[^{_CLOSE}]*{_CLOSE}"
-_BLANK = re.compile(rf"({_MARK})|\s")
+_BLANK = re.compile(rf"({_OPEN}[^{_CLOSE}]*{_CLOSE})|\s")
 """Where a value that is not quoted is split, beside open variables, which are not."""
 # the parts of a word: quotes, the output of a command, a variable, and plain characters
 _OUTPUT = r"\$\((?:[^()]|\([^()]*\))*+\)|`[^`]*`"
 _VALUE = r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])|\$\{(?:[^{}]|\{[^{}]*\})*+\}"
-_QUOTED = rf'"(?:\\[\s\S]|{_OUTPUT}|[^"\\])*+"'
-_PART = rf"(?>'[^']*'|{_QUOTED}|\\[\s\S]|{_OUTPUT}|{_VALUE}|{_MARK}|(?!\$[({{])[^\s'\"\\;&|()<>`])"
+_QUOTED = rf'"(?:\\[\s\S]|{_OUTPUT}|{_VALUE}|(?!\$[({{])[^"\\`])*+"'
+_PART = rf"(?>'[^']*'|{_QUOTED}|\\[\s\S]|{_OUTPUT}|{_VALUE}|(?!\$[({{])[^\s'\"\\;&|()<>`])"
 _TOKEN = re.compile(rf"""(?x)
     (?P<skip> [^\S\n]+ | \\\n | \#[^\n]*
         | >\([^()]*\) | \d*(?:&>>?|>[>&|]?|<(?!<)&?)[^\S\n]*{_PART}*+ )
     | (?P<end> && | \|[|&]? | [;&\n] )
     | (?P<word> [A-Za-z_]\w*\+?=\((?:(?<=[\s(])\#[^\n]*|\s|{_PART})*+\) | {_PART}++ )
     | (?P<other> [\s\S] )""")
-_INNER = rf"(?P<output>{_OUTPUT})|(?P<value>{_VALUE})|(?P<open>{_MARK})|(?P<other>`|\$[({{])"
+_INNER = rf"(?P<output>{_OUTPUT})|(?P<value>{_VALUE})"
 _PIECE = re.compile(
     rf"'(?P<literal>[^']*)'|(?P<quoted>{_QUOTED})|\\(?P<escaped>[\s\S])|(?P<blank>\s)|{_INNER}"
 )
 _PIECE_IN_QUOTES = re.compile(rf'\\(?P<escaped>[\n"$\\`])|{_INNER}')
 _EXPANSION = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?-)([\s\S]*))?")
-_ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_REFUSED = re.compile(
+_ASSIGN = re.compile(r"([A-Za-z_]\w*(?:\[[^]]*\])?)(\+?)=")
+_NEEDS_SHELL = re.compile(
     r"(?:if|case|for|while|until|select|function|\{|declare|local|readonly|typeset|eval|getopts|let"
-    r"|mapfile|read|readarray|set --|shift|unset)(?!\S)|\w+\[[^]]*\]\+?=|IFS="
+    r"|mapfile|read|readarray|set --|shift|unset)(?!\S)"
 )
-"""Commands that need a shell."""
 
 
 @dataclass
@@ -180,7 +172,8 @@ class _Script:
         text = " ".join(token[0] for token in tokens)
         sets = [(token, match) for token in tokens if (match := _ASSIGN.match(token[0]))]
         is_setting = text.startswith("export ") or len(sets) == len(tokens)
-        if _REFUSED.match(text) or (tokens and is_setting and after in ("&&", "||")):
+        is_odd = after in ("&&", "||") or any(m[1] == "IFS" or "[" in m[1] for _, m in sets)
+        if _NEEDS_SHELL.match(text) or (tokens and is_setting and is_odd):
             wanted = "variables and arrays that are simply set, and one launch"
             refuse(TITLE, self.name_line(tokens[0].start()), text[:_MOST_SHOWN], wanted, self.fix)
         if not is_setting:
@@ -220,8 +213,6 @@ class _Script:
                 return f"{_OPEN}({text.strip('$`').removeprefix('(').removesuffix(')')}){_CLOSE}"
             if kind == "value":
                 return self._evaluate(text[2:-1] if text[1] == "{" else text[1:], quoted=quoted)
-            if kind == "other":
-                return f"{_OPEN}{text}{_CLOSE}"
             return {"blank": _BREAK, "escaped": text.strip("\n")}.get(str(kind), text)
 
         return (_PIECE_IN_QUOTES if quoted else _PIECE).sub(replace, text)
@@ -237,7 +228,10 @@ class _Script:
             numbers = sorted(int(key) for key in self.variables if key.isdigit())
             array, value = name, _BREAK.join(self.variables[str(number)] for number in numbers)
         if value is None or (sign == ":-" and value.partition(_BREAK)[0] in ("", _EMPTY)):
-            return self.expand(word, quoted=quoted) if sign else f"{_OPEN}{name}{_CLOSE}"
+            if sign is None:
+                return f"{_OPEN}{name}{_CLOSE}"
+            # a default within quotes may have quotes of its own
+            return self.expand(re.sub(r'(?<!\\)"', "", word) if quoted else word, quoted=quoted)
         self.expanded += len(value)
         if self.expanded > _MOST_EXPANDED:
             got, wanted = "values of variables", f"at most {_MOST_EXPANDED} characters in all"
@@ -257,7 +251,8 @@ def _list_commands(words: list[str]) -> Iterator[list[str]]:
     for at, word in enumerate(words[:-2]):
         if word.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-\w*c", words[at + 1]):
             if "--" in words[at + 2]:
-                inner = _Script(words[at + 2], {}, f"write the launch without {word} -c").read()
+                fix = f"write the launch without {word} -c"
+                inner = _Script(show_open(words[at + 2]), {}, fix).read()
                 yield from ([*words[:at], *command] for command in inner)
             return
 
@@ -268,8 +263,7 @@ def _find_launch(commands: Sequence[list[str]], options: Collection[str]) -> lis
     def count(words: list[str]) -> int:
         return sum(w.startswith("--") and w[2:].partition("=")[0] in options for w in words)
 
-    best = max(commands, key=count, default=[])
-    return best if count(best) else []
+    return max([[], *commands], key=count)
 
 
 _PER_NODE = ("nproc_per_node", "nproc", "ntasks_per_node", "gpus_per_node", "num_gpus")
@@ -416,7 +410,7 @@ def _run_recorded(
         (folder / "cwd" / f"pretrain_{name}.py").touch()
     named = {name: value for name, value in variables.items() if not name.isdigit()}
     count = max((int(name) for name in variables if name.isdigit()), default=0)
-    places = [variables.get(str(n), "") for n in range(1, min(count, _MOST_WORDS) + 1)]
+    places = [variables.get(str(n), "") for n in range(1, min(count, _MOST_TEXT) + 1)]
     prelude = _PRELUDE.replace("@bin@", str(folder / "bin"))
     env = {"HOME": str(folder), **named, "PATH": str(folder / "bin"), "BASH_ENV": ""}
     process = subprocess.Popen(

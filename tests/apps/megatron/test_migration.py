@@ -632,7 +632,7 @@ RUN = "fix: functron migrate FILE --run"
         ("A='--bf16\npython a.py", ["line 1: got '--bf16; wanted closed quotes", RUN]),
         ("f() { python a.py --bf16; }\nf", ["line 1: got () {", "function", RUN]),
         ("cat <<END > x\n--num-layers 77\nEND\npython a.py --bf16", ["line 1: got <<END > x", RUN]),
-        ("A=(1)\nA[0]=2\npython a.py --lr $A", ["line 2: got A[0]=2", RUN]),
+        ("A=(1)\nB=1 A[0]=2\npython a.py --lr $A", ["line 2: got B=1 A[0]=2", RUN]),
         (
             "echo $#\nA=(--bf16)\npython a.py ${A[0]} --lr $#",
             ["line 3: got ${A[0]}", "got ${#}", RUN],
@@ -665,7 +665,7 @@ X=5; X=3 Y=4 true; if=$(uname "$(pwd)")  # neither is needed
 F=" --bf16 \\
   --fp16 "
 cd x && torchrun --nproc_per_node=$A${E} pretrain_gpt.py --load "$B" --save $B --spec "${D[@]}" \\
-    --split ${D[*]} ${NONE:-"fall  back"} ${NONE-of $B} "${B[*]}" ${A:-unset}$X "${G[@]}" "\\$A"'\\$A' $F"$C" >log 2>&1 | tee x
+    --split ${D[*]} ${NONE:-"fall  back"} ${NONE-of $B} "${B[*]}" ${A:-unset}$X "${NONE:-"$B c"}" "${G[@]}" "\\$A"'\\$A' $F"$C" >log 2>&1 | tee x
 """
 
 
