@@ -661,11 +661,12 @@ PLAIN = """
 A=1; export B="two words" C='$A' D=(x "y z")  # don't
 D+=(w)  D=("${D[@]}" '#') # a comment
 E="$A" E+=5; G=("$B"); G+=' c' G+=("" $B)
+H=1; export H=2 I=$H; J=(a b); J=c; K=""; K+=(d)
 X=5; X=3 Y=4 true; if=$(uname "$(pwd)")  # neither is needed
 F=" --bf16 \\
   --fp16 "
 cd x && torchrun --nproc_per_node=$A${E} pretrain_gpt.py --load "$B" --save $B --spec "${D[@]}" \\
-    --split ${D[*]} ${NONE:-"fall  back"} ${NONE-of $B} "${B[*]}" ${A:-unset}$X "${NONE:-"$B c"}" "${G[@]}" "\\$A"'\\$A' $F"$C" >log 2>&1 | tee x
+    --split ${D[*]} ${NONE:-"fall  back"} ${NONE-of $B} "${B[*]}" ${A:-unset}$X "${NONE:-"$B c"}" "${G[@]}" $H$I "${J[@]}" "${K[@]}" "\\$A"'\\$A' $F"$C" >log 2>&1 | tee x
 """
 
 
