@@ -362,10 +362,9 @@ _LAUNCH = b"""#!/bin/bash
 NODES=${SLURM_NNODES:-"2"}; W=$(( $NODES*8 ))
 A=(--num-layers 2 --hidden-size 64 # c
   --num-attention-heads 4 "--seq-length 16" --max-position-embeddings 16)
-if [[ "$1" == x* ]] || [ -z "$1" ]; then A+=(--bf16); else exit 1; fi
-case $W in 1?) B="--moe-layer-freq ([0]*1+[1]*1) --num-experts 4" ;; *) B= ;; esac
-f() { C="--lr ${1%%e*}e-4 --min-lr 1e-5"; }
-f 3e-1 && torchrun --nproc_per_node=8 --nnodes $NODES pretrain_gpt.py ${A[@]} $B $C \\
+export A+=(--bf16) B="--moe-layer-freq ([0]*1+[1]*1) --num-experts 4"
+C="--lr ${RATE:-3e-4} --min-lr 1e-5"
+cd "$PWD" && torchrun --nproc_per_node=8 --nnodes $NODES pretrain_gpt.py ${A[@]} $B $C \\
   --micro-batch-size 1 --global-batch-size 16 --train-iters 9 --vocab-size 99 --mock-data 2>&1 | tee x
 """
 _BRIDGE = b"""model: {_target_: a.GPTModelProvider, num_layers: 2, hidden_size: 64, num_attention_heads: 4,

@@ -142,7 +142,7 @@ class MigrateOptions:
         without: arguments to ignore, such as those of a fork.
         processes: number of ranks; 0: as the launcher starts.
         closest: use functron's most similar model, if it lacks the script's.
-        run: run the script in bash, if it has conditions, loops, functions or command substitution,
+        run: run the script in bash, if it does more than set variables and arrays, and launch,
             with recorders in place of torchrun, python, srun and similar programs, which start
             nothing. Its other effects, such as writing files, are real; it runs in an empty folder,
             for at most 30 seconds.

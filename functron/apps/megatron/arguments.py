@@ -393,8 +393,9 @@ def read_words(words: Sequence[str]) -> GivenArguments:
 def describe_unset(spelled: str, word: str) -> Problem:
     """The problem of a value with a variable that nothing sets, or with a command's output."""
     names = dict.fromkeys(list_open(word))
-    if any(name.startswith("(") for name in names):
-        return Problem(spelled, show_open(word), "a value without command substitution", RUN_IT)
+    if not all(re.fullmatch(r"\w+", name) for name in names):
+        wanted = "a value without command substitution and patterns"
+        return Problem(spelled, show_open(word), wanted, RUN_IT)
     fix = " ".join(f"{name}=VALUE" for name in names)
     return Problem(spelled, show_open(word), "variables that are set", f"--env {fix}")
 

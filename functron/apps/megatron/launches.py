@@ -1,10 +1,9 @@
 """Launch scripts of Megatron-LM, its logs, and its names of records.
 
-`read_script` finds the command that launches a training, without running anything. It expands the
-script's plain variables and arrays: ``${NAME}``, ``${NAME:-word}``, ``${NAME[@]}``. Variables that
-are not set, and the output of commands, stay open, and are reported as ``${NAME}`` (set them by
-``--env``). Variables that are set in conditions, loops or functions are refused if the launch needs
-them.
+`read_script` reads a launch line, or a plain script with one, without running anything: variables
+and arrays that it sets, ``${NAME}``, ``${NAME[@]}`` and ``${NAME:-word}``. Variables that are not
+set, and the output of commands, stay open, and are reported as ``${NAME}`` (set them by ``--env``).
+Conditions, loops, functions and other expansions are refused.
 
 `record_script` runs such a script in bash, with recorders in place of the programs that launch a
 training, which write down their arguments and exit.
@@ -23,21 +22,22 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.training import records
 
 TITLE = "cannot read the launch line"
-_MOST_TEXT = 100_000  # characters of a script, and of what a variable or a command has
-_MOST_WORDS = 100_000
-_MOST_DEPTH = 50
-_OPEN, _CLOSE = "\ue000", "\ue001"
-"""Delimiters of open variables, which do not occur in scripts."""
+_MOST_TEXT = 100_000  # characters of a script
+_MOST_EXPANDED = 1_000_000  # characters of the values of variables in it
+_MOST_SHOWN = 40  # characters of a line in a message
+_OPEN, _CLOSE, _BREAK, _EMPTY = "\ue000", "\ue001", "\ue002", "\ue003"
+"""Delimiters of open variables, and of words, and an empty word; none occur in scripts."""
 RUN_IT = "functron migrate FILE --run runs the script, with recorders in place of its launch"
+_ADD_LAUNCH = "a file that only sets variables needs a launch, such as pretrain_gpt.py $MODEL_ARGS"
 
 
 @dataclass(frozen=True)
@@ -81,387 +81,189 @@ def read_script(
             assignments replace them.
 
     Raises:
-        ValueError: the script is incomplete, launches nothing, or its launch needs a shell; all
-            such places are listed with their lines.
+        ValueError: the script is incomplete, launches nothing, or needs a shell; its line is named.
     """
     if len(text) > _MOST_TEXT:
         refuse(TITLE, "the script", f"{len(text)} characters", f"at most {_MOST_TEXT}")
-    text = text.translate({ord(_OPEN): None, ord(_CLOSE): None, ord("\r"): None})
-    lines = (line.lstrip() for line in text.splitlines())
-    if next((line for line in lines if line and line[0] != "#"), "").startswith("-"):
-        text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ").replace("\n", " ")
-    script = _Script(dict(variables or {}))
-    script.read(text)
-    line = _find_launch(script.commands, options) or _join_options(script, options)
-    if line is None:
-        wanted = "one that launches a training"
-        refuse(TITLE, "the script", "no command with options of Megatron-LM", wanted, RUN_IT)
-    raise_problems(TITLE, dict.fromkeys(line.problems))
-    return _divide_line(line.words, _count_batch_processes(text))
+    text = text.translate({ord(char): None for char in (_OPEN, _CLOSE, _BREAK, _EMPTY, "\r")})
+    is_list = re.match(r"(?:\s*#.*\n)*\s*-", text) is not None
+    script = _Script(text, dict(variables or {}))
+    words = _find_launch(list(script.read(is_list=is_list)), options)
+    if not words:
+        got, wanted = "no command with options of Megatron-LM", "one that launches a training"
+        refuse(TITLE, "the script", got, wanted, f"{RUN_IT}; {_ADD_LAUNCH}")
+    wanted = "$NAME, ${NAME}, ${NAME[@]} or ${NAME:-word}"
+    raise_problems(TITLE, [
+        Problem(script.name_line(max(0, *map(text.find, (f"${name}", f"${{{name}")))),
+                f"${{{name}}}", wanted, RUN_IT)
+        for name in dict.fromkeys(name for word in words for name in list_open(word))
+        if not re.fullmatch(r"\w+|\([\s\S]*", name)
+    ])  # fmt: skip
+    return _divide_line(words, _count_batch_processes(text))
 
 
 def fill_variables(text: str, variables: Mapping[str, str]) -> str:
     """Replace ``$NAME`` and ``${NAME}`` by `variables`; others stay open."""
-    return _Script(dict(variables)).join(text, [], 0, quoted=True)
+    return _Script(text, dict(variables)).expand(text, quoted=True)
 
 
-# --- a script as commands, a command as words, a word as pieces
+# --- a script that sets variables and arrays, and launches a training
 
-
-class _Command(NamedTuple):
-    """The text of a command, its line, and the operator before it."""
-
-    text: str
-    line: int
-    after: str
-
-
-_CLOSERS = {"'": "'", '"': '"', "`": "`", "$((": "))", "$(": ")", "${": "}", "(": ")"}
-_IN_QUOTES = ("$((", "$(", "${", "`")
-_NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])")
-
-
-def _find_opener(text: str, at: int, *, quoted: bool) -> str | None:
-    """The quote, expansion or, outside of quotes, bracket that begins at `at`; None: none does."""
-    known = _IN_QUOTES if quoted else _CLOSERS
-    return next((opener for opener in known if text.startswith(opener, at)), None)
-
-
-def _find_end(text: str, start: int, opener: str, depth: int = 0) -> int:  # noqa: RET503
-    """The end of the quotes, brackets or expansion that begin at `start`.
-
-    Raises:
-        ValueError: they are not closed.
-    """
-    at = start + len(opener)
-    while at < len(text) and depth < _MOST_DEPTH:
-        if text.startswith(_CLOSERS[opener], at):
-            return at + len(_CLOSERS[opener])
-        if opener == "'":
-            at += 1
-        elif text[at] == "\\":
-            at += 2
-        elif opener == "(" and text[at] == "#" and text[at - 1].isspace():
-            at = _find_line_end(text, at)
-        elif (inner := _find_opener(text, at, quoted=opener == '"')) is not None:
-            at = _find_end(text, at, inner, depth + 1)
-        else:
-            at += 1
-    line = text.count("\n", 0, start) + 1
-    got, wanted = "a quote or bracket that is not closed", "a closed one"
-    refuse(TITLE, f"line {line}", got, wanted)
-
-
-def _find_line_end(text: str, at: int) -> int:
-    found = text.find("\n", at)
-    return found if found >= 0 else len(text)
-
-
-_SEPARATOR = re.compile(r"&&|\|\||;;&|;;|;&|[;|\n()]|&(?!>)")
-_HERE = re.compile(r"<<-?\s*[\"']?(\w+)")
-_ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
-
-
-def _split_commands(text: str) -> Iterator[_Command]:
-    """The commands of a script in order, without comments and here documents."""
-    begin = at = counted = 0
-    line, after = 1, ""
-    parts: list[str] = []
-    ends: list[str] = []  # of here documents
-    while at <= len(text):
-        match = _SEPARATOR.match(text, at) if text[at - 1 : at] not in ("<", ">") else None
-        if at == len(text) or (match and not (text[at] == "(" and _ARRAY.search(text, begin, at))):
-            yield _Command("".join([*parts, text[begin:at]]).strip(), line, after)
-            at = match.end() if match else at + 1
-            after, parts = match[0] if match else "", []
-            while after == "\n" and ends:
-                stop = re.compile(rf"^\t*{re.escape(ends.pop(0))}$", re.MULTILINE).search(text, at)
-                at = stop.end() if stop else len(text)
-            line, counted, begin = line + text.count("\n", counted, at), at, at
-        elif text.startswith("\\\n", at):
-            parts += [text[begin:at], " "]
-            at = begin = at + 2
-        elif text[at] == "\\":
-            at += 2
-        elif text[at] == "#" and (at == begin or text[at - 1].isspace()):
-            parts.append(text[begin:at])
-            at = begin = _find_line_end(text, at)
-        elif here := _HERE.match(text, at):
-            ends.append(here[1])
-            at = here.end()
-        elif (opener := _find_opener(text, at, quoted=False)) is not None:
-            at = _find_end(text, at, opener)
-        else:
-            at += 1
-
-
-def _find_word_end(text: str, at: int) -> int:
-    while at < len(text) and not text[at].isspace():
-        if text[at] == "\\":
-            at += 2
-        elif (opener := _find_opener(text, at, quoted=False)) is not None:
-            at = _find_end(text, at, opener)
-        else:
-            at += 1
-    return at
-
-
-def _split_pieces(text: str, *, quoted: bool) -> Iterator[tuple[str, str]]:
-    """The pieces of a word, or of a text in double quotes, with their kinds.
-
-    ``text``; ``literal``: quoted or escaped; ``quoted``: in double quotes; ``value``: the inside of
-    ``${...}``; ``shell``: the output of a command.
-    """
-    at = begin = 0
-    while at < len(text):
-        opener, name = _find_opener(text, at, quoted=quoted), _NAME.match(text, at)
-        escaped = text[at] == "\\" and (not quoted or text[at + 1 : at + 2] in ('"', *"\\$`\n"))
-        if not (escaped or name) and opener in (None, "("):
-            at += 1
-            continue
-        if text[begin:at]:
-            yield "text", text[begin:at]
-        if escaped:
-            yield "literal", text[at + 1 : at + 2].replace("\n", "")
-            at += 2
-        elif opener is not None:
-            end = _find_end(text, at, opener)
-            inner = text[at + len(opener) : end - len(_CLOSERS[opener])]
-            yield {"'": "literal", '"': "quoted", "${": "value"}.get(opener, "shell"), inner
-            at = end
-        elif name:
-            yield "value", name[1]
-            at = name.end()
-        begin = at
-    if text[begin:]:
-        yield "text", text[begin:]
-
-
-# --- the variables that a script sets, and the commands that it has
-
-
-@dataclass
-class _CommandLine:
-    """The words of a command, its line, and what only a shell can evaluate of it."""
-
-    words: list[str]
-    line: int
-    problems: list[Problem] = field(default_factory=list)
-
-
-_OPENING = {
-    "if": "a condition", "case": "a condition", "for": "a loop", "while": "a loop",
-    "until": "a loop", "select": "a loop", "function": "a function", "{": "a function",
-}  # fmt: skip
-_CLOSING = ("fi", "esac", "done", "}")
-_BETWEEN = ("then", "elif", "else", "do", "!", "time")
-_DECLARE = re.compile(r"(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*")
-_WORD = re.compile(r"(\S+)\s*")
-_ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_EXPANSION = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-+])(.*))?", re.DOTALL)
-_REDIRECTION = re.compile(r"\d*(?:&>>|&>|>>|>\||>&|>|<)(.*)", re.DOTALL)
-_FIELD = re.compile(f"(?:{_OPEN}[^{_CLOSE}]*{_CLOSE}|\\S)+")
-"""Words of a value; open variables are not split."""
+_BLANK = re.compile(rf"({_OPEN}[^{_CLOSE}]*{_CLOSE})|\s")
+"""Where a value that is not quoted is split, beside open variables, which are not."""
+# the parts of a word: quotes, the output of a command, a variable, and plain characters
+_OUTPUT = r"\$\((?:[^()]|\([^()]*\))*+\)|`[^`]*`"
+_VALUE = r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])|\$\{(?:[^{}]|\{[^{}]*\})*+\}"
+_QUOTED = rf'"(?:\\[\s\S]|{_OUTPUT}|{_VALUE}|(?!\$[({{])[^"\\`])*+"'
+_PART = rf"(?>'[^']*'|{_QUOTED}|\\[\s\S]|{_OUTPUT}|{_VALUE}|(?!\$[({{])[^\s'\"\\;&|()<>`])"
+_TOKEN = re.compile(rf"""(?x)
+    (?P<skip> [^\S\n]+ | \\\n | \#[^\n]*
+        | >\([^()]*\) | \d*(?:&>>?|>[>&|]?|<(?!<)&?)[^\S\n]*{_PART}*+ )
+    | (?P<end> && | \|[|&]? | [;&\n] )
+    | (?P<word> [A-Za-z_]\w*\+?=\((?:(?<=[\s(])\#[^\n]*|\s|{_PART})*+\) | {_PART}++ )
+    | (?P<other> [\s\S] )""")
+_INNER = rf"(?P<output>{_OUTPUT})|(?P<value>{_VALUE})"
+_PIECE = re.compile(
+    rf"'(?P<literal>[^']*)'|(?P<quoted>{_QUOTED})|\\(?P<escaped>[\s\S])|(?P<blank>\s)|{_INNER}"
+)
+_PIECE_IN_QUOTES = re.compile(rf'\\(?P<escaped>[\n"$\\`])|{_INNER}')
+_EXPANSION = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?-)([\s\S]*))?")
+_ASSIGN = re.compile(r"([A-Za-z_]\w*(?:\[[^]]*\])?)(\+?)=")
+_NEEDS_SHELL = re.compile(
+    r"(?:if|case|for|while|until|select|function|\{|declare|local|readonly|typeset|eval|getopts|let"
+    r"|mapfile|read|readarray|set --|shift|unset)(?!\S)"
+)
 
 
 @dataclass
 class _Script:
-    """The variables and commands of a script, and variables that only a shell can evaluate."""
+    """A script and its variables; the words of arrays are divided by `_BREAK`."""
 
-    variables: dict[str, str | list[str]]
-    untold: dict[str, Problem] = field(default_factory=dict)
-    commands: list[_CommandLine] = field(default_factory=list)
-    inside: list[str] = field(default_factory=list)
+    text: str
+    variables: dict[str, str]
+    fix: str = RUN_IT
+    expanded: int = 0
 
-    def read(self, text: str) -> None:
-        """Note what the commands of a text set, and their words."""
-        for command in _split_commands(text):
-            text, line, at = command.text, command.line, self._skip_keywords(command.text)
-            declared = _DECLARE.match(text, at)
-            at = declared.end() if declared else at
-            is_certain = not self.inside and command.after not in ("&&", "||")
-            while match := _ASSIGN.match(text, at):
-                at = _find_word_end(text, match.end())
-                value = text[match.end() : at]
-                self._assign(match[1], value, line, adds=bool(match[2]), certain=is_certain)
-                at += len(text[at:]) - len(text[at:].lstrip())
-            if at < len(text) and not declared:
-                problems: list[Problem] = []
-                self.note(self.split(text[at:], problems, line), line, problems)
+    def read(self, *, is_list: bool = False) -> Iterator[list[str]]:
+        """The words of its commands; a list of arguments is one."""
+        tokens: list[re.Match[str]] = []
+        after = ""
+        for token in _TOKEN.finditer(self.text + "\n"):
+            kind, text = token.lastgroup, token[0]
+            if kind == "word":
+                tokens.append(token)
+            elif kind == "other" or (kind == "end" and is_list and text != "\n"):
+                at = token.start()
+                got = self.text[at : at + _MOST_SHOWN].partition("\n")[0]
+                wanted = "closed quotes and brackets, and no subshell, function or here document"
+                fix = "put such values in quotes" if is_list else self.fix
+                refuse(TITLE, self.name_line(at), got, wanted, fix)
+            elif kind == "end" and not is_list and (tokens or text != "\n"):
+                yield from self._read_command(tokens, after)
+                tokens, after = [], text
+        yield from self._read_command(tokens, after)
 
-    def _skip_keywords(self, text: str) -> int:
-        """Note words of conditions and loops; returns where the command begins after them."""
-        at = 0
-        while match := _WORD.match(text, at):
-            word = match[1]
-            if word in _OPENING:
-                self.inside.append(word)
-            elif word in _CLOSING:
-                self.inside[-1:] = []
-            elif word not in _BETWEEN:
-                break
-            at = match.end()
-            if word in ("for", "select", "case"):  # the rest is their list
-                return len(text)
-        return at
+    def name_line(self, at: int) -> str:
+        """The line of a place in the text."""
+        return f"line {self.text.count(chr(10), 0, at) + 1}"
 
-    def _assign(self, name: str, text: str, line: int, *, adds: bool, certain: bool) -> None:
-        problems: list[Problem] = []
-        made = self.split(text[1:-1], problems, line) if text.startswith("(") else None
-        value = made if made is not None else self.join(text, problems, line)
-        before = self.variables.get(name) if adds else None
-        if isinstance(before, str) and isinstance(value, str):
-            value = before + value
-        elif before is not None:
-            value = [*([before] if isinstance(before, str) else before), *value]
-        size = len(value) if isinstance(value, str) else sum(len(one) + 1 for one in value)
-        if size > _MOST_TEXT:
-            got, wanted = f"{name} of {size} characters", f"at most {_MOST_TEXT}"
-            problems = [Problem(f"line {line}", got, wanted)]
-        elif not certain:
-            got = f"{name}, which is set conditionally"
-            problems = [Problem(f"line {line}", got, "one that is always set", RUN_IT)]
-        if not problems and not (adds and name in self.untold):
-            self.variables[name] = value
-            self.untold.pop(name, None)
-        elif problems:
-            self.untold[name] = problems[0]
-
-    def note(self, words: list[str], line: int = 0, problems: Iterable[Problem] = ()) -> None:
-        """Note the words of a command, and of what it gives a shell (``srun bash -c "..."``)."""
-        problems = list(problems)
-        if self.inside and any(word.startswith("--") for word in words):
-            got = f"a launch in {_OPENING[self.inside[-1]]}: {self.inside[-1]}"
-            problems.append(Problem(f"line {line}", got, "one that is always reached", RUN_IT))
-        self.commands.append(_CommandLine(words, line, problems))
-        for at, word in enumerate(words[:-2]):
-            named = word.rpartition("/")[2] in ("bash", "sh")
-            if named and re.fullmatch(r"-\w*c", words[at + 1]):
-                inner = _Script(
-                    {name: f"{_OPEN}{name}{_CLOSE}" for name in list_open(words[at + 2])}
-                )
-                inner.read(show_open(words[at + 2]))
-                found = [
-                    _CommandLine([*words[:at], *x.words], line, x.problems) for x in inner.commands
-                ]
-                self.commands += found
-                return
-
-    def split(self, text: str, problems: list[Problem], line: int) -> list[str]:
-        """The words of a command, without redirections."""
-        words: list[str] = []
-        at = size = 0
-        is_place = False
-        while at < len(text) and size <= _MOST_TEXT:
-            if text[at].isspace():
-                at += 1
-            elif text[at] == "#":
-                at = _find_line_end(text, at)
+    def _read_command(self, tokens: list[re.Match[str]], after: str) -> Iterator[list[str]]:
+        """The words of a command, or none for assignments, which are noted."""
+        text = " ".join(token[0] for token in tokens)
+        sets = [(token, match) for token in tokens if (match := _ASSIGN.match(token[0]))]
+        is_setting = text.startswith("export ") or len(sets) == len(tokens)
+        is_odd = after in ("&&", "||") or any(m[1] == "IFS" or "[" in m[1] for _, m in sets)
+        if _NEEDS_SHELL.match(text) or (tokens and is_setting and is_odd):
+            wanted = "variables and arrays that are simply set, and one launch"
+            refuse(TITLE, self.name_line(tokens[0].start()), text[:_MOST_SHOWN], wanted, self.fix)
+        if not is_setting:
+            yield from _list_commands([w.replace(_EMPTY, "") for w in self.split(tokens)])
+            return
+        # export expands all of its words before it sets any
+        found = {} if text.startswith("export ") else self.variables
+        for token, match in sets:
+            name, value = match[1], token[0][match.end() :]
+            old = self.variables.get(name, "")
+            if value.startswith("("):
+                begin = token.start() + match.end() + 1
+                words = self.split(_TOKEN.finditer(self.text, begin, token.end() - 1))
+                found[name] = _BREAK.join(filter(None, (old if match[2] else "", *words)))
             else:
-                end = _find_word_end(text, at)
-                match = _REDIRECTION.fullmatch(text, at, end)
-                if not match and not is_place:
-                    more = self._split_word(text[at:end], problems, line)
-                    size += sum(map(len, more))
-                    words += more
-                is_place, at = match is not None and not match[1], end
-        if at < len(text):
-            problems.append(Problem(f"line {line}", "a command without end", "fewer words"))
-        return words
+                first, gap, rest = old.partition(_BREAK)
+                value = (first if match[2] else "") + self.expand(value).replace(_BREAK, " ")
+                found[name] = (value.replace(_EMPTY, "") or _EMPTY) + gap + rest
+        self.variables |= found
 
-    def _split_word(self, word: str, problems: list[Problem], line: int) -> list[str]:
-        """The words of one: unquoted values are split at spaces, as in a shell."""
+    def split(self, tokens: Iterable[re.Match[str]]) -> list[str]:
+        """The words of a command or array."""
         found: list[str] = []
-        goes_on = False  # whether the next piece continues the last word
-        for kind, text in _split_pieces(word, quoted=False):
-            ends = False
-            array = re.fullmatch(r"\$(?:\{(\w+\[@\])\}|(@))", text) if kind == "quoted" else None
-            if array:
-                pieces = self._expand_values(array[1] or array[2], problems, line)
-            elif kind == "value" and (default := self._find_default(text)) is not None:
-                pieces = self._split_word(default, problems, line)
-            elif kind == "value":
-                value = " ".join(self._expand_values(text, problems, line))
-                pieces = _FIELD.findall(value)
-                goes_on = goes_on and not value[:1].isspace()
-                ends = value[-1:].isspace()
-            else:
-                pieces = [self._expand(kind, text, problems, line)]
-            if goes_on and pieces:
-                found[-1] += pieces.pop(0)
-            found += pieces
-            goes_on = bool(found) and not ends
+        for text in (token[0] for token in tokens if token.lastgroup == "word"):
+            words = [word for word in self.expand(text).split(_BREAK) if word]
+            found += words or [_EMPTY] * (text[0] in "\"'" and "@" not in text)
         return found
 
-    def join(self, text: str, problems: list[Problem], line: int, *, quoted: bool = False) -> str:
-        """The value of a word that is not split, or of a text in double quotes."""
-        pieces = _split_pieces(text, quoted=quoted)
-        return "".join(self._expand(*piece, problems, line) for piece in pieces)
+    def expand(self, text: str, *, quoted: bool = False) -> str:
+        """A word, or a text in double quotes, with its variables; `_BREAK` is where it is split."""
 
-    def _expand(self, kind: str, text: str, problems: list[Problem], line: int) -> str:
-        if kind == "quoted":
-            return self.join(text, problems, line, quoted=True)
-        if kind == "value":
-            return " ".join(self._expand_values(text, problems, line))
-        return f"{_OPEN}({text}){_CLOSE}" if kind == "shell" else text
+        def replace(match: re.Match[str]) -> str:
+            kind, text = match.lastgroup, match[match.lastgroup or 0]
+            if kind == "quoted":
+                return self.expand(text[1:-1], quoted=True)
+            if kind == "output":
+                return f"{_OPEN}({text.strip('$`').removeprefix('(').removesuffix(')')}){_CLOSE}"
+            if kind == "value":
+                return self._evaluate(text[2:-1] if text[1] == "{" else text[1:], quoted=quoted)
+            return {"blank": _BREAK, "escaped": text.strip("\n")}.get(str(kind), text)
 
-    def _expand_values(self, text: str, problems: list[Problem], line: int) -> list[str]:
-        """The values of ``${...}``: one, or those of an array."""
+        return (_PIECE_IN_QUOTES if quoted else _PIECE).sub(replace, text)
+
+    def _evaluate(self, text: str, *, quoted: bool) -> str:
+        """The value of ``${NAME}``, ``${NAME[@]}``, ``${NAME:-word}`` or ``$@``."""
         match = _EXPANSION.fullmatch(text)
         if match is None:
-            wanted = "a variable, its default, or all of an array"
-            problems.append(Problem(f"line {line}", f"${{{text}}}", wanted, RUN_IT))
-            return []
-        name, several, sign, _ = match.groups()
-        if name in ("@", "*"):
+            return f"{_OPEN}{text}{_CLOSE}"
+        name, array, sign, word = match.groups()
+        value = self.variables.get(name)
+        if name in "@*":
             numbers = sorted(int(key) for key in self.variables if key.isdigit())
-            return [str(self.variables[str(number)]) for number in numbers]
-        if name in self.untold:
-            problems.append(self.untold[name])
-            return []
-        if (default := self._find_default(text)) is not None:
-            return [self.join(default, problems, line)]
-        value = self.variables.get(name)
-        if value is None:
-            return [] if sign else [f"{_OPEN}{name}{_CLOSE}"]
-        return [value] if isinstance(value, str) else value if several else value[:1]
-
-    def _find_default(self, text: str) -> str | None:
-        """The word of ``${NAME:-word}`` or ``${NAME:+word}`` if it replaces the variable."""
-        match = _EXPANSION.fullmatch(text)
-        name, _, sign, word = match.groups() if match else ("", "", "", "")
-        if not sign or name in self.untold:
-            return None
-        value = self.variables.get(name)
-        is_set = value is not None and (sign[0] != ":" or bool(value))
-        return word if is_set == (sign[-1] == "+") else None
+            array, value = name, _BREAK.join(self.variables[str(number)] for number in numbers)
+        if value is None or (sign == ":-" and value.partition(_BREAK)[0] in ("", _EMPTY)):
+            if sign is None:
+                return f"{_OPEN}{name}{_CLOSE}"
+            # a default within quotes may have quotes of its own
+            return self.expand(re.sub(r'(?<!\\)"', "", word) if quoted else word, quoted=quoted)
+        self.expanded += len(value)
+        if self.expanded > _MOST_EXPANDED:
+            got, wanted = "values of variables", f"at most {_MOST_EXPANDED} characters in all"
+            refuse(TITLE, f"${{{text}}}", got, wanted)
+        value = value if array else value.partition(_BREAK)[0]
+        value = value if "@" in (array or "") else value.replace(_BREAK, " ").replace(_EMPTY, "")
+        return (
+            value
+            if quoted
+            else _BLANK.sub(lambda blank: blank[1] or _BREAK, value).replace(_EMPTY, "")
+        )
 
 
-# --- the launch
+def _list_commands(words: list[str]) -> Iterator[list[str]]:
+    """A command, and those that it gives a shell, as in ``srun bash -c "..."``."""
+    yield words
+    for at, word in enumerate(words[:-2]):
+        if word.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-\w*c", words[at + 1]):
+            if "--" in words[at + 2]:
+                fix = f"write the launch without {word} -c"
+                inner = _Script(show_open(words[at + 2]), {}, fix).read()
+                yield from ([*words[:at], *command] for command in inner)
+            return
 
 
-def _find_launch(commands: Sequence[_CommandLine], options: Collection[str]) -> _CommandLine | None:
-    """The first command with the most known options."""
-    best = max(commands, key=lambda line: _count_known(line.words, options), default=None)
-    return best if best is not None and _count_known(best.words, options) else None
+def _find_launch(commands: Sequence[list[str]], options: Collection[str]) -> list[str]:
+    """The first command with the most known options; empty: none has any."""
 
+    def count(words: list[str]) -> int:
+        return sum(w.startswith("--") and w[2:].partition("=")[0] in options for w in words)
 
-def _count_known(words: Sequence[str], options: Collection[str]) -> int:
-    return sum(w.startswith("--") and w[2:].partition("=")[0] in options for w in words)
-
-
-def _join_options(script: _Script, options: Collection[str]) -> _CommandLine | None:
-    """The options in the variables of a file that only sets variables."""
-    together: list[str] = []
-    for value in script.variables.values():
-        words = [
-            piece
-            for word in ([value] if isinstance(value, str) else value)
-            for piece in word.split()
-        ]
-        if _count_known(words, options) and words[0].startswith("-"):
-            together += words
-    return _CommandLine(together, 0) if together else None
+    return max([[], *commands], key=count)
 
 
 _PER_NODE = ("nproc_per_node", "nproc", "ntasks_per_node", "gpus_per_node", "num_gpus")
@@ -570,7 +372,7 @@ def record_script(
     with tempfile.TemporaryDirectory(prefix="functron-migrate-") as made:
         folder = Path(made).resolve()
         status, said = _run_recorded(bash, path.resolve(), folder, variables or {})
-        script = _Script({})
+        commands: list[list[str]] = []
         # times of files may be equal for processes that follow each other closely
         calls = (
             (one.stat().st_mtime_ns, int(one.name), one) for one in (folder / "calls").iterdir()
@@ -579,15 +381,15 @@ def record_script(
             first, *rest = file.read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
             name = first.rpartition("/")[2]
             words = rest if name == "functron-record" else [name, *rest]
-            script.note([w.replace(str(folder / "cwd"), str(path.resolve().parent)) for w in words])
-    line = _find_launch(script.commands, options)
-    if line is None:
+            here = str(path.resolve().parent)
+            commands += _list_commands([w.replace(str(folder / "cwd"), here) for w in words])
+    words = _find_launch(commands, options)
+    if not words:
         got = f"its end with status {status}, without a launch" + (f" ({said})" if said else "")
-        fix = "--env NAME=VALUE sets a variable, 1=VALUE the first argument"
+        fix = f"--env NAME=VALUE sets a variable, 1=VALUE the first argument; {_ADD_LAUNCH}"
         refuse(TITLE, str(path), got, "one that launches a training", fix)
-    raise_problems(TITLE, dict.fromkeys(line.problems))
     text = path.read_text(encoding="utf-8", errors="replace")
-    return _divide_line(line.words, _count_batch_processes(text))
+    return _divide_line(words, _count_batch_processes(text))
 
 
 def _run_recorded(
@@ -608,7 +410,7 @@ def _run_recorded(
         (folder / "cwd" / f"pretrain_{name}.py").touch()
     named = {name: value for name, value in variables.items() if not name.isdigit()}
     count = max((int(name) for name in variables if name.isdigit()), default=0)
-    places = [variables.get(str(n), "") for n in range(1, min(count, _MOST_WORDS) + 1)]
+    places = [variables.get(str(n), "") for n in range(1, min(count, _MOST_TEXT) + 1)]
     prelude = _PRELUDE.replace("@bin@", str(folder / "bin"))
     env = {"HOME": str(folder), **named, "PATH": str(folder / "bin"), "BASH_ENV": ""}
     process = subprocess.Popen(

@@ -58,7 +58,7 @@ PUBLIC = {
         671e9, 3, "pp=8,ep=16,tp=2", {**ZOO, "PP": "8", "EP": "32"},
         {"processes": 256, "extra": f"--vocab-size 129280 {ENDS}"},
     ),
-    "qwen3_8b.sh": (8.2e9, 2, "", {}, {"extra": f"--vocab-size 151936 {LEAST}"}),
+    "qwen3_8b.sh": (8.2e9, 2, "", {}, {"run": True, "extra": f"--vocab-size 151936 {LEAST}"}),
     "qwen3_30b_a3b.yaml": (
         30.5e9, 3, "ep=8", {**ZOO, "TP": "1", "PP": "1", "LAYERS_PER_VP": "48"},
         {"processes": 8, "extra": "--vocab-size 151936"},
@@ -66,7 +66,9 @@ PUBLIC = {
     "nemotron4_15b.yaml": (
         15.6e9, 3, "dp=8,tp=8", SAVED, {"processes": 64, "extra": "--vocab-size 256000"},
     ),
-    "nemotron_mini_4b.sh": (4.2e9, 2, "", {}, {"extra": f"--vocab-size 256000 {LEAST}"}),
+    "nemotron_mini_4b.sh": (
+        4.2e9, 2, "", {}, {"run": True, "extra": f"--vocab-size 256000 {LEAST}"},
+    ),
     "bert_340m.sh": (0.34e9, 2, "tp=8", {"1": "/ck", "4": "/text"}, {"closest": True}),
     "t5_220m.sh": (0.22e9, 2, "dp=8", {"1": "/ck", "4": "/text"}, {"closest": True}),
 }  # fmt: skip
@@ -110,7 +112,7 @@ def spelled_in(path: Path, variables: dict[str, str], folder: Path) -> set[str]:
         options = mapping.get("MODEL_ARGS")
         return {name for name, value in options.items() if value} if options else leaves(mapping)
     (folder / "pretrain_gpt.py").touch()
-    text = text.replace("torchrun ", "printf '%s\\n' ") + "\nprintf '%s\\n' $MODEL_ARGS\n"
+    text = text.replace("torchrun ", "printf '%s\\n' ")
     places = [variables.get(str(n), "") for n in range(1, 6)]
     env = {"PATH": os.environ["PATH"], **{k: v for k, v in variables.items() if not k.isdigit()}}
     command = ["bash", "-c", text, "bash", *places]
@@ -598,7 +600,8 @@ def test_scripts_are_run_as_bash_does(recorded):
 
 def test_kinds_of_scripts():
     assert words_of("--num-layers 4\n# none\n--bf16\n") == ["--num-layers", "4", "--bf16"]
-    assert words_of("ARGS='--num-layers 4'\nMORE=(--bf16)\n") == ["--num-layers", "4", "--bf16"]
+    quoted = "--lr 'a b' # (none)\n  # |\n--save \"$X c\" \\\n$X"
+    assert words_of(quoted, X="1  2") == ["--lr", "a b", "--save", "1  2 c", "1", "2"]
     nested = 'X="pretrain_gpt.py --lr $LR --bf16"\nsrun -n 16 bash -c "cd /x; python -u $X"\n'
     assert words_of(nested, LR="1") == ["--lr", "1", "--bf16"]
     assert read_script(nested, megatron.load_table().options).processes == 16
@@ -614,18 +617,34 @@ def test_kinds_of_scripts():
     assert read_script(batch, megatron.load_table().options).processes == 8
 
 
+RUN = "fix: functron migrate FILE --run"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("for x in 1 2; do python a.py --bf16; done", ["line 1", "a loop"]),
+        ("for x in 1 2; do python a.py --bf16; done", ["line 1: got for x in 1 2;", RUN]),
         (
-            "if [ -f x ]; then A=--bf16; fi\npython a.py --bf16 $A",
-            ["line 1", "set conditionally"],
+            "A=1\nif [ -f x ]; then A=--bf16; fi\npython a.py --bf16 $A",
+            ["line 2: got if [ -f", RUN],
         ),
-        ("A='--bf16\npython a.py", ["not closed"]),
-        ("f() { python a.py --bf16; }\nf", ["line 1", "a function", "--run"]),
-        ("A=(--bf16)\npython a.py ${A[0]} --lr 1", ["line 2", "${A[0]}", "--run"]),
-        ("A=xx\n" + "A=$A$A\n" * 40 + "python a.py --bf16 $A", ["A of 131072 characters"]),
+        ("A=1\n[ -f x ] &&\n  A=--bf16\npython a.py --bf16 $A", ["line 3: got A=--bf16", RUN]),
+        ("A='--bf16\npython a.py", ["line 1: got '--bf16; wanted closed quotes", RUN]),
+        ("f() { python a.py --bf16; }\nf", ["line 1: got () {", "function", RUN]),
+        ("cat <<END > x\n--num-layers 77\nEND\npython a.py --bf16", ["line 1: got <<END > x", RUN]),
+        ("A=(1)\nB=1 A[0]=2\npython a.py --lr $A", ["line 2: got B=1 A[0]=2", RUN]),
+        (
+            "echo $#\nA=(--bf16)\npython a.py ${A[0]} --lr $#",
+            ["line 3: got ${A[0]}", "got ${#}", RUN],
+        ),
+        ("A='x y'\npython a.py --bf16 ${A%% *} ${B:+x}", ["line 2: got ${A%% *}", "${B:+x}", RUN]),
+        ("A=$(a $(b $(c (d))))\npython a.py --bf16 $A", ["line 1: got $(a $(b", RUN]),
+        ("python a.py --x ([0]*3) --bf16", ["line 1: got ([0]*3) --bf16; wanted closed", RUN]),
+        ("--bf16\n--layout Et|tL", ["line 2: got |tL; wanted", "put such values in quotes"]),
+        ("shift 2\npython a.py --bf16 $1", ["line 1: got shift 2", RUN]),
+        ("srun bash -c 'if x; then python a.py --bf16; fi'", ["got if x", "without bash -c"]),
+        ("A=xx\n" + "A=$A$A\n" * 40 + "python a.py --bf16 $A", ["${A}", "at most 1000000"]),
+        ("ARGS='--num-layers 4'\nMORE=(--bf16)\n", ["sets variables needs a launch", RUN]),
         ("#" * 100_001, ["100001 characters; wanted at most 100000"]),
         ("echo hello", ["no command with options"]),
         ("", ["no command with options"]),
@@ -641,21 +660,20 @@ def test_scripts_that_cannot_be_read(text, words):
 PLAIN = """
 A=1; export B="two words" C='$A' D=(x "y z")  # don't
 D+=(w)  D=("${D[@]}" '#') # a comment
-E="$A" E+=5
-cat <<END > file
---num-layers 77
-END
+E="$A" E+=5; G=("$B"); G+=' c' G+=("" $B)
+H=1; export H=2 I=$H; J=(a b); J=c; K=""; K+=(d)
+X=5; X=3 Y=4 true; if=$(uname "$(pwd)")  # neither is needed
 F=" --bf16 \\
   --fp16 "
 cd x && torchrun --nproc_per_node=$A${E} pretrain_gpt.py --load "$B" --save $B --spec "${D[@]}" \\
-    --split ${D[*]} ${NONE:-"fall back"} ${A:+set}${A:-unset} ${NONE:+x} "\\$A"'\\$A' $F"$C" >log 2>&1 | tee x
+    --split ${D[*]} ${NONE:-"fall  back"} ${NONE-of $B} "${B[*]}" ${A:-unset}$X "${NONE:-"$B c"}" "${G[@]}" $H$I "${J[@]}" "${K[@]}" "\\$A"'\\$A' $F"$C" >log 2>&1 | tee x
 """
 
 
 def test_plain_scripts_are_read_as_bash_does():
     """Without running anything: what it simply sets, and the command; compared with bash."""
     printed = PLAIN.replace("torchrun", "printf '%s\\n' torchrun").replace(">log 2>&1 | tee x", "")
-    printed = printed.replace("> file", "> /dev/null").replace("cd x", "true")
+    printed = printed.replace("cd x", "true")
     bash = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
     _, _, _, *wanted = bash.stdout.splitlines()
     mine = read_script(PLAIN, megatron.load_table().options)

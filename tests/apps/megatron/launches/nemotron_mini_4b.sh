@@ -34,3 +34,4 @@ MODEL_ARGS=" \
     --use-mcore-models \
     --rotary-base 10000 \
 "
+torchrun pretrain_gpt.py ${MODEL_ARGS}

@@ -34,3 +34,4 @@ MODEL_ARGS=" \
     --rotary-base 1000000 \
     --no-bias-swiglu-fusion \
 "
+torchrun pretrain_gpt.py ${MODEL_ARGS}
