@@ -367,7 +367,9 @@ def loss(
     if options.watch:
         fix = "call gpt.loss_and_details, or leave it out"
         refuse("gpt.loss returns the loss alone", "options.watch", "True", "False", fix)
-    out: Any = loss_and_details(config, weights, batch, options, key=key)
+    require(batch, "tokens", "targets")
+    every = whole(config.num_layers)
+    out: Any = stage_loss(config, every, weights, None, batch, options, key=key)
     return out[0] if config.has_details else out
 
 
