@@ -37,7 +37,7 @@ from functron.pipeline import Schedule, make
 from functron.precision import POLICIES
 from functron.spmd import DATA_AXES, Mesh
 from functron.training import records, run_folder
-from functron.training.checks import PRECISION_NEEDS, TOLD_NEEDS, TRAIN_NEEDS, told_in
+from functron.training.checks import PRECISION_NEEDS, TOLD_NEEDS, TRAIN_NEEDS
 from functron.training.config import (
     ParallelismConfig,
     TrainConfig,
@@ -325,7 +325,7 @@ def _find_needs(read: Collection[str]) -> Needs:
     """The conditions that these settings have in training too."""
     tops = {name.partition(".")[0] for name in read}
     named = {n: need for n, need in TRAIN_NEEDS.items() if n in read or n.partition(".")[0] in tops}
-    return named | {name: told_in(name) for name in TOLD_NEEDS if name in tops}
+    return named | {name: need for name, need in TOLD_NEEDS.items() if name in tops}
 
 
 def _need_axes(*names: str) -> Need:

@@ -368,7 +368,8 @@ def loss(
         fix = "call gpt.loss_and_details, or leave it out"
         refuse("gpt.loss returns the loss alone", "options.watch", "True", "False", fix)
     require(batch, "tokens", "targets")
-    out = stage_loss(config, whole(config.num_layers), weights, None, batch, options, key=key)
+    every = whole(config.num_layers)
+    out: Any = stage_loss(config, every, weights, None, batch, options, key=key)
     return out[0] if config.has_details else out
 
 

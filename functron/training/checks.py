@@ -1,7 +1,4 @@
-"""The checks of a configuration: all that is wrong with it at once, before anything is started.
-
-What a configuration asks of an architecture that it cannot be trained with.
-"""
+"""The checks of a configuration: all that is wrong with it at once, before anything is started."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from functron.core.settings import (
     unused_problems,
     value_at,
 )
-from functron.data.blend import NEWEST, is_blend
+from functron.data.blend import is_blend
 from functron.data.sampling import ARITHMETIC, Gaps, RampUp
 from functron.models.family import differing_fields, field_text, list_presets, trained_families
 from functron.optim import (
@@ -42,25 +39,19 @@ from functron.optim import (
 )
 from functron.optim.config import OPTIMIZER_NEEDS, SCHEDULE_NEEDS
 from functron.pipeline.partition import Part
-from functron.precision import POLICIES, Recipe
+from functron.precision import POLICIES
 from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
 from functron.training import data, evaluation, records, run_folder
-from functron.training.config import (
-    ParallelismConfig,
-    TrainConfig,
-    configure,
-    load,
-    with_model,
-    with_precision,
-)
+from functron.training.config import TrainConfig, configure, load, with_model, with_precision
 from functron.training.resume import recipe_text
 from functron.training.setup import RunSetup, with_additions
 
 _OFF = "leave it out, or train a GPT"
+_ALL_LOGITS = "0: logits of all tokens at once"
 
 
 def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
-    """Settings that the family of `config` has no place for; its rules say how it can be split.
+    """Settings that the family of `config` does not have.
 
     Args:
         config: what is to be run.
@@ -78,21 +69,23 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
             fix = f"leave it out, or name a preset that is {other.title}"
             yield Problem(name, f"settings of {other.title}", wanted, fix)
     yield from data.objective_problems(config, mesh)
-    longest = getattr(architecture, "max_seq", None)
-    if longest is not None and config.data.seq > longest:
+    longest = getattr(architecture, "max_seq", config.data.seq)
+    if config.data.seq > longest:
         most = f"{family.name}.max_seq"
         fix = f"shorten the samples or raise {most}"
         yield Problem("seq", str(config.data.seq), f"at most {most}={longest}", fix)
-    if config.lora.rank and not family.adapters:
-        fix = "train all parameters: leave it out"
-        yield Problem("lora_rank", f"{config.lora.rank} with {family.title}", "a GPT", fix)
-    if config.compute.loss_chunk_tokens and "loss_chunk_tokens" not in family.settings:
-        got = f"{config.compute.loss_chunk_tokens} with {family.title}"
-        fix = "leave it out; more microbatches save as much"
-        yield Problem("loss_chunk_tokens", got, "0: logits of all tokens at once", fix)
-    for name in ("mask_documents", "pack") if family.name != "gpt" else ():
-        if value := value_at(config, name):
-            yield Problem(name, f"{value} with {family.title}", "a GPT", _OFF)
+    fewer = "leave it out; more microbatches save as much"
+    for name, known, wanted, fix in (
+        ("lora_rank", family.adapters, "a GPT", "train all parameters: leave it out"),
+        ("loss_chunk_tokens", "loss_chunk_tokens" in family.settings, _ALL_LOGITS, fewer),
+        ("mask_documents", family.name == "gpt", "a GPT", _OFF),
+        ("pack", family.name == "gpt", "a GPT", _OFF),
+    ):
+        if not known and (value := value_at(config, name)):
+            yield Problem(name, f"{value} with {family.title}", wanted, fix)
+    if config.compute.loss_chunk_tokens and config.gpt.logit_cap:
+        got = f"{config.compute.loss_chunk_tokens} with gpt.logit_cap"
+        yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
     if data.is_chat(config) and not data.objective_of(config).predicts_next:
         got, fix = f"conversations for {family.title}", "read them as text: --format text"
         yield Problem("data", got, "text or tokens", fix)
@@ -109,6 +102,17 @@ def _axis(config: TrainConfig, name: str) -> int:
 _PROCESSES = Need(
     lambda c: c.parallelism.nproc > 0, "a run on processes", "start them: --nproc N, or torchrun"
 )
+_PIPELINE = Need(lambda c: _axis(c, "pp") > 1, "pp in the mesh", "add pp=N")
+_SPLIT_SEQUENCES = Need(
+    lambda c: _axis(c, "cp") > 1, "cp in the mesh, which splits sequences", "add cp=N"
+)
+
+
+def _unless_usual(path: str, need: Need) -> Need:
+    """The need of every word but the usual one, such as "1f1b", which asks for nothing."""
+    usual = value_at(TrainConfig(), path)
+    return dataclasses.replace(need, holds=lambda c: value_at(c, path) == usual or need.holds(c))
+
 
 TRAIN_NEEDS: Needs = MappingProxyType({
     **needs_of(TrainConfig),
@@ -116,13 +120,32 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         lambda c: run_folder.tokenizer_path(c) is not None, "a .tiktoken file", "name a tokenizer"
     ),
     "overlong": Need(data.is_chat, "conversations", "name some: --data FILE.jsonl"),
-    "timeout_seconds": _PROCESSES,
+    **dict.fromkeys(("timeout_seconds", "check_programs"), _PROCESSES),
+    **dict.fromkeys(("chunks", "layout", "vocab_over_pp"), _PIPELINE),
+    "schedule": _unless_usual("schedule", _PIPELINE),
+    "context": _unless_usual("context", _SPLIT_SEQUENCES),
+    "expert_axes": _unless_usual(
+        "expert_axes",
+        Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),
+    ),
+    "gather": _unless_usual(
+        "gather",
+        Need(
+            lambda c: _axis(c, "fsdp") > 1 or c.parallelism.zero == 3,
+            "ranks that hold parts of parameters",
+            "add fsdp=N to the mesh, or --zero 3",
+        ),
+    ),
+    "blend_order": Need(
+        lambda c: c.data.order == ARITHMETIC and is_blend(c.data.path),
+        "a blend in the order of functron",
+        "name one: --data",
+    ),
+    "change_batch": Need(lambda c: bool(c.resume), "a run that goes on", "add --resume"),
     "sequence_parallel": Need(
         lambda c: _axis(c, "tp") > 1, "tp in the mesh, which it splits sequences over", "add tp=N"
     ),
-    "zigzag": Need(
-        lambda c: _axis(c, "cp") > 1, "cp in the mesh, which splits sequences", "add cp=N"
-    ),
+    "zigzag": _SPLIT_SEQUENCES,
     "gpt.moe.dispatch": Need(
         lambda c: any(_axis(c, axis) > 1 for axis in c.parallelism.expert_axis_names),
         "experts that ranks divide",
@@ -157,12 +180,10 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         "leave --optimizer.adafactor.relative-step out",
     ),
 })  # fmt: skip
-"""The needs of the settings of a `TrainConfig`, to have an effect, where no other check says so:
-those that a section says itself, and those of more than one."""
+"""Conditions for settings of a `TrainConfig` to have an effect, where no other check says so: as
+sections declare them, and of more than one section."""
 
 
-_PIPELINE = Need(lambda c: _axis(c, "pp") > 1, "pp in the mesh", "add pp=N")
-_HELD_OUT = Need(lambda c: c.evaluation.every > 0, "held-out sets", "set eval_every")
 _ORDERED = Need(
     lambda c: c.data.order != ARITHMETIC, "the order of an application", "name one: order=NAME"
 )
@@ -175,8 +196,6 @@ _RESTORING = " or ".join(
 )
 
 TOLD_NEEDS: Needs = MappingProxyType({
-    **dict.fromkeys(("schedule", "chunks", "layout", "vocab_over_pp"), _PIPELINE),
-    **dict.fromkeys(("eval_batches", "eval_data", "eval_averaged"), _HELD_OUT),
     **dict.fromkeys(("order_samples", "order_cache", "blend_surplus"), _ORDERED),
     **dict.fromkeys(("split", "extra_token", "mask_documents", "fim_rate"), _TOKENS),
     "pack": Need(
@@ -192,19 +211,9 @@ TOLD_NEEDS: Needs = MappingProxyType({
         for name in names_with_tag(TrainConfig, "objective")
     },
     "gpt": Need(lambda c: c.family.name == "gpt", "a GPT", "choose one: --model"),
-    "context": Need(lambda c: _axis(c, "cp") > 1, "cp in the mesh", "add cp=N"),
-    "expert_axes": Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),
-    "gather": Need(
-        lambda c: _axis(c, "fsdp") > 1 or c.parallelism.zero == 3,
-        "ranks that hold parts of parameters",
-        "add fsdp=N to the mesh, or --zero 3",
-    ),
-    "cuda_graph": Need(lambda c: c.compute.compile, "a compiled step", "add --compile"),
 })  # fmt: skip
-"""The same, of fields whose other values are refused by checks of their own.
-
-What is left to refuse is an option that names the default value, and has no effect either.
-"""
+"""The same, of fields whose other values are refused by checks of their own: these are for options
+that name the default value."""
 
 
 def _is_mixed(config: TrainConfig) -> bool:
@@ -222,40 +231,22 @@ _NARROW = Need(
 )
 
 
-def _unlike_float32(name: str) -> Need:
-    """The need of an option that names a dtype: all float32 is float32 without its saying so."""
-    return Need(
-        lambda c: getattr(c.optimizer, name) != "float32" or _is_mixed(c),
-        "another dtype than all has anyway",
-        "add --precision bf16",
-    )
-
-
 PRECISION_NEEDS: Needs = MappingProxyType({
     "optimizer.fp32_masters": _NARROW,
     "optimizer.stochastic_rounding": _NARROW,
     **{
-        f"optimizer.{name}": _unlike_float32(name)
+        f"optimizer.{name}": Need(
+            lambda c, name=name: getattr(c.optimizer, name) != "float32" or _is_mixed(c),
+            "another dtype than all has anyway",
+            "add --precision bf16",
+        )
         for name in ("grad_dtype", "reduce_dtype", "mu_dtype", "nu_dtype")
     },
-    "gpt.fp32_residual": Need(
-        lambda c: _NARROW.holds(c) or c.precision.gather_as == "bfloat16",
-        _NARROW.wanted,
-        _NARROW.fix,
+    "gpt.fp32_residual": dataclasses.replace(
+        _NARROW, holds=lambda c: _NARROW.holds(c) or c.precision.gather_as == "bfloat16"
     ),
 })  # fmt: skip
 """The same of options of precision that somebody names; policies and files may have them anyway."""
-
-
-def told_in(path: str) -> Need:
-    """The need in `TOLD_NEEDS`, without the words that are usual: "1f1b" is no claim."""
-    need, usual = TOLD_NEEDS[path], value_at(TrainConfig(), path)
-
-    def holds(config: TrainConfig) -> bool:
-        same = isinstance(usual, str) and value_at(config, path) == usual
-        return same or need.holds(config)
-
-    return Need(holds, need.wanted, need.fix)
 
 
 def unused(
@@ -263,8 +254,8 @@ def unused(
 ) -> Iterator[Problem]:
     """The options of a run that somebody set and that have no effect.
 
-    What its preset and policy have, what a run that goes on had, and what was converted or migrated
-    from elsewhere, nobody need have set.
+    Values of its preset and policy, of the run that goes on, and of converted and migrated
+    configurations count as not set.
 
     Args:
         config: what is to be run.
@@ -284,9 +275,8 @@ def unused(
     seen = config if processes is None else configure(config, nproc=processes)
     usual += [seen] if config.source else []
     yield from unused_problems(seen, _needs_of(seen), usual, given)
-    same = [path for path in TOLD_NEEDS if value_at(seen, path) == value_at(usual[0], path)]
-    needs = {**{path: told_in(path) for path in same}, **PRECISION_NEEDS}
-    yield from unused_problems(seen, needs, [seen], given)
+    same = {x: y for x, y in TOLD_NEEDS.items() if value_at(seen, x) == value_at(usual[0], x)}
+    yield from unused_problems(seen, {**same, **PRECISION_NEEDS}, [seen], given)
 
 
 def _needs_of(config: TrainConfig) -> Needs:
@@ -331,11 +321,12 @@ def validate(
     precision = list(_precision_problems(config))
     if mesh is not None:
         problems += _mesh_problems(config, mesh, processes)
-        problems += _data_problems(config, mesh)
+        problems += _zero_problems(config, mesh)
         adapts = config.family.adapters and not adapters
         fits = not precision if config.lora.adapters is None else adapts
         setup = RunSetup(config, mesh, with_additions(config, defs) if fits else defs)
-        _pipeline_problems(setup, messages)
+        if setup.is_pipelined and config.family.name == "gpt" and _can_be_cut(config):
+            _try(lambda: setup.partition, messages)
         fits = _try(lambda: setup.rules, messages) is not None and not messages
         if fits and config.precision.products and not precision:
             # whether blocks divide what each rank has
@@ -347,19 +338,16 @@ def validate(
     if (config.data.ramp_up or config.data.earlier_batches) and config.data.global_batch >= 1:
         ramp = _try(lambda: config.data.batches, messages)
         problems += [] if ramp is None or mesh is None else _ramp_problems(config, mesh, ramp)
-    problems += _number_problems(config)
+    problems += number_problems(config)
     if mesh is not None and min(config.data.global_batch, config.parallelism.microbatches) >= 1:
-        asked = [each for each in sections_of(config) if hasattr(each, "run_problems")]
         place = config, mesh, processes, launched_here
-        problems += (
-            _try(lambda: [each for one in asked for each in one.run_problems(*place)], messages)
-            or []
-        )
+        for section in sections_of(config):
+            own = getattr(section, "run_problems", lambda *place: ())
+            problems += _try(lambda own=own: list(own(*place)), messages) or []
         if config.memory.save_every > 0:
             problems += _memory_problems(config, mesh, processes)
     for section in sections_of(config):
-        own = getattr(section, "problems", None)
-        problems += [] if own is None else own()
+        problems += getattr(section, "problems", list)()
     problems += _try(lambda: list(problems_of(config, mesh)), messages) or []
     problems += adapters
     problems += precision
@@ -367,10 +355,12 @@ def validate(
     if config.steps >= 1 and (rates := _try(lambda: config.rate_schedule, messages)) is not None:
         problems += schedule_problems(rates, "learning_rate")
     problems += _resume_problems(config, recast) if config.resume else _out_problems(config.out)
-    problems += run_folder.origin_problems(config, _try(lambda: begins_with(config), messages))
-    problems += _try(lambda: list(data.problems_of(config)), messages) or []
-    problems += _try(lambda: list(evaluation.problems_of(config)), messages) or []
-    if not launched_here:  # who launched them looked at all that
+    problems += run_folder.origin_problems(
+        config, _try(lambda: run_folder.begins_with(config), messages)
+    )
+    for find in (data.problems_of, evaluation.problems_of):
+        problems += _try(lambda find=find: list(find(config)), messages) or []
+    if not launched_here:  # else the launcher has looked for them
         problems += _try(lambda: list(unused(config, processes, given)), messages) or []
     tokenizer = _try(lambda: data.reader_of(config), messages)
     _try(lambda: data.check_tokenizer(config, tokenizer), messages)
@@ -402,9 +392,6 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         fix = f"set it to {-(-config.data.global_batch // share) * share}"
         wanted = f"a multiple of {share}: {why}"
         yield Problem("global_batch", str(config.data.global_batch), wanted, fix)
-    if config.watchdog.check_programs and not (processes or ranks.nproc):
-        wanted = "processes, which may enter different collectives"
-        yield Problem("check_programs", "true without them", wanted, "leave it out, or add --nproc")
     parts, why = sequence_parts(config, mesh)
     if config.data.seq % parts:
         fix = f"set it to {-(-config.data.seq // parts) * parts}"
@@ -413,12 +400,9 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         wanted = "tokens that tp splits, where experts are divided over it"
         fix = "add --sequence-parallel, or leave tp out of it"
         yield Problem("expert_axes", repr(ranks.expert_axes), wanted, fix)
-    if ranks.expert_axes != ParallelismConfig.expert_axes and config.gpt.moe is None:
-        wanted = "nothing for a model without experts"
-        yield Problem("expert_axes", repr(ranks.expert_axes), wanted, "leave it out")
-    if ranks.context != ParallelismConfig.context and mesh["cp"] == 1:
-        wanted = "nothing without cp in the mesh"
-        yield Problem("context", repr(ranks.context), wanted, "leave it out, or add cp=N")
+    if config.compute.cuda_graph and (not config.compute.compile or config.compute.device == "cpu"):
+        got, fix = "true without compile on a GPU", "add --compile, or leave it out"
+        yield Problem("cuda_graph", got, "a compiled step of a CUDA GPU", fix)
     if config.compute.cuda_graph and mesh["pp"] > 1 and (ranks.nproc or processes):
         got, fix = f"true with pp={mesh['pp']} on processes", "leave it out"
         yield Problem("cuda_graph", got, "a step that is one program on every rank", fix)
@@ -485,49 +469,21 @@ def sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
     return math.prod(counts.values()), " x ".join(counts)
 
 
-def _data_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Problems of how data-parallel ranks divide the state."""
-    fix = "leave it out, or add dp=N"
-    if config.parallelism.zero in (1, 2) and all(
-        mesh[axis] == 1 for axis in ("dp", "ep", *CONTEXT_AXES)
-    ):
-        wanted = "several dp, ep, cp or ulysses ranks that hold the same parameters"
-        yield Problem(
-            "zero", f"{config.parallelism.zero} on {str(mesh) or 'one rank'}", wanted, fix
-        )
-    if config.parallelism.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
-        yield Problem("zero", f"3 on {str(mesh) or 'one rank'}", "several dp or fsdp ranks", fix)
-    divided = mesh["fsdp"] > 1 or config.parallelism.zero == 3
-    if config.parallelism.gather != "use" and not divided:
-        wanted = "nothing where no rank holds a part of a parameter"
-        fix = "leave it out, add fsdp=N, or --zero 3"
-        yield Problem("gather", repr(config.parallelism.gather), wanted, fix)
+def _zero_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
+    """The stage of ZeRO, where no axis of the mesh has ranks that could divide anything by it."""
+    stage = config.parallelism.zero
+    axes = ("dp", "fsdp") if stage == 3 else ("dp", "ep", *CONTEXT_AXES)
+    if stage and all(mesh[axis] == 1 for axis in axes):
+        got = f"{stage} on {str(mesh) or 'one rank'}"
+        wanted = f"several {', '.join(axes[:-1])} or {axes[-1]} ranks"
+        wanted += "" if stage == 3 else " that hold the same parameters"
+        yield Problem("zero", got, wanted, "leave it out, or add dp=N")
 
 
-def _pipeline_problems(setup: RunSetup, messages: list[str]) -> None:
-    """Collect what is wrong with schedule and layout, where the mesh has a pipeline."""
-    config, ranks = setup.config, setup.config.parallelism
-    if setup.is_pipelined:
-        if config.family.name != "gpt":
-            return  # its rules have no pipelines
-        if (
-            min(ranks.microbatches, config.data.seq, config.data.global_batch) < 1
-            or ranks.chunks < 0
-        ):
-            return  # said elsewhere
-        _try(lambda: setup.partition, messages)
-        return
-    unused = [
-        Problem(name, repr(value_at(config, name)), "nothing without pp in the mesh", fix)
-        for name, fix in (
-            ("schedule", "leave it out, or add pp=N"),
-            ("layout", "leave it out, or add pp=N"),
-            ("chunks", "leave it out"),
-            ("vocab_over_pp", "leave it out, or add pp=N"),
-        )
-        if value_at(config, name) != value_at(TrainConfig(), name)
-    ]
-    _try(lambda: raise_problems("these are for pipelines", unused), messages)
+def _can_be_cut(config: TrainConfig) -> bool:
+    """Whether the numbers that a pipeline is cut by are possible ones."""
+    ranks, samples = config.parallelism, config.data
+    return min(ranks.microbatches, samples.seq, samples.global_batch, ranks.chunks + 1) >= 1
 
 
 def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
@@ -550,71 +506,78 @@ def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
         got, fix = f"{config.optimizer.master_bits} with {policy.params}", "leave it out"
         wanted = "32: bfloat16 alone is the upper half of float32"
         yield Problem("optimizer.master_bits", got, wanted, fix)
-    if policy.params == "float64":  # which is there for the last digits
-        for name, dtype in (("grad_dtype", policy.grads), ("reduce_dtype", policy.reduce)):
-            if dtype not in ("", "float64"):
-                fix = "leave precision out; products alone quantises the products of such a run"
-                wanted = "float64, or nothing: sums as exact as what is summed"
-                yield Problem(f"optimizer.{name}", f"{dtype} with float64", wanted, fix)
-    if policy.params == "float16":
-        for name, value, wanted in (
-            ("fp32_masters", config.optimizer.fp32_masters, "true"),
-            ("loss_scale.initial", policy.loss_scale > 0, "65536.0"),
-        ):
-            if not value:
-                fix = "--precision fp16 sets it"
-                yield Problem(f"optimizer.{name}", "none with float16", wanted, fix)
+    for name, dtype in (("grad_dtype", policy.grads), ("reduce_dtype", policy.reduce)):
+        if policy.params == "float64" and dtype not in ("", "float64"):
+            fix = "leave precision out; products alone quantises the products of such a run"
+            wanted = "float64, or nothing: sums as exact as what is summed"
+            yield Problem(f"optimizer.{name}", f"{dtype} with float64", wanted, fix)
+    for name, value, wanted in (
+        ("fp32_masters", config.optimizer.fp32_masters, "true"),
+        ("loss_scale.initial", policy.loss_scale > 0, "65536.0"),
+    ):
+        if policy.params == "float16" and not value:
+            fix = "--precision fp16 sets it"
+            yield Problem(f"optimizer.{name}", "none with float16", wanted, fix)
 
 
 def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
     """Problems of quantised products with the architecture."""
+    products, chunks = config.precision.products, config.compute.loss_chunk_tokens
     try:
         recipe = config.precision.recipe
     except ValueError as error:
-        yield Problem(
-            "products", repr(config.precision.products), "a recipe", str(error).partition("\n")[2]
-        )
+        yield Problem("products", repr(products), "a recipe", str(error).partition("\n")[2])
         return
     if recipe is None:
         return
-    fix = "leave it out, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
+    out, either = "leave it out", "leave one of them out"
     if "matmul" not in config.family.settings:
-        got = f"{config.precision.products} with {config.family.title}"
-        yield Problem("products", got, "nothing: only GPTs have a place for it", "leave it out")
+        got = f"{products} with {config.family.title}"
+        yield Problem("products", got, "nothing: only GPTs have a place for it", out)
     elif recipe.draws and config.gpt.kv_rank:
-        got = f"{config.precision.products}, which draws numbers, with latent attention"
+        got = f"{products}, which draws numbers, with latent attention"
+        fix = f"{out}, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
         yield Problem("products", got, "a recipe that draws none", fix)
     elif sum(recipe.high(config.gpt.num_layers)) >= config.gpt.num_layers:
         first, last = recipe.high(config.gpt.num_layers)
         got = f"{first} first and {last} last layers of {config.gpt.num_layers} high"
-        wanted, few = "some that are quantised", "lower first and last, or leave it out"
-        yield Problem("products", got, wanted, few)
-    if config.evaluation.every and recipe.fprop is not None and recipe.fprop.draws:
-        got, wanted = f"fprop={recipe.fprop} with eval_every", "an fprop that draws no numbers"
-        yield Problem("products", got, wanted, "evaluation has no key to draw by: leave it out")
-    if recipe.logits == "low":
-        yield from _logits_problems(config, recipe)
-    if config.lora.rank and config.family.adapters:
-        got, wanted = (
-            f"{config.precision.products} with lora_rank",
+        fix = f"lower first and last, or {out}"
+        yield Problem("products", got, "some that are quantised", fix)
+    fprop, low = recipe.fprop, recipe.logits == "low"
+    for wrong, got, wanted, fix in (
+        (
+            config.evaluation.every and fprop is not None and fprop.draws,
+            f"fprop={fprop} with eval_every",
+            "an fprop that draws no numbers",
+            f"evaluation has no key to draw by: {out}",
+        ),
+        (
+            low and chunks,
+            f"logits=low with loss_chunk_tokens={chunks}",
+            "all logits at once: chunks make them again in backward, in blocks of columns",
+            either,
+        ),
+        (
+            low and recipe.scaling == "delayed",
+            "logits=low with scaling=delayed",
+            "logits=high: they have no history",
+            either,
+        ),
+        (
+            low and recipe.draws,
+            "logits=low of a recipe that draws numbers",
+            "logits=high, or a recipe that draws none",
+            either,
+        ),
+        (
+            config.lora.rank and config.family.adapters,
+            f"{products} with lora_rank",
             "nothing: the matrices do not train",
-        )
-        yield Problem("products", got, wanted, "leave one of them out")
-
-
-def _logits_problems(config: TrainConfig, recipe: Recipe) -> Iterator[Problem]:
-    """Problems of a quantised product that makes logits."""
-    fix = "leave one of them out"
-    if config.compute.loss_chunk_tokens:
-        got = f"logits=low with loss_chunk_tokens={config.compute.loss_chunk_tokens}"
-        wanted = "all logits at once: chunks make them again in backward, in blocks of columns"
-        yield Problem("products", got, wanted, fix)
-    if recipe.scaling == "delayed":
-        got, wanted = "logits=low with scaling=delayed", "logits=high: they have no history"
-        yield Problem("products", got, wanted, fix)
-    if recipe.draws:
-        got = "logits=low of a recipe that draws numbers"
-        yield Problem("products", got, "logits=high, or a recipe that draws none", fix)
+            either,
+        ),
+    ):
+        if wrong:
+            yield Problem("products", got, wanted, fix)
 
 
 def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
@@ -636,38 +599,6 @@ def _fit_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
         yield Problem("vocab_over_pp", got, "embeddings that one rank of the pipeline has", fix)
 
 
-def _number_problems(config: TrainConfig) -> Iterator[Problem]:
-    yield from number_problems(config)
-    compute, samples = config.compute, config.data
-    if compute.cuda_graph and not (compute.compile and compute.device != "cpu"):
-        got, fix = "true without compile on a GPU", "add --compile, or leave it out"
-        yield Problem("cuda_graph", got, "a compiled step of a CUDA GPU", fix)
-    if samples.blend_order != NEWEST and (
-        samples.order != ARITHMETIC or not is_blend(samples.path)
-    ):
-        got = f"{samples.blend_order} with order={samples.order}"
-        got = got if samples.order != ARITHMETIC else f"{samples.blend_order} without a blend"
-        yield Problem("blend_order", got, "nothing, or a blend as --data", "leave it out")
-    if config.change_batch and not config.resume:
-        fix = "add --resume, or leave it out: a new run has the batches it is given"
-        yield Problem("change_batch", "true without resume", "a run that goes on", fix)
-    if compute.loss_chunk_tokens and config.gpt.logit_cap:
-        got = f"{compute.loss_chunk_tokens} with gpt.logit_cap"
-        yield Problem("loss_chunk_tokens", got, "0: capped logits are made at once", "leave it out")
-
-
-def begins_with(config: TrainConfig) -> Path | None:
-    """The newest checkpoint of the run in the folder `out`, where the run is to go on.
-
-    A model that was converted has one of step 0. None: there is none, or `resume` is not set, and
-    the run begins with random parameters.
-
-    Raises:
-        ValueError: the folder of checkpoints cannot be read.
-    """
-    return run_folder.newest(Path(config.out)) if config.resume and config.out else None
-
-
 def _out_problems(out: str, known: Container[str] = ()) -> Sequence[Problem]:
     """Why no run can begin in a folder: there are files, beside those of `known` names."""
     if not out:
@@ -686,18 +617,14 @@ def _out_problems(out: str, known: Container[str] = ()) -> Sequence[Problem]:
 
 
 _SIZES = ("seed", "seq", "global_batch", "ramp_up", "earlier_batches")
-"""Of the settings that determine which samples each step sees, those that say how many it sees."""
+"""The settings that determine how many samples each step sees."""
 _CHANGED = ("global_batch", "ramp_up")
 """Of these, those that change_batch changes."""
-
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
-    """The settings that no run changes half-way: its parameters, and which samples steps see.
-
-    Its precision it changes where that is said.
-    """
+    """Settings that differ from the run's and may not: of its parameters, samples and precision."""
     if not config.out:
         return [Problem("resume", "no run folder", "the one to go on with", "name it: --out RUN")]
     path = Path(config.out)
@@ -709,20 +636,15 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         fix += "to begin one where there is none, --resume auto"
         return [Problem("out", f"{config.out}, where no run is", "the folder of a run", fix)]
     begun = load(path / run_folder.CONFIG, kind=type(config))
-    newest = run_folder.newest(path)
-    begun_steps = newest is not None and int(newest.name) > 0  # else no sample was seen
+    steps = run_folder.steps_done(config)  # 0: no sample was seen
     # converted with its steps, which took their samples elsewhere
     elsewhere = begun.is_continued and not run_folder.records(path)
     fix = "leave it out, or begin a new run in another folder"
-    kept = (
-        (*(_SIZES if elsewhere else names_with_tag(TrainConfig, "samples")), *_LORA)
-        if begun_steps
-        else ()
-    )
-    anew = f"--change-batch goes on so after the {run_folder.steps_done(config)} steps taken; or "
+    kept = (*(_SIZES if elsewhere else names_with_tag(TrainConfig, "samples")), *_LORA)
+    anew = f"--change-batch goes on so after the {steps} steps taken; or "
     fixes = {str(name): anew + fix for name in _CHANGED}
-    wanted: dict[str, Any] = {name: value_at(begun, name) for name in kept}
-    if config.change_batch and begun_steps:
+    wanted: dict[str, Any] = {name: value_at(begun, name) for name in kept if steps}
+    if config.change_batch and steps:
         own = run_folder.with_changed_batch(config)
         wanted |= {name: value_at(own, name) for name in (*_CHANGED, "earlier_batches")}
         fixes["earlier_batches"] = "leave it out; in Python, with_changed_batch(config) fills it in"
@@ -731,22 +653,18 @@ def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:
         for name, value in wanted.items()
         if (now := value_at(config, name)) != value
     ]
-    if begun_steps and newest is not None:
-        found += _gap_problems(config, begun, int(newest.name))
+    if steps:
+        found += _gap_problems(config, begun, steps)
         found += () if elsewhere else _ordered_problems(config, begun)
     if config.family is not begun.family:
         was = begun.family
         return [*found, Problem("model", config.family.title, f"{was.title}, as in the run", fix)]
-    if begun_steps and not recast:
+    if steps and not recast:
         found += _policy_problems(config, begun)
-    left = {"dtype"} if begun_steps or recast else set()
-    found += [
-        Problem(
-            f"{begun.family.name}.{path}", field_text(now), f"{field_text(was)}, as in the run", fix
-        )
-        for path, now, was in differing_fields(config.architecture, begun.architecture)
-        if path not in left
-    ]
+    for path, now, was in differing_fields(config.architecture, begun.architecture):
+        if path != "dtype" or not (steps or recast):
+            before = f"{field_text(was)}, as in the run"
+            found.append(Problem(f"{begun.family.name}.{path}", field_text(now), before, fix))
     return found
 
 
@@ -778,18 +696,14 @@ def _ordered_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Probl
 
 
 def _policy_problems(config: TrainConfig, begun: TrainConfig) -> Iterator[Problem]:
-    """Where the precision of a run that goes on is not that in which it began."""
+    """Settings of precision that differ from the run's in what they mean."""
     before, now = dataclasses.asdict(begun.policy), dataclasses.asdict(config.policy)
     name = config.precision.name if config.precision.name in POLICIES else "NAME"
     fix = f"--precision {name} beside --resume says that the run goes on so; or leave it out"
+    # the loss scale is the first one only, and the state has what became of it
+    meaning = {"loss_scale": bool, "products": recipe_text}
     for field, value in now.items():
-        if not _is_same(field, before[field], value):
+        read = meaning.get(field, str)
+        if read(before[field]) != read(value):
             wanted = f"{before[field]!r}, as in the run"
             yield Problem(f"precision, {field}", repr(value), wanted, fix)
-
-
-def _is_same(field: str, one: Any, other: Any) -> bool:
-    """Whether two values of a policy's field mean the same to a run that goes on."""
-    if field == "loss_scale":  # only the first one, and the state has what became of it
-        return bool(one) == bool(other)
-    return recipe_text(one) == recipe_text(other) if field == "products" else one == other

@@ -30,6 +30,7 @@ from functron.core.errors import (
 )
 from functron.core.settings import (
     Mark,
+    Need,
     explain_field,
     names_with_tag,
     nest_table,
@@ -155,6 +156,9 @@ class ComputeConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "common")
 
 
+_HELD_OUT = Need(lambda evaluation: evaluation.every > 0, "held-out sets", "set eval_every")
+
+
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation on held-out data.
@@ -169,9 +173,9 @@ class EvaluationConfig:
     """
 
     every: int = setting(0, "common", short="eval_every", least=0)
-    batches: int = setting(0, short="eval_batches", least=0)
-    data: str = setting("", "common path", short="eval_data")
-    averaged: bool = setting(False, short="eval_averaged")
+    batches: int = setting(0, short="eval_batches", least=0, need=_HELD_OUT)
+    data: str = setting("", "common path", short="eval_data", need=_HELD_OUT)
+    averaged: bool = setting(False, short="eval_averaged", need=_HELD_OUT)
 
 
 def _add_families(kind: type[C]) -> type[C]:

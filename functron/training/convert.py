@@ -11,7 +11,6 @@ upcycling"; He et al. 2024, "Upcycling large language models into mixture of exp
 from __future__ import annotations
 
 import inspect
-import itertools
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -90,9 +89,9 @@ def convert(
 ) -> Conversion:
     """Convert a Hugging Face folder into a run (``hf:PATH run:PATH``), or a run into such a folder.
 
-    A run made of a Hugging Face folder has a checkpoint of step 0, parameters without optimizer
-    state, and the settings of `fine_tuning`. Of a run the newest checkpoint is exported. It takes
-    one process, and memory for the model, or, to export a run, for one tensor.
+    A run made of a Hugging Face folder is as of `begin`, with the settings of `fine_tuning`. Of a
+    run the newest checkpoint is exported. It takes one process, and memory for the model, or, to
+    export a run, for one tensor.
 
     Args:
         source: ``run:PATH``, or ``SCHEME:PATH`` of a format.
@@ -109,9 +108,8 @@ def convert(
             the format's function.
     """
     formats = FORMATS if formats is None else formats
-    (kind, path), (other, out) = (
-        _parse_path(text, name, formats) for text, name in ((source, "from"), (target, "to"))
-    )
+    kind, path = _parse_path(source, "from", formats)
+    other, out = _parse_path(target, "to", formats)
     if (kind == RUN) == (other == RUN):
         fix = "functron convert hf:MODEL run:RUN, or functron convert run:RUN hf:MODEL"
         wanted = f"one run: and one {' or '.join(f'{name}:' for name in formats)}"
@@ -205,6 +203,8 @@ def begin(
 ) -> None:
     """Make a run folder with a checkpoint of step 0: parameters without optimizer state.
 
+    ``functron train --resume --out OUT`` trains it.
+
     Args:
         out: its path, which does not exist.
         params: global values.
@@ -275,21 +275,21 @@ def fine_tuning(model: TextConfig, free_bytes: int) -> tuple[config.TrainConfig,
 
     chunked = "loss_chunk_tokens" in family.settings and not getattr(model, "logit_cap", 0.0)
     chunk = _CHUNK if chunked and longest > _CHUNK else 0
-    ladder: list[dict[str, Any]] = [{"microbatches": count} for count in (1, 2, 4, 8)]
-    ladder += [{"microbatches": _ROWS, "loss_chunk_tokens": chunk}] if chunk else []
-    ladder += [{**ladder[-1], "remat": "full"}]
+    # from the fastest steps to those that need the least memory
+    changes: list[dict[str, Any]] = [{"microbatches": count} for count in (1, 2, 4, 8)]
+    changes += [{"microbatches": _ROWS, "loss_chunk_tokens": chunk}] if chunk else []
+    changes += [{**changes[-1], "remat": "full"}]
     seqs = [longest]
     while seqs[-1] >= 2 * _LEAST_SEQ:
         seqs.append(seqs[-1] // 2)
-    least = configure(whole, seq=seqs[-1], **ladder[-1])
-    if (needed := peak(whole)) <= _SHARE * free_bytes:
-        return whole, needed, free_bytes
-    if (needed := peak(least)) <= _SHARE * free_bytes:
-        for seq, rung in itertools.islice(itertools.product(seqs, ladder), 1, None):
-            run = configure(whole, seq=seq, **rung)
-            if (found := peak(run)) <= _SHARE * free_bytes:
-                return run, found, free_bytes
-    return least, needed, free_bytes
+    tried = [configure(whole, seq=seq, **change) for seq in seqs for change in changes]
+    needed = 0
+    for run in tried:
+        if (found := peak(run)) <= _SHARE * free_bytes:
+            return run, found, free_bytes
+        if not needed and (needed := peak(tried[-1])) > _SHARE * free_bytes:
+            break  # none of them fits
+    return tried[-1], needed, free_bytes
 
 
 def _describe_run(run: config.TrainConfig, out: Path, needed: int, free: int) -> str:
@@ -322,35 +322,24 @@ def _write_hub_folder(
     quantise: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
-    run = config.load(path / run_folder.CONFIG, known_only=True)
+    run, hub = config.load(path / run_folder.CONFIG, known_only=True), path / run_folder.HUB
     model = run.architecture
     params = newest_params(path, run, averaged=averaged, read=checkpoint.stored_params)
-    kept = path / run_folder.HUB if (path / run_folder.HUB / CONFIG).is_file() else None
+    kept = hub if (hub / CONFIG).is_file() else None
     options: dict[str, Any] = {"quantise": quantise, "max_shard_bytes": max_shard_bytes}
     save(out, model, params, like=kept, dtype=dtype, **options)
     if kept is None:  # a run that began with random weights may have a tokenizer
-        return Conversion(model, out, tuple(copy_companions(path / run_folder.HUB, out)))
-    names = tuple(sorted(entry.name for entry in kept.iterdir()))
-    return Conversion(model, out, names)
+        return Conversion(model, out, tuple(copy_companions(hub, out)))
+    return Conversion(model, out, tuple(sorted(entry.name for entry in kept.iterdir())))
 
 
-_REFUSALS = {
-    "averaged": Problem(
-        "averaged",
-        "true from a Hugging Face folder",
-        "a run, which keeps averages",
-        "leave it out",
-    ),
-    "quantise": Problem(
-        "quantise",
-        "{!r}",
-        "nothing: a run keeps parameters to train",
-        "leave it out; functron train --precision {} quantises products",
-    ),
-}
-FORMATS: Mapping[str, RunFormat] = MappingProxyType(
-    {"hf": RunFormat(_make_run, _write_hub_folder, MappingProxyType(_REFUSALS))}
+_TRAIN_IN = "leave it out; functron train --precision {} quantises products"
+_REFUSALS = (
+    ("averaged", "true from a Hugging Face folder", "a run, which keeps averages", "leave it out"),
+    ("quantise", "{!r}", "nothing: a run keeps parameters to train", _TRAIN_IN),
 )
+_HUB = RunFormat(_make_run, _write_hub_folder, {row[0]: Problem(*row) for row in _REFUSALS})
+FORMATS: Mapping[str, RunFormat] = MappingProxyType({"hf": _HUB})
 """The formats of `convert`, by scheme."""
 
 
@@ -366,16 +355,13 @@ def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
     if dense.moe is not None:
         found.append(Problem("model", "one with experts", "a dense one"))
     if dense.mlp_dim % moe.expert_dim:
-        fix = f"set it to {dense.mlp_dim} for whole copies"
-        found.append(
-            Problem("expert_dim", str(moe.expert_dim), f"a divisor of {dense.mlp_dim}", fix)
-        )
+        wanted, fix = f"a divisor of {dense.mlp_dim}", f"set it to {dense.mlp_dim} for whole copies"
+        found.append(Problem("expert_dim", str(moe.expert_dim), wanted, fix))
     for name, count in (("num_experts", moe.num_experts), ("top_k", moe.top_k)):
         if parts and count % parts:
             wanted = f"a multiple of {parts}, the slices of mlp_dim={dense.mlp_dim}"
-            found.append(
-                Problem(name, str(count), wanted, f"set it to {-(-count // parts) * parts}")
-            )
+            fix = f"set it to {-(-count // parts) * parts}"
+            found.append(Problem(name, str(count), wanted, fix))
     plain = replace(moe, aux_loss=0.0, z_loss=0.0, aux="sequence", jitter=0.0, dispatch="alltoall")
     like = MoEConfig(
         moe.num_experts, moe.top_k, moe.expert_dim,
@@ -423,38 +409,28 @@ def _make_router(config: GPTConfig, seed: int, parts: int, like: torch.Tensor) -
     groups = (*defs["w"].shape[:-1], defs["w"].shape[-1] // parts)
     key = random.key(seed).to(like.device)
     w = defs["w"].init(key, groups, like.dtype, None)
-    zeros = {
-        name: torch.zeros(d.shape, dtype=d.dtype, device=like.device)
-        for name, d in defs.items()
-        if name != "w"
-    }
-    return {"w": w.repeat_interleave(parts, -1), **zeros}
+    zeros = {x: torch.zeros(d.shape, dtype=d.dtype, device=like.device) for x, d in defs.items()}
+    return zeros | {"w": w.repeat_interleave(parts, -1)}
 
 
 def _copy_layer(name: str, layer: dict, moe: MoEConfig, parts: int) -> dict:
     """Copies of a linear layer, stacked by expert after the dim of layers."""
-    copies = moe.num_experts // parts
-    dim = -2 if name == "down" else -1  # of the hidden features in the matrix
-    w = _repeat(torch.stack(layer["w"].chunk(parts, dim), 1), copies)
-    out = {"w": w * parts if name == "down" else w}
-    if "b" in layer:
-        b = layer["b"]
-        slices = b.unsqueeze(1) if name == "down" else torch.stack(b.chunk(parts, -1), 1)
-        out["b"] = _repeat(slices, moe.num_experts // slices.shape[1])
-    return out
-
-
-def _repeat(x: torch.Tensor, copies: int) -> torch.Tensor:
-    return x.repeat(1, copies, *[1] * (x.dim() - 2))
+    is_down, copies = name == "down", moe.num_experts // parts
+    dim = (
+        -2 if is_down else -1
+    )  # of the hidden features, which the bias of the output does not have
+    out = {}
+    for kind, x in layer.items():
+        whole = is_down and kind == "b"
+        slices = torch.stack([x] * parts if whole else x.chunk(parts, dim), 1)
+        out[kind] = slices.repeat(1, copies, *[1] * (slices.dim() - 2))
+    return out | {"w": out["w"] * parts} if is_down else out
 
 
 def upcycle_run(
     source: Path, target: Path, moe: MoEConfig, *, seed: int = 0, averaged: bool = False
 ) -> str:
-    """Upcycle the newest checkpoint of a dense run into a run folder of a mixture of experts.
-
-    It has a checkpoint of step 0, parameters without optimizer state, which ``functron train
-    --resume --out TARGET`` trains.
+    """Upcycle the newest checkpoint of a dense run into a run folder; see `begin`.
 
     Args:
         seed: of the routers' random weights.

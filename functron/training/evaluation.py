@@ -1,7 +1,6 @@
 """Evaluation on held-out sets during a run: their samples, each once, and the loss on its mesh.
 
-The sets are named by `eval_data`, or are the validation part of `split`. Their batches have the
-size of the training batches, so that they fit into the same memory.
+Their batches have the size of the training batches, so that they fit into the same memory.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -19,7 +19,6 @@ import torch
 from functron.compiler.jit import jit
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.settings import value_at
 from functron.data.blend import PARTS
 from functron.data.chat import IGNORED
 from functron.data.sampling import ARITHMETIC
@@ -127,8 +126,7 @@ def sets_of(config: TrainConfig) -> dict[str, TrainConfig]:
     """The sets that a run evaluates, each as the configuration of a run on its data.
 
     They are the sets of `eval_data`; or else the validation part of `split`, of every source of a
-    blend separately. The order of their samples does not depend on the run's seed, so the first
-    `eval_batches` do not either; an order of an application draws them with the run's seed.
+    blend separately. Only an application's order of samples depends on the run's seed.
 
     Raises:
         ValueError: `eval_data` or a blend has a syntax error.
@@ -161,10 +159,6 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         ValueError: what `sets_of` raises.
     """
     if config.evaluation.every < 1:
-        fix = "add --eval-every 100, or leave it out"
-        for name in ("eval_data", "eval_batches", "eval_averaged"):
-            if value := value_at(config, name):
-                yield Problem(name, repr(value), "nothing without eval_every", fix)
         return
     if config.evaluation.averaged and not config.optimizer.ema_decay:
         fix = "add --optimizer.ema-decay 0.999, or leave it out"
@@ -175,11 +169,9 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         return
     sets = sets_of(config)
     if not sets:
-        fix = 'add --eval-data "NAME=PATH"'
+        got, fix = f"{config.evaluation.every} without a set", 'add --eval-data "NAME=PATH"'
         fix += ", or --split 99,1" if data.is_on_disk(config) else ""
-        yield Problem(
-            "eval_every", f"{config.evaluation.every} without a set", "held-out data", fix
-        )
+        yield Problem("eval_every", got, "held-out data", fix)
     elif config.data.format == "mock" and not config.evaluation.batches:
         got, fix = "0, for all of 10^15 random tokens", "add --eval-batches 8"
         yield Problem("eval_batches", got, "at least 1", fix)
@@ -198,12 +190,8 @@ def check(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> None:
     """
     messages = []
     sets = sets_of(config) if config.evaluation.every > 0 else {}
-    if (
-        config.evaluation.data
-        and config.data.path
-        and config.data.format != "mock"
-        and data.is_on_disk(config)
-    ):
+    is_named = config.evaluation.data and config.data.path
+    if is_named and config.data.format != "mock" and data.is_on_disk(config):
         # tokens of another tokenizer would give a perplexity that means nothing
         provenance([*data.sources_of(config), *(one.data.path for one in sets.values())])
     for name, one in sets.items():
@@ -216,11 +204,7 @@ def check(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> None:
 
 
 def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> list[HeldOut]:
-    """The sets that a run evaluates: none without `eval_every`.
-
-    Args:
-        config: the run.
-        reader: opens its tokenizer.
+    """The sets that a run evaluates, with a `reader` of its tokenizer: none without `eval_every`.
 
     Raises:
         ValueError: one cannot be read, does not fit the model, or is shorter than a sample.
@@ -228,26 +212,30 @@ def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> l
     raise_problems("cannot evaluate on this", problems_of(config))
     found = []
     for name, one in sets_of(config).items() if config.evaluation.every else ():
-        try:
+        with _name_set(name):
             samples: Any = data.open_samples(one, VALIDATION, reader=reader)
-        except ValueError as error:
-            raise ValueError(f"held-out set {name!r}: {error}") from error
-        count = -(-samples.num_samples // config.data.global_batch)
-        count = min(count, config.evaluation.batches or count)
-        found.append(HeldOut(name, samples, config.data.global_batch, count))
-        require_targets(found[-1])
+        found.append(_make_held_out(name, samples, config))
     return found
 
 
-def require_targets(held_out: HeldOut) -> None:
-    """Refuse a set without any target; usually only its first batch is read.
-
-    Raises:
-        ValueError: no batch has a target.
-    """
-    batches = (held_out.batch(index) for index in range(held_out.num_batches))
+def _make_held_out(name: str, samples: Epoch, config: TrainConfig) -> HeldOut:
+    """A set in batches. ValueError where none has a target; usually only the first is read."""
+    size, most = config.data.global_batch, config.evaluation.batches
+    count = -(-samples.num_samples // size)
+    found = HeldOut(name, samples, size, min(count, most or count))
+    batches = map(found.batch, range(found.num_batches))
     if not any(bool((batch["targets"] != IGNORED).any()) for batch in batches):
-        _refuse_empty(held_out)
+        _refuse_empty(found)
+    return found
+
+
+@contextmanager
+def _name_set(name: str) -> Iterator[None]:
+    """Name a set in the messages of ValueErrors of this with block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"held-out set {name!r}: {error}") from error
 
 
 def _refuse_empty(held_out: HeldOut) -> NoReturn:
@@ -266,10 +254,8 @@ def open_texts(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> 
     raise_problems("cannot evaluate on this", problems_of(config))
     found = {}
     for name, one in sets_of(config).items():
-        try:
+        with _name_set(name):
             found[name] = data.open_texts(one, VALIDATION, reader=reader)
-        except ValueError as error:
-            raise ValueError(f"held-out set {name!r}: {error}") from error
     return found
 
 
@@ -279,24 +265,18 @@ def slide(
     """A set in windows of `seq` tokens that slide over its texts, in batches of `global_batch`.
 
     Args:
-        name: of the set.
-        texts: of the set.
-        config: the run, with the seq and global_batch to use; of its batches, `eval_batches`.
+        name, texts: of the set.
+        config: the run, with the seq, global_batch and eval_batches to use.
         stride: tokens from the beginning of a window to that of the next.
         multiple, exact: see `functron.data.token_datasets.Sliding`.
 
     Raises:
-        ValueError: what `Sliding` raises.
+        ValueError: what `Sliding` raises, or no batch has a target.
     """
     size = config.data.global_batch
-    try:
+    with _name_set(name):
         samples = Sliding(texts, config.data.seq, stride, size, multiple=multiple, exact=exact)
-    except ValueError as error:
-        raise ValueError(f"held-out set {name!r}: {error}") from error
-    count = -(-samples.num_samples // size)
-    found = HeldOut(name, samples, size, min(count, config.evaluation.batches or count))
-    require_targets(found)
-    return found
+    return _make_held_out(name, samples, config)
 
 
 def loss_program(setup: RunSetup) -> Callable:
@@ -428,8 +408,7 @@ class EvaluationHook(LoopHook):
     """Evaluates held-out sets every n steps and after the last: ``eval`` in records.
 
     Collective. Skipped where the loop stops at once or the loss is not finite. Afterwards the loop
-    looks for stop requests again, since evaluation may take long. Stands before the hooks that
-    write records.
+    looks for stop requests again. Comes before the hooks that write records.
 
     Args:
         evaluate: ``(At)`` to the numbers of every set, by name.

@@ -1,9 +1,9 @@
 """The loop of training steps: a generator, and the hooks that look on, act and decide beside it.
 
-`loop` knows a step, its batches and hooks, and nothing of files, signals or processes: those are
-hooks, each beside what it is about. Here are the general ones: `every`, `progress`, `record_to`,
-and those that end a loop: where numbers are not finite, and for requests to stop. Ctrl-C, SIGTERM,
-SIGUSR1 and limits of time are such requests, which a running step outlives.
+`loop` knows a step, its batches and hooks, and nothing of files, signals or processes, for which
+there are hooks. Here are the general ones: `every`, `progress`, `record_to`, and those that end a
+loop: where numbers are not finite, and after the running step where Ctrl-C, SIGTERM, SIGUSR1 or a
+limit of time asks for it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class At:
         state: before the step, and once it is taken after it.
         take: the function of this step; before it, a hook may put another `Step` there.
         batch: of the step; None once its record was yielded, as are its metrics.
-        metrics: of the step; tensors of a GPU are copies on the host.
+        metrics: of the step; tensors of a GPU are copied to the host.
         record: of the step, which hooks add to; empty until its numbers are read.
         stopped_by: the number that the ranks agreed to stop by, 0 where nobody asked; None: they
             have not been asked yet.
@@ -105,11 +105,7 @@ class At:
 
     @property
     def newest(self) -> At:
-        """The newest step that was started: with `ahead` its record has not been read yet.
-
-        For hooks that have to look at a state that is whole after a step for which they were not
-        `LoopHook.due`, such as replicas where a number is not finite.
-        """
+        """The newest step that was started, whose state is whole even where no hook was due."""
         return self._course.newest
 
     def phase(self, name: str) -> None:
@@ -118,14 +114,14 @@ class At:
 
     def ask_again(self) -> None:
         """Ask all hooks of all ranks again whether to stop, after what took long. Collective."""
-        self.stopped_by = self._course.ask(self) or self.stopped_by
+        self.stopped_by = self._course.agree_to_stop(self) or self.stopped_by
 
     def repair(self) -> bool:
-        """Have the hooks look for damage where numbers are not finite: whether one repaired it.
+        """Ask hooks in turn whether they repaired the damage that made numbers not finite.
 
         Collective.
         """
-        return self._course.repair(self)
+        return any(self._course.ask_each("repair", self))
 
     def stop(self, *, keeps: bool = True) -> None:
         """End the loop after this step, and those ahead of it. Every rank must decide so alike.
@@ -255,45 +251,38 @@ def loop(
 
     1. phase "data": ``batches(index)``;
     2. phase "step": `LoopHook.before` of each, then the step;
-    3. phase "agree": `LoopHook.ask` of each; the largest number goes through `agree`, which makes
-       it that of all ranks, once a step. If it is not 0, this is the last step;
+    3. phase "agree": `LoopHook.ask` of each; `agree` makes the largest number that of all ranks. If
+       it is not 0, this is the last step, and the number is ``at.stopped_by``;
     4. phase "record": the numbers are read, which waits for the step, then `LoopHook.after` of
        each;
     5. phase "body": the state and the record are yielded.
 
     `LoopHook.begin` comes before all of it. At the end, in phase "end", `LoopHook.end` is called in
-    the reverse order, as with blocks are left: the first hook in the list begins first and ends
-    last.
+    the reverse order.
 
-    **Replacing a step.** `LoopHook.before` may put another step into ``at.take`` for once: a twin
-    that measures more, or one for a batch from which nothing is learned. A later hook sees it there
-    and may wrap it.
+    **Replacing a step or a state.** `LoopHook.before` may put another step into ``at.take`` for
+    once, which later hooks may wrap. There, and after a step for which it is due, a hook may change
+    ``at.state`` in place or replace it: that is yielded, and the next step takes it.
 
-    **Repairing a state.** Before a step, and after one for which it is due, a hook may write into
-    ``at.state`` in place, or put another one there: that is yielded, and the next step takes it.
+    **Steps ahead.** Where a device computes while Python goes on, ``ahead=1`` keeps it busy: 4 and
+    5 of a step come after 1 to 3 of the next. The state that is yielded is always that of the
+    record beside it; newer ones are private until their records have been read. A step that donates
+    its state has then consumed the one that is yielded, and to use it raises. So a hook says by
+    `LoopHook.due` after which steps it needs the state: there, at the last step, and where the loop
+    is to stop, all records are read before another step is started.
 
-    **Steps ahead.** Where a device computes while Python goes on, ``ahead=1`` keeps it busy: a step
-    is started before the numbers of the one before are read, and so 4 and 5 of a step come after 1
-    to 3 of the next. The state that is yielded is always that of the record beside it; newer ones
-    are private until their records have been read. A step that donates its state has then consumed
-    the one that is yielded, and to use it raises. So a hook says by `LoopHook.due` after which
-    steps it needs the state: there, at the last step, and where the loop is to stop, all records
-    are read before another step is started.
+    **Deciding together.** All that hooks decide but whether to stop, such as when they are due, or
+    ``at.stop()`` after a record, they must decide by what all ranks know alike; so must a body that
+    leaves.
 
-    **Deciding together.** Whether to stop is asked of every hook and agreed by all ranks, as a
-    signal reaches one of them; the number they agree on is ``at.stopped_by`` at their last step,
-    where hooks may save. Whatever else a hook decides, such as when it is due, or ``at.stop()``
-    after a record, it must decide by what all ranks know alike; so must a body that leaves.
-
-    **Ending.** After its last step, and when it is asked to stop, the loop ends by itself. Where
-    the body leaves it (``break``, an exception, ``close()``, or nobody refers to it any more: one
-    that has a name, as in ``steps = loop(...)``, is left by ``steps.close()``), the
-    steps ahead are finished, recorded and not yielded, and then hooks end: ``at.left`` is true, and
-    the state is whole, to be saved. Where a step, a batch or a hook raises, the exception has a
-    note of which hook it was, ``at.error`` is that exception, and the state may be half of another:
-    nobody should save it. All hooks that began end, whatever the others raise; the last exception
-    is raised, with the earlier ones as its context. Python prints, and does not raise, what hooks
-    raise as a ``break`` ends them: ``with contextlib.closing(loop(...)) as steps`` raises it.
+    **Ending.** Where the body leaves the loop (``break``, an exception, ``close()``, or nobody
+    refers to it any more: one that has a name is left by ``steps.close()``), the steps ahead are
+    finished, recorded and not yielded, and then hooks end: ``at.left`` is true, and the state is
+    whole, to be saved. Where a step, a batch or a hook raises, the exception has a note of which
+    hook it was, ``at.error`` is that exception, and the state may be incomplete: nobody should save
+    it. All hooks that began end, whatever the others raise; the last exception is raised, with the
+    earlier ones as its context. Python prints, and does not raise, what hooks raise as a ``break``
+    ends them: ``with contextlib.closing(loop(...)) as steps`` raises it.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``.
@@ -302,7 +291,7 @@ def loop(
         steps: how many steps the whole run has.
         start: how many of them are done.
         hooks: what is done beside the steps.
-        agree: the largest of all ranks' numbers, so that every rank stops at the same step.
+        agree: the largest of all ranks' numbers.
         ahead: how many steps are started before the numbers of one are read.
 
     Raises:
@@ -336,8 +325,8 @@ def loop(
                 started.append(new)
                 course.newest, state = new, new.state
                 new.phase("agree")
-                new.stopped_by = course.ask(new)
-                settles = new.last or new.stopped_by or course.is_due(new.step)
+                new.stopped_by = course.agree_to_stop(new)
+                settles = new.last or new.stopped_by or any(course.ask_each("due", new.step))
                 while len(started) > (0 if settles or course.ending else ahead):
                     at = course.settle(started)
                     at.phase("body")
@@ -364,13 +353,12 @@ class _Course:
         self.ending, self.keeps = False, True
         self._settled = 0.0
 
-    def call(self, hook: LoopHook, moment: str, *given: Any) -> Any:
-        """Call one method of a hook; what it raises says whose it is."""
+    def call(self, hook: LoopHook, moment: str, given: Any) -> Any:
+        """Call one method of a hook; what it raises gets a note that names them."""
         try:
-            return getattr(hook, moment)(*given)
+            return getattr(hook, moment)(given)
         except BaseException as error:
-            at = given[0]
-            when = f" at step {at.step}" if isinstance(at, At) else ""
+            when = f" at step {given.step}" if isinstance(given, At) else ""
             error.add_note(f"raised by {moment}() of the hook {hook}{when}")
             raise
 
@@ -378,19 +366,16 @@ class _Course:
         for hook in self.hooks:
             self.call(hook, moment, at)
 
+    def ask_each(self, moment: str, given: Any) -> Iterator[Any]:
+        """The results of this method of each hook, in turn."""
+        return (self.call(hook, moment, given) for hook in self.hooks)
+
+    def agree_to_stop(self, at: At) -> int:
+        return self._agree(max(self.ask_each("ask", at), default=0))
+
     def phase(self, name: str, index: int) -> None:
         for hook in self.hooks:
             hook.phase(name, index)
-
-    def ask(self, at: At) -> int:
-        asked = (self.call(hook, "ask", at) for hook in self.hooks)
-        return self._agree(max(asked, default=0))
-
-    def repair(self, at: At) -> bool:
-        return any(self.call(hook, "repair", at) for hook in self.hooks)
-
-    def is_due(self, step: int) -> bool:
-        return any(self.call(hook, "due", step) for hook in self.hooks)
 
     def settle(self, started: deque[At]) -> At:
         """Read the record of the oldest step that was started, and tell it to the hooks."""
@@ -449,38 +434,32 @@ def _name_of(function: Callable) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def _add(function: Callable[[At], Mapping[str, Any] | None], at: At) -> None:
-    """Call a function of a step, and add what it returns to the record."""
-    found = function(at)
-    if found is None:
-        return
-    if not isinstance(found, Mapping):
-        raise TypeError(
-            f"{_name_of(function)}: got {type(found).__name__} from it; wanted entries of the "
-            "record, or None; fix: "
-            + ("call it to make the hook" if isinstance(found, LoopHook) else "return a dict")
-        )
-    at.record.update(found)
-
-
 class _Function(LoopHook):
-    """A function of a step as a hook."""
+    """Calls a function of a step, and adds what it returns to the record."""
 
     def __init__(self, function: Callable[[At], Any]):
         self._function = function
 
     def after(self, at: At) -> None:
-        _add(self._function, at)
+        found = self._function(at)
+        if not isinstance(found, Mapping | None):
+            raise TypeError(
+                f"{self}: got {type(found).__name__} from it; wanted entries of the record, or "
+                "None; fix: "
+                + ("call it to make the hook" if isinstance(found, LoopHook) else "return a dict")
+            )
+        at.record.update(found or {})
 
     def __str__(self) -> str:
         return _name_of(self._function)
 
 
-class _Every(LoopHook):
+class _Every(_Function):
     """The hook that `every` makes."""
 
     def __init__(self, n: int, function: Callable, at_end: bool):
-        self._n, self._function, self._at_end = n, function, at_end
+        super().__init__(function)
+        self._n, self._at_end = n, at_end
         self._called = -1
 
     def begin(self, at: At) -> None:
@@ -501,24 +480,23 @@ class _Every(LoopHook):
     def _call(self, at: At) -> None:
         if at.keeps:
             self._called = at.step
-            _add(self._function, at)
+            super().after(at)
 
     def __str__(self) -> str:
-        return f"every({self._n}, {_name_of(self._function)})"
+        return f"every({self._n}, {super().__str__()})"
 
 
 def every(
     n: int, function: Callable[[At], Mapping[str, Any] | None], *, at_end: bool = True
 ) -> LoopHook:
-    """A hook that calls a function after every `n` steps, and after the last one that is taken.
+    """A hook that calls a function with a whole state after every `n` steps, and after the last.
 
-    The state is whole, as it is due then. Not called with a state that another hook has stopped the
-    loop for, nor where the loop ends with an exception.
+    Not called with a state that another hook has stopped the loop for, nor where the loop ends with
+    an exception.
 
     Args:
         n: after multiples of so many steps; 0: at the end alone.
-        function: of the step; what it returns is added to the record, which hooks that come later
-            in the list see.
+        function: of the step; what it returns is added to the record, for later hooks as well.
         at_end: whether it is called after the last step, too: that of the run, the one at which the
             loop was asked to stop, or after which the body left it.
     """
@@ -531,7 +509,7 @@ def every(
 
 
 class PhaseHook(LoopHook):
-    """Tells a function ``f(name, index)`` what the loop goes over to, with the step, from 0."""
+    """Calls a function ``f(name, index)`` at every phase, with the index of its step, from 0."""
 
     def __init__(self, function: Callable[[str, int], None]):
         self._function = function
@@ -542,7 +520,7 @@ class PhaseHook(LoopHook):
 
 
 class _Writer(LoopHook):
-    """Passes each record on; with a with block from the beginning of the loop to its end."""
+    """Passes each record to what a with block yields, which is left at the end of the loop."""
 
     def __init__(self, opened: Callable[[At], AbstractContextManager]):
         self._opened, self._stack = opened, ExitStack()
@@ -618,7 +596,7 @@ class FiniteHook(LoopHook):
 
 
 class OverflowHook(LoopHook):
-    """Ends a loop where gradients overflow in step after step, and the scale of the loss is least.
+    """Ends a loop where gradients overflow in step after step at the smallest loss scale.
 
     Args:
         patience: raise FloatingPointError after so many steps in a row.
@@ -646,9 +624,7 @@ class OverflowHook(LoopHook):
 
 @dataclass(frozen=True)
 class Meter(LoopHook):
-    """A hook that makes the record of a step complete: rates of tokens and FLOPs, and memory.
-
-    It comes before hooks that add to the record. Each part may be left unknown.
+    """A hook that completes the record of a step, before others: rates, FLOPs, and memory.
 
     Attributes:
         learning_rate: of each update, from 0: of the count that the optimizer took it by, where
@@ -671,63 +647,55 @@ class Meter(LoopHook):
     position: Callable[[int], Mapping[str, Any]] | None = None
 
     def after(self, at: At) -> None:
-        """Put what is known into the record: every key, None where unknown."""
-        given = at.record
-        at.record = self.measure(at.index, at.batch, given, given["step_seconds"])
-        more = given.keys() - at.record.keys() - _OF_OPTIMIZER
-        at.record |= {name: value for name, value in given.items() if name in more}
-        if self.details is not None:
-            at.record |= self.details(at.metrics["aux"])
-
-    def measure(self, index: int, batch: Any, values: Mapping[str, float], seconds: float) -> dict:
-        """The measurements of step `index` (from 0), whose metrics are `values`.
+        """Put what is known into the record: every key, None where unknown.
 
         ``step`` and ``tokens`` count from the beginning, this step included; ``mfu`` is model
-        FLOPs per second over `peak_flops`.
+        FLOPs per second over `peak_flops`; ``stuck`` and ``updates`` of the optimizer are left out.
         """
-        if self.tokens_seen is None:
-            count = _count_tokens(batch)
-            seen = None if count is None else (index + 1) * count
-        else:
-            seen = self.tokens_seen(index + 1)
-            count = seen - self.tokens_seen(index)
-        rate = None if count is None else count / seconds
-        updates = int(values.get("updates", index))
-        mfu = None
-        if rate is not None and self.flops_per_token and self.peak_flops:
-            mfu = rate * self.flops_per_token / self.peak_flops
-        norm, scale = values.get("grad_norm"), values.get("loss_scale")
-        return {
-            "step": index + 1,
-            "loss": float(values["loss"]),
-            "grad_norm": None if norm is None else float(norm),
-            **({} if scale is None else {"loss_scale": float(scale)}),
+        given, seconds = at.record, at.record["step_seconds"]
+        count, seen = self._count_tokens(at)
+        rate = mfu = None
+        if count is not None:
+            rate = count / seconds
+            if self.flops_per_token and self.peak_flops:
+                mfu = rate * self.flops_per_token / self.peak_flops
+        updates = int(given.get("updates", at.index))
+        floats = {name: float(given[name]) for name in ("grad_norm", "loss_scale")
+                  if given.get(name) is not None}  # fmt: skip
+        at.record = {
+            "step": at.step,
+            "loss": float(given["loss"]),
+            "grad_norm": None,
+            **floats,
             "lr": None if self.learning_rate is None else float(self.learning_rate(updates)),
             "tokens": seen,
             "tokens_per_second": rate,
             "step_seconds": seconds,
             "mfu": mfu,
             "peak_memory_bytes": peak_memory_bytes(self.device),
-            **({} if self.position is None else self.position(index + 1)),
+            **({} if self.position is None else self.position(at.step)),
         }
+        known = {*at.record, "stuck", "updates"}
+        at.record |= {name: value for name, value in given.items() if name not in known}
+        at.record |= {} if self.details is None else self.details(at.metrics["aux"])
 
-
-_OF_OPTIMIZER = frozenset({"stuck", "updates"})
-"""Metrics that are no measurements: records do not have them."""
-
-
-def _count_tokens(batch: Any) -> int | None:
-    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
-    return tokens.numel() if isinstance(tokens, torch.Tensor) else None
+    def _count_tokens(self, at: At) -> tuple[int | None, int | None]:
+        """The tokens of a step, and of all steps up to it."""
+        if self.tokens_seen is not None:
+            seen = self.tokens_seen(at.step)
+            return seen - self.tokens_seen(at.index), seen
+        tokens = at.batch.get("tokens") if isinstance(at.batch, Mapping) else None
+        count = tokens.numel() if isinstance(tokens, torch.Tensor) else None
+        return count, None if count is None else at.step * count
 
 
 # --- requests to stop
 
 
 EXIT_AFTER = int(signal.NSIG)
-"""That a run's time is over, where the number of a signal may stand as well."""
+"""Beside the numbers of signals: a run's time is over."""
 RESHAPE = EXIT_AFTER + 1
-"""That a run goes on with more ranks, likewise."""
+"""Likewise: a run goes on with more ranks."""
 
 REQUEUE_CODE = 128 + signal.SIGUSR1
 """The exit code of a run that saved and left before its end, to be started again: 138."""
@@ -742,22 +710,17 @@ _ECHO_SECONDS = 2.0
 
 
 def exit_code(stopped_by: int | None) -> int:
-    """The exit code of a process that ended early: 128 + the signal's number, as shells have it.
-
-    Where its time was over that of SIGUSR1, with which schedulers say so.
-    """
-    codes = {None: 0, EXIT_AFTER: REQUEUE_CODE, RESHAPE: RESHAPE_CODE}
-    return codes[stopped_by] if stopped_by in codes else 128 + int(stopped_by or 0)
+    """The exit code of a run that was stopped: 128 + the signal's number, as shells have it."""
+    if stopped_by is None:
+        return 0
+    return {EXIT_AFTER: REQUEUE_CODE, RESHAPE: RESHAPE_CODE}.get(stopped_by, 128 + stopped_by)
 
 
 def end_process(text: str, first: bool) -> None:
-    """End this process for a hang: say why, if it is the one to, and leave with `HANG_CODE`.
-
-    Nothing is waited for: other threads are blocked.
-    """
+    """End this process for a hang with `HANG_CODE`, and the first one of them says why."""
     if first:
         print(f"functron: {text}", file=sys.stderr, flush=True)
-    os._exit(HANG_CODE)
+    os._exit(HANG_CODE)  # other threads are blocked: nothing is waited for
 
 
 @dataclass
@@ -785,10 +748,7 @@ class Request:
         return RESHAPE if saving and self.grown is not None and self.grown() else 0
 
     def listen(self) -> None:
-        """Install the handlers of `stop_requests`; nothing where they are installed.
-
-        Outside the main thread, where Python allows no handlers, nothing changes.
-        """
+        """Install the handlers of `stop_requests`, in the main thread, unless they are."""
         if not self._previous and threading.current_thread() is threading.main_thread():
             # noted before each is installed, so that `restore` is right whenever it is interrupted
             for number in _SIGNALS:
@@ -817,8 +777,8 @@ def stop_requests() -> Iterator[Request]:
 
     The second one raises KeyboardInterrupt at once, but for SIGUSR1, which only ever asks, and a
     SIGTERM that comes twice within 2 seconds: a scheduler sends it to every process of a job, and
-    its launcher passes it on. The handlers that were installed before are put back at the end.
-    Outside the main thread, where Python allows no handlers, nothing changes.
+    its launcher passes it on. The handlers of before are put back at the end. Outside the main
+    thread, where Python allows no handlers, nothing changes.
     """
     request = Request()
     try:
@@ -871,7 +831,7 @@ class StopHook(LoopHook):
         return 0 if at.last and asked == EXIT_AFTER else asked
 
     def end(self, at: At) -> None:
-        """Say why the loop ended; the handlers of before are back."""
+        """Keep why the loop ended, and put back the handlers of before."""
         self.stopped_by = at.stopped_by or None
         if self._listens:
             self.request.restore()
@@ -880,10 +840,9 @@ class StopHook(LoopHook):
 def stop_on_signals() -> StopHook:
     """A hook with which the first Ctrl-C, SIGTERM or SIGUSR1 ends a loop after its running step.
 
-    So hooks can save, as at any end; the second one raises KeyboardInterrupt, as `stop_requests`
-    has it. Handlers are installed only while the loop itself runs: in the body signals do what they
-    did before, so that a Ctrl-C raises KeyboardInterrupt, and a loop that nobody goes on with
-    leaves none behind. A body that takes long is within ``with stop_requests() as request``, and
-    the hook `StopHook` of that. First in the list of hooks, it listens until all others have ended.
+    The second one raises KeyboardInterrupt, as of `stop_requests`. Handlers are installed only
+    while the loop itself runs: in the body signals do what they did before. For a body that takes
+    long take `StopHook` of ``with stop_requests() as request``. First in the list of hooks, it
+    listens until all others have ended.
     """
     return StopHook(Request(), listens=True)

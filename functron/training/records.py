@@ -1,11 +1,7 @@
 """Records of a run: to a progress bar, metrics.jsonl, loss.svg, TensorBoard, W&B, and read back.
 
-Each writer is a context manager that yields a function of one record. A record is a dict of numbers
-by name, some in nested dicts: `flat` makes paths of them.
-
-`compare` sets several runs side by side: the settings that differ, losses, speeds, one picture. It
-reads run folders, and logs of other programs (`LogReader`): nothing is restored or computed, and no
-torch is needed.
+Each writer is a context manager that yields a function of one record: a dict of numbers by name,
+some in nested dicts. `compare` reads run folders, and logs of other programs; it needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import sys
 import time
 import tomllib
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -36,6 +31,7 @@ from functron.core.settings import Need, setting
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+_RATE = "tokens_per_second"
 WANDB_ID = "wandb_id"
 """The file of a run folder with the id of its run at Weights & Biases, and where the folder was."""
 EVAL = "eval"
@@ -51,6 +47,7 @@ NAMINGS = "functron.record_names"
 of steps to number of samples) that return a `Naming`."""
 
 REDRAW_SECONDS = 10.0
+_SHOWN = (("loss", "loss", ".4f"), ("norm", "grad_norm", ".2f"), ("tokens/s", _RATE, ",.0f"))
 
 
 _WRITER = Need(
@@ -132,10 +129,11 @@ def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
         held_out: dict[str, str] = {}
 
         def write(record: Record) -> None:
-            shown = {"loss": record.get("loss"), "norm": record.get("grad_norm")}
-            shown["tokens/s"] = record.get("tokens_per_second")
-            formats = {"loss": "{:.4f}", "norm": "{:.2f}", "tokens/s": "{:,.0f}"}
-            text = {k: formats[k].format(v) for k, v in shown.items() if v is not None}
+            text = {
+                title: f"{record[name]:{form}}"
+                for title, name, form in _SHOWN
+                if record.get(name) is not None
+            }
             sets = record.get(EVAL, {}).items()
             held_out.update({name: f"{numbers['loss']:.4f}" for name, numbers in sets})
             bar.set_postfix(text | held_out, refresh=False)
@@ -157,10 +155,11 @@ def report_missing_targets() -> Iterator[Callable[[Record], None]]:
 
     def write(record: Record) -> None:
         if record.get("targets") == 0:
-            if not steps:
-                step = record["step"]
-                say(f"step {step}: no sample has a target: nothing is learned, training goes on")
             steps.append(record["step"])
+            if len(steps) == 1:
+                say(
+                    f"step {steps[0]}: no sample has a target: nothing is learned, training goes on"
+                )
 
     try:
         yield write
@@ -182,17 +181,20 @@ def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
 
 
 @contextmanager
-def event_log(path: Path) -> Iterator[Callable[..., None]]:
+def event_log(path: Path | None) -> Iterator[Callable[..., None]]:
     """A function ``write(kind, step, **about)`` that appends an event of a run to a file.
 
     A line has ``step``, ``kind``, ``time`` (Unix time in seconds), ``rank`` (None: of the whole
     run) and `about`; a number that is not finite becomes null. Each line is a single write, so
-    processes that share the file do not mix lines. The first event creates the file.
+    processes that share the file do not mix lines. The first event creates the file. None: nothing
+    is written.
     """
     file = None
 
     def write(kind: str, step: int, **about: Any) -> None:
         nonlocal file
+        if path is None:
+            return
         if file is None:
             file = path.open("ab", buffering=0)
         event = {"step": step, "kind": kind, "time": time.time(), "rank": None, **about}
@@ -216,12 +218,14 @@ def loss_picture(
         before: records of earlier steps.
         events: a file of `event_log`, whose events are marked at their steps; None: no marks.
     """
-    steps: list[float] = [record["step"] for record in before]
-    losses: list[float | None] = [record["loss"] for record in before]
+    steps: list[float] = []
+    losses: list[float] = []
     held_out: dict[str, list[tuple[float, float]]] = {}
     drawn = time.monotonic()
 
-    def evaluated(record: Record) -> None:
+    def add(record: Record) -> None:
+        steps.append(record["step"])
+        losses.append(math.nan if record["loss"] is None else record["loss"])
         for name, numbers in record.get(EVAL, {}).items():
             loss = math.nan if numbers["loss"] is None else numbers["loss"]
             held_out.setdefault(name, []).append((record["step"], loss))
@@ -230,29 +234,18 @@ def loss_picture(
         marks: dict[str, list[float]] = {}
         for event in read(events) if events is not None else ():
             marks.setdefault(event["kind"], []).append(event["step"])
-        shown = [math.nan if loss is None else loss for loss in losses]
-        chart = line_chart(
-            steps,
-            shown,
-            title="Training loss",
-            x_label="step",
-            y_label="loss (nats per token)",
-            others=held_out,
-            marks=marks,
-        )
+        chart = line_chart(steps, losses, **_LABELS, x_label="step", others=held_out, marks=marks)
         path.write_text(chart, encoding="utf-8")
 
     def write(record: Record) -> None:
         nonlocal drawn
-        steps.append(record["step"])
-        losses.append(record["loss"])
-        evaluated(record)
+        add(record)
         if time.monotonic() - drawn > REDRAW_SECONDS:
             draw()
             drawn = time.monotonic()
 
     for record in before:
-        evaluated(record)
+        add(record)
     try:
         yield write
     finally:
@@ -277,8 +270,7 @@ def tensorboard(
         ValueError: TensorBoard is not installed.
     """
     require("tensorboard")
-    naming = named or by_path
-    first = start + 1
+    naming, first = named or by_path, start + 1
     purge = first if folder.is_dir() and any(folder.iterdir()) else None
     summaries: Any = importlib.import_module("torch.utils.tensorboard")
     writer = summaries.SummaryWriter(str(folder), purge_step=purge)
@@ -287,15 +279,12 @@ def tensorboard(
         for name, value, at in naming(record):
             if name != "step" and isinstance(value, int | float) and at >= least:
                 writer.add_scalar(name, value, at)
-
-    def shown(record: Record) -> None:
-        write(record)
         writer.flush()
 
     for record in before if purge is not None else ():
         write(record, first)  # numbers drawn over samples lie beyond `start`, and were purged
     try:
-        yield shown
+        yield write
     finally:
         writer.close()
 
@@ -454,6 +443,7 @@ def require(package: str) -> None:
         )
 
 
+_LABELS: Mapping[str, Any] = {"title": "Training loss", "y_label": "loss (nats per token)"}
 _SMOOTHED = 50  # curves of more points than these are drawn as their moving average
 _TOKENS_A_STEP = ("data.seq", "data.global_batch", "data.ramp_up", "data.earlier_batches")
 
@@ -488,7 +478,7 @@ class Comparison:
             rows.append([name, *("-" if value is None else str(value) or "''" for value in values)])
         rows.append([])
         for name, values in self.results.items():
-            rows.append([name, *(_number(name, value) for value in values)])
+            rows.append([name, *(_format(name, value) for value in values)])
         return table(rows)
 
     def svg(self) -> str:
@@ -497,10 +487,7 @@ class Comparison:
             name: chart.smooth(points) if len(points) > _SMOOTHED else points
             for name, points in self.curves.items()
         }
-        y_label = "loss (nats per token)"
-        return chart.line_chart(
-            [], [], title="Training loss", x_label=self.x_label, y_label=y_label, others=curves
-        )
+        return chart.line_chart([], [], **_LABELS, x_label=self.x_label, others=curves)
 
     def _repr_svg_(self) -> str:
         return self.svg()
@@ -541,13 +528,12 @@ def compare(
             such a log, or cannot be read. All such are listed.
     """
     paths, logs = [Path(folder) for folder in folders], list(logs)
-    _check(paths, logs)
-    names = Counter(path.resolve().name for path in paths)
-    runs = tuple(
-        path.resolve().name if names[path.resolve().name] == 1 else str(path) for path in paths
-    )
+    _check_runs(paths, logs)
+    short = [path.resolve().name for path in paths]
+    pairs = zip(short, paths, strict=True)
+    runs = tuple(name if short.count(name) == 1 else str(path) for name, path in pairs)
     opened = [_read_run(path, nest, logs) for path in paths]
-    configs, records = [settings for settings, _ in opened], [rows for _, rows in opened]
+    configs, records = zip(*opened, strict=True)
     told = [config for path, config in zip(paths, configs, strict=True) if path.is_file()]
     settings = {}
     for name in dict.fromkeys(name for config in configs for name in config):
@@ -557,7 +543,7 @@ def compare(
         if any(value != values[0] or type(value) is not type(values[0]) for value in values):
             settings[name] = values
     sets = dict.fromkeys(name for of_run in records for r in of_run for name in r.get(EVAL, {}))
-    results = [_results(of_run, sets) for of_run in records]
+    results = [_summarise(of_run, sets) for of_run in records]
     counted = all(row["tokens"] is not None for of_run in records for row in of_run)
     differ = any(name in settings for name in _TOKENS_A_STEP)
     x_label = "tokens" if counted and (differ or told) else "step"
@@ -573,7 +559,7 @@ def compare(
     )
 
 
-def _check(paths: Sequence[Path], logs: Sequence[LogReader]) -> None:
+def _check_runs(paths: Sequence[Path], logs: Sequence[LogReader]) -> None:
     title = "cannot compare"
     if len(paths) < 2:
         got = str(paths[0]) if paths else "no run"
@@ -599,11 +585,11 @@ def _read_run(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings and records of a run folder or log."""
     if path.is_dir():
-        return _settings(path / CONFIG, nest), _records(path / METRICS)
+        return _read_settings(path / CONFIG, nest), _read_records(path / METRICS)
     return next(log for log in logs if log.matches(path)).read(path)
 
 
-def _settings(file: Path, nest: Nest | None) -> dict[str, Any]:
+def _read_settings(file: Path, nest: Nest | None) -> dict[str, Any]:
     """The settings in a file, by path."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -615,7 +601,7 @@ def _settings(file: Path, nest: Nest | None) -> dict[str, Any]:
     return {name.replace("/", "."): value for name, value in found.items()}
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
+def _read_records(file: Path) -> list[dict[str, Any]]:
     """The records in a file, each of which must have step, loss and tokens."""
     found = read(file)
     for number, record in enumerate(found, 1):
@@ -625,7 +611,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _results(records: Sequence[Record], sets: Iterable[str]) -> dict[str, float | None]:
+def _summarise(records: Sequence[Record], sets: Iterable[str]) -> dict[str, float | None]:
     """The numbers of a run and its held-out sets, as in `Comparison.results`."""
     losses = [(r["loss"], r["step"]) for r in records if r["loss"] is not None]
     best, best_step = min(losses, default=(None, None))
@@ -644,7 +630,7 @@ def _results(records: Sequence[Record], sets: Iterable[str]) -> dict[str, float 
         found[f"{name} best loss"] = min((x for x in held_out if x is not None), default=None)
     peaks = [r.get("peak_memory_bytes") or 0 for r in records]
     return found | {
-        "tokens/s": _median(r.get("tokens_per_second") for r in records),
+        "tokens/s": _median(r.get(_RATE) for r in records),
         "step seconds": _median(r.get("step_seconds") for r in records),
         "peak memory bytes": max(peaks, default=0) or None,
     }
@@ -655,9 +641,6 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _number(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if name.endswith("loss"):
-        return f"{value:.4f}"
-    return f"{value:.4g}" if name == "step seconds" else f"{value:,.0f}"
+def _format(name: str, value: float | None) -> str:
+    form = ".4f" if name.endswith("loss") else ".4g" if name == "step seconds" else ",.0f"
+    return "-" if value is None else format(value, form)

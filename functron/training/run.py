@@ -1,12 +1,11 @@
 """A training run, ready for its next step: its set-up, data, programs and state; and its processes.
 
-What takes the steps is in `functron.training.train`.
+`functron.training.train` takes its steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -44,25 +43,25 @@ class Run:
     """A training run, ready for its next step; made by `prepare`.
 
     Attributes:
-        setup: everything that follows of its configuration and mesh.
+        setup: everything that follows from its configuration and mesh.
         text: where batches come from.
         state: before the first step, which consumes it: global values, or this rank's shards.
         step: ``(state, batch) -> (state, metrics)``, compiled if that was asked for; of batches
             with targets, see `taking`.
-        watch: the twin of `step` that also measures layers, where it is asked for.
+        watch: the step that also measures layers, where it is asked for.
         device: where it runs.
         start: steps taken already.
         held_out: sets that are evaluated, none without `eval_every`.
         held_out_loss: of `functron.training.evaluation.loss_program`; None without sets.
-        notes: what of its checkpoint was converted, or begins anew, in words.
+        notes: messages on parts of its checkpoint that were converted, or begin anew.
         begun_from: the checkpoint that it began with, or went on from; None: random parameters.
-        around: what every program of a step is wrapped in, such as faults on purpose.
+        around: wraps every program of a step, such as with faults on purpose.
         at: ``at(moment, step)`` is called as this process comes to a moment of the run: "step"
             before the batch of a step, "evaluate" and "save" after so many steps, and what
             `checkpoint.Saver` calls it with.
         memory: the folder of main memory for ``memory_save_every``; None: nothing is kept there.
         from_memory: whether the state comes from there.
-        rules: by what rules its text became tokens, in words.
+        rules: a description of the rules by which its text became tokens.
     """
 
     setup: RunSetup
@@ -105,8 +104,7 @@ class Run:
     def samples_of(self, step: int) -> dict[str, Any]:
         """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
 
-        By the name of a source of a blend the numbers that its samples have in it; otherwise the
-        name of the data.
+        These are the path of the data; of a blend, by source, the numbers of samples in it.
         """
         first, end = (self.batches.first_sample(step + more) for more in (0, 1))
         numbers = self.gaps.number(np.arange(first, end, dtype=np.int64))
@@ -126,8 +124,7 @@ class Run:
     def host_batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, in host memory: pinned for a GPU."""
         first, size = self.batches.first_sample(step), self.batches.batch_size(step)
-        gaps = self.gaps
-        batch = own_part(self.mesh, lambda part: drawn(self.text, first, size, part, gaps))
+        batch = own_part(self.mesh, lambda part: drawn(self.text, first, size, part, self.gaps))
         if self.device.type != "cuda":
             return batch
         return {name: value.pin_memory() for name, value in batch.items()}
@@ -156,19 +153,19 @@ class Run:
         return own_hash(self.mesh, host)
 
     def with_config(self, config: TrainConfig) -> Run:
-        """The run as another configuration has it: its set-up and programs are made anew."""
-        made = make_setup(config, self.mesh)
+        """The run with another configuration, and so with other programs."""
+        return self._with_setup(make_setup(config, self.mesh))
+
+    def _with_setup(self, made: RunSetup, **changes: Any) -> Run:
         step, watch = programs(made, self.around)
-        return dataclasses.replace(self, setup=made, step=step, watch=watch)
+        return dataclasses.replace(self, setup=made, step=step, watch=watch, **changes)
 
     def simulate(self, path: Path) -> Run:
         """The run on ranks that this process simulates, from a checkpoint of it; not compiled."""
         assert isinstance(self.mesh, BoundMesh)
         config = configure(self.config, compile=False, cuda_graph=False, nproc=0)
         made = dataclasses.replace(self.setup, config=config, mesh=self.mesh.mesh)
-        state, _ = begin_state(made, path, self.device)
-        step, watch = programs(made, self.around)
-        return dataclasses.replace(self, setup=made, state=state, step=step, watch=watch)
+        return self._with_setup(made, state=begin_state(made, path, self.device)[0])
 
     def restore(self, out: Path | None, job: Job, most: int, *, forget: bool = False) -> State:
         """The newest state that is saved and has taken at most so many steps. Collective.
@@ -179,26 +176,25 @@ class Run:
             most: steps.
             forget: remove what was saved after that.
         """
-        folder = None if out is None else out / run_folder.CHECKPOINTS
 
-        def find_newest() -> int | None:
-            saved = checkpoint.steps(folder) if folder is not None and folder.is_dir() else []
+        def find_newest() -> Path | None:
+            folder = None if out is None else out / run_folder.CHECKPOINTS
+            if folder is None or not folder.is_dir():
+                return self.begun_from
+            saved = checkpoint.steps(folder)
             newest = max((step for step in saved if step <= most), default=None)
             for step in saved if forget else ():
-                if folder is not None and step > (newest or 0):
+                if step > (newest or 0):
                     shutil.rmtree(folder / str(step))
-            return newest
+            return self.begun_from if newest is None else folder / str(newest)
 
-        newest = job.broadcast(find_newest)
-        path = self.begun_from if newest is None or folder is None else folder / str(newest)
-        return begin_state(self.setup, path, self.device)[0]
+        return begin_state(self.setup, job.broadcast(find_newest), self.device)[0]
 
     def evaluate(self, state: State) -> dict[str, dict[str, float]]:
         """The loss, perplexity and number of targets of every held-out set, by its name.
 
-        Collective. Collectives: those of `functron.training.evaluation.loss_program`, batch by
-        batch; and before, where averages are evaluated that ZeRO divides, one all-gather per leaf
-        and axis.
+        Collectives: those of `functron.training.evaluation.loss_program`, batch by batch; before,
+        where averages are evaluated that ZeRO divides, one all-gather per leaf and axis.
         """
 
         def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
@@ -232,11 +228,10 @@ def prepare(
         begin_from: a checkpoint of this run, made on any mesh, or of parameters alone, with which
             it begins; None: begin with random ones.
         recast: whether that may be of another precision; see `functron.training.resume`.
-        around: what every program of a step is wrapped in, of its kind; for faults on purpose.
+        around: as of `Run.around`.
         at: called with "open" before its state is read, with "restored" after it, and later as
             `Run.at`.
-        memory: as of `Run.memory`; a state that lies there is taken in place of an older one that
-            `begin_from` has.
+        memory: as of `Run.memory`; a state there is taken in place of an older one in `begin_from`.
 
     Raises:
         ValueError: the data cannot be read, the model cannot run on the mesh, the GPU has none of
@@ -269,27 +264,23 @@ def prepare(
 def programs(
     made: RunSetup, around: Callable[[Callable], Callable] | None = None
 ) -> tuple[Callable, Watch | None]:
-    """The step of a set-up, and its twin that measures layers; compiled if that was asked for."""
-    config, step, watch = made.config, made.step, made.watch
-    if config.compute.compile and made.rank is None:  # stages on processes are compiled one by one
-        sizes = len(config.data.batches.sizes)
-        compiled = functools.partial(
-            jit, donate=0, num_signatures=sizes, graph=config.compute.cuda_graph
-        )
-        step = compiled(step)
-        if watch is not None:
-            watch = dataclasses.replace(watch, step=compiled(watch.step))
-    if around is None:
-        return step, watch
-    return around(step), None if watch is None else dataclasses.replace(
-        watch, step=around(watch.step)
-    )
+    """The step of a set-up, and that which measures layers; compiled if that was asked for."""
+    config, watch = made.config, made.watch
+
+    def complete(step: Callable) -> Callable:
+        if config.compute.compile and made.rank is None:  # stages on processes compile each alone
+            sizes, graph = len(config.data.batches.sizes), config.compute.cuda_graph
+            step = jit(step, donate=0, num_signatures=sizes, graph=graph)
+        return step if around is None else around(step)
+
+    measured = None if watch is None else dataclasses.replace(watch, step=complete(watch.step))
+    return complete(made.step), measured
 
 
 def begin_state(
     made: RunSetup, begin_from: Path | None, device: torch.device, *, recast: bool = False
 ) -> tuple[State, Sequence[str]]:
-    """The state that a run begins with, or goes on with, and what was converted, in words.
+    """The state that a run begins with, or goes on with, and messages on what was converted.
 
     Args:
         made: the set-up of the run.
@@ -307,8 +298,8 @@ def begin_state(
 def deterministic() -> Iterator[None]:
     """Torch's operations give the same bits in every run inside this with block, or raise.
 
-    Torch has that as a setting of the process. Products of cuBLAS want CUBLAS_WORKSPACE_CONFIG in
-    the environment of the process as well, and say so; `functron train` puts it there.
+    It is a setting of the process. Products of cuBLAS need CUBLAS_WORKSPACE_CONFIG in its
+    environment as well, or raise; `functron train` puts it there.
     """
     filled: Any = torch.utils.deterministic
     before = (
@@ -326,10 +317,9 @@ def deterministic() -> Iterator[None]:
 
 
 def count_samples(run: Run, steps: int) -> dict[str, Any]:
-    """The samples of the first `steps` steps: ``samples``, and ``sources`` of a blend.
+    """The number of ``samples`` in the first `steps` steps; by ``sources`` of a blend as well.
 
-    By the name of a source how many of its samples these are, and how often it has come round:
-    ``{"samples", "epochs"}``. Arithmetic; nothing is read.
+    A source has its number of ``samples``, and the ``epochs`` of it. Nothing is read.
     """
     samples = run.batches.first_sample(steps)
     found: dict[str, Any] = {"samples": samples}
@@ -340,12 +330,12 @@ def count_samples(run: Run, steps: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """The processes of a run, which tell one another numbers on the host, each step and in between.
+    """The processes of a run, which exchange numbers on the host.
 
     Attributes:
         bound: whether there are several.
         main: whether this is the one that writes files.
-        group: of gloo, where theirs is of NCCL: numbers of the host would have it wait for the GPU.
+        group: of gloo, where theirs is of NCCL, which would make the host wait for the GPU.
         entered: records a collective for as long as a with block takes; None: nobody asks.
     """
 
@@ -357,14 +347,12 @@ class Job:
     @classmethod
     def of(cls, run: Run) -> Job:
         """That of the processes of `run`. Collective."""
-        bound = isinstance(run.mesh, BoundMesh)
-        apart = bound and run.device.type == "cuda"
-        group = dist.new_group(backend="gloo") if apart else None
         if not isinstance(run.mesh, BoundMesh):
-            return cls(bound, True, group)
+            return cls(False, True)
+        group = dist.new_group(backend="gloo") if run.device.type == "cuda" else None
         recorder = run.mesh.recorder
         entered = None if recorder is None else recorder.record
-        return cls(bound, run.mesh.rank == 0, group, entered)
+        return cls(True, run.mesh.rank == 0, group, entered)
 
     def across(self, number: float, operation: Any) -> float:
         """A number of all ranks, summed or the largest. Collective."""
@@ -382,10 +370,7 @@ class Job:
         return nullcontext() if recorded is None else recorded(op, EVERYWHERE, value)
 
     def start_sum(self, *numbers: int) -> Callable[[], list[int]]:
-        """A function that waits for the sums of all ranks' numbers modulo 2^64. Collective.
-
-        One all-reduce for all of them; it begins at once, and is waited for in that function.
-        """
+        """Begin one all-reduce of numbers; returns a function that waits for sums modulo 2^64."""
         signed = [number - 2**64 if number >= 2**63 else number for number in numbers]
         value = torch.tensor(signed, dtype=torch.int64)
         work = dist.all_reduce(value, group=self.group, async_op=True) if self.bound else None
@@ -443,9 +428,7 @@ def _find_in_memory(
 
 
 class MemoryHook(LoopHook):
-    """Keeps the state of a run in main memory every so many steps, while steps go on.
-
-    All is forgotten at the end, but where that is an exception. Collective.
+    """Keeps the state of a run in main memory every so many steps, until its end. Collective.
 
     Args:
         run: what is trained.
@@ -469,7 +452,7 @@ class MemoryHook(LoopHook):
             self._memory.save(at.step, at.state)
 
     def end(self, at: At) -> None:
-        """Forget them all."""
+        """Forget all states, unless the end is an exception."""
         close_with(self._memory, at.error)
 
 
@@ -481,22 +464,22 @@ def memory_hook(run: Run) -> MemoryHook | None:
 
 @dataclass
 class Session:
-    """A run while it is trained, for the hooks of its sections: its folder, processes and events.
+    """A run while it is trained, for the hooks of its sections.
 
     Attributes:
         run: what is trained; another one where a hook has it go on with other steps.
         out: its folder; None: no files.
         job: its processes.
-        write: an event, as `functron.training.records.event_log` yields it.
+        write: writes an event, as of `functron.training.records.event_log`.
         stop: whether someone asked to stop.
         peak_flops: FLOP/s of all devices together.
         began: when the process did, by ``time.monotonic()``.
-        end_process: ends this process at once, without saving; called with the reason, and whether
-            this process is the one that prints it. For a job that hangs.
+        end_process: ends this process of a job that hangs, without saving; called with the reason,
+            and whether this process is the one that prints it.
         also: makes one more reporter of records, for rank 0.
         history: the records of the steps taken, up to where the run now begins.
         blocks: with blocks that are left when the training ends, to which hooks add theirs.
-        hooks: of the sections, each made once; they hear of the phase "restore" between two loops.
+        hooks: of the sections, each made once; phase "restore" comes between two loops.
     """
 
     run: Run
@@ -542,13 +525,12 @@ def own_part(
 
 
 def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:
-    """A 64-bit checksum of rows of a batch, on the host, that adds up over parts of it.
+    """A 64-bit checksum of rows of a batch, on the host, that adds up over its rows and columns.
 
-    The sum modulo 2^64 of all integers times odd factors by leaf, row and column: the sum over the
-    parts of a batch, by rows or columns, is that of the batch.
+    It is the sum modulo 2^64 of all integers times odd factors by leaf, row and column.
 
     Args:
-        batch: with ``rows``, the numbers of its rows; what has one dim is the same in all parts
+        batch: with ``rows``, the numbers of its rows; leaves of one dim are the same in all parts
             by columns.
         first_column: of this part of the sequences.
     """
@@ -570,7 +552,7 @@ def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:
 
 
 def own_hash(mesh: Mesh | BoundMesh, batch: Mapping[str, torch.Tensor]) -> int:
-    """This process's share of the checksum of a batch, of which it has this part; see `batch_hash`.
+    """This process's share of the `batch_hash` of a batch, of which it has this part.
 
     Of the ranks that have the same part one counts it.
     """

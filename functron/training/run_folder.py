@@ -88,9 +88,18 @@ def _dump_lasting(config: TrainConfig) -> str:
     return dump(configure(config, out="", resume=False, change_batch=False))
 
 
+def begins_with(config: TrainConfig) -> Path | None:
+    """The newest checkpoint in `out`, where a run resumes; None: it has random parameters.
+
+    Raises:
+        ValueError: the folder of checkpoints cannot be read.
+    """
+    return newest(Path(config.out)) if config.resume and config.out else None
+
+
 def steps_done(config: TrainConfig) -> int:
     """The number of steps in the checkpoint that a run resumes from; 0 where it begins."""
-    found = newest(Path(config.out)) if config.resume and config.out else None
+    found = begins_with(config)
     return 0 if found is None else int(found.name)
 
 

@@ -1,7 +1,6 @@
 """`RunSetup`: everything that a configuration and a mesh determine, derived once.
 
-Training, tracing, evaluation and checkpoints read it. It allocates nothing and reads no data; its
-properties are computed at first use and cached. `functron.training.costs` has the cost of a step.
+It allocates nothing and reads no data; its properties are computed at first use and cached.
 """
 
 from __future__ import annotations
@@ -163,9 +162,10 @@ class RunSetup:
         Raises:
             ValueError: the model cannot run on the mesh.
         """
-        axes = ("dp", "fsdp") if self.config.parallelism.zero == 3 else ("fsdp",)
-        settings = {"expert_axes": self.config.parallelism.expert_axis_names}
-        chosen = {name: settings[name] for name in settings if name in self.family.rules_settings}
+        own, chosen = self.config.parallelism, {}
+        axes = ("dp", "fsdp") if own.zero == 3 else ("fsdp",)
+        if "expert_axes" in self.family.rules_settings:
+            chosen = {"expert_axes": own.expert_axis_names}
         return self.family.rules(self.model, self.mesh, fsdp=axes, **chosen)
 
     @cached_property
@@ -182,27 +182,25 @@ class RunSetup:
     @cached_property
     def options(self) -> ModelOptions:
         """The options that the family's functions take."""
-        config = self.config
-        gather = gpt.WHOLE  # the step has gathered them
-        if config.parallelism.gather != "step":
+        config, ranks = self.config, self.config.parallelism
+        gather, kernels = gpt.WHOLE, use(config.compute.kernels)  # the step has gathered them
+        if ranks.gather != "step":
             gather = Gather(
                 self.whole_specs,
-                regather=config.parallelism.gather == "use",
+                regather=ranks.gather == "use",
                 compute_dtype=torch.bfloat16 if config.precision.gather_as == "bfloat16" else None,
                 reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
             )
         settings = {
-            "context": gpt.Context(
-                config.parallelism.context, "zigzag" if config.parallelism.zigzag else "contiguous"
-            ),
-            "expert_axes": config.parallelism.expert_axis_names,
-            "kernels": use(config.compute.kernels),
+            "context": gpt.Context(ranks.context, "zigzag" if ranks.zigzag else "contiguous"),
+            "expert_axes": ranks.expert_axis_names,
+            "kernels": kernels,
             "loss_chunk_tokens": config.compute.loss_chunk_tokens,
             "matmul": nn.MATMUL,
         }
         recipe = config.precision.recipe
         if recipe is not None:
-            made = quantised(recipe, kernels=use(config.compute.kernels))
+            made = quantised(recipe, kernels=kernels)
             ends = recipe.high(config.gpt.num_layers)
             kind = (recipe.draws, recipe.scaling == "delayed", *ends, recipe.logits == "low")
             settings["matmul"] = nn.Matmul(*made, *kind)
@@ -216,27 +214,23 @@ class RunSetup:
         Raises:
             ValueError: the recipe, or how weights are split, does not allow it.
         """
-        config = self.config
-        title, fix = "parameters cannot be gathered like this", "leave it out"
-        if config.precision.gather_as == "quantised":
-            if config.precision.recipe is None:
-                fix = "add --precision fp8-tensor, or leave it out"
-                refuse(title, "gather_as", "quantised", "it with a recipe of products", fix)
-            wrong = problems_of(
-                config.precision.recipe, self.whole_defs, self.whole_specs, self.mesh
-            )
-            found = [replace(one, path=f"gather_as=quantised, {one.path}") for one in wrong]
-            if config.parallelism.gather == "step" and any(
-                config.precision.recipe.high(config.gpt.num_layers)
-            ):
-                got = "step, with gather_as=quantised and layers that stay high"
-                wanted = "weights of these gathered where they are read"
-                found.append(Problem("gather", got, wanted, "take --gather use or keep"))
-            raise_problems(title, found)
-            return encoder(config.precision.recipe, self.defs, kernels=use(config.compute.kernels))
+        config, recipe = self.config, self.config.precision.recipe
+        title = "parameters cannot be gathered like this"
         if config.precision.gather_as == "bfloat16":
             raise_problems(title, _bfloat16_problems(config))
-        return None
+        if config.precision.gather_as != "quantised":
+            return None
+        if recipe is None:
+            fix = "add --precision fp8-tensor, or leave it out"
+            refuse(title, "gather_as", "quantised", "it with a recipe of products", fix)
+        wrong = problems_of(recipe, self.whole_defs, self.whole_specs, self.mesh)
+        found = [replace(one, path=f"gather_as=quantised, {one.path}") for one in wrong]
+        if config.parallelism.gather == "step" and any(recipe.high(config.gpt.num_layers)):
+            got = "step, with gather_as=quantised and layers that stay high"
+            wanted = "weights of these gathered where they are read"
+            found.append(Problem("gather", got, wanted, "take --gather use or keep"))
+        raise_problems(title, found)
+        return encoder(recipe, self.defs, kernels=use(config.compute.kernels))
 
     @property
     def batch_specs(self) -> dict[str, P]:
@@ -291,26 +285,23 @@ class RunSetup:
         found = Partition(layout, self.schedule.pipes, gpt.uses(config.gpt), spread)
         stored = found.storage_specs(self.whole_specs)
         validate(abstract_params(defs), stored, self.mesh, what="params")
-        if config.lora.adapters is not None and (
-            config.parallelism.nproc or isinstance(self.mesh, BoundMesh)
-        ):
+        on_processes = config.parallelism.nproc or isinstance(self.mesh, BoundMesh)
+        if config.lora.adapters is not None and on_processes:
             _check_trained(found, defs)
         return found
 
     def _layout(self, num_stages: int) -> Layout:
-        if self.config.parallelism.layout != "cost":
-            return parse_layout(
-                self.config.parallelism.layout or "even", self.config.gpt.num_layers, num_stages
-            )
+        layout = self.config.parallelism.layout
+        if layout != "cost":
+            return parse_layout(layout or "even", self.config.gpt.num_layers, num_stages)
         ends = (Part(range(0), embed=True), Part(range(0), loss=True))
         embed, loss = map(self.stage_flops, ends)
         return balanced_layout(num_stages, self.layer_flops(), embed=embed, loss=loss)
 
-    def stage(self, part: Part, params: tree.Tree, x: Any, batch: Any, key: Any, total: Any) -> Any:
+    def stage(
+        self, part: Part, params: tree.Tree, x: Any, batch: Any, key: Any, total: Any, watch=False
+    ) -> Any:
         """The output of a pipeline stage; of the last one, its loss divided by `total`."""
-        return self._stage(part, params, x, batch, key, total)
-
-    def _stage(self, part, params, x, batch, key, total, watch: bool = False) -> Any:
         options = replace(self.options, watch=watch)
         y = gpt.stage_loss(self.config.gpt, part, params, x, batch, options, key=key)
         if not part.loss:
@@ -366,10 +357,8 @@ class RunSetup:
     @cached_property
     def defs(self) -> dict:
         """The definitions of this process's parameters."""
-        pipelined = self.is_pipelined
-        return (
-            self.partition.local_defs(self.whole_defs, self.rank) if pipelined else self.whole_defs
-        )
+        whole = self.whole_defs
+        return self.partition.local_defs(whole, self.rank) if self.is_pipelined else whole
 
     @cached_property
     def specs(self) -> dict:
@@ -432,21 +421,15 @@ class RunSetup:
             counted=config.counted,
             kernels=use(config.compute.kernels),
         )
-        if config.lora.adapters is not None:
-            return self._limit_updates(optim.only(made, mask), weights)
         kept, moe = tree.map(lambda flag: not flag, history_mask(defs)), config.gpt.moe
-        if moe is not None and moe.balance_bias:
-            some = tree.partition(weights, kept)[0]
-            made = optim.where(some, made, optim.sign_sgd(moe.balance_rate))
-        made = made if all(tree.leaves(kept)) else optim.only(made, kept, remember)
-        return self._limit_updates(made, weights)
-
-    def _limit_updates(
-        self, made: optim.GradientTransformation, weights: dict
-    ) -> optim.GradientTransformation:
-        """`made`, which skips the updates of spikes where the configuration says so."""
-        skips = self.config.limits_updates
-        return optim.with_limit(made, of=weights) if skips else made
+        if config.lora.adapters is not None:
+            made = optim.only(made, mask)
+        else:
+            if moe is not None and moe.balance_bias:
+                some = tree.partition(weights, kept)[0]
+                made = optim.where(some, made, optim.sign_sgd(moe.balance_rate))
+            made = made if all(tree.leaves(kept)) else optim.only(made, kept, remember)
+        return optim.with_limit(made, of=weights) if config.limits_updates else made
 
     @cached_property
     def state_specs(self) -> State:
@@ -535,7 +518,7 @@ class RunSetup:
     def watch(self) -> Watch | None:
         """`step` with measurements of layers, where the configuration asks for them."""
         every = self.config.logging.layers_every
-        return self._watching(every) if every else None
+        return self.watching(every) if every else None
 
     @cached_property
     def idle_step(self) -> Callable:
@@ -549,16 +532,13 @@ class RunSetup:
 
     def overflowing(self, state: State, batch: Any) -> list[str]:
         """The layers whose gradients are not finite; takes a step, which consumes the state."""
-        watch = self._watching(1)
+        watch = self.watching()
         _, metrics = watch.step(state, batch)
         norms = watch.layers(metrics).items()
         return [name for name, row in norms if not math.isfinite(row.get("grad_norm", 0.0))]
 
-    def watching(self) -> Watch:
-        """`step` with measurements of layers at every step."""
-        return self._watching(1)
-
-    def _watching(self, every: int) -> Watch:
+    def watching(self, every: int = 1) -> Watch:
+        """`step` with measurements of layers, to be taken every so many steps."""
         layers = self._layers()
         names = gpt.watched_names(self.config.gpt) if self.family.name == "gpt" else ()
         return Watch(self._step(layers), every, layers.names, names)
@@ -584,14 +564,9 @@ class RunSetup:
         counted = weight_mask(self.defs)
         kernels = use(self.config.compute.kernels)
         metrics = [grad_norm_of(counted, kernels), *self.config.logging.own_metrics]
-        return make_step(
-            gradients,
-            self.optimizer,
-            self.mesh,
-            self.specs,
-            batch_specs=self.batch_specs,
-            metrics=metrics if layers is None else [*metrics, layer_norms(layers, counted)],
-        )
+        metrics += [] if layers is None else [layer_norms(layers, counted)]
+        given = gradients, self.optimizer, self.mesh, self.specs
+        return make_step(*given, batch_specs=self.batch_specs, metrics=metrics)
 
     def _wrap_gradients(self, g: GradientFunction) -> GradientFunction:
         """A gradient function in the wrappers that the configuration asks for."""
@@ -602,8 +577,7 @@ class RunSetup:
         return g if self.encode is None else encoded(g, self.encode)
 
     def _loss(self, watch: bool) -> GradientFunction:
-        # only GPTs measure the residual stream
-        watch = watch and self.family.name == "gpt"
+        watch = watch and self.family.name == "gpt"  # others do not measure the residual stream
         details = watch or self.family.has_details(self.model)
         options = replace(self.options, watch=watch)
         summed: Callable = gpt.loss_and_details if details else self.family.loss
@@ -626,7 +600,7 @@ class RunSetup:
     def _stages(self, watch: bool, *, compiled: bool) -> GradientFunction:
         own = self.config.optimizer
         stages = pipelined(
-            functools.partial(self._stage, watch=watch),
+            functools.partial(self.stage, watch=watch),
             self.partition,
             self.schedule,
             dtype=torch_dtype(own.grad_dtype),

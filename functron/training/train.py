@@ -1,8 +1,4 @@
-"""A training run: `train` composes the hooks of its loop.
-
-`hooks_of` is the list: a run is its step, its batches and these hooks. Records have what the
-machine could do and what the process used: the denominators of MFU and memory.
-"""
+"""A training run: `train` takes its steps, with the hooks that `hooks_of` lists."""
 
 from __future__ import annotations
 
@@ -57,7 +53,6 @@ from functron.training.run import (
     count_samples,
     deterministic,
     memory_hook,
-    own_hash,
 )
 from functron.training.setup import Watch
 from functron.training.step import State
@@ -68,7 +63,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         state: after the last step.
-        history: one record per step; see `Meter.measure`.
+        history: one record per step; see `Meter`.
         stopped_by: as of `StopHook`; None where it has all its steps.
     """
 
@@ -77,7 +72,7 @@ class Outcome(NamedTuple):
     stopped_by: int | None
 
 
-_HURRIED = 5.0  # seconds without a sign of life after which a run that is to end waits no longer
+_HURRIED_SECONDS = 5.0  # without a sign of life, after which a run that is to end does not wait
 
 
 def train(
@@ -127,9 +122,8 @@ def train(
         if config.compute.deterministic:
             stack.enter_context(deterministic())
         stop = stack.enter_context(stop_requests())  # until the last save is complete
-        write = _write_nothing
-        if job.main and out is not None:
-            write = stack.enter_context(records.event_log(out / records.EVENTS))
+        events = out / records.EVENTS if job.main and out is not None else None
+        write = stack.enter_context(records.event_log(events))
         session = Session(run, out, job, write, stop, peak, began, hung, also, stack)
         session.hooks = [*_listen_for_recorder(run), *make_section_hooks(session)]
         return _train_on(session)
@@ -172,7 +166,7 @@ def _take_steps(session: Session) -> int | None:
                 reached, taken = state, record["step"]
                 session.history.append(record)
         except BaseException as error:
-            steps.throw(error)  # an interrupt that comes here is one of this rank, which saves not
+            steps.throw(error)  # an interrupt here is of this rank alone, which must not save
             raise
     session.run = dataclasses.replace(run, state=reached, start=taken)
     return stop.stopped_by
@@ -186,20 +180,25 @@ def hooks_of(
     Args:
         session: the run.
         batches: of its steps.
-        stop: stops where someone asks for it.
+        stop: ends the loop where someone asks for it.
     """
     run, config, out = session.run, session.run.config, session.out
     scaled = config.optimizer.loss_scale
     patience = scaled.patience if scaled.initial else 0
+
+    def evaluate(at: At) -> dict[str, dict[str, float]]:
+        run.at("evaluate", at.step)
+        return run.evaluate(at.state)
+
     found = [
         stop,
         _make_meter(session, batches),
         LayerHook(run.watch) if run.watch is not None else None,
         record_blanks,
-        _make_evaluation_hook(run),
+        EvaluationHook(evaluate, config.evaluation.every) if config.evaluation.every else None,
         *(hook for hook in session.hooks if not hook.judges),
         TargetsHook(run, batches),
-        *(record_to(reporter) for reporter in _make_reporters(session)),
+        *map(record_to, _make_reporters(session)),
         OverflowHook(patience, run.setup.overflowing) if patience else None,
         *(hook for hook in session.hooks if hook.judges),
         memory_hook(run),
@@ -212,13 +211,11 @@ def make_section_hooks(session: Session) -> Iterator[LoopHook]:
     """The hooks of sections of the configuration: of each that has a method ``hook(session)``.
 
     It is called once, on all ranks alike, and returns a `LoopHook` or a function of a step, or None
-    where the section asks for nothing. So a new ability with its options is one file: a section
-    with its hook. These come after the record is made, and before it is written; those that judge
-    it, after that.
+    where the section asks for nothing. They come after the record is made, and before it is
+    written; those that judge it, after that.
     """
     for section in sections_of(session.run.config):
-        make = getattr(section, "hook", None)
-        hook = None if make is None else make(session)
+        hook = section.hook(session) if hasattr(section, "hook") else None
         if hook is not None:
             yield as_hook(hook)
 
@@ -229,13 +226,13 @@ def record_blanks(at: At) -> None:
 
 
 class LayerHook(LoopHook):
-    """Takes the twin of a step that measures layers where that is due, and records ``layers``."""
+    """Takes the step that measures layers where that is due, and records ``layers``."""
 
     def __init__(self, watch: Watch):
         self._watch = watch
 
     def before(self, at: At) -> None:
-        """Take the twin."""
+        """Take that step."""
         if self._watch.due(at.index):
             at.take = self._watch.step
 
@@ -246,16 +243,16 @@ class LayerHook(LoopHook):
 
 
 class TargetsHook(LoopHook):
-    """Takes the twin of a step for a batch without targets where no rank has any.
+    """Takes the step for batches without targets where no rank has any; records ``updates``.
 
-    After hooks that take other steps; the metrics have the count of updates that rates are of.
+    Comes after hooks that take other steps.
     """
 
     def __init__(self, run: Run, batches: Batches):
         self._run, self._batches = run, batches
 
     def before(self, at: At) -> None:
-        """Take that twin: of the step that measures layers where that is due."""
+        """Take that step, which measures layers where that is due."""
         run, assumed = self._run, self._run.setup.reads_targets
         watched = run.watch is not None and run.watch.due(at.index)
         targets = 1 if assumed else self._batches.num_targets(at.index)
@@ -265,8 +262,8 @@ class TargetsHook(LoopHook):
 class CheckpointHook(LoopHook):
     """Saves checkpoints of a run while training goes on; at the end all are complete.
 
-    Collective. After multiples of ``save_every`` steps, after the last, where the run is asked to
-    stop, and where the body leaves the loop; of a state that is to be forgotten, none.
+    Collective. Saves after multiples of ``save_every`` steps, after the last, where the run is
+    asked to stop, and where the body leaves the loop, unless `At.keeps` is false.
 
     Args:
         run: what is trained.
@@ -278,9 +275,9 @@ class CheckpointHook(LoopHook):
         config, placement = run.config, run.setup.placement
         self._run, self._settings = run, run_folder.settings(config)
 
-        def timeout() -> float:  # a rank's death may be why this one is to end: not waited for
+        def timeout() -> float:  # a rank's death may be why this one is to end
             limit = config.watchdog.timeout_seconds
-            return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED)
+            return limit if stop.signal in (None, signal.SIGUSR1) else min(limit, _HURRIED_SECONDS)
 
         keep = checkpoint.Keep(config.checkpoint.keep_last or None, config.checkpoint.keep_every)
         given: dict[str, Any] = {"keep": keep, "timeout": timeout, "device": run.device}
@@ -322,10 +319,9 @@ class CheckpointHook(LoopHook):
 
 
 class Batches:
-    """The batches of a run on its device, and of each its checksum and its targets on all ranks.
+    """The batches of a run on its device, with the checksum and number of targets of each.
 
-    Both numbers are summed over the ranks while the step before is computed, so that nothing has to
-    wait for them. Collective.
+    Both numbers are summed over the ranks while the step before is computed. Collective.
 
     Args:
         session: the run.
@@ -354,7 +350,7 @@ class Batches:
     def _begin(self, index: int) -> tuple[Any, Callable[[], list[int]]]:
         try:
             host, share, targets = self._make(index)
-        except Exception as error:  # raised in its turn: till then the ranks go on together
+        except Exception as error:  # `take` raises it; until then the ranks go on together
             return error, self._job.start_sum(0, 0)
         return host, self._job.start_sum(share, targets)
 
@@ -373,7 +369,7 @@ def _open_batches(session: Session) -> Iterator[Batches]:
 
     def make(index: int) -> tuple[dict[str, torch.Tensor], int, int]:
         batch = run.host_batch(index)
-        return batch, own_hash(run.mesh, batch), run.num_targets(batch)
+        return batch, run.own_hash(batch), run.num_targets(batch)
 
     with prefetch(make, run.start, run.config.steps, run.config.data.prefetch) as made:
         yield Batches(session, made)
@@ -393,55 +389,37 @@ def _make_meter(session: Session, batches: Batches) -> Meter:
     )
 
 
-def _make_evaluation_hook(run: Run) -> EvaluationHook | None:
-    def evaluate(at: At) -> dict[str, dict[str, float]]:
-        run.at("evaluate", at.step)
-        return run.evaluate(at.state)
-
-    return (
-        EvaluationHook(evaluate, run.config.evaluation.every)
-        if run.config.evaluation.every
-        else None
-    )
-
-
 @contextmanager
 def _note_checkpoints(out: Path | None) -> Iterator[None]:
-    """Say, to an interrupt that may have come in an update, where the run goes on."""
+    """Add a note to an interrupt of the training: which checkpoint the run goes on from."""
     try:
         yield
     except (KeyboardInterrupt, LostRanksError) as error:
-        newest = None
-        with suppress(OSError, ValueError):  # a folder that cannot be read is no reason to say less
-            newest = None if out is None else run_folder.newest(out)
-        if newest is not None:
-            error.add_note(f"--out {out} --resume goes on from the newest checkpoint, {newest}")
+        with suppress(OSError, ValueError):  # the folder cannot be read
+            if out is not None and (newest := run_folder.newest(out)) is not None:
+                error.add_note(f"--out {out} --resume goes on from the newest checkpoint, {newest}")
         raise
 
 
-def _write_nothing(kind: str, step: int, **about: Any) -> None:
-    """Write no event."""
-
-
 def _count_updates(step: Callable) -> Callable:
-    """A step whose metrics have the count that its rates are of, as ``updates``.
+    """A step whose metrics have ``updates``, the count that its learning rate is of.
 
     Where updates were left out, such as in float16, that is not the number of the step.
     """
 
-    def counting(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
+    def step_and_count(state: State, batch: tree.Tree) -> tuple[State, dict[str, Any]]:
         count = read_schedule_count(state.opt_state)
         before = {} if count is None else {"updates": count.clone()}  # the step overwrites it
         state, metrics = step(state, batch)
         return state, {**metrics, **before}
 
-    return counting
+    return step_and_count
 
 
 def _make_reporters(session: Session) -> list[records.Reporter]:
-    """Where rank 0 writes the records of a run: always a progress bar, and files of its folder.
+    """The writers of records, on rank 0: a progress bar, and files of the run's folder.
 
-    There, records of steps after its start, which will be taken again, are forgotten.
+    Records there of steps after its start, which will be taken again, are dropped.
     """
     run, config, out, also = session.run, session.run.config, session.out, session.also
     if not session.job.main:
@@ -451,8 +429,7 @@ def _make_reporters(session: Session) -> list[records.Reporter]:
         before = run_folder.rewind(out, run.start)
         found.append(records.jsonl(out / run_folder.METRICS))
         found.append(records.loss_picture(out / "loss.svg", before, out / records.EVENTS))
-        samples_after = config.data.batches.first_sample
-        named = config.logging.naming(samples_after)
+        named = config.logging.naming(config.data.batches.first_sample)
         if config.logging.tensorboard:
             found.append(records.tensorboard(out / "tensorboard", named, run.start, before))
         if config.logging.wandb:
@@ -462,14 +439,13 @@ def _make_reporters(session: Session) -> list[records.Reporter]:
 
 def _listen_for_recorder(run: Run) -> list[LoopHook]:
     """Tell the recorder of the mesh when a step begins; it compares ranks, if asked to."""
-    config, mesh = run.config, run.mesh
+    waiting, mesh = run.config.watchdog, run.mesh
     if not isinstance(mesh, BoundMesh) or mesh.recorder is None:
         return []
-    recorder = mesh.recorder
-    if config.watchdog.check_programs:
-        store = own_store(compat.default_store(), config.watchdog.timeout_seconds)
-        seconds, one_order = config.watchdog.timeout_seconds, mesh["pp"] == 1
-        recorder.agreement = Agreement(store, mesh.rank, seconds, one_order)
+    recorder, seconds = mesh.recorder, waiting.timeout_seconds
+    if waiting.check_programs:
+        store = own_store(compat.default_store(), seconds)
+        recorder.agreement = Agreement(store, mesh.rank, seconds, mesh["pp"] == 1)
 
     def begin(name: str, step: int) -> None:
         if name == "data":
@@ -479,9 +455,10 @@ def _listen_for_recorder(run: Run) -> list[LoopHook]:
 
 
 def _log_end(session: Session, stopped_by: int | None) -> None:
-    """Record why a run left early; the launcher records it where it grows."""
-    step, code = session.run.start, exit_code(stopped_by)
+    """Record why a run left early, unless it grows, which the launcher records."""
+    about = {"code": exit_code(stopped_by)}
     if stopped_by == EXIT_AFTER:
-        session.write("exit_after", step, code=code)
+        session.write("exit_after", session.run.start, **about)
     elif stopped_by not in (None, RESHAPE):
-        session.write("signal", step, signal=signal.Signals(stopped_by).name, code=code)
+        name = signal.Signals(stopped_by).name
+        session.write("signal", session.run.start, signal=name, **about)

@@ -194,7 +194,7 @@ def test_runs_without_averages_are_told_how_to_keep_them(alone, tmp_path, capsys
     assert "averaged: got true from a Hugging Face folder" in capsys.readouterr().err
     for fields, line in (
         ({"eval_every": 2, "eval_data": f"a={argparse.__file__}"}, "wanted a run that keeps"),
-        ({}, "eval_averaged: got True; wanted nothing without eval_every"),
+        ({}, "eval_averaged: got True, which has no effect; wanted held-out"),
     ):
         with pytest.raises(ValueError, match=line):
             validate(configure(RUN, optimizer=kept, eval_averaged=True, **fields))

@@ -289,7 +289,10 @@ def test_experts_and_long_contexts_that_cannot_be():
         ({"zero": 1}, "zero: got 1 on one rank; wanted several dp, ep, cp or ulysses ranks"),
         ({"zero": 2, "mesh": "fsdp=2"}, "zero: got 2 on fsdp=2; wanted several dp, ep"),
         ({"zero": 3, "mesh": "tp=2"}, "zero: got 3 on tp=2; wanted several dp or fsdp ranks"),
-        ({"gather": "step", "mesh": "dp=2"}, "gather: got 'step'; wanted nothing where no rank"),
+        (
+            {"gather": "step", "mesh": "dp=2"},
+            "gather: got 'step', which has no effect; wanted ranks that hold",
+        ),
         ({"mesh": "fsdp=5", "global_batch": 5}, "embed_dim: got 256; wanted a multiple of fsdp=5"),
     ],
 )
@@ -386,9 +389,9 @@ def test_pipelines_are_valid(tmp_path):
         ({"layout": "cost", "seq": 0}, ["seq: got 0; wanted at least 1"]),
         ({"layout": "cost", "global_batch": 0}, ["global_batch: got 0; wanted at least 1"]),
         ({"mesh": "", "schedule": "gpipe", "layout": "Et|tL", "chunks": 2}, [
-            "schedule: got 'gpipe'; wanted nothing without pp in the mesh; fix: leave it out, or add pp=N",
-            "layout: got 'Et|tL'; wanted nothing without pp in the mesh; fix: leave it out, or add pp=N",
-            "chunks: got 2; wanted nothing without pp in the mesh; fix: leave it out",
+            "schedule: got 'gpipe', which has no effect; wanted pp in the mesh; fix: leave --schedule out, or add pp=N",
+            "layout: got 'Et|tL', which has no effect; wanted pp in the mesh; fix: leave --layout out, or add pp=N",
+            "chunks: got 2, which has no effect; wanted pp in the mesh; fix: leave --chunks out, or add pp=N",
         ]),
     ],
 )  # fmt: skip

@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_said_before_the_run(config, tmp_path):
     short = tmp_path / "short"
     short.write_text("too short")
     for wrong, message in [
-        (configure(config, eval_every=0), r"eval_data: got .*; wanted nothing without eval_every"),
+        (configure(config, eval_every=0), r"eval_data: got .*, which has no effect; wanted held-out sets"),
         (configure(config, eval_every=-1), r"eval_every: got -1; wanted at least 0"),
         (configure(config, eval_batches=-1), r"eval_batches: got -1; wanted at least 0"),
         (configure(config, eval_data=""), r"eval_every: got 1 without a set.*NAME=PATH\"$"),

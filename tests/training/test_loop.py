@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from functron.training.loop import (
     REQUEUE_CODE,
     RESHAPE,
     RESHAPE_CODE,
+    At,
     FiniteHook,
     LoopHook,
     Meter,
@@ -120,7 +122,11 @@ def test_the_meter_multiplies_out():
         flops_per_token=6.0,
         peak_flops=3000.0,
     )
-    record = meter.measure(2, None, {"loss": 1.0}, 0.25)
+    course: Any = None
+    at = At(2, 9, None, lambda state, batch: (state, {}), _course=course)
+    at.record = {"loss": 1.0, "step_seconds": 0.25}
+    meter.after(at)
+    record = at.record
     assert (record["lr"], record["tokens"], record["tokens_per_second"]) == (0.25, 300, 400.0)
     assert record["mfu"] == pytest.approx(400 * 6 / 3000)
     assert record["step_seconds"] == 0.25

@@ -146,7 +146,7 @@ def test_a_run_that_begins_records_the_newest_order(whole, before, tmp_path, cap
     assert hashes[0] != hashes[1]
     capsys.readouterr()
     assert train(*SMALL, "--steps", 1, "--blend-order", 1, "--out", tmp_path / "none") == 2
-    assert "blend_order: got 1 without a blend; wanted nothing" in capsys.readouterr().err
+    assert "blend_order: got 1, which has no effect; wanted a blend" in capsys.readouterr().err
 
 
 @pytest.mark.distributed

@@ -38,7 +38,6 @@ ALWAYS = [
     "prefetch",
     "mesh",
     "nproc",
-    "check_programs",
     "steps",
     "seq",
     "global_batch",
@@ -185,8 +184,7 @@ ALWAYS = [
 """What has an effect in every run (where it is not what it is anyway), or is asked for by name."""
 
 ELSEWHERE = [
-    "blend_order",
-    "change_batch",
+    "cuda_graph",
     "special_tokens",
     "slots",
     "prepend_bos",
@@ -286,6 +284,8 @@ def test_each_is_refused_where_it_has_no_effect_and_taken_where_it_has(name):
         bases = [ROPE] if name != "gpt.rope_scaling" and not need.holds(ROPE) else []
     if name.startswith("optimizer.") and not bases:  # of the default optimizer
         bases = [configure(DENSE, optimizer=replace(DENSE.optimizer, name="sgd"))]
+    if name in ("schedule", "context", "expert_axes", "gather"):  # but for their usual words
+        bases = [DENSE]
     if name == "gpt.rope_scaling.original_max_seq":
         assert bases
     tried = 0
