@@ -14,8 +14,8 @@ FILES = dict(re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", TEXT, re.DOTALL)
 PARTS = [name for name in FILES if not name.startswith("test_")]
 
 
-def test_there_are_five():
-    assert len(PARTS) == 5
+def test_there_are_six():
+    assert len(PARTS) == 6
     assert {f"test_{name}" for name in PARTS} == FILES.keys() - set(PARTS)
 
 

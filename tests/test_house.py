@@ -217,7 +217,22 @@ with tempfile.TemporaryDirectory() as folder:
 assert main([*small, "--hang-after", "3"]) == 2
 from functron import hub
 from functron.models.family import families, list_presets
+from functron.training.config import configure, read_settings
 assert list(families()) == ["gpt"]
+try:
+    read_settings({"mamba": "none", "restarts": {"max_restarts": 1}, "order": "megatron"}, "x")
+except ValueError as error:
+    guard = "functron/apps/guard"
+    assert f"restarts: got an unknown key; wanted {guard}, which is not there" in str(error)
+    assert "mamba" not in str(error)
+else:
+    raise AssertionError
+try:
+    configure(order="megatron").data.sample_order
+except ValueError as error:
+    assert "'megatron', of functron/apps/megatron, which is not there" in str(error)
+else:
+    raise AssertionError
 assert not [name for name in list_presets() if name.startswith(("bert", "t5", "mamba"))]
 assert main([*small, "--model", "bert-tiny", "--dry-run"]) == 2
 assert main([*small, "--mamba.pattern", "M", "--dry-run"]) == 2
@@ -231,6 +246,8 @@ def test_the_command_line_does_without_applications():
     assert "cannot tell how long a step takes" in done.stderr
     assert "hang-after" in done.stderr
     assert "model: got 'bert-tiny'" in done.stderr
+    assert "'plan': a command of functron/apps/planner, which is not there" in done.stderr
+    assert "not there, with what they have: functron/apps/guard, functron/apps/zoo" in done.stderr
 
 
 def test_no_cycle(imports):

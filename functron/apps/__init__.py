@@ -68,10 +68,10 @@ def find(name: str) -> ModuleType | None:
     return importlib.import_module(module) if has_module(module) else None
 
 
-def missing_commands() -> frozenset[str]:
-    """The commands of applications that were left out."""
+def missing_commands() -> dict[str, str]:
+    """The commands of applications that were left out, and the folder of each."""
     left_out = [name for name in APPLICATIONS if not has_module(f"{__name__}.{name}")]
-    return frozenset(command for name in left_out for command in APPLICATIONS[name])
+    return {each: f"functron/apps/{name}" for name in left_out for each in APPLICATIONS[name]}
 
 
 def load_plugins(group: str, *wanted: str) -> dict[str, Any]:

@@ -119,7 +119,9 @@ def main(
         print(f"functron {importlib.import_module('functron').__version__}")
         return 0
     if command not in COMMANDS:
-        print(f"functron: {command!r}: {nearest(command, COMMANDS)}", file=sys.stderr)
+        own = _LEFT_OUT.get(command)
+        fix = f"a command of {own}, which is not there" if own else nearest(command, COMMANDS)
+        print(f"functron: {command!r}: {fix}", file=sys.stderr)
         return 2
     return process.run_guarded(lambda: _run(command, rest, sections))
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from functron.cli import process
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, describe_left_out, raise_problems
 from functron.core.settings import (
     Needs,
     follow,
@@ -155,11 +155,14 @@ def parse(
     made = parsed if flat is kind else _gather(kind() if default is None else default, parsed)
     known = [option.name for option in options if not option.positional]
     names = [word for word in unknown if word.startswith("-")] or unknown
+    more = describe_left_out("functron.sections", "functron.families")
     with process.mistakes():
         raise_problems(
             title,
             [
-                Problem(word, "an unknown option", "a known one", _suggest_option(word, known))
+                Problem(
+                    word, "an unknown option", "a known one", _suggest_option(word, known) + more
+                )
                 for word in names
             ],
         )

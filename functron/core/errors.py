@@ -137,6 +137,9 @@ def load_plugin(group: str, name: str, path: str, own: Iterable[str] = ()) -> Ca
     """
     if ":" in name:
         return load_function(name, path)
+    if folder := find_left_out(group, name):
+        got, wanted = f"{name!r}, of {folder}, which is not there", "that application"
+        refuse(f"no such {path}", path, got, wanted, "restore its folder, or leave this out")
     table = _read_plugins(group)
     found = table.get(name)
     others: dict[str, str] = {}
@@ -156,6 +159,19 @@ def list_plugins(group: str) -> dict[str, str]:
     """
     table = _read_plugins(group)
     return {name: at for name, at in table.items() if has_module(at.partition(":")[0])}
+
+
+def find_left_out(group: str, name: str) -> str:
+    """The folder of the application that has a plugin of this name, if it is not there; else ""."""
+    module = _read_plugins(group).get(name, "").partition(":")[0]
+    return "" if not module or has_module(module) else "/".join(module.split(".")[:3])
+
+
+def describe_left_out(*groups: str) -> str:
+    """A remark on applications whose plugins of these groups are not there, for a fix; or ""."""
+    found = {find_left_out(group, name) for group in groups for name in _read_plugins(group)}
+    folders = ", ".join(sorted(found - {""}))
+    return f"; not there, with what they have: {folders}" if folders else ""
 
 
 def has_module(name: str) -> bool:

@@ -20,6 +20,8 @@ from functron.checkpoint.memory import MemoryConfig
 from functron.checkpoint.saver import CheckpointConfig
 from functron.core.errors import (
     Problem,
+    describe_left_out,
+    find_left_out,
     list_plugins,
     load_function,
     nearest,
@@ -68,6 +70,9 @@ from functron.training.loop import WaitingConfig
 from functron.training.records import CONFIG, METRICS, LoggingConfig
 
 C = TypeVar("C", bound="TrainConfig")
+
+_SECTIONS, _FAMILIES = "functron.sections", "functron.families"
+"""The groups of plugins that add to `TrainConfig`."""
 
 _LAUNCH_LINES = (
     ".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".txt", ".args", ".json", ".yaml", ".yml",
@@ -434,8 +439,7 @@ class TrainConfig:
 
 
 if not TYPE_CHECKING:  # which knows the library's own sections
-    _GROUP = "functron.sections"
-    _found = {name: load_function(at, _GROUP) for name, at in list_plugins(_GROUP).items()}
+    _found = {name: load_function(at, _SECTIONS) for name, at in list_plugins(_SECTIONS).items()}
     TrainConfig = with_sections(TrainConfig, _found)
 
 
@@ -463,7 +467,8 @@ def configure(base: Any = None, /, **settings: Any) -> Any:
     if "model" in settings and not {*trained_families(), "source"} & settings.keys():
         name, known = settings["model"], list_presets()
         if name not in known:
-            refuse("no such model", "model", repr(name), "a preset", nearest(str(name), known))
+            fix = nearest(str(name), known) + describe_left_out(_FAMILIES)
+            refuse("no such model", "model", repr(name), "a preset", fix)
         base = with_model(base, name)
     return replace_settings(base, settings)
 
@@ -577,14 +582,25 @@ def read_settings(
         if preset in list_presets():
             base = with_model(base, preset)
         else:
-            fix = nearest(str(preset), list_presets())
+            fix = nearest(str(preset), list_presets()) + describe_left_out(_FAMILIES)
             problems.append(Problem("model", repr(preset), "a preset", fix))
+    table = {k: x for k, x in table.items() if x != "none" or not find_left_out(_FAMILIES, k)}
     values = read_table(table, base, problems)
-    raise_problems(f"cannot use the configuration {name}", problems)
+    raise_problems(f"cannot use the configuration {name}", map(_explain_left_out, problems))
     made = replace_settings(base, values)
     named = made.precision.name if made.precision.name != "auto" else precision
     # the policy fills in what the file lacks, for the file's model
     return made if named is None else replace_settings(with_precision(made, named), values)
+
+
+def _explain_left_out(problem: Problem) -> Problem:
+    """A problem, told as a missing application where its setting belongs to one."""
+    top = problem.path.partition(".")[0]
+    folder = find_left_out(_SECTIONS, top) or find_left_out(_FAMILIES, top)
+    if not folder:
+        return problem
+    fix = f"restore {folder}, or remove this from the file"
+    return Problem(problem.path, problem.got, f"{folder}, which is not there", fix)
 
 
 def _with_kept(

@@ -86,6 +86,6 @@ def test_the_library_goes_on_without_an_application(name, data, monkeypatch):
     monkeypatch.setitem(sys.modules, f"functron.apps.{name}", None)
     for group, names in apps.PLUGINS.items():
         if name in names and group == "functron.sample_orders":
-            with pytest.raises(ValueError, match=f"order: got 'functron.apps.{name}"):
+            with pytest.raises(ValueError, match=f"order: got '{name}', of functron/apps/{name}"):
                 open_samples(make_config(data, name))
     assert open_samples(make_config(data, "arithmetic")).draw(np.arange(2))
