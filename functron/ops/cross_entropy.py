@@ -190,7 +190,9 @@ class _Cotangent(Function):
 
     generate_vmap_rule = False
 
-    forward = staticmethod(_pullback)
+    @staticmethod
+    def forward(*operands):  # by this name partition finds its module
+        return _pullback(*operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -211,7 +213,9 @@ class _Cotangent(Function):
 class _LogSumExpTarget(Function):
     generate_vmap_rule = False
 
-    forward = staticmethod(_statistics)
+    @staticmethod
+    def forward(*operands):  # by this name partition finds its module
+        return _statistics(*operands)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
