@@ -151,15 +151,11 @@ def _pick(x: Tensor, ids: Tensor) -> Tensor:
     return torch.where(inside, found, torch.zeros_like(found))
 
 
-def _targets(d_target: Tensor, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Where each row's cotangent of its target goes, and that cotangent; 0 of ids outside."""
-    inside, at = _places(ids, columns)
-    return at, torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
-
-
 def _statistics(logits: Tensor, ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    target = _pick(upcast(logits), ids)
-    return torch.logsumexp(_mask_columns(upcast(logits), valid), -1), target
+    inside, at = _places(ids, logits.shape[-1])
+    target = torch.gather(upcast(logits), -1, at).squeeze(-1)
+    lse = torch.logsumexp(_mask_columns(upcast(logits), valid), -1)
+    return lse, torch.where(inside, target, torch.zeros_like(target))
 
 
 def _shares(d_lse: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,8 +172,9 @@ def _pullback(*operands: Any) -> Tensor:
         made: Any = _Cotangent.apply(*operands)
         return made
     x = _mask_columns(upcast(logits), valid)
-    at, d_target = _targets(d_target, ids, logits.shape[-1])
+    inside, at = _places(ids, logits.shape[-1])
     d_lse, lse = _shares(d_lse, lse)
+    d_target = torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
     if torch.is_grad_enabled() or compat.transforms_active():
         grad = (x - lse.unsqueeze(-1)).exp() * d_lse
         return torch.scatter_add(grad, -1, at, d_target).to(logits.dtype)
@@ -281,9 +278,11 @@ class _LossShares(torch.autograd.Function):
         d_lse, d_target = cotangents
         if torch.is_grad_enabled():  # to be differentiated again
             return _pullback(d_lse, d_target, logits, ids, lse, None), None
+        inside, at = _places(ids, logits.shape[-1])
         multiply = torch.mul if compat.keeps_graph() else torch.Tensor.mul_
         grad = multiply(shares, d_lse.unsqueeze(-1))
-        return grad.scatter_add_(-1, *_targets(d_target, ids, logits.shape[-1])), None
+        d_target = torch.where(inside, d_target, torch.zeros_like(d_target))
+        return grad.scatter_add_(-1, at, d_target.unsqueeze(-1)), None
 
 
 # --- the op: `valid` is an int64 scalar, or has the dims of ids, of size 1 or theirs
@@ -371,8 +370,9 @@ def _overwrite(*operands: Any) -> None:
     if upcast(logits) is not logits:
         logits.copy_(_pullback_of_number(*operands))
         return
-    at, d_target = _targets(d_target, ids, logits.shape[-1])
+    inside, at = _places(ids, logits.shape[-1])
     d_lse, lse = _shares(d_lse, lse)
+    d_target = torch.where(inside, d_target, torch.zeros_like(d_target)).unsqueeze(-1)
     mask = _mask(valid, logits)
     if mask is not None:
         logits.masked_fill_(~mask, _floor(logits.dtype))
