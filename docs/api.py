@@ -41,6 +41,10 @@ def prepare(module: ModuleType) -> None:
         ):
             # inherited fields are annotated with names of their own module
             value.__init__.__annotations__ |= typing.get_type_hints(value)
+            if value.__name__ == value.__bases__[0].__name__:
+                # sections of applications are in no source: their defaults stand for them
+                for each in value.__annotations__.keys() - vars(value).keys():
+                    setattr(value, each, getattr(value(), each))
 
 
 def contents(modules: dict[str, ModuleType]) -> str:
