@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import P, bert, gpt, optim
-from functron.apps.zoo.denoising import mask_tokens
+from functron.apps import zoo
 from functron.data import TextWindows
 
 MASK = 256  # after the 256 bytes
@@ -69,7 +69,7 @@ def main():
     def masked(index):
         """The batch of a step, the same on every mesh: which bytes are hidden follows from it."""
         batch = text.batch(index, args.global_batch)
-        return mask_tokens(batch, args.seed, index, mask_id=MASK, vocab_size=MASK + 1)
+        return zoo.mask_tokens(batch, args.seed, index, mask_id=MASK, vocab_size=MASK + 1)
 
     for index in range(args.steps):
         state, metrics = step(state, ft.shard(masked(index), P(ft.DATA_AXES), mesh))
