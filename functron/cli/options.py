@@ -155,7 +155,7 @@ def parse(
     made = parsed if flat is kind else _gather(kind() if default is None else default, parsed)
     known = [option.name for option in options if not option.positional]
     names = [word for word in unknown if word.startswith("-")] or unknown
-    more = describe_left_out("functron.sections", "functron.families")
+    more = describe_left_out("functron.sections", "functron.families") if names else ""
     with process.mistakes():
         raise_problems(
             title,

@@ -426,8 +426,8 @@ def read_dataclass(kind: type, found: Any, problems: list[Problem], path: str = 
 
 
 def _read_value(hint: Any, value: Any, path: str, problems: list[Problem]) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return read_dataclass(hint, value, problems, f"{path}.")  # type: ignore[arg-type]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return read_dataclass(hint, value, problems, f"{path}.")
     origin, inside = get_origin(hint), get_args(hint)
     if origin is tuple:
         several = inside[-1] is ...
