@@ -100,11 +100,11 @@ def _finite(points: Iterable[tuple[float, float]]) -> Points:
     return [(a, b) for a, b in points if math.isfinite(a) and math.isfinite(b)]
 
 
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times 10^n."""
     if high <= low:
         low, high = low - 0.5, high + 0.5
-    rough = (high - low) / about
+    rough = (high - low) / 6
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(m * scale for m in (1, 2, 5, 10) if m * scale >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -8,7 +8,6 @@ those that matter, so that transforms can treat them like arguments.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -64,31 +63,18 @@ def call_on_tape(fn: Callable, tensors: list[torch.Tensor]) -> tree.Tree:
         fn: of tensors, to a tree; what it closes over counts as constant (see `hoist`).
         tensors: floating-point ones, that the tape tracks.
     """
-    result = _Result([], None, [])
+    rest: list = []  # None in place of what moves, which no leaf is
+    structure: Any = None
 
     def floats_of(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nonlocal rest, structure
         leaves, structure = tree.flatten(fn(*values))
-        moving = [tree.is_float(leaf) for leaf in leaves]
-        rest = [
-            compat.plain(leaf) if isinstance(leaf, torch.Tensor) and not moves else leaf
-            for leaf, moves in zip(leaves, moving, strict=True)
-        ]
-        result.leaves[:], result.moving[:], result.structure = rest, moving, structure
-        floats = tuple(leaf for leaf, moves in zip(leaves, moving, strict=True) if moves)
-        return floats or (torch.zeros(()),)  # torch.func.vjp wants some
+        fixed = [None if tree.is_float(leaf) else leaf for leaf in leaves]
+        rest = [compat.plain(x) if isinstance(x, torch.Tensor) else x for x in fixed]
+        return tuple(filter(tree.is_float, leaves)) or (torch.zeros(()),)  # vjp wants some
 
     made = iter(cast(tuple, _OnTape.apply(floats_of, *tensors)))
-    rows = zip(result.leaves, result.moving, strict=True)
-    return tree.unflatten(result.structure, [next(made) if moves else x for x, moves in rows])
-
-
-@dataclasses.dataclass
-class _Result:
-    """The leaves of a result, its structure, and which of them are floating-point tensors."""
-
-    leaves: list
-    structure: Any
-    moving: list[bool]
+    return tree.unflatten(structure, [next(made) if x is None else x for x in rest])
 
 
 class _OnTape(torch.autograd.Function):

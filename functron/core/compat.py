@@ -261,31 +261,26 @@ def transform_levels() -> set[int]:
     return {interpreter.level() for interpreter in retrieve_all_functorch_interpreters()}
 
 
-def _running_kinds() -> list[TransformType]:
-    """The kinds of the torch.func transforms that are running, from the outermost."""
-    if not transforms_active():
-        return []
-    return [level.key() for level in retrieve_all_functorch_interpreters()]
-
-
 def transform_names() -> list[str]:
     """The torch.func transforms that are running, from the outermost: vmap, grad or jvp."""
-    return [kind.name.lower() for kind in _running_kinds()]
+    if not transforms_active():
+        return []
+    return [level.key().name.lower() for level in retrieve_all_functorch_interpreters()]
 
 
 def differentiating() -> bool:
     """Whether any torch.func grad or jvp level is running."""
-    return any(kind in (TransformType.Grad, TransformType.Jvp) for kind in _running_kinds())
+    return not {"grad", "jvp"}.isdisjoint(transform_names())
 
 
 def pushing_forward() -> bool:
     """Whether any torch.func jvp level, or a level of torch's dual numbers, is running."""
-    return forward_ad._current_level >= 0 or TransformType.Jvp in _running_kinds()
+    return forward_ad._current_level >= 0 or "jvp" in transform_names()
 
 
 def innermost_is_grad() -> bool:
     """Whether the innermost torch.func transform that is running is a derivative in reverse."""
-    return _running_kinds()[-1:] == [TransformType.Grad]
+    return transform_names()[-1:] == ["grad"]
 
 
 def proxies_active() -> bool:
@@ -304,7 +299,7 @@ def refuse_nested_jvp() -> None:
     torch switches forward mode off inside such rules, so that the outer derivative would silently
     be wrong (2.11 to 2.13).
     """
-    if _running_kinds().count(TransformType.Jvp) > 1:
+    if transform_names().count("jvp") > 1:
         raise ValueError(
             "got forward-mode differentiation of forward-mode differentiation (jvp of jvp, jacfwd "
             "of jacfwd), for which torch's autograd Functions give wrong numbers; wanted at most "

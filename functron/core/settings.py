@@ -233,7 +233,11 @@ def with_optional_sections(kind: type[T], sections: Mapping[str, type], mark: Ma
         (name, inner | None, dataclasses.field(default=None, metadata={_MARK: mark}))
         for name, inner in sections.items()
     ]
-    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
+    return _add_fields(kind, fields)
+
+
+def _add_fields(kind: type, fields: Sequence[tuple]) -> Any:
+    made: Any = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
     made.__doc__, made.__module__ = kind.__doc__, kind.__module__
     return made
 
@@ -291,9 +295,7 @@ def _extend_settings(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
         (name, inner, dataclasses.field(default_factory=inner, metadata={_MARK: marks[name]}))
         for name, inner in sections
     ]
-    made: Any = dataclasses.make_dataclass(kind.__name__, rows, bases=(kind,), frozen=True)
-    made.__doc__, made.__module__ = kind.__doc__, kind.__module__
-    return made
+    return _add_fields(kind, rows)
 
 
 # --- replacing

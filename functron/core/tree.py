@@ -277,14 +277,6 @@ def join(first: Tree, second: Tree) -> Tree:
     )
 
 
-def put(into: dict, path: str, leaf: Any) -> None:
-    """Put a leaf into nested dicts, at a path such as ``"blocks/mlp/w"``."""
-    *above, name = path.split("/")
-    for key in above:
-        into = into.setdefault(key, {})
-    into[name] = leaf
-
-
 def size(tree: Tree) -> int:
     """The number of elements in all tensor leaves: a model's parameter count."""
     return sum(leaf.numel() for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))

@@ -490,7 +490,7 @@ def read_layouts(
             # zeros, as padding of the vocabulary and of shards is never read
             leaf = torch.zeros(mine.shape, dtype=dtypes[part.path], device=device)
             leaves[part.path] = leaf
-            tree.put(params, part.path, leaf)
+            tree.put_leaf(params, part.path, leaf)
         leaf = leaves[part.path]
         for start, size, at in mine.boxes:
             view = leaf

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -34,6 +35,7 @@ from functron.program.equations import Block, Equation, Fresh, Scan, Var, contig
 from functron.program.recorder import Recorder, active, aside, keeping
 from functron.program.trace import Program, trace
 from functron.spmd.axes import Scope, enter, user_line
+from functron.spmd.primitives import Annotate
 from functron.spmd.spec import P
 from functron.transforms.custom_vjp import custom_vjp, leaves_like
 from functron.transforms.gradient import (
@@ -43,7 +45,7 @@ from functron.transforms.gradient import (
     split_tensors,
     value_and_grad,
 )
-from functron.transforms.policies import Annotate, RematPolicy
+from functron.transforms.policies import RematPolicy
 from functron.transforms.remat import remat
 
 Flat = Callable[..., Sequence[torch.Tensor]]
@@ -116,7 +118,7 @@ _KNOWN = frozenset(
         "functron.ops.cross_entropy",
         "functron.ops.operations",
         "functron.partitioning.global_view",
-        "functron.transforms.policies",
+        "functron.spmd.primitives",
     }
 )
 """Modules whose autograd Functions have the derivatives of what they record."""
@@ -384,6 +386,15 @@ class _Constrain(Annotate):
 # --- the program, and what is changed in it
 
 
+def fake_leaves(leaves: Sequence[Any], shapes: Sequence[Any]) -> list:
+    """Fake tensors of these shapes in the place of tensors, and static values as they are."""
+    with aside(), FakeTensorMode():
+        return [
+            torch.empty(shape, dtype=leaf.dtype, device=leaf.device) if is_tensor(leaf) else leaf
+            for leaf, shape in zip(leaves, shapes, strict=True)
+        ]
+
+
 def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
     """The program of a function of whole values, with calls of transforms, and its constraints.
 
@@ -483,19 +494,11 @@ def recompute_scopes(block: Block, policies: Mapping[str, RematPolicy]) -> tuple
 
 def scopes_text(block: Block, *, scans: bool = False) -> str:
     """The named scopes of a block, and with `scans` functions that are scanned, for messages."""
-    scopes = {"/".join(e.where.scopes) for e in walk_equations(block)} - {""}
-    for equation in walk_equations(block) if scans else ():
+    scopes = {"/".join(e.where.scopes) for e, _ in block.walk()} - {""}
+    for equation, _ in block.walk() if scans else ():
         if isinstance(equation.op, Scan):
             scopes.add("/".join((*equation.where.scopes, equation.op.name)))
     return ", ".join(sorted(scopes)) or "no scopes: the function names none"
-
-
-def walk_equations(block: Block) -> Iterator[Equation]:
-    """Every equation, those of bodies too."""
-    for equation in block.equations:
-        yield equation
-        if isinstance(equation.op, (Scan, TransformCall)):
-            yield from walk_equations(equation.op.body)
 
 
 def inline_views(block: Block) -> Block:

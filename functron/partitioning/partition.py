@@ -34,7 +34,6 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
 from functron.core.closure import hoist, refuse_tracked, refusing_tracked
@@ -42,19 +41,18 @@ from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes
 from functron.partitioning.global_view import (
     TransformCall,
+    fake_leaves,
     global_program,
     inline_views,
     is_tensor,
     pin_scope_results,
     recompute_scopes,
     scopes_text,
-    walk_equations,
 )
 from functron.partitioning.placement import (
     CollectiveCost,
     Sizes,
     ValuePlacement,
-    describe_placement,
     gather_together,
     local_shape,
     move,
@@ -69,13 +67,12 @@ from functron.partitioning.propagate import (
     LocalEquation,
     Move,
     PartitionSettings,
-    Planner,
-    Spread,
+    plan_block,
 )
 from functron.partitioning.rules import ATTENTION, MakeRule, attention_over
 from functron.partitioning.shards import Travel
 from functron.program.equations import Block, Scan, Var, Where
-from functron.program.recorder import active, aside, from_line
+from functron.program.recorder import active, from_line, map_only
 from functron.program.trace import Program
 from functron.spmd import spec as sharding
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -306,17 +303,19 @@ class Partitioned(MappedFunction):
         return known
 
     def _plan(self, leaves, looks, structure, specs) -> _FunctionPlan:
-        rows = list(zip(leaves, looks, strict=True))
-        with aside(), FakeTensorMode():
-            fakes = [
-                torch.empty(look[0], dtype=look[1], device=look[2]) if is_tensor(leaf) else leaf
-                for leaf, look in rows
-            ]
+        fakes = fake_leaves(leaves, [look[0] for look in looks])
         with refusing_tracked(self.name, self.fn, aside=True):
             program, pins = global_program(self.fn, tree.unflatten(structure, fakes))
-        mesh = self.mesh.mesh if isinstance(self.mesh, BoundMesh) else self.mesh
+        mesh = self.mesh.mesh
         block = self._recompute(self._constrain(inline_views(program.block), pins))
-        _check_pins(pins, mesh)
+        raise_problems(
+            "partition cannot use these constraints",
+            [
+                problem
+                for i, spec in enumerate(pins)
+                for problem in sharding.problems(f"constrain number {i}", None, spec, mesh)
+            ],
+        )
         sizes = {name: size for name, size in mesh.axes if size > 1}
         settings = PartitionSettings(sizes, **self._settings, pins=tuple(pins))
         given = [spec for leaf, spec in zip(leaves, specs, strict=True) if is_tensor(leaf)]
@@ -324,13 +323,7 @@ class Partitioned(MappedFunction):
         for value in program.inputs:
             spec = given[len(inputs)] if value.role == "argument" else P()
             inputs.append(placement_of(spec, len(value.var.shape), sizes))
-        spread = Spread(settings)
-        for bit, (value, placement) in enumerate(zip(program.inputs, inputs, strict=True)):
-            spread.start(value.var, placement, bit)
-        spread.block(block)
-        plan = Planner(settings, spread).plan(
-            block, inputs, self._pin_outputs(program, mesh, sizes)
-        )
+        plan = plan_block(block, settings, inputs, self._pin_outputs(program, mesh, sizes))
         _check_travel(plan, [axis for axis in self._attention if axis in sizes], self.name)
         plan = with_gathers_together(with_equal_cotangents(plan, sizes), sizes)
         return _FunctionPlan(plan, program, settings, self._given)
@@ -403,17 +396,6 @@ class _FunctionPlan:
         self.out_specs = found if out_specs is None else out_specs
 
 
-def _check_pins(pins: Sequence[P], mesh: Mesh) -> None:
-    raise_problems(
-        "partition cannot use these constraints",
-        [
-            problem
-            for i, spec in enumerate(pins)
-            for problem in sharding.problems(f"constrain number {i}", None, spec, mesh)
-        ],
-    )
-
-
 def _check_travel(plan: LocalBlock, axes: Sequence[str], name: str) -> None:
     """Refuse an annotation of attention that nothing is about.
 
@@ -463,18 +445,14 @@ def with_equal_cotangents(plan: LocalBlock, sizes: Sizes) -> LocalBlock:
     for step in plan.steps:
         op, body = step.equation.op, step.body
         if body is not None and isinstance(op, TransformCall) and op.num_moving:
-            if not _differentiates(body.block):
+            inner = (equation.op for equation, _ in body.block.walk())
+            if not any(isinstance(each, TransformCall) and each.num_moving for each in inner):
                 nothing: list[LeafAxes] = [frozenset()] * len(body.outputs)
                 step = replace(step, body=_Cotangents(sizes).block(body, nothing)[0])
         elif body is not None and step.backward is None:
             step = replace(step, body=with_equal_cotangents(body, sizes))
         done.append(step)
     return replace(plan, steps=tuple(done))
-
-
-def _differentiates(block: Block) -> bool:
-    ops = [equation.op for equation in walk_equations(block)]
-    return any(isinstance(op, TransformCall) and op.num_moving > 0 for op in ops)
 
 
 class _Cotangents:
@@ -726,7 +704,8 @@ def _run_operation(
 ) -> list[torch.Tensor]:
     """The results of an operation on shards."""
     equation, values = step.equation, iter(operands)
-    args, kwargs = (_fill_arguments(x, values) for x in (equation.args, dict(equation.kwargs)))
+    given = equation.args, dict(equation.kwargs)
+    args, kwargs = map_only(Var, lambda _: next(values), given)
     rule = step.rule
     assert rule is not None
     if rule.run is None:
@@ -738,17 +717,6 @@ def _run_operation(
         out = rule.run(site, *args, **kwargs)
     leaves = list(out) if isinstance(out, (tuple, list)) else [out]
     return [x for x, var in zip(leaves, equation.outputs, strict=False) if var is not None]
-
-
-def _fill_arguments(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Arguments with tensors in the place of values, in order."""
-    if isinstance(value, Var):
-        return next(tensors)
-    if type(value) in (list, tuple):
-        return type(value)([_fill_arguments(item, tensors) for item in value])
-    if type(value) is dict:
-        return {name: _fill_arguments(item, tensors) for name, item in value.items()}
-    return value
 
 
 @contextlib.contextmanager
@@ -803,7 +771,7 @@ def _lines(plan: LocalBlock, indent: str, settings: PartitionSettings) -> Iterat
         for var, source, target, _ in rows:
             args = var.shape, var.dtype.itemsize, source, target, settings.sizes
             cost = settings.cost_text(move_cost(*args, settings.price))
-            move = f"{describe_placement(source)} -> {describe_placement(target)}"
+            move = f"{source} -> {target}"
             yield f"{indent}%{var.name}: {move}, {cost}"
 
     for number, step in enumerate(plan.steps):
@@ -814,9 +782,9 @@ def _lines(plan: LocalBlock, indent: str, settings: PartitionSettings) -> Iterat
         yield from moves(step.moves)
         equation = step.equation
         rows = zip(equation.results, step.results, strict=True)
-        results = ", ".join(f"%{v.name}{list(v.shape)} {describe_placement(p)}" for v, p in rows)
+        results = ", ".join(f"%{v.name}{list(v.shape)} {p}" for v, p in rows)
         rows = zip(equation.operands, step.operands, strict=True)
-        operands = ", ".join(f"%{v.name} {describe_placement(p)}" for v, p in rows)
+        operands = ", ".join(f"%{v.name} {p}" for v, p in rows)
         yield f"{indent}{results} = {equation.name}({operands})"
         yield from (indent + note for note in _notes(step))
         if step.body is not None:

@@ -90,7 +90,17 @@ class ValuePlacement:
         return replace(self, partial=())
 
     def __str__(self) -> str:
-        return describe_placement(self)
+        """In words: ``P('dp', None)``, ``P('dp'), partial sum over 'tp'``."""
+        entries = []
+        for digits in self.dims:
+            names = [
+                d.axis if d.outer == 1 or len(digits) > 1 else f"{d.axis}@{d.outer}" for d in digits
+            ]
+            entries.append(as_entry(names))
+        text = repr(P(*entries))
+        for axis, kind in self.partial:
+            text += f", partial {kind} over {axis!r}"
+        return text
 
 
 def replicated_placement(num_dims: int) -> ValuePlacement:
@@ -128,20 +138,6 @@ def spec_of(placement: ValuePlacement, sizes: Sizes) -> P | None:
     return P(*entries)
 
 
-def describe_placement(placement: ValuePlacement) -> str:
-    """The placement in words: ``P('dp', None)``, ``P('dp'), partial sum over 'tp'``."""
-    entries = []
-    for digits in placement.dims:
-        names = [
-            d.axis if d.outer == 1 or len(digits) > 1 else f"{d.axis}@{d.outer}" for d in digits
-        ]
-        entries.append(as_entry(names))
-    text = repr(P(*entries))
-    for axis, kind in placement.partial:
-        text += f", partial {kind} over {axis!r}"
-    return text
-
-
 def local_shape(shape: Sequence[int], placement: ValuePlacement, sizes: Sizes) -> tuple[int, ...]:
     """The shape of what a rank holds of a value of this global shape."""
     return tuple(
@@ -171,29 +167,8 @@ def blocks_outside(digits: Digits, sizes: Sizes) -> int:
 # --- dims as products of letters: what rules speak of
 
 
-def into_letters(
-    digits: Digits, letters: Sequence[int], sizes: Sizes
-) -> tuple[list[Digits], Digits]:
-    """The digits of every letter of a dim, of these sizes, and those that lie in no single one."""
-    found: list[list[Digit]] = [[] for _ in letters]
-    left = []
-    for digit in digits:
-        start = 1
-        for position, size in enumerate(letters):
-            end = start * size
-            outer, rest = divmod(digit.outer, start)
-            inside = digit.outer >= start and not rest
-            if inside and end % (digit.outer * sizes[digit.axis]) == 0:
-                found[position].append(Digit(outer, digit.axis))
-                break
-            start = end
-        else:
-            left.append(digit)
-    return [tuple(row) for row in found], tuple(left)
-
-
 def from_letters(rows: Iterable[tuple[int, Digits]]) -> Digits:
-    """The digits of a dim whose letters have these sizes and digits; inverse of `into_letters`."""
+    """The digits of a dim whose letters, major to minor, have these sizes and digits."""
     start, found = 1, []
     for size, digits in rows:
         found += [Digit(start * outer, axis) for outer, axis in digits]

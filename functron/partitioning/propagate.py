@@ -36,7 +36,6 @@ from functron.partitioning.placement import (
     ValuePlacement,
     blocks_outside,
     bytes_sent,
-    describe_placement,
     fits,
     from_letters,
     local_shape,
@@ -258,12 +257,14 @@ class Spread:
             rule = self.settings.rule(equation)
             reached = letters_of(rule, equation.operands, self.places)
             for var, labels in zip(equation.results, rule.results, strict=True):
-                found = places_of(labels, rule.sizes, reached)
-                self.places[var] = found
-                for axis, row in found.items():
-                    for mask in row.values():
-                        key = axis, mask
-                        self._bytes[key] = self._bytes.get(key, 0) + var.nbytes
+                found = self.places[var] = {}
+                for axis, row in reached.items():
+                    for slot, mask in row.items():
+                        place = place_of(labels, rule.sizes, slot)
+                        if place is not None:
+                            found.setdefault(axis, {})[place] = mask
+                            key = axis, mask
+                            self._bytes[key] = self._bytes.get(key, 0) + var.nbytes
 
     def _body(self, equation: Equation) -> None:
         op: Any = equation.op
@@ -277,7 +278,10 @@ class Spread:
             if scanned:
                 carry = body.inputs[op.num_consts : first_x]
                 for inner, out in zip(carry, body.outputs, strict=False):
-                    self.places[inner] = _merge_places(self.places[inner], self.places.get(out, {}))
+                    for axis, row in self.places.get(out, {}).items():
+                        mine = self.places[inner].setdefault(axis, {})
+                        for place, mask in row.items():
+                            mine[place] = mine.get(place, 0) | mask
         if not scanned and op.backward is not None:
             self._backward(equation, op)
         for i, (result, out) in enumerate(zip(equation.results, body.outputs, strict=False)):
@@ -297,14 +301,6 @@ class Spread:
         for inner, source in zip(op.backward.inputs, sources, strict=True):
             self.places[inner] = _shift_places(self.places.get(source, {}), 0)
         self.block(op.backward)
-
-
-def _merge_places(into: dict, more: Mapping) -> dict:
-    for axis, row in more.items():
-        mine = into.setdefault(axis, {})
-        for place, mask in row.items():
-            mine[place] = mine.get(place, 0) | mask
-    return into
 
 
 def _shift_places(found: Mapping, by: int) -> dict:
@@ -343,23 +339,13 @@ def slot_of(letters: Sequence[str], sizes: Mapping[str, int], outer: int) -> Slo
     return None
 
 
-def places_of(
-    labels: Labels, sizes: Mapping[str, int], slots: Mapping[str, Mapping[Slot, int]]
-) -> dict[str, dict[DimBlocks, int]]:
-    """The places of a value that these slots are, by axis; inverse of `letters_of`."""
-    starts: dict[str, DimBlocks] = {}
+def place_of(labels: Labels, sizes: Mapping[str, int], slot: Slot) -> DimBlocks | None:
+    """The place of a slot in a value with these labels, if it has the letter; see `slot_of`."""
     for dim, letters in enumerate(labels):
-        start = 1
-        for letter in letters:
-            starts[letter] = dim, start
-            start *= sizes[letter]
-    found: dict[str, dict[DimBlocks, int]] = {}
-    for axis, row in slots.items():
-        for (letter, outer), mask in row.items():
-            if letter in starts:
-                dim, start = starts[letter]
-                found.setdefault(axis, {})[dim, start * outer] = mask
-    return found
+        if slot[0] in letters:
+            before = letters[: letters.index(slot[0])]
+            return dim, slot[1] * math.prod(sizes[letter] for letter in before)
+    return None
 
 
 # --- backward: how values would best be split
@@ -389,14 +375,29 @@ def wishes(settings: PartitionSettings, block: Block, spread: Spread, pins: Wish
                 slot = slot_of(labels[dim], rule.sizes, outer)
                 if slot is not None:
                     slots[axis] = slot
-        given = {axis: {slot: 1} for axis, slot in slots.items()}
         for var, labels in zip(equation.operands, rule.operands, strict=True):
-            for axis, row in places_of(labels, rule.sizes, given).items():
-                found.setdefault(var, {})[axis] = next(iter(row))
+            for axis, slot in slots.items():
+                place = place_of(labels, rule.sizes, slot)
+                if place is not None:
+                    found.setdefault(var, {})[axis] = place
     return found
 
 
 # --- deciding
+
+
+def plan_block(
+    block: Block,
+    settings: PartitionSettings,
+    inputs: Sequence[ValuePlacement],
+    outputs: Sequence[ValuePlacement | None],
+) -> LocalBlock:
+    """The plan of a program's block; placements of inputs and outputs are as of `Planner.plan`."""
+    spread = Spread(settings)
+    for bit, (var, placement) in enumerate(zip(block.inputs, inputs, strict=True)):
+        spread.start(var, placement, bit)
+    spread.block(block)
+    return Planner(settings, spread).plan(block, inputs, outputs)
 
 
 class Planner:
@@ -775,7 +776,7 @@ class AxisChoice:
             if var in seen:
                 continue
             seen.add(var)
-            target = self._place(labels, slot)
+            target = None if slot is None else place_of(labels, self.rule.sizes, slot)
             source = placement.split.get(axis)
             kind = dict(placement.partial).get(axis)
             if any(
@@ -797,18 +798,12 @@ class AxisChoice:
                 total += price(op, axis, var.nbytes // ranks)
         return total
 
-    def _place(self, labels: Labels, slot: Slot | None) -> DimBlocks | None:
-        if slot is None:
-            return None
-        found = places_of(labels, self.rule.sizes, {"": {slot: 1}}).get("", {})
-        return next(iter(found), None)
-
     def _ambiguous(self, axis: str, costs: Mapping[Slot, float]) -> str:
         lines = []
         for slot, cost in costs.items():
             pins = []
             for var, labels, placement in self.rows:
-                place = self._place(labels, slot)
+                place = place_of(labels, self.rule.sizes, slot)
                 target = placement.without(axis)
                 target = target if place is None else target.splitting(axis, *place)
                 if target != placement:
@@ -821,7 +816,7 @@ class AxisChoice:
                 f"{' and '.join(pins)}"
             )
         where = self.equation.where.line or "an unknown line"
-        operands = ", ".join(map(describe_placement, self.placed))
+        operands = ", ".join(map(str, self.placed))
         by_bytes, hint = self.settings.cost is None, ""
         costs_are = "bytes that a rank sends" if by_bytes else "time that a rank communicates"
         if self.equation.name == "bmm":

@@ -27,7 +27,7 @@ import torch
 
 from functron.partitioning import shards
 from functron.partitioning.placement import Reduction
-from functron.partitioning.shards import EquationSite, RunShard, Travel, name_arguments
+from functron.partitioning.shards import EquationSite, RunShard, Travel, dims_of, name_arguments
 from functron.program.equations import Equation, Var
 
 Labels = tuple[tuple[str, ...], ...]
@@ -209,15 +209,6 @@ def _argument(equation: Equation, name: str, default: Any = None) -> Any:
     return name_arguments(equation.op, equation.args, equation.kwargs).get(name, default)
 
 
-def _axes(equation: Equation, name: str = "dim") -> list[int]:
-    """The dims that an argument gives, of the first operand; all where it is None or empty."""
-    given, num_dims = _argument(equation, name), len(equation.operands[0].shape)
-    if given is None or given == []:
-        return list(range(num_dims))
-    given = given if isinstance(given, (list, tuple)) else [given]
-    return [dim % num_dims if num_dims else 0 for dim in given]
-
-
 # --- reductions and what is computed along dims
 
 
@@ -237,7 +228,7 @@ def reduction(
 
     def rule(equation: Equation) -> PartitionRule:
         (x,) = equation.operands
-        dims, keep = _axes(equation), bool(_argument(equation, "keepdim", False))
+        dims, keep = dims_of(equation), bool(_argument(equation, "keepdim", False))
         labels = _dims(x.shape)
         letters = [labels[dim][0] for dim in dims if labels[dim]]
         kept = tuple(
@@ -270,7 +261,7 @@ def along(
     def rule(equation: Equation) -> PartitionRule:
         x, labels = equation.operands[0], _dims(equation.operands[0].shape)
         count = min(first, len(equation.operands))  # a number may stand for an operand
-        along = [labels[dim][0] for dim in _axes(equation, name) if labels[dim]]
+        along = [labels[dim][0] for dim in dims_of(equation, name) if labels[dim]]
         values = (*equation.operands[:count], *equation.results)
         own = [_resize_labels(value.shape, x.shape, labels, along) for value in values]
         # where another operand is smaller elsewhere, such as an index, its places are the first
@@ -344,8 +335,8 @@ def _view(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     if x.dtype == y.dtype:
         before, after, sizes, whole = reshape_labels(x.shape, y.shape)
-        own: dict[str, Any] = {"linear": (frozenset({0}),), "run": shards.reshape}
-        return PartitionRule((before,), (after,), sizes, whole=whole, **own)
+        given: dict[str, Any] = {"sizes": sizes, "whole": whole, "linear": _FIRST_LINEAR}
+        return _rule(equation, (before,), (after,), **given, run=shards.reshape)
     # bits as numbers of another dtype, of which there may be more or fewer in the last dim
     before, after, cut = _dims(x.shape), _dims(y.shape), ()
     if x.shape != y.shape:
@@ -420,7 +411,7 @@ def _unsqueeze_order(equation: Equation, num_dims: int) -> list:
 
 def _squeeze_order(equation: Equation, num_dims: int) -> list[int]:
     shape = equation.operands[0].shape
-    dims = _axes(equation)
+    dims = dims_of(equation)
     return [i for i in range(num_dims) if i not in dims or shape[i] != 1]
 
 
@@ -447,7 +438,7 @@ def _repeat_rule(equation: Equation) -> PartitionRule:
 def _split_rule(equation: Equation) -> PartitionRule:
     """Parts of a dim: where they are equal, each has the same letter of it."""
     (x,), results = equation.operands, equation.results
-    dim, labels = _axes(equation)[0], _dims(x.shape)
+    dim, labels = dims_of(equation)[0], _dims(x.shape)
     outer, sizes, own, whole = labels[dim], {}, [labels[dim]], ()
     sum_, parts = x.shape[dim], {value.shape[dim] for value in results}
     even = len(parts) == 1 and len(results) * min(parts) == sum_
@@ -472,16 +463,19 @@ def _replace_dim(labels: Labels, dim: int, letters: tuple[str, ...]) -> Labels:
 def _select_rule(equation: Equation) -> PartitionRule:
     """One place, or a range, of a dim, which is whole unless the range is all of it."""
     (x,), (y,) = equation.operands, equation.results
-    dim, labels = _axes(equation)[0], _dims(x.shape)
-    rows, whole, run = labels, (), None
-    if len(y.shape) < len(x.shape):
-        rows, whole = (*labels[:dim], *labels[dim + 1 :]), labels[dim]
-    elif y.shape[dim] == x.shape[dim] and _argument(equation, "step", 1) == 1:
-        run = shards.same
-    else:
-        rows = _replace_dim(labels, dim, ("cut",) if y.shape[dim] != 1 else ())
-        whole = (*labels[dim], "cut")
+    dim, labels = dims_of(equation)[0], _dims(x.shape)
+    rows, whole, run = _label_part(labels, dim, y), (*labels[dim], "cut"), None
+    same = len(y.shape) == len(x.shape) and y.shape[dim] == x.shape[dim]
+    if same and _argument(equation, "step", 1) == 1:
+        rows, whole, run = labels, (), shards.same
     return _rule(equation, (labels,), (rows,), whole=whole, linear=_FIRST_LINEAR, run=run)
+
+
+def _label_part(labels: Labels, dim: int, part: Var) -> Labels:
+    """The letters of a value that is one place, or a range, of a dim."""
+    if len(part.shape) < len(labels):
+        return (*labels[:dim], *labels[dim + 1 :])
+    return _replace_dim(labels, dim, ("cut",) if part.shape[dim] != 1 else ())
 
 
 def _concatenate_rule(equation: Equation) -> PartitionRule:
@@ -532,10 +526,7 @@ def _overwritten(equation: Equation) -> PartitionRule:
     """A value with other numbers at one place, or in a range, of a dim, which is whole."""
     x, source = equation.operands
     dim, labels = _argument(equation, "dim") % len(x.shape), _dims(x.shape)
-    if len(source.shape) < len(x.shape):
-        rows = (*labels[:dim], *labels[dim + 1 :])
-    else:
-        rows = _replace_dim(labels, dim, ("cut",) if source.shape[dim] != 1 else ())
+    rows = _label_part(labels, dim, source)
     run = shards.select_scatter if equation.name == "select_scatter" else None
     whole = (*labels[dim], "cut")
     return _rule(equation, (labels, rows), (labels,), whole=whole, linear=((0, 1),), run=run)
@@ -680,13 +671,11 @@ def _nll_loss(equation: Equation) -> PartitionRule:
 def _attention(equation: Equation) -> PartitionRule:
     """Attention: batch and heads split, and queries where no causal mask counts their places."""
     given = name_arguments(equation.op, equation.args, equation.kwargs)
-    q, k, v = equation.operands[:3]
+    q, k = equation.operands[:2]
     groups = q.shape[1] // k.shape[1]
     heads = ("h", "g") if groups > 1 else ("h",)
     rows = [(("b",), heads, ("s",), ("d",)), (("b",), ("h",), ("t",), ("d",)),
             (("b",), ("h",), ("t",), ("e",))]  # fmt: skip
-    sizes = {"b": q.shape[0], "h": k.shape[1], "g": groups, "s": q.shape[2], "d": q.shape[3],
-             "t": k.shape[2], "e": v.shape[3]}  # fmt: skip
     for mask in equation.operands[3:]:
         full = (rows[0][0], heads, ("s",), ("t",))
         full = full[4 - len(mask.shape) :]
@@ -700,10 +689,8 @@ def _attention(equation: Equation) -> PartitionRule:
         *(lse if len(r.shape) == 3 else ((),) * len(r.shape) for r in equation.results[1:]),
     ]
     whole = {"d", "t", "e", *(["s"] if given.get("is_causal") else [])}
-    rule = PartitionRule(
-        tuple(rows), tuple(results), sizes, whole=frozenset(whole), run=shards.attention
-    )
-    return _without_units(rule)
+    sizes, run = {"h": k.shape[1], "g": groups}, shards.attention
+    return _without_units(_rule(equation, rows, results, whole=whole, sizes=sizes, run=run))
 
 
 def attention_over(travel: Mapping[str, Travel]) -> MakeRule:

@@ -22,13 +22,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.partitioning.global_view import (
     TransformCall,
+    fake_leaves,
     global_program,
     inline_views,
     is_tensor,
@@ -37,16 +35,13 @@ from functron.partitioning.placement import CollectiveCost, local_shape, placeme
 from functron.partitioning.propagate import (
     DimBlocks,
     PartitionSettings,
-    Planner,
-    Slot,
-    Spread,
-    places_of,
+    place_of,
+    plan_block,
     slot_of,
 )
 from functron.partitioning.rules import MakeRule, PartitionRule
 from functron.program.cost import equation_flops
 from functron.program.equations import Block, Equation, Scan, Var
-from functron.program.recorder import aside
 from functron.spmd.mesh import Mesh
 from functron.spmd.spec import P, is_spec
 
@@ -120,11 +115,7 @@ def search(
     leaves, structure = tree.flatten(args)
     specs = tree.broadcast_prefix(tuple(in_specs), args, is_leaf=is_spec, what="in_specs")
     rows = [(x, spec) for x, spec in zip(leaves, specs, strict=True) if is_tensor(x)]
-    with aside(), FakeTensorMode():
-        fakes = [
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_tensor(x) else x
-            for x in leaves
-        ]
+    fakes = fake_leaves(leaves, [x.shape if is_tensor(x) else () for x in leaves])
     program, pins = global_program(fn, tree.unflatten(structure, fakes))
     block = inline_views(program.block)
     _refuse_calls(block)
@@ -179,11 +170,7 @@ def _bytes_by_value(
     """The bytes of every value on a rank of a mesh of the axes that are not searched."""
     settings = replace(settings, sizes=sizes, cost=None)
     inputs = [placement_of(given.get(v, P()), len(v.shape), sizes) for v in block.inputs]
-    spread = Spread(settings)
-    for bit, (var, placement) in enumerate(zip(block.inputs, inputs, strict=True)):
-        spread.start(var, placement, bit)
-    spread.block(block)
-    plan = Planner(settings, spread).plan(block, inputs, [None] * len(block.outputs))
+    plan = plan_block(block, settings, inputs, [None] * len(block.outputs))
     placed = dict(zip(block.inputs, inputs, strict=True))
     for step in plan.steps:
         placed.update(zip(step.equation.results, step.results, strict=True))
@@ -212,10 +199,6 @@ def strategies(
 ) -> list[_Strategy]:
     """The ways to divide an equation along an axis of n ranks; operands come in these states."""
 
-    def state(labels, slot: Slot) -> AxisState:
-        found = places_of(labels, rule.sizes, {"": {slot: 1}}).get("", {})
-        return next(iter(found), WHOLE)
-
     slots = {
         slot_of(labels[place[0]], rule.sizes, place[1]): None  # in order, each once
         for labels, places in zip(rule.operands, states, strict=True)
@@ -226,8 +209,10 @@ def strategies(
     for slot in slots:
         if slot is None or not rule.may_split(slot[0], axis) or rule.sizes[slot[0]] % (slot[1] * n):
             continue
-        operands = tuple(state(labels, slot) for labels in rule.operands)
-        results = tuple(state(labels, slot) for labels in rule.results)
+        sides = rule.operands, rule.results
+        operands, results = (
+            tuple(place_of(labels, rule.sizes, slot) or WHOLE for labels in side) for side in sides
+        )
         if slot[0] in rule.combined:
             results = (PARTIAL,) * len(rule.results)
         found.append(_Strategy(operands, results, True))

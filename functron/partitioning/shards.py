@@ -187,17 +187,20 @@ def expand(site: EquationSite, x, *args, **kwargs):
 
 def cut_parts(site: EquationSite, x, *args, **kwargs):
     """Parts of x of the sizes of this rank's parts."""
-    operand, (dim,) = site.equation.operands[0], _dims(site)
+    operand, (dim,) = site.equation.operands[0], dims_of(site.equation)
     results = site.equation.results
     if sum(value.shape[dim] for value in results) != operand.shape[dim]:
         return site.op(x, *args, **kwargs)
     return x.split([shape[dim] for shape in site.shapes], dim)
 
 
-def _dims(site: EquationSite) -> list[int]:
-    """The dims that an operation is along: those it is given, or normalises, or all."""
-    named = name_arguments(site.equation.op, site.equation.args, site.equation.kwargs)
-    given, count = named.get("dim"), len(site.equation.operands[0].shape)
+def dims_of(equation: Equation, name: str = "dim") -> list[int]:
+    """The dims of the first operand that an operation is along.
+
+    Those that an argument of this name gives, or that it normalises; all where it gives none.
+    """
+    named = name_arguments(equation.op, equation.args, equation.kwargs)
+    given, count = named.get(name), len(equation.operands[0].shape)
     if "normalized_shape" in named:
         return list(range(count - len(named["normalized_shape"]), count))
     if given is None or given == []:
@@ -210,7 +213,7 @@ def _along_split(run: Callable) -> RunShard:
 
     @functools.wraps(run)
     def on_shard(site: EquationSite, x, *args, **kwargs):
-        dims = _dims(site)
+        dims = dims_of(site.equation)
         axes = [name for dim in dims for name in site.split(0, dim)]
         return run(site, x, dims, axes, *args, **kwargs) if axes else site.op(x, *args, **kwargs)
 

@@ -140,12 +140,12 @@ class Block:
     outputs: tuple[Any, ...]
 
     def walk(self) -> Iterator[tuple[Equation, int]]:
-        """Every equation with the number of times it runs, bodies of scans after their scan."""
+        """Every equation with the number of times it runs, bodies after the operation with them."""
         for equation in self.equations:
             yield equation, 1
-            if isinstance(equation.op, Scan):
-                for inner, count in equation.op.body.walk():
-                    yield inner, count * equation.op.length
+            body, length = getattr(equation.op, "body", None), getattr(equation.op, "length", 1)
+            for inner, count in () if body is None else body.walk():
+                yield inner, count * length
 
 
 @dataclass(frozen=True, eq=False)

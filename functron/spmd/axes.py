@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from functron.core import compat
 from functron.core.errors import contexts_of, in_library, nearest, public
-from functron.core.scopes import named_scope
+from functron.core.scopes import named_scope, set_during
 from functron.spmd.flight import FlightRecorder, SourceLine
 from functron.spmd.mesh import STANDARD_AXES, LostRanksError, Membership
 
@@ -339,19 +339,9 @@ def bind(
         yield
 
 
-@contextlib.contextmanager
-def set_in_block(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
-    """Set a context variable inside a with block."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 def enter(scope: Scope) -> contextlib.AbstractContextManager[None]:
     """Put exactly `scope` in force inside a with block."""
-    return set_in_block(_scope, scope)
+    return set_during(_scope, scope)
 
 
 @contextlib.contextmanager

@@ -36,8 +36,33 @@ VOTE_SECONDS = 5.0
 """How long a rank that failed waits for the others to fail alike before it closes the groups."""
 
 
+class _NamedAxes:
+    """The names and sizes that a `Mesh` and a `BoundMesh` of it have in common."""
+
+    mesh: Mesh
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis sizes by name, in rank order."""
+        return dict(self.mesh.axes)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Axis names, the slowest-varying first."""
+        return tuple(name for name, _ in self.mesh.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.mesh.axes)
+
+    def __getitem__(self, name: str) -> int:
+        """The size of axis `name`; 1 where this mesh has no such axis."""
+        return self.shape.get(name, 1)
+
+
 @dataclass(frozen=True, init=False)
-class Mesh:
+class Mesh(_NamedAxes):
     """Names of axes and their sizes: ``Mesh(dp=2, tp=4)`` has 8 ranks.
 
     Ranks are ordered row-major over the axes as given, the last axis fastest. A mesh is only a
@@ -92,28 +117,9 @@ class Mesh:
         return cls(**axes)
 
     @property
-    def shape(self) -> dict[str, int]:
-        """Axis sizes by name, in rank order."""
-        return dict(self.axes)
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """Axis names, the slowest-varying first."""
-        return tuple(name for name, _ in self.axes)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return math.prod(size for _, size in self.axes)
-
-    @property
     def mesh(self) -> Mesh:
         """This mesh; of a `BoundMesh`, its names and sizes."""
         return self
-
-    def __getitem__(self, name: str) -> int:
-        """The size of axis `name`; 1 where this mesh has no such axis."""
-        return self.shape.get(name, 1)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
@@ -178,14 +184,15 @@ class Mesh:
             ValueError: torch.distributed is not initialised, or its world size is not `size`.
         """
         world = dist.get_world_size() if dist.is_initialized() else None
-        problem = Problem(
-            f"Mesh({self})",
-            "no process group" if world is None else f"{world} processes",
-            f"{self.size} processes, one per rank",
-            f"start it with torchrun --nproc-per-node {self.size} and call "
-            "torch.distributed.init_process_group() first",
-        )
-        raise_problems("cannot bind the mesh to processes", [problem] if world != self.size else [])
+        if world != self.size:
+            refuse(
+                "cannot bind the mesh to processes",
+                f"Mesh({self})",
+                "no process group" if world is None else f"{world} processes",
+                f"{self.size} processes, one per rank",
+                f"start it with torchrun --nproc-per-node {self.size} and call "
+                "torch.distributed.init_process_group() first",
+            )
         rank = dist.get_rank()
         if recorder is not None:
             recorder.ranks[EVERYWHERE] = tuple(range(self.size))
@@ -240,7 +247,7 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class BoundMesh:
+class BoundMesh(_NamedAxes):
     """A mesh whose ranks are processes; made by `Mesh.bind`.
 
     Attributes:
@@ -267,25 +274,6 @@ class BoundMesh:
         if self.recorder is None:
             return dict(self.groups)
         return {axis: _record_group(name) for axis, name in self.groups.items()}
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Axis sizes by name, in rank order."""
-        return self.mesh.shape
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """Axis names, the slowest-varying first."""
-        return self.mesh.axis_names
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.mesh.size
-
-    def __getitem__(self, name: str) -> int:
-        """The size of axis `name`; 1 where this mesh has no such axis."""
-        return self.mesh[name]
 
     def without(self, name: str | None) -> BoundMesh:
         """The mesh of the other axes, with this process's rank among those that share `name`."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from functron.core import random, tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.random import Index
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
@@ -229,14 +229,11 @@ def init_params(
     _check_defs(defs)
     if mesh is not None and specs is not None:
         validate(abstract_params(defs), specs, mesh, what="params")
-    flat = (
-        tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs")
-        if specs is not None
-        else [P()] * len(tree.leaves(defs))
-    )
     if isinstance(mesh, BoundMesh) and specs is None:
-        problem = Problem("specs", "None", "the parameters' specs", "pass param_specs(defs, rules)")
-        raise_problems("init_params on a bound mesh", [problem])
+        wanted, fix = "the parameters' specs", "pass param_specs(defs, rules)"
+        refuse("init_params on a bound mesh", "specs", None, wanted, fix)
+    known = P() if specs is None else specs
+    flat = tree.broadcast_prefix(known, defs, is_leaf=is_spec, what="specs")
     leaves, structure = tree.flatten(defs)
     rows = zip(tree.paths(defs), leaves, flat, strict=True)
     return tree.unflatten(structure, [_init_one(key, *row, mesh) for row in rows])

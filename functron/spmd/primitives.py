@@ -73,6 +73,35 @@ class PrimitiveCall:
     backward: bool = False
 
 
+class Annotate(Function):
+    """y = op(x, *rest) has the numbers of x; its cotangent and tangent are those of x.
+
+    The operation runs on plain tensors, below all transforms.
+    """
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(op, x, *rest):
+        return op(x, *rest)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.num_rest = len(inputs) - 2
+
+    @staticmethod
+    def backward(ctx, *cotangents) -> Any:
+        return None, cotangents[0], *[None] * ctx.num_rest
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        return tangents[1].view_as(tangents[1])
+
+    @staticmethod
+    def vmap(info, in_dims, op, x, *rest):
+        return Annotate.apply(op, x, *rest), in_dims[1]
+
+
 def refuse_escaped(axis: Axis) -> None:
     """Raise ValueError for a value of a simulated axis that reaches a collective outside of it."""
     if isinstance(axis, SimulatedAxis):

@@ -15,7 +15,7 @@ back are all of this kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from functron.spmd.axes import (
     lookup,
     user_line,
 )
-from functron.spmd.primitives import AllToAll, refuse_escaped
+from functron.spmd.primitives import AllToAll, Annotate, refuse_escaped
 
 
 def copy_rows(
@@ -134,7 +134,8 @@ class _Moved(Function):
     """A move of rows in either direction: indices have no derivative, and x enters linearly."""
 
     generate_vmap_rule = False
-    transpose: Any
+    transpose: type[_Moved]
+    move_samples: Callable[..., Any]  # of x, its dim of samples, and indices that lead with one
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -147,7 +148,7 @@ class _Moved(Function):
     def backward(cls, ctx, *cotangents) -> Any:
         if cotangents[0] is None:
             return None, None, None, None
-        moved = cls.transpose().apply(cotangents[0], *ctx.saved_tensors, ctx.whole)
+        moved = cls.transpose.apply(cotangents[0], *ctx.saved_tensors, ctx.whole)
         return moved, None, None, None
 
     @classmethod
@@ -157,38 +158,34 @@ class _Moved(Function):
             None if tangents[0] is None else cls.apply(tangents[0], *ctx.saved_tensors, ctx.whole)
         )
 
+    @classmethod
+    def vmap(cls, info, in_dims, x, source, slots, whole) -> Any:
+        size = info.batch_size
+        if in_dims[1] is None and in_dims[2] is None:
+            return cls.apply(x.movedim(in_dims[0], 1), source, slots, whole), 1
+        source, slots = _lead_with(source, in_dims[1], size), _lead_with(slots, in_dims[2], size)
+        return cls.move_samples(x, in_dims[0], source, slots, whole), 0
+
 
 class _Copy(_Moved):
-    @staticmethod
-    def transpose():
-        return _Add
-
     @staticmethod
     def forward(x, source, slots, whole):
         return pick(x, source, whole)
 
     @staticmethod
-    def vmap(info, in_dims, x, source, slots, whole) -> Any:
-        size = info.batch_size
-        if in_dims[1] is None and in_dims[2] is None:
-            return _Copy.apply(x.movedim(in_dims[0], 1), source, slots, whole), 1
-        source, slots = _lead_with(source, in_dims[1], size), _lead_with(slots, in_dims[2], size)
-        length, rows = source.shape[1], slots.shape[1]
+    def move_samples(x, x_dim, source, slots, whole) -> Any:
+        size, length, rows = *source.shape, slots.shape[1]
         slots = shift_indices(slots, length)
-        if (
-            in_dims[0] is None
-        ):  # copies of one tensor's rows for all: slots of one row, side by side
+        if x_dim is None:  # copies of one tensor's rows for all: slots of one row, side by side
             slots = slots.transpose(0, 1).flatten(1)
         else:
-            x, slots = x.movedim(in_dims[0], 0).flatten(0, 1), slots.flatten(0, 1)
+            x, slots = x.movedim(x_dim, 0).flatten(0, 1), slots.flatten(0, 1)
             source = shift_indices(source, rows)
-        return _Copy.apply(x, source.flatten(), slots, whole).unflatten(0, (size, length)), 0
+        return _Copy.apply(x, source.flatten(), slots, whole).unflatten(0, (size, length))
 
 
 class _Add(_Moved):
-    @staticmethod
-    def transpose():
-        return _Copy
+    transpose = _Copy
 
     @staticmethod
     def forward(y, source, slots, whole):
@@ -198,15 +195,15 @@ class _Add(_Moved):
         return total
 
     @staticmethod
-    def vmap(info, in_dims, y, source, slots, whole) -> Any:
-        size = info.batch_size
-        if in_dims[1] is None and in_dims[2] is None:
-            return _Add.apply(y.movedim(in_dims[0], 1), source, slots, whole), 1
-        source, slots = _lead_with(source, in_dims[1], size), _lead_with(slots, in_dims[2], size)
-        y, rows = _lead_with(y, in_dims[0], size).flatten(0, 1), slots.shape[1]
+    def move_samples(y, y_dim, source, slots, whole) -> Any:
+        size, rows = slots.shape[:2]
+        y = _lead_with(y, y_dim, size).flatten(0, 1)
         slots = shift_indices(slots, source.shape[1]).flatten(0, 1)
         source = shift_indices(source, rows).flatten()
-        return _Add.apply(y, source, slots, whole).unflatten(0, (size, rows)), 0
+        return _Add.apply(y, source, slots, whole).unflatten(0, (size, rows))
+
+
+_Copy.transpose = _Add
 
 
 _c10d = torch.ops._c10d_functional
@@ -335,7 +332,7 @@ def wait_for_rows(rows: Tensor, axes: Sequence[Axis]) -> Tensor:
     if not isinstance(last, BoundAxis):
         return rows
     with last.record_wait():
-        out: Any = _Wait.apply(rows)
+        out: Any = Annotate.apply(lambda x: _c10d.wait_tensor(x).view_as(x), rows)
     return out
 
 
@@ -549,32 +546,6 @@ def _exchange_exact(
     if total == capacity:
         return _c10d.wait_tensor(got) if wait else got
     return torch.cat([_c10d.wait_tensor(got), x.new_zeros(capacity - total, *x.shape[1:])])
-
-
-class _Wait(Function):
-    """y = x, when it is there."""
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x):
-        return _c10d.wait_tensor(x).view_as(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *cotangents) -> Any:
-        return cotangents[0]
-
-    @staticmethod
-    def jvp(ctx, *tangents) -> Any:
-        return tangents[0].view_as(tangents[0])
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return _Wait.apply(x), in_dims[0]
 
 
 def _fake_exchange(x, axis, size, sends, receives, capacity, room=0):

@@ -61,38 +61,6 @@ def bound_axes(mesh: BoundMesh) -> tuple[list[BoundAxis], list[str]]:
     return axes, [name for name, size in mesh.shape.items() if size == 1]
 
 
-def run_rank(
-    program: Callable[[Callable, list], tuple[list, list[P | None]]],
-    fn: Callable,
-    axes: Sequence[BoundAxis | TracedAxis],
-    absent: Sequence[str],
-    values: Sequence[Any],
-    specs: Sequence[P | None],
-    *,
-    check: bool = False,
-) -> list:
-    """`program(fn, values)` on one rank's shards, over `axes` and those of size 1, `absent`.
-
-    The cotangent of an input is psummed over the axes that its spec does not mention (that of a
-    tensor `fn` closes over, over all of them), and the cotangent of an output is divided by their
-    sizes: JAX's convention at the boundary.
-    """
-    at_entry = functools.partial(_call_at_boundary, InputReplicated)
-    at_exit = functools.partial(_call_at_boundary, OutputReplicated)
-    with bind(axes, absent=absent, check=check):
-        local = [
-            value if spec is None else at_entry(value, spec_axes(spec), axes)
-            for value, spec in zip(values, specs, strict=True)
-        ]
-        hidden, close = hoist(fn)
-        closed = close([at_entry(tensor, (), axes) for tensor in hidden])
-        outputs, out_specs = program(closed, local)
-        return [
-            value if spec is None else at_exit(value, spec_axes(spec), axes)
-            for value, spec in zip(outputs, out_specs, strict=True)
-        ]
-
-
 def check_shapes(name: str, mesh: BoundMesh, leaves: Sequence[Any], paths: Sequence[str]) -> None:
     """Check that all ranks of `mesh` call a program with shards of the same shapes and dtypes.
 
@@ -110,13 +78,13 @@ def check_shapes(name: str, mesh: BoundMesh, leaves: Sequence[Any], paths: Seque
     }
     number = zlib.crc32(repr(mine).encode())
     with compat.no_transforms(), compat.no_dispatch_modes():
-        highest, lowest = _find_max(name, mesh, number, -number)
+        highest, lowest = _find_max(mesh, number, -number)
         if highest == -lowest:
             return
         everywhere: Any = [(mesh.coordinate, mine)]
-        for group in _groups(mesh).values():
-            parts: list = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, everywhere, group)
+        for axis in bound_axes(mesh)[0]:
+            parts: list = [None] * axis.size
+            dist.all_gather_object(parts, everywhere, compat.group(axis.group))
             everywhere = [row for part in parts for row in part]
     found = []
     for path in dict.fromkeys(path for _, shapes in everywhere for path in shapes):
@@ -131,30 +99,15 @@ def check_shapes(name: str, mesh: BoundMesh, leaves: Sequence[Any], paths: Seque
     raise_problems(f"{name} at {user_line()}: ranks disagree about its arguments", found)
 
 
-def _groups(mesh: BoundMesh) -> dict[str, dist.ProcessGroup]:
-    return {axis: compat.group(mesh.groups[axis]) for axis, size in mesh.shape.items() if size > 1}
-
-
-def _find_max(name: str, mesh: BoundMesh, *numbers: int) -> list[int]:
-    """The largest of all ranks' numbers, by an all-reduce per axis, for the call of `name`."""
+def _find_max(mesh: BoundMesh, *numbers: int) -> list[int]:
+    """The largest of all ranks' numbers, by an all-reduce per axis."""
     found = torch.tensor(numbers, device=mesh.device_type)
-    for axis, group in _groups(mesh).items():
-        recorder = mesh.recorder
-        if recorder is not None:
-            recorder.wait(recorder.enter("pmax", axis, found))
-        try:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group)
-        except RuntimeError as error:
-            raise_lost(error, f"the call of {name} over {axis!r} at {user_line()}")
-            raise
-        if recorder is not None:
-            recorder.leave()
+    for axis in bound_axes(mesh)[0]:
+        found = axis.send("pmax", found)
     return found.tolist()
 
 
-def _check_on_first(
-    name: str, mesh: BoundMesh, check: Callable[[], Exception | None]
-) -> Exception | None:
+def _check_on_first(mesh: BoundMesh, check: Callable[[], Exception | None]) -> Exception | None:
     """The error that `check()` finds on the first rank; where it finds one, each rank's own.
 
     For a check that simulates all ranks: each would do the same work, and those that share a
@@ -162,17 +115,14 @@ def _check_on_first(
     """
     found = check() if mesh.rank == 0 else None
     with compat.no_transforms(), compat.no_dispatch_modes():
-        (any_found,) = _find_max(name, mesh, int(found is not None))
+        (any_found,) = _find_max(mesh, int(found is not None))
     return check() if any_found and mesh.rank != 0 else found
 
 
-def _is_differentiated(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
-
-
-def _call_at_boundary(primitive: type, value: Any, mentioned: Sequence[str], axes: Sequence) -> Any:
-    if _is_differentiated(value) and value.is_floating_point():
-        return call_unmentioned(primitive, value, mentioned, axes)
+def _call_at_boundary(primitive: type, axes: Sequence, value: Any, spec: P | None) -> Any:
+    tracked = isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
+    if spec is not None and tracked and value.is_floating_point():
+        return call_unmentioned(primitive, value, spec_axes(spec), axes)
     return value
 
 
@@ -637,12 +587,22 @@ class MappedFunction:
         )
 
     def _call_one_rank(self, axes, absent, leaves, structure, specs, *, check=False) -> Any:
+        """The results of one rank's shards, over `axes` and those of size 1, `absent`.
+
+        The cotangent of an input is psummed over the axes that its spec does not mention (that of a
+        tensor closed over, over all of them), and the cotangent of an output is divided by their
+        sizes: JAX's convention at the boundary.
+        """
         result = _Result()
-        outputs = run_rank(
-            lambda f, values: self._make_body(f, structure, result)(values),
-            self.f, axes, absent, leaves, specs, check=check,
-        )  # fmt: skip
-        return tree.unflatten(result.structure, outputs)
+        at_entry = functools.partial(_call_at_boundary, InputReplicated, axes)
+        at_exit = functools.partial(_call_at_boundary, OutputReplicated, axes)
+        with bind(axes, absent=absent, check=check):
+            local = [at_entry(*row) for row in zip(leaves, specs, strict=True)]
+            hidden, close = hoist(self.f)
+            f = close([at_entry(tensor, P()) for tensor in hidden])
+            outputs, out_specs = self._make_body(f, structure, result)(local)
+            made = [at_exit(*row) for row in zip(outputs, out_specs, strict=True)]
+        return tree.unflatten(result.structure, made)
 
     def _check_once(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> None:
         key = _signature(structure, leaves)
@@ -666,7 +626,7 @@ class MappedFunction:
                 return error
             return None
 
-        error = check() if alone else _check_on_first(self.name, mesh, check)
+        error = check() if alone else _check_on_first(mesh, check)
         if isinstance(error, VaryingOutputError):
             raise ValueError(str(error))
         if isinstance(error, RuntimeError):

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from functron.core import compat
-from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.typing import Tensor
+from functron.spmd.primitives import Annotate
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("checkpoint_name(Tensor(a) x, str name) -> Tensor(a)")
@@ -168,32 +168,3 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         return x  # only remat and tracing, which are modes, read names
     out: Any = Annotate.apply(CHECKPOINT_NAME, x, name)
     return out
-
-
-class Annotate(Function):
-    """y = op(x, *rest) has the numbers of x; its cotangent and tangent are those of x.
-
-    The operation runs on plain tensors, below all transforms.
-    """
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(op, x, *rest):
-        return op(x, *rest)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.num_rest = len(inputs) - 2
-
-    @staticmethod
-    def backward(ctx, *cotangents) -> Any:
-        return None, cotangents[0], *[None] * ctx.num_rest
-
-    @staticmethod
-    def jvp(ctx, *tangents) -> Any:
-        return tangents[1].view_as(tangents[1])
-
-    @staticmethod
-    def vmap(info, in_dims, op, x, *rest):
-        return Annotate.apply(op, x, *rest), in_dims[1]

@@ -44,8 +44,9 @@ from functron.core.errors import nearest, public
 from functron.core.scopes import in_phase, in_scopes, scope_names
 from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
+from functron.spmd.primitives import Annotate
 from functron.transforms.gradient import replace_at, rule_vjp, split_tensors
-from functron.transforms.policies import CHECKPOINT_NAME, DOTS, Annotate, RematPolicy, nothing
+from functron.transforms.policies import CHECKPOINT_NAME, DOTS, RematPolicy, nothing
 
 
 class CallSite:

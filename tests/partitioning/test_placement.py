@@ -17,7 +17,6 @@ from functron.partitioning.placement import (
     ValuePlacement,
     fits,
     from_letters,
-    into_letters,
     local_shape,
     move,
     move_cost,
@@ -26,6 +25,7 @@ from functron.partitioning.placement import (
     spec_of,
     steps,
 )
+from functron.partitioning.propagate import slot_of
 
 SHAPE = (8, 16)
 MESHES = {"2": {"tp": 2}, "4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}, "2x4": {"dp": 2, "tp": 4}}
@@ -154,12 +154,11 @@ def test_letters_of_a_dim(letters, data):
     sizes = {"dp": 2, "tp": 4}
     size = math.prod(letters)
     outer = data.draw(st.sampled_from([o for o in range(1, size + 1) if size % o == 0]))
-    digits = (Digit(outer, data.draw(st.sampled_from(["dp", "tp"]))),)
-    if not fits(digits, size, sizes):
+    axis, names = data.draw(st.sampled_from(["dp", "tp"])), "abc"[: len(letters)]
+    digits = (Digit(outer, axis),)
+    slot = slot_of(names, dict(zip(names, letters, strict=True)), outer)
+    if slot is None or not fits(digits, size, sizes):
         return
-    rows, left = into_letters(digits, letters, sizes)
-    if not left:
-        assert from_letters(zip(letters, rows, strict=True)) == digits
-    else:
-        assert rows == [()] * len(letters)
-        assert left == digits
+    rows = zip(names, letters, strict=True)
+    inside = ((n, (Digit(slot[1], axis),) if name == slot[0] else ()) for name, n in rows)
+    assert from_letters(inside) == digits
