@@ -39,7 +39,7 @@ from functron.program.equations import (
 from functron.program.overlap import is_statement, order_equations, waits
 from functron.program.text import axis_of
 from functron.spmd import ragged
-from functron.spmd.axes import define_op, permute_ranks
+from functron.spmd.axes import STARTS, define_op, permute_ranks
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -377,21 +377,7 @@ def _wait_for(graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node]) ->
 
 
 _LOWERINGS: dict[str, Callable[..., fx.Node]] = {
-    "psum": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "sum", group)),
-    "pmax": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "max", group)),
-    "pmin": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "min", group)),
-    "pbroadcast": lambda call, group, x, size, source: call(
-        _c10d.broadcast.default, (x, source, group)
-    ),
-    "all_gather": lambda call, group, x, size: call(
-        _c10d.all_gather_into_tensor.default, (call(_aten.unsqueeze.default, (x, 0)), size, group)
-    ),
-    "psum_scatter": lambda call, group, x, size: call(
-        _c10d.reduce_scatter_tensor.default, (x, "sum", size, group)
-    ),
-    "all_to_all": lambda call, group, x, size: call(
-        _c10d.all_to_all_single.default, (x, [1] * size, [1] * size, group)
-    ),
+    **STARTS,
     "ppermute": lambda call, group, x, size, sources, destinations: call(
         torch.ops.functron.permute_ranks.default, (x, group, list(sources), list(destinations))
     ),

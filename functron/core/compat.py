@@ -175,6 +175,11 @@ def _apply_mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any
     return wrap_outputs_maintaining_identity(output, given, operands, wrapped, out_dims=out_dims)
 
 
+def leading(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    """`x` with its mapped dim first, as a vmap rule gets it; expanded where it has none."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
 no_overrides = torch._C.DisableTorchFunctionSubclass
 """A with block in which subclasses of tensors do not see what is done with them."""
 transforms_active = torch._C._are_functorch_transforms_active

@@ -73,11 +73,6 @@ def register_dataclass(cls: type) -> type:
     return cls
 
 
-def path_string(path: tuple) -> str:
-    """A path of keys and positions as text: ``("blocks", 0, "up")`` is ``"blocks/0/up"``."""
-    return "/".join(str(entry) for entry in path)
-
-
 def paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The path of every leaf, in leaf order. The path of a lone leaf is ``""``.
 
@@ -94,7 +89,7 @@ def paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]
 def _paths(shape: Structure) -> tuple[str, ...]:
     accessors = optree.treespec_accessors(shape)
     return tuple(
-        path_string(tuple(getattr(step, "field", step.entry) for step in accessor))
+        "/".join(str(getattr(step, "field", step.entry)) for step in accessor)
         for accessor in accessors
     )
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import torch
 
 from functron.core import compat, tree
-from functron.core.compat import Function
+from functron.core.compat import Function, leading
 from functron.core.errors import nearest
 from functron.core.typing import Tensor
 from functron.ops.launch import KernelArgument, cuda, usable
@@ -322,11 +322,6 @@ def map_batch(num: int) -> Callable:
         return tuple(x.unflatten(0, (size, len(x) // size)) for x in out), (0,) * len(out)
 
     return rule
-
-
-def leading(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    """`x` with its mapped dim first; expanded where it has none."""
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 TYPES: Mapping[torch.dtype, str] = MappingProxyType(

@@ -322,11 +322,6 @@ def _record_call(
     return recorder.emit(op, operands, _describe_values(results))
 
 
-def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf of a tree is a tensor."""
-    return isinstance(leaf, torch.Tensor)
-
-
 def _describe_values(values: Iterable[Var | torch.Tensor]) -> list[tuple]:
     """Shape, contiguous strides, dtype and device of each."""
     return [(v.shape, contiguous_strides(v.shape), v.dtype, v.device) for v in values]
@@ -390,8 +385,8 @@ def fake_leaves(leaves: Sequence[Any], shapes: Sequence[Any]) -> list:
     """Fake tensors of these shapes in the place of tensors, and static values as they are."""
     with aside(), FakeTensorMode():
         return [
-            torch.empty(shape, dtype=leaf.dtype, device=leaf.device) if is_tensor(leaf) else leaf
-            for leaf, shape in zip(leaves, shapes, strict=True)
+            torch.empty(shape, dtype=x.dtype, device=x.device) if isinstance(x, torch.Tensor) else x
+            for x, shape in zip(leaves, shapes, strict=True)
         ]
 
 
@@ -515,13 +510,11 @@ def inline_views(block: Block) -> Block:
 def _inline_block(block: Block, fresh: Fresh) -> Block:
     equations: list[Equation] = []
     for equation in _fuse_losses(_use_boolean_masks(_drop_repeated_views(block), block), block):
-        if isinstance(equation.op, Scan):
-            op: Any = replace(equation.op, body=_inline_block(equation.op.body, fresh))
-            equations.append(replace(equation, op=op))
-        elif hasattr(equation.op, "body"):
-            op = equation.op
-            back = op.backward and _inline_block(op.backward, fresh)
-            op = replace(op, body=_inline_block(op.body, fresh), backward=back)
+        op: Any = equation.op
+        if hasattr(op, "body"):
+            back = getattr(op, "backward", None)
+            more = {"backward": _inline_block(back, fresh)} if back else {}
+            op = replace(op, body=_inline_block(op.body, fresh), **more)
             equations.append(replace(equation, op=op))
         elif equation.name in ("addmm", "baddbmm") or (
             equation.name == "convolution" and equation.args[2] is not None

@@ -44,7 +44,6 @@ from functron.partitioning.global_view import (
     fake_leaves,
     global_program,
     inline_views,
-    is_tensor,
     pin_scope_results,
     recompute_scopes,
     scopes_text,
@@ -272,7 +271,7 @@ class Partitioned(MappedFunction):
 
     def _rank(self, *args):
         made = self._last = self._plan_for(args, whole=False)
-        leaves = [*filter(is_tensor, tree.leaves(args))]
+        leaves = [leaf for leaf in tree.leaves(args) if isinstance(leaf, torch.Tensor)]
         refuse_tracked(self.name, made.constants)
         constants = [x.detach() for x in made.constants]
         # differentiated from outside, gradients in the function are differentiated a second time
@@ -282,12 +281,12 @@ class Partitioned(MappedFunction):
         return tree.unflatten(made.out_structure, outputs)
 
     def _plan_for(self, args: tuple, *, whole: bool) -> _FunctionPlan:
-        prefix = (self.in_specs,) * len(args) if is_spec(self.in_specs) else tuple(self.in_specs)
         leaves, structure = tree.flatten(args)
+        prefix = self._spec_prefix(args)
         specs = tree.broadcast_prefix(prefix, args, is_leaf=is_spec, what="in_specs")
         looks = []
         for leaf, spec in zip(leaves, specs, strict=True):
-            if is_tensor(leaf):
+            if isinstance(leaf, torch.Tensor):
                 shape = tuple(leaf.shape)
                 shape = shape if whole else sharding.global_shape(shape, spec, self.mesh)
                 looks.append((shape, leaf.dtype, leaf.device))
@@ -318,7 +317,8 @@ class Partitioned(MappedFunction):
         )
         sizes = {name: size for name, size in mesh.axes if size > 1}
         settings = PartitionSettings(sizes, **self._settings, pins=tuple(pins))
-        given = [spec for leaf, spec in zip(leaves, specs, strict=True) if is_tensor(leaf)]
+        rows = zip(leaves, specs, strict=True)
+        given = [spec for leaf, spec in rows if isinstance(leaf, torch.Tensor)]
         inputs = []
         for value in program.inputs:
             spec = given[len(inputs)] if value.role == "argument" else P()

@@ -103,11 +103,6 @@ class ValuePlacement:
         return text
 
 
-def replicated_placement(num_dims: int) -> ValuePlacement:
-    """Every rank holds all of it."""
-    return ValuePlacement(((),) * num_dims)
-
-
 def placement_of(spec: P, num_dims: int, sizes: Sizes) -> ValuePlacement:
     """The placement of a spec."""
     dims = []

@@ -40,7 +40,6 @@ from functron.partitioning.placement import (
     from_letters,
     local_shape,
     placement_of,
-    replicated_placement,
     spec_of,
 )
 from functron.partitioning.rules import Labels, MakeRule, PartitionRule, rule_of, whole
@@ -223,17 +222,14 @@ class Spread:
         places: by value and axis the places, each with a set of inputs as bits.
     """
 
-    def __init__(self, settings: PartitionSettings):
+    def __init__(self, settings: PartitionSettings, block: Block, inputs: Sequence[ValuePlacement]):
         self.settings = settings
-        self.places: dict[Var, dict[str, dict[DimBlocks, int]]] = {}
+        self.places: dict[Var, dict[str, dict[DimBlocks, int]]] = {
+            var: {axis: {place: 1 << bit} for axis, place in placement.split.items()}
+            for bit, (var, placement) in enumerate(zip(block.inputs, inputs, strict=True))
+        }
         self._bytes: dict[tuple[str, int], int] = {}  # per axis and set of inputs
-
-    def start(self, var: Var, placement: ValuePlacement, bit: int) -> None:
-        """Let an input split its dims by `placement`."""
-        found = self.places.setdefault(var, {})
-        for axis, place in placement.split.items():
-            row = found.setdefault(axis, {})
-            row[place] = row.get(place, 0) | 1 << bit
+        self.block(block)
 
     def reach(self, var: Var, axis: str, place: DimBlocks) -> int:
         """The bytes of values that the split of `var` comes to, from the furthest of its inputs."""
@@ -393,11 +389,7 @@ def plan_block(
     outputs: Sequence[ValuePlacement | None],
 ) -> LocalBlock:
     """The plan of a program's block; placements of inputs and outputs are as of `Planner.plan`."""
-    spread = Spread(settings)
-    for bit, (var, placement) in enumerate(zip(block.inputs, inputs, strict=True)):
-        spread.start(var, placement, bit)
-    spread.block(block)
-    return Planner(settings, spread).plan(block, inputs, outputs)
+    return Planner(settings, Spread(settings, block, inputs)).plan(block, inputs, outputs)
 
 
 class Planner:
@@ -567,7 +559,7 @@ class _State:
             return self._custom_vjp(equation, op, operands, moves)
         pins: list[ValuePlacement | None] = [None] * len(op.body.outputs)
         if op.num_moving:
-            pins[0] = replicated_placement(0)
+            pins[0] = ValuePlacement(())
         plan = self.planner.plan(op.body, operands, pins)
         results = [*_place_outputs(plan.outputs), *map(self._share, operands[: op.num_moving])]
         self.placed.update(zip(equation.results, results, strict=True))
@@ -597,7 +589,7 @@ class _State:
 
 
 def _place_outputs(outputs: Sequence[ValuePlacement | None]) -> list[ValuePlacement]:
-    return [placement or replicated_placement(0) for placement in outputs]
+    return [placement or ValuePlacement(()) for placement in outputs]
 
 
 class AxisChoice:

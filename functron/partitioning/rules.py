@@ -415,13 +415,6 @@ def _squeeze_order(equation: Equation, num_dims: int) -> list[int]:
     return [i for i in range(num_dims) if i not in dims or shape[i] != 1]
 
 
-def _expand_rule(equation: Equation) -> PartitionRule:
-    (x,), (y,) = equation.operands, equation.results
-    labels = _dims(y.shape)
-    given = _align_labels(x, y.shape, labels)
-    return _rule(equation, (given,), (labels,), linear=_FIRST_LINEAR, run=shards.expand)
-
-
 def _repeat_rule(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     offset = len(y.shape) - len(x.shape)
@@ -660,11 +653,10 @@ def _nll_loss(equation: Equation) -> PartitionRule:
     labels = _dims(x.shape)
     rows = labels[:-1]
     results = (rows if _argument(equation, "reduction") == 0 else (), ())
-    inside = {letter for row in labels for letter in row}
     operands = (labels, rows[: len(target.shape)], *((labels[-1],) for _ in weight))
     whole = frozenset(labels[-1]) if weight else frozenset()
     run = getattr(shards, equation.name.removesuffix("_forward"))
-    inside = frozenset(inside) - whole
+    inside = frozenset(letter for row in labels for letter in row) - whole
     return _rule(equation, operands, results, inside=inside, whole=whole, run=run)
 
 
@@ -817,8 +809,7 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         "checkpoint_name": pointwise((0,), run=shards.name),
         "_to_copy": _linear_if(_keeps_dtype),
         "masked_fill": _linear_if(lambda e: e.args[2] == 0),
-        **_rows("zero zeros_like ones_like full_like empty_like", pointwise()),
-        **_rows("check_ids", pointwise()),
+        **_rows("zero zeros_like ones_like full_like empty_like check_ids", pointwise()),
         **_rows("arange full zeros ones scalar_tensor empty eye linspace", whole),
         **_rows("tril_indices triu_indices", whole),
         **_rows("new_zeros new_ones new_full new_empty", _like),
@@ -833,8 +824,8 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         "_softmax": along(split=shards.softmax),
         "_safe_softmax": along(split=shards.safe_softmax),
         "_log_softmax": along(split=shards.log_softmax),
-        **_rows("cumsum", along(linear=True)),
-        **_rows("cumprod sort topk argsort flip kthvalue logcumsumexp", along()),
+        "cumsum": along(linear=True),
+        **_rows("cumprod sort topk argsort kthvalue logcumsumexp", along()),
         "flip": along("dims", linear=True),
         "roll": along("dims", linear=True),
         **_rows("native_layer_norm _fused_rms_norm", _layer_norm),
@@ -849,7 +840,7 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         "squeeze": _reorder_rule(
             _squeeze_order, run=shards.reshape
         ),  # one place may be a rank's part
-        "expand": _expand_rule,
+        "expand": pointwise((0,), run=shards.expand),
         "repeat": _repeat_rule,
         **_rows("split split_with_sizes unsafe_split chunk", _split_rule),
         **_rows("select slice narrow", _select_rule),

@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.partitioning.global_view import (
@@ -29,7 +31,6 @@ from functron.partitioning.global_view import (
     fake_leaves,
     global_program,
     inline_views,
-    is_tensor,
 )
 from functron.partitioning.placement import CollectiveCost, local_shape, placement_of
 from functron.partitioning.propagate import (
@@ -114,8 +115,8 @@ def search(
     _check(mesh, args[:1], axes, memory_bytes)
     leaves, structure = tree.flatten(args)
     specs = tree.broadcast_prefix(tuple(in_specs), args, is_leaf=is_spec, what="in_specs")
-    rows = [(x, spec) for x, spec in zip(leaves, specs, strict=True) if is_tensor(x)]
-    fakes = fake_leaves(leaves, [x.shape if is_tensor(x) else () for x in leaves])
+    rows = [(x, s) for x, s in zip(leaves, specs, strict=True) if isinstance(x, torch.Tensor)]
+    fakes = fake_leaves(leaves, [getattr(x, "shape", ()) for x in leaves])
     program, pins = global_program(fn, tree.unflatten(structure, fakes))
     block = inline_views(program.block)
     _refuse_calls(block)
@@ -147,7 +148,7 @@ def _check(mesh: Mesh, args: tuple, axes: Sequence[str], memory_bytes: int) -> N
     problems += [
         Problem(path, type(leaf).__name__, "a tensor", "pass it as another argument")
         for path, leaf in zip(tree.paths(args), tree.leaves(args), strict=True)
-        if not is_tensor(leaf)
+        if not isinstance(leaf, torch.Tensor)
     ]
     if memory_bytes <= 0:
         problems.append(Problem("memory_bytes", str(memory_bytes), "more than 0"))

@@ -104,7 +104,7 @@ class TracedAxis:
 
 
 AxisNames = str | Sequence[str]
-_c10d = torch.ops._c10d_functional
+_c10d, _aten = torch.ops._c10d_functional, torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +238,8 @@ class BoundAxis:
                 place = self.index, self.size, self.group
                 result = permute_ranks(x, sources, targets, wait, *place)
             else:
-                result = _c10d.wait_tensor(_STARTS[op](self, x, *operands))
+                start = STARTS[op](_call, self.group, x, self.size, *operands)
+                result = _c10d.wait_tensor(start)
         except RuntimeError as error:
             raise_lost(error, f"{op} over {self.name!r} at {user_line()}")
             raise
@@ -251,16 +252,31 @@ class BoundAxis:
         return x.view_as(x)
 
 
-_STARTS: Mapping[str, Callable[..., torch.Tensor]] = {
-    "psum": lambda axis, x: _c10d.all_reduce(x, "sum", axis.group),
-    "pmax": lambda axis, x: _c10d.all_reduce(x, "max", axis.group),
-    "pmin": lambda axis, x: _c10d.all_reduce(x, "min", axis.group),
-    "pbroadcast": lambda axis, x, source: _c10d.broadcast(x, source, axis.group),
-    "all_gather": lambda axis, x: _c10d.all_gather_into_tensor(x[None], axis.size, axis.group),
-    "psum_scatter": lambda axis, x: _c10d.reduce_scatter_tensor(x, "sum", axis.size, axis.group),
-    "all_to_all": lambda axis, x: _c10d.all_to_all_single(x, *[[1] * axis.size] * 2, axis.group),
+def _call(op: Callable, args: tuple) -> torch.Tensor:
+    return op(*args)
+
+
+STARTS: Mapping[str, Callable[..., Any]] = {
+    "psum": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "sum", group)),
+    "pmax": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "max", group)),
+    "pmin": lambda call, group, x, size: call(_c10d.all_reduce.default, (x, "min", group)),
+    "pbroadcast": lambda call, group, x, size, source: call(
+        _c10d.broadcast.default, (x, source, group)
+    ),
+    "all_gather": lambda call, group, x, size: call(
+        _c10d.all_gather_into_tensor.default, (call(_aten.unsqueeze.default, (x, 0)), size, group)
+    ),
+    "psum_scatter": lambda call, group, x, size: call(
+        _c10d.reduce_scatter_tensor.default, (x, "sum", size, group)
+    ),
+    "all_to_all": lambda call, group, x, size: call(
+        _c10d.all_to_all_single.default, (x, [1] * size, [1] * size, group)
+    ),
 }
-"""The start of each collective on processes; its result must be waited for."""
+"""The start of each collective over the processes of a group; its result must be waited for.
+
+``call(operation, args)`` runs an operation, or makes a node of a graph.
+"""
 
 Axis = SimulatedAxis | BoundAxis | TracedAxis
 

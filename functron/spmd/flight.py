@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from functron.core.errors import is_library, refuse
+from functron.core.errors import is_library
 
 EVERYWHERE = "all ranks"
 """The name of an axis where all processes of a job take part."""
@@ -448,8 +448,6 @@ def describe(recorder: FlightRecorder, waiting: Waiting | None) -> Mapping[str, 
     if waiting is None:
         return None
     kind = waiting.kind
-    if kind.axis not in recorder.ranks:
-        refuse("cannot describe a collective", "axis", kind.axis, "one that the recorder knows")
     return {
         "op": kind.op,
         "axis": kind.axis,

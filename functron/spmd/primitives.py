@@ -124,6 +124,7 @@ class _Primitive(Function):
     communicates = True  # forward does
     op = ""  # as functron.lax names it
     across: Callable[..., tuple[torch.Tensor, int | None]]
+    transposed: type[_Primitive] | None = None
 
     @classmethod
     def call(cls, x: torch.Tensor, axis: Axis, **options: Any) -> torch.Tensor:
@@ -148,7 +149,7 @@ class _Primitive(Function):
     @classmethod
     def transpose(cls, cotangent, token, call):
         """The cotangent of the operand."""
-        return cls.apply(cotangent, token, call)
+        return (cls.transposed or cls).apply(cotangent, token, call)
 
     @classmethod
     def forward(cls, x, token, call):
@@ -158,9 +159,9 @@ class _Primitive(Function):
         sent = x.to(torch.uint8) if x.dtype == torch.bool else x  # which every backend can send
         return cls.send(sent.contiguous(), call.axis, call).to(x.dtype)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.token, ctx.call = inputs[1:]
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        ctx.op, (_, ctx.token, ctx.call) = cls.op, inputs
         ctx.set_materialize_grads(False)
 
     @classmethod
@@ -258,54 +259,44 @@ class Broadcast(Psum):
         return x, None
 
 
-def _refuse_derivative(name: str, axis: str):
-    raise ValueError(
-        f"{name} over {axis!r} has no derivative: "
-        f"write {name}(lax.stop_gradient(x), ...) where it must not be differentiated"
-    )
+class _Underivable(Function):
+    """An operation of which derivatives are refused; its context knows the `op` and the `call`."""
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        if cotangents[0] is not None:
+            raise ValueError(
+                f"{ctx.op} over {ctx.call.axis.name!r} has no derivative: write "
+                f"{ctx.op}(lax.stop_gradient(x), ...) where it must not be differentiated"
+            )
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        return None if tangents[0] is None else _Underivable.backward(ctx, *tangents)
 
 
-class _Extremum(_Primitive):
+class _Extremum(_Underivable, _Primitive):
     """pmax or pmin: no derivative, and the same value if all ranks have the same."""
 
     @classmethod
     def across(cls, x, call):
         return _ExtremumOfRanks.apply(x, cls.op, call), None
 
-    @classmethod
-    def backward(cls, ctx, cotangent):
-        if cotangent is not None:
-            _refuse_derivative(cls.op, ctx.call.axis.name)
-        return None, None, None
 
-    @classmethod
-    def jvp(cls, ctx, tangent, *_):
-        return None if tangent is None else _refuse_derivative(cls.op, ctx.call.axis.name)
-
-
-class _ExtremumOfRanks(Function):
+class _ExtremumOfRanks(_Underivable):
     """The extremum over dim 0, the simulated ranks, which refuses a derivative from outside too."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, name, call):
-        return x.amax(0) if name == "pmax" else x.amin(0)
+    def forward(x, op, call):
+        return x.amax(0) if op == "pmax" else x.amin(0)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.name, ctx.call = inputs
+        _, ctx.op, ctx.call = inputs
         ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        if cotangents[0] is not None:
-            _refuse_derivative(ctx.name, ctx.call.axis.name)
-        return None, None, None
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        return None if tangents[0] is None else _refuse_derivative(ctx.name, ctx.call.axis.name)
 
 
 class Pmax(_Extremum):
@@ -333,10 +324,6 @@ class AllGather(_Primitive):
     @staticmethod
     def replicated(x, size, call):
         return x.unsqueeze(0).expand(size, *x.shape), None
-
-    @staticmethod
-    def transpose(cotangent, token, call):
-        return PsumScatter.apply(cotangent, token, call)
 
 
 class AllGatherAs(AllGather):
@@ -403,6 +390,7 @@ class PsumScatter(_Primitive):
 
     op = "psum_scatter"
     batch_dim_in = 1
+    transposed = AllGather
 
     @staticmethod
     def across(x, call):
@@ -412,9 +400,8 @@ class PsumScatter(_Primitive):
     def replicated(x, size, call):
         return x * size, 0
 
-    @staticmethod
-    def transpose(cotangent, token, call):
-        return AllGather.apply(cotangent, token, call)
+
+AllGather.transposed = PsumScatter
 
 
 class AllToAll(_Primitive):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from functron.core import compat
-from functron.core.compat import Function
+from functron.core.compat import Function, leading
 from functron.core.errors import public
 from functron.core.typing import Int, Shaped, Tensor
 from functron.spmd.axes import (
@@ -163,7 +163,7 @@ class _Moved(Function):
         size = info.batch_size
         if in_dims[1] is None and in_dims[2] is None:
             return cls.apply(x.movedim(in_dims[0], 1), source, slots, whole), 1
-        source, slots = _lead_with(source, in_dims[1], size), _lead_with(slots, in_dims[2], size)
+        source, slots = leading(source, in_dims[1], size), leading(slots, in_dims[2], size)
         return cls.move_samples(x, in_dims[0], source, slots, whole), 0
 
 
@@ -197,7 +197,7 @@ class _Add(_Moved):
     @staticmethod
     def move_samples(y, y_dim, source, slots, whole) -> Any:
         size, rows = slots.shape[:2]
-        y = _lead_with(y, y_dim, size).flatten(0, 1)
+        y = leading(y, y_dim, size).flatten(0, 1)
         slots = shift_indices(slots, source.shape[1]).flatten(0, 1)
         source = shift_indices(source, rows).flatten()
         return _Add.apply(y, source, slots, whole).unflatten(0, (size, rows))
@@ -440,8 +440,8 @@ class RaggedAllToAll(Function):
             # one pattern for all samples: they are a part of what a row is
             moved = x.movedim(x_dim, samples)
             return RaggedAllToAll.apply(moved, sends, receives, token, call), samples
-        x, sends = _lead_with(x, x_dim, size), _lead_with(sends, sends_dim, size)
-        receives = _lead_with(receives, receives_dim, size)
+        x, sends = leading(x, x_dim, size), leading(sends, sends_dim, size)
+        receives = leading(receives, receives_dim, size)
         if token_dim is not None:
             return exchange_of_ranks(x, sends, call.capacity), 0
         if samples == 1:
@@ -450,10 +450,6 @@ class RaggedAllToAll(Function):
         flat = (value.flatten(0, 1) for value in (x, sends, receives))
         out: Any = RaggedAllToAll.apply(*flat, token, call)
         return out.unflatten(0, shape), 0
-
-
-def _lead_with(value: Tensor, dim: int | None, size: int) -> Tensor:
-    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
 
 
 def exchange_of_ranks(x: Tensor, sends: Tensor, capacity: int) -> Tensor:

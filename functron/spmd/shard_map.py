@@ -463,30 +463,24 @@ class MappedFunction:
             )
         return tuple(self.in_specs)
 
-    def _make_body(self, f: Callable, structure: tree.Structure, result: _Result, recorder=None):
-        """`f` on flat values, its flat outputs matched with their specs and checked."""
-
-        def body(values: list) -> tuple[list, list[P | None]]:
-            out = f(*_make_arguments(structure, values))
-            outputs, result.structure = tree.flatten(out)
-            title = f"shard_map cannot assemble what {self.name} returns"
-            refuse_holders(title, "output", out)
-            specs = tree.broadcast_prefix(
-                self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
-            )
-            if scope().check:
-                idle = [name for name in self._own if name not in (scope().named or ())]
-                refuse_idle(f"{self._describe_function()} on Mesh({self.mesh})", self.mesh, idle)
-                mine, paths = self._mapped.axis_names, tree.paths(out)
-                check_outputs(outputs, specs, paths, mine, self._describe_function(), recorder)
-            self._check_ranks(outputs, specs, tree.paths(out))
-            return outputs, specs
-
-        return body
-
-    def _check_ranks(self, outputs: list, specs: list, paths: list[str]) -> None:
+    def _compute(
+        self, f: Callable, structure: tree.Structure, recorder: LineRecorder | None, values: list
+    ) -> tuple[list, list[P | None], tree.Structure]:
+        """`f` of flat values: its flat outputs with their specs, checked, and their structure."""
+        out = f(*_make_arguments(structure, values))
+        (outputs, made), paths = tree.flatten(out), tree.paths(out)
+        title = f"shard_map cannot assemble what {self.name} returns"
+        refuse_holders(title, "output", out)
+        specs = tree.broadcast_prefix(
+            self.out_specs, out, is_leaf=is_spec, what="out_specs", wanted="a P, or containers"
+        )
+        if scope().check:
+            idle = [name for name in self._own if name not in (scope().named or ())]
+            refuse_idle(f"{self._describe_function()} on Mesh({self.mesh})", self.mesh, idle)
+            mine, where = self._mapped.axis_names, self._describe_function()
+            check_outputs(outputs, specs, paths, mine, where, recorder)
         raise_problems(
-            f"shard_map cannot assemble what {self.name} returns",
+            title,
             [
                 Problem(
                     f"output {path}",
@@ -500,6 +494,7 @@ class MappedFunction:
                 and (not isinstance(value, torch.Tensor) or value.dim() < len(spec))
             ],
         )
+        return outputs, specs, made
 
     def _describe_function(self) -> str:
         code = getattr(self.f, "__code__", None)
@@ -507,13 +502,13 @@ class MappedFunction:
         return f"{self.name}{at}"
 
     def _simulate(self, leaves: list, structure, specs: list) -> Any:
-        mesh, result = self._mapped.mesh, _Result()
-        key = _signature(structure, leaves)
+        mesh, key = self._mapped.mesh, _signature(structure, leaves)
         new = self.check and (key is None or key not in self._checked)
         try:
-            body = self._make_body(self.f, structure, result)
-            outputs = run_ranks(body, mesh, leaves, specs, check=self.check, shares=new)
+            body = functools.partial(self._compute, self.f, structure, None)
+            made = run_ranks(body, mesh, leaves, specs, check=self.check, shares=new)
             self._checked.add(key)
+            return made
         except VaryingOutputError as error:
             self._explain(mesh, leaves, structure, specs)
             raise ValueError(str(error)) from None
@@ -521,7 +516,6 @@ class MappedFunction:
             if (means := explain_error(error)) is None:
                 raise
             raise ValueError(means).with_traceback(error.__traceback__) from None
-        return tree.unflatten(result.structure, outputs)
 
     def _explain(self, mesh: Mesh, leaves: list, structure, specs: list) -> None:
         """Run again on fake tensors to name the source lines of outputs that failed the check."""
@@ -532,22 +526,27 @@ class MappedFunction:
         except Exception:  # the message without lines stands where this finds none
             return
 
-    def _check_abstractly(self, mesh: Mesh, leaves: list, structure, specs: list) -> None:
-        """Simulate on fake tensors of global shape; nothing is computed or allocated."""
-        hidden, close = hoist(self.f)
+    def _check_abstractly(
+        self, mesh: Mesh | BoundMesh, leaves: list, structure, specs: list
+    ) -> None:
+        """Simulate on fake tensors of global shape; nothing is computed or allocated.
+
+        Leaves are shards on a bound mesh, and global values otherwise.
+        """
+        bound, (hidden, close) = isinstance(mesh, BoundMesh), hoist(self.f)
         with (
             compat.no_transforms(),
             FakeTensorMode(allow_non_fake_inputs=True),
             LineRecorder() as r,
         ):
-            empty = [
-                torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-                if isinstance(leaf, (torch.Tensor, _Abstract)) and spec is not None
-                else leaf
-                for leaf, spec in zip(leaves, specs, strict=True)
-            ]
+            empty = list(leaves)
+            for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+                if isinstance(leaf, torch.Tensor) and spec is not None:
+                    shape = sharding.global_shape(leaf.shape, spec, mesh) if bound else leaf.shape
+                    empty[i] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
             f = close([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in hidden])
-            run_ranks(self._make_body(f, structure, _Result(), r), mesh, empty, specs, check=True)
+            body = functools.partial(self._compute, f, structure, r)
+            run_ranks(body, mesh.mesh, empty, specs, check=True)
 
     def _run_bound(self, leaves: list, structure, specs: list) -> Any:
         assert isinstance(self._mapped, BoundMesh)
@@ -593,16 +592,15 @@ class MappedFunction:
         tensor closed over, over all of them), and the cotangent of an output is divided by their
         sizes: JAX's convention at the boundary.
         """
-        result = _Result()
         at_entry = functools.partial(_call_at_boundary, InputReplicated, axes)
         at_exit = functools.partial(_call_at_boundary, OutputReplicated, axes)
         with bind(axes, absent=absent, check=check):
             local = [at_entry(*row) for row in zip(leaves, specs, strict=True)]
             hidden, close = hoist(self.f)
             f = close([at_entry(tensor, P()) for tensor in hidden])
-            outputs, out_specs = self._make_body(f, structure, result)(local)
+            outputs, out_specs, result = self._compute(f, structure, None, local)
             made = [at_exit(*row) for row in zip(outputs, out_specs, strict=True)]
-        return tree.unflatten(result.structure, made)
+        return tree.unflatten(result, made)
 
     def _check_once(self, mesh: BoundMesh, leaves: list, structure, specs: list) -> None:
         key = _signature(structure, leaves)
@@ -612,16 +610,10 @@ class MappedFunction:
         alone = compat.dispatch_modes_active()  # a recorder refuses what runs on processes
         if not alone:
             check_shapes(self.name, mesh, leaves, paths)
-        abstract = [
-            _Abstract(sharding.global_shape(leaf.shape, spec, mesh), leaf.dtype, leaf.device)
-            if isinstance(leaf, torch.Tensor) and spec is not None
-            else leaf
-            for leaf, spec in zip(leaves, specs, strict=True)
-        ]
 
         def check() -> Exception | None:
             try:
-                self._check_abstractly(mesh.mesh, abstract, structure, specs)
+                self._check_abstractly(mesh, leaves, structure, specs)
             except Exception as error:
                 return error
             return None
@@ -639,22 +631,6 @@ class MappedFunction:
         elif error is not None:
             raise error
         self._checked.add(key)
-
-
-@dataclass
-class _Result:
-    """Where a program leaves the structure of what it returned."""
-
-    structure: Any = None
-
-
-@dataclass(frozen=True)
-class _Abstract:
-    """The shape, dtype and device of a global value that no process holds."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True)

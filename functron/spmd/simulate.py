@@ -46,18 +46,18 @@ from functron.spmd.spec import P, dim_axes, spec_axes
 
 
 def run_ranks(
-    program: Callable[[list], tuple[list, list[P | None]]],
+    program: Callable[[list], tuple[list, list[P | None], tree.Structure]],
     mesh: Mesh,
     values: Sequence[Any],
     specs: Sequence[P | None],
     *,
     check: bool,
     shares: bool = True,
-) -> list:
-    """`program` on all ranks of `mesh`: global values in, global values out.
+) -> tree.Tree:
+    """`program` on all ranks of `mesh`: global values in, a tree of global values out.
 
     Args:
-        program: from this rank's flat values to its flat outputs and their specs.
+        program: from this rank's flat values to its flat outputs, their specs and structure.
         values: global values; tensors are split by their spec, everything else is passed on.
         specs: one spec per value, None for static values.
         check: whether reductions inside are checked for redundancy.
@@ -73,19 +73,19 @@ def run_ranks(
     mapped = [i for i, value in enumerate(values) if specs[i] is not None and _is_tensor(value)]
     mentions = [set(spec_axes(specs[i] or P())) for i in mapped]
     device = next((split[i].device for i in mapped), None)
-    result: dict[str, list] = {}
+    made: Any = None
 
     def rank(axes: list[SimulatedAxis], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nonlocal made
         local = list(split)
         for i, tensor in zip(mapped, tensors, strict=True):
             local[i] = tensor
         own = axes[len(sizes) :]  # the level of shares is the innermost, where it costs least
         with bind(axes[: len(sizes)], absent=absent, check=check, shares=own[0] if own else None):
-            outputs, out_specs = program(local)
-            result["outputs"], result["specs"] = list(outputs), list(out_specs)
+            made = program(local)
             return tuple(
                 _mark_replicated(value, spec, axes[: len(sizes)])
-                for value, spec in zip(outputs, out_specs, strict=True)
+                for value, spec in zip(*made[:2], strict=True)
                 if spec is not None and _is_tensor(value)
             )
 
@@ -95,10 +95,12 @@ def run_ranks(
     for name in reversed(sizes):
         level = _add_level(level, name, sizes[name], mentions, device)
     tensors = iter(level([], *(split[i] for i in mapped)))
-    return [
+    outputs, out_specs, structure = made
+    joined = [
         _join_axes(next(tensors), spec, sizes) if spec is not None and _is_tensor(value) else value
-        for value, spec in zip(result["outputs"], result["specs"], strict=True)
+        for value, spec in zip(outputs, out_specs, strict=True)
     ]
+    return tree.unflatten(structure, joined)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -174,7 +174,7 @@ def test_order_and_paths():
     assert tree.paths(OrderedDict(b=1, a=2)) == ["b", "a"]
     assert tree.paths(Moments({"w": 1}, (2, None))) == ["mu/w", "nu/0"]
     assert tree.paths(7) == [""]
-    assert tree.path_string(("blocks", 0, "up")) == "blocks/0/up"
+    assert tree.paths({"blocks": [{"up": 1}]}) == ["blocks/0/up"]
 
 
 def test_size_and_nbytes():

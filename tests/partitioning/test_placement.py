@@ -21,13 +21,13 @@ from functron.partitioning.placement import (
     move,
     move_cost,
     placement_of,
-    replicated_placement,
     spec_of,
     steps,
 )
 from functron.partitioning.propagate import slot_of
 
 SHAPE = (8, 16)
+WHOLE = ValuePlacement(((), ()))
 MESHES = {"2": {"tp": 2}, "4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}, "2x4": {"dp": 2, "tp": 4}}
 
 
@@ -68,7 +68,7 @@ def test_moves_between_any_placements(data):
     mesh, x = ft.Mesh(**sizes), torch.arange(128.0, dtype=torch.float64).view(SHAPE)
 
     def program(x):
-        part = move(x, replicated_placement(2), source, sizes)
+        part = move(x, WHOLE, source, sizes)
         return move(part, source, target, sizes)[None]
 
     axes = tuple(sizes)
@@ -78,8 +78,8 @@ def test_moves_between_any_placements(data):
     assert local_shape(SHAPE, target, sizes) == every.shape[1:]
 
     def there_and_back(x):
-        return move(move(move(x, replicated_placement(2), source, sizes), source, target, sizes),
-                    target, replicated_placement(2), sizes)  # fmt: skip
+        return move(move(move(x, WHOLE, source, sizes), source, target, sizes),
+                    target, WHOLE, sizes)  # fmt: skip
 
     mapped = ft.shard_map(there_and_back, mesh, P(), P(), check=False)
     grad = torch.func.grad(lambda x: (mapped(x) * x.detach()).sum())(x)
@@ -101,7 +101,7 @@ def test_partial_values_are_reduced_once(sizes):
         def program(x, target=target):
             shares = x * (1.0 + sum(ft.lax.axis_index(axis) for axis in sizes))
             part = move(shares, source, target, sizes)
-            return move(part, target, replicated_placement(2), sizes)
+            return move(part, target, WHOLE, sizes)
 
         out = ft.shard_map(program, mesh, P(), P())(x)
         ranks = itertools.product(*(range(n) for n in sizes.values()))
@@ -114,8 +114,8 @@ def move_back(target, source, sizes):
     """From a placement to partial sums, and their sum."""
 
     def program(x):
-        part = move(x, replicated_placement(2), target, sizes)
-        return move(move(part, target, source, sizes), source, replicated_placement(2), sizes)
+        part = move(x, WHOLE, target, sizes)
+        return move(move(part, target, source, sizes), source, WHOLE, sizes)
 
     return program
 
