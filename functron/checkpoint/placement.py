@@ -209,7 +209,7 @@ class Placement:
         Raises:
             ValueError: leaves are missing, unknown, no tensors, or have another shape or dtype.
         """
-        given = dict(zip(tree.paths(value), tree.leaves(value), strict=True))
+        given = dict(tree.items(value))
         known = {leaf.path: leaf for leaf in self.leaves}
         found = [
             Problem(path, "a leaf", "a leaf of the placement", nearest(path, known))
@@ -244,10 +244,7 @@ def _span(
         name = rest.pop(0)
         size //= mesh[name]
         begin += coordinate.get(name, 0) * size
-    index = 0
-    for name in rest:
-        index = index * mesh[name] + coordinate.get(name, 0)
-    length = -(-size // num_shards(rest, mesh))
+    index, length = mesh.rank_at(coordinate, rest), -(-size // num_shards(rest, mesh))
     first, last = min(index * length, size), min((index + 1) * length, size)
     return begin + first, begin + last, length
 

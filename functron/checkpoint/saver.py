@@ -136,7 +136,11 @@ def write_pieces(
                 leaf = placement.leaves[index]
                 array = _name_errors(leaf, folder, future.result)()
                 for piece in division.pieces[index]:
-                    begin = _begin_write(array, piece, source(index, piece))
+                    begin = functools.partial(
+                        array[piece.region()].write,
+                        source(index, piece),
+                        can_reference_source_data_indefinitely=True,
+                    )
                     size = database.nbytes_of(piece.size, leaf.dtype.itemsize)
                     window.add(size, lambda b=begin, at=leaf: _name_errors(at, folder, b().result))
             window.drain()
@@ -156,10 +160,6 @@ def _read_checksums(mine: Path, division: Division, shared: Any) -> dict[str, in
     keys = [chunk_key(leaf.path, piece.cell) for leaf, pieces in rows for piece in pieces]
     waiting = {key: begin(key) for key in keys}
     return {key: wait() for key, wait in waiting.items()}
-
-
-def _begin_write(array: Any, piece: Piece, values: np.ndarray) -> Callable[[], Any]:
-    return lambda: array[piece.region()].write(values, can_reference_source_data_indefinitely=True)
 
 
 def _name_errors(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[[], Any]:
@@ -732,7 +732,7 @@ def _place_whole(value: tree.Tree) -> Placement:
         found.append(Problem("(root)", type(value).__name__, "a container with tensors"))
     else:
         found += _find_bad_names(tree.paths(value))
-    for path, leaf in zip(tree.paths(value), tree.leaves(value), strict=True):
+    for path, leaf in tree.items(value):
         if not isinstance(leaf, torch.Tensor):
             found.append(tensor_problem(path, leaf))
         elif leaf.is_meta:

@@ -8,6 +8,7 @@ with the same state and numbers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -106,9 +107,8 @@ def scale_by_adam(
         flags = _quantised_leaves(quantised, params, (mu_dtype, nu_dtype))
 
         def zeros(dtype: MomentDtype, *, signed: bool):
-            leaves, structure = tree.flatten(params)
-            rows = zip(leaves, flags, strict=True)
-            return tree.unflatten(structure, [_zeros(p, flag, dtype, signed) for p, flag in rows])
+            make = functools.partial(_zeros, dtype=dtype, signed=signed)
+            return tree.map_columns(make, params, flags)
 
         return ScaleByAdamState(
             new_count(params), zeros(mu_dtype, signed=True), zeros(nu_dtype, signed=False)

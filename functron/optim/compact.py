@@ -151,8 +151,7 @@ def scale_by_factored_rms(
     def state_specs(param_specs):
         if defs is None:
             return FactoredState(P(), *[_replicate_state(param_specs)] * 3)
-        named = zip(tree.paths(defs), tree.leaves(defs), strict=True)
-        leaves = [WholeLeaf(path, tuple(d.shape), num_stacked(d)) for path, d in named]
+        leaves = [WholeLeaf(p, tuple(d.shape), num_stacked(d)) for p, d in tree.items(defs)]
         pairs = zip(flat_specs(param_specs, defs), leaves, strict=True)
         rows = [_specs(spec, dims_of(leaf)) for spec, leaf in pairs]
         return FactoredState(P(), *unflatten_columns(defs, rows, 3))
@@ -261,9 +260,8 @@ def scale_by_param_block_rms(
 
 def _map_wholes(fn, defs: tree.Tree, specs: tree.Tree, updates: tree.Tree, *rest: tree.Tree):
     """The tree of ``fn(update, ..., whole)``, with the `WholeLeaf` of each."""
-    columns = (tree.same_structure(updates, part) for part in (updates, *rest))
-    rows = zip(*columns, wholes(updates, defs, specs), strict=True)
-    return tree.unflatten(tree.structure(updates), [fn(*row) for row in rows])
+    columns = (tree.same_structure(updates, part) for part in rest)
+    return tree.map_columns(fn, updates, *columns, wholes(updates, defs, specs))
 
 
 @public
@@ -349,7 +347,7 @@ def blocks(defs: tree.Tree) -> tree.Tree:
         "Adam-mini has no blocks for these parameters",
         [
             Problem(path, "queries, keys and values joined", "each a parameter", fix)
-            for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+            for path, d in tree.items(defs)
             if not {"q", "k"}.isdisjoint(name for name, _ in d.pieces)
         ],
     )
@@ -489,9 +487,8 @@ def adam_mini(
     """Adam-mini with decoupled weight decay: AdamW's rates and decays at half of its memory.
 
     Args:
-        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        learning_rate, weight_decay, mask: as of `adamw`.
         blocks, b1, b2, eps, mu_dtype, defs, specs: see `scale_by_adam_mini`.
-        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
     """
     direction = scale_by_adam_mini(blocks, b1, b2, eps, mu_dtype=mu_dtype, defs=defs, specs=specs)
     return decoupled(direction, learning_rate, weight_decay, mask)
@@ -576,9 +573,8 @@ def lion(
     a weight decay larger by the same factor.
 
     Args:
-        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        learning_rate, weight_decay, mask: as of `adamw`.
         b1, b2, mu_dtype: see `scale_by_lion`.
-        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
     """
     direction = scale_by_lion(b1, b2, mu_dtype=mu_dtype)
     return decoupled(direction, learning_rate, weight_decay, mask)

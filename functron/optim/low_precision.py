@@ -116,11 +116,9 @@ def with_fp32_masters(
         refuse("with_fp32_masters", "bits", str(bits), "16 or 32")
 
     def init(params):
-        leaves, structure = tree.flatten(params)
-        own = [leaf.dtype for leaf in leaves]
+        own = [leaf.dtype for leaf in tree.leaves(params)]
         kinds = own if dtypes is None else tree.broadcast_prefix(dtypes, params, what="dtypes")
-        rows = zip(leaves, kinds, strict=True)
-        masters = tree.unflatten(structure, [_master(leaf, kind, bits) for leaf, kind in rows])
+        masters = tree.map_columns(functools.partial(_master, bits=bits), params, kinds)
         return MastersState(masters, inner.init(_effective(params, masters)))
 
     def update(updates, state, params=None, **extra):
@@ -266,13 +264,9 @@ def with_stochastic_rounding(
                 return change
             return stochastic_round(old + change, bits, param.dtype).float() - old
 
-        rows = zip(
-            tree.leaves(params), tree.leaves(before), tree.leaves(updates),
-            _bits(state.key, count, params, defs, specs), strict=True,
-        )  # fmt: skip
-        changes = [one(*row) for row in rows]
-        new_state = StochasticState(state.key, count, inner_state)
-        return tree.unflatten(tree.structure(params), changes), new_state
+        bits = _bits(state.key, count, params, defs, specs)
+        changes = tree.map_columns(one, params, tree.leaves(before), tree.leaves(updates), bits)
+        return changes, StochasticState(state.key, count, inner_state)
 
     def step_(grads, state, params, **extra):
         increment_([state.count])

@@ -153,13 +153,11 @@ def only(
         wanted = inner.grad_specs(param_specs)
         if others is None:
             return wanted
-        flags = tree.structure(mask)
         rows = (
             tree.broadcast_prefix(specs, mask, is_leaf=is_spec, what="specs")
             for specs in (wanted, param_specs)
         )
-        picked = zip(tree.leaves(mask), *rows, strict=True)
-        return tree.unflatten(flags, [a if flag else b for flag, a, b in picked])
+        return tree.map_columns(lambda flag, a, b: a if flag else b, mask, *rows)
 
     def bind(param_specs, copies):
         own = param_specs if find_answers(param_specs) is None else own_specs(param_specs)
@@ -168,16 +166,13 @@ def only(
 
     def own_specs(param_specs):
         """None for what is left alone as a whole; specs and mask may each be a prefix tree."""
-        flags = zip(tree.paths(mask), tree.leaves(mask), strict=True)
-        picked = [path and f"{path}/" for path, flag in flags if flag]
+        picked = [path and f"{path}/" for path, flag in tree.items(mask) if flag]
 
         def one(path: str, spec: P | None) -> P | None:
             at = path and f"{path}/"
             return spec if any(p.startswith(at) or at.startswith(p) for p in picked) else None
 
-        paths, leaves = tree.paths(param_specs, is_spec), tree.leaves(param_specs, is_spec)
-        _, structure = tree.flatten(param_specs, is_spec)
-        return tree.unflatten(structure, [one(*row) for row in zip(paths, leaves, strict=True)])
+        return tree.map_with_path(one, param_specs, is_leaf=is_spec)
 
     return GradientTransformation(
         lambda params: inner.init(chosen(params)),
@@ -353,13 +348,12 @@ def multi_transform(
     """
 
     def checked(found: tree.Tree) -> tree.Tree:
-        rows = zip(tree.paths(found), tree.leaves(found), strict=True)
         known = list(map(str, transforms))
         raise_problems(
             "multi_transform: some parameters have no transformation",
             [
                 Problem(path, f"label {x!r}", "that of a transformation", nearest(str(x), known))
-                for path, x in rows
+                for path, x in tree.items(found)
                 if x not in transforms
             ],
         )

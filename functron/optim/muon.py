@@ -183,10 +183,9 @@ def scale_by_muon(
     def update(updates, state, params=None):
         new = tree.map(lambda g, m: m + (1 - momentum) * (g - m), updates, state.momentum)
         ahead = tree.map(lambda g, m: g + momentum * (m - g), updates, new) if nesterov else new
-        leaves, structure = tree.flatten(ahead)
         shapes = tree.broadcast_prefix(matrices, updates, what="matrices", wanted="a Matrix")
-        rows = zip(leaves, leaf_specs(specs, updates, "muon"), shapes, strict=True)
-        return tree.unflatten(structure, [orthogonal(*row) for row in rows]), ScaleByMuonState(new)
+        flat = leaf_specs(specs, updates, "muon")
+        return tree.map_columns(orthogonal, ahead, flat, shapes), ScaleByMuonState(new)
 
     return transformation(
         init=lambda params: ScaleByMuonState(tree.map(torch.zeros_like, params)),
@@ -216,9 +215,8 @@ def muon(
     """Muon for matrices, and AdamW for the other parameters.
 
     Args:
-        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        learning_rate, weight_decay, mask: as of `adamw`.
         matrices: for every parameter a `Matrix`, or False for AdamW's; see `matrices`.
-        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
         momentum, nesterov, scale, steps, coefficients, eps, specs, distributed, dtype: see
             `scale_by_muon`.
         others: for the other parameters; None: `adamw` with the same learning rate, decay and mask,

@@ -322,9 +322,8 @@ def soap(
     """SOAP for matrices, and AdamW for the other parameters.
 
     Args:
-        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        learning_rate, weight_decay, mask: as of `adamw`.
         matrices: for every parameter a `Matrix`, or False for AdamW's; see `matrices`.
-        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
         b1, b2, eps, precondition_decay, frequency, max_dim, specs, distributed: see
             `scale_by_soap`.
         others: for the other parameters; None: `adamw` with the same learning rate, decays and

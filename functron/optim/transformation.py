@@ -294,8 +294,7 @@ def refuse_parts(
 
 def _first_split(specs: tree.Tree, mesh: Mesh | BoundMesh) -> tuple[str, str] | None:
     """The first parameter that ranks have parts of, and the axis."""
-    paths, leaves = tree.paths(specs, is_spec), tree.leaves(specs, is_spec)
-    for path, spec in zip(paths, leaves, strict=True):
+    for path, spec in tree.items(specs, is_spec):
         axis = next((name for name in spec_axes(spec or P()) if mesh[name] > 1), None)
         if axis is not None:
             return path or "parameters", axis

@@ -86,10 +86,11 @@ def shard_specs(
     Raises:
         ValueError: a shape cannot be split as its spec says; all offenders are listed.
     """
-    leaves, structure = tree.flatten(defs)
-    rows = zip(leaves, flat_specs(specs, defs), strict=True)
-    found = [_shard(leaf, spec or P(), mesh, axes) for leaf, spec in rows]
-    return tree.unflatten(structure, found)
+
+    def one(leaf: Any, spec: P | None) -> P:
+        return _shard(leaf, spec or P(), mesh, axes)
+
+    return tree.map_columns(one, defs, flat_specs(specs, defs))
 
 
 def _shard(leaf: Any, spec: P, mesh: Mesh | BoundMesh, axes: Sequence[str]) -> P:
@@ -113,7 +114,11 @@ def padded_shapes(defs: tree.Tree, shards: tree.Tree, mesh: Mesh | BoundMesh) ->
     That is the shape, on a simulated mesh, of a leaf of the state that is like a parameter.
     Checkpoints hold no padding: see `unpad` and `pad` of `functron.spmd.spec`.
     """
-    return tree.map(lambda d, shard: padded_shape(d.shape, shard, mesh), defs, _full(shards, defs))
+
+    def one(d: Any, shard: P | None) -> tuple[int, ...]:
+        return padded_shape(d.shape, shard, mesh)
+
+    return tree.map_columns(one, defs, flat_specs(shards, defs))
 
 
 @public
@@ -192,9 +197,7 @@ def _cuts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> list:
 
 def take_parts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     """This rank's shards of parameters with these specs."""
-    leaves, structure = tree.flatten(params)
-    rows = zip(leaves, _cuts(params, specs, shards), strict=True)
-    return tree.unflatten(structure, [take(leaf, cuts) for leaf, cuts in rows])
+    return tree.map_columns(take, params, _cuts(params, specs, shards))
 
 
 def join_parts_(
@@ -220,19 +223,14 @@ def _join_all(
     return tree.unflatten(tree.structure(params), joined)
 
 
-def _full(specs: tree.Tree, like: tree.Tree) -> tree.Tree:
-    return tree.unflatten(tree.structure(like), flat_specs(specs, like))
-
-
 def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     """`given` with the axes appended that `shards` appends to `specs`.
 
     `given` may also split dims over the ranks of a pipeline, as states between steps are.
     """
     flat, structure = tree.flatten(shards, is_spec)
-    like = tree.unflatten(structure, [0] * len(flat))
-    now, before = (tree.leaves(_full(part, like), is_spec) for part in (given, specs))
-    rows = zip(now, before, flat, strict=True)
+    like = tree.unflatten(structure, range(len(flat)))
+    rows = zip(flat_specs(given, like), flat_specs(specs, like), flat, strict=True)
     return tree.unflatten(structure, [_append_axes(*row) for row in rows])
 
 

@@ -192,18 +192,15 @@ class _Level:
 
     def over(self, size: int, in_dims: Sequence[int | None]) -> _Level:
         """The same with one vmap of `size` around it."""
-
-        def forward(operands):
-            made, outer.varying = map_level(self.forward, size, in_dims, operands)
-            return made
+        forward, varying = map_level(self.forward, size, in_dims)
 
         def backward(operands, made, cotangents):
             given = [
                 # the ranks that hold one value hold equal shares of its cotangent
-                value if outer.varying[i] else (value / size).expand(size, *value.shape)
+                value if varying[i] else (value / size).expand(size, *value.shape)
                 for i, value in zip(self.rule.floats, cotangents, strict=True)
             ]
-            made_dims = [0 if varies else None for varies in outer.varying]
+            made_dims = [0 if varies else None for varies in varying]
             ends = len(operands), len(operands) + len(made)
 
             def flat(values):
@@ -212,12 +209,11 @@ class _Level:
                 )
 
             dims = (*in_dims, *made_dims, *[0] * len(given))
-            grads, batched = map_level(flat, size, dims, (*operands, *made, *given))
-            rows = zip(grads, batched, self.rule.moving, strict=True)
+            run, batched = map_level(flat, size, dims)
+            rows = zip(run((*operands, *made, *given)), batched, self.rule.moving, strict=True)
             return tuple(_unmap_cotangent(grad, b, in_dims[i], size) for grad, b, i in rows)
 
-        outer = _Level(self.rule, forward, backward)
-        return outer
+        return _Level(self.rule, forward, backward, varying)
 
 
 def _unmap_cotangent(grad: torch.Tensor, batched: bool, dim: int | None, size: int) -> torch.Tensor:
@@ -314,16 +310,11 @@ class _Pull:
 
     def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Pull, list[bool]]:
         """The same with one vmap around it, and (once it has run) which results are batched."""
-        varying: list[bool] = []
-
-        def run(values):
-            outputs, varying[:] = map_level(self.run, size, in_dims, values)
-            return outputs
+        run, varying = map_level(self.run, size, in_dims)
+        run_again, batched = map_level(self.again, size, self.without_made(in_dims))
 
         def again(values):
-            dims = self.without_made(in_dims)
-            outputs, batched = map_level(self.again, size, dims, values)
-            rows = zip(outputs, batched, varying, strict=True)
+            rows = zip(run_again(values), batched, varying, strict=True)
             return tuple(
                 value.expand(size, *value.shape) if wanted and not has else value
                 for value, has, wanted in rows

@@ -586,16 +586,14 @@ def stand_ins(
         A tree like `params`, of tensors with the shapes of this rank's parts; a parameter that is
         not cut stands for itself.
     """
-    leaves, structure = tree.flatten(params)
-    rows = zip(leaves, cut_tree(specs, into, params), strict=True)
-    return tree.unflatten(structure, [_stand_in(leaf, cuts, dtype) for leaf, cuts in rows])
 
+    def one(leaf: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+        if not cuts and dtype in (None, leaf.dtype):
+            return leaf
+        zero = torch.zeros((), dtype=dtype or leaf.dtype, device=leaf.device)
+        return zero.expand(part_shape(leaf.shape, cuts))
 
-def _stand_in(leaf: torch.Tensor, cuts: Cuts, dtype: torch.dtype | None) -> torch.Tensor:
-    if not cuts and dtype in (None, leaf.dtype):
-        return leaf
-    zero = torch.zeros((), dtype=dtype or leaf.dtype, device=leaf.device)
-    return zero.expand(part_shape(leaf.shape, cuts))
+    return tree.map_columns(one, params, cut_tree(specs, into, params))
 
 
 @contextlib.contextmanager

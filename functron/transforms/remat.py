@@ -121,12 +121,9 @@ def pull_back(
 
 
 def map_level(
-    f: Callable[[Sequence], Sequence[torch.Tensor]],
-    size: int,
-    in_dims: Sequence[int | None],
-    values: Sequence[torch.Tensor],
-) -> tuple[tuple[torch.Tensor, ...], list[bool]]:
-    """``f(values)`` under one vmap over `in_dims`, and which results are batched.
+    f: Callable[[Sequence], Sequence[torch.Tensor]], size: int, in_dims: Sequence[int | None]
+) -> tuple[Callable[[Sequence], tuple[torch.Tensor, ...]], list[bool]]:
+    """`f` under one vmap over `in_dims`, and, once it has run, which results are batched.
 
     Batched results have their batch dim first. vmap gives every result one; it is removed from
     those that do not vary, which would otherwise no longer count as replicated.
@@ -139,11 +136,12 @@ def map_level(
         varying[:] = [compat.is_batched_at(value, level) for value in outputs]
         return tuple(outputs)
 
-    token = torch.arange(size)
-    mapped: Any = torch.func.vmap(rows, in_dims=(0, *in_dims), randomness="error")
-    outputs = mapped(token, *values)
-    pairs = zip(outputs, varying, strict=True)
-    return tuple(value if batched else value.select(0, 0) for value, batched in pairs), varying
+    def mapped(values: Sequence) -> tuple[torch.Tensor, ...]:
+        run: Any = torch.func.vmap(rows, in_dims=(0, *in_dims), randomness="error")
+        outputs = zip(run(torch.arange(size), *values), varying, strict=True)
+        return tuple(value if batched else value.select(0, 0) for value, batched in outputs)
+
+    return mapped, varying
 
 
 def view_operands(outputs: Sequence[torch.Tensor], operands: Sequence) -> tuple[torch.Tensor, ...]:
@@ -625,12 +623,7 @@ class _Remat(Function):
 
     @staticmethod
     def vmap(info, in_dims, program, *operands):
-        varying: list[bool] = []
-
-        def batched(values):
-            outputs, varying[:] = map_level(program.forward, info.batch_size, in_dims[1:], values)
-            return outputs
-
+        batched, varying = map_level(program.forward, info.batch_size, in_dims[1:])
         outer = _Program(batched, program.memory, compat.innermost_is_grad())
         outputs = _Remat.apply(outer, *operands)
         return outputs, tuple(0 if batch else None for batch in varying)
