@@ -22,9 +22,9 @@ from functron.checkpoint.folder import Checkpoint, StoredLeaf
 from functron.checkpoint.placement import Box, Leaf, Placement
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.spmd import BoundMesh, Mesh, P, Rules
+from functron.spmd import BoundMesh, Mesh, Rules
 from functron.spmd.params import abstract_params, param_specs
-from functron.spmd.spec import local_shape, offsets
+from functron.spmd.spec import local_shape
 
 
 def restore(
@@ -296,25 +296,15 @@ def read_params(
     Raises:
         ValueError: what `stored_params` raises, or values are damaged.
     """
-    found = stored_params(stored, defs, averaged=averaged)
+    found = tree.items(stored_params(stored, defs, averaged=averaged))
+    computed = {f"params/{path}": leaf for path, leaf in found if isinstance(leaf, Computed)}
+    like, placement = abstract_params(defs), None
     if rules is not None and isinstance(mesh, BoundMesh):
         specs = param_specs(defs, rules)
-        return tree.map(
-            lambda leaf, spec, d: leaf[_own_part(leaf.shape, spec, mesh)].to(d.dtype),
-            found,
-            specs,
-            defs,
-        )
-    if averaged:
-        return tree.map(lambda leaf, d: leaf[...].to(d.dtype), found, defs)
-    return restore(stored.path, {"params": abstract_params(defs)}, cast=True)["params"]
-
-
-def _own_part(shape: tuple[int, ...], spec: P, mesh: BoundMesh) -> tuple[slice, ...]:
-    """Where this rank's shard of a leaf is."""
-    starts = offsets(shape, spec, mesh, mesh.coordinate)
-    sizes = local_shape(shape, spec, mesh)
-    return tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
+        placement = Placement.of({"params": like}, {"params": specs}, mesh)
+        like = tree.map(lambda x, spec: x.new_empty(local_shape(x.shape, spec, mesh)), like, specs)
+    made = restore(stored.path, {"params": like}, placement=placement, cast=True, sources=computed)
+    return made["params"]
 
 
 def _check_params(stored: Checkpoint, defs: tree.Tree) -> None:

@@ -48,9 +48,9 @@ from functron.optim.transformation import (
     GradientTransformation,
     keep_dtypes,
     keep_specs,
+    map_to_trees,
     purely,
     transformation,
-    unflatten_columns,
     with_step,
 )
 from functron.optim.zero import join_parts_, take_parts
@@ -128,9 +128,8 @@ def scale_by_adam(
             out = (mean / bias1.to(wide)) / ((square / bias2.to(wide)).sqrt() + eps)
             return out.to(g.dtype), _like(mean, mu, signed=True), _like(square, nu, signed=False)
 
-        parts = (tree.same_structure(updates, part) for part in (updates, state.mu, state.nu))
-        rows = [one(*row) for row in zip(*parts, strict=True)]
-        out, mu, nu = unflatten_columns(updates, rows, 3)
+        parts = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
+        out, mu, nu = map_to_trees(3, one, updates, *parts)
         return out, ScaleByAdamState(count, mu, nu)
 
     return transformation(

@@ -269,8 +269,9 @@ class OptimizerConfig:
     soap: SoapConfig = field(default_factory=SoapConfig)
 
 
-_DECAYING: Mapping[str, Callable[..., RateSchedule]] = MappingProxyType(
+_SCHEDULES: Mapping[str, Callable[..., RateSchedule]] = MappingProxyType(
     {
+        "constant": schedules.constant,
         "linear": schedules.linear,
         "cosine": schedules.cosine_decay,
         "exponential": schedules.exponential,
@@ -279,10 +280,9 @@ _DECAYING: Mapping[str, Callable[..., RateSchedule]] = MappingProxyType(
         "inverse_square_root": schedules.inverse_square_root,
     }
 )
-"""The schedules of a peak and total steps."""
 _SHAPES = {"polynomial": ("power",), "wsd": ("decay_steps", "decay")}
-"""The options of one of them alone."""
-SCHEDULES = ("constant", *_DECAYING)
+"""The arguments of one of them alone."""
+SCHEDULES = tuple(_SCHEDULES)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
@@ -297,7 +297,7 @@ SCHEDULE_NEEDS: Needs = MappingProxyType({
     "total_steps": Need(
         lambda c: c.name != "constant" or c.warmup_ratio > 0,
         "a schedule that decays",
-        f"choose one of {', '.join(_DECAYING)}",
+        f"choose one of {', '.join(name for name in SCHEDULES if name != 'constant')}",
     ),
     "end": Need(
         lambda c: c.name != "constant", "a schedule that decays", "choose another than constant"
@@ -375,6 +375,15 @@ OPTIMIZER_NEEDS: Needs = MappingProxyType({
 """The needs of the fields of an `OptimizerConfig`, to have an effect."""
 
 
+def _schedule_arguments(config: ScheduleConfig) -> dict[str, Any]:
+    """The arguments of the schedule that `config` names."""
+    names = ["peak", "init", *_SHAPES.get(config.name, ())]
+    found = {name: getattr(config, name) for name in names}
+    if config.name != "constant":
+        found |= {"total_steps": config.total_steps, "end": config.last}
+    return found | {"warmup_steps": config.num_warmup_steps}
+
+
 def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Problem]:
     """Everything wrong with `config`; fields that its schedule does not use are not judged."""
     if config.name not in SCHEDULES:
@@ -384,18 +393,12 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.warmup_ratio and config.warmup_steps:
         got = f"{config.warmup_ratio} with warmup_steps={config.warmup_steps}"
         ratio.append(Problem(f"{path}.warmup_ratio", got, "one of them", "set the other to 0"))
-    ends, is_wsd = config.name != "constant", config.name == "wsd"
-    shape = config.decay if is_wsd else "linear"
-    found = schedules.problems(
-        config.peak,
-        config.warmup_steps if ratio else config.num_warmup_steps,
-        config.total_steps if ends else None,
-        config.last if ends else 0.0,
-        config.decay_steps if is_wsd else None,
-        "exponential" if config.name == "exponential" else shape,
-        config.init,
-        config.power if config.name == "polynomial" else 1.0,
-    )
+    given, ends = _schedule_arguments(config), config.name != "constant"
+    if ratio:
+        given["warmup_steps"] = config.warmup_steps
+    if config.name == "exponential":
+        given["decay"] = config.name
+    found = schedules.problems(**given)
     most = config.peak if config.peak >= 0 else math.inf  # of a negative one is told already
     if ends and config.end == -1 and config.end_fraction > 1:
         wanted = "at most 1, the peak"
@@ -714,13 +717,7 @@ def make_schedule(config: ScheduleConfig) -> RateSchedule:
         ValueError: listing everything that `schedule_problems` finds.
     """
     raise_problems("the learning-rate schedule cannot be built", schedule_problems(config))
-    start = {"warmup_steps": config.num_warmup_steps, "init": config.init}
-    if config.name == "constant":
-        made = schedules.constant(config.peak, **start)
-    else:
-        own = {name: getattr(config, name) for name in _SHAPES.get(config.name, ())}
-        make = _DECAYING[config.name]
-        made = make(config.peak, config.total_steps, end=config.last, **start, **own)
+    made = _SCHEDULES[config.name](**_schedule_arguments(config))
     if not config.rewarm_steps:
         return made
     return schedules.rewarm(made, config.rewarm_at, config.rewarm_steps, init=config.rewarm_init)

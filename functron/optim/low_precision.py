@@ -45,9 +45,9 @@ from functron.optim.schedules import increment_, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
+    map_to_trees,
     need_params,
     transformation,
-    unflatten_columns,
 )
 from functron.optim.zero import leaf_specs
 from functron.program.recorder import active
@@ -183,8 +183,7 @@ def _split_masters(params: tree.Tree, masters: tree.Tree, bits: int) -> tuple[tr
             return halves(master)
         return master, master
 
-    rows = zip(tree.leaves(params), tree.leaves(masters), strict=True)
-    rounded, kept = unflatten_columns(params, [one(*row) for row in rows], 2)
+    rounded, kept = map_to_trees(2, one, params, tree.leaves(masters))
     return rounded, kept
 
 

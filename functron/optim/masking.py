@@ -19,12 +19,7 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
-from functron.optim.schedules import (
-    LearningRate,
-    ScaleByScheduleState,
-    new_count,
-    scale_by_learning_rate,
-)
+from functron.optim.schedules import LearningRate, scale_by_learning_rate, scheduled
 from functron.optim.transformation import (
     GradientTransformation,
     Params,
@@ -61,7 +56,7 @@ def add_decayed_weights(
             sizes or values of shards.
     """
 
-    def decay(updates, params, factor):
+    def decay(updates, params, factor, donated=False):
         need_params("add_decayed_weights", params, "to decay")
         flags = tree.unflatten(tree.structure(params), mask_leaves(mask, params))
         return tree.map(
@@ -78,17 +73,7 @@ def add_decayed_weights(
             lambda u, p: decay(u, p, weight_decay) if _some(weight_decay) else u,
             elementwise=elementwise,
         )._replace(bind=keep_specs)
-
-    def update(updates, state, params=None):
-        out = decay(updates, params, weight_decay(state.count))
-        return out, ScaleByScheduleState(state.count + 1)
-
-    return transformation(
-        lambda params: ScaleByScheduleState(new_count(params)),
-        update,
-        specs=lambda param_specs: ScaleByScheduleState(P()),
-        elementwise=elementwise,
-    )._replace(bind=keep_specs)
+    return scheduled(weight_decay, decay, elementwise=elementwise)._replace(bind=keep_specs)
 
 
 def decoupled(

@@ -7,7 +7,6 @@ each layer of a model, all its leaves together (`norms_by_layer`).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,7 +207,7 @@ def clip(max_delta: float) -> GradientTransformation:
 
 
 def _positive(what: str, name: str, value: float) -> None:
-    if not value > 0 or math.isnan(value):
+    if not value > 0:  # nor is NaN
         raise ValueError(
             f"{what}: got {name}={value!r}; wanted a positive number; fix: leave {what} out of the "
             "chain to turn clipping off"

@@ -24,8 +24,8 @@ from functron.optim.schedules import LearningRate, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
+    map_to_trees,
     transformation,
-    unflatten_columns,
 )
 from functron.optim.zero import flat_specs, leaf_specs
 from functron.program.recorder import readable
@@ -104,49 +104,44 @@ def scale_by_soap(
     decay = b2 if precondition_decay is None else precondition_decay
     _check(b1, b2, decay, frequency, max_dim)
 
-    def shapes_of(value: tree.Tree) -> list[Matrix]:
-        return tree.broadcast_prefix(matrices, value, what="matrices", wanted="a Matrix")
-
     def layouts_of(value: tree.Tree) -> list[_SoapLayout]:
-        shapes = shapes_of(value)
-        flat = leaf_specs(specs, value, "soap")
-        rows = zip(tree.leaves(value), flat, shapes, strict=True)
+        shapes = tree.broadcast_prefix(matrices, value, what="matrices", wanted="a Matrix")
+        rows = zip(tree.leaves(value), leaf_specs(specs, value, "soap"), shapes, strict=True)
         return [_SoapLayout(x, spec, matrix, distributed) for x, spec, matrix in rows]
 
     def init(params):
-        rows = [
-            _zeros(layout.gather(torch.zeros_like(p)), max_dim)
-            for p, layout in zip(tree.leaves(params), layouts_of(params), strict=True)
-        ]
-        return ScaleBySoapState(new_count(params), *unflatten_columns(params, rows, 6))
+        def start(p: torch.Tensor, layout: _SoapLayout) -> tuple:
+            return _zeros(layout.gather(torch.zeros_like(p)), max_dim)
+
+        parts = map_to_trees(6, start, params, layouts_of(params))
+        return ScaleBySoapState(new_count(params), *parts)
 
     def update(updates, state, params=None):
         first = _read_flag(state.count == 0)
         due = _read_flag((state.count % frequency == 0) & (state.count > 0))
-        flat, structure = tree.flatten(updates)
-        columns = [tree.same_structure(updates, part) for part in state[1:]]
-        out, rows = [], []
-        for g, layout, *parts in zip(flat, layouts_of(updates), *columns, strict=True):
-            whole = layout.gather(g)
+
+        def one(g: torch.Tensor, layout: _SoapLayout, *parts: Any) -> tuple:
             moments, direction = _step(
-                whole.to(parts[0].dtype), ScaleBySoapState(None, *parts),
+                layout.gather(g).to(parts[0].dtype), ScaleBySoapState(None, *parts),
                 (b1, b2, decay, eps), state.count, first, due,
             )  # fmt: skip
-            out.append(layout.give(direction.to(g.dtype)))
-            rows.append(moments[1:])
-        new = ScaleBySoapState(state.count + 1, *unflatten_columns(updates, rows, 6))
-        return tree.unflatten(structure, out), new
+            return layout.give(direction.to(g.dtype)), *moments[1:]
+
+        columns = [tree.same_structure(updates, part) for part in state[1:]]
+        out, *new = map_to_trees(7, one, updates, layouts_of(updates), *columns)
+        return out, ScaleBySoapState(state.count + 1, *new)
 
     def state_specs(param_specs):
-        rows, known = [], flat_specs(param_specs, matrices)
-        for matrix, spec in zip(tree.leaves(matrices), known, strict=True):
-            entry = None
-            if spec is not None and isinstance(matrix, Matrix):
-                entry = _stack_spec(spec, matrix, distributed)
-            left = entry if matrix and matrix.inputs <= max_dim else None
-            right = entry if matrix and matrix.outputs <= max_dim else None
-            rows.append((entry, entry, left, right, left, right))
-        return ScaleBySoapState(P(), *unflatten_columns(matrices, rows, 6))
+        def one(matrix: Matrix | bool, spec: P | None) -> tuple:
+            if spec is None or not isinstance(matrix, Matrix):
+                return (None,) * 6
+            entry = _stack_spec(spec, matrix, distributed)
+            left = entry if matrix.inputs <= max_dim else None
+            right = entry if matrix.outputs <= max_dim else None
+            return entry, entry, left, right, left, right
+
+        parts = map_to_trees(6, one, matrices, flat_specs(param_specs, matrices))
+        return ScaleBySoapState(P(), *parts)
 
     return transformation(init, update, state_specs)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, cast
 
@@ -396,9 +396,10 @@ def _filter_extra(fn: Callable) -> Callable:
     return lambda *args, **extra: fn(*args, **{k: v for k, v in extra.items() if k in named})
 
 
-def unflatten_columns(like: tree.Tree, rows: Sequence[tuple], count: int) -> list[tree.Tree]:
-    """Trees like `like` of the columns of `rows`, which has a row of `count` for each leaf."""
-    structure = tree.structure(like)
+def map_to_trees(count: int, fn: Callable, like: tree.Tree, *columns: Iterable) -> list[tree.Tree]:
+    """`count` trees: of the tuples that `fn` gives, as `tree.map_columns` calls it."""
+    leaves, structure = tree.flatten(like)
+    rows = [fn(*row) for row in zip(leaves, *columns, strict=True)]
     return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(count)]
 
 

@@ -509,10 +509,10 @@ def _save_shards(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[A
             return value
         source.count += 1
         start = value.storage_offset() - originals[i]
-        return _SavedView(source, i, tuple(value.shape), tuple(value.stride()), start)
+        return functools.partial(source.take, i, value.shape, value.stride(), start)
 
     def unpack(saved: Any) -> torch.Tensor:
-        return saved.take() if isinstance(saved, _SavedView) else saved
+        return saved() if isinstance(saved, functools.partial) else saved
 
     with saved_tensors_hooks(pack, unpack):
         yield
@@ -538,6 +538,17 @@ class _SavedShards:
     taken: int = 0
     whole: list | None = None
 
+    def take(self, index: int, shape: torch.Size, stride: tuple, start: int) -> torch.Tensor:
+        """A saved tensor, which is a view of a gathered leaf."""
+        whole = self.leaf(index)
+        if start == 0 and (whole.shape, whole.stride()) == (shape, stride):
+            return whole
+        if start == 0 and whole.is_contiguous() and math.prod(shape) == whole.numel():
+            plain = whole.view(shape)
+            if plain.stride() == stride:
+                return plain
+        return whole.as_strided(shape, stride, whole.storage_offset() + start)
+
     def leaf(self, index: int) -> torch.Tensor:
         """A gathered leaf; the last read frees all."""
         if self.whole is None:
@@ -548,28 +559,6 @@ class _SavedShards:
         if self.taken == self.count:
             self.taken, self.whole = 0, None
         return whole
-
-
-@dataclass(frozen=True, eq=False)
-class _SavedView:
-    """Stands for a saved tensor: a view of a gathered leaf."""
-
-    source: _SavedShards
-    index: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-
-    def take(self) -> torch.Tensor:
-        """The saved tensor."""
-        whole = self.source.leaf(self.index)
-        if self.start == 0 and (tuple(whole.shape), whole.stride()) == (self.shape, self.stride):
-            return whole
-        if self.start == 0 and whole.is_contiguous() and math.prod(self.shape) == whole.numel():
-            plain = whole.view(self.shape)
-            if plain.stride() == self.stride:
-                return plain
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.start)
 
 
 def stand_ins(
