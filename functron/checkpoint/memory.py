@@ -319,34 +319,32 @@ class Memory:
         self._to = neighbours(mesh.mesh, machines)
         self._from = self._to.index(mesh.rank)
         problems = self._gather_from_all(self._check_folder(machines.count(machines[mesh.rank])))
-        raise_problems(_TITLE, [Problem(*found) for found in problems if found])
+        raise_problems(_TITLE, filter(None, problems))
 
     @property
     def _own_folder(self) -> Path:
         return self._folder / f"rank-{self._mesh.rank}"
 
-    def _check_folder(self, processes: int) -> tuple[str, str, str, str] | None:
-        """The mistake of the folder, as the parts of a `Problem`."""
+    def _check_folder(self, processes: int) -> Problem | None:
+        """The mistake of the folder, if any."""
         name, other = "memory_folder", "choose another folder of main memory"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
-                return (
-                    name,
-                    f"{self._folder}, which is another user's",
-                    "a folder of your own",
-                    other,
-                )
+                got = f"{self._folder}, which is another user's"
+                return Problem(name, got, "a folder of your own", other)
             self._own_folder.mkdir(mode=0o700, exist_ok=True)
             there = sum(path.stat().st_size for path in self._own_folder.iterdir())
             free = shutil.disk_usage(self._folder).free + there * processes
         except OSError as error:
-            return name, f"{self._folder}: {error.strerror}", "a folder to write in", other
+            got = f"{self._folder}: {error.strerror}"
+            return Problem(name, got, "a folder to write in", other)
         wanted = 2 * _GENERATIONS * self._snapshot.nbytes * processes
         if free < wanted:
             got = f"{free:,} bytes free in {self._folder}"
             fix = "leave memory_save_every out, or have fewer processes a machine"
-            return name, got, f"{wanted:,}: {2 * _GENERATIONS} states for each process", fix
+            text = f"{wanted:,}: {2 * _GENERATIONS} states for each process"
+            return Problem(name, got, text, fix)
         return None
 
     def save(self, step: int, state: tree.Tree) -> None:

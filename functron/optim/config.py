@@ -75,7 +75,12 @@ from functron.optim.norms import clip_by_global_norm
 from functron.optim.offload import offload
 from functron.optim.schedules import LearningRate, RateSchedule, inject_hyperparams
 from functron.optim.soap import soap
-from functron.optim.transformation import GradientTransformation, chain
+from functron.optim.transformation import (
+    GradientTransformation,
+    chain,
+    least_problems,
+    share_problems,
+)
 from functron.optim.zero import zero
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import Width
@@ -393,9 +398,8 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.warmup_ratio and config.warmup_steps:
         got = f"{config.warmup_ratio} with warmup_steps={config.warmup_steps}"
         ratio.append(Problem(f"{path}.warmup_ratio", got, "one of them", "set the other to 0"))
-    given, ends = _schedule_arguments(config), config.name != "constant"
-    if ratio:
-        given["warmup_steps"] = config.warmup_steps
+    given = _schedule_arguments(replace(config, warmup_ratio=0.0) if ratio else config)
+    ends = config.name != "constant"
     if config.name == "exponential":
         given["decay"] = config.name
     found = schedules.problems(**given)
@@ -410,11 +414,12 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.init > most:
         wanted = f"at most the peak, {config.peak:g}"
         found.append(Problem("init", repr(config.init), wanted, "lower it"))
-    found += _least_problems(config, {"rewarm_steps": 0, "rewarm_at": 0}, "")
+    rewarm = (("rewarm_steps", config.rewarm_steps, 0), ("rewarm_at", config.rewarm_at, 0))
+    found += least_problems(rewarm)
     if not 0 <= config.rewarm_init < math.inf:  # a run may come down to a lower peak as well
         wanted, fix = "a finite number of at least 0", "set it to 0, or leave it out"
         found.append(Problem("rewarm_init", repr(config.rewarm_init), wanted, fix))
-    return [*ratio, *(replace(p, path=f"{path}.{p.path.lstrip('.')}") for p in found)]
+    return [*ratio, *(replace(p, path=f"{path}.{p.path}") for p in found)]
 
 
 def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:
@@ -453,7 +458,7 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
         own, where = getattr(config, config.name), f"{path}.{config.name}"
         shares, least = _RANGES[config.name]
         found += _choice_problems(own, where) + _share_problems(own, shares, where)
-        found += _least_problems(own, least, where)
+        found += least_problems((f"{where}.{x}", getattr(own, x), low) for x, low in least.items())
     return found
 
 
@@ -513,19 +518,7 @@ def _moment_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
 
 
 def _share_problems(config: object, names: tuple[str, ...], path: str) -> list[Problem]:
-    return [
-        Problem(f"{path}.{name}", repr(value), "at least 0 and less than 1")
-        for name in names
-        if not 0 <= (value := getattr(config, name)) < 1
-    ]
-
-
-def _least_problems(config: object, least: Mapping[str, float], path: str) -> list[Problem]:
-    return [
-        Problem(f"{path}.{name}", repr(value), f"at least {low}")
-        for name, low in least.items()
-        if not (value := getattr(config, name)) >= low
-    ]
+    return share_problems({f"{path}.{name}": getattr(config, name) for name in names})
 
 
 def _choice_problems(config: Any, path: str) -> list[Problem]:

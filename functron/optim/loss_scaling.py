@@ -26,6 +26,7 @@ from functron.optim.transformation import (
     apply_updates,
     ask,
     find_answers,
+    least_problems,
     multiplied,
     name_norm,
     refuse_scaled,
@@ -146,10 +147,8 @@ def loss_scale_problems(config: LossScale, path: str) -> list[Problem]:
     if config.initial < config.minimum:
         wanted = f"at least the minimum, {config.minimum:g}"
         found.append(Problem(f"{path}.initial", f"{config.initial:g}", wanted))
-    for name, least in (("growth_interval", 0), ("hysteresis", 1), ("patience", 1)):
-        if (value := getattr(config, name)) < least:
-            found.append(Problem(f"{path}.{name}", str(value), f"at least {least}"))
-    return found
+    rows = (("growth_interval", 0), ("hysteresis", 1), ("patience", 1))
+    return found + least_problems((f"{path}.{x}", getattr(config, x), low) for x, low in rows)
 
 
 def _nearest_power(value: float) -> str:

@@ -21,7 +21,12 @@ from functron.ops.foreach import squares
 from functron.optim.adam import adamw
 from functron.optim.masking import Mask, decoupled, where
 from functron.optim.schedules import LearningRate
-from functron.optim.transformation import GradientTransformation, bindable, transformation
+from functron.optim.transformation import (
+    GradientTransformation,
+    bindable,
+    share_problems,
+    transformation,
+)
 from functron.optim.zero import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
@@ -157,8 +162,7 @@ def scale_by_muon(
     problems = []
     if scale not in SCALES:
         problems.append(Problem("scale", repr(scale), "one of its values", nearest(scale, SCALES)))
-    if not 0 <= momentum < 1:
-        problems.append(Problem("momentum", repr(momentum), "at least 0 and less than 1"))
+    problems += share_problems({"momentum": momentum})
     raise_problems("scale_by_muon", problems)
 
     def orthogonal(x: torch.Tensor, spec: P, matrix: Matrix) -> torch.Tensor:

@@ -10,13 +10,12 @@ mesh.)
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import public, raise_problems
 from functron.optim.adam import adamw
 from functron.optim.masking import Mask, decoupled, where
 from functron.optim.muon import Matrix, matrix_cuts
@@ -24,7 +23,9 @@ from functron.optim.schedules import LearningRate, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
+    least_problems,
     map_to_trees,
+    share_problems,
     transformation,
 )
 from functron.optim.zero import flat_specs, leaf_specs
@@ -102,7 +103,9 @@ def scale_by_soap(
         ValueError: decays that are not in [0, 1), or a frequency or size below 1.
     """
     decay = b2 if precondition_decay is None else precondition_decay
-    _check(b1, b2, decay, frequency, max_dim)
+    problems = share_problems({"b1": b1, "b2": b2, "precondition_decay": decay})
+    problems += least_problems([("frequency", frequency, 1), ("max_dim", max_dim, 1)])
+    raise_problems("scale_by_soap", problems)
 
     def layouts_of(value: tree.Tree) -> list[_SoapLayout]:
         shapes = tree.broadcast_prefix(matrices, value, what="matrices", wanted="a Matrix")
@@ -146,20 +149,6 @@ def scale_by_soap(
     return transformation(init, update, state_specs)
 
 
-def _check(b1: float, b2: float, decay: float, frequency: int, max_dim: int) -> None:
-    problems = [
-        Problem(name, repr(value), "at least 0 and less than 1")
-        for name, value in (("b1", b1), ("b2", b2), ("precondition_decay", decay))
-        if not 0 <= value < 1
-    ]
-    problems += [
-        Problem(name, repr(value), "at least 1")
-        for name, value in (("frequency", frequency), ("max_dim", max_dim))
-        if value < 1
-    ]
-    raise_problems("scale_by_soap", problems)
-
-
 def _read_flag(flag: torch.Tensor) -> bool | torch.Tensor:
     """The flag as a bool, where the program that runs may ask for it."""
     return bool(flag) if readable(flag) else flag
@@ -183,7 +172,7 @@ class _SoapLayout:
         sizes = list(matrix.sizes or x.shape[matrix.num_batch :])
         if not matrix.sizes:
             for dim, axes in self.cuts:
-                sizes[dim] *= math.prod(axis_size(name) for name in axes)
+                sizes[dim] *= axis_size(axes)
         self.sizes = sizes
         self.names = tuple(name for _, axes in self.cuts for name in axes)
 

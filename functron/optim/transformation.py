@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, cast
 
@@ -639,6 +639,17 @@ def need_params(what: str, params: Params | None, use: str) -> None:
             f"{what}: got params=None; wanted the parameters {use}; fix: call "
             "update(grads, state, params)"
         )
+
+
+def share_problems(shares: Mapping[str, float]) -> list[Problem]:
+    """The numbers by name that are no shares, as decays of means are."""
+    wanted = "at least 0 and less than 1"
+    return [Problem(name, repr(x), wanted) for name, x in shares.items() if not 0 <= x < 1]
+
+
+def least_problems(rows: Iterable[tuple[str, float, float]]) -> list[Problem]:
+    """The numbers that are too small, of names, numbers and the least that these may be."""
+    return [Problem(name, repr(x), f"at least {low}") for name, x, low in rows if not x >= low]
 
 
 def multiply(updates: Updates, factor: float | torch.Tensor) -> Updates:

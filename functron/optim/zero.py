@@ -116,7 +116,7 @@ def padded_shapes(defs: tree.Tree, shards: tree.Tree, mesh: Mesh | BoundMesh) ->
     """
 
     def one(d: Any, shard: P | None) -> tuple[int, ...]:
-        return padded_shape(d.shape, shard, mesh)
+        return padded_shape(d.shape, shard or P(), mesh)
 
     return tree.map_columns(one, defs, flat_specs(shards, defs))
 
@@ -234,8 +234,8 @@ def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     return tree.unflatten(structure, [_append_axes(*row) for row in rows])
 
 
-def _append_axes(given: P | None, spec: P, shard: P) -> P | None:
-    if given is None:  # another transformation's, as in `where`
+def _append_axes(given: P | None, spec: P | None, shard: P) -> P | None:
+    if given is None or spec is None:  # another transformation's, as in `where`
         return None
     num_dims = max(len(given), len(spec), len(shard))
     entries = [*given, *itertools.repeat(None, num_dims - len(given))]
@@ -376,7 +376,7 @@ def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) ->
 def _unlike(whole: WholeLeaf, x: torch.Tensor) -> Problem | None:
     """The problem of taking x for a shard, which may be padded; None: there is none."""
     own = list(whole.own)
-    sizes = [_split(whole.shape[dim], whole.axes([dim])) for dim in own]
+    sizes = [-(-whole.shape[dim] // axis_size(whole.axes([dim]))) for dim in own]
     if x.dim() == len(whole.shape) and [x.shape[dim] for dim in own] == sizes:
         return None
     return Problem(
@@ -387,10 +387,6 @@ def _unlike(whole: WholeLeaf, x: torch.Tensor) -> Problem | None:
         "give the optimizer the parameters' defs and specs (under ZeRO, those of the shards); what "
         "ranks of a pipeline divide (vocab_over_pp) needs an elementwise optimizer",
     )
-
-
-def _split(size: int, axes: Sequence[str]) -> int:
-    return -(-size // math.prod(axis_size(name) for name in axes))
 
 
 def mean(x: torch.Tensor, dims: Sequence[int], whole: WholeLeaf) -> torch.Tensor:
@@ -417,7 +413,7 @@ def unpadded(x: torch.Tensor, dim: int, whole: WholeLeaf) -> torch.Tensor:
         whole: the parameter.
     """
     axes, size = whole.axes([dim]), whole.shape[dim]
-    if x.shape[dim] * math.prod(axis_size(name) for name in axes) == size:
+    if x.shape[dim] * axis_size(axes) == size:
         return x
     ones = take(torch.ones(size, dtype=x.dtype, device=x.device), (DimCut(-1, axes),))
     return x * ones.reshape([-1 if d == dim else 1 for d in range(x.dim())])
