@@ -152,6 +152,30 @@ def view_operands(outputs: Sequence[torch.Tensor], operands: Sequence) -> tuple[
     )
 
 
+class LevelFunction(Function):
+    """A function of a program, which is opaque to functorch, and of tensors.
+
+    At a level of vmap it is that of ``program.over(size, in_dims)``: the program under this vmap
+    and, once it has run, which results are batched.
+
+    Attributes:
+        forward_mode: the error of differentiation in forward mode.
+    """
+
+    generate_vmap_rule = False
+    forward_mode: str
+
+    @classmethod
+    def jvp(cls, ctx, *tangents) -> Any:
+        raise ValueError(cls.forward_mode)
+
+    @classmethod
+    def vmap(cls, info, in_dims, program, *operands) -> Any:
+        outer, varying = program.over(info.batch_size, in_dims[1:])
+        outputs = cls.apply(outer, *operands)
+        return outputs, tuple(0 if batched else None for batched in varying)
+
+
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("barrier(Tensor x, Tensor dep) -> Tensor")
 _LIBRARY.impl("barrier", lambda x, dep: x.clone(), "CompositeExplicitAutograd")
@@ -566,6 +590,11 @@ class _Program:
             return rule_vjp(lambda *values: self.f(values), *operands)[0]
         return self.f(operands)
 
+    def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Program, list[bool]]:
+        """The same with one vmap of `size` around it, and which outputs are batched."""
+        batched, varying = map_level(self.forward, size, in_dims)
+        return _Program(batched, self.memory, compat.innermost_is_grad()), varying
+
 
 def _run_differentiated(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
     floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
@@ -578,8 +607,8 @@ def _run_differentiated(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...
     return made[2]
 
 
-class _Remat(Function):
-    generate_vmap_rule = False
+class _Remat(LevelFunction):
+    forward_mode = "remat in forward-mode differentiation: call the function itself instead"
 
     @staticmethod
     def forward(program: _Program, *operands):
@@ -616,14 +645,3 @@ class _Remat(Function):
             for out, value in zip(outputs, cotangents, strict=True)
         )
         return None, *pullback(given)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise ValueError("remat in forward-mode differentiation: call the function itself instead")
-
-    @staticmethod
-    def vmap(info, in_dims, program, *operands):
-        batched, varying = map_level(program.forward, info.batch_size, in_dims[1:])
-        outer = _Program(batched, program.memory, compat.innermost_is_grad())
-        outputs = _Remat.apply(outer, *operands)
-        return outputs, tuple(0 if batch else None for batch in varying)
