@@ -29,7 +29,7 @@ import torch
 
 from functron.checkpoint import database
 from functron.checkpoint.database import MEND, as_array, as_tensor, from_name, name_of
-from functron.checkpoint.placement import Box, Leaf, cells, grid
+from functron.checkpoint.placement import Box, Leaf, Piece, cells, grid
 from functron.core import tree
 from functron.core.chart import align_columns
 from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
@@ -509,9 +509,9 @@ class StoredLeaf:
         direct = out.device.type == "cpu" and out.dtype == self.dtype
         for box in boxes:
             for cell in cells(box, self.chunk):
-                region, local = _intersect(cell, self.chunk, box)
-                target = out.detach()[local]
-                window.add(size, partial(self._begin_read, region, cell, target, direct))
+                part = Piece.of(cell, self.chunk, box)
+                target = out.detach()[part.slices()]
+                window.add(size, partial(self._begin_read, part, target, direct))
 
     def checking(self, cell: Sequence[int], found: list[Problem]) -> Callable[[], None]:
         """Begin to read a chunk; what is returned waits, and adds what is wrong to `found`."""
@@ -540,22 +540,20 @@ class StoredLeaf:
             got, wanted = f"{len(known)} checksums of chunks", f"{count} checksums of chunks"
         return [] if got == wanted else [Problem(self.path, got, wanted, MEND)]
 
-    def _begin_read(
-        self, region: Any, cell: Sequence[int], target: torch.Tensor, direct: bool
-    ) -> Callable[[], None]:
+    def _begin_read(self, part: Piece, target: torch.Tensor, direct: bool) -> Callable[[], None]:
         """Begin to read a part of a chunk; what is returned waits, and checks it."""
         import tensorstore as ts
 
-        source = self._array[region]
+        source = self._array[part.region()]
         if direct:
             source = source[ts.d[:].translate_to[0]] if source.rank else source
             future = ts.array(as_array(target)).write(source)
         else:
             future = source.read()
-        check, folder = self._begin_check(cell), self._checkpoint.path
+        check, folder = self._begin_check(part.cell), self._checkpoint.path
 
         def wait() -> None:
-            with database.naming_file(self.path, lambda: self._file_of(cell), folder):
+            with database.naming_file(self.path, lambda: self._file_of(part.cell), folder):
                 found = future.result()
                 check()
             if not direct:
@@ -588,16 +586,6 @@ class StoredLeaf:
 
     def _file_of(self, cell: Sequence[int]) -> str:
         return database.file_of(self._checkpoint.path, database.chunk_key(self.path, cell))
-
-
-def _intersect(cell: Sequence[int], chunk: Sequence[int], box: Box) -> tuple[tuple, tuple]:
-    """The part of a chunk that a box has: where in the leaf, and where in the tensor."""
-    region, local = [], []
-    for i, c, start, size, at in zip(cell, chunk, box.start, box.size, box.local, strict=True):
-        first, last = max(i * c, start), min((i + 1) * c, start + size)
-        region.append(slice(first, last))
-        local.append(slice(first - start + at, last - start + at))
-    return tuple(region), tuple(local)
 
 
 def _normalise_index(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:

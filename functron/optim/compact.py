@@ -515,12 +515,20 @@ def scale_by_lion(
         mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
         return ScaleByLionState(new_count(params), mu)
 
+    def combine_(momenta: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        ahead = torch._foreach_mul(gradients, 1 - b1)
+        torch._foreach_add_(ahead, torch._foreach_mul(momenta, b1))
+        torch._foreach_mul_(momenta, b2)
+        torch._foreach_mul_(gradients, 1 - b2)
+        torch._foreach_add_(momenta, gradients)
+        torch._foreach_copy_(gradients, torch._foreach_sign(ahead))
+
     def update(updates, state, params=None, *, donated=False):
         momenta = tree.same_structure(updates, state.mu, names=("updates", "the state's mu"))
         gradients = tree.leaves(updates)
         if donated and all(g.dtype == m.dtype for g, m in zip(gradients, momenta, strict=True)):
             columns = {"momenta": momenta, "gradients": gradients}
-            foreach_(_combine(b1, b2), columns, paths=lambda: tree.paths(updates))
+            foreach_(combine_, columns, paths=lambda: tree.paths(updates))
             increment_([state.count])
             return updates, state
         out = tree.map(lambda g, m: ((1 - b1) * g + b1 * m).sign().to(g.dtype), updates, state.mu)
@@ -533,18 +541,6 @@ def scale_by_lion(
         specs=lambda param_specs: ScaleByLionState(P(), param_specs),
         elementwise=True,
     )
-
-
-def _combine(b1: float, b2: float):
-    def kernel(momenta: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        ahead = torch._foreach_mul(gradients, 1 - b1)
-        torch._foreach_add_(ahead, torch._foreach_mul(momenta, b1))
-        torch._foreach_mul_(momenta, b2)
-        torch._foreach_mul_(gradients, 1 - b2)
-        torch._foreach_add_(momenta, gradients)
-        torch._foreach_copy_(gradients, torch._foreach_sign(ahead))
-
-    return kernel
 
 
 @public

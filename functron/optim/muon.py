@@ -171,7 +171,9 @@ def scale_by_muon(
         cuts = matrix_cuts(spec, x.dim(), matrix)
 
         def each(whole: torch.Tensor, num_batch: int) -> torch.Tensor:
-            return _each(whole, num_batch, matrix.num_inputs, steps, coefficients, eps)
+            split = num_batch + matrix.num_inputs
+            flat = whole.flatten(split).flatten(num_batch, split - 1)
+            return newton_schulz(flat, steps, coefficients, eps).reshape(whole.shape)
 
         def joined(whole: torch.Tensor, num_batch: int) -> torch.Tensor:
             # padding of shards comes last, and stays zero
@@ -253,15 +255,6 @@ def _factor(
     one = matrix.outputs // sum(matrix.pieces)
     columns = [x.new_full((n, 1), scale(n * one, matrix.inputs)) for n in matrix.pieces]
     return take(torch.cat(columns), tuple(cut for cut in cuts if cut.dim == -2))
-
-
-def _each(
-    x: torch.Tensor, num_batch: int, num_inputs: int, steps: int, coefficients, eps: float
-) -> torch.Tensor:
-    """[batch..., inputs..., outputs...]: every matrix orthogonalised."""
-    split = num_batch + num_inputs
-    flat = x.flatten(split).flatten(num_batch, split - 1)
-    return newton_schulz(flat, steps, coefficients, eps).reshape(x.shape)
 
 
 def _compute_gathered(
