@@ -83,11 +83,6 @@ Source = Callable[[int, Piece], np.ndarray]
 """``source(leaf index, piece)``: the values of a piece on the host, which stay as they are."""
 
 
-def read_live(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> np.ndarray:
-    """The values of the tensors themselves, for a caller that waits until they are written."""
-    return as_array(slice_values(tensors, index, piece).cpu())
-
-
 def write_pieces(
     folder: Path,
     division: Division,
@@ -603,7 +598,11 @@ def save(
         division = _divide_storable(placement, CHUNK_BYTES)
         tensors = _list_tensors(placement, value)
         request = SaveRequest(local_path(path).absolute(), division, _as_json(metadata))
-    save_together(request, functools.partial(read_live, tensors), ranks)
+
+    def read(index: int, piece: Piece) -> np.ndarray:
+        return as_array(slice_values(tensors, index, piece).cpu())
+
+    save_together(request, read, ranks)
     ranks.leave()
 
 

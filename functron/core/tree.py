@@ -145,9 +145,11 @@ def map_with_path(
     return unflatten(shape, _apply(fn, rows, flat, is_leaf))
 
 
-def map_columns(fn: Callable, tree: Tree, *columns: Iterable) -> Tree:
+def map_columns(
+    fn: Callable, tree: Tree, *columns: Iterable, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
     """``fn(leaf, *entries)`` of each leaf and of columns that have an entry for each, in order."""
-    flat, shape = flatten(tree)
+    flat, shape = flatten(tree, is_leaf)
     return unflatten(shape, [fn(*row) for row in zip(flat, *columns, strict=True)])
 
 

@@ -556,11 +556,6 @@ def width_multiples(config: OptimizerConfig, defs: tree.Tree) -> Mapping[str, fl
     return {path: multiple for path, multiple in found.items() if multiple != 1}
 
 
-def has_widths(defs: tree.Tree) -> bool:
-    """Whether some of these parameters are wider than where learning rates were tuned."""
-    return any(_width(d) != Width() for d in tree.leaves(defs))
-
-
 def _width(d: Any) -> Width:
     """Of a `ParamDef`; what is none has no width."""
     return getattr(d, "width", Width())
@@ -768,7 +763,7 @@ def make_optimizer(
     elif groups and copies == 1:  # else ranks of a pipeline have some of the parameters each
         found += group_problems(defs, groups, "optimizer.groups")
     whole = defs if whole is None else whole
-    if has_widths(whole):
+    if any(_width(d) != Width() for d in tree.leaves(whole)):  # than where it was tuned
         found += width_problems(config)
     style = config.weight_decay_incr_style
     if style != "constant" and total_steps is None:

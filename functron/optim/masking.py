@@ -69,9 +69,10 @@ def add_decayed_weights(
     # of another function nobody knows whether it looks at shapes
     elementwise = not callable(mask) or mask is not_norm_or_bias
     if not callable(weight_decay):
+        # of a tensor, whose value is not read, there is some
+        some = isinstance(weight_decay, torch.Tensor) or bool(weight_decay)
         return stateless(
-            lambda u, p: decay(u, p, weight_decay) if _some(weight_decay) else u,
-            elementwise=elementwise,
+            lambda u, p: decay(u, p, weight_decay) if some else u, elementwise=elementwise
         )._replace(bind=keep_specs)
     return scheduled(weight_decay, decay, elementwise=elementwise)._replace(bind=keep_specs)
 
@@ -85,11 +86,6 @@ def decoupled(
     """`direction`, decoupled weight decay and the learning rate, one after the other."""
     decay = add_decayed_weights(weight_decay, mask)
     return chain(direction, decay, scale_by_learning_rate(learning_rate))
-
-
-def _some(weight_decay: float | torch.Tensor) -> bool:
-    """Whether there is any decay; of a tensor, whose value is not read, True."""
-    return isinstance(weight_decay, torch.Tensor) or bool(weight_decay)
 
 
 @public

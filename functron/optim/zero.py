@@ -228,13 +228,12 @@ def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
 
     `given` may also split dims over the ranks of a pipeline, as states between steps are.
     """
-    flat, structure = tree.flatten(shards, is_spec)
-    like = tree.unflatten(structure, range(len(flat)))
-    rows = zip(flat_specs(given, like), flat_specs(specs, like), flat, strict=True)
-    return tree.unflatten(structure, [_append_axes(*row) for row in rows])
+    like = tree.map(lambda shard: 0, shards, is_leaf=is_spec)
+    columns = flat_specs(given, like), flat_specs(specs, like)
+    return tree.map_columns(_append_axes, shards, *columns, is_leaf=is_spec)
 
 
-def _append_axes(given: P | None, spec: P | None, shard: P) -> P | None:
+def _append_axes(shard: P, given: P | None, spec: P | None) -> P | None:
     if given is None or spec is None:  # another transformation's, as in `where`
         return None
     num_dims = max(len(given), len(spec), len(shard))

@@ -393,10 +393,11 @@ def _split_codes(leaf: Any, places: Places) -> AxisSplit:
 
 def _attach_splits(params: tree.Tree, splits: Sequence[AxisSplit]) -> tree.Tree:
     """The parameters, with the splits of the codes that products are to gather."""
-    leaves, structure = tree.flatten(params, is_encoded)
-    rows = zip(leaves, splits, strict=True)
-    made = [leaf._replace(split=split) if split else leaf for leaf, split in rows]
-    return tree.unflatten(structure, made)
+
+    def one(leaf: Any, split: AxisSplit) -> Any:
+        return leaf._replace(split=split) if split else leaf
+
+    return tree.map_columns(one, params, splits, is_leaf=is_encoded)
 
 
 @dataclass(frozen=True, eq=False)

@@ -576,7 +576,7 @@ class _Program:
     memory: KeptValues
     tracked: bool
 
-    def forward(self, operands: tuple) -> tuple[torch.Tensor, ...]:
+    def forward(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs; where results are kept, computed as backward will compute them.
 
         Kept results are found by their place among the operations, and torch takes some operations
@@ -596,7 +596,7 @@ class _Program:
         return _Program(batched, self.memory, compat.innermost_is_grad()), varying
 
 
-def _run_differentiated(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
+def _run_differentiated(f: Callable, operands: Sequence) -> tuple[torch.Tensor, ...]:
     floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
 
     def split(*values):
