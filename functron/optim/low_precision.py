@@ -49,10 +49,10 @@ from functron.optim.transformation import (
     need_params,
     transformation,
 )
-from functron.optim.zero import leaf_specs
+from functron.optim.zero import flat_specs, leaf_specs
 from functron.program.recorder import active
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.spec import DimCut, P, dim_axes, is_spec, num_shards, padded_shape, take
+from functron.spmd.spec import DimCut, P, dim_axes, num_shards, padded_shape, take
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters have masters."""
@@ -495,7 +495,7 @@ def check_blocks(
         ValueError: some shard does; all offenders are listed.
     """
     found = []
-    flat = tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs", wanted="a P")
+    flat = flat_specs(specs, defs)
     chosen = tree.leaves(quantisable(defs, block))
     for path, d, spec, flag in zip(tree.paths(defs), tree.leaves(defs), flat, chosen, strict=True):
         parts = num_shards(dim_axes(spec, len(d.shape))[-1], mesh) if flag else 1

@@ -32,6 +32,7 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
+from functron.optim.zero import flat_specs
 from functron.spmd.axes import scope
 from functron.spmd.spec import P, is_spec
 
@@ -134,11 +135,8 @@ def only(
         wanted = inner.grad_specs(param_specs)
         if others is None:
             return wanted
-        rows = (
-            tree.broadcast_prefix(specs, mask, is_leaf=is_spec, what="specs")
-            for specs in (wanted, param_specs)
-        )
-        return tree.map_columns(lambda flag, a, b: a if flag else b, mask, *rows)
+        both = flat_specs(wanted, mask), flat_specs(param_specs, mask)
+        return tree.map_columns(lambda flag, a, b: a if flag else b, mask, *both)
 
     def bind(param_specs, copies):
         own = param_specs if find_answers(param_specs) is None else own_specs(param_specs)
@@ -393,14 +391,13 @@ def _side_by_side(
     def divided(param_specs) -> tuple[tree.Tree, list[tree.Tree]]:
         """The labels, and the specs of each one's parameters."""
         labels = labels_of(tree.map(lambda spec: 0, param_specs, is_leaf=is_spec))
-        flat = tree.broadcast_prefix(param_specs, labels, is_leaf=is_spec, what="specs")
+        flat = flat_specs(param_specs, labels)
         return labels, [_only(labels, flat, label) for label in transforms]
 
     def grad_specs(param_specs):
         labels, sides = divided(param_specs)
         rows = [
-            tree.broadcast_prefix(t.grad_specs(side), labels, is_leaf=is_spec, what="specs")
-            for t, side in zip(several, sides, strict=True)
+            flat_specs(t.grad_specs(side), labels) for t, side in zip(several, sides, strict=True)
         ]
         return merge(rows, labels)
 
