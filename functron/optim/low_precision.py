@@ -495,7 +495,7 @@ def check_blocks(
         ValueError: some shard does; all offenders are listed.
     """
     found = []
-    flat = flat_specs(specs, defs)
+    flat = [spec or P() for spec in flat_specs(specs, defs)]
     chosen = tree.leaves(quantisable(defs, block))
     for path, d, spec, flag in zip(tree.paths(defs), tree.leaves(defs), flat, chosen, strict=True):
         parts = num_shards(dim_axes(spec, len(d.shape))[-1], mesh) if flag else 1
