@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from textwrap import indent
 from typing import Any
@@ -29,10 +29,11 @@ import torch
 
 from functron.checkpoint import database
 from functron.checkpoint.database import MEND, as_array, as_tensor, from_name, name_of
-from functron.checkpoint.placement import Box, Leaf, cells, grid
+from functron.checkpoint.placement import Box, Leaf, Piece, cells, grid
 from functron.core import tree
 from functron.core.chart import align_columns
 from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
+from functron.program.cost import bytes_text
 
 MANIFEST = "functron.json"
 FORMAT = 1
@@ -508,10 +509,9 @@ class StoredLeaf:
         direct = out.device.type == "cpu" and out.dtype == self.dtype
         for box in boxes:
             for cell in cells(box, self.chunk):
-                region, local = _intersect(cell, self.chunk, box)
-                target = out.detach()[local]
-                reader = self._read_into if direct else self._read_through
-                window.add(size, reader(target, region, cell))
+                part = Piece.of(cell, self.chunk, box)
+                target = out.detach()[part.slices()]
+                window.add(size, partial(self._begin_read, part, target, direct))
 
     def checking(self, cell: Sequence[int], found: list[Problem]) -> Callable[[], None]:
         """Begin to read a chunk; what is returned waits, and adds what is wrong to `found`."""
@@ -540,33 +540,24 @@ class StoredLeaf:
             got, wanted = f"{len(known)} checksums of chunks", f"{count} checksums of chunks"
         return [] if got == wanted else [Problem(self.path, got, wanted, MEND)]
 
-    def _read_into(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
+    def _begin_read(self, part: Piece, target: torch.Tensor, direct: bool) -> Callable[[], None]:
+        """Begin to read a part of a chunk; what is returned waits, and checks it."""
         import tensorstore as ts
 
-        def begin() -> Callable[[], Any]:
-            source = self._array[region]
+        source = self._array[part.region()]
+        if direct:
             source = source[ts.d[:].translate_to[0]] if source.rank else source
-            return self._wait_and_check(ts.array(as_array(target)).write(source), cell)
+            future = ts.array(as_array(target)).write(source)
+        else:
+            future = source.read()
+        check, folder = self._begin_check(part.cell), self._checkpoint.path
 
-        return begin
-
-    def _read_through(self, target: torch.Tensor, region: Any, cell: Any) -> Callable[[], Callable]:
-        def begin() -> Callable[[], Any]:
-            wait = self._wait_and_check(self._array[region].read(), cell)
-            return lambda: target.copy_(as_tensor(np.asarray(wait())))
-
-        return begin
-
-    def _wait_and_check(self, future: Any, cell: Sequence[int]) -> Callable[[], Any]:
-        check = self._begin_check(cell)
-
-        def wait() -> Any:
-            with database.naming_file(
-                self.path, lambda: self._file_of(cell), self._checkpoint.path
-            ):
+        def wait() -> None:
+            with database.naming_file(self.path, lambda: self._file_of(part.cell), folder):
                 found = future.result()
                 check()
-                return found
+            if not direct:
+                target.copy_(as_tensor(np.asarray(found)))
 
         return wait
 
@@ -595,16 +586,6 @@ class StoredLeaf:
 
     def _file_of(self, cell: Sequence[int]) -> str:
         return database.file_of(self._checkpoint.path, database.chunk_key(self.path, cell))
-
-
-def _intersect(cell: Sequence[int], chunk: Sequence[int], box: Box) -> tuple[tuple, tuple]:
-    """The part of a chunk that a box has: where in the leaf, and where in the tensor."""
-    region, local = [], []
-    for i, c, start, size, at in zip(cell, chunk, box.start, box.size, box.local, strict=True):
-        first, last = max(i * c, start), min((i + 1) * c, start + size)
-        region.append(slice(first, last))
-        local.append(slice(first - start + at, last - start + at))
-    return tuple(region), tuple(local)
 
 
 def _normalise_index(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
@@ -788,13 +769,13 @@ def show_text(path: str | Path) -> str:
     else:
         lines.append("without a manifest: written by Orbax alone")
     values = sum(leaf.nbytes for leaf in stored.values())
-    sizes = f"{_format_size(values)} of values in {_format_size(stored.nbytes)} of files"
+    sizes = f"{bytes_text(values)} of values in {bytes_text(stored.nbytes)} of files"
     lines.append(f"{len(stored)} leaves, {sizes}")
     if stored.metadata:
         lines += ["metadata", indent(json.dumps(stored.metadata, indent=2), "  ")]
     rows = [("leaf", "dtype", "shape", "bytes", "chunks of")]
     rows += [
-        (leaf.path, leaf.dtype_name, str(leaf.shape), _format_size(leaf.nbytes), str(leaf.chunk))
+        (leaf.path, leaf.dtype_name, str(leaf.shape), bytes_text(leaf.nbytes), str(leaf.chunk))
         for leaf in stored.values()
     ]
     return "\n".join([*lines, "leaves", indent("\n".join(align_columns(rows)), "  ")])
@@ -809,7 +790,7 @@ def verify_text(path: str | Path) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the second line has it
         nbytes = verify(path)
-    took = f"{_format_size(nbytes)} of values in {time.perf_counter() - begun:.1f} s"
+    took = f"{bytes_text(nbytes)} of values in {time.perf_counter() - begun:.1f} s"
     if left := Checkpoint(path).unbound:
         return f"{path}: no damage found; {took}\nnot checked: {left}"
     return f"{path}: all files and checksums are right; {took}"
@@ -825,7 +806,7 @@ def _describe_row(path: Path) -> tuple[str, ...]:
     mesh, about = str(origin.get("mesh") or "none"), json.dumps(stored.metadata)
     return (
         path.name,
-        _format_size(stored.nbytes),
+        bytes_text(stored.nbytes),
         str(len(stored)),
         mesh,
         made,
@@ -835,11 +816,3 @@ def _describe_row(path: Path) -> tuple[str, ...]:
 
 def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _format_size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

@@ -306,8 +306,7 @@ class Memory:
     def __init__(self, folder: Path, mesh: BoundMesh, like: tree.Tree, about: str = ""):
         self._folder, self._mesh, self._structure = folder, mesh, tree.structure(like)
         self._like = tree.leaves(like)
-        named = zip(tree.paths(like), self._like, strict=True)
-        leaves = [(path, list(leaf.shape), name_of(leaf.dtype)) for path, leaf in named]
+        leaves = [(path, list(x.shape), name_of(x.dtype)) for path, x in tree.items(like)]
         text = json.dumps([str(mesh.mesh), mesh.rank, leaves, about])
         self._digest = hashlib.sha256(text.encode()).hexdigest()
         abstract = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), like)
@@ -320,34 +319,32 @@ class Memory:
         self._to = neighbours(mesh.mesh, machines)
         self._from = self._to.index(mesh.rank)
         problems = self._gather_from_all(self._check_folder(machines.count(machines[mesh.rank])))
-        raise_problems(_TITLE, [Problem(*found) for found in problems if found])
+        raise_problems(_TITLE, filter(None, problems))
 
     @property
     def _own_folder(self) -> Path:
         return self._folder / f"rank-{self._mesh.rank}"
 
-    def _check_folder(self, processes: int) -> tuple[str, str, str, str] | None:
-        """The mistake of the folder, as the parts of a `Problem`."""
+    def _check_folder(self, processes: int) -> Problem | None:
+        """The mistake of the folder, if any."""
         name, other = "memory_folder", "choose another folder of main memory"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
-                return (
-                    name,
-                    f"{self._folder}, which is another user's",
-                    "a folder of your own",
-                    other,
-                )
+                got = f"{self._folder}, which is another user's"
+                return Problem(name, got, "a folder of your own", other)
             self._own_folder.mkdir(mode=0o700, exist_ok=True)
             there = sum(path.stat().st_size for path in self._own_folder.iterdir())
             free = shutil.disk_usage(self._folder).free + there * processes
         except OSError as error:
-            return name, f"{self._folder}: {error.strerror}", "a folder to write in", other
+            got = f"{self._folder}: {error.strerror}"
+            return Problem(name, got, "a folder to write in", other)
         wanted = 2 * _GENERATIONS * self._snapshot.nbytes * processes
         if free < wanted:
             got = f"{free:,} bytes free in {self._folder}"
             fix = "leave memory_save_every out, or have fewer processes a machine"
-            return name, got, f"{wanted:,}: {2 * _GENERATIONS} states for each process", fix
+            text = f"{wanted:,}: {2 * _GENERATIONS} states for each process"
+            return Problem(name, got, text, fix)
         return None
 
     def save(self, step: int, state: tree.Tree) -> None:
@@ -397,10 +394,7 @@ class Memory:
             if but is None or path.name.partition("-of-")[0] != str(but):
                 path.unlink(missing_ok=True)
         if but is None:
-            for folder in (
-                self._own_folder,
-                self._folder,
-            ):  # which the others may have left already
+            for folder in (self._own_folder, self._folder):  # the others may have left them already
                 with suppress(OSError):
                     folder.rmdir()
 
@@ -499,22 +493,21 @@ class Memory:
         self, data: tuple[Header, list[np.ndarray]] | None, owner: int, giver: int
     ) -> tuple[Header, list[np.ndarray]] | None:
         """A state, from who has it to whose it is."""
+        header, blocks = data or (None, [])
         if self._mesh.rank == giver:
-            encoded = b"" if data is None else data[0].encode()
-            parts = [np.frombuffer(encoded, np.uint8), *(data[1] if data else ())]
-            dist.send(torch.tensor([len(encoded)]), owner, group=self._group)
-            for part in parts:
-                if part.size:
-                    dist.send(torch.from_numpy(part.copy()), owner, group=self._group)
+            dist.send_object_list([header], owner, group=self._group)
+            for block in blocks:
+                if block.size:
+                    dist.send(torch.from_numpy(block.copy()), owner, group=self._group)
             return None
-        length = self._receive(giver, 1, torch.int64).item()
-        if not length:
+        found: list[Header | None] = [None]
+        dist.recv_object_list(found, giver, group=self._group)
+        if (header := found[0]) is None:
             return None
-        header = Header.decode(self._receive(giver, length).tobytes())
         return header, [self._receive(giver, size) for size in header.sizes]
 
-    def _receive(self, giver: int, size: int, dtype: torch.dtype = torch.uint8) -> np.ndarray:
-        into = torch.empty(size, dtype=dtype)
+    def _receive(self, giver: int, size: int) -> np.ndarray:
+        into = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.recv(into, giver, group=self._group)
         return into.numpy()

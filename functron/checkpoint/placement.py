@@ -209,7 +209,7 @@ class Placement:
         Raises:
             ValueError: leaves are missing, unknown, no tensors, or have another shape or dtype.
         """
-        given = dict(zip(tree.paths(value), tree.leaves(value), strict=True))
+        given = dict(tree.items(value))
         known = {leaf.path: leaf for leaf in self.leaves}
         found = [
             Problem(path, "a leaf", "a leaf of the placement", nearest(path, known))
@@ -244,10 +244,7 @@ def _span(
         name = rest.pop(0)
         size //= mesh[name]
         begin += coordinate.get(name, 0) * size
-    index = 0
-    for name in rest:
-        index = index * mesh[name] + coordinate.get(name, 0)
-    length = -(-size // num_shards(rest, mesh))
+    index, length = mesh.rank_at(coordinate, rest), -(-size // num_shards(rest, mesh))
     first, last = min(index * length, size), min((index + 1) * length, size)
     return begin + first, begin + last, length
 
@@ -288,11 +285,11 @@ GridCell = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk that a process writes.
+    """The part of a chunk that a process writes or reads: of one that it writes, all of it.
 
     Attributes:
-        cell: its position on the leaf's grid of chunks.
-        start, size: its first index in the global leaf, and its extent, cut at the leaf's end.
+        cell: the chunk's position on the leaf's grid of chunks.
+        start, size: its first index in the global leaf, and its extent.
         local: its first index in the process's tensor.
     """
 
@@ -302,12 +299,15 @@ class Piece:
     local: tuple[int, ...]
 
     @classmethod
-    def of(cls, cell: GridCell, chunk: Sequence[int], shape: Sequence[int], box: Box) -> Piece:
-        """The part of a chunk that a box holds: all of it, by the choice of chunks."""
-        start = tuple(i * c for i, c in zip(cell, chunk, strict=True))
-        size = tuple(min(c, n - a) for a, c, n in zip(start, chunk, shape, strict=True))
-        local = tuple(a - b + at for a, b, at in zip(start, box.start, box.local, strict=True))
-        return cls(cell, start, size, local)
+    def of(cls, cell: GridCell, chunk: Sequence[int], box: Box) -> Piece:
+        """The part of a chunk that a box holds."""
+        start, size, local = [], [], []
+        for i, c, begin, extent, at in zip(cell, chunk, *box, strict=True):
+            first = max(i * c, begin)
+            start.append(first)
+            size.append(min((i + 1) * c, begin + extent) - first)
+            local.append(first - begin + at)
+        return cls(cell, tuple(start), tuple(size), tuple(local))
 
     def slices(self) -> tuple[slice, ...]:
         """Where it lies in the process's tensor."""
@@ -386,7 +386,7 @@ class Division:
             for box in self.placement.boxes(leaf, rank):
                 for cell in cells(box, chunk):
                     if writer[cell] == rank:
-                        mine.append(Piece.of(cell, chunk, leaf.shape, box))
+                        mine.append(Piece.of(cell, chunk, box))
             out.append(mine)
         return tuple(out)
 

@@ -22,9 +22,9 @@ from functron.checkpoint.folder import Checkpoint, StoredLeaf
 from functron.checkpoint.placement import Box, Leaf, Placement
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.spmd import BoundMesh, Mesh, P, Rules
+from functron.spmd import BoundMesh, Mesh, Rules
 from functron.spmd.params import abstract_params, param_specs
-from functron.spmd.spec import local_shape, offsets
+from functron.spmd.spec import local_shape
 
 
 def restore(
@@ -64,7 +64,7 @@ def restore(
     fitting = _match_leaves(stored, like, target, cast, sources)
     empty = partial(torch.empty, device=device)
     made = tree.map(lambda leaf: empty(leaf.shape, dtype=leaf.dtype), like)
-    _fill(fitting, dict(zip(tree.paths(made), tree.leaves(made), strict=True)), target)
+    _fill(fitting, dict(tree.items(made)), target)
     return made
 
 
@@ -94,7 +94,7 @@ def restore_(
     stored = Checkpoint(path)
     target = _check_placement(stored, state, placement)
     fitting = _match_leaves(stored, state, target, cast)
-    tensors = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
+    tensors = dict(tree.items(state))
     abstract = [name for name, tensor in tensors.items() if tensor.is_meta]
     found = [Problem(name, "a meta tensor", "a tensor to read into") for name in abstract]
     raise_problems(f"cannot restore the checkpoint {path}", found)
@@ -158,12 +158,16 @@ class Computed:
     Attributes:
         shape: global and unpadded.
         dtype: of its elements.
-        rows: ``(slices)``, one for each dim, to these elements.
+        rows: an index, such as a slice for each dim, to these elements.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: Callable[[tuple[slice, ...]], torch.Tensor]
+    rows: Callable[[Any], torch.Tensor]
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        """The values there, as of `StoredLeaf`."""
+        return self.rows(where)
 
     @property
     def dtype_name(self) -> str:
@@ -257,9 +261,19 @@ def stored_params(stored: Checkpoint, defs: tree.Tree, *, averaged: bool = False
 
     def one(path: str, now: Any) -> Any:
         name = f"{at}average/{path}"
-        return AveragedRows(stored[name], weight, now.dtype) if name in stored else now
+        return _average(stored[name], weight, now.dtype) if name in stored else now
 
     return tree.map_with_path(one, found)
+
+
+def _average(total: StoredLeaf, weight: torch.Tensor, dtype: torch.dtype) -> Computed:
+    """The mean whose weighted sum `total` is, rounded to the dtype of the parameter."""
+
+    def rows(where: Any) -> torch.Tensor:
+        part = total[where]
+        return (part / weight.to(part.dtype)).to(dtype)
+
+    return Computed(total.shape, dtype, rows)
 
 
 def read_params(
@@ -282,57 +296,20 @@ def read_params(
     Raises:
         ValueError: what `stored_params` raises, or values are damaged.
     """
-    found = stored_params(stored, defs, averaged=averaged)
+    found = tree.items(stored_params(stored, defs, averaged=averaged))
+    computed = {f"params/{path}": leaf for path, leaf in found if isinstance(leaf, Computed)}
+    like, placement = abstract_params(defs), None
     if rules is not None and isinstance(mesh, BoundMesh):
         specs = param_specs(defs, rules)
-        return tree.map(
-            lambda leaf, spec, d: leaf[_own_part(leaf.shape, spec, mesh)].to(d.dtype),
-            found,
-            specs,
-            defs,
-        )
-    if averaged:
-        return tree.map(lambda leaf, d: leaf[...].to(d.dtype), found, defs)
-    return restore(stored.path, {"params": abstract_params(defs)}, cast=True)["params"]
-
-
-def _own_part(shape: tuple[int, ...], spec: P, mesh: BoundMesh) -> tuple[slice, ...]:
-    """Where this rank's shard of a leaf is."""
-    starts = offsets(shape, spec, mesh, mesh.coordinate)
-    sizes = local_shape(shape, spec, mesh)
-    return tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class AveragedRows:
-    """A mean of parameters on disk: each part of it computed when it is asked for.
-
-    Attributes:
-        total: the weighted sum; something whose slices are tensors.
-        weight: the sum of the weights; float64, 0-dim.
-        dtype: of the parameter, which the mean is rounded to.
-    """
-
-    total: Any
-    weight: torch.Tensor
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the parameter."""
-        return tuple(self.total.shape)
-
-    def __getitem__(self, where: Any) -> torch.Tensor:
-        total = self.total[where]
-        return (total / self.weight.to(total.dtype)).to(self.dtype)
+        placement = Placement.of({"params": like}, {"params": specs}, mesh)
+        like = tree.map(lambda x, spec: x.new_empty(local_shape(x.shape, spec, mesh)), like, specs)
+    made = restore(stored.path, {"params": like}, placement=placement, cast=True, sources=computed)
+    return made["params"]
 
 
 def _check_params(stored: Checkpoint, defs: tree.Tree) -> None:
     """Raise where the parameters are not those of `defs`."""
-    wanted = {
-        f"params/{path}": list(d.shape)
-        for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
-    }
+    wanted = {f"params/{path}": list(d.shape) for path, d in tree.items(defs)}
     stored.open([path for path in wanted if path in stored])
     problems = [
         Problem(path, "no such leaf", "a parameter, as in config.toml")

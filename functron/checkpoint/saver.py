@@ -83,11 +83,6 @@ Source = Callable[[int, Piece], np.ndarray]
 """``source(leaf index, piece)``: the values of a piece on the host, which stay as they are."""
 
 
-def read_live(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> np.ndarray:
-    """The values of the tensors themselves, for a caller that waits until they are written."""
-    return as_array(slice_values(tensors, index, piece).cpu())
-
-
 def write_pieces(
     folder: Path,
     division: Division,
@@ -136,7 +131,11 @@ def write_pieces(
                 leaf = placement.leaves[index]
                 array = _name_errors(leaf, folder, future.result)()
                 for piece in division.pieces[index]:
-                    begin = _begin_write(array, piece, source(index, piece))
+                    begin = functools.partial(
+                        array[piece.region()].write,
+                        source(index, piece),
+                        can_reference_source_data_indefinitely=True,
+                    )
                     size = database.nbytes_of(piece.size, leaf.dtype.itemsize)
                     window.add(size, lambda b=begin, at=leaf: _name_errors(at, folder, b().result))
             window.drain()
@@ -156,10 +155,6 @@ def _read_checksums(mine: Path, division: Division, shared: Any) -> dict[str, in
     keys = [chunk_key(leaf.path, piece.cell) for leaf, pieces in rows for piece in pieces]
     waiting = {key: begin(key) for key in keys}
     return {key: wait() for key, wait in waiting.items()}
-
-
-def _begin_write(array: Any, piece: Piece, values: np.ndarray) -> Callable[[], Any]:
-    return lambda: array[piece.region()].write(values, can_reference_source_data_indefinitely=True)
 
 
 def _name_errors(leaf: Leaf, folder: Path, wait: Callable[[], Any]) -> Callable[[], Any]:
@@ -603,7 +598,11 @@ def save(
         division = _divide_storable(placement, CHUNK_BYTES)
         tensors = _list_tensors(placement, value)
         request = SaveRequest(local_path(path).absolute(), division, _as_json(metadata))
-    save_together(request, functools.partial(read_live, tensors), ranks)
+
+    def read(index: int, piece: Piece) -> np.ndarray:
+        return as_array(slice_values(tensors, index, piece).cpu())
+
+    save_together(request, read, ranks)
     ranks.leave()
 
 
@@ -732,7 +731,7 @@ def _place_whole(value: tree.Tree) -> Placement:
         found.append(Problem("(root)", type(value).__name__, "a container with tensors"))
     else:
         found += _find_bad_names(tree.paths(value))
-    for path, leaf in zip(tree.paths(value), tree.leaves(value), strict=True):
+    for path, leaf in tree.items(value):
         if not isinstance(leaf, torch.Tensor):
             found.append(tensor_problem(path, leaf))
         elif leaf.is_meta:

@@ -94,6 +94,11 @@ def _paths(shape: Structure) -> tuple[str, ...]:
     )
 
 
+def items(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """The path of every leaf, as of `paths`, and the leaf itself, in leaf order."""
+    return list(zip(paths(tree, is_leaf), leaves(tree, is_leaf), strict=True))
+
+
 def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
     fn: Callable, tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None
 ) -> Tree:
@@ -133,6 +138,14 @@ def map_with_path(
     columns = [same_structure(tree, other, is_leaf=is_leaf) for other in rest]
     rows = zip(paths(tree, is_leaf), flat, *columns, strict=True)
     return unflatten(shape, _apply(fn, rows, flat, is_leaf))
+
+
+def map_columns(
+    fn: Callable, tree: Tree, *columns: Iterable, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
+    """``fn(leaf, *entries)`` of each leaf and of columns that have an entry for each, in order."""
+    flat, shape = flatten(tree, is_leaf)
+    return unflatten(shape, [fn(*row) for row in zip(flat, *columns, strict=True)])
 
 
 def put_leaf(into: dict, path: str, leaf: Any) -> None:

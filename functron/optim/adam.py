@@ -8,6 +8,7 @@ with the same state and numbers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -47,9 +48,9 @@ from functron.optim.transformation import (
     GradientTransformation,
     keep_dtypes,
     keep_specs,
+    map_to_trees,
     purely,
     transformation,
-    unflatten_columns,
     with_step,
 )
 from functron.optim.zero import join_parts_, take_parts
@@ -106,9 +107,8 @@ def scale_by_adam(
         flags = _quantised_leaves(quantised, params, (mu_dtype, nu_dtype))
 
         def zeros(dtype: MomentDtype, *, signed: bool):
-            leaves, structure = tree.flatten(params)
-            rows = zip(leaves, flags, strict=True)
-            return tree.unflatten(structure, [_zeros(p, flag, dtype, signed) for p, flag in rows])
+            make = functools.partial(_zeros, dtype=dtype, signed=signed)
+            return tree.map_columns(make, params, flags)
 
         return ScaleByAdamState(
             new_count(params), zeros(mu_dtype, signed=True), zeros(nu_dtype, signed=False)
@@ -128,9 +128,8 @@ def scale_by_adam(
             out = (mean / bias1.to(wide)) / ((square / bias2.to(wide)).sqrt() + eps)
             return out.to(g.dtype), _like(mean, mu, signed=True), _like(square, nu, signed=False)
 
-        parts = (tree.same_structure(updates, part) for part in (updates, state.mu, state.nu))
-        rows = [one(*row) for row in zip(*parts, strict=True)]
-        out, mu, nu = unflatten_columns(updates, rows, 3)
+        parts = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
+        out, mu, nu = map_to_trees(3, one, updates, *parts)
         return out, ScaleByAdamState(count, mu, nu)
 
     return transformation(

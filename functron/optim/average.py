@@ -216,5 +216,4 @@ def averaged(
         mean = m / total.clamp(min=1e-12).to(m.dtype)
         return torch.where(total > 0, mean, p.to(m.dtype)).to(p.dtype)
 
-    rows = zip(leaves, kept, cuts, strict=True)
-    return tree.unflatten(structure, [one(*row) for row in rows])
+    return tree.map_columns(one, params, kept, cuts)

@@ -21,6 +21,7 @@ https://arxiv.org/abs/2302.06675: the sign of a momentum, its only state.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,11 +44,11 @@ from functron.optim.transformation import (
     bindable,
     chain,
     identity,
+    map_to_trees,
     need_params,
     scale,
     stateless,
     transformation,
-    unflatten_columns,
     with_step,
 )
 from functron.optim.zero import (
@@ -129,11 +130,9 @@ def scale_by_factored_rms(
         return factored_dims(leaf, min_dim_size_to_factor) if factored else None
 
     def init(params):
-        rows = [
-            _zeros(p, leaf, dims_of(leaf))
-            for p, leaf in zip(tree.leaves(params), wholes(params, defs, specs), strict=True)
-        ]
-        return FactoredState(new_count(params), *unflatten_columns(params, rows, 3))
+        leaves = wholes(params, defs, specs)
+        parts = map_to_trees(3, _zeros, params, leaves, map(dims_of, leaves))
+        return FactoredState(new_count(params), *parts)
 
     def update(updates, state, params=None):
         # float64, as the decay is near 1 and 1 minus it is what matters
@@ -141,21 +140,17 @@ def scale_by_factored_rms(
         decay = 1 - step ** (-decay_rate)
         leaves = wholes(updates, defs, specs)
         parts = (tree.same_structure(updates, part) for part in state[1:])
-        rows = [
-            _update_factored(g, (r, c, v), leaf, dims_of(leaf), decay, epsilon)
-            for g, r, c, v, leaf in zip(tree.leaves(updates), *parts, leaves, strict=True)
-        ]
-        out, *new = unflatten_columns(updates, rows, 4)
+        fn = functools.partial(_update_factored, decay=decay, epsilon=epsilon)
+        out, *new = map_to_trees(4, fn, updates, *parts, leaves, map(dims_of, leaves))
         return out, FactoredState(state.count + 1, *new)
 
     def state_specs(param_specs):
         if defs is None:
             return FactoredState(P(), *[_replicate_state(param_specs)] * 3)
-        named = zip(tree.paths(defs), tree.leaves(defs), strict=True)
-        leaves = [WholeLeaf(path, tuple(d.shape), num_stacked(d)) for path, d in named]
-        pairs = zip(flat_specs(param_specs, defs), leaves, strict=True)
-        rows = [_specs(spec, dims_of(leaf)) for spec, leaf in pairs]
-        return FactoredState(P(), *unflatten_columns(defs, rows, 3))
+        leaves = [WholeLeaf(p, tuple(d.shape), num_stacked(d)) for p, d in tree.items(defs)]
+        flat = flat_specs(param_specs, defs)
+        parts = map_to_trees(3, _specs, defs, flat, map(dims_of, leaves))
+        return FactoredState(P(), *parts)
 
     return transformation(init, update, state_specs)
 
@@ -168,7 +163,7 @@ def _replicate_state(param_specs: tree.Tree) -> tree.Tree:
     return tree.map(lambda _: P(), param_specs, is_leaf=is_spec)
 
 
-def _specs(spec: P | None, dims: tuple[int, int] | None) -> tuple:
+def _specs(_: Any, spec: P | None, dims: tuple[int, int] | None) -> tuple:
     if dims is None or spec is None:
         return None, None, spec
     return without(spec, [dims[1]]), without(spec, [dims[0]]), None
@@ -183,18 +178,12 @@ def _zeros(param: torch.Tensor, leaf: WholeLeaf, dims: tuple[int, int] | None) -
 
 
 def _update_factored(
-    g: torch.Tensor,
-    state: tuple,
-    leaf: WholeLeaf,
-    dims: tuple[int, int] | None,
-    decay,
-    epsilon: float,
+    g: torch.Tensor, row, col, full, leaf: WholeLeaf, dims: tuple[int, int] | None, decay, epsilon
 ) -> tuple:
     """The update of a leaf, and its state afterwards."""
     wide = torch.promote_types(g.dtype, torch.float32)
     g32, decay = g.to(wide), decay.to(wide)
     square = g32.square()
-    row, col, full = state
     if dims is None:
         full = decay * full + (1 - decay) * (square + epsilon)
         return (g32 * full**-0.5).to(g.dtype), None, None, full
@@ -261,9 +250,8 @@ def scale_by_param_block_rms(
 
 def _map_wholes(fn, defs: tree.Tree, specs: tree.Tree, updates: tree.Tree, *rest: tree.Tree):
     """The tree of ``fn(update, ..., whole)``, with the `WholeLeaf` of each."""
-    columns = (tree.same_structure(updates, part) for part in (updates, *rest))
-    rows = zip(*columns, wholes(updates, defs, specs), strict=True)
-    return tree.unflatten(tree.structure(updates), [fn(*row) for row in rows])
+    columns = (tree.same_structure(updates, part) for part in rest)
+    return tree.map_columns(fn, updates, *columns, wholes(updates, defs, specs))
 
 
 @public
@@ -349,7 +337,7 @@ def blocks(defs: tree.Tree) -> tree.Tree:
         "Adam-mini has no blocks for these parameters",
         [
             Problem(path, "queries, keys and values joined", "each a parameter", fix)
-            for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
+            for path, d in tree.items(defs)
             if not {"q", "k"}.isdisjoint(name for name, _ in d.pieces)
         ],
     )
@@ -425,14 +413,13 @@ def scale_by_adam_mini(
         return tree.broadcast_prefix(blocks, value, what="blocks", wanted="a Block")
 
     def init(params):
-        leaves, structure = tree.flatten(params)
-        rows = zip(leaves, blocks_of(params), wholes(params, defs, specs), strict=True)
-        nu = [  # means, as only these are the same on ranks that have parts of a block
-            _first(mean(torch.zeros_like(p, dtype=_wide(p)), b.dims, leaf), b.dims)
-            for p, b, leaf in rows
-        ]
+        def start(p: torch.Tensor, block: MomentBlock, leaf: WholeLeaf) -> torch.Tensor:
+            # means, as only these are the same on ranks that have parts of a block
+            return _first(mean(torch.zeros_like(p, dtype=_wide(p)), block.dims, leaf), block.dims)
+
+        nu = tree.map_columns(start, params, blocks_of(params), wholes(params, defs, specs))
         mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
-        return ScaleByAdamMiniState(new_count(params), mu, tree.unflatten(structure, nu))
+        return ScaleByAdamMiniState(new_count(params), mu, nu)
 
     def update(updates, state, params=None):
         count = state.count + 1
@@ -447,16 +434,17 @@ def scale_by_adam_mini(
             out = (m / bias1.to(m.dtype)) / ((v / bias2.to(v.dtype)).sqrt() + eps)
             return out.to(g.dtype), m.to(mu.dtype), _first(v, block.dims)
 
-        parts = (tree.same_structure(updates, part) for part in (updates, state.mu, state.nu))
-        rows = zip(*parts, blocks_of(updates), wholes(updates, defs, specs), strict=True)
-        out, mu, nu = unflatten_columns(updates, [one(*row) for row in rows], 3)
+        parts = (tree.same_structure(updates, part) for part in (state.mu, state.nu))
+        facts = blocks_of(updates), wholes(updates, defs, specs)
+        out, mu, nu = map_to_trees(3, one, updates, *parts, *facts)
         return out, ScaleByAdamMiniState(count, mu, nu)
 
     def state_specs(param_specs):
-        flat = flat_specs(param_specs, blocks)
-        rows = zip(tree.leaves(blocks), flat, strict=True)
-        nu = [None if spec is None else without(spec, block.dims) for block, spec in rows]
-        return ScaleByAdamMiniState(P(), param_specs, tree.unflatten(tree.structure(blocks), nu))
+        def of_means(block: MomentBlock, spec: P | None) -> P | None:
+            return None if spec is None else without(spec, block.dims)
+
+        nu = tree.map_columns(of_means, blocks, flat_specs(param_specs, blocks))
+        return ScaleByAdamMiniState(P(), param_specs, nu)
 
     return transformation(init, update, state_specs)
 
@@ -489,9 +477,8 @@ def adam_mini(
     """Adam-mini with decoupled weight decay: AdamW's rates and decays at half of its memory.
 
     Args:
-        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        learning_rate, weight_decay, mask: as of `adamw`.
         blocks, b1, b2, eps, mu_dtype, defs, specs: see `scale_by_adam_mini`.
-        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
     """
     direction = scale_by_adam_mini(blocks, b1, b2, eps, mu_dtype=mu_dtype, defs=defs, specs=specs)
     return decoupled(direction, learning_rate, weight_decay, mask)
@@ -528,12 +515,20 @@ def scale_by_lion(
         mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
         return ScaleByLionState(new_count(params), mu)
 
+    def combine_(momenta: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        ahead = torch._foreach_mul(gradients, 1 - b1)
+        torch._foreach_add_(ahead, torch._foreach_mul(momenta, b1))
+        torch._foreach_mul_(momenta, b2)
+        torch._foreach_mul_(gradients, 1 - b2)
+        torch._foreach_add_(momenta, gradients)
+        torch._foreach_copy_(gradients, torch._foreach_sign(ahead))
+
     def update(updates, state, params=None, *, donated=False):
         momenta = tree.same_structure(updates, state.mu, names=("updates", "the state's mu"))
         gradients = tree.leaves(updates)
         if donated and all(g.dtype == m.dtype for g, m in zip(gradients, momenta, strict=True)):
             columns = {"momenta": momenta, "gradients": gradients}
-            foreach_(_combine(b1, b2), columns, paths=lambda: tree.paths(updates))
+            foreach_(combine_, columns, paths=lambda: tree.paths(updates))
             increment_([state.count])
             return updates, state
         out = tree.map(lambda g, m: ((1 - b1) * g + b1 * m).sign().to(g.dtype), updates, state.mu)
@@ -546,18 +541,6 @@ def scale_by_lion(
         specs=lambda param_specs: ScaleByLionState(P(), param_specs),
         elementwise=True,
     )
-
-
-def _combine(b1: float, b2: float):
-    def kernel(momenta: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        ahead = torch._foreach_mul(gradients, 1 - b1)
-        torch._foreach_add_(ahead, torch._foreach_mul(momenta, b1))
-        torch._foreach_mul_(momenta, b2)
-        torch._foreach_mul_(gradients, 1 - b2)
-        torch._foreach_add_(momenta, gradients)
-        torch._foreach_copy_(gradients, torch._foreach_sign(ahead))
-
-    return kernel
 
 
 @public
@@ -576,9 +559,8 @@ def lion(
     a weight decay larger by the same factor.
 
     Args:
-        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        learning_rate, weight_decay, mask: as of `adamw`.
         b1, b2, mu_dtype: see `scale_by_lion`.
-        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
     """
     direction = scale_by_lion(b1, b2, mu_dtype=mu_dtype)
     return decoupled(direction, learning_rate, weight_decay, mask)

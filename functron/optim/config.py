@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
@@ -42,7 +42,7 @@ from functron.core.errors import (
     raise_problems,
     refuse,
 )
-from functron.core.settings import Need, Needs, section, setting
+from functron.core.settings import Need, Needs, hints_of, section, setting
 from functron.ops.operations import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import AdamwRule, MomentDtype, adam, adamw, in_one_pass
@@ -75,7 +75,12 @@ from functron.optim.norms import clip_by_global_norm
 from functron.optim.offload import offload
 from functron.optim.schedules import LearningRate, RateSchedule, inject_hyperparams
 from functron.optim.soap import soap
-from functron.optim.transformation import GradientTransformation, chain
+from functron.optim.transformation import (
+    GradientTransformation,
+    chain,
+    least_problems,
+    share_problems,
+)
 from functron.optim.zero import zero
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import Width
@@ -269,10 +274,20 @@ class OptimizerConfig:
     soap: SoapConfig = field(default_factory=SoapConfig)
 
 
-SCHEDULES = (
-    "constant", "linear", "cosine", "exponential", "polynomial", "wsd", "inverse_square_root",
-)  # fmt: skip
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "adam_mini", "muon", "soap")
+_SCHEDULES: Mapping[str, Callable[..., RateSchedule]] = MappingProxyType(
+    {
+        "constant": schedules.constant,
+        "linear": schedules.linear,
+        "cosine": schedules.cosine_decay,
+        "exponential": schedules.exponential,
+        "polynomial": schedules.polynomial_decay,
+        "wsd": schedules.wsd,
+        "inverse_square_root": schedules.inverse_square_root,
+    }
+)
+_SHAPES = {"polynomial": ("power",), "wsd": ("decay_steps", "decay")}
+"""The arguments of one of them alone."""
+SCHEDULES = tuple(_SCHEDULES)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
@@ -283,13 +298,11 @@ def torch_dtype(name: str) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-_DECAYING = tuple(name for name in SCHEDULES if name != "constant")
-
 SCHEDULE_NEEDS: Needs = MappingProxyType({
     "total_steps": Need(
         lambda c: c.name != "constant" or c.warmup_ratio > 0,
         "a schedule that decays",
-        f"choose one of {', '.join(_DECAYING)}",
+        f"choose one of {', '.join(name for name in SCHEDULES if name != 'constant')}",
     ),
     "end": Need(
         lambda c: c.name != "constant", "a schedule that decays", "choose another than constant"
@@ -367,6 +380,15 @@ OPTIMIZER_NEEDS: Needs = MappingProxyType({
 """The needs of the fields of an `OptimizerConfig`, to have an effect."""
 
 
+def _schedule_arguments(config: ScheduleConfig) -> dict[str, Any]:
+    """The arguments of the schedule that `config` names."""
+    names = ["peak", "init", *_SHAPES.get(config.name, ())]
+    found = {name: getattr(config, name) for name in names}
+    if config.name != "constant":
+        found |= {"total_steps": config.total_steps, "end": config.last}
+    return found | {"warmup_steps": config.num_warmup_steps}
+
+
 def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Problem]:
     """Everything wrong with `config`; fields that its schedule does not use are not judged."""
     if config.name not in SCHEDULES:
@@ -376,18 +398,11 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.warmup_ratio and config.warmup_steps:
         got = f"{config.warmup_ratio} with warmup_steps={config.warmup_steps}"
         ratio.append(Problem(f"{path}.warmup_ratio", got, "one of them", "set the other to 0"))
-    ends, is_wsd = config.name != "constant", config.name == "wsd"
-    shape = config.decay if is_wsd else "linear"
-    found = schedules.problems(
-        config.peak,
-        config.warmup_steps if ratio else config.num_warmup_steps,
-        config.total_steps if ends else None,
-        config.last if ends else 0.0,
-        config.decay_steps if is_wsd else None,
-        "exponential" if config.name == "exponential" else shape,
-        config.init,
-        config.power if config.name == "polynomial" else 1.0,
-    )
+    given = _schedule_arguments(replace(config, warmup_ratio=0.0) if ratio else config)
+    ends = config.name != "constant"
+    if config.name == "exponential":
+        given["decay"] = config.name
+    found = schedules.problems(**given)
     most = config.peak if config.peak >= 0 else math.inf  # of a negative one is told already
     if ends and config.end == -1 and config.end_fraction > 1:
         wanted = "at most 1, the peak"
@@ -399,11 +414,12 @@ def schedule_problems(config: ScheduleConfig, path: str = "schedule") -> list[Pr
     if config.init > most:
         wanted = f"at most the peak, {config.peak:g}"
         found.append(Problem("init", repr(config.init), wanted, "lower it"))
-    found += _least_problems(config, {"rewarm_steps": 0, "rewarm_at": 0}, "")
+    rewarm = (("rewarm_steps", config.rewarm_steps, 0), ("rewarm_at", config.rewarm_at, 0))
+    found += least_problems(rewarm)
     if not 0 <= config.rewarm_init < math.inf:  # a run may come down to a lower peak as well
         wanted, fix = "a finite number of at least 0", "set it to 0, or leave it out"
         found.append(Problem("rewarm_init", repr(config.rewarm_init), wanted, fix))
-    return [*ratio, *(replace(p, path=f"{path}.{p.path.lstrip('.')}") for p in found)]
+    return [*ratio, *(replace(p, path=f"{path}.{p.path}") for p in found)]
 
 
 def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Problem]:
@@ -427,9 +443,7 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
     if config.fp32_masters and config.stochastic_rounding:
         wanted = "false where fp32_masters are kept: masters lose nothing"
         found.append(Problem(f"{path}.stochastic_rounding", "true", wanted))
-    if config.master_bits not in get_args(MasterBits):
-        found.append(Problem(f"{path}.master_bits", str(config.master_bits), "16 or 32"))
-    elif config.master_bits != OptimizerConfig.master_bits and not config.fp32_masters:
+    if config.master_bits == 16 and not config.fp32_masters:
         got, fix = f"{config.master_bits} without fp32_masters", "add fp32_masters"
         found.append(Problem(f"{path}.master_bits", got, "32 where there are none", fix))
     found += loss_scale_problems(config.loss_scale, f"{path}.loss_scale")
@@ -437,21 +451,14 @@ def optimizer_problems(config: OptimizerConfig, path: str = "optimizer") -> list
         wanted = "0 where the loss is scaled: steps that overflow are left out anyway"
         found.append(Problem(f"{path}.skip_nonfinite", str(config.skip_nonfinite), wanted))
     found += _increase_problems(config, path)
-    choices = {
-        "mu_dtype": MomentName,
-        "nu_dtype": MomentName,
-        "grad_dtype": StateDtype,
-        "reduce_dtype": StateDtype,
-    }
-    choices |= {"weight_decay_incr_style": Increase}
-    found += _choice_problems(config, choices, path)
+    found += _choice_problems(config, path)
     found += _moment_problems(config, path)
     found += parse_groups(config.groups, f"{path}.groups")[1]
     if config.name in _RANGES:
         own, where = getattr(config, config.name), f"{path}.{config.name}"
-        choices, shares, least = _RANGES[config.name]
-        found += _choice_problems(own, choices, where) + _share_problems(own, shares, where)
-        found += _least_problems(own, least, where)
+        shares, least = _RANGES[config.name]
+        found += _choice_problems(own, where) + _share_problems(own, shares, where)
+        found += least_problems((f"{where}.{x}", getattr(own, x), low) for x, low in least.items())
     return found
 
 
@@ -511,36 +518,25 @@ def _moment_problems(config: OptimizerConfig, path: str) -> Iterator[Problem]:
 
 
 def _share_problems(config: object, names: tuple[str, ...], path: str) -> list[Problem]:
-    return [
-        Problem(f"{path}.{name}", repr(value), "at least 0 and less than 1")
-        for name in names
-        if not 0 <= (value := getattr(config, name)) < 1
-    ]
+    return share_problems({f"{path}.{name}": getattr(config, name) for name in names})
 
 
-def _least_problems(config: object, least: Mapping[str, float], path: str) -> list[Problem]:
-    return [
-        Problem(f"{path}.{name}", repr(value), f"at least {low}")
-        for name, low in least.items()
-        if not (value := getattr(config, name)) >= low
-    ]
-
-
-def _choice_problems(config: object, choices: Mapping[str, object], path: str) -> list[Problem]:
+def _choice_problems(config: Any, path: str) -> list[Problem]:
     """The fields whose values are none of those of their Literal."""
     return [
         Problem(f"{path}.{name}", repr(value), f"one of {', '.join(map(repr, known))}")
-        for name, kind in choices.items()
-        if (value := getattr(config, name)) not in (known := get_args(kind))
+        for name, kind in hints_of(type(config)).items()
+        if get_origin(kind) is Literal
+        and (value := getattr(config, name)) not in (known := get_args(kind))
     ]
 
 
-_RANGES: Mapping[str, tuple[dict, tuple[str, ...], dict]] = {
-    "muon": ({"scale": Scale, "dtype": StateDtype}, ("momentum",), {"steps": 1}),
-    "adafactor": ({}, ("momentum",), {"decay_rate": 0, "clip": 0, "min_dim": 1}),
-    "soap": ({}, ("decay",), {"frequency": 1, "max_dim": 1}),
+_RANGES: Mapping[str, tuple[tuple[str, ...], dict]] = {
+    "muon": (("momentum",), {"steps": 1}),
+    "adafactor": (("momentum",), {"decay_rate": 0, "clip": 0, "min_dim": 1}),
+    "soap": (("decay",), {"frequency": 1, "max_dim": 1}),
 }
-"""Of options of one optimizer alone: those of a Literal, the shares, and others' least values."""
+"""Of options of one optimizer alone: the shares, and others' least values."""
 
 
 RULED = ("adamw", "adam", "lion", "adam_mini", "muon")
@@ -558,11 +554,6 @@ def width_multiples(config: OptimizerConfig, defs: tree.Tree) -> Mapping[str, fl
     rows = zip(tree.paths(defs), tree.leaves(defs), tree.leaves(whole), strict=True)
     found = {path: _multiple(config, d, matrix) for path, d, matrix in rows}
     return {path: multiple for path, multiple in found.items() if multiple != 1}
-
-
-def has_widths(defs: tree.Tree) -> bool:
-    """Whether some of these parameters are wider than where learning rates were tuned."""
-    return any(_width(d) != Width() for d in tree.leaves(defs))
 
 
 def _width(d: Any) -> Width:
@@ -589,27 +580,6 @@ def width_problems(config: OptimizerConfig, path: str = "optimizer") -> list[Pro
     return [Problem(f"{path}.name", repr(config.name), wanted, fix)]
 
 
-_SCHEDULES: Mapping[str, Callable[[ScheduleConfig], RateSchedule]] = {
-    "constant": lambda c: schedules.constant(c.peak, warmup_steps=c.num_warmup_steps, init=c.init),
-    "linear": lambda c: schedules.linear(c.peak, c.total_steps, **_ends(c)),
-    "cosine": lambda c: schedules.cosine_decay(c.peak, c.total_steps, **_ends(c)),
-    "exponential": lambda c: schedules.exponential(c.peak, c.total_steps, **_ends(c)),
-    "polynomial": lambda c: schedules.polynomial_decay(
-        c.peak, c.total_steps, power=c.power, **_ends(c)
-    ),
-    "wsd": lambda c: schedules.wsd(
-        c.peak, c.total_steps, c.decay_steps, decay=c.decay, **_ends(c)
-    ),
-    "inverse_square_root": lambda c: schedules.inverse_square_root(
-        c.peak, c.total_steps, **_ends(c)
-    ),
-}  # fmt: skip
-
-
-def _ends(c: ScheduleConfig) -> dict:
-    return {"warmup_steps": c.num_warmup_steps, "end": c.last, "init": c.init}
-
-
 @dataclass(frozen=True)
 class _GivenOptions:
     """The facts about the parameters that optimizers need."""
@@ -620,11 +590,38 @@ class _GivenOptions:
     kernels: Kernels = AUTO
 
 
+def _adamw(c: OptimizerConfig, rate: LearningRate, given: _GivenOptions) -> GradientTransformation:
+    return adamw(
+        rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=given.mask,
+        **_moments(c, given), kernels=given.kernels,
+    )  # fmt: skip
+
+
+def _adafactor(
+    c: OptimizerConfig, rate: LearningRate, given: _GivenOptions
+) -> GradientTransformation:
+    own = c.adafactor
+    scheduled = c.weight_decay_incr_style != "constant"
+    decay = _times(rate, c.weight_decay) if scheduled or c.weight_decay else None
+    return adafactor(
+        rate,
+        own.min_dim,
+        own.decay_rate,
+        multiply_by_parameter_scale=own.parameter_scale,
+        clipping_threshold=own.clip or None,
+        momentum=own.momentum or None,
+        weight_decay_rate=decay,
+        weight_decay_mask=given.mask,
+        defs=given.defs,
+        specs=given.specs,
+    )
+
+
 _OPTIMIZERS: Mapping[
     str, Callable[[OptimizerConfig, LearningRate, _GivenOptions], GradientTransformation]
 ]
 _OPTIMIZERS = {
-    "adamw": lambda c, rate, given: _adamw(c, rate, given),
+    "adamw": _adamw,
     "adam": lambda c, rate, given: adam(
         rate, c.b1, c.b2, c.eps, **_moments(c, given), kernels=given.kernels
     ),
@@ -633,7 +630,7 @@ _OPTIMIZERS = {
         rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=given.mask,
         mu_dtype=torch_dtype(c.mu_dtype),
     ),
-    "adafactor": lambda c, rate, given: _adafactor(c, rate, given),
+    "adafactor": _adafactor,
     "adam_mini": lambda c, rate, given: adam_mini(
         rate, blocks(given.defs), c.b1, c.b2, c.eps, c.weight_decay, given.mask,
         mu_dtype=torch_dtype(c.mu_dtype), defs=given.defs, specs=given.specs,
@@ -650,14 +647,8 @@ _OPTIMIZERS = {
         specs=given.specs, distributed=c.soap.distributed, others=_adamw(c, rate, given),
     ),
 }  # fmt: skip
+OPTIMIZERS = tuple(_OPTIMIZERS)
 _BY_DEFS = ("muon", "soap", "adam_mini")
-
-
-def _adamw(c: OptimizerConfig, rate: LearningRate, given: _GivenOptions) -> GradientTransformation:
-    return adamw(
-        rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=given.mask,
-        **_moments(c, given), kernels=given.kernels,
-    )  # fmt: skip
 
 
 def _own(c: OptimizerConfig, rate: LearningRate, given: _GivenOptions) -> GradientTransformation:
@@ -680,26 +671,6 @@ def _rule_in_one_pass(
         return None
     decay, mask = (c.weight_decay, given.mask) if c.name == "adamw" else (0.0, None)
     return AdamwRule(rate, c.b1, c.b2, c.eps, decay, mask, given.kernels)
-
-
-def _adafactor(
-    c: OptimizerConfig, rate: LearningRate, given: _GivenOptions
-) -> GradientTransformation:
-    own = c.adafactor
-    scheduled = c.weight_decay_incr_style != "constant"
-    decay = _times(rate, c.weight_decay) if scheduled or c.weight_decay else None
-    return adafactor(
-        rate,
-        own.min_dim,
-        own.decay_rate,
-        multiply_by_parameter_scale=own.parameter_scale,
-        clipping_threshold=own.clip or None,
-        momentum=own.momentum or None,
-        weight_decay_rate=decay,
-        weight_decay_mask=given.mask,
-        defs=given.defs,
-        specs=given.specs,
-    )
 
 
 def _times(rate: LearningRate, factor: float) -> LearningRate:
@@ -734,7 +705,7 @@ def make_schedule(config: ScheduleConfig) -> RateSchedule:
         ValueError: listing everything that `schedule_problems` finds.
     """
     raise_problems("the learning-rate schedule cannot be built", schedule_problems(config))
-    made = _SCHEDULES[config.name](config)
+    made = _SCHEDULES[config.name](**_schedule_arguments(config))
     if not config.rewarm_steps:
         return made
     return schedules.rewarm(made, config.rewarm_at, config.rewarm_steps, init=config.rewarm_init)
@@ -792,7 +763,7 @@ def make_optimizer(
     elif groups and copies == 1:  # else ranks of a pipeline have some of the parameters each
         found += group_problems(defs, groups, "optimizer.groups")
     whole = defs if whole is None else whole
-    if has_widths(whole):
+    if any(_width(d) != Width() for d in tree.leaves(whole)):  # than where it was tuned
         found += width_problems(config)
     style = config.weight_decay_incr_style
     if style != "constant" and total_steps is None:

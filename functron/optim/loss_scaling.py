@@ -26,6 +26,7 @@ from functron.optim.transformation import (
     apply_updates,
     ask,
     find_answers,
+    least_problems,
     multiplied,
     name_norm,
     refuse_scaled,
@@ -141,19 +142,15 @@ def loss_scale_problems(config: LossScale, path: str) -> list[Problem]:
     for name in ("initial", "minimum"):
         value = getattr(config, name)
         if not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
-            fix = "use 65536.0 and 1.0" if not 0 < value < math.inf else _nearest_power(value)
+            fix = "use 65536.0 and 1.0"
+            if 0 < value < math.inf:
+                fix = f"use {2.0 ** round(math.log2(value)):g}"
             found.append(Problem(f"{path}.{name}", f"{value:g}", "a power of two", fix))
     if config.initial < config.minimum:
         wanted = f"at least the minimum, {config.minimum:g}"
         found.append(Problem(f"{path}.initial", f"{config.initial:g}", wanted))
-    for name, least in (("growth_interval", 0), ("hysteresis", 1), ("patience", 1)):
-        if (value := getattr(config, name)) < least:
-            found.append(Problem(f"{path}.{name}", str(value), f"at least {least}"))
-    return found
-
-
-def _nearest_power(value: float) -> str:
-    return f"use {2.0 ** round(math.log2(value)):g}"
+    rows = (("growth_interval", 0), ("hysteresis", 1), ("patience", 1))
+    return found + least_problems((f"{path}.{x}", getattr(config, x), low) for x, low in rows)
 
 
 class LossScaleState(NamedTuple):

@@ -45,14 +45,14 @@ from functron.optim.schedules import increment_, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
+    map_to_trees,
     need_params,
     transformation,
-    unflatten_columns,
 )
-from functron.optim.zero import leaf_specs
+from functron.optim.zero import flat_specs, leaf_specs
 from functron.program.recorder import active
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.spec import DimCut, P, dim_axes, is_spec, num_shards, padded_shape, take
+from functron.spmd.spec import DimCut, P, dim_axes, num_shards, padded_shape, take
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters have masters."""
@@ -116,11 +116,9 @@ def with_fp32_masters(
         refuse("with_fp32_masters", "bits", str(bits), "16 or 32")
 
     def init(params):
-        leaves, structure = tree.flatten(params)
-        own = [leaf.dtype for leaf in leaves]
+        own = [leaf.dtype for leaf in tree.leaves(params)]
         kinds = own if dtypes is None else tree.broadcast_prefix(dtypes, params, what="dtypes")
-        rows = zip(leaves, kinds, strict=True)
-        masters = tree.unflatten(structure, [_master(leaf, kind, bits) for leaf, kind in rows])
+        masters = tree.map_columns(functools.partial(_master, bits=bits), params, kinds)
         return MastersState(masters, inner.init(_effective(params, masters)))
 
     def update(updates, state, params=None, **extra):
@@ -185,8 +183,7 @@ def _split_masters(params: tree.Tree, masters: tree.Tree, bits: int) -> tuple[tr
             return halves(master)
         return master, master
 
-    rows = zip(tree.leaves(params), tree.leaves(masters), strict=True)
-    rounded, kept = unflatten_columns(params, [one(*row) for row in rows], 2)
+    rounded, kept = map_to_trees(2, one, params, tree.leaves(masters))
     return rounded, kept
 
 
@@ -266,13 +263,9 @@ def with_stochastic_rounding(
                 return change
             return stochastic_round(old + change, bits, param.dtype).float() - old
 
-        rows = zip(
-            tree.leaves(params), tree.leaves(before), tree.leaves(updates),
-            _bits(state.key, count, params, defs, specs), strict=True,
-        )  # fmt: skip
-        changes = [one(*row) for row in rows]
-        new_state = StochasticState(state.key, count, inner_state)
-        return tree.unflatten(tree.structure(params), changes), new_state
+        bits = _bits(state.key, count, params, defs, specs)
+        changes = tree.map_columns(one, params, tree.leaves(before), tree.leaves(updates), bits)
+        return changes, StochasticState(state.key, count, inner_state)
 
     def step_(grads, state, params, **extra):
         increment_([state.count])
@@ -502,7 +495,7 @@ def check_blocks(
         ValueError: some shard does; all offenders are listed.
     """
     found = []
-    flat = tree.broadcast_prefix(specs, defs, is_leaf=is_spec, what="specs", wanted="a P")
+    flat = [spec or P() for spec in flat_specs(specs, defs)]
     chosen = tree.leaves(quantisable(defs, block))
     for path, d, spec, flag in zip(tree.paths(defs), tree.leaves(defs), flat, chosen, strict=True):
         parts = num_shards(dim_axes(spec, len(d.shape))[-1], mesh) if flag else 1

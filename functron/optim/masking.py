@@ -19,12 +19,7 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
-from functron.optim.schedules import (
-    LearningRate,
-    ScaleByScheduleState,
-    new_count,
-    scale_by_learning_rate,
-)
+from functron.optim.schedules import LearningRate, scale_by_learning_rate, scheduled
 from functron.optim.transformation import (
     GradientTransformation,
     Params,
@@ -37,6 +32,7 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
+from functron.optim.zero import flat_specs
 from functron.spmd.axes import scope
 from functron.spmd.spec import P, is_spec
 
@@ -61,7 +57,7 @@ def add_decayed_weights(
             sizes or values of shards.
     """
 
-    def decay(updates, params, factor):
+    def decay(updates, params, factor, donated=False):
         need_params("add_decayed_weights", params, "to decay")
         flags = tree.unflatten(tree.structure(params), mask_leaves(mask, params))
         return tree.map(
@@ -74,21 +70,12 @@ def add_decayed_weights(
     # of another function nobody knows whether it looks at shapes
     elementwise = not callable(mask) or mask is not_norm_or_bias
     if not callable(weight_decay):
+        # of a tensor, whose value is not read, there is some
+        some = isinstance(weight_decay, torch.Tensor) or bool(weight_decay)
         return stateless(
-            lambda u, p: decay(u, p, weight_decay) if _some(weight_decay) else u,
-            elementwise=elementwise,
+            lambda u, p: decay(u, p, weight_decay) if some else u, elementwise=elementwise
         )._replace(bind=keep_specs)
-
-    def update(updates, state, params=None):
-        out = decay(updates, params, weight_decay(state.count))
-        return out, ScaleByScheduleState(state.count + 1)
-
-    return transformation(
-        lambda params: ScaleByScheduleState(new_count(params)),
-        update,
-        specs=lambda param_specs: ScaleByScheduleState(P()),
-        elementwise=elementwise,
-    )._replace(bind=keep_specs)
+    return scheduled(weight_decay, decay, elementwise=elementwise)._replace(bind=keep_specs)
 
 
 def decoupled(
@@ -100,11 +87,6 @@ def decoupled(
     """`direction`, decoupled weight decay and the learning rate, one after the other."""
     decay = add_decayed_weights(weight_decay, mask)
     return chain(direction, decay, scale_by_learning_rate(learning_rate))
-
-
-def _some(weight_decay: float | torch.Tensor) -> bool:
-    """Whether there is any decay; of a tensor, whose value is not read, True."""
-    return isinstance(weight_decay, torch.Tensor) or bool(weight_decay)
 
 
 @public
@@ -153,13 +135,8 @@ def only(
         wanted = inner.grad_specs(param_specs)
         if others is None:
             return wanted
-        flags = tree.structure(mask)
-        rows = (
-            tree.broadcast_prefix(specs, mask, is_leaf=is_spec, what="specs")
-            for specs in (wanted, param_specs)
-        )
-        picked = zip(tree.leaves(mask), *rows, strict=True)
-        return tree.unflatten(flags, [a if flag else b for flag, a, b in picked])
+        both = flat_specs(wanted, mask), flat_specs(param_specs, mask)
+        return tree.map_columns(lambda flag, a, b: a if flag else b, mask, *both)
 
     def bind(param_specs, copies):
         own = param_specs if find_answers(param_specs) is None else own_specs(param_specs)
@@ -168,16 +145,13 @@ def only(
 
     def own_specs(param_specs):
         """None for what is left alone as a whole; specs and mask may each be a prefix tree."""
-        flags = zip(tree.paths(mask), tree.leaves(mask), strict=True)
-        picked = [path and f"{path}/" for path, flag in flags if flag]
+        picked = [path and f"{path}/" for path, flag in tree.items(mask) if flag]
 
         def one(path: str, spec: P | None) -> P | None:
             at = path and f"{path}/"
             return spec if any(p.startswith(at) or at.startswith(p) for p in picked) else None
 
-        paths, leaves = tree.paths(param_specs, is_spec), tree.leaves(param_specs, is_spec)
-        _, structure = tree.flatten(param_specs, is_spec)
-        return tree.unflatten(structure, [one(*row) for row in zip(paths, leaves, strict=True)])
+        return tree.map_with_path(one, param_specs, is_leaf=is_spec)
 
     return GradientTransformation(
         lambda params: inner.init(chosen(params)),
@@ -353,13 +327,12 @@ def multi_transform(
     """
 
     def checked(found: tree.Tree) -> tree.Tree:
-        rows = zip(tree.paths(found), tree.leaves(found), strict=True)
         known = list(map(str, transforms))
         raise_problems(
             "multi_transform: some parameters have no transformation",
             [
                 Problem(path, f"label {x!r}", "that of a transformation", nearest(str(x), known))
-                for path, x in rows
+                for path, x in tree.items(found)
                 if x not in transforms
             ],
         )
@@ -418,14 +391,13 @@ def _side_by_side(
     def divided(param_specs) -> tuple[tree.Tree, list[tree.Tree]]:
         """The labels, and the specs of each one's parameters."""
         labels = labels_of(tree.map(lambda spec: 0, param_specs, is_leaf=is_spec))
-        flat = tree.broadcast_prefix(param_specs, labels, is_leaf=is_spec, what="specs")
+        flat = flat_specs(param_specs, labels)
         return labels, [_only(labels, flat, label) for label in transforms]
 
     def grad_specs(param_specs):
         labels, sides = divided(param_specs)
         rows = [
-            tree.broadcast_prefix(t.grad_specs(side), labels, is_leaf=is_spec, what="specs")
-            for t, side in zip(several, sides, strict=True)
+            flat_specs(t.grad_specs(side), labels) for t, side in zip(several, sides, strict=True)
         ]
         return merge(rows, labels)
 

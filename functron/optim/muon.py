@@ -21,7 +21,12 @@ from functron.ops.foreach import squares
 from functron.optim.adam import adamw
 from functron.optim.masking import Mask, decoupled, where
 from functron.optim.schedules import LearningRate
-from functron.optim.transformation import GradientTransformation, bindable, transformation
+from functron.optim.transformation import (
+    GradientTransformation,
+    bindable,
+    share_problems,
+    transformation,
+)
 from functron.optim.zero import leaf_specs, num_stacked
 from functron.spmd.axes import axis_size
 from functron.spmd.collectives import all_to_all
@@ -157,8 +162,7 @@ def scale_by_muon(
     problems = []
     if scale not in SCALES:
         problems.append(Problem("scale", repr(scale), "one of its values", nearest(scale, SCALES)))
-    if not 0 <= momentum < 1:
-        problems.append(Problem("momentum", repr(momentum), "at least 0 and less than 1"))
+    problems += share_problems({"momentum": momentum})
     raise_problems("scale_by_muon", problems)
 
     def orthogonal(x: torch.Tensor, spec: P, matrix: Matrix) -> torch.Tensor:
@@ -167,7 +171,9 @@ def scale_by_muon(
         cuts = matrix_cuts(spec, x.dim(), matrix)
 
         def each(whole: torch.Tensor, num_batch: int) -> torch.Tensor:
-            return _each(whole, num_batch, matrix.num_inputs, steps, coefficients, eps)
+            split = num_batch + matrix.num_inputs
+            flat = whole.flatten(split).flatten(num_batch, split - 1)
+            return newton_schulz(flat, steps, coefficients, eps).reshape(whole.shape)
 
         def joined(whole: torch.Tensor, num_batch: int) -> torch.Tensor:
             # padding of shards comes last, and stays zero
@@ -183,10 +189,9 @@ def scale_by_muon(
     def update(updates, state, params=None):
         new = tree.map(lambda g, m: m + (1 - momentum) * (g - m), updates, state.momentum)
         ahead = tree.map(lambda g, m: g + momentum * (m - g), updates, new) if nesterov else new
-        leaves, structure = tree.flatten(ahead)
         shapes = tree.broadcast_prefix(matrices, updates, what="matrices", wanted="a Matrix")
-        rows = zip(leaves, leaf_specs(specs, updates, "muon"), shapes, strict=True)
-        return tree.unflatten(structure, [orthogonal(*row) for row in rows]), ScaleByMuonState(new)
+        flat = leaf_specs(specs, updates, "muon")
+        return tree.map_columns(orthogonal, ahead, flat, shapes), ScaleByMuonState(new)
 
     return transformation(
         init=lambda params: ScaleByMuonState(tree.map(torch.zeros_like, params)),
@@ -216,9 +221,8 @@ def muon(
     """Muon for matrices, and AdamW for the other parameters.
 
     Args:
-        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        learning_rate, weight_decay, mask: as of `adamw`.
         matrices: for every parameter a `Matrix`, or False for AdamW's; see `matrices`.
-        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
         momentum, nesterov, scale, steps, coefficients, eps, specs, distributed, dtype: see
             `scale_by_muon`.
         others: for the other parameters; None: `adamw` with the same learning rate, decay and mask,
@@ -251,15 +255,6 @@ def _factor(
     one = matrix.outputs // sum(matrix.pieces)
     columns = [x.new_full((n, 1), scale(n * one, matrix.inputs)) for n in matrix.pieces]
     return take(torch.cat(columns), tuple(cut for cut in cuts if cut.dim == -2))
-
-
-def _each(
-    x: torch.Tensor, num_batch: int, num_inputs: int, steps: int, coefficients, eps: float
-) -> torch.Tensor:
-    """[batch..., inputs..., outputs...]: every matrix orthogonalised."""
-    split = num_batch + num_inputs
-    flat = x.flatten(split).flatten(num_batch, split - 1)
-    return newton_schulz(flat, steps, coefficients, eps).reshape(x.shape)
 
 
 def _compute_gathered(

@@ -7,7 +7,6 @@ each layer of a model, all its leaves together (`norms_by_layer`).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +27,9 @@ from functron.optim.transformation import (
     stateless,
     transformation,
 )
-from functron.optim.zero import STACKED, leaf_specs, num_stacked, total
+from functron.optim.zero import STACKED, flat_specs, leaf_specs, num_stacked, total
 from functron.spmd.collectives import axis_size, psum, psum_stages
-from functron.spmd.spec import dim_axes, is_spec, spec_axes
+from functron.spmd.spec import dim_axes, spec_axes
 
 
 @public
@@ -208,7 +207,7 @@ def clip(max_delta: float) -> GradientTransformation:
 
 
 def _positive(what: str, name: str, value: float) -> None:
-    if not value > 0 or math.isnan(value):
+    if not value > 0:  # nor is NaN
         raise ValueError(
             f"{what}: got {name}={value!r}; wanted a positive number; fix: leave {what} out of the "
             "chain to turn clipping off"
@@ -275,11 +274,10 @@ def norms_by_layer(
         By name, ``[len(layers.names)]`` in their order, the same on every rank: float64 if a leaf
         is, else float32.
     """
-    rows = [row for value, specs in values.values() for row in _leaves(value, specs, copies)]
+    tables = [_leaves(value, specs, copies) for value, specs in values.values()]
+    rows = [*itertools.chain(*tables)]
     over = tuple(dict.fromkeys(axis for _, _, spec, _ in rows for axis in spec_axes(spec)))
-    parts = [
-        _by_part(_leaves(value, specs, copies), layers, over) for value, specs in values.values()
-    ]
+    parts = [_by_part(table, layers, over) for table in tables]
     norms = psum_stages(psum(torch.stack(parts), over)).sqrt()
     norms = _narrow(norms, [leaf for _, leaf, _, _ in rows])
     return dict(zip(values, norms.unbind(0), strict=True))
@@ -287,7 +285,7 @@ def norms_by_layer(
 
 def _leaves(value: tree.Tree, specs: tree.Tree, copies: tree.Tree) -> list[tuple]:
     """Path, leaf, spec and copies of every leaf."""
-    flat = tree.broadcast_prefix(specs, value, is_leaf=is_spec, what="specs", wanted="a P")
+    flat = flat_specs(specs, value)
     counts = tree.broadcast_prefix(copies, value, what="the copies of values")
     return list(zip(tree.paths(value), tree.leaves(value), flat, counts, strict=True))
 

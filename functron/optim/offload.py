@@ -81,7 +81,7 @@ class _Offloaded(NamedTuple):
         _, parts = tree.flatten(self.inner.specs(replicated), is_spec)
 
         def state_of(group: Sequence[int]) -> list[list[torch.Tensor]]:
-            state = self.inner.init(_only(structure, like, group))
+            state = self.inner.init(_cut(structure, like, dict.fromkeys(group, ())))
             return [tree.leaves(part) for part in parts.flatten_up_to(state)]
 
         owners: list[int | None] = [None if always else 0 for always in map(bool, state_of([]))]
@@ -230,11 +230,6 @@ def _cut(
     """A tree of the parts of its leaves that a piece has; None in the places of others."""
     parts = [(x[piece[i]] if piece[i] else x) if i in piece else None for i, x in enumerate(leaves)]
     return tree.unflatten(structure, parts)
-
-
-def _only(structure: tree.Structure, leaves: Sequence[Any], group: Sequence[int]) -> tree.Tree:
-    chosen = set(group)
-    return tree.unflatten(structure, [x if i in chosen else None for i, x in enumerate(leaves)])
 
 
 def _room(streams: Streams, x: torch.Tensor, shape: Sequence[int], box: OffloadBox) -> torch.Tensor:

@@ -479,22 +479,35 @@ def scale_by_learning_rate(
     if not callable(learning_rate):
         return scale(sign * learning_rate)
 
-    def init(params):
-        return ScaleByScheduleState(new_count(params))
+    def times(updates, params, rate, donated):
+        return (multiply_ if donated else multiply)(updates, sign * rate)
+
+    return scheduled(learning_rate, times, elementwise=True)
+
+
+def scheduled(
+    schedule: RateSchedule, fn: Callable[..., tree.Tree], *, elementwise: bool
+) -> GradientTransformation:
+    """Updates that are a function of the value of a schedule, which counts them in the state.
+
+    Args:
+        schedule: of the count of updates so far.
+        fn: ``(updates, params, value, donated)`` to the updates.
+        elementwise: as of `transformation`.
+    """
 
     def update(updates, state, params=None, *, donated=False):
-        factor = sign * learning_rate(state.count)
+        updates = fn(updates, params, schedule(state.count), donated)
         if donated:
-            updates = multiply_(updates, factor)
             increment_([state.count])
             return updates, state
-        return multiply(updates, factor), ScaleByScheduleState(state.count + 1)
+        return updates, ScaleByScheduleState(state.count + 1)
 
     return transformation(
-        init,
+        lambda params: ScaleByScheduleState(new_count(params)),
         update,
-        specs=lambda param_specs: ScaleByScheduleState(P()),
-        elementwise=True,
+        lambda param_specs: ScaleByScheduleState(P()),
+        elementwise=elementwise,
     )
 
 

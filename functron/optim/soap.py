@@ -10,13 +10,12 @@ mesh.)
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import public, raise_problems
 from functron.optim.adam import adamw
 from functron.optim.masking import Mask, decoupled, where
 from functron.optim.muon import Matrix, matrix_cuts
@@ -24,8 +23,10 @@ from functron.optim.schedules import LearningRate, new_count
 from functron.optim.transformation import (
     GradientTransformation,
     bindable,
+    least_problems,
+    map_to_trees,
+    share_problems,
     transformation,
-    unflatten_columns,
 )
 from functron.optim.zero import flat_specs, leaf_specs
 from functron.program.recorder import readable
@@ -102,67 +103,50 @@ def scale_by_soap(
         ValueError: decays that are not in [0, 1), or a frequency or size below 1.
     """
     decay = b2 if precondition_decay is None else precondition_decay
-    _check(b1, b2, decay, frequency, max_dim)
-
-    def shapes_of(value: tree.Tree) -> list[Matrix]:
-        return tree.broadcast_prefix(matrices, value, what="matrices", wanted="a Matrix")
+    problems = share_problems({"b1": b1, "b2": b2, "precondition_decay": decay})
+    problems += least_problems([("frequency", frequency, 1), ("max_dim", max_dim, 1)])
+    raise_problems("scale_by_soap", problems)
 
     def layouts_of(value: tree.Tree) -> list[_SoapLayout]:
-        shapes = shapes_of(value)
-        flat = leaf_specs(specs, value, "soap")
-        rows = zip(tree.leaves(value), flat, shapes, strict=True)
+        shapes = tree.broadcast_prefix(matrices, value, what="matrices", wanted="a Matrix")
+        rows = zip(tree.leaves(value), leaf_specs(specs, value, "soap"), shapes, strict=True)
         return [_SoapLayout(x, spec, matrix, distributed) for x, spec, matrix in rows]
 
     def init(params):
-        rows = [
-            _zeros(layout.gather(torch.zeros_like(p)), max_dim)
-            for p, layout in zip(tree.leaves(params), layouts_of(params), strict=True)
-        ]
-        return ScaleBySoapState(new_count(params), *unflatten_columns(params, rows, 6))
+        def start(p: torch.Tensor, layout: _SoapLayout) -> tuple:
+            return _zeros(layout.gather(torch.zeros_like(p)), max_dim)
+
+        parts = map_to_trees(6, start, params, layouts_of(params))
+        return ScaleBySoapState(new_count(params), *parts)
 
     def update(updates, state, params=None):
         first = _read_flag(state.count == 0)
         due = _read_flag((state.count % frequency == 0) & (state.count > 0))
-        flat, structure = tree.flatten(updates)
-        columns = [tree.same_structure(updates, part) for part in state[1:]]
-        out, rows = [], []
-        for g, layout, *parts in zip(flat, layouts_of(updates), *columns, strict=True):
-            whole = layout.gather(g)
+
+        def one(g: torch.Tensor, layout: _SoapLayout, *parts: Any) -> tuple:
             moments, direction = _step(
-                whole.to(parts[0].dtype), ScaleBySoapState(None, *parts),
+                layout.gather(g).to(parts[0].dtype), ScaleBySoapState(None, *parts),
                 (b1, b2, decay, eps), state.count, first, due,
             )  # fmt: skip
-            out.append(layout.give(direction.to(g.dtype)))
-            rows.append(moments[1:])
-        new = ScaleBySoapState(state.count + 1, *unflatten_columns(updates, rows, 6))
-        return tree.unflatten(structure, out), new
+            return layout.give(direction.to(g.dtype)), *moments[1:]
+
+        columns = [tree.same_structure(updates, part) for part in state[1:]]
+        out, *new = map_to_trees(7, one, updates, layouts_of(updates), *columns)
+        return out, ScaleBySoapState(state.count + 1, *new)
 
     def state_specs(param_specs):
-        rows, known = [], flat_specs(param_specs, matrices)
-        for matrix, spec in zip(tree.leaves(matrices), known, strict=True):
-            entry = None
-            if spec is not None and isinstance(matrix, Matrix):
-                entry = _stack_spec(spec, matrix, distributed)
-            left = entry if matrix and matrix.inputs <= max_dim else None
-            right = entry if matrix and matrix.outputs <= max_dim else None
-            rows.append((entry, entry, left, right, left, right))
-        return ScaleBySoapState(P(), *unflatten_columns(matrices, rows, 6))
+        def one(matrix: Matrix | bool, spec: P | None) -> tuple:
+            if spec is None or not isinstance(matrix, Matrix):
+                return (None,) * 6
+            entry = _stack_spec(spec, matrix, distributed)
+            left = entry if matrix.inputs <= max_dim else None
+            right = entry if matrix.outputs <= max_dim else None
+            return entry, entry, left, right, left, right
+
+        parts = map_to_trees(6, one, matrices, flat_specs(param_specs, matrices))
+        return ScaleBySoapState(P(), *parts)
 
     return transformation(init, update, state_specs)
-
-
-def _check(b1: float, b2: float, decay: float, frequency: int, max_dim: int) -> None:
-    problems = [
-        Problem(name, repr(value), "at least 0 and less than 1")
-        for name, value in (("b1", b1), ("b2", b2), ("precondition_decay", decay))
-        if not 0 <= value < 1
-    ]
-    problems += [
-        Problem(name, repr(value), "at least 1")
-        for name, value in (("frequency", frequency), ("max_dim", max_dim))
-        if value < 1
-    ]
-    raise_problems("scale_by_soap", problems)
 
 
 def _read_flag(flag: torch.Tensor) -> bool | torch.Tensor:
@@ -188,7 +172,7 @@ class _SoapLayout:
         sizes = list(matrix.sizes or x.shape[matrix.num_batch :])
         if not matrix.sizes:
             for dim, axes in self.cuts:
-                sizes[dim] *= math.prod(axis_size(name) for name in axes)
+                sizes[dim] *= axis_size(axes)
         self.sizes = sizes
         self.names = tuple(name for _, axes in self.cuts for name in axes)
 
@@ -322,9 +306,8 @@ def soap(
     """SOAP for matrices, and AdamW for the other parameters.
 
     Args:
-        learning_rate: a number, or a schedule: a function of the count of updates so far.
+        learning_rate, weight_decay, mask: as of `adamw`.
         matrices: for every parameter a `Matrix`, or False for AdamW's; see `matrices`.
-        weight_decay, mask: see `add_decayed_weights`; the decay is multiplied by the learning rate.
         b1, b2, eps, precondition_decay, frequency, max_dim, specs, distributed: see
             `scale_by_soap`.
         others: for the other parameters; None: `adamw` with the same learning rate, decays and

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, cast
 
@@ -294,8 +294,7 @@ def refuse_parts(
 
 def _first_split(specs: tree.Tree, mesh: Mesh | BoundMesh) -> tuple[str, str] | None:
     """The first parameter that ranks have parts of, and the axis."""
-    paths, leaves = tree.paths(specs, is_spec), tree.leaves(specs, is_spec)
-    for path, spec in zip(paths, leaves, strict=True):
+    for path, spec in tree.items(specs, is_spec):
         axis = next((name for name in spec_axes(spec or P()) if mesh[name] > 1), None)
         if axis is not None:
             return path or "parameters", axis
@@ -397,9 +396,10 @@ def _filter_extra(fn: Callable) -> Callable:
     return lambda *args, **extra: fn(*args, **{k: v for k, v in extra.items() if k in named})
 
 
-def unflatten_columns(like: tree.Tree, rows: Sequence[tuple], count: int) -> list[tree.Tree]:
-    """Trees like `like` of the columns of `rows`, which has a row of `count` for each leaf."""
-    structure = tree.structure(like)
+def map_to_trees(count: int, fn: Callable, like: tree.Tree, *columns: Iterable) -> list[tree.Tree]:
+    """`count` trees: of the tuples that `fn` gives, as `tree.map_columns` calls it."""
+    leaves, structure = tree.flatten(like)
+    rows = [fn(*row) for row in zip(leaves, *columns, strict=True)]
     return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(count)]
 
 
@@ -639,6 +639,17 @@ def need_params(what: str, params: Params | None, use: str) -> None:
             f"{what}: got params=None; wanted the parameters {use}; fix: call "
             "update(grads, state, params)"
         )
+
+
+def share_problems(shares: Mapping[str, float]) -> list[Problem]:
+    """The numbers by name that are no shares, as decays of means are."""
+    wanted = "at least 0 and less than 1"
+    return [Problem(name, repr(x), wanted) for name, x in shares.items() if not 0 <= x < 1]
+
+
+def least_problems(rows: Iterable[tuple[str, float, float]]) -> list[Problem]:
+    """The numbers that are too small, of names, numbers and the least that these may be."""
+    return [Problem(name, repr(x), f"at least {low}") for name, x, low in rows if not x >= low]
 
 
 def multiply(updates: Updates, factor: float | torch.Tensor) -> Updates:

@@ -86,10 +86,11 @@ def shard_specs(
     Raises:
         ValueError: a shape cannot be split as its spec says; all offenders are listed.
     """
-    leaves, structure = tree.flatten(defs)
-    rows = zip(leaves, flat_specs(specs, defs), strict=True)
-    found = [_shard(leaf, spec or P(), mesh, axes) for leaf, spec in rows]
-    return tree.unflatten(structure, found)
+
+    def one(leaf: Any, spec: P | None) -> P:
+        return _shard(leaf, spec or P(), mesh, axes)
+
+    return tree.map_columns(one, defs, flat_specs(specs, defs))
 
 
 def _shard(leaf: Any, spec: P, mesh: Mesh | BoundMesh, axes: Sequence[str]) -> P:
@@ -113,7 +114,11 @@ def padded_shapes(defs: tree.Tree, shards: tree.Tree, mesh: Mesh | BoundMesh) ->
     That is the shape, on a simulated mesh, of a leaf of the state that is like a parameter.
     Checkpoints hold no padding: see `unpad` and `pad` of `functron.spmd.spec`.
     """
-    return tree.map(lambda d, shard: padded_shape(d.shape, shard, mesh), defs, _full(shards, defs))
+
+    def one(d: Any, shard: P | None) -> tuple[int, ...]:
+        return padded_shape(d.shape, shard or P(), mesh)
+
+    return tree.map_columns(one, defs, flat_specs(shards, defs))
 
 
 @public
@@ -192,9 +197,7 @@ def _cuts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> list:
 
 def take_parts(params: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     """This rank's shards of parameters with these specs."""
-    leaves, structure = tree.flatten(params)
-    rows = zip(leaves, _cuts(params, specs, shards), strict=True)
-    return tree.unflatten(structure, [take(leaf, cuts) for leaf, cuts in rows])
+    return tree.map_columns(take, params, _cuts(params, specs, shards))
 
 
 def join_parts_(
@@ -220,24 +223,18 @@ def _join_all(
     return tree.unflatten(tree.structure(params), joined)
 
 
-def _full(specs: tree.Tree, like: tree.Tree) -> tree.Tree:
-    return tree.unflatten(tree.structure(like), flat_specs(specs, like))
-
-
 def _extend(given: tree.Tree, specs: tree.Tree, shards: tree.Tree) -> tree.Tree:
     """`given` with the axes appended that `shards` appends to `specs`.
 
     `given` may also split dims over the ranks of a pipeline, as states between steps are.
     """
-    flat, structure = tree.flatten(shards, is_spec)
-    like = tree.unflatten(structure, [0] * len(flat))
-    now, before = (tree.leaves(_full(part, like), is_spec) for part in (given, specs))
-    rows = zip(now, before, flat, strict=True)
-    return tree.unflatten(structure, [_append_axes(*row) for row in rows])
+    like = tree.map(lambda shard: 0, shards, is_leaf=is_spec)
+    columns = flat_specs(given, like), flat_specs(specs, like)
+    return tree.map_columns(_append_axes, shards, *columns, is_leaf=is_spec)
 
 
-def _append_axes(given: P | None, spec: P, shard: P) -> P | None:
-    if given is None:  # another transformation's, as in `where`
+def _append_axes(shard: P, given: P | None, spec: P | None) -> P | None:
+    if given is None or spec is None:  # another transformation's, as in `where`
         return None
     num_dims = max(len(given), len(spec), len(shard))
     entries = [*given, *itertools.repeat(None, num_dims - len(given))]
@@ -378,7 +375,7 @@ def wholes(value: tree.Tree, defs: tree.Tree = None, specs: tree.Tree = None) ->
 def _unlike(whole: WholeLeaf, x: torch.Tensor) -> Problem | None:
     """The problem of taking x for a shard, which may be padded; None: there is none."""
     own = list(whole.own)
-    sizes = [_split(whole.shape[dim], whole.axes([dim])) for dim in own]
+    sizes = [-(-whole.shape[dim] // axis_size(whole.axes([dim]))) for dim in own]
     if x.dim() == len(whole.shape) and [x.shape[dim] for dim in own] == sizes:
         return None
     return Problem(
@@ -389,10 +386,6 @@ def _unlike(whole: WholeLeaf, x: torch.Tensor) -> Problem | None:
         "give the optimizer the parameters' defs and specs (under ZeRO, those of the shards); what "
         "ranks of a pipeline divide (vocab_over_pp) needs an elementwise optimizer",
     )
-
-
-def _split(size: int, axes: Sequence[str]) -> int:
-    return -(-size // math.prod(axis_size(name) for name in axes))
 
 
 def mean(x: torch.Tensor, dims: Sequence[int], whole: WholeLeaf) -> torch.Tensor:
@@ -419,7 +412,7 @@ def unpadded(x: torch.Tensor, dim: int, whole: WholeLeaf) -> torch.Tensor:
         whole: the parameter.
     """
     axes, size = whole.axes([dim]), whole.shape[dim]
-    if x.shape[dim] * math.prod(axis_size(name) for name in axes) == size:
+    if x.shape[dim] * axis_size(axes) == size:
         return x
     ones = take(torch.ones(size, dtype=x.dtype, device=x.device), (DimCut(-1, axes),))
     return x * ones.reshape([-1 if d == dim else 1 for d in range(x.dim())])

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from functron.core import compat, tree
 from functron.core.closure import refuse_holders
-from functron.core.compat import Function
 from functron.core.errors import public
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
@@ -25,6 +24,7 @@ from functron.spmd.axes import user_line
 from functron.transforms.gradient import replace_at
 from functron.transforms.remat import (
     CallSite,
+    LevelFunction,
     map_level,
     pull_back,
     view_operands,
@@ -182,28 +182,23 @@ class _Level:
         rule: the same at all levels.
         forward: operands to the tensors that it makes.
         backward: operands, these tensors and cotangents to cotangents.
-        varying: which of these tensors are batched at this level.
     """
 
     rule: _Rule
     forward: Callable[[_Tensors], tuple[torch.Tensor, ...]]
     backward: Callable[[_Tensors, _Tensors, _Tensors], tuple[torch.Tensor, ...]]
-    varying: list[bool] = field(default_factory=list)
 
-    def over(self, size: int, in_dims: Sequence[int | None]) -> _Level:
-        """The same with one vmap of `size` around it."""
-
-        def forward(operands):
-            made, outer.varying = map_level(self.forward, size, in_dims, operands)
-            return made
+    def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Level, list[bool]]:
+        """The same with one vmap of `size` around it, and which tensors of forward are batched."""
+        forward, varying = map_level(self.forward, size, in_dims)
 
         def backward(operands, made, cotangents):
             given = [
                 # the ranks that hold one value hold equal shares of its cotangent
-                value if outer.varying[i] else (value / size).expand(size, *value.shape)
+                value if varying[i] else (value / size).expand(size, *value.shape)
                 for i, value in zip(self.rule.floats, cotangents, strict=True)
             ]
-            made_dims = [0 if varies else None for varies in outer.varying]
+            made_dims = [0 if varies else None for varies in varying]
             ends = len(operands), len(operands) + len(made)
 
             def flat(values):
@@ -212,12 +207,11 @@ class _Level:
                 )
 
             dims = (*in_dims, *made_dims, *[0] * len(given))
-            grads, batched = map_level(flat, size, dims, (*operands, *made, *given))
-            rows = zip(grads, batched, self.rule.moving, strict=True)
+            run, batched = map_level(flat, size, dims)
+            rows = zip(run((*operands, *made, *given)), batched, self.rule.moving, strict=True)
             return tuple(_unmap_cotangent(grad, b, in_dims[i], size) for grad, b, i in rows)
 
-        outer = _Level(self.rule, forward, backward)
-        return outer
+        return _Level(self.rule, forward, backward), varying
 
 
 def _unmap_cotangent(grad: torch.Tensor, batched: bool, dim: int | None, size: int) -> torch.Tensor:
@@ -227,8 +221,15 @@ def _unmap_cotangent(grad: torch.Tensor, batched: bool, dim: int | None, size: i
     return (grad if batched else grad.expand(size, *grad.shape)).movedim(0, dim)
 
 
-class _CustomVjp(Function):
-    generate_vmap_rule = False
+_FORWARD_MODE = (
+    "custom_vjp in forward-mode differentiation (jvp, jacfwd), for which it has no rule; wanted "
+    "reverse mode; fix: for a Hessian-vector product take the vjp of the gradient, "
+    "torch.func.vjp(torch.func.grad(f), x)[1](v)"
+)
+
+
+class _CustomVjp(LevelFunction):
+    forward_mode = _FORWARD_MODE
 
     @staticmethod
     def forward(level: _Level, *operands):
@@ -267,16 +268,6 @@ class _CustomVjp(Function):
         moved: Any = _Backward.apply(pull, *operands, *made, *given)
         return None, *replace_at([None] * count, level.rule.moving, moved)
 
-    @staticmethod
-    def jvp(ctx, *tangents):
-        _refuse_forward_mode()
-
-    @staticmethod
-    def vmap(info, in_dims, level: _Level, *operands):
-        outer = level.over(info.batch_size, in_dims[1:])
-        made = _CustomVjp.apply(outer, *operands)
-        return made, tuple(0 if varies else None for varies in outer.varying)
-
 
 @dataclass(frozen=True, eq=False)
 class _Pull:
@@ -314,16 +305,11 @@ class _Pull:
 
     def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Pull, list[bool]]:
         """The same with one vmap around it, and (once it has run) which results are batched."""
-        varying: list[bool] = []
-
-        def run(values):
-            outputs, varying[:] = map_level(self.run, size, in_dims, values)
-            return outputs
+        run, varying = map_level(self.run, size, in_dims)
+        run_again, batched = map_level(self.again, size, self.without_made(in_dims))
 
         def again(values):
-            dims = self.without_made(in_dims)
-            outputs, batched = map_level(self.again, size, dims, values)
-            rows = zip(outputs, batched, varying, strict=True)
+            rows = zip(run_again(values), batched, varying, strict=True)
             return tuple(
                 value.expand(size, *value.shape) if wanted and not has else value
                 for value, has, wanted in rows
@@ -332,8 +318,8 @@ class _Pull:
         return _Pull(run, again, self.num_operands, self.num_made), varying
 
 
-class _Backward(Function):
-    generate_vmap_rule = False
+class _Backward(LevelFunction):
+    forward_mode = _FORWARD_MODE
 
     @staticmethod
     def forward(pull: _Pull, *values):
@@ -354,21 +340,3 @@ class _Backward(Function):
             _, pullback = pull_back(pull.again, values, moving)
         grads, count = pullback(cotangents), pull.num_operands
         return None, *grads[:count], *[None] * pull.num_made, *grads[count:]
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        _refuse_forward_mode()
-
-    @staticmethod
-    def vmap(info, in_dims, pull: _Pull, *values):
-        outer, varying = pull.over(info.batch_size, in_dims[1:])
-        outputs = _Backward.apply(outer, *values)
-        return outputs, tuple(0 if batched else None for batched in varying)
-
-
-def _refuse_forward_mode():
-    raise ValueError(
-        "custom_vjp in forward-mode differentiation (jvp, jacfwd), for which it has no rule; "
-        "wanted reverse mode; fix: for a Hessian-vector product take the vjp of the gradient, "
-        "torch.func.vjp(torch.func.grad(f), x)[1](v)"
-    )

@@ -478,10 +478,8 @@ def gather_parameters(params: tree.Tree, specs: tree.Tree, into: tree.Tree) -> t
 
     Collectives: one all-gather per leaf and axis.
     """
-    leaves, structure = tree.flatten(params)
     with named_scope("gather"):
-        rows = zip(leaves, cut_tree(into, specs, params), strict=True)
-        return tree.unflatten(structure, [join(leaf, cuts) for leaf, cuts in rows])
+        return tree.map_columns(join, params, cut_tree(into, specs, params))
 
 
 @dataclass(frozen=True)

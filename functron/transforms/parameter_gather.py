@@ -393,10 +393,11 @@ def _split_codes(leaf: Any, places: Places) -> AxisSplit:
 
 def _attach_splits(params: tree.Tree, splits: Sequence[AxisSplit]) -> tree.Tree:
     """The parameters, with the splits of the codes that products are to gather."""
-    leaves, structure = tree.flatten(params, is_encoded)
-    rows = zip(leaves, splits, strict=True)
-    made = [leaf._replace(split=split) if split else leaf for leaf, split in rows]
-    return tree.unflatten(structure, made)
+
+    def one(leaf: Any, split: AxisSplit) -> Any:
+        return leaf._replace(split=split) if split else leaf
+
+    return tree.map_columns(one, params, splits, is_leaf=is_encoded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -509,10 +510,10 @@ def _save_shards(gathering: _Gathering, shards: Sequence[Any], whole: Sequence[A
             return value
         source.count += 1
         start = value.storage_offset() - originals[i]
-        return _SavedView(source, i, tuple(value.shape), tuple(value.stride()), start)
+        return functools.partial(source.take, i, value.shape, value.stride(), start)
 
     def unpack(saved: Any) -> torch.Tensor:
-        return saved.take() if isinstance(saved, _SavedView) else saved
+        return saved() if isinstance(saved, functools.partial) else saved
 
     with saved_tensors_hooks(pack, unpack):
         yield
@@ -538,6 +539,17 @@ class _SavedShards:
     taken: int = 0
     whole: list | None = None
 
+    def take(self, index: int, shape: torch.Size, stride: tuple, start: int) -> torch.Tensor:
+        """A saved tensor, which is a view of a gathered leaf."""
+        whole = self.leaf(index)
+        if start == 0 and (whole.shape, whole.stride()) == (shape, stride):
+            return whole
+        if start == 0 and whole.is_contiguous() and math.prod(shape) == whole.numel():
+            plain = whole.view(shape)
+            if plain.stride() == stride:
+                return plain
+        return whole.as_strided(shape, stride, whole.storage_offset() + start)
+
     def leaf(self, index: int) -> torch.Tensor:
         """A gathered leaf; the last read frees all."""
         if self.whole is None:
@@ -548,28 +560,6 @@ class _SavedShards:
         if self.taken == self.count:
             self.taken, self.whole = 0, None
         return whole
-
-
-@dataclass(frozen=True, eq=False)
-class _SavedView:
-    """Stands for a saved tensor: a view of a gathered leaf."""
-
-    source: _SavedShards
-    index: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-
-    def take(self) -> torch.Tensor:
-        """The saved tensor."""
-        whole = self.source.leaf(self.index)
-        if self.start == 0 and (tuple(whole.shape), whole.stride()) == (self.shape, self.stride):
-            return whole
-        if self.start == 0 and whole.is_contiguous() and math.prod(self.shape) == whole.numel():
-            plain = whole.view(self.shape)
-            if plain.stride() == self.stride:
-                return plain
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.start)
 
 
 def stand_ins(
@@ -586,16 +576,14 @@ def stand_ins(
         A tree like `params`, of tensors with the shapes of this rank's parts; a parameter that is
         not cut stands for itself.
     """
-    leaves, structure = tree.flatten(params)
-    rows = zip(leaves, cut_tree(specs, into, params), strict=True)
-    return tree.unflatten(structure, [_stand_in(leaf, cuts, dtype) for leaf, cuts in rows])
 
+    def one(leaf: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+        if not cuts and dtype in (None, leaf.dtype):
+            return leaf
+        zero = torch.zeros((), dtype=dtype or leaf.dtype, device=leaf.device)
+        return zero.expand(part_shape(leaf.shape, cuts))
 
-def _stand_in(leaf: torch.Tensor, cuts: Cuts, dtype: torch.dtype | None) -> torch.Tensor:
-    if not cuts and dtype in (None, leaf.dtype):
-        return leaf
-    zero = torch.zeros((), dtype=dtype or leaf.dtype, device=leaf.device)
-    return zero.expand(part_shape(leaf.shape, cuts))
+    return tree.map_columns(one, params, cut_tree(specs, into, params))
 
 
 @contextlib.contextmanager

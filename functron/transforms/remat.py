@@ -122,12 +122,9 @@ def pull_back(
 
 
 def map_level(
-    f: Callable[[Sequence], Sequence[torch.Tensor]],
-    size: int,
-    in_dims: Sequence[int | None],
-    values: Sequence[torch.Tensor],
-) -> tuple[tuple[torch.Tensor, ...], list[bool]]:
-    """``f(values)`` under one vmap over `in_dims`, and which results are batched.
+    f: Callable[[Sequence], Sequence[torch.Tensor]], size: int, in_dims: Sequence[int | None]
+) -> tuple[Callable[[Sequence], tuple[torch.Tensor, ...]], list[bool]]:
+    """`f` under one vmap over `in_dims`, and, once it has run, which results are batched.
 
     Batched results have their batch dim first. vmap gives every result one; it is removed from
     those that do not vary, which would otherwise no longer count as replicated.
@@ -140,11 +137,12 @@ def map_level(
         varying[:] = [compat.is_batched_at(value, level) for value in outputs]
         return tuple(outputs)
 
-    token = torch.arange(size)
-    mapped: Any = torch.func.vmap(rows, in_dims=(0, *in_dims), randomness="error")
-    outputs = mapped(token, *values)
-    pairs = zip(outputs, varying, strict=True)
-    return tuple(value if batched else value.select(0, 0) for value, batched in pairs), varying
+    def mapped(values: Sequence) -> tuple[torch.Tensor, ...]:
+        run: Any = torch.func.vmap(rows, in_dims=(0, *in_dims), randomness="error")
+        outputs = zip(run(torch.arange(size), *values), varying, strict=True)
+        return tuple(value if batched else value.select(0, 0) for value, batched in outputs)
+
+    return mapped, varying
 
 
 def view_operands(outputs: Sequence[torch.Tensor], operands: Sequence) -> tuple[torch.Tensor, ...]:
@@ -153,6 +151,30 @@ def view_operands(outputs: Sequence[torch.Tensor], operands: Sequence) -> tuple[
         value.view_as(value) if any(value is operand for operand in operands) else value
         for value in outputs
     )
+
+
+class LevelFunction(Function):
+    """A function of a program, which is opaque to functorch, and of tensors.
+
+    At a level of vmap it is that of ``program.over(size, in_dims)``: the program under this vmap
+    and, once it has run, which results are batched.
+
+    Attributes:
+        forward_mode: the error of differentiation in forward mode.
+    """
+
+    generate_vmap_rule = False
+    forward_mode: str
+
+    @classmethod
+    def jvp(cls, ctx, *tangents) -> Any:
+        raise ValueError(cls.forward_mode)
+
+    @classmethod
+    def vmap(cls, info, in_dims, program, *operands) -> Any:
+        outer, varying = program.over(info.batch_size, in_dims[1:])
+        outputs = cls.apply(outer, *operands)
+        return outputs, tuple(0 if batched else None for batched in varying)
 
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
@@ -555,7 +577,7 @@ class _Program:
     memory: KeptValues
     tracked: bool
 
-    def forward(self, operands: tuple) -> tuple[torch.Tensor, ...]:
+    def forward(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs; where results are kept, computed as backward will compute them.
 
         Kept results are found by their place among the operations, and torch takes some operations
@@ -569,8 +591,13 @@ class _Program:
             return rule_vjp(lambda *values: self.f(values), *operands)[0]
         return self.f(operands)
 
+    def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Program, list[bool]]:
+        """The same with one vmap of `size` around it, and which outputs are batched."""
+        batched, varying = map_level(self.forward, size, in_dims)
+        return _Program(batched, self.memory, compat.innermost_is_grad()), varying
 
-def _run_differentiated(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...]:
+
+def _run_differentiated(f: Callable, operands: Sequence) -> tuple[torch.Tensor, ...]:
     floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
 
     def split(*values):
@@ -581,8 +608,8 @@ def _run_differentiated(f: Callable, operands: tuple) -> tuple[torch.Tensor, ...
     return made[2]
 
 
-class _Remat(Function):
-    generate_vmap_rule = False
+class _Remat(LevelFunction):
+    forward_mode = "remat in forward-mode differentiation: call the function itself instead"
 
     @staticmethod
     def forward(program: _Program, *operands):
@@ -619,19 +646,3 @@ class _Remat(Function):
             for out, value in zip(outputs, cotangents, strict=True)
         )
         return None, *pullback(given)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise ValueError("remat in forward-mode differentiation: call the function itself instead")
-
-    @staticmethod
-    def vmap(info, in_dims, program, *operands):
-        varying: list[bool] = []
-
-        def batched(values):
-            outputs, varying[:] = map_level(program.forward, info.batch_size, in_dims[1:], values)
-            return outputs
-
-        outer = _Program(batched, program.memory, compat.innermost_is_grad())
-        outputs = _Remat.apply(outer, *operands)
-        return outputs, tuple(0 if batch else None for batch in varying)

@@ -191,10 +191,10 @@ def test_texts(tmp_path):
     assert lines[3] == "unfinished: 20.orbax-checkpoint-tmp"
 
     text = checkpoint.show_text(tmp_path / "12")
-    assert "2 leaves, 4.0 KiB of values in" in text
+    assert "2 leaves, 4.01 KiB of values in" in text
     assert '"loss": 3.0' in text
     row = next(line for line in text.splitlines() if "params/w" in line)
-    assert row.split("  ")[1:] == ["params/w", "float32", "(4, 256)", "4.0 KiB", "(4, 256)"]
+    assert row.split("  ")[1:] == ["params/w", "float32", "(4, 256)", "4.00 KiB", "(4, 256)"]
     assert "all files and checksums are right" in checkpoint.verify_text(tmp_path / "12")
 
     (tmp_path / "12" / "_METADATA").unlink()

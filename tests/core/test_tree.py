@@ -177,6 +177,16 @@ def test_order_and_paths():
     assert tree.paths({"blocks": [{"up": 1}]}) == ["blocks/0/up"]
 
 
+def test_items_and_columns():
+    value = {"b": [1, None], "a": Moments(2, 3)}
+    assert tree.items(value) == [("a/mu", 2), ("a/nu", 3), ("b/0", 1)]
+    assert tree.items(value, lambda x: x is None)[-1] == ("b/1", None)
+    added = tree.map_columns(lambda x, y, z: x + y + z, value, [10, 20, 30], iter([1, 2, 3]))
+    assert added == {"b": [34, None], "a": Moments(13, 25)}
+    with pytest.raises(ValueError, match="shorter"):
+        tree.map_columns(lambda x, y: x, value, [1])
+
+
 def test_size_and_nbytes():
     value = {
         "w": torch.zeros(3, 4, dtype=torch.float64),
