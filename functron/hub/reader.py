@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 
+from functron.checkpoint.placement import Box, Placement
 from functron.core import tree
 from functron.core.errors import (
     Problem,
@@ -46,12 +47,9 @@ from functron.hub.mixtures import DECODERS
 from functron.hub.quantised import ENTRY, decode, read_scheme
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import Config, differing_fields, family_of, field_text
-from functron.spmd import BoundMesh, Mesh, P
+from functron.spmd import BoundMesh, Mesh
 from functron.spmd.params import abstract_params, param_specs
-from functron.spmd.spec import is_spec, local_shape, offsets, validate
-
-if TYPE_CHECKING:
-    from functron.checkpoint import Placement
+from functron.spmd.spec import validate
 
 
 def _list_formats() -> dict[str, HubFormat]:
@@ -285,11 +283,11 @@ class Local:
 
     Attributes:
         shape: of its tensor.
-        boxes: start in the whole leaf, size, and start in the tensor, of each piece of it.
+        boxes: the pieces of the leaf in it.
     """
 
     shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+    boxes: tuple[Box, ...]
 
 
 def local_on_mesh(
@@ -297,25 +295,12 @@ def local_on_mesh(
 ) -> dict[str, Local]:
     """This process's part of parameters with these specs: everything, or a box of each leaf."""
     like = abstract_params(family_of(config).defs(config))
-    shapes = {p: tuple(x.shape) for p, x in zip(tree.paths(like), tree.leaves(like), strict=True)}
-    if mesh is not None and specs is not None:
-        validate(like, specs, mesh, what="params")
-    if not isinstance(mesh, BoundMesh):
-        return {path: _make_box((0,) * len(shape), shape) for path, shape in shapes.items()}
-    if specs is None:
+    if isinstance(mesh, BoundMesh) and specs is None:
         title, fix = "cannot load onto a bound mesh", "pass param_specs(defs, rules)"
         refuse(title, "specs", None, "the parameters' specs", fix)
-    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs")
-    found = {}
-    for (path, shape), spec in zip(shapes.items(), flat, strict=True):
-        spec = spec if spec is not None else P()
-        start = offsets(shape, spec, mesh, mesh.coordinate)
-        found[path] = _make_box(start, local_shape(shape, spec, mesh))
-    return found
-
-
-def _make_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
-    return Local(size, ((start, size, (0,) * len(size)),))
+    if mesh is not None and specs is not None:
+        validate(like, specs, mesh, what="params")
+    return _find_local(Placement.of(like, specs, mesh), "")
 
 
 def _find_local(placement: Placement, at: str) -> dict[str, Local]:
