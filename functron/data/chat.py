@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.data.mapped_files import find, raise_listed
+from functron.data.mapped_files import find, fitting_dtype, raise_listed
 from functron.data.sampling import IGNORED, Samples, check_index, shuffled, stack_leaves
 from functron.data.text_files import describe_surrogate, json_kind, parse_json_line
-from functron.data.token_datasets import check_vocabulary, token_dtype
+from functron.data.token_datasets import check_vocabulary
 from functron.data.tokenizer import Conversation, Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -224,7 +224,7 @@ class Chat(Samples):
         pad = tokenizer.id_of("pad_token")
         # any id does where there is none: no target is predicted from it
         self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
-        kind = token_dtype(tokenizer)
+        kind = fitting_dtype(tokenizer.vocab_size)
         tokens, assistant = [np.zeros(0, kind)], [np.zeros(0, bool)]
         for conversation in self._usable_conversations(path, tokenizer, overlong):
             tokens.append(conversation.tokens[: seq + 1].numpy().astype(kind))

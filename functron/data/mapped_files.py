@@ -275,29 +275,46 @@ class FilePart(NamedTuple):
 
 
 class Concatenated:
-    """Files of numbers, read as if concatenated; only what is read is copied into memory.
+    """Files of numbers, read as if concatenated: a `TokenFile`, of which each part is a document.
 
     Files are memory-mapped when first read, and at most `MAX_OPEN_FILES` stay mapped, so there may
-    be more of them than a process may open.
+    be more of them than a process may open. Only what is read is copied into memory.
 
     Args:
         parts: of files, or arrays that lie in none; all of one dtype, at least one.
+        path: the user's name for all of them.
 
     Attributes:
         ends: int64 ``[parts]``: where each part ends in the whole.
     """
 
-    def __init__(self, parts: Sequence[FilePart | np.ndarray]):
+    def __init__(self, parts: Sequence[FilePart | np.ndarray], path: Path):
         self._parts = list(parts)
+        self.path, self.dtype = path, self._parts[0].dtype
         sizes = [len(p) if isinstance(p, np.ndarray) else p.count for p in self._parts]
         self.ends = np.cumsum(np.asarray(sizes, np.int64))
+        self.num_tokens = int(self.ends[-1])
         self._open: OrderedDict[int, MappedRows] = OrderedDict()
 
-    def __len__(self) -> int:
-        return int(self.ends[-1])
+    @property
+    def edges(self) -> np.ndarray:
+        """Where documents begin, and `num_tokens`: int64 ``[documents + 1]``."""
+        return np.append(0, self.ends)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.edges) - 1
+
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        return self.edges[np.asarray(documents, np.int64)]
+
+    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
+        wanted = checked_offsets(self.path, offsets, self.num_tokens)
+        return np.searchsorted(self.edges, wanted, side="right") - 1
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The numbers from `start` on, ``[length]``; a view where they lie in one part."""
+        check_range(self.path, start, length, self.num_tokens)
         index = int(np.searchsorted(self.ends, start, side="right"))
         pieces = []
         while length > 0:
@@ -307,8 +324,7 @@ class Concatenated:
             start, length, index = start + len(piece), length - len(piece), index + 1
         if len(pieces) == 1:
             return pieces[0]
-        first = self._parts[0]
-        return np.concatenate(pieces) if pieces else np.zeros(0, first.dtype)
+        return np.concatenate(pieces) if pieces else np.zeros(0, self.dtype)
 
     def _part(self, index: int) -> np.ndarray:
         part = self._parts[index]

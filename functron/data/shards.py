@@ -34,8 +34,6 @@ from functron.data.mapped_files import (
     TextRules,
     TokenFile,
     check_dtype,
-    check_range,
-    checked_offsets,
     ids_outside,
     raise_listed,
 )
@@ -63,11 +61,10 @@ _DAMAGED = "the record of tokens is damaged"
 _AGAIN = "copy it again, or preprocess again"
 
 
-class Shards:
+class Shards(Concatenated):
     """Token shards, read as if concatenated: a `functron.data.mapped_files.TokenFile`.
 
     Opening reads the headers of the files, so it takes as long for large files as for small ones.
-    Files are mapped as `functron.data.mapped_files.Concatenated` maps them.
 
     Documents are, in this order of preference, those of the table that stands beside an .npy file
     (``tokens.documents.npy`` of ``tokens.npy``: int64, where each document begins, and the number
@@ -100,21 +97,14 @@ class Shards:
     ):
         self.files, problems = _open_shards(paths, None if dtype is None else np.dtype(dtype))
         raise_listed(_CANNOT, problems)
-        self.path, self.dtype = self.files[0].path, self.files[0].dtype
-        check_dtype(str(self.path), self.dtype, vocab_size)
-        self._end = end_of_text
-        self._tokens = Concatenated(
-            [f._replace(dtype=f.dtype.newbyteorder("<")) for f in self.files]
-        )
-        self.num_tokens = len(self._tokens)
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        check_range(self.path, start, length, self.num_tokens)
-        return self._tokens.read(start, length)
+        first = self.files[0]
+        check_dtype(str(first.path), first.dtype, vocab_size)
+        little = [file._replace(dtype=file.dtype.newbyteorder("<")) for file in self.files]
+        super().__init__(little, first.path)
+        self.dtype, self._end = first.dtype, end_of_text
 
     @property
-    def _documents(self) -> np.ndarray:
-        """Where documents begin, and `num_tokens`."""
+    def edges(self) -> np.ndarray:
         found = self._found
         return found.values if isinstance(found, MappedRows) else found
 
@@ -122,31 +112,20 @@ class Shards:
     def _found(self) -> np.ndarray | MappedRows:
         tables = [_find_table(file.path) for file in self.files]
         if all(table is not None for table in tables):
-            begins = [0, *self._tokens.ends.tolist()]
+            begins = super().edges.tolist()
             whole = [_read_table(t, f) for t, f in zip(tables, self.files, strict=True) if t]
             if len(whole) == 1:
                 return whole[0]
             parts = [x.values[:-1] + begin for x, begin in zip(whole, begins, strict=False)]
             return np.concatenate([*parts, [self.num_tokens]])
         if self._end is None:
-            return np.concatenate([[0], self._tokens.ends])
+            return super().edges
         found = [np.zeros(1, np.int64)]
         for begin in range(0, self.num_tokens, SCANNED):
             tokens = self.read(begin, min(SCANNED, self.num_tokens - begin))
             found.append(np.flatnonzero(tokens == self._end) + begin + 1)
         ends = np.concatenate(found)
         return ends if ends[-1] == self.num_tokens else np.append(ends, self.num_tokens)
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._documents) - 1
-
-    def starts(self, documents: np.ndarray) -> np.ndarray:
-        return self._documents[np.asarray(documents, np.int64)]
-
-    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        wanted = checked_offsets(self.path, offsets, self.num_tokens)
-        return np.searchsorted(self._documents, wanted, side="right") - 1
 
 
 def open_tokens(
