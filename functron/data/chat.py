@@ -57,19 +57,7 @@ def chat_files(path: str | Path) -> list[Path]:
     Raises:
         ValueError: nothing is there, it cannot be read, or it is empty.
     """
-    root = Path(path)
-    if not root.is_dir():
-        return find(path)[0]
-    inside = sorted(file for file in root.rglob("*.jsonl") if file.is_file())
-    files = [f for f in inside if not any(p[0] == "." for p in f.relative_to(root).parts)]
-    if not files:
-        refuse(
-            "cannot read conversations",
-            f"data {path}",
-            "a folder with no .jsonl file",
-            "at least one",
-        )
-    return files
+    return find(path, [lambda file: file.suffix == ".jsonl"], ".jsonl file")[0]
 
 
 def read_conversations(files: Sequence[Path]) -> Iterator[ChatLine]:

@@ -348,21 +348,41 @@ def byte_parts(files: Iterable[Path | bytes]) -> list[FilePart | np.ndarray]:
     ]
 
 
-def find(path: str | Path) -> tuple[list[Path], int]:
+def is_text(file: Path) -> bool:
+    """Whether a file is not empty and looks like UTF-8 text in its first 64 KiB."""
+    with file.open("rb") as stream:
+        head = stream.read(SNIFFED_BYTES)
+    if not head or b"\0" in head:
+        return False
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        # a character cut in two at the end of what was read is fine
+        return len(head) == SNIFFED_BYTES and error.start >= len(head) - 3
+    return True
+
+
+def find(
+    path: str | Path, kinds: Sequence[Callable[[Path], bool]] = (is_text,), what: str = "text"
+) -> tuple[list[Path], int]:
     """The text files at `path`, and how many files there were left out.
 
-    A file is taken as it is, whatever its bytes. Of a folder, all regular files at any depth, in
-    sorted order, except those that are hidden or lie in a hidden folder, are empty, or do not look
-    like UTF-8 text in their first 64 KiB.
+    A file is taken as it is, whatever its bytes. Of a folder, the regular files of a kind at any
+    depth, in sorted order, except those that are hidden or lie in a hidden folder.
+
+    Args:
+        path: a file or a folder.
+        kinds: of files; those of the first are taken of which there are any.
+        what: the user's word for them.
 
     Raises:
-        ValueError: nothing is there, it cannot be read, or it holds no text.
+        ValueError: nothing is there, it cannot be read, or it holds no such file.
     """
     root = local_path(path, "data")
     try:
         if root.is_dir():
             found = sorted(_walk(root))
-            taken = [file for file in found if _is_text(file)]
+            taken = next(filter(None, (list(filter(kind, found)) for kind in kinds)), [])
         elif root.is_file():
             with root.open("rb"):
                 found = taken = [root] if root.stat().st_size else []
@@ -373,8 +393,9 @@ def find(path: str | Path) -> tuple[list[Path], int]:
         where, got = error.filename or path, error.strerror or str(error)
         refuse(_CANNOT, f"data {where}", got, "something readable")
     if not taken:
-        what = "an empty file" if root.is_file() else f"a folder with no text ({len(found)} files)"
-        refuse(_CANNOT, f"data {path}", what, "at least one file with text")
+        got = f"a folder with no {what} ({len(found)} files)"
+        got = "an empty file" if root.is_file() else got
+        refuse(_CANNOT, f"data {path}", got, "at least one file with text")
     return taken, len(found) - len(taken)
 
 
@@ -390,7 +411,7 @@ def python_text() -> tuple[Path | bytes, ...]:
     files = [
         file
         for file in sorted(_walk(library, skipped))
-        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata") and _is_text(file)
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata") and is_text(file)
     ]
     english = "\n\n".join(topics[name] for name in sorted(topics))
     return (english.encode(), *files)
@@ -406,19 +427,6 @@ def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
         below[:] = [name for name in below if name[0] != "." and name not in skipped]
         found = (Path(folder, name) for name in names if name[0] != ".")
         yield from (file for file in found if file.is_file())
-
-
-def _is_text(file: Path) -> bool:
-    with file.open("rb") as stream:
-        head = stream.read(SNIFFED_BYTES)
-    if not head or b"\0" in head:
-        return False
-    try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        # a character cut in two at the end of what was read is fine
-        return len(head) == SNIFFED_BYTES and error.start >= len(head) - 3
-    return True
 
 
 class TokenFile(Protocol):

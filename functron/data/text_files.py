@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from functron.core.errors import Problem, load_plugin, local_path, nearest, refuse
 from functron.core.settings import Need, setting
 from functron.data.blend import NEWEST, BlendOrder
-from functron.data.mapped_files import SpecialTokens, TextRules, find, require_package
+from functron.data.mapped_files import SpecialTokens, TextRules, find, is_text, require_package
 from functron.data.sampling import ARITHMETIC, ORDERS, RampUp, SampleOrder, parse_ramp_up
 
 _MIDDLE = Need(lambda data: data.fim_rate > 0, "filling in the middle", "set fim_rate")
@@ -463,9 +463,9 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     mistakes: list[str] = []
     for given in inputs:
-        structured = _find_structured(local_path(given, "inputs"))
+        local_path(given, "inputs")
         try:
-            found += structured or find(given)[0]
+            found += find(given, (_is_structured, is_text))[0]
         except ValueError as error:
             mistakes += str(error).splitlines()[1:]
     if not inputs:
@@ -474,14 +474,9 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def _find_structured(root: Path) -> list[Path]:
-    """The JSONL and Parquet files of a folder that are not hidden."""
-    if not root.is_dir():
-        return []
-    visible = (p for p in root.rglob("*") if all(x[0] != "." for x in p.relative_to(root).parts))
+def _is_structured(file: Path) -> bool:
     # a .json by itself is more likely settings than text
-    named = (p for p in visible if kind_of(p) != "text" and p.suffix != ".json")
-    return sorted(path for path in named if path.is_file())
+    return kind_of(file) != "text" and file.suffix != ".json"
 
 
 def _raise_mistakes(mistakes: Sequence[str]) -> None:
