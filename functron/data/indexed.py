@@ -42,7 +42,7 @@ from functron.data.mapped_files import (
     check_dtype,
     check_range,
     checked_offsets,
-    dtype_problem,
+    dtype_problems,
     ids_outside,
     last_not_after,
 )
@@ -213,13 +213,17 @@ class IndexedFile:
         tokens = self.pointers[inside] // self.dtype.itemsize
         return np.where(sequences < self.num_sequences, tokens, self.num_tokens)
 
+    def _ends(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The nearest sequences that there are, and where they end by their lengths."""
+        inside = np.clip(sequences, 0, self.num_sequences - 1)
+        return inside, self.pointers[inside] // self.dtype.itemsize + self.lengths[inside]
+
     def _check_after(self, documents: np.ndarray, starts: np.ndarray) -> None:
         """Check that documents begin at `starts`, by the sequences before them."""
-        before = self.documents[documents] - 1
-        inside = np.clip(before, 0, max(self.num_sequences - 1, 0))
         if not self.num_sequences:
             return
-        ends = self.pointers[inside] // self.dtype.itemsize + self.lengths[inside]
+        before = self.documents[documents] - 1
+        inside, ends = self._ends(before)
         wrong = np.flatnonzero(((before >= 0) & (starts != ends)) | (starts < 0))
         if wrong.size:
             values = (x.ravel()[wrong[0]] for x in (documents, starts, ends, inside))
@@ -271,9 +275,8 @@ class IndexedFile:
         """Check the documents that a bisection of pointers found against the lengths."""
         if not documents.size:
             return
-        last = np.clip(self.documents[documents + 1] - 1, 0, self.num_sequences - 1)
+        last, ends = self._ends(self.documents[documents + 1] - 1)
         begins = self.claimed_starts(documents)
-        ends = self.pointers[last] // self.dtype.itemsize + self.lengths[last]
         wrong = np.flatnonzero((offsets < begins) | (offsets >= ends))
         if wrong.size:
             values = (x.ravel()[wrong[0]] for x in (documents, begins, ends, offsets, last))
@@ -346,11 +349,7 @@ def mistakes_in(file: IndexedFile, vocab_size: int | None, allow_empty: bool) ->
 
     See `functron.data.verify`, which asks. Reads everything once, a few MB at a time.
     """
-    problem = None
-    if vocab_size is not None:
-        problem = dtype_problem(f"{file.idx_path}, offset 17", file.dtype, vocab_size)
-    if problem:
-        yield problem
+    yield from dtype_problems(f"{file.idx_path}, offset 17", file.dtype, vocab_size)
     yield from _sequence_problems(file)
     yield from _document_problems(file, allow_empty)
     yield from ids_outside(file, file.bin_path, vocab_size)

@@ -550,22 +550,22 @@ def fitting_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-def dtype_problem(where: str, dtype: np.dtype, vocab_size: int) -> Problem | None:
-    """The problem of `dtype` for ids below `vocab_size`; None where it holds them all."""
+def dtype_problems(where: str, dtype: np.dtype, vocab_size: int | None) -> Iterator[Problem]:
+    """What is wrong with `dtype` for ids below `vocab_size` (None: any)."""
+    if vocab_size is None:
+        return
     wanted = f"a dtype that holds ids up to {vocab_size - 1}"
     fix = f"write the tokens as {fitting_dtype(vocab_size).name}"
     if dtype.kind not in "iu":
-        return Problem(where, f"{dtype.name}, which is for no token ids", wanted, fix)
-    largest = int(np.iinfo(dtype).max)
-    if largest >= vocab_size - 1:
-        return None
-    return Problem(where, f"{dtype.name}, whose largest id is {largest}", wanted, fix)
+        yield Problem(where, f"{dtype.name}, which is for no token ids", wanted, fix)
+    elif (largest := int(np.iinfo(dtype).max)) < vocab_size - 1:
+        yield Problem(where, f"{dtype.name}, whose largest id is {largest}", wanted, fix)
 
 
 def check_dtype(where: str, dtype: np.dtype, vocab_size: int | None) -> None:
     """Raise ValueError unless `dtype` holds the integers below `vocab_size` (None: any)."""
-    problem = None if vocab_size is None else dtype_problem(where, dtype, vocab_size)
-    raise_problems("dtype too small for the vocabulary", [problem] if problem else [])
+    title = "dtype too small for the vocabulary"
+    raise_problems(title, dtype_problems(where, dtype, vocab_size))
 
 
 def ids_outside(file: TokenFile, path: Path, vocab_size: int | None) -> Iterator[Problem]:

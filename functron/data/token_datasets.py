@@ -24,7 +24,6 @@ from functron.data.mapped_files import (
     check_ids,
     check_range,
     describe_file,
-    encode_prompt,
     find,
     fitting_dtype,
     python_text,
@@ -379,15 +378,12 @@ class TextWindows(TokenWindows):
         if tokenizer is None:
             parts, largest, unit = byte_parts(files), 255, "bytes"
         else:
-            parts, largest, unit = [], -1, "tokens"
-            end, kind = end_of_text(tokenizer), fitting_dtype(tokenizer.vocab_size)
-            begin = tokenizer.rules.begin_document(tokenizer)
-            for text in texts_of(files):
-                ids = np.array([*begin, *tokenizer.encode(text, special=False), end], kind)
+            begin, end = tokenizer.rules.begin_document(tokenizer), end_of_text(tokenizer)
+            parts, unit = [], "tokens"
+            for text, ids in _encode_files(files, tokenizer, vocab_size, begin, (end,)):
                 self.num_names += tokenizer.names.count(text)
-                largest = max(largest, int(ids.max()))
-                check_vocabulary(largest + 1, vocab_size)
                 parts.append(ids)
+            largest = max(int(ids.max()) for ids in parts)
         file = Concatenated(parts, Path("of this Python" if path is None else path))
         super().__init__(file, seq, seed=seed, unit=unit)
         self.vocab_size = largest + 1
@@ -501,7 +497,34 @@ class Texts(Protocol):
         ...
 
 
-class Documents:
+class StoredTokens:
+    """Tokens on disk, as one text or each of its documents as one.
+
+    Args:
+        file: of `functron.data.open_tokens`.
+        vocab_size: how many ids the model has; another one in a piece is a ValueError.
+        by_document: whether no document sees another.
+    """
+
+    num_bytes: int | None = None
+
+    def __init__(self, file: TokenFile, vocab_size: int, *, by_document: bool = False):
+        self._file, self._most = file, vocab_size
+        documents = np.arange(file.num_documents + 1) if by_document else None
+        edges = np.array([0, file.num_tokens]) if documents is None else file.starts(documents)
+        self._starts, self.lengths = edges[:-1], np.maximum(np.diff(edges) - 1, 0)
+
+    def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        first = int(self._starts[text]) + start
+        found = self._file.read(first, length + 1)
+        check_ids(self._file.path, found, first, self._most)
+        return found[:-1], found[1:]
+
+    def summary(self) -> str:
+        return describe_file(self._file)
+
+
+class Documents(StoredTokens):
     """Files of text, each as its tokens: bytes, or what a tokenizer gives.
 
     With a tokenizer, its BOS, if it has one, stands before the tokens of a text and is no target,
@@ -519,38 +542,42 @@ class Documents:
 
     def __init__(self, path: str | Path, tokenizer: TextTokenizer | None, vocab_size: int):
         files, _ = find(path)
-        self._begin = 0 if tokenizer is None else len(tokenizer.rules.begin_prompt(tokenizer))
+        begin = () if tokenizer is None else tokenizer.rules.begin_prompt(tokenizer)
+        self._begin, count = len(begin), 0
         if tokenizer is None:
-            self._tokens = [np.memmap(file, np.uint8, mode="r") for file in files]
-            self.num_bytes = sum(len(tokens) - 1 for tokens in self._tokens)
+            parts = byte_parts(files)
         else:
-            self._tokens, self.num_bytes = _tokenise(files, tokenizer, vocab_size)
-        self.lengths = np.array([len(tokens) - 1 for tokens in self._tokens], np.int64)
+            parts = []
+            for text, ids in _encode_files(files, tokenizer, vocab_size, begin):
+                parts.append(ids)
+                count += len(text.encode()) - _first_bytes(text, int(ids[0]), tokenizer)
+        parts = parts or [np.zeros(0, np.int64)]
+        super().__init__(Concatenated(parts, Path(path)), vocab_size, by_document=True)
+        self.num_bytes = int(self.lengths.sum()) if tokenizer is None else count
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        found = self._tokens[text][start : start + length + 1]
-        tokens, targets = found[:-1], found[1:]
+        tokens, targets = super().piece(text, start, length)
         if (hidden := self._begin - 1 - start) > 0:
             targets = np.where(np.arange(len(targets)) < hidden, IGNORED, targets.astype(np.int64))
         return tokens, targets
 
     def summary(self) -> str:
-        total = int(self.lengths.sum()) + len(self.lengths)
-        return f"{total:,} tokens in {len(self.lengths):,} texts"
+        return f"{self._file.num_tokens:,} tokens in {len(self.lengths):,} texts"
 
 
-def _tokenise(
-    files: list[Path], tokenizer: TextTokenizer, vocab_size: int
-) -> tuple[list[np.ndarray], int]:
-    """The tokens of each file that has some, and the bytes of all but the first ones."""
-    found, count = [], 0
+def _encode_files(
+    files: Iterable[Path | bytes],
+    tokenizer: TextTokenizer,
+    vocab_size: int | None,
+    begin: tuple[int, ...],
+    end: tuple[int, ...] = (),
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The text of each file that has tokens, and these, between those before and after a text."""
     for text in texts_of(files):
-        ids = np.array(encode_prompt(tokenizer, text), fitting_dtype(tokenizer.vocab_size))
-        if len(ids):
-            check_vocabulary(int(ids.max()) + 1, vocab_size)
-            found.append(ids)
-            count += len(text.encode()) - _first_bytes(text, int(ids[0]), tokenizer)
-    return found, count
+        ids = [*begin, *tokenizer.encode(text, special=False), *end]
+        if ids:
+            check_vocabulary(max(ids) + 1, vocab_size)
+            yield text, np.array(ids, fitting_dtype(tokenizer.vocab_size))
 
 
 def _first_bytes(text: str, token: int, tokenizer: TextTokenizer) -> int:
@@ -559,33 +586,6 @@ def _first_bytes(text: str, token: int, tokenizer: TextTokenizer) -> int:
     if text.startswith(first):
         return len(first.encode())
     return 1  # a part of a character
-
-
-class StoredTokens:
-    """Tokens on disk, as one text or each of its documents as one.
-
-    Args:
-        file: of `functron.data.open_tokens`.
-        vocab_size: how many ids the model has; another one in a piece is a ValueError.
-        by_document: whether no document sees another.
-    """
-
-    num_bytes = None
-
-    def __init__(self, file: TokenFile, vocab_size: int, *, by_document: bool = False):
-        self._file, self._most = file, vocab_size
-        documents = np.arange(file.num_documents + 1) if by_document else None
-        edges = np.array([0, file.num_tokens]) if documents is None else file.starts(documents)
-        self._starts, self.lengths = edges[:-1], np.maximum(np.diff(edges) - 1, 0)
-
-    def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        first = int(self._starts[text]) + start
-        found = self._file.read(first, length + 1)
-        check_ids(self._file.path, found, first, self._most)
-        return found[:-1], found[1:]
-
-    def summary(self) -> str:
-        return describe_file(self._file)
 
 
 class Sliding:

@@ -100,7 +100,7 @@ def test_where_texts_begin_and_end(tmp_path, around, kind):
     held_out = Documents(files, ours, ours.vocab_size)
     assert held_out.lengths.tolist() == [len(begin) + len(ids) - 1 for ids in plain]
     for index, ids in enumerate(plain):
-        tokens, targets = held_out.piece(index, 0, 1 << 20)
+        tokens, targets = held_out.piece(index, 0, int(held_out.lengths[index]))
         assert [*tokens.tolist(), int(targets[-1])] == [*begin, *ids]
         assert targets[targets != IGNORED].tolist() == (ids if begin else ids[1:])
     if begin:  # whose text is nothing, and which predict what follows
