@@ -375,7 +375,7 @@ def window(
         size = get_whole(table, "sliding_window", default)
         wide = table.get(every, default_every) if every else default_every
         windowed = _find_windowed_layers(table, values.get("num_layers", 0), switched, wide)
-        pattern = _find_global_every(windowed) if layered else 0
+        pattern = find_every(windowed) if layered else 0
         used = not switched or bool(table.get("use_sliding_window"))
         if not used or not size or (layered and True not in windowed):
             return {}
@@ -425,10 +425,10 @@ def _find_windowed_layers(
     return [(layer + 1) % wide != 0 for layer in range(num_layers)]
 
 
-def _find_global_every(windowed: Sequence[bool]) -> int | None:
-    """Our `global_every` of these layers; None: there is none."""
-    every = windowed.index(False) + 1 if False in windowed else 0
-    fits = all(yes == bool(not every or (i + 1) % every) for i, yes in enumerate(windowed))
+def find_every(layers: Sequence[bool]) -> int | None:
+    """The n of layers of which all but every n-th are chosen; 0: all are; None: there is none."""
+    every = layers.index(False) + 1 if False in layers else 0
+    fits = all(yes == bool(not every or (i + 1) % every) for i, yes in enumerate(layers))
     return every if fits else None
 
 

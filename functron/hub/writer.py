@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from functron.checkpoint.folder import sync
 from functron.core import tree
 from functron.core.errors import Problem, local_path, nearest, public, raise_problems, refuse
 from functron.hub.files import (
@@ -424,7 +425,7 @@ class _Export:
         if self._like is not None:
             copy_companions(self._like, self._folder)
         for place in (self._folder, self._target.parent):
-            _sync(place)
+            sync(place)
             if place == self._folder:
                 self._folder.rename(self._target)
 
@@ -442,14 +443,5 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     found = [name for name in COMPANIONS if exists(source / name)]
     for name in found:
         shutil.copyfile(source / name, target / name)
-        _sync(target / name)
+        sync(target / name)
     return found
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
