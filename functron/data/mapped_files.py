@@ -551,7 +551,7 @@ def fitting_dtype(vocab_size: int) -> np.dtype:
 
 
 def dtype_problems(where: str, dtype: np.dtype, vocab_size: int | None) -> Iterator[Problem]:
-    """What is wrong with `dtype` for ids below `vocab_size` (None: any)."""
+    """The problem of `dtype` for ids below `vocab_size` (None: any)."""
     if vocab_size is None:
         return
     wanted = f"a dtype that holds ids up to {vocab_size - 1}"

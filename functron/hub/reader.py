@@ -33,7 +33,7 @@ from functron.core.errors import (
 from functron.hub import files
 from functron.hub.decoders import LACKING
 from functron.hub.entries import LONGEST, NO_TOKENS, family_fix, read_entries, write_entries
-from functron.hub.files import TensorSource, open_folder
+from functron.hub.files import ENTRY, TensorSource, decode, open_folder, read_scheme
 from functron.hub.format import (
     HubFormat,
     HubLayout,
@@ -44,7 +44,6 @@ from functron.hub.format import (
     tensors,
 )
 from functron.hub.mixtures import DECODERS
-from functron.hub.quantised import ENTRY, decode, read_scheme
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import Config, differing_fields, family_of, field_text
 from functron.spmd import BoundMesh, Mesh

@@ -18,26 +18,24 @@ from functron.checkpoint.folder import sync
 from functron.core import tree
 from functron.core.errors import Problem, local_path, nearest, public, raise_problems, refuse
 from functron.hub.files import (
+    ENTRY,
     INDEX,
     SINGLE,
     Planned,
     TensorSource,
     TensorWriter,
-    exists,
-    index_of,
-    open_folder,
-    plan,
-)
-from functron.hub.format import HubFormat, HubLayout, LeafPart, layouts_of, tensors
-from functron.hub.quantised import (
-    ENTRY,
     check_method,
     choose_quantised,
     decode,
     describe_scales,
     encode,
+    exists,
+    index_of,
+    open_folder,
+    plan,
     write_entry,
 )
+from functron.hub.format import HubFormat, HubLayout, LeafPart, layouts_of, tensors
 from functron.hub.reader import (
     CONFIG,
     format_for,
@@ -112,7 +110,7 @@ def save(
             unless a dtype is given.
         quantise: write projections of a decoder's attention, feed-forward layers and experts in FP8
             (E4M3): ``fp8-block`` with scales of 128x128 blocks, as DeepSeek-V3; ``fp8-row`` with
-            one per output, as compressed-tensors; see `functron.hub.quantised`. None: no.
+            one per output, as compressed-tensors; see `functron.hub.files`. None: no.
         max_shard_bytes: the most data in one file; a larger tensor has its own.
 
     Raises:
