@@ -17,9 +17,10 @@ import torch
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.data.mapped_files import find, fitting_dtype, raise_listed
 from functron.data.sampling import IGNORED, Samples, check_index, shuffled, stack_leaves
+from functron.data.templates import Conversation
 from functron.data.text_files import describe_surrogate, json_kind, parse_json_line
 from functron.data.token_datasets import check_vocabulary
-from functron.data.tokenizer import Conversation, Tokenizer
+from functron.data.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {

@@ -21,8 +21,9 @@ from functron.data.chat import IGNORED, Chat
 from functron.data.mapped_files import RULES, TextRules, encode_prompt
 from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.data.shards import provenance
+from functron.data.templates import Rendered
 from functron.data.token_datasets import Documents, FillInTheMiddle
-from functron.data.tokenizer import Rendered, open_tokenizer
+from functron.data.tokenizer import open_tokenizer
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure, load
 from functron.training.data import (
