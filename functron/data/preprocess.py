@@ -44,7 +44,7 @@ from functron.data.mapped_files import (
     fitting_dtype,
 )
 from functron.data.shards import RULE_KEYS, read_object, with_checksums
-from functron.data.text_files import DocumentText, TextChunk, cut, find_files, kind_of, read, where
+from functron.data.text_files import DocumentText, TextChunk, cut, find_files, kind_of, read
 from functron.data.tokenizer import end_of_text, open_tokenizer
 
 Empty = Literal["refuse", "drop", "keep"]
@@ -278,7 +278,7 @@ class Encoder:
                     else:
                         empty += 1
                         if settings.empty == "refuse" and len(problems) < MAX_LISTED:
-                            problems.append(_explain_empty(task.chunk, text))
+                            problems.append(_explain_empty(text))
                 lengths = [len(ids) for ids in lists if ids or kept]
                 if lengths and not problems:
                     tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
@@ -325,10 +325,10 @@ class _UnreadableError(Exception):
         self.problems = problems
 
 
-def _explain_empty(chunk: TextChunk, text: DocumentText) -> Problem:
+def _explain_empty(text: DocumentText) -> Problem:
     got = "an empty text" if not text.text else f"a text without tokens: {text.text[:20]!r}"
     fix = "leave it out, or use --empty drop"
-    return Problem(where(chunk, text.place), got, "at least one token", fix)
+    return Problem(text.where(), got, "at least one token", fix)
 
 
 def _read_batches(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -157,13 +158,12 @@ class DataConfig:
 
 
 class DocumentText(NamedTuple):
-    """One document of a file: its text, or the problem why it cannot be read.
-
-    `place` is where it is in the file or chunk, for `where`.
+    """One document of a file: its text, and what gives the user's name of its place, the file and
+    line or row; or the problem why it cannot be read.
     """
 
     text: str
-    place: int
+    where: Callable[[], str] = str
     problem: Problem | None = None
 
 
@@ -210,9 +210,8 @@ def read_jsonl(
             place += len(line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         got = f"{error or 'the end'} after {place} bytes of text"
-        yield DocumentText(
-            "", place, Problem(where_in_jsonl(file, place), got, "the rest of the file", _AGAIN)
-        )
+        at = where_in_jsonl(file, place)
+        yield DocumentText("", problem=Problem(at, got, "the rest of the file", _AGAIN))
 
 
 def where_in_jsonl(file: Path, place: int) -> str:
@@ -300,8 +299,8 @@ def _read_line(file: Path, key: str, place: int, line: bytes) -> DocumentText:
     elif problem is None and (got := describe_surrogate(found[key])):
         problem = got, "text", ""
     if problem is None:
-        return DocumentText(found[key], place)
-    return DocumentText("", place, Problem(where_in_jsonl(file, place), *problem))
+        return DocumentText(found[key], partial(where_in_jsonl, file, place))
+    return DocumentText("", problem=Problem(where_in_jsonl(file, place), *problem))
 
 
 def parse_json_line(line: bytes) -> tuple[Any, tuple[str, str, str] | None]:
@@ -344,7 +343,7 @@ def row_groups(file: Path, key: str = "text") -> list[int]:
 def read_parquet(
     file: Path, key: str = "text", start: int = 0, stop: int | None = None
 ) -> Iterator[DocumentText]:
-    """The texts of row groups `start` to `stop`, some rows at a time; a text's place is its row.
+    """The texts of row groups `start` to `stop`, some rows at a time.
 
     A row that has none (null: None or NaN in pandas) comes with its problem, and a damaged row
     group ends with one.
@@ -366,15 +365,13 @@ def read_parquet(
         except (pyarrow.ArrowException, OSError) as error:
             got = f"damaged data ({str(error).splitlines()[0]})"
             place = f"{where_in_parquet(file, row, opened)} or after"
-            yield DocumentText("", row, Problem(place, got, "rows of text", _AGAIN))
+            yield DocumentText("", problem=Problem(place, got, "rows of text", _AGAIN))
         row = end
 
 
-def where_in_parquet(file: Path, place: int, opened: Any = None) -> str:
+def where_in_parquet(file: Path, place: int, opened: Any) -> str:
     """``FILE, row group G, row R``, both from 0, of a row of the file."""
-    import pyarrow.parquet
-
-    metadata = (opened or pyarrow.parquet.ParquetFile(file)).metadata
+    metadata = opened.metadata
     for group in range(metadata.num_row_groups):
         if place < (count := metadata.row_group(group).num_rows):
             break
@@ -390,16 +387,16 @@ def _read_column(
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} in column {key!r}"
         place = f"{where_in_parquet(file, row, opened)} or one of the {len(column) - 1} after it"
-        yield DocumentText("", row, Problem(place, got, "UTF-8"))
+        yield DocumentText("", problem=Problem(place, got, "UTF-8"))
         return
     for place, text in enumerate(values, row):
+        at = partial(where_in_parquet, file, place, opened)
         if text is None:
             fix = "leave such rows out when writing the file"
             got = f"null (None or NaN) in column {key!r}"
-            at = where_in_parquet(file, place, opened)
-            yield DocumentText("", place, Problem(at, got, "text", fix))
+            yield DocumentText("", problem=Problem(at(), got, "text", fix))
         else:
-            yield DocumentText(text, place)
+            yield DocumentText(text, at)
 
 
 def _open_parquet(file: Path, key: str) -> Any:
@@ -558,26 +555,17 @@ def read(chunk: TextChunk, key: str = "text") -> Iterator[DocumentText]:
     return read_plain(chunk.files)
 
 
-def where(chunk: TextChunk, place: int) -> str:
-    """The user's name of the document at `place` of a chunk: its file, and line or row."""
-    if chunk.kind == "jsonl":
-        return where_in_jsonl(chunk.files[0], place)
-    if chunk.kind == "parquet":
-        return where_in_parquet(chunk.files[0], place)
-    return str(chunk.files[place])
-
-
 def read_plain(
     files: Iterable[Path | bytes], fix: str = "convert it, or leave it out"
 ) -> Iterator[DocumentText]:
     """The text of each file, or the problem with it, which `fix` mends where it is not UTF-8."""
-    for place, file in enumerate(files):
+    for file in files:
         try:
             data = file if isinstance(file, bytes) else file.read_bytes()
-            yield DocumentText(data.decode("utf-8"), place)
+            yield DocumentText(data.decode("utf-8"), partial(str, file))
         except UnicodeDecodeError as error:
             got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-            yield DocumentText("", place, Problem(str(file), got, "UTF-8", fix))
+            yield DocumentText("", problem=Problem(str(file), got, "UTF-8", fix))
         except OSError as error:
             problem = Problem(str(file), error.strerror or str(error), "a readable file")
-            yield DocumentText("", place, problem)
+            yield DocumentText("", problem=problem)

@@ -563,16 +563,11 @@ GPT2 = HubFormat(
     ),
 )
 
-DENSE: Mapping[str, HubFormat] = MappingProxyType(
-    {
-        form.model_type: form
-        for form in (
-            *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, PHI3, GPT2),
-            *(GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3, OLMO, GLM, GLM4),
-        )
-    }
+DENSE = (
+    *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, PHI3, GPT2),
+    *(GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3, OLMO, GLM, GLM4),
 )
-"""By transformers' ``model_type``."""
+"""Those of dense decoders."""
 
 LACKING: Mapping[str, str] = MappingProxyType(
     {

@@ -55,7 +55,7 @@ def _list_formats() -> dict[str, HubFormat]:
     """Those of decoders, and then those of applications (``"functron.hub_formats"``)."""
     group = "functron.hub_formats"
     others = (load_plugin(group, name, "format")() for name in list_plugins(group))
-    return {**DECODERS, **{form.model_type: form for forms in others for form in forms}}
+    return {form.model_type: form for forms in (DECODERS.values(), *others) for form in forms}
 
 
 FORMATS: Mapping[str, HubFormat] = MappingProxyType(_list_formats())
