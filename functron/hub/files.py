@@ -25,13 +25,12 @@ and matrices that are joined with these, since transformers assumes complete blo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NoReturn
@@ -341,52 +340,36 @@ def index_of(files: Sequence[Planned]) -> dict[str, Any]:
     }
 
 
-@dataclass
-class TensorWriter:
-    """Writes planned files into a folder, tensor by tensor, in the planned order."""
+def write_files(
+    folder: Path, files: Sequence[Planned], named: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write planned files of tensors, which come in the planned order; the disk holds them then.
 
-    folder: Path
-    files: Sequence[Planned]
-    _stream: IO[bytes] | None = field(default=None, init=False)
-    _queue: list = field(default_factory=list, init=False)
-
-    def __post_init__(self):
-        self._queue = [
-            (file, position) for file in self.files for position in range(len(file.tensors))
-        ]
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor in the planned dtype."""
-        file, position = self._queue.pop(0)
-        planned, dtype, shape = file.tensors[position]
-        assert (planned, shape) == (name, tuple(tensor.shape)), (planned, shape, name, tensor.shape)
-        if position == 0:
-            self._stream = stream = (self.folder / file.name).open("wb")
+    Raises:
+        ValueError: a tensor has values that float16 cannot hold.
+        OSError: a file cannot be written.
+    """
+    left = iter(named)
+    for file in files:
+        with (folder / file.name).open("wb") as stream:
             stream.write(file.header())
-        assert self._stream is not None
-        data = tensor.detach().to("cpu", dtype).contiguous()
-        if dtype == torch.float16 and bool((data.isinf() & tensor.isfinite().cpu()).any()):
-            got = f"values up to {float(tensor.abs().max()):.3g}"
-            title, fix = "the weights do not fit the dtype", "export it as bfloat16"
-            refuse(title, name, got, "at most 65504 for float16", fix)
-        self._stream.write(data.flatten().view(torch.uint8).numpy().data)
-        if position == len(file.tensors) - 1:
-            self.close()
+            for planned, dtype, shape in file.tensors:
+                name, tensor = next(left)
+                got = name, tuple(tensor.shape)
+                assert (planned, shape) == got, (planned, shape, got)
+                write_tensor(stream, name, tensor, dtype)
+            stream.flush()
+            os.fsync(stream.fileno())
 
-    def close(self) -> None:
-        """Close the file being written, after its bytes are on the disk."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            with stream:
-                stream.flush()
-                os.fsync(stream.fileno())
 
-    def abandon(self) -> None:
-        """Close the file being written, incomplete."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            with contextlib.suppress(OSError):  # flushing the buffer may fail, too
-                stream.close()
+def write_tensor(stream: IO[bytes], name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Write the elements of a tensor in `dtype`; ValueError where these are not what they were."""
+    data = tensor.detach().to("cpu", dtype).contiguous()
+    if dtype == torch.float16 and bool((data.isinf() & tensor.isfinite().cpu()).any()):
+        got = f"values up to {float(tensor.abs().max()):.3g}"
+        title, fix = "the weights do not fit the dtype", "export it as bfloat16"
+        refuse(title, name, got, "at most 65504 for float16", fix)
+    stream.write(data.flatten().view(torch.uint8).numpy().data)
 
 
 # --- reading quantised weights

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from functron.hub.files import (
     SINGLE,
     Planned,
     TensorSource,
-    TensorWriter,
     check_method,
     choose_quantised,
     decode,
@@ -34,6 +33,7 @@ from functron.hub.files import (
     open_folder,
     plan,
     write_entry,
+    write_files,
 )
 from functron.hub.format import HubFormat, HubLayout, LeafPart, layouts_of, tensors
 from functron.hub.reader import (
@@ -148,22 +148,29 @@ def save(
         entries[ENTRY] = write_entry(quantise, converted, [row[0] for row in listed])
         listed = list(_add_scales(listed, converted, quantise))
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
-    try:
-        export.begin()
-        with torch.no_grad():
-            leaves = _Leaves(params, flat, mesh)
-            for layout, index in tensors(found):
-                name, whole = layout.name(index), leaves.whole(layout, index)
-                if quantise is not None and name in converted:
-                    export.write_quantised(quantise, name, whole)
-                else:
-                    export.write(name, whole)
-            for name, value in surplus.items():
-                export.write(name, value.read())
-        export.end()
-    except BaseException:
-        export.abandon()
-        raise
+    leaves = _Leaves(params, flat, mesh)
+
+    def gather_all() -> Iterator[tuple[str, torch.Tensor]]:
+        for layout, index in tensors(found):
+            yield layout.name(index), leaves.whole(layout, index)
+        for name, value in surplus.items():
+            yield name, value.read()
+
+    with torch.no_grad():
+        export.run(gather_all(), partial(_encode_some, quantise or "", converted))
+
+
+def _encode_some(
+    method: str, converted: set[str], named: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by name, where those in `converted` are in 8 bits, followed by their scales."""
+    for name, whole in named:
+        if name not in converted:
+            yield name, whole
+            continue
+        values, scales = encode(method, name, whole)
+        yield name, values
+        yield describe_scales(method, name, tuple(whole.shape))[0], scales
 
 
 def _list_tensors(
@@ -346,38 +353,29 @@ class _Export:
         self._mesh = mesh if isinstance(mesh, BoundMesh) else None
         self._folder = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
         self._main = self._mesh is None or self._mesh.rank == 0
-        self._writer: TensorWriter | None = None
         self._failure: Exception | None = None
 
-    def begin(self) -> None:
-        """Make the folder, under a temporary name; a failure is raised on all ranks."""
-        self._attempt(self._prepare)
-        self._agree()
+    def run(
+        self,
+        named: Iterator[tuple[str, torch.Tensor]],
+        encoded: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]],
+    ) -> None:
+        """Make the folder under a temporary name, write what is `encoded` of `named` tensors, for
+        which all ranks gather these, and the other files; then rename it.
+        """
+        try:
+            self._attempt(self._prepare)
+            self._agree()
+            self._attempt(lambda: write_files(self._folder, self._planned, encoded(named)))
+            for _ in named:
+                pass  # of other ranks, and where writing failed
+            self._attempt(self._finish)
+            self._agree()
+        except BaseException:
+            self._remove()
+            raise
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor."""
-        self._attempt(lambda: self._writer is None or self._writer.write(name, tensor))
-
-    def write_quantised(self, method: str, name: str, matrix: torch.Tensor) -> None:
-        """Write the next tensor in 8 bits, and its scales."""
-
-        def both() -> None:
-            values, scales = encode(method, name, matrix)
-            if self._writer is not None:
-                self._writer.write(name, values)
-                self._writer.write(describe_scales(method, name, tuple(matrix.shape))[0], scales)
-
-        self._attempt(both)
-
-    def end(self) -> None:
-        """Write the other files, and rename the folder."""
-        self._attempt(self._finish)
-        self._agree()
-
-    def abandon(self) -> None:
-        """Remove the files."""
-        if self._writer is not None:
-            self._writer.abandon()
+    def _remove(self) -> None:
         if self._main:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -388,7 +386,7 @@ class _Export:
             action()
         except (OSError, ValueError) as error:
             self._failure = error
-            self.abandon()
+            self._remove()
 
     def _agree(self) -> None:
         failed = self._failure is not None
@@ -414,7 +412,6 @@ class _Export:
                 "cannot export the model", str(self._target), "an existing path", "a new one", fix
             )
         self._folder.mkdir(parents=True)
-        self._writer = TensorWriter(self._folder, self._planned)
 
     def _finish(self) -> None:
         write_json(self._folder / CONFIG, self._entries)
