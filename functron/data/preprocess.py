@@ -44,7 +44,15 @@ from functron.data.mapped_files import (
     fitting_dtype,
 )
 from functron.data.shards import RULE_KEYS, read_object, with_checksums
-from functron.data.text_files import DocumentText, TextChunk, cut, find_files, kind_of, read
+from functron.data.text_files import (
+    DocumentText,
+    TextChunk,
+    cut,
+    find_files,
+    kind_of,
+    read,
+    replace_text,
+)
 from functron.data.tokenizer import end_of_text, open_tokenizer
 
 Empty = Literal["refuse", "drop", "keep"]
@@ -306,16 +314,6 @@ def read_counts(part: Path) -> Counts | None:
         return Counts(**(read_object(counts_path(part)) or {}))
     except TypeError:
         return None
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Write a file so that it has at any moment its old content, if any, or the new one."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.new")
-    with beside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
 
 
 class _UnreadableError(Exception):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -329,17 +330,6 @@ ROWS = 256
 _NOT_PARQUET = "cannot read Parquet"
 
 
-def row_groups(file: Path, key: str = "text") -> list[int]:
-    """The rough sizes of a file's row groups, in bytes, from its footer alone.
-
-    Raises:
-        ValueError: the package pyarrow is missing, the file is damaged, or no column of text is
-            called `key`.
-    """
-    metadata = _open_parquet(file, key).metadata
-    return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-
-
 def read_parquet(
     file: Path, key: str = "text", start: int = 0, stop: int | None = None
 ) -> Iterator[DocumentText]:
@@ -349,7 +339,8 @@ def read_parquet(
     group ends with one.
 
     Raises:
-        ValueError: what `row_groups` raises.
+        ValueError: the package pyarrow is missing, the file is damaged, or no column of text is
+            called `key`.
     """
     import pyarrow
 
@@ -538,10 +529,10 @@ def _chunk_file(file: Path, kind: TextKind, key: str, chunk_bytes: int) -> Itera
             yield TextChunk(kind, (file,), start, stop, stop - start)
         return
     start = total = 0
-    sizes = row_groups(file, key)
-    for group, size in enumerate(sizes, 1):
-        total += size
-        if total >= chunk_bytes or group == len(sizes):
+    metadata = _open_parquet(file, key).metadata
+    for group in range(1, metadata.num_row_groups + 1):
+        total += metadata.row_group(group - 1).total_byte_size
+        if total >= chunk_bytes or group == metadata.num_row_groups:
             yield TextChunk(kind, (file,), start, group, total)
             start, total = group, 0
 
@@ -569,3 +560,13 @@ def read_plain(
         except OSError as error:
             problem = Problem(str(file), error.strerror or str(error), "a readable file")
             yield DocumentText("", problem=problem)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file so that it has at any moment its old content, if any, or the new one."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}.new")
+    with beside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
