@@ -580,11 +580,10 @@ def preprocess(
         # tokenizers are large to send, and some cannot be
         here = tokenizer if settings.num_workers == 1 else None
         start = functools.partial(Encoder, resolved, end, here)
-        progress = _make_parts(settings, start, tasks, report)
+        progress, counts = _make_parts(settings, start, tasks, report)
         changed = [str(file) for file in files if _size_and_time(file) != stats[file]]
         got, fix = "text that changed while it was read", "start again"
         raise_problems(_CANNOT, [Problem(name, got, "the same", fix) for name in changed])
-        counts = _sum_counts(tasks)
         if not counts.documents:
             got = f"no documents with tokens in {len(files)} files"
             refuse(_CANNOT, str(settings.inputs), got, "at least one")
@@ -734,19 +733,21 @@ def _make_parts(
     start: Callable[[], Encoder],
     tasks: Sequence[Task],
     report: Callable[[Progress], None] | None,
-) -> Progress:
+) -> tuple[Progress, Counts]:
     begun = time.perf_counter()
-    marks = {task.part: (task, read_counts(task.part)) for task in tasks}
-    missing = [task for task, mark in marks.values() if mark is None]
-    total = sum(task.chunk.size for task, _ in marks.values())
+    distinct = {task.part: task for task in tasks}
+    made = {part: counts for part in distinct if (counts := read_counts(part)) is not None}
+    missing = [task for part, task in distinct.items() if part not in made]
+    total = sum(task.chunk.size for task in distinct.values())
     done = total - sum(task.chunk.size for task in missing)
-    earlier = tokens = sum(mark.tokens for _, mark in marks.values() if mark is not None)
+    earlier = tokens = sum(counts.tokens for counts in made.values())
     progress = Progress(done, total, tokens, earlier, 0.0)
     if report is not None:
         report(progress)
     results = run_tasks(settings.num_workers, start, missing, _describe_task)
     problems: dict[Path, list[Problem]] = {}
     for task, result in _take_results(results, problems):
+        made[task.part] = result
         done, tokens = done + task.chunk.size, tokens + result.tokens
         progress = Progress(done, total, tokens, earlier, time.perf_counter() - begun)
         if report is not None:
@@ -754,7 +755,8 @@ def _make_parts(
     listed = [problem for task in tasks for problem in problems.get(task.part, [])]
     more = f": the first {MAX_LISTED} places" if len(listed) >= MAX_LISTED else ""
     raise_problems("cannot read all of the text" + more, listed[:MAX_LISTED])
-    return progress
+    rows = [astuple(counts) for counts in (Counts(0, 0, 0), *(made[task.part] for task in tasks))]
+    return progress, Counts(*map(sum, zip(*rows, strict=True)))
 
 
 def _take_results(
@@ -769,13 +771,6 @@ def _take_results(
             problems[task.part] = result
             if sum(map(len, problems.values())) >= MAX_LISTED:
                 return
-
-
-def _sum_counts(tasks: Sequence[Task]) -> Counts:
-    marks = [read_counts(task.part) for task in tasks]
-    assert None not in marks
-    rows = [astuple(mark) for mark in marks if mark is not None]
-    return Counts(*(sum(column) for column in zip(*rows, strict=True)))
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:

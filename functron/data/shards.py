@@ -333,8 +333,8 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
     found = {str(path): read_provenance(path) for path in paths}
     known = {path: made for path, made in found.items() if made is not None}
     one = {path: (made.sha256, made.pattern) for path, made in known.items()}
-    said = {path: f"tokens of {made.tokenizer}" for path, made in known.items()}
-    _require_same("tokens of different tokenizers", one, said, "preprocess all with one tokenizer")
+    title, fix = "tokens of different tokenizers", "preprocess all with one tokenizer"
+    _require_same(title, one, lambda path: f"tokens of {known[path].tokenizer}", fix)
     return next(iter(known.values())) if known and len(known) == len(found) else None
 
 
@@ -345,24 +345,22 @@ def rules_of(paths: Sequence[str | Path]) -> TextRules | None:
     """
     made = {str(path): read_provenance(path) for path in paths}
     known = {path: one.rules for path, one in made.items() if one and one.rules.version > 1}
-    said = {
-        path: f"special_tokens={rules.special_tokens!r}, prepend_bos={rules.prepend_bos}"
-        for path, rules in known.items()
-    }
-    title, fix = (
-        "tokens made by different rules of text",
-        "preprocess all of them by the same rules",
-    )
-    _require_same(title, known, said, fix)
+
+    def say(path: str) -> str:
+        rules = known[path]
+        return f"special_tokens={rules.special_tokens!r}, prepend_bos={rules.prepend_bos}"
+
+    title = "tokens made by different rules of text"
+    _require_same(title, known, say, "preprocess all of them by the same rules")
     return next(iter(known.values()), None)
 
 
-def _require_same(title: str, known: Mapping, said: Mapping[str, str], fix: str) -> None:
+def _require_same(title: str, known: Mapping, say: Callable[[str], str], fix: str) -> None:
     """Raise ValueError, with words for each, where records of tokens are not as the first's."""
     first = next(iter(known), "")
     fix = f"{fix}, or leave one out"
     raise_problems(title, [
-        Problem(f"data {path}", said[path], f"{said[first]}, as in {first}", fix)
+        Problem(f"data {path}", say(path), f"{say(first)}, as in {first}", fix)
         for path in known if known[path] != known[first]
     ])  # fmt: skip
 
