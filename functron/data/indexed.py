@@ -26,10 +26,11 @@ import functools
 import os
 import shutil
 import struct
-import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import IO
 
@@ -397,8 +398,8 @@ def _document_problems(file: IndexedFile, allow_empty: bool) -> Iterator[Problem
 class IndexedWriter:
     """A context manager that writes PREFIX.bin and PREFIX.idx as Megatron-LM does, byte for byte.
 
-    Memory does not grow with what is written. Until the context ends, all of it stands in hidden
-    files beside, which an exception removes; then .bin gets its name, and .idx, without which .bin
+    Memory does not grow with what is written. Until the context ends, all of it stands in a hidden
+    folder beside, which an exception removes; then .bin gets its name, and .idx, without which .bin
     is nothing, gets it last.
 
     Args:
@@ -440,30 +441,28 @@ class IndexedWriter:
             problems += [Problem(str(x), "an existing file", "a new one") for x in taken]
         raise_problems(_CANNOT_WRITE, problems)
         check_dtype("dtype", self.dtype, vocab_size)
-        mark = uuid.uuid4().hex[:8]
-        self._names = [
-            self.bin_path.with_name(f".{self.bin_path.name}.{mark}.{part}")
-            for part in ("bin", "idx", "lengths", "documents", "modes")
-        ]
 
     def __enter__(self) -> IndexedWriter:
-        self._files: list[IO[bytes]] = []
-        try:
-            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-            for name in self._names:
-                self._files.append(name.open("w+b"))
-        except OSError as error:
-            self._clean()
-            refuse(_CANNOT_WRITE, str(error.filename), error.strerror or str(error), "a new file")
-        self._bin, self._idx, self._lengths, self._documents, self._modes = self._files
+        folder = self.bin_path.parent
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                made = TemporaryDirectory(prefix=f".{self.bin_path.name}.", dir=folder)
+                self._folder = Path(stack.enter_context(made))
+                self._bin, self._idx, self._lengths, self._documents, self._modes = (
+                    stack.enter_context((self._folder / part).open("w+b"))
+                    for part in ("bin", "idx", "lengths", "documents", "modes")
+                )
+            except OSError as error:
+                got = error.strerror or str(error)
+                refuse(_CANNOT_WRITE, str(error.filename), got, "a new file")
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        with self._opened:
             if kind is None:
                 self._finish()
-        finally:
-            self._clean()
 
     def add(
         self,
@@ -607,14 +606,8 @@ class IndexedWriter:
             stream.flush()
             os.fsync(stream.fileno())
         self.idx_path.unlink(missing_ok=True)  # an old index with a new .bin would be wrong
-        self._names[0].replace(self.bin_path)
-        self._names[1].replace(self.idx_path)
-
-    def _clean(self) -> None:
-        for stream in self._files:
-            stream.close()
-        for name in self._names:
-            name.unlink(missing_ok=True)
+        (self._folder / "bin").replace(self.bin_path)
+        (self._folder / "idx").replace(self.idx_path)
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:
