@@ -10,7 +10,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -276,17 +275,8 @@ def format_for(config: Config) -> HubFormat:
 # --- weights
 
 
-@dataclass(frozen=True)
-class Local:
-    """The part of a leaf that this process keeps.
-
-    Attributes:
-        shape: of its tensor.
-        boxes: the pieces of the leaf in it.
-    """
-
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+Local = tuple[tuple[int, ...], tuple[Box, ...]]
+"""The part of a leaf that this process keeps: the shape of its tensor, and the pieces in it."""
 
 
 def local_on_mesh(
@@ -309,7 +299,7 @@ def _find_local(placement: Placement, at: str) -> dict[str, Local]:
         shape = placement.local_shape(leaf, placement.here)
         path = leaf.path.removeprefix(f"{at}/") if at else leaf.path
         if shape is not None and (not at or path != leaf.path):
-            found[path] = Local(shape, placement.boxes(leaf, placement.here))
+            found[path] = shape, placement.boxes(leaf, placement.here)
     return found
 
 
@@ -469,14 +459,14 @@ def read_layouts(
     for layout, part in [(each, part) for each in found for part in each.parts]:
         if part.path not in local:
             continue
-        mine = local[part.path]
+        shape, boxes = local[part.path]
         if part.path not in leaves:
             # zeros, as padding of the vocabulary and of shards is never read
-            leaf = torch.zeros(mine.shape, dtype=dtypes[part.path], device=device)
+            leaf = torch.zeros(shape, dtype=dtypes[part.path], device=device)
             leaves[part.path] = leaf
             tree.put(params, part.path, leaf)
         leaf = leaves[part.path]
-        for start, size, at in mine.boxes:
+        for start, size, at in boxes:
             view = leaf
             for dim, (first, count) in enumerate(zip(at, size, strict=True)):
                 view = view.narrow(dim, first, count)

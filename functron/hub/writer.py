@@ -7,7 +7,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -141,7 +140,7 @@ def save(
         same = still_describes(kept, config, form)
         source = decode(open_folder(like), kept, f"{like}/{CONFIG}") if same else None
     surplus = _find_surplus(form, config, source, kind)
-    listed += [(name, value.dtype, value.shape) for name, value in surplus.items()]
+    listed += [(name, kind, shape) for name, (shape, _) in surplus.items()]
     converted: set[str] = set()
     if quantise is not None:
         converted = choose_quantised(quantise, found)
@@ -153,8 +152,8 @@ def save(
     def gather_all() -> Iterator[tuple[str, torch.Tensor]]:
         for layout, index in tensors(found):
             yield layout.name(index), leaves.whole(layout, index)
-        for name, value in surplus.items():
-            yield name, value.read()
+        for name, (_, read) in surplus.items():
+            yield name, read()
 
     with torch.no_grad():
         export.run(gather_all(), partial(_encode_some, quantise or "", converted))
@@ -202,23 +201,14 @@ def _add_scales(
         yield scales, torch.float32, sizes
 
 
-@dataclass(frozen=True)
-class _WriterSurplus:
-    """A tensor of transformers' model that ours lacks: from another folder, or a constant."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-
-
 def _find_surplus(
     form: HubFormat, config: Config, source: TensorSource | None, kind: torch.dtype
-) -> dict[str, _WriterSurplus]:
-    """The tensors of `Surplus` that are stored, by name."""
+) -> dict[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]:
+    """The shape of each tensor of `Surplus` that is stored, and what reads it, by name."""
     if form.surplus is None:
         return {}
     found = {
-        name: _WriterSurplus(shape, kind, partial(torch.full, shape, value, dtype=kind))
+        name: (shape, partial(torch.full, shape, value, dtype=kind))
         for name, (shape, value) in form.surplus.constants(config).items()
     }
     if source is None:
@@ -226,8 +216,7 @@ def _find_surplus(
     for name, (shape, _) in source.shapes().items():
         if form.surplus.holds(config, name):
             whole = tuple(slice(0, size) for size in shape)
-            read = partial(source.read, name, whole)
-            found[form.surplus.name(name)] = _WriterSurplus(shape, kind, read)
+            found[form.surplus.name(name)] = shape, partial(source.read, name, whole)
     return found
 
 
