@@ -261,7 +261,7 @@ class Encoder:
         try:
             counts = self._encode(task)
         except _UnreadableError as error:
-            return error.problems
+            return list(error.args)
         except OSError as error:
             got = error.strerror or str(error)
             where = str(error.filename or task.part)
@@ -292,7 +292,7 @@ class Encoder:
                     tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
                     writer.extend(tokens, lengths)
             if problems:
-                raise _UnreadableError(problems)
+                raise _UnreadableError(*problems)
         return Counts(writer.num_documents, writer.num_tokens, empty, names)
 
 
@@ -317,10 +317,7 @@ def read_counts(part: Path) -> Counts | None:
 
 
 class _UnreadableError(Exception):
-    """Ends the writing of a part."""
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = problems
+    """Ends the writing of a part; its arguments are `Problem`s."""
 
 
 def _explain_empty(text: DocumentText) -> Problem:

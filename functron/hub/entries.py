@@ -25,11 +25,7 @@ LONGEST = "_longest"
 
 
 class EntryError(Exception):
-    """An entry or a field that the other side cannot express."""
-
-    def __init__(self, *problems: Problem):
-        super().__init__(*problems)
-        self.problems = problems
+    """An entry or a field that the other side cannot express; its arguments are `Problem`s."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ def read_entries(
         try:
             values |= entry.read(table, values)
         except EntryError as error:
-            problems += error.problems
+            problems += error.args
     return values
 
 
@@ -115,7 +111,7 @@ def write_entries(
         try:
             out |= entry.write(config)
         except EntryError as error:
-            problems += error.problems
+            problems += error.args
     return out
 
 

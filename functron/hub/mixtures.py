@@ -191,7 +191,7 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
             try:
                 values[field] = get(table, name, default)
             except EntryError as error:
-                problems += error.problems
+                problems += error.args
         if shared:
             count = table.get(shared, 1)
             if not is_a(count, int) or count < 1:
