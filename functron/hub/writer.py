@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -203,7 +203,7 @@ def _add_scales(
 
 def _find_surplus(
     form: HubFormat, config: Config, source: TensorSource | None, kind: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]:
+) -> Mapping[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]:
     """The shape of each tensor of `Surplus` that is stored, and what reads it, by name."""
     if form.surplus is None:
         return {}
