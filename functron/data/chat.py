@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.data.mapped_files import find, raise_listed
+from functron.data.mapped_files import find, fitting_dtype, raise_listed
 from functron.data.sampling import IGNORED, Samples, check_index, shuffled, stack_leaves
+from functron.data.templates import Conversation
 from functron.data.text_files import describe_surrogate, json_kind, parse_json_line
-from functron.data.token_datasets import check_vocabulary, token_dtype
-from functron.data.tokenizer import Conversation, Tokenizer
+from functron.data.token_datasets import check_vocabulary
+from functron.data.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {
@@ -57,19 +58,7 @@ def chat_files(path: str | Path) -> list[Path]:
     Raises:
         ValueError: nothing is there, it cannot be read, or it is empty.
     """
-    root = Path(path)
-    if not root.is_dir():
-        return find(path)[0]
-    inside = sorted(file for file in root.rglob("*.jsonl") if file.is_file())
-    files = [f for f in inside if not any(p[0] == "." for p in f.relative_to(root).parts)]
-    if not files:
-        refuse(
-            "cannot read conversations",
-            f"data {path}",
-            "a folder with no .jsonl file",
-            "at least one",
-        )
-    return files
+    return find(path, [lambda file: file.suffix == ".jsonl"], ".jsonl file")[0]
 
 
 def read_conversations(files: Sequence[Path]) -> Iterator[ChatLine]:
@@ -224,7 +213,7 @@ class Chat(Samples):
         pad = tokenizer.id_of("pad_token")
         # any id does where there is none: no target is predicted from it
         self.pad = 0 if pad is None or pad >= (vocab_size or pad + 1) else pad
-        kind = token_dtype(tokenizer)
+        kind = fitting_dtype(tokenizer.vocab_size)
         tokens, assistant = [np.zeros(0, kind)], [np.zeros(0, bool)]
         for conversation in self._usable_conversations(path, tokenizer, overlong):
             tokens.append(conversation.tokens[: seq + 1].numpy().astype(kind))

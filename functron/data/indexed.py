@@ -26,10 +26,11 @@ import functools
 import os
 import shutil
 import struct
-import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import IO
 
@@ -42,7 +43,7 @@ from functron.data.mapped_files import (
     check_dtype,
     check_range,
     checked_offsets,
-    dtype_problem,
+    dtype_problems,
     ids_outside,
     last_not_after,
 )
@@ -213,13 +214,17 @@ class IndexedFile:
         tokens = self.pointers[inside] // self.dtype.itemsize
         return np.where(sequences < self.num_sequences, tokens, self.num_tokens)
 
+    def _ends(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The nearest sequences that there are, and where they end by their lengths."""
+        inside = np.clip(sequences, 0, self.num_sequences - 1)
+        return inside, self.pointers[inside] // self.dtype.itemsize + self.lengths[inside]
+
     def _check_after(self, documents: np.ndarray, starts: np.ndarray) -> None:
         """Check that documents begin at `starts`, by the sequences before them."""
-        before = self.documents[documents] - 1
-        inside = np.clip(before, 0, max(self.num_sequences - 1, 0))
         if not self.num_sequences:
             return
-        ends = self.pointers[inside] // self.dtype.itemsize + self.lengths[inside]
+        before = self.documents[documents] - 1
+        inside, ends = self._ends(before)
         wrong = np.flatnonzero(((before >= 0) & (starts != ends)) | (starts < 0))
         if wrong.size:
             values = (x.ravel()[wrong[0]] for x in (documents, starts, ends, inside))
@@ -271,9 +276,8 @@ class IndexedFile:
         """Check the documents that a bisection of pointers found against the lengths."""
         if not documents.size:
             return
-        last = np.clip(self.documents[documents + 1] - 1, 0, self.num_sequences - 1)
+        last, ends = self._ends(self.documents[documents + 1] - 1)
         begins = self.claimed_starts(documents)
-        ends = self.pointers[last] // self.dtype.itemsize + self.lengths[last]
         wrong = np.flatnonzero((offsets < begins) | (offsets >= ends))
         if wrong.size:
             values = (x.ravel()[wrong[0]] for x in (documents, begins, ends, offsets, last))
@@ -346,11 +350,7 @@ def mistakes_in(file: IndexedFile, vocab_size: int | None, allow_empty: bool) ->
 
     See `functron.data.verify`, which asks. Reads everything once, a few MB at a time.
     """
-    problem = None
-    if vocab_size is not None:
-        problem = dtype_problem(f"{file.idx_path}, offset 17", file.dtype, vocab_size)
-    if problem:
-        yield problem
+    yield from dtype_problems(f"{file.idx_path}, offset 17", file.dtype, vocab_size)
     yield from _sequence_problems(file)
     yield from _document_problems(file, allow_empty)
     yield from ids_outside(file, file.bin_path, vocab_size)
@@ -398,8 +398,8 @@ def _document_problems(file: IndexedFile, allow_empty: bool) -> Iterator[Problem
 class IndexedWriter:
     """A context manager that writes PREFIX.bin and PREFIX.idx as Megatron-LM does, byte for byte.
 
-    Memory does not grow with what is written. Until the context ends, all of it stands in hidden
-    files beside, which an exception removes; then .bin gets its name, and .idx, without which .bin
+    Memory does not grow with what is written. Until the context ends, all of it stands in a hidden
+    folder beside, which an exception removes; then .bin gets its name, and .idx, without which .bin
     is nothing, gets it last.
 
     Args:
@@ -441,30 +441,28 @@ class IndexedWriter:
             problems += [Problem(str(x), "an existing file", "a new one") for x in taken]
         raise_problems(_CANNOT_WRITE, problems)
         check_dtype("dtype", self.dtype, vocab_size)
-        mark = uuid.uuid4().hex[:8]
-        self._names = [
-            self.bin_path.with_name(f".{self.bin_path.name}.{mark}.{part}")
-            for part in ("bin", "idx", "lengths", "documents", "modes")
-        ]
 
     def __enter__(self) -> IndexedWriter:
-        self._files: list[IO[bytes]] = []
-        try:
-            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-            for name in self._names:
-                self._files.append(name.open("w+b"))
-        except OSError as error:
-            self._clean()
-            refuse(_CANNOT_WRITE, str(error.filename), error.strerror or str(error), "a new file")
-        self._bin, self._idx, self._lengths, self._documents, self._modes = self._files
+        folder = self.bin_path.parent
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                made = TemporaryDirectory(prefix=f".{self.bin_path.name}.", dir=folder)
+                self._folder = Path(stack.enter_context(made))
+                self._bin, self._idx, self._lengths, self._documents, self._modes = (
+                    stack.enter_context((self._folder / part).open("w+b"))
+                    for part in ("bin", "idx", "lengths", "documents", "modes")
+                )
+            except OSError as error:
+                got = error.strerror or str(error)
+                refuse(_CANNOT_WRITE, str(error.filename), got, "a new file")
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        with self._opened:
             if kind is None:
                 self._finish()
-        finally:
-            self._clean()
 
     def add(
         self,
@@ -608,14 +606,8 @@ class IndexedWriter:
             stream.flush()
             os.fsync(stream.fileno())
         self.idx_path.unlink(missing_ok=True)  # an old index with a new .bin would be wrong
-        self._names[0].replace(self.bin_path)
-        self._names[1].replace(self.idx_path)
-
-    def _clean(self) -> None:
-        for stream in self._files:
-            stream.close()
-        for name in self._names:
-            name.unlink(missing_ok=True)
+        (self._folder / "bin").replace(self.bin_path)
+        (self._folder / "idx").replace(self.idx_path)
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:

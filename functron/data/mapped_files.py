@@ -275,29 +275,46 @@ class FilePart(NamedTuple):
 
 
 class Concatenated:
-    """Files of numbers, read as if concatenated; only what is read is copied into memory.
+    """Files of numbers, read as if concatenated: a `TokenFile`, of which each part is a document.
 
     Files are memory-mapped when first read, and at most `MAX_OPEN_FILES` stay mapped, so there may
-    be more of them than a process may open.
+    be more of them than a process may open. Only what is read is copied into memory.
 
     Args:
         parts: of files, or arrays that lie in none; all of one dtype, at least one.
+        path: the user's name for all of them.
 
     Attributes:
         ends: int64 ``[parts]``: where each part ends in the whole.
     """
 
-    def __init__(self, parts: Sequence[FilePart | np.ndarray]):
+    def __init__(self, parts: Sequence[FilePart | np.ndarray], path: Path):
         self._parts = list(parts)
+        self.path, self.dtype = path, self._parts[0].dtype
         sizes = [len(p) if isinstance(p, np.ndarray) else p.count for p in self._parts]
         self.ends = np.cumsum(np.asarray(sizes, np.int64))
+        self.num_tokens = int(self.ends[-1])
         self._open: OrderedDict[int, MappedRows] = OrderedDict()
 
-    def __len__(self) -> int:
-        return int(self.ends[-1])
+    @property
+    def edges(self) -> np.ndarray:
+        """Where documents begin, and `num_tokens`: int64 ``[documents + 1]``."""
+        return np.append(0, self.ends)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.edges) - 1
+
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        return self.edges[np.asarray(documents, np.int64)]
+
+    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
+        wanted = checked_offsets(self.path, offsets, self.num_tokens)
+        return np.searchsorted(self.edges, wanted, side="right") - 1
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The numbers from `start` on, ``[length]``; a view where they lie in one part."""
+        check_range(self.path, start, length, self.num_tokens)
         index = int(np.searchsorted(self.ends, start, side="right"))
         pieces = []
         while length > 0:
@@ -307,8 +324,7 @@ class Concatenated:
             start, length, index = start + len(piece), length - len(piece), index + 1
         if len(pieces) == 1:
             return pieces[0]
-        first = self._parts[0]
-        return np.concatenate(pieces) if pieces else np.zeros(0, first.dtype)
+        return np.concatenate(pieces) if pieces else np.zeros(0, self.dtype)
 
     def _part(self, index: int) -> np.ndarray:
         part = self._parts[index]
@@ -332,21 +348,41 @@ def byte_parts(files: Iterable[Path | bytes]) -> list[FilePart | np.ndarray]:
     ]
 
 
-def find(path: str | Path) -> tuple[list[Path], int]:
+def is_text(file: Path) -> bool:
+    """Whether a file is not empty and looks like UTF-8 text in its first 64 KiB."""
+    with file.open("rb") as stream:
+        head = stream.read(SNIFFED_BYTES)
+    if not head or b"\0" in head:
+        return False
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        # a character cut in two at the end of what was read is fine
+        return len(head) == SNIFFED_BYTES and error.start >= len(head) - 3
+    return True
+
+
+def find(
+    path: str | Path, kinds: Sequence[Callable[[Path], bool]] = (is_text,), what: str = "text"
+) -> tuple[list[Path], int]:
     """The text files at `path`, and how many files there were left out.
 
-    A file is taken as it is, whatever its bytes. Of a folder, all regular files at any depth, in
-    sorted order, except those that are hidden or lie in a hidden folder, are empty, or do not look
-    like UTF-8 text in their first 64 KiB.
+    A file is taken as it is, whatever its bytes. Of a folder, the regular files of a kind at any
+    depth, in sorted order, except those that are hidden or lie in a hidden folder.
+
+    Args:
+        path: a file or a folder.
+        kinds: of files; those of the first are taken of which there are any.
+        what: the user's word for them.
 
     Raises:
-        ValueError: nothing is there, it cannot be read, or it holds no text.
+        ValueError: nothing is there, it cannot be read, or it holds no such file.
     """
     root = local_path(path, "data")
     try:
         if root.is_dir():
             found = sorted(_walk(root))
-            taken = [file for file in found if _is_text(file)]
+            taken = next(filter(None, (list(filter(kind, found)) for kind in kinds)), [])
         elif root.is_file():
             with root.open("rb"):
                 found = taken = [root] if root.stat().st_size else []
@@ -357,8 +393,9 @@ def find(path: str | Path) -> tuple[list[Path], int]:
         where, got = error.filename or path, error.strerror or str(error)
         refuse(_CANNOT, f"data {where}", got, "something readable")
     if not taken:
-        what = "an empty file" if root.is_file() else f"a folder with no text ({len(found)} files)"
-        refuse(_CANNOT, f"data {path}", what, "at least one file with text")
+        got = f"a folder with no {what} ({len(found)} files)"
+        got = "an empty file" if root.is_file() else got
+        refuse(_CANNOT, f"data {path}", got, "at least one file with text")
     return taken, len(found) - len(taken)
 
 
@@ -374,7 +411,7 @@ def python_text() -> tuple[Path | bytes, ...]:
     files = [
         file
         for file in sorted(_walk(library, skipped))
-        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata") and _is_text(file)
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata") and is_text(file)
     ]
     english = "\n\n".join(topics[name] for name in sorted(topics))
     return (english.encode(), *files)
@@ -390,19 +427,6 @@ def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
         below[:] = [name for name in below if name[0] != "." and name not in skipped]
         found = (Path(folder, name) for name in names if name[0] != ".")
         yield from (file for file in found if file.is_file())
-
-
-def _is_text(file: Path) -> bool:
-    with file.open("rb") as stream:
-        head = stream.read(SNIFFED_BYTES)
-    if not head or b"\0" in head:
-        return False
-    try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        # a character cut in two at the end of what was read is fine
-        return len(head) == SNIFFED_BYTES and error.start >= len(head) - 3
-    return True
 
 
 class TokenFile(Protocol):
@@ -526,22 +550,22 @@ def fitting_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-def dtype_problem(where: str, dtype: np.dtype, vocab_size: int) -> Problem | None:
-    """The problem of `dtype` for ids below `vocab_size`; None where it holds them all."""
+def dtype_problems(where: str, dtype: np.dtype, vocab_size: int | None) -> Iterator[Problem]:
+    """The problem of `dtype` for ids below `vocab_size` (None: any)."""
+    if vocab_size is None:
+        return
     wanted = f"a dtype that holds ids up to {vocab_size - 1}"
     fix = f"write the tokens as {fitting_dtype(vocab_size).name}"
     if dtype.kind not in "iu":
-        return Problem(where, f"{dtype.name}, which is for no token ids", wanted, fix)
-    largest = int(np.iinfo(dtype).max)
-    if largest >= vocab_size - 1:
-        return None
-    return Problem(where, f"{dtype.name}, whose largest id is {largest}", wanted, fix)
+        yield Problem(where, f"{dtype.name}, which is for no token ids", wanted, fix)
+    elif (largest := int(np.iinfo(dtype).max)) < vocab_size - 1:
+        yield Problem(where, f"{dtype.name}, whose largest id is {largest}", wanted, fix)
 
 
 def check_dtype(where: str, dtype: np.dtype, vocab_size: int | None) -> None:
     """Raise ValueError unless `dtype` holds the integers below `vocab_size` (None: any)."""
-    problem = None if vocab_size is None else dtype_problem(where, dtype, vocab_size)
-    raise_problems("dtype too small for the vocabulary", [problem] if problem else [])
+    title = "dtype too small for the vocabulary"
+    raise_problems(title, dtype_problems(where, dtype, vocab_size))
 
 
 def ids_outside(file: TokenFile, path: Path, vocab_size: int | None) -> Iterator[Problem]:

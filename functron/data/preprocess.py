@@ -44,7 +44,15 @@ from functron.data.mapped_files import (
     fitting_dtype,
 )
 from functron.data.shards import RULE_KEYS, read_object, with_checksums
-from functron.data.text_files import DocumentText, TextChunk, cut, find_files, kind_of, read, where
+from functron.data.text_files import (
+    DocumentText,
+    TextChunk,
+    cut,
+    find_files,
+    kind_of,
+    read,
+    replace_text,
+)
 from functron.data.tokenizer import end_of_text, open_tokenizer
 
 Empty = Literal["refuse", "drop", "keep"]
@@ -253,7 +261,7 @@ class Encoder:
         try:
             counts = self._encode(task)
         except _UnreadableError as error:
-            return error.problems
+            return list(error.args)
         except OSError as error:
             got = error.strerror or str(error)
             where = str(error.filename or task.part)
@@ -278,13 +286,13 @@ class Encoder:
                     else:
                         empty += 1
                         if settings.empty == "refuse" and len(problems) < MAX_LISTED:
-                            problems.append(_explain_empty(task.chunk, text))
+                            problems.append(_explain_empty(text))
                 lengths = [len(ids) for ids in lists if ids or kept]
                 if lengths and not problems:
                     tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
                     writer.extend(tokens, lengths)
             if problems:
-                raise _UnreadableError(problems)
+                raise _UnreadableError(*problems)
         return Counts(writer.num_documents, writer.num_tokens, empty, names)
 
 
@@ -308,27 +316,14 @@ def read_counts(part: Path) -> Counts | None:
         return None
 
 
-def replace_text(file: Path, text: str) -> None:
-    """Write a file so that it has at any moment its old content, if any, or the new one."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.new")
-    with beside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
-
-
 class _UnreadableError(Exception):
-    """Ends the writing of a part."""
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = problems
+    """Ends the writing of a part; its arguments are `Problem`s."""
 
 
-def _explain_empty(chunk: TextChunk, text: DocumentText) -> Problem:
+def _explain_empty(text: DocumentText) -> Problem:
     got = "an empty text" if not text.text else f"a text without tokens: {text.text[:20]!r}"
     fix = "leave it out, or use --empty drop"
-    return Problem(where(chunk, text.place), got, "at least one token", fix)
+    return Problem(text.where(), got, "at least one token", fix)
 
 
 def _read_batches(
@@ -582,11 +577,10 @@ def preprocess(
         # tokenizers are large to send, and some cannot be
         here = tokenizer if settings.num_workers == 1 else None
         start = functools.partial(Encoder, resolved, end, here)
-        progress = _make_parts(settings, start, tasks, report)
+        progress, counts = _make_parts(settings, start, tasks, report)
         changed = [str(file) for file in files if _size_and_time(file) != stats[file]]
         got, fix = "text that changed while it was read", "start again"
         raise_problems(_CANNOT, [Problem(name, got, "the same", fix) for name in changed])
-        counts = _sum_counts(tasks)
         if not counts.documents:
             got = f"no documents with tokens in {len(files)} files"
             refuse(_CANNOT, str(settings.inputs), got, "at least one")
@@ -736,19 +730,21 @@ def _make_parts(
     start: Callable[[], Encoder],
     tasks: Sequence[Task],
     report: Callable[[Progress], None] | None,
-) -> Progress:
+) -> tuple[Progress, Counts]:
     begun = time.perf_counter()
-    marks = {task.part: (task, read_counts(task.part)) for task in tasks}
-    missing = [task for task, mark in marks.values() if mark is None]
-    total = sum(task.chunk.size for task, _ in marks.values())
+    distinct = {task.part: task for task in tasks}
+    made = {part: counts for part in distinct if (counts := read_counts(part)) is not None}
+    missing = [task for part, task in distinct.items() if part not in made]
+    total = sum(task.chunk.size for task in distinct.values())
     done = total - sum(task.chunk.size for task in missing)
-    earlier = tokens = sum(mark.tokens for _, mark in marks.values() if mark is not None)
+    earlier = tokens = sum(counts.tokens for counts in made.values())
     progress = Progress(done, total, tokens, earlier, 0.0)
     if report is not None:
         report(progress)
     results = run_tasks(settings.num_workers, start, missing, _describe_task)
     problems: dict[Path, list[Problem]] = {}
     for task, result in _take_results(results, problems):
+        made[task.part] = result
         done, tokens = done + task.chunk.size, tokens + result.tokens
         progress = Progress(done, total, tokens, earlier, time.perf_counter() - begun)
         if report is not None:
@@ -756,7 +752,8 @@ def _make_parts(
     listed = [problem for task in tasks for problem in problems.get(task.part, [])]
     more = f": the first {MAX_LISTED} places" if len(listed) >= MAX_LISTED else ""
     raise_problems("cannot read all of the text" + more, listed[:MAX_LISTED])
-    return progress
+    rows = [astuple(counts) for counts in (Counts(0, 0, 0), *(made[task.part] for task in tasks))]
+    return progress, Counts(*map(sum, zip(*rows, strict=True)))
 
 
 def _take_results(
@@ -771,13 +768,6 @@ def _take_results(
             problems[task.part] = result
             if sum(map(len, problems.values())) >= MAX_LISTED:
                 return
-
-
-def _sum_counts(tasks: Sequence[Task]) -> Counts:
-    marks = [read_counts(task.part) for task in tasks]
-    assert None not in marks
-    rows = [astuple(mark) for mark in marks if mark is not None]
-    return Counts(*(sum(column) for column in zip(*rows, strict=True)))
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:

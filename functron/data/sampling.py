@@ -459,17 +459,6 @@ class RampUp:
         steps, _, sizes = self._stages
         return sizes[bisect.bisect_right(steps, step) - 1]
 
-    def batch_size_after(self, samples: int) -> int:
-        """The size of a step that begins after `samples` samples, as in Megatron's calculator.
-
-        ``batch_size_after(first_sample(step)) == batch_size(step)``, but of `earlier` steps; after
-        any other number of samples it is what comes next.
-        """
-        if samples >= self.samples:
-            return self.final
-        increments = (self.final - self.start) // self.increment
-        return self.start + self.increment * (max(samples, 0) * increments // self.samples)
-
     def first_sample(self, step: int) -> int:
         """How many samples all steps before this one have together: where it begins."""
         steps, samples, sizes = self._stages

@@ -34,8 +34,6 @@ from functron.data.mapped_files import (
     TextRules,
     TokenFile,
     check_dtype,
-    check_range,
-    checked_offsets,
     ids_outside,
     raise_listed,
 )
@@ -63,11 +61,10 @@ _DAMAGED = "the record of tokens is damaged"
 _AGAIN = "copy it again, or preprocess again"
 
 
-class Shards:
+class Shards(Concatenated):
     """Token shards, read as if concatenated: a `functron.data.mapped_files.TokenFile`.
 
     Opening reads the headers of the files, so it takes as long for large files as for small ones.
-    Files are mapped as `functron.data.mapped_files.Concatenated` maps them.
 
     Documents are, in this order of preference, those of the table that stands beside an .npy file
     (``tokens.documents.npy`` of ``tokens.npy``: int64, where each document begins, and the number
@@ -100,21 +97,14 @@ class Shards:
     ):
         self.files, problems = _open_shards(paths, None if dtype is None else np.dtype(dtype))
         raise_listed(_CANNOT, problems)
-        self.path, self.dtype = self.files[0].path, self.files[0].dtype
-        check_dtype(str(self.path), self.dtype, vocab_size)
-        self._end = end_of_text
-        self._tokens = Concatenated(
-            [f._replace(dtype=f.dtype.newbyteorder("<")) for f in self.files]
-        )
-        self.num_tokens = len(self._tokens)
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        check_range(self.path, start, length, self.num_tokens)
-        return self._tokens.read(start, length)
+        first = self.files[0]
+        check_dtype(str(first.path), first.dtype, vocab_size)
+        little = [file._replace(dtype=file.dtype.newbyteorder("<")) for file in self.files]
+        super().__init__(little, first.path)
+        self.dtype, self._end = first.dtype, end_of_text
 
     @property
-    def _documents(self) -> np.ndarray:
-        """Where documents begin, and `num_tokens`."""
+    def edges(self) -> np.ndarray:
         found = self._found
         return found.values if isinstance(found, MappedRows) else found
 
@@ -122,31 +112,20 @@ class Shards:
     def _found(self) -> np.ndarray | MappedRows:
         tables = [_find_table(file.path) for file in self.files]
         if all(table is not None for table in tables):
-            begins = [0, *self._tokens.ends.tolist()]
+            begins = super().edges.tolist()
             whole = [_read_table(t, f) for t, f in zip(tables, self.files, strict=True) if t]
             if len(whole) == 1:
                 return whole[0]
             parts = [x.values[:-1] + begin for x, begin in zip(whole, begins, strict=False)]
             return np.concatenate([*parts, [self.num_tokens]])
         if self._end is None:
-            return np.concatenate([[0], self._tokens.ends])
+            return super().edges
         found = [np.zeros(1, np.int64)]
         for begin in range(0, self.num_tokens, SCANNED):
             tokens = self.read(begin, min(SCANNED, self.num_tokens - begin))
             found.append(np.flatnonzero(tokens == self._end) + begin + 1)
         ends = np.concatenate(found)
         return ends if ends[-1] == self.num_tokens else np.append(ends, self.num_tokens)
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._documents) - 1
-
-    def starts(self, documents: np.ndarray) -> np.ndarray:
-        return self._documents[np.asarray(documents, np.int64)]
-
-    def documents_of(self, offsets: np.ndarray) -> np.ndarray:
-        wanted = checked_offsets(self.path, offsets, self.num_tokens)
-        return np.searchsorted(self._documents, wanted, side="right") - 1
 
 
 def open_tokens(
@@ -354,8 +333,8 @@ def provenance(paths: Sequence[str | Path]) -> Provenance | None:
     found = {str(path): read_provenance(path) for path in paths}
     known = {path: made for path, made in found.items() if made is not None}
     one = {path: (made.sha256, made.pattern) for path, made in known.items()}
-    said = {path: f"tokens of {made.tokenizer}" for path, made in known.items()}
-    _require_same("tokens of different tokenizers", one, said, "preprocess all with one tokenizer")
+    title, fix = "tokens of different tokenizers", "preprocess all with one tokenizer"
+    _require_same(title, one, lambda path: f"tokens of {known[path].tokenizer}", fix)
     return next(iter(known.values())) if known and len(known) == len(found) else None
 
 
@@ -366,24 +345,22 @@ def rules_of(paths: Sequence[str | Path]) -> TextRules | None:
     """
     made = {str(path): read_provenance(path) for path in paths}
     known = {path: one.rules for path, one in made.items() if one and one.rules.version > 1}
-    said = {
-        path: f"special_tokens={rules.special_tokens!r}, prepend_bos={rules.prepend_bos}"
-        for path, rules in known.items()
-    }
-    title, fix = (
-        "tokens made by different rules of text",
-        "preprocess all of them by the same rules",
-    )
-    _require_same(title, known, said, fix)
+
+    def say(path: str) -> str:
+        rules = known[path]
+        return f"special_tokens={rules.special_tokens!r}, prepend_bos={rules.prepend_bos}"
+
+    title = "tokens made by different rules of text"
+    _require_same(title, known, say, "preprocess all of them by the same rules")
     return next(iter(known.values()), None)
 
 
-def _require_same(title: str, known: Mapping, said: Mapping[str, str], fix: str) -> None:
+def _require_same(title: str, known: Mapping, say: Callable[[str], str], fix: str) -> None:
     """Raise ValueError, with words for each, where records of tokens are not as the first's."""
     first = next(iter(known), "")
     fix = f"{fix}, or leave one out"
     raise_problems(title, [
-        Problem(f"data {path}", said[path], f"{said[first]}, as in {first}", fix)
+        Problem(f"data {path}", say(path), f"{say(first)}, as in {first}", fix)
         for path in known if known[path] != known[first]
     ])  # fmt: skip
 

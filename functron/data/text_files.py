@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from functron.core.errors import Problem, load_plugin, local_path, nearest, refuse
 from functron.core.settings import Need, setting
 from functron.data.blend import NEWEST, BlendOrder
-from functron.data.mapped_files import SpecialTokens, TextRules, find, require_package
+from functron.data.mapped_files import SpecialTokens, TextRules, find, is_text, require_package
 from functron.data.sampling import ARITHMETIC, ORDERS, RampUp, SampleOrder, parse_ramp_up
 
 _MIDDLE = Need(lambda data: data.fim_rate > 0, "filling in the middle", "set fim_rate")
@@ -157,13 +159,12 @@ class DataConfig:
 
 
 class DocumentText(NamedTuple):
-    """One document of a file: its text, or the problem why it cannot be read.
-
-    `place` is where it is in the file or chunk, for `where`.
+    """One document of a file: its text, and what gives the user's name of its place, the file and
+    line or row; or the problem why it cannot be read.
     """
 
     text: str
-    place: int
+    where: Callable[[], str] = str
     problem: Problem | None = None
 
 
@@ -210,9 +211,8 @@ def read_jsonl(
             place += len(line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         got = f"{error or 'the end'} after {place} bytes of text"
-        yield DocumentText(
-            "", place, Problem(where_in_jsonl(file, place), got, "the rest of the file", _AGAIN)
-        )
+        at = where_in_jsonl(file, place)
+        yield DocumentText("", problem=Problem(at, got, "the rest of the file", _AGAIN))
 
 
 def where_in_jsonl(file: Path, place: int) -> str:
@@ -300,8 +300,8 @@ def _read_line(file: Path, key: str, place: int, line: bytes) -> DocumentText:
     elif problem is None and (got := describe_surrogate(found[key])):
         problem = got, "text", ""
     if problem is None:
-        return DocumentText(found[key], place)
-    return DocumentText("", place, Problem(where_in_jsonl(file, place), *problem))
+        return DocumentText(found[key], partial(where_in_jsonl, file, place))
+    return DocumentText("", problem=Problem(where_in_jsonl(file, place), *problem))
 
 
 def parse_json_line(line: bytes) -> tuple[Any, tuple[str, str, str] | None]:
@@ -330,27 +330,17 @@ ROWS = 256
 _NOT_PARQUET = "cannot read Parquet"
 
 
-def row_groups(file: Path, key: str = "text") -> list[int]:
-    """The rough sizes of a file's row groups, in bytes, from its footer alone.
-
-    Raises:
-        ValueError: the package pyarrow is missing, the file is damaged, or no column of text is
-            called `key`.
-    """
-    metadata = _open_parquet(file, key).metadata
-    return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-
-
 def read_parquet(
     file: Path, key: str = "text", start: int = 0, stop: int | None = None
 ) -> Iterator[DocumentText]:
-    """The texts of row groups `start` to `stop`, some rows at a time; a text's place is its row.
+    """The texts of row groups `start` to `stop`, some rows at a time.
 
     A row that has none (null: None or NaN in pandas) comes with its problem, and a damaged row
     group ends with one.
 
     Raises:
-        ValueError: what `row_groups` raises.
+        ValueError: the package pyarrow is missing, the file is damaged, or no column of text is
+            called `key`.
     """
     import pyarrow
 
@@ -366,15 +356,13 @@ def read_parquet(
         except (pyarrow.ArrowException, OSError) as error:
             got = f"damaged data ({str(error).splitlines()[0]})"
             place = f"{where_in_parquet(file, row, opened)} or after"
-            yield DocumentText("", row, Problem(place, got, "rows of text", _AGAIN))
+            yield DocumentText("", problem=Problem(place, got, "rows of text", _AGAIN))
         row = end
 
 
-def where_in_parquet(file: Path, place: int, opened: Any = None) -> str:
+def where_in_parquet(file: Path, place: int, opened: Any) -> str:
     """``FILE, row group G, row R``, both from 0, of a row of the file."""
-    import pyarrow.parquet
-
-    metadata = (opened or pyarrow.parquet.ParquetFile(file)).metadata
+    metadata = opened.metadata
     for group in range(metadata.num_row_groups):
         if place < (count := metadata.row_group(group).num_rows):
             break
@@ -390,16 +378,16 @@ def _read_column(
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} in column {key!r}"
         place = f"{where_in_parquet(file, row, opened)} or one of the {len(column) - 1} after it"
-        yield DocumentText("", row, Problem(place, got, "UTF-8"))
+        yield DocumentText("", problem=Problem(place, got, "UTF-8"))
         return
     for place, text in enumerate(values, row):
+        at = partial(where_in_parquet, file, place, opened)
         if text is None:
             fix = "leave such rows out when writing the file"
             got = f"null (None or NaN) in column {key!r}"
-            at = where_in_parquet(file, place, opened)
-            yield DocumentText("", place, Problem(at, got, "text", fix))
+            yield DocumentText("", problem=Problem(at(), got, "text", fix))
         else:
-            yield DocumentText(text, place)
+            yield DocumentText(text, at)
 
 
 def _open_parquet(file: Path, key: str) -> Any:
@@ -463,9 +451,9 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     mistakes: list[str] = []
     for given in inputs:
-        structured = _find_structured(local_path(given, "inputs"))
+        local_path(given, "inputs")
         try:
-            found += structured or find(given)[0]
+            found += find(given, (_is_structured, is_text))[0]
         except ValueError as error:
             mistakes += str(error).splitlines()[1:]
     if not inputs:
@@ -474,14 +462,9 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def _find_structured(root: Path) -> list[Path]:
-    """The JSONL and Parquet files of a folder that are not hidden."""
-    if not root.is_dir():
-        return []
-    visible = (p for p in root.rglob("*") if all(x[0] != "." for x in p.relative_to(root).parts))
+def _is_structured(file: Path) -> bool:
     # a .json by itself is more likely settings than text
-    named = (p for p in visible if kind_of(p) != "text" and p.suffix != ".json")
-    return sorted(path for path in named if path.is_file())
+    return kind_of(file) != "text" and file.suffix != ".json"
 
 
 def _raise_mistakes(mistakes: Sequence[str]) -> None:
@@ -546,10 +529,10 @@ def _chunk_file(file: Path, kind: TextKind, key: str, chunk_bytes: int) -> Itera
             yield TextChunk(kind, (file,), start, stop, stop - start)
         return
     start = total = 0
-    sizes = row_groups(file, key)
-    for group, size in enumerate(sizes, 1):
-        total += size
-        if total >= chunk_bytes or group == len(sizes):
+    metadata = _open_parquet(file, key).metadata
+    for group in range(1, metadata.num_row_groups + 1):
+        total += metadata.row_group(group - 1).total_byte_size
+        if total >= chunk_bytes or group == metadata.num_row_groups:
             yield TextChunk(kind, (file,), start, group, total)
             start, total = group, 0
 
@@ -563,26 +546,27 @@ def read(chunk: TextChunk, key: str = "text") -> Iterator[DocumentText]:
     return read_plain(chunk.files)
 
 
-def where(chunk: TextChunk, place: int) -> str:
-    """The user's name of the document at `place` of a chunk: its file, and line or row."""
-    if chunk.kind == "jsonl":
-        return where_in_jsonl(chunk.files[0], place)
-    if chunk.kind == "parquet":
-        return where_in_parquet(chunk.files[0], place)
-    return str(chunk.files[place])
-
-
 def read_plain(
     files: Iterable[Path | bytes], fix: str = "convert it, or leave it out"
 ) -> Iterator[DocumentText]:
     """The text of each file, or the problem with it, which `fix` mends where it is not UTF-8."""
-    for place, file in enumerate(files):
+    for file in files:
         try:
             data = file if isinstance(file, bytes) else file.read_bytes()
-            yield DocumentText(data.decode("utf-8"), place)
+            yield DocumentText(data.decode("utf-8"), partial(str, file))
         except UnicodeDecodeError as error:
             got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-            yield DocumentText("", place, Problem(str(file), got, "UTF-8", fix))
+            yield DocumentText("", problem=Problem(str(file), got, "UTF-8", fix))
         except OSError as error:
             problem = Problem(str(file), error.strerror or str(error), "a readable file")
-            yield DocumentText("", place, problem)
+            yield DocumentText("", problem=problem)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file so that it has at any moment its old content, if any, or the new one."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}.new")
+    with beside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)

@@ -7,7 +7,6 @@ windows go over texts one by one, so that every token is scored once, with what 
 from __future__ import annotations
 
 import operator
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from functron.data.mapped_files import (
     check_ids,
     check_range,
     describe_file,
-    encode_prompt,
     find,
     fitting_dtype,
     python_text,
@@ -44,140 +42,6 @@ from functron.data.sampling import (
 )
 from functron.data.text_files import read_plain
 from functron.data.tokenizer import end_of_text
-
-
-class Windows(Samples):
-    """Tokens in a row, cut into windows of `seq` tokens that every epoch shuffles anew.
-
-    Windows do not overlap but for the one token that is the last target of one and the first token
-    of the next.
-
-    Args:
-        num_tokens: how many there are.
-        seq: tokens per sample.
-        seed: selects the order of the samples.
-        what, unit: the user's words for the text, and for its tokens.
-        extra_token: read one token more than `seq`, the last target. False: samples are `seq`
-            tokens that no other has, and the last predicts nothing (Megatron-LM's
-            ``add_extra_token_to_sequence=False``).
-
-    Attributes:
-        num_samples: windows, which are the samples of an epoch.
-
-    Raises:
-        ValueError: the text is shorter than one sample and its last target.
-    """
-
-    def __init__(
-        self,
-        num_tokens: int,
-        seq: int,
-        seed: int,
-        *,
-        what: str,
-        unit: str,
-        extra_token: bool = True,
-    ):
-        self.seq, self.seed, self.num_tokens = seq, seed, num_tokens
-        self.extra_token = extra_token
-        self.num_samples = (num_tokens - extra_token) // seq if seq >= 1 else 0
-        problems = []
-        if seq < 1:
-            problems.append(Problem("seq", str(seq), "at least 1"))
-        elif self.num_samples < 1:
-            got = f"{num_tokens} {unit}"
-            fix = f"use at most seq={num_tokens - extra_token}, or more text"
-            wanted = f"at least seq + 1 = {seq + 1}" if extra_token else f"at least seq = {seq}"
-            problems.append(Problem(what, got, wanted, fix if num_tokens > 1 else "more text"))
-        raise_problems("cannot cut the text into samples", problems)
-
-    @abstractmethod
-    def read(self, start: int, length: int) -> np.ndarray:
-        """The tokens from `start` on, unsigned integers ``[length]``."""
-
-    def sample(self, index: int) -> np.ndarray:
-        """The tokens of window `index`, ``[seq + 1]``: `seq` of them and the last one's target.
-
-        Without an extra token that target is -100, which no loss counts. IndexError without such a
-        window.
-        """
-        check_index(index, self.num_samples)
-        if self.extra_token:
-            return self.read(index * self.seq, self.seq + 1)
-        return np.append(self.read(index * self.seq, self.seq).astype(np.int64), IGNORED)
-
-    def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """``tokens`` and ``targets`` int64 ``[rows, seq]``."""
-        order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
-        samples = map(self.sample, order.tolist())
-        return stack_leaves(("tokens", "targets"), ((x[:-1], x[1:]) for x in samples))
-
-
-class TextWindows(Windows):
-    """Files of text as tokens, cut into windows of `seq` and shuffled anew in every epoch.
-
-    Without a tokenizer these are bytes, ids 0 to 255, which are read where they are needed. With
-    one, documents stand one after another, each with the tokenizer's BOS before it, if it has one,
-    and the end-of-text token after it (`functron.data.mapped_files.TextRules`). All of the text is
-    then tokenised when this is made, and its tokens stay in memory, 2 or 4 bytes each: some seconds
-    and as many bytes as the text has for 10 MB of it. That is for corpora of up to some hundred MB;
-    larger ones should be tokenised once, to disk.
-
-    Args:
-        path: a file or a folder of text files (see `functron.data.mapped_files.find`); None is the
-            text that every Python installation carries.
-        seq: tokens per sample.
-        tokenizer: what makes tokens of it, of files in UTF-8; None: bytes.
-        seed: selects the order of the samples.
-        vocab_size: how many ids the model has; None: as many as there are.
-
-    Attributes:
-        num_documents, num_skipped: files that it is made of, and those of the folder left out.
-        num_names: names of special tokens in the text.
-        vocab_size: 256 of bytes, or else one more than the largest id in the text.
-
-    Raises:
-        ValueError: nothing is there, it cannot be read, it is empty, or it is shorter than one
-            sample and its last target; a file is not UTF-8, the tokenizer has no end-of-text token,
-            or an id is not among the model's.
-    """
-
-    def __init__(
-        self,
-        path: str | Path | None,
-        seq: int,
-        tokenizer: TextTokenizer | None = None,
-        *,
-        seed: int = 0,
-        vocab_size: int | None = None,
-    ):
-        files, self.num_skipped = (python_text(), 0) if path is None else find(path)
-        self.num_documents, self.num_names = len(files), 0
-        self._rules = None if tokenizer is None else tokenizer.rules
-        if tokenizer is None:
-            parts, self.vocab_size, unit = byte_parts(files), 256, "bytes"
-        else:
-            parts, self.vocab_size, unit = [], 0, "tokens"
-            end, kind = end_of_text(tokenizer), token_dtype(tokenizer)
-            begin = tokenizer.rules.begin_document(tokenizer)
-            for text in texts_of(files):
-                ids = np.array([*begin, *tokenizer.encode(text, special=False), end], kind)
-                self.num_names += tokenizer.names.count(text)
-                self.vocab_size = max(self.vocab_size, int(ids.max()) + 1)
-                check_vocabulary(self.vocab_size, vocab_size)
-                parts.append(ids)
-        self._tokens = Concatenated(parts)
-        what = "data" if path is None else f"data {path}"
-        super().__init__(len(self._tokens), seq, seed, what=what, unit=unit)
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        return self._tokens.read(start, length)
-
-    def summary(self) -> str:
-        unit = "bytes" if self._rules is None else "tokens"
-        skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
-        names = f"; {self._rules.describe_names(self.num_names)}" if self._rules else ""
-        return f"{self.num_tokens:,} {unit} in {self.num_documents} documents{skipped}{names}"
 
 
 def check_tokens(batch: dict[str, torch.Tensor], vocab_size: int, ignore_index: int = -100) -> None:
@@ -328,12 +192,13 @@ class FillInTheMiddle:
         return np.concatenate([np.asarray(part, np.int64) for part in parts])
 
 
-class TokenWindows(Windows):
+class TokenWindows(Samples):
     """A file of tokens, cut into windows of `seq` tokens and shuffled anew in every epoch.
 
-    Nothing is read but the windows of each batch, whatever the size of the file, and no index of
-    samples is made: the order is arithmetic (`functron.data.permute`). Documents follow one another
-    as they lie in the file.
+    Windows do not overlap but for the one token that is the last target of one and the first token
+    of the next. Nothing is read but the windows of each batch, whatever the size of the file, and
+    no index of samples is made: the order is arithmetic (`functron.data.permute`). Documents follow
+    one another as they lie in the file.
 
     Args:
         file: of `functron.data.open_tokens`.
@@ -345,10 +210,14 @@ class TokenWindows(Windows):
             document, or from where the window begins in it. The last token of a document predicts
             nothing.
         middle: rearranges documents to fill in their middles.
-        extra_token: whether the last token of a sample has a target; see `Windows`.
+        extra_token: read one token more than `seq`, the last target. False: samples are `seq`
+            tokens that no other has, and the last predicts nothing (Megatron-LM's
+            ``add_extra_token_to_sequence=False``).
+        unit: the user's word for tokens.
 
     Attributes:
-        num_documents: in the whole file.
+        num_samples: windows, which are the samples of an epoch.
+        num_tokens, num_documents: in the whole file.
         vocab_size: of the model, or 0: what ids there are is not known without reading all.
 
     Raises:
@@ -366,8 +235,10 @@ class TokenWindows(Windows):
         mask_documents: bool = False,
         middle: FillInTheMiddle | None = None,
         extra_token: bool = True,
+        unit: str = "tokens",
     ):
         self._file, self._most = file, vocab_size
+        self.seq, self.seed, self.extra_token, self._unit = seq, seed, extra_token, unit
         self.mask_documents, self._middle = mask_documents, middle
         if middle is not None and vocab_size is not None and max(middle.ids) >= vocab_size:
             got, wanted = f"id {max(middle.ids)}", f"ids from 0 to {vocab_size - 1}"
@@ -381,10 +252,18 @@ class TokenWindows(Windows):
                 "leave one of them out",
             )
         self.vocab_size = vocab_size or 0
-        self.num_documents = file.num_documents
-        what = f"data {file.path}"
-        given = {"what": what, "unit": "tokens", "extra_token": extra_token}
-        super().__init__(file.num_tokens, seq, seed, **given)
+        self.num_tokens, self.num_documents = file.num_tokens, file.num_documents
+        self.num_samples = (self.num_tokens - extra_token) // seq if seq >= 1 else 0
+        problems = []
+        if seq < 1:
+            problems.append(Problem("seq", str(seq), "at least 1"))
+        elif self.num_samples < 1:
+            got = f"{self.num_tokens} {unit}"
+            fix = f"use at most seq={self.num_tokens - extra_token}, or more text"
+            wanted = f"at least seq + 1 = {seq + 1}" if extra_token else f"at least seq = {seq}"
+            fix = fix if self.num_tokens > 1 else "more text"
+            problems.append(Problem(f"data {file.path}", got, wanted, fix))
+        raise_problems("cannot cut the text into samples", problems)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """The tokens from `start` on, ``[length]``; ValueError where one is no id of the model."""
@@ -392,15 +271,26 @@ class TokenWindows(Windows):
         check_ids(self._file.path, tokens, start, self._most)
         return tokens
 
+    def sample(self, index: int) -> np.ndarray:
+        """The tokens of window `index`, ``[seq + 1]``: `seq` of them and the last one's target.
+
+        Without an extra token that target is -100, which no loss counts. IndexError without such a
+        window.
+        """
+        check_index(index, self.num_samples)
+        tokens = self.read(index * self.seq, self.seq + self.extra_token)
+        return tokens if self.extra_token else np.append(tokens.astype(np.int64), IGNORED)
+
     def draw(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """``tokens`` and ``targets`` int64 ``[rows, seq]``, and with `mask_documents` also
         ``positions`` and ``segments``, the numbers of documents in the sample.
         """
+        order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
         if self._middle is None and not self.mask_documents:
-            return super().draw(numbers)
+            samples = map(self.sample, order.tolist())
+            return stack_leaves(("tokens", "targets"), ((x[:-1], x[1:]) for x in samples))
         names = ("tokens", "targets", *(("positions", "segments") if self.mask_documents else ()))
         leaves = {name: np.empty((len(numbers), self.seq), np.int64) for name in names}
-        order = shuffled(np.asarray(numbers, np.int64), self.num_samples, self.seed)
         rows = zip(numbers.tolist(), order.tolist(), self._begins(order), strict=True)
         for row, (number, index, begins) in enumerate(rows):
             sample = self.sample(index)
@@ -444,6 +334,66 @@ class TokenWindows(Windows):
         return describe_file(self._file)
 
 
+class TextWindows(TokenWindows):
+    """Files of text as tokens, cut into windows of `seq` and shuffled anew in every epoch.
+
+    Without a tokenizer these are bytes, ids 0 to 255, which are read where they are needed. With
+    one, documents stand one after another, each with the tokenizer's BOS before it, if it has one,
+    and the end-of-text token after it (`functron.data.mapped_files.TextRules`). All of the text is
+    then tokenised when this is made, and its tokens stay in memory, 2 or 4 bytes each: some seconds
+    and as many bytes as the text has for 10 MB of it. That is for corpora of up to some hundred MB;
+    larger ones should be tokenised once, to disk.
+
+    Args:
+        path: a file or a folder of text files (see `functron.data.mapped_files.find`); None is the
+            text that every Python installation carries.
+        seq: tokens per sample.
+        tokenizer: what makes tokens of it, of files in UTF-8; None: bytes.
+        seed: selects the order of the samples.
+        vocab_size: how many ids the model has; None: as many as there are.
+
+    Attributes:
+        num_documents, num_skipped: files that it is made of, and those of the folder left out.
+        num_names: names of special tokens in the text.
+        vocab_size: 256 of bytes, or else one more than the largest id in the text.
+
+    Raises:
+        ValueError: nothing is there, it cannot be read, it is empty, or it is shorter than one
+            sample and its last target; a file is not UTF-8, the tokenizer has no end-of-text token,
+            or an id is not among the model's.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        seq: int,
+        tokenizer: TextTokenizer | None = None,
+        *,
+        seed: int = 0,
+        vocab_size: int | None = None,
+    ):
+        files, self.num_skipped = (python_text(), 0) if path is None else find(path)
+        self._rules = None if tokenizer is None else tokenizer.rules
+        self.num_names = 0
+        if tokenizer is None:
+            parts, largest, unit = byte_parts(files), 255, "bytes"
+        else:
+            begin, end = tokenizer.rules.begin_document(tokenizer), end_of_text(tokenizer)
+            parts, unit = [], "tokens"
+            for text, ids in _encode_files(files, tokenizer, vocab_size, begin, (end,)):
+                self.num_names += tokenizer.names.count(text)
+                parts.append(ids)
+            largest = max(int(ids.max()) for ids in parts)
+        file = Concatenated(parts, Path("of this Python" if path is None else path))
+        super().__init__(file, seq, seed=seed, unit=unit)
+        self.vocab_size = largest + 1
+
+    def summary(self) -> str:
+        skipped = f", {self.num_skipped} files skipped (not text)" if self.num_skipped else ""
+        names = f"; {self._rules.describe_names(self.num_names)}" if self._rules else ""
+        return f"{self.num_tokens:,} {self._unit} in {self.num_documents} documents{skipped}{names}"
+
+
 def mark_documents(leaves: dict[str, np.ndarray], row: int, begins: np.ndarray) -> None:
     """Keep the documents of a row of a batch apart, in ``segments``, ``positions``, ``targets``.
 
@@ -458,11 +408,6 @@ def mark_documents(leaves: dict[str, np.ndarray], row: int, begins: np.ndarray) 
     segments = np.repeat(np.arange(len(begins)), lengths)[:seq]
     leaves["segments"][row] = segments
     leaves["positions"][row] = np.arange(seq) - begins[segments]
-
-
-def token_dtype(tokenizer: TextTokenizer) -> type:
-    """The smallest of numpy's dtypes that holds the tokenizer's ids: uint16 or uint32."""
-    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 
 
 def check_vocabulary(needed: int, vocab_size: int | None) -> None:
@@ -552,7 +497,34 @@ class Texts(Protocol):
         ...
 
 
-class Documents:
+class StoredTokens:
+    """Tokens on disk, as one text or each of its documents as one.
+
+    Args:
+        file: of `functron.data.open_tokens`.
+        vocab_size: how many ids the model has; another one in a piece is a ValueError.
+        by_document: whether no document sees another.
+    """
+
+    num_bytes: int | None = None
+
+    def __init__(self, file: TokenFile, vocab_size: int, *, by_document: bool = False):
+        self._file, self._most = file, vocab_size
+        documents = np.arange(file.num_documents + 1) if by_document else None
+        edges = np.array([0, file.num_tokens]) if documents is None else file.starts(documents)
+        self._starts, self.lengths = edges[:-1], np.maximum(np.diff(edges) - 1, 0)
+
+    def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        first = int(self._starts[text]) + start
+        found = self._file.read(first, length + 1)
+        check_ids(self._file.path, found, first, self._most)
+        return found[:-1], found[1:]
+
+    def summary(self) -> str:
+        return describe_file(self._file)
+
+
+class Documents(StoredTokens):
     """Files of text, each as its tokens: bytes, or what a tokenizer gives.
 
     With a tokenizer, its BOS, if it has one, stands before the tokens of a text and is no target,
@@ -570,38 +542,42 @@ class Documents:
 
     def __init__(self, path: str | Path, tokenizer: TextTokenizer | None, vocab_size: int):
         files, _ = find(path)
-        self._begin = 0 if tokenizer is None else len(tokenizer.rules.begin_prompt(tokenizer))
+        begin = () if tokenizer is None else tokenizer.rules.begin_prompt(tokenizer)
+        self._begin, count = len(begin), 0
         if tokenizer is None:
-            self._tokens = [np.memmap(file, np.uint8, mode="r") for file in files]
-            self.num_bytes = sum(len(tokens) - 1 for tokens in self._tokens)
+            parts = byte_parts(files)
         else:
-            self._tokens, self.num_bytes = _tokenise(files, tokenizer, vocab_size)
-        self.lengths = np.array([len(tokens) - 1 for tokens in self._tokens], np.int64)
+            parts = []
+            for text, ids in _encode_files(files, tokenizer, vocab_size, begin):
+                parts.append(ids)
+                count += len(text.encode()) - _first_bytes(text, int(ids[0]), tokenizer)
+        parts = parts or [np.zeros(0, np.int64)]
+        super().__init__(Concatenated(parts, Path(path)), vocab_size, by_document=True)
+        self.num_bytes = int(self.lengths.sum()) if tokenizer is None else count
 
     def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        found = self._tokens[text][start : start + length + 1]
-        tokens, targets = found[:-1], found[1:]
+        tokens, targets = super().piece(text, start, length)
         if (hidden := self._begin - 1 - start) > 0:
             targets = np.where(np.arange(len(targets)) < hidden, IGNORED, targets.astype(np.int64))
         return tokens, targets
 
     def summary(self) -> str:
-        total = int(self.lengths.sum()) + len(self.lengths)
-        return f"{total:,} tokens in {len(self.lengths):,} texts"
+        return f"{self._file.num_tokens:,} tokens in {len(self.lengths):,} texts"
 
 
-def _tokenise(
-    files: list[Path], tokenizer: TextTokenizer, vocab_size: int
-) -> tuple[list[np.ndarray], int]:
-    """The tokens of each file that has some, and the bytes of all but the first ones."""
-    found, count = [], 0
+def _encode_files(
+    files: Iterable[Path | bytes],
+    tokenizer: TextTokenizer,
+    vocab_size: int | None,
+    begin: tuple[int, ...],
+    end: tuple[int, ...] = (),
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The text of each file that has tokens, and these, between those before and after a text."""
     for text in texts_of(files):
-        ids = np.array(encode_prompt(tokenizer, text), token_dtype(tokenizer))
-        if len(ids):
-            check_vocabulary(int(ids.max()) + 1, vocab_size)
-            found.append(ids)
-            count += len(text.encode()) - _first_bytes(text, int(ids[0]), tokenizer)
-    return found, count
+        ids = [*begin, *tokenizer.encode(text, special=False), *end]
+        if ids:
+            check_vocabulary(max(ids) + 1, vocab_size)
+            yield text, np.array(ids, fitting_dtype(tokenizer.vocab_size))
 
 
 def _first_bytes(text: str, token: int, tokenizer: TextTokenizer) -> int:
@@ -610,33 +586,6 @@ def _first_bytes(text: str, token: int, tokenizer: TextTokenizer) -> int:
     if text.startswith(first):
         return len(first.encode())
     return 1  # a part of a character
-
-
-class StoredTokens:
-    """Tokens on disk, as one text or each of its documents as one.
-
-    Args:
-        file: of `functron.data.open_tokens`.
-        vocab_size: how many ids the model has; another one in a piece is a ValueError.
-        by_document: whether no document sees another.
-    """
-
-    num_bytes = None
-
-    def __init__(self, file: TokenFile, vocab_size: int, *, by_document: bool = False):
-        self._file, self._most = file, vocab_size
-        documents = np.arange(file.num_documents + 1) if by_document else None
-        edges = np.array([0, file.num_tokens]) if documents is None else file.starts(documents)
-        self._starts, self.lengths = edges[:-1], np.maximum(np.diff(edges) - 1, 0)
-
-    def piece(self, text: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        first = int(self._starts[text]) + start
-        found = self._file.read(first, length + 1)
-        check_ids(self._file.path, found, first, self._most)
-        return found[:-1], found[1:]
-
-    def summary(self) -> str:
-        return describe_file(self._file)
 
 
 class Sliding:

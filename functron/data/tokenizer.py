@@ -11,18 +11,14 @@ import binascii
 import functools
 import json
 import re
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
 import torch
 
 from functron.core.errors import Problem, local_path, nearest, on_hub, raise_problems, refuse
@@ -33,46 +29,23 @@ from functron.data.mapped_files import (
     TextTokenizer,
     require_package,
 )
+from functron.data.templates import (
+    SPECIAL,
+    ChatTemplate,
+    Conversation,
+    Message,
+    Rendered,
+    count_names,
+    find_by_first,
+    find_targets,
+)
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 CANNOT = "cannot read a tokenizer"
 
-Message = Mapping[str, Any]
-"""``{"role": "user", "content": "..."}``, and what else the template reads."""
-
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A conversation as a model reads it.
-
-    Attributes:
-        text: what the template made of the messages.
-        tokens, assistant: int64 ``[seq]``, and bool ``[seq]``: which of them are the assistant's,
-            for the mask of a loss.
-        spans: from where to where in `text` the assistant speaks.
-        silent: how many of these have no token that something predicts.
-        names: how many names of special tokens there are in the messages.
-    """
-
-    text: str
-    tokens: torch.Tensor
-    assistant: torch.Tensor
-    spans: tuple[tuple[int, int], ...]
-    silent: int = 0
-    names: int = 0
-
-
-class Rendered(str):
-    """A text that a template wrote; the spans `literal` of it are names of special tokens that are
-    text, as they come from messages and not from the template.
-    """
-
-    literal: tuple[tuple[int, int], ...] = ()
 
 
 class Tokenizer:
@@ -103,11 +76,9 @@ class Tokenizer:
         settings = _read_settings(self.path / SETTINGS)
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.num_ordinary: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
-        tokens = {name: _token_text(settings.get(name)) for name in _SPECIAL}
+        tokens = {name: _token_text(settings.get(name)) for name in SPECIAL}
         self.special = {name: token for name, token in tokens.items() if token is not None}
         self.template = _find_template(self.path, settings)
-        self._mark = uuid.uuid4().hex  # which no message can have in it
-        self._break = str(uuid.uuid4().int)  # likewise; the same in upper case
         added = self._tokenizer.get_added_tokens_decoder().items()
         known = {token.content: index for index, token in added if token.special}
         named = (*self.special.values(), *self._end_names[:1])
@@ -198,8 +169,7 @@ class Tokenizer:
     ) -> str:
         """The text of a conversation, as the model's template writes it.
 
-        Templates come with models and are not trusted: they run in Jinja's sandbox, for
-        `TEMPLATE_SECONDS` and to `TEMPLATE_CHARACTERS` at most.
+        Templates come with models and are not trusted: see `functron.data.templates`.
 
         Args:
             messages: in order.
@@ -209,7 +179,7 @@ class Tokenizer:
         Raises:
             ValueError: the model has no template, or it refuses these messages.
         """
-        return self._render(messages, add_generation_prompt, more)[0]
+        return self._writer.render(messages, add_generation_prompt, more)[0]
 
     def conversation(self, messages: Sequence[Message], **more: Any) -> Conversation:
         """A conversation as tokens, and which of them are the assistant's.
@@ -221,14 +191,12 @@ class Tokenizer:
         Arguments and errors are those of `render`; it is a ValueError, too, where the template
         writes a message differently depending on those after it, and marks nothing.
         """
-        text, spans = self._render(messages, False, more)
-        marks = re.search(r"{%-?\s*generation\s*-?%}", self.template or "")
-        if not spans and marks is None:
-            spans = self._find_spans(messages, text, more)
+        text, spans = self._writer.render_answers(messages, more)
         ids, offsets = self._encode_rendered(text)
-        find = find_targets if self.rules.version > 1 else _find_by_first
+        find = find_targets if self.rules.version > 1 else find_by_first
         assistant, silent = find(text, offsets, spans)
-        tokens, names = torch.tensor(ids, dtype=torch.int64), self._count_names([messages, more])
+        tokens = torch.tensor(ids, dtype=torch.int64)
+        names = count_names(self.names, messages, more)
         return Conversation(text, tokens, assistant, tuple(spans), silent, names)
 
     def encode_prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
@@ -238,7 +206,7 @@ class Tokenizer:
         prompt are left out where they are a part of the answer's first token (``" Paris"``), which
         the model has learnt to say. Arguments and errors are those of `render`.
         """
-        text = self._render(messages, True, more)[0]
+        text = self._writer.render(messages, True, more)[0]
         longer = Rendered(text + "a")
         longer.literal = text.literal
         plain, ends = self._encode_rendered(text)
@@ -248,105 +216,6 @@ class Tokenizer:
         if not before or plain[: len(before)] != before:
             return plain
         return plain if text[ends[len(before) - 1][1] :].strip() else before
-
-    def _find_spans(
-        self, messages: Sequence[Message], text: str, more: Mapping[str, Any]
-    ) -> list[tuple[int, int]]:
-        spans, problems = [], []
-        for index, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            prompt = self._render(messages[:index], True, more)[0]
-            upto = self._render(messages[: index + 1], False, more)[0]
-            if not (upto.startswith(prompt) and text.startswith(upto)):
-                got = "text that changes with what stands around it"
-                wanted = "a template that writes message after message"
-                fix = "mark the assistant's text in it: {% generation %} ... {% endgeneration %}"
-                problems.append(Problem(f"messages[{index}]", got, wanted, fix))
-                continue
-            spans.append((len(prompt), len(upto.rstrip())))
-        raise_problems("cannot find the text of the assistant", problems)
-        return spans
-
-    def _render(
-        self, messages: Sequence[Message], prompt: bool, more: Mapping[str, Any]
-    ) -> tuple[Rendered, list[tuple[int, int]]]:
-        """The text, and the spans of it that the template marks."""
-        given = {name: value for name, value in more.items() if name not in _SPECIAL}
-        found = self._count_names([messages, given])
-        if self._parses or not found:
-            return self._remove_marks(self._run_template(messages, prompt, more))
-        broken, others = self._mark_names(list(messages)), self._mark_names(given)
-        text, spans = self._remove_marks(self._run_template(broken, prompt, {**more, **others}))
-        plain = self._remove_marks(self._run_template(messages, prompt, more))
-        if plain != (text, spans):
-            got = f"{found} names of special tokens, on which what the template writes depends"
-            wanted = "messages whose text the template writes as it is"
-            fix = "take them out, or read them as special tokens: --special-tokens parse"
-            refuse("the template reads special tokens in messages", "messages", got, wanted, fix)
-        return text, spans
-
-    def _run_template(
-        self, messages: Sequence[Message], prompt: bool, more: Mapping[str, Any]
-    ) -> str:
-        """The text that the template writes, with marks."""
-        self.require_template()
-        from jinja2 import TemplateError
-
-        variables = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None}
-        variables |= {"documents": None, **self.special, **more}
-        try:
-            environment, template = self._environment_and_template
-            environment.begin()
-            pieces = []
-            for piece in template.generate(**variables):
-                environment.check(len(piece))
-                pieces.append(piece)
-            return "".join(pieces)
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            refuse(
-                "the template refuses this conversation",
-                "messages",
-                error,
-                "messages that the model's template takes",
-            )
-        except (ArithmeticError, AttributeError, IndexError, MemoryError, RecursionError) as error:
-            got = f"{type(error).__name__}: {error}"
-            refuse("the template fails", str(self.path), got, "a template that writes text")
-
-    def _count_names(self, value: Any) -> int:
-        """How many names of special tokens there are in texts, at any depth."""
-        if isinstance(value, str):
-            return self.names.count(value)
-        if isinstance(value, Mapping):
-            return sum(self._count_names(each) for pair in value.items() for each in pair)
-        return sum(map(self._count_names, value)) if isinstance(value, list | tuple) else 0
-
-    def _mark_names(self, value: Any) -> Any:
-        """`value` with a mark inside of every name of a special token, at any depth."""
-        if isinstance(value, str) and self.names.pattern is not None:
-            return self.names.pattern.sub(lambda m: m[0][0] + self._break + m[0][1:], value)
-        if isinstance(value, Mapping):
-            return {self._mark_names(name): self._mark_names(each) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._mark_names(each) for each in value]
-        return value
-
-    def _remove_marks(self, marked: str) -> tuple[Rendered, list[tuple[int, int]]]:
-        """A text without its marks, the spans that stood between them, and the names with one."""
-        pieces, breaks, edges, size = [], [], [], 0
-        for piece in re.split(f"({self._mark}|{self._break})", marked):
-            if piece == self._mark:
-                edges.append(size)
-            elif piece == self._break:
-                breaks.append(size - 1)
-            else:
-                pieces.append(piece)
-                size += len(piece)
-        text, pattern = Rendered("".join(pieces)), self.names.pattern
-        found = [] if pattern is None else [pattern.match(text, start) for start in breaks]
-        text.literal = tuple(match.span() for match in found if match is not None)
-        return text, list(zip(edges[::2], edges[1::2], strict=True))
 
     def _encode_rendered(self, text: Rendered) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of a text that a template wrote, without anything around it, and their offsets.
@@ -402,7 +271,8 @@ class Tokenizer:
         _make_special(made, self.names.ids)
         added = {x.content: x for x in made.get_added_tokens_decoder().values()}
         _read_names(made, self.names)
-        aliases = {name: f"<{self._mark}:{index}>" for name, index in self.names.ids.items()}
+        mark = uuid.uuid4().hex  # which no message can have in it
+        aliases = {name: f"<{mark}:{index}>" for name, index in self.names.ids.items()}
         for name, alias in aliases.items():
             strips = {"lstrip": added[name].lstrip, "rstrip": added[name].rstrip}
             made.add_tokens([AddedToken(alias, normalized=False, **strips)])
@@ -410,9 +280,10 @@ class Tokenizer:
         return made, aliases, ids
 
     @functools.cached_property
-    def _environment_and_template(self) -> Any:
-        environment = _make_environment(self._mark)
-        return environment, environment.from_string(self.template or "")
+    def _writer(self) -> ChatTemplate:
+        self.require_template()
+        kept = SpecialNames({}) if self._parses else self.names
+        return ChatTemplate(self.template or "", self.path, self.special, kept)
 
     def require_template(self) -> None:
         """Raise ValueError unless the model has a template, and the package jinja2 is installed."""
@@ -421,73 +292,6 @@ class Tokenizer:
             fix = f"write one: {self.path / TEMPLATE}"
             refuse("no template", str(self.path), got, "a template", fix)
         require_package("jinja2", "hub", "cannot write conversations", "the package installed")
-
-
-def find_targets(
-    text: str, offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
-) -> tuple[torch.Tensor, int]:
-    """Which tokens of a text lie in spans of it, and how many spans have none that is predicted.
-
-    A token lies in a span if one of its own characters does. Spaces are not counted among these
-    where it has others: ``" Paris"`` is in the span that ``Paris`` is, whoever wrote the space, and
-    in no span that ends with that space. A token of spaces alone has those of its offsets, or,
-    where a tokenizer leaves them out of offsets, those between the token before it and itself. What
-    stands between the first and the last token of a span, such as a token that no character of the
-    text stands for, is in it too: as in the mask of transformers' `apply_chat_template`, which is
-    the same wherever it finds a token at both ends of a span. In a span of no characters, such as
-    that of an empty answer, lies no token, whatever stands around it.
-
-    Args:
-        text: any.
-        offsets: of its tokens, in characters.
-        spans: from where to where, in characters.
-
-    Returns:
-        bool ``[tokens]``, and the number of spans without a token beyond the first of the text,
-        which nothing predicts.
-    """
-    found = torch.zeros(len(offsets), dtype=torch.bool)
-    own, end = [], 0
-    for start, stop in offsets:
-        left_out = not text[start:stop].strip() and not text[end:start].strip()
-        own.append((min(start, end) if left_out else start, stop))
-        end = max(end, stop)
-    begins, ends = np.array(own, np.int64).reshape(-1, 2).T
-    silent = 0
-    for first, last in spans:
-        if first >= last:
-            silent += 1
-            continue
-        touching = np.flatnonzero((begins < last) & (first < ends)).tolist()
-        inside = partial(_lies_in, text, own, (first, last))
-        begin = next(filter(inside, touching), None)
-        final = next(filter(inside, reversed(touching)), None)
-        if begin is not None and final is not None:
-            found[begin : final + 1] = True
-        silent += not final  # nothing predicts the first token
-    return found, silent
-
-
-def _lies_in(text: str, own: Sequence[tuple[int, int]], span: tuple[int, int], index: int) -> bool:
-    """Whether a token, which touches a span, has more than spaces there, or is of spaces alone."""
-    start, stop = own[index]
-    shared = text[max(start, span[0]) : min(stop, span[1])]
-    return bool(shared.strip()) or not text[start:stop].strip()
-
-
-def _find_by_first(
-    text: str, offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
-) -> tuple[torch.Tensor, int]:
-    """As `find_targets`, by the first characters of tokens alone: version 1 of the rules."""
-    found, end = torch.zeros(len(offsets), dtype=torch.bool), 0
-    begins = []
-    for start, stop in offsets:
-        begins.append(min(start, end) if not text[end:start].strip() else start)
-        end = max(end, stop)
-    for index, start in enumerate(begins):
-        found[index] = any(first <= start < max(last, first) for first, last in spans)
-    silent = sum(not any(a <= start < b for start in begins[1:]) for a, b in spans)
-    return found, silent
 
 
 def _make_special(tokenizer: Any, names: Iterable[str]) -> None:
@@ -533,112 +337,6 @@ def _read_names(tokenizer: Any, names: SpecialNames) -> None:
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(splits)
 
 
-TEMPLATE_SECONDS = 10.0
-"""How long a template may take to write a conversation."""
-
-TEMPLATE_CHARACTERS = 1 << 24
-"""How many characters a template may write, and join in a text of its own."""
-
-
-def _make_generation_tag(mark: str) -> Any:
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        """``{% generation %} ... {% endgeneration %}`` around the assistant's text."""
-
-        tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            first, last = (nodes.Output([nodes.TemplateData(mark)]) for _ in range(2))
-            return [first.set_lineno(line), *body, last.set_lineno(line)]
-
-    return Generation
-
-
-def _make_environment(mark: str) -> Any:
-    """Jinja as chat templates expect it, in a sandbox: no attribute of Python's can be reached.
-
-    What a template marks as the assistant's comes out with `mark` before and after it. Every turn
-    of a loop and call of a macro looks at the clock, and operators that make texts at their length.
-    """
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    class Limited(ImmutableSandboxedEnvironment):
-        """A sandbox that a template cannot keep busy or fill."""
-
-        intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-        def begin(self) -> None:
-            """Give a template its time and characters."""
-            self.deadline, self.left = time.monotonic() + TEMPLATE_SECONDS, TEMPLATE_CHARACTERS
-
-        def check(self, written: int = 0) -> str:
-            """Raise where time is over, or more is written than may be."""
-            self.left -= written
-            if self.left < 0:
-                raise TemplateError(f"it writes more than {TEMPLATE_CHARACTERS} characters")
-            if time.monotonic() > self.deadline:
-                raise TemplateError(f"it takes longer than {TEMPLATE_SECONDS:g} seconds")
-            return ""
-
-        def joined(self, *parts: Any) -> str:
-            """The text of `parts`, one after another."""
-            texts = [str(part) for part in parts]
-            return self._short(sum(map(len, texts))) or "".join(texts)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            """The result of an operator, where it is not too long."""
-            long = [len(x) for x in (left, right) if isinstance(x, (str, list, tuple))]
-            whole = [abs(x) for x in (left, right) if isinstance(x, int)]
-            if operator == "+":
-                self._short(sum(long))
-            elif operator == "*" and long:
-                self._short(long[0] * max(whole, default=0))
-            elif operator in ("*", "**") and len(whole) == 2:
-                bits = whole[0].bit_length() * (whole[1] if operator == "**" else 1)
-                self._short(bits + whole[1].bit_length())
-            return super().call_binop(context, operator, left, right)
-
-        def _short(self, count: int) -> str:
-            if count > TEMPLATE_CHARACTERS:
-                raise TemplateError(
-                    f"it makes a text of more than {TEMPLATE_CHARACTERS} characters"
-                )
-            return ""
-
-        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-            tree = super()._parse(source, name, filename)
-            for found in list(tree.find_all(nodes.Concat)):
-                found.nodes = [_make_call(nodes, "joined", found.nodes)]
-            for found in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-                found.body.insert(0, nodes.ExprStmt(_make_call(nodes, "check", [])))
-            return tree
-
-    environment = Limited(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_make_generation_tag(mark), loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _make_call(nodes: Any, name: str, arguments: Sequence[Any]) -> Any:
-    """The call of a method of the environment, in a template."""
-    return nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None)
-
-
 def _read_tokenizer(file: Path) -> Any:
     require_package("tokenizers", "hub", CANNOT, "the package installed")
     import tokenizers
@@ -672,7 +370,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
         return {}
     wrong = [
         Problem(f"{file}: {name}", f"{token!r:.100}", "a token's text")
-        for name in _SPECIAL
+        for name in SPECIAL
         if not isinstance(token := _token_text(found.get(name)), str | None)
     ]
     raise_problems(CANNOT, wrong)

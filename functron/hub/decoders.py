@@ -35,6 +35,7 @@ from functron.hub.entries import (
     activation,
     biases,
     derived,
+    find_every,
     fixed,
     get_whole,
     is_a,
@@ -315,9 +316,8 @@ def _read_unrotated(table: HubTable, values: Mapping) -> dict:
         raise EntryError(Problem(" and ".join(_UNROTATED), got, "a list or null, and a number"))
     if listed is None:
         return {"nope_every": every}
-    turns = [bool(each) for each in listed[:count]]
-    every = turns.index(False) + 1 if False in turns else 0
-    if turns != [not every or (i + 1) % every != 0 for i in range(count)]:
+    every = find_every([bool(each) for each in listed[:count]])
+    if every is None or len(listed) < count:
         wanted = "0 for every n-th layer, and 1 for the others"
         raise EntryError(Problem("no_rope_layers", str(listed), wanted))
     return {"nope_every": every}
@@ -563,16 +563,11 @@ GPT2 = HubFormat(
     ),
 )
 
-DENSE: Mapping[str, HubFormat] = MappingProxyType(
-    {
-        form.model_type: form
-        for form in (
-            *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, PHI3, GPT2),
-            *(GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3, OLMO, GLM, GLM4),
-        )
-    }
+DENSE = (
+    *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, PHI3, GPT2),
+    *(GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3, OLMO, GLM, GLM4),
 )
-"""By transformers' ``model_type``."""
+"""Those of dense decoders."""
 
 LACKING: Mapping[str, str] = MappingProxyType(
     {

@@ -25,11 +25,7 @@ LONGEST = "_longest"
 
 
 class EntryError(Exception):
-    """An entry or a field that the other side cannot express."""
-
-    def __init__(self, *problems: Problem):
-        super().__init__(*problems)
-        self.problems = problems
+    """An entry or a field that the other side cannot express; its arguments are `Problem`s."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ def read_entries(
         try:
             values |= entry.read(table, values)
         except EntryError as error:
-            problems += error.problems
+            problems += error.args
     return values
 
 
@@ -115,7 +111,7 @@ def write_entries(
         try:
             out |= entry.write(config)
         except EntryError as error:
-            problems += error.problems
+            problems += error.args
     return out
 
 
@@ -375,7 +371,7 @@ def window(
         size = get_whole(table, "sliding_window", default)
         wide = table.get(every, default_every) if every else default_every
         windowed = _find_windowed_layers(table, values.get("num_layers", 0), switched, wide)
-        pattern = _find_global_every(windowed) if layered else 0
+        pattern = find_every(windowed) if layered else 0
         used = not switched or bool(table.get("use_sliding_window"))
         if not used or not size or (layered and True not in windowed):
             return {}
@@ -425,10 +421,10 @@ def _find_windowed_layers(
     return [(layer + 1) % wide != 0 for layer in range(num_layers)]
 
 
-def _find_global_every(windowed: Sequence[bool]) -> int | None:
-    """Our `global_every` of these layers; None: there is none."""
-    every = windowed.index(False) + 1 if False in windowed else 0
-    fits = all(yes == bool(not every or (i + 1) % every) for i, yes in enumerate(windowed))
+def find_every(layers: Sequence[bool]) -> int | None:
+    """The n of layers of which all but every n-th are chosen; 0: all are; None: there is none."""
+    every = layers.index(False) + 1 if False in layers else 0
+    fits = all(yes == bool(not every or (i + 1) % every) for i, yes in enumerate(layers))
     return every if fits else None
 
 

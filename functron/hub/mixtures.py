@@ -62,7 +62,7 @@ from functron.hub.entries import (
     same,
     window,
 )
-from functron.hub.format import DOWN, HEADS, UP, HubFormat, NameRule, linear, mlp, norm
+from functron.hub.format import HEADS, HubFormat, NameRule, linear, mlp, norm
 from functron.models.config import GPTConfig
 from functron.models.family import canonical_moe
 from functron.nn.moe import MoEConfig
@@ -78,11 +78,7 @@ _BLOCK = (*NORMS, *ATTENTION)
 
 def _list_expert_rules(name: str, names: tuple[str, str, str]) -> tuple[NameRule, ...]:
     """The rules of experts' gate, up and down projections, a tensor each."""
-    kinds = zip(names, ("gate", "up", "down"), (UP, UP, DOWN), strict=True)
-    return tuple(
-        NameRule(f"{name}.{{expert}}.{theirs}.weight", dims[0], (f"{_MOE}/experts/{ours}/w",))
-        for theirs, ours, dims in kinds
-    )
+    return mlp(f"{_MOE}/experts", *(f"{name}.{{expert}}.{each}" for each in names))
 
 
 _FUSED = (
@@ -195,7 +191,7 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
             try:
                 values[field] = get(table, name, default)
             except EntryError as error:
-                problems += error.problems
+                problems += error.args
         if shared:
             count = table.get(shared, 1)
             if not is_a(count, int) or count < 1:
@@ -446,6 +442,6 @@ GPT_OSS = HubFormat(
 )  # fmt: skip
 
 DECODERS: Mapping[str, HubFormat] = MappingProxyType(
-    {**DENSE, **{form.model_type: form for form in (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)}}
+    {form.model_type: form for form in (*DENSE, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)}
 )
 """All decoders, by transformers' ``model_type``."""

@@ -10,14 +10,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 
+from functron.checkpoint.placement import Box, Placement
 from functron.core import tree
 from functron.core.errors import (
     Problem,
@@ -32,7 +32,7 @@ from functron.core.errors import (
 from functron.hub import files
 from functron.hub.decoders import LACKING
 from functron.hub.entries import LONGEST, NO_TOKENS, family_fix, read_entries, write_entries
-from functron.hub.files import TensorSource, open_folder
+from functron.hub.files import ENTRY, TensorSource, decode, open_folder, read_scheme
 from functron.hub.format import (
     HubFormat,
     HubLayout,
@@ -43,22 +43,18 @@ from functron.hub.format import (
     tensors,
 )
 from functron.hub.mixtures import DECODERS
-from functron.hub.quantised import ENTRY, decode, read_scheme
 from functron.models.config import Dtype, GPTConfig
 from functron.models.family import Config, differing_fields, family_of, field_text
-from functron.spmd import BoundMesh, Mesh, P
+from functron.spmd import BoundMesh, Mesh
 from functron.spmd.params import abstract_params, param_specs
-from functron.spmd.spec import is_spec, local_shape, offsets, validate
-
-if TYPE_CHECKING:
-    from functron.checkpoint import Placement
+from functron.spmd.spec import validate
 
 
 def _list_formats() -> dict[str, HubFormat]:
     """Those of decoders, and then those of applications (``"functron.hub_formats"``)."""
     group = "functron.hub_formats"
     others = (load_plugin(group, name, "format")() for name in list_plugins(group))
-    return {**DECODERS, **{form.model_type: form for forms in others for form in forms}}
+    return {form.model_type: form for forms in (DECODERS.values(), *others) for form in forms}
 
 
 FORMATS: Mapping[str, HubFormat] = MappingProxyType(_list_formats())
@@ -279,17 +275,8 @@ def format_for(config: Config) -> HubFormat:
 # --- weights
 
 
-@dataclass(frozen=True)
-class Local:
-    """The part of a leaf that this process keeps.
-
-    Attributes:
-        shape: of its tensor.
-        boxes: start in the whole leaf, size, and start in the tensor, of each piece of it.
-    """
-
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+Local = tuple[tuple[int, ...], tuple[Box, ...]]
+"""The part of a leaf that this process keeps: the shape of its tensor, and the pieces in it."""
 
 
 def local_on_mesh(
@@ -297,25 +284,12 @@ def local_on_mesh(
 ) -> dict[str, Local]:
     """This process's part of parameters with these specs: everything, or a box of each leaf."""
     like = abstract_params(family_of(config).defs(config))
-    shapes = {p: tuple(x.shape) for p, x in zip(tree.paths(like), tree.leaves(like), strict=True)}
-    if mesh is not None and specs is not None:
-        validate(like, specs, mesh, what="params")
-    if not isinstance(mesh, BoundMesh):
-        return {path: _make_box((0,) * len(shape), shape) for path, shape in shapes.items()}
-    if specs is None:
+    if isinstance(mesh, BoundMesh) and specs is None:
         title, fix = "cannot load onto a bound mesh", "pass param_specs(defs, rules)"
         refuse(title, "specs", None, "the parameters' specs", fix)
-    flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs")
-    found = {}
-    for (path, shape), spec in zip(shapes.items(), flat, strict=True):
-        spec = spec if spec is not None else P()
-        start = offsets(shape, spec, mesh, mesh.coordinate)
-        found[path] = _make_box(start, local_shape(shape, spec, mesh))
-    return found
-
-
-def _make_box(start: tuple[int, ...], size: tuple[int, ...]) -> Local:
-    return Local(size, ((start, size, (0,) * len(size)),))
+    if mesh is not None and specs is not None:
+        validate(like, specs, mesh, what="params")
+    return _find_local(Placement.of(like, specs, mesh), "")
 
 
 def _find_local(placement: Placement, at: str) -> dict[str, Local]:
@@ -325,7 +299,7 @@ def _find_local(placement: Placement, at: str) -> dict[str, Local]:
         shape = placement.local_shape(leaf, placement.here)
         path = leaf.path.removeprefix(f"{at}/") if at else leaf.path
         if shape is not None and (not at or path != leaf.path):
-            found[path] = Local(shape, placement.boxes(leaf, placement.here))
+            found[path] = shape, placement.boxes(leaf, placement.here)
     return found
 
 
@@ -485,14 +459,14 @@ def read_layouts(
     for layout, part in [(each, part) for each in found for part in each.parts]:
         if part.path not in local:
             continue
-        mine = local[part.path]
+        shape, boxes = local[part.path]
         if part.path not in leaves:
             # zeros, as padding of the vocabulary and of shards is never read
-            leaf = torch.zeros(mine.shape, dtype=dtypes[part.path], device=device)
+            leaf = torch.zeros(shape, dtype=dtypes[part.path], device=device)
             leaves[part.path] = leaf
             tree.put_leaf(params, part.path, leaf)
         leaf = leaves[part.path]
-        for start, size, at in mine.boxes:
+        for start, size, at in boxes:
             view = leaf
             for dim, (first, count) in enumerate(zip(at, size, strict=True)):
                 view = view.narrow(dim, first, count)

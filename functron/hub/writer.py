@@ -6,37 +6,35 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from functron.checkpoint.folder import sync
 from functron.core import tree
 from functron.core.errors import Problem, local_path, nearest, public, raise_problems, refuse
 from functron.hub.files import (
+    ENTRY,
     INDEX,
     SINGLE,
     Planned,
     TensorSource,
-    TensorWriter,
-    exists,
-    index_of,
-    open_folder,
-    plan,
-)
-from functron.hub.format import HubFormat, HubLayout, LeafPart, layouts_of, tensors
-from functron.hub.quantised import (
-    ENTRY,
     check_method,
     choose_quantised,
     decode,
     describe_scales,
     encode,
+    exists,
+    index_of,
+    open_folder,
+    plan,
     write_entry,
+    write_files,
 )
+from functron.hub.format import HubFormat, HubLayout, LeafPart, layouts_of, tensors
 from functron.hub.reader import (
     CONFIG,
     format_for,
@@ -111,7 +109,7 @@ def save(
             unless a dtype is given.
         quantise: write projections of a decoder's attention, feed-forward layers and experts in FP8
             (E4M3): ``fp8-block`` with scales of 128x128 blocks, as DeepSeek-V3; ``fp8-row`` with
-            one per output, as compressed-tensors; see `functron.hub.quantised`. None: no.
+            one per output, as compressed-tensors; see `functron.hub.files`. None: no.
         max_shard_bytes: the most data in one file; a larger tensor has its own.
 
     Raises:
@@ -142,29 +140,36 @@ def save(
         same = still_describes(kept, config, form)
         source = decode(open_folder(like), kept, f"{like}/{CONFIG}") if same else None
     surplus = _find_surplus(form, config, source, kind)
-    listed += [(name, value.dtype, value.shape) for name, value in surplus.items()]
+    listed += [(name, kind, shape) for name, (shape, _) in surplus.items()]
     converted: set[str] = set()
     if quantise is not None:
         converted = choose_quantised(quantise, found)
         entries[ENTRY] = write_entry(quantise, converted, [row[0] for row in listed])
         listed = list(_add_scales(listed, converted, quantise))
     export = _Export(Path(path), plan(listed, max_shard_bytes), entries, like, mesh)
-    try:
-        export.begin()
-        with torch.no_grad():
-            leaves = _Leaves(params, flat, mesh)
-            for layout, index in tensors(found):
-                name, whole = layout.name(index), leaves.whole(layout, index)
-                if quantise is not None and name in converted:
-                    export.write_quantised(quantise, name, whole)
-                else:
-                    export.write(name, whole)
-            for name, value in surplus.items():
-                export.write(name, value.read())
-        export.end()
-    except BaseException:
-        export.abandon()
-        raise
+    leaves = _Leaves(params, flat, mesh)
+
+    def gather_all() -> Iterator[tuple[str, torch.Tensor]]:
+        for layout, index in tensors(found):
+            yield layout.name(index), leaves.whole(layout, index)
+        for name, (_, read) in surplus.items():
+            yield name, read()
+
+    with torch.no_grad():
+        export.run(gather_all(), partial(_encode_some, quantise or "", converted))
+
+
+def _encode_some(
+    method: str, converted: set[str], named: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by name, where those in `converted` are in 8 bits, followed by their scales."""
+    for name, whole in named:
+        if name not in converted:
+            yield name, whole
+            continue
+        values, scales = encode(method, name, whole)
+        yield name, values
+        yield describe_scales(method, name, tuple(whole.shape))[0], scales
 
 
 def _list_tensors(
@@ -196,23 +201,14 @@ def _add_scales(
         yield scales, torch.float32, sizes
 
 
-@dataclass(frozen=True)
-class _WriterSurplus:
-    """A tensor of transformers' model that ours lacks: from another folder, or a constant."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-
-
 def _find_surplus(
     form: HubFormat, config: Config, source: TensorSource | None, kind: torch.dtype
-) -> dict[str, _WriterSurplus]:
-    """The tensors of `Surplus` that are stored, by name."""
+) -> Mapping[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]:
+    """The shape of each tensor of `Surplus` that is stored, and what reads it, by name."""
     if form.surplus is None:
         return {}
     found = {
-        name: _WriterSurplus(shape, kind, partial(torch.full, shape, value, dtype=kind))
+        name: (shape, partial(torch.full, shape, value, dtype=kind))
         for name, (shape, value) in form.surplus.constants(config).items()
     }
     if source is None:
@@ -220,8 +216,7 @@ def _find_surplus(
     for name, (shape, _) in source.shapes().items():
         if form.surplus.holds(config, name):
             whole = tuple(slice(0, size) for size in shape)
-            read = partial(source.read, name, whole)
-            found[form.surplus.name(name)] = _WriterSurplus(shape, kind, read)
+            found[form.surplus.name(name)] = shape, partial(source.read, name, whole)
     return found
 
 
@@ -347,38 +342,29 @@ class _Export:
         self._mesh = mesh if isinstance(mesh, BoundMesh) else None
         self._folder = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
         self._main = self._mesh is None or self._mesh.rank == 0
-        self._writer: TensorWriter | None = None
         self._failure: Exception | None = None
 
-    def begin(self) -> None:
-        """Make the folder, under a temporary name; a failure is raised on all ranks."""
-        self._attempt(self._prepare)
-        self._agree()
+    def run(
+        self,
+        named: Iterator[tuple[str, torch.Tensor]],
+        encoded: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]],
+    ) -> None:
+        """Make the folder under a temporary name, write what is `encoded` of `named` tensors, for
+        which all ranks gather these, and the other files; then rename it.
+        """
+        try:
+            self._attempt(self._prepare)
+            self._agree()
+            self._attempt(lambda: write_files(self._folder, self._planned, encoded(named)))
+            for _ in named:
+                pass  # of other ranks, and where writing failed
+            self._attempt(self._finish)
+            self._agree()
+        except BaseException:
+            self._remove()
+            raise
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor."""
-        self._attempt(lambda: self._writer is None or self._writer.write(name, tensor))
-
-    def write_quantised(self, method: str, name: str, matrix: torch.Tensor) -> None:
-        """Write the next tensor in 8 bits, and its scales."""
-
-        def both() -> None:
-            values, scales = encode(method, name, matrix)
-            if self._writer is not None:
-                self._writer.write(name, values)
-                self._writer.write(describe_scales(method, name, tuple(matrix.shape))[0], scales)
-
-        self._attempt(both)
-
-    def end(self) -> None:
-        """Write the other files, and rename the folder."""
-        self._attempt(self._finish)
-        self._agree()
-
-    def abandon(self) -> None:
-        """Remove the files."""
-        if self._writer is not None:
-            self._writer.abandon()
+    def _remove(self) -> None:
         if self._main:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -389,7 +375,7 @@ class _Export:
             action()
         except (OSError, ValueError) as error:
             self._failure = error
-            self.abandon()
+            self._remove()
 
     def _agree(self) -> None:
         failed = self._failure is not None
@@ -415,7 +401,6 @@ class _Export:
                 "cannot export the model", str(self._target), "an existing path", "a new one", fix
             )
         self._folder.mkdir(parents=True)
-        self._writer = TensorWriter(self._folder, self._planned)
 
     def _finish(self) -> None:
         write_json(self._folder / CONFIG, self._entries)
@@ -424,7 +409,7 @@ class _Export:
         if self._like is not None:
             copy_companions(self._like, self._folder)
         for place in (self._folder, self._target.parent):
-            _sync(place)
+            sync(place)
             if place == self._folder:
                 self._folder.rename(self._target)
 
@@ -442,14 +427,5 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     found = [name for name in COMPANIONS if exists(source / name)]
     for name in found:
         shutil.copyfile(source / name, target / name)
-        _sync(target / name)
+        sync(target / name)
     return found
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

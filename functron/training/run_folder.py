@@ -18,6 +18,7 @@ from functron import checkpoint
 from functron.core.errors import Problem, local_path, raise_problems
 from functron.core.settings import nest_table, settings_of
 from functron.data.sampling import ARITHMETIC, earlier_text
+from functron.data.text_files import replace_text
 from functron.data.tokenizer import BYTES, TOKENIZER, Tokenizer, kind_of, tokenizers_in
 from functron.hub.writer import TOKENIZER_FILES
 from functron.training.config import TrainConfig, configure, dump, load
@@ -76,7 +77,7 @@ def newest(path: Path) -> Path | None:
 
 def write_config(path: Path, config: TrainConfig) -> None:
     """Write the whole configuration, except for out, resume and change_batch."""
-    _replace(path / CONFIG, _dump_lasting(config))
+    replace_text(path / CONFIG, _dump_lasting(config))
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
@@ -233,18 +234,8 @@ def rewind(path: Path, step: int) -> list[dict[str, Any]]:
     """Drop the records of steps after `step`, which will be taken again; returns the others."""
     kept = [record for record in records(path) if record["step"] <= step]
     if (path / METRICS).is_file():
-        _replace(path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
+        replace_text(path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file atomically."""
-    beside = file.with_name(file.name + ".new")
-    with beside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
 
 
 def refuse_existing(out: Path, title: str) -> None:

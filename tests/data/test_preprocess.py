@@ -313,6 +313,10 @@ def test_what_is_refused(tmp_path, text, folder):
     assert "x.parts: empty_documents: got 'refuse'; wanted 'drop'" in said
     (text / "c.jsonl").write_text("not JSON\n" * 50)
     assert refused(": the first 20 places").count("c.jsonl:") == 20
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.jsonl").touch()
+    with pytest.raises(ValueError, match="got no documents with tokens in 1 files"):
+        preprocess(settings(tmp_path / "empty", folder, tmp_path / "y"))
 
 
 def test_one_at_a_time_and_text_that_changes(tmp_path, text, folder):

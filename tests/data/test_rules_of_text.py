@@ -21,8 +21,9 @@ from functron.data.chat import IGNORED, Chat
 from functron.data.mapped_files import RULES, TextRules, encode_prompt
 from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.data.shards import provenance
+from functron.data.templates import Rendered
 from functron.data.token_datasets import Documents, FillInTheMiddle
-from functron.data.tokenizer import Rendered, open_tokenizer
+from functron.data.tokenizer import open_tokenizer
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure, load
 from functron.training.data import (
@@ -100,7 +101,7 @@ def test_where_texts_begin_and_end(tmp_path, around, kind):
     held_out = Documents(files, ours, ours.vocab_size)
     assert held_out.lengths.tolist() == [len(begin) + len(ids) - 1 for ids in plain]
     for index, ids in enumerate(plain):
-        tokens, targets = held_out.piece(index, 0, 1 << 20)
+        tokens, targets = held_out.piece(index, 0, int(held_out.lengths[index]))
         assert [*tokens.tolist(), int(targets[-1])] == [*begin, *ids]
         assert targets[targets != IGNORED].tolist() == (ids if begin else ids[1:])
     if begin:  # whose text is nothing, and which predict what follows

@@ -105,7 +105,8 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(mapped_files, "MAX_OPEN_FILES", 3)
     for index in range(20):
         (tmp_path / f"{index:02d}.txt").write_text(f"{index:02d}")
-    text = mapped_files.Concatenated(mapped_files.byte_parts(mapped_files.find(tmp_path)[0]))
+    parts = mapped_files.byte_parts(mapped_files.find(tmp_path)[0])
+    text = mapped_files.Concatenated(parts, tmp_path)
     assert bytes(text.read(0, 40)) == b"".join(b"%02d" % index for index in range(20))
     assert bytes(text.read(3, 4)) == b"1020"
     assert len(text._open) == 3
@@ -116,7 +117,7 @@ def test_the_default_text_is_english_and_code():
     text = TextWindows(None, 128)
     assert text.num_tokens > 4_000_000
     assert text.num_documents > 300
-    whole = bytes(text._tokens.read(0, text.num_tokens))
+    whole = bytes(text._file.read(0, text.num_tokens))
     assert topics["with"].encode() in whole
     assert Path(sys.modules["os"].__file__).read_bytes() in whole
     again = TextWindows(None, 128)

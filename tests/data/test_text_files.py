@@ -8,7 +8,7 @@ import json
 import pytest
 
 from functron.data import mapped_files, text_files
-from functron.data.text_files import cut, find_files, read, read_jsonl, where
+from functron.data.text_files import cut, find_files, read, read_jsonl
 
 TEXTS = ["one", "", "zwei Äpfel", "三 🙂\nlines", "x" * 50, "last"]
 
@@ -81,8 +81,7 @@ def test_lines_that_cannot_be_read(tmp_path):
         for number, (got, said) in enumerate(zip(problems(chunks), wrong.values(), strict=True), 1):
             assert got.startswith(f"{file}:{2 * number}: {said}")
     texts = list(read_jsonl(file))
-    assert text_files.where_in_jsonl(file, texts[2].place) == f"{file}:3"
-    assert where(cut([file], "text", 10)[0], texts[0].place) == f"{file}:1"
+    assert [texts[index].where() for index in (0, 2)] == [f"{file}:1", f"{file}:3"]
 
 
 def table(tmp_path, columns, name="a.parquet", **options):
@@ -95,8 +94,7 @@ def table(tmp_path, columns, name="a.parquet", **options):
 
 
 def test_parquet(tmp_path):
-    file = table(tmp_path, {"text": TEXTS, "n": range(6)}, row_group_size=2)
-    assert len(text_files.row_groups(file)) == 3
+    table(tmp_path, {"text": TEXTS, "n": range(6)}, row_group_size=2)
     for size, count in [(1, 3), (10**9, 1)]:
         chunks = cut(find_files([tmp_path]), "text", size)
         assert len(chunks) == count
@@ -117,7 +115,8 @@ def test_parquet_that_cannot_be_read(tmp_path):
     )
     assert f"{nulls}, row group 2, row 1: got null" in got[1]
     assert len(got) == 2
-    assert text_files.where_in_parquet(nulls, 3) == f"{nulls}, row group 1, row 1"
+    read_texts = [text for text in read(cut([nulls], "text", 1)[1]) if not text.problem]
+    assert [text.where() for text in read_texts] == [f"{nulls}, row group 1, row 0"]
     numbers = table(tmp_path, {"text": [float("nan")] * 2, "texts": ["a", "b"]}, "b.parquet")
     with pytest.raises(
         ValueError, match=r"column 'text': got double; wanted strings; .*NaN"
@@ -158,7 +157,7 @@ def test_plain_files_and_what_folders_hold(tmp_path):
         chunks = cut(find_files([tmp_path]), "text", size)
         assert len(chunks) == count
         assert found(chunks) == ["one", "two", "three"]
-    assert where(chunks[0], 1) == str(tmp_path / "b.txt")
+    assert list(read(chunks[0]))[1].where() == str(tmp_path / "b.txt")
     (tmp_path / "late.txt").write_bytes(b"a" * (1 << 16) + b"\xff")
     (got,) = problems(cut(find_files([tmp_path]), "text", 100))
     assert got.startswith(f"{tmp_path}/late.txt: got byte 0xff at offset 65536; wanted UTF-8")

@@ -12,7 +12,8 @@ import torch
 
 from functron.data import mapped_files
 from functron.data.mapped_files import TextRules
-from functron.data.tokenizer import Tokenizer, find_targets
+from functron.data.templates import find_targets
+from functron.data.tokenizer import Tokenizer
 from tests.data.chats import CHATML, MARKED
 from tests.data.kinds import KINDS, TEMPLATES, TURNS, save, unmarked
 
@@ -322,7 +323,7 @@ MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% end
     ],
 )
 def test_templates_have_their_time_and_their_characters(tmp_path, monkeypatch, template, reason):
-    module = sys.modules["functron.data.tokenizer"]
+    module = sys.modules["functron.data.templates"]
     monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
     monkeypatch.setattr(module, "TEMPLATE_CHARACTERS", 100_000)
     ours = Tokenizer(make(tmp_path, template))
@@ -332,7 +333,7 @@ def test_templates_have_their_time_and_their_characters(tmp_path, monkeypatch, t
 
 
 def test_limits_of_one_conversation_are_not_those_of_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["functron.data.tokenizer"], "TEMPLATE_CHARACTERS", 150)
+    monkeypatch.setattr(sys.modules["functron.data.templates"], "TEMPLATE_CHARACTERS", 150)
     ours = Tokenizer(make(tmp_path, "{{ 'x' * 100 }}"))
     assert {ours.render(CHAT) for _ in range(3)} == {"x" * 100}
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functron.hub import files
-from functron.hub.files import Planned, TensorWriter, index_of, open_folder, plan
+from functron.hub.files import Planned, index_of, open_folder, plan, write_files
 
 safetensors = pytest.importorskip("safetensors")
 library = pytest.importorskip("safetensors.torch")
@@ -46,9 +46,7 @@ def everything(shape) -> tuple[slice, ...]:
 def write(folder: Path, named: dict, max_bytes: int = 10**9) -> list[Planned]:
     listed = [(name, value.dtype, tuple(value.shape)) for name, value in named.items()]
     planned = plan(listed, max_bytes)
-    writer = TensorWriter(folder, planned)
-    for name, value in named.items():
-        writer.write(name, value)
+    write_files(folder, planned, named.items())
     if len(planned) > 1:
         (folder / files.INDEX).write_text(json.dumps(index_of(planned)))
     return planned
@@ -112,11 +110,11 @@ def test_files_hold_no_more_than_they_may(tmp_path):
 
 
 def test_values_that_float16_cannot_hold(tmp_path):
-    writer = TensorWriter(tmp_path, plan([("x", torch.float16, (2,))], 10**9))
+    planned = plan([("x", torch.float16, (2,))], 10**9)
     with pytest.raises(ValueError, match=r"x: got values up to 7e\+04; wanted at most 65504"):
-        writer.write("x", torch.tensor([7e4, 1.0]))
-    writer = TensorWriter(tmp_path, plan([("x", torch.float16, (2,))], 10**9))
-    writer.write("x", torch.tensor([float("inf"), 1.0]))  # it was not finite before
+        write_files(tmp_path, planned, [("x", torch.tensor([7e4, 1.0]))])
+    # it was not finite before
+    write_files(tmp_path, planned, [("x", torch.tensor([float("inf"), 1.0]))])
 
 
 # Broken files

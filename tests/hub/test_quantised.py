@@ -15,7 +15,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, Rules, gpt, hub, tree
-from functron.hub import files, quantised, reader
+from functron.hub import files, reader
 from functron.hub.reader import parse
 from functron.spmd.spec import shard
 from tests.hub import tiny
@@ -112,7 +112,7 @@ def test_a_rank_reads_the_blocks_that_it_needs(tmp_path):
     for rank in range(2):
         source = Counting(files.open_folder(path))
         held = reader.local_on_mesh(config, specs, bound(mesh, rank))
-        decoded = quantised.decode(source, table, "config.json")
+        decoded = files.decode(source, table, "config.json")
         got = reader.read_params(hub.FORMATS["llama"], config, decoded, held)
         place = mesh.coordinate(rank)
         assert_equal(got, tree.map(lambda x, s, at=place: shard(x, s, mesh, at), whole, specs))
@@ -164,7 +164,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path, without_accelerate):
     for rank in (0, 7):
         held = reader.local_on_mesh(config, specs, bound(mesh, rank))
         source = Counting(files.open_folder(path))
-        decoded = quantised.decode(source, table, "config.json")
+        decoded = files.decode(source, table, "config.json")
         part = reader.read_params(hub.FORMATS["gpt_oss"], config, decoded, held)
         place = mesh.coordinate(rank)
         expected = tree.map(lambda x, s, at=place: shard(x, s, mesh, at), got, specs)

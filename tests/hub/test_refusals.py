@@ -44,9 +44,7 @@ def named(folder: Path) -> dict:
 def rewrite(folder: Path, tensors: dict, **entries) -> None:
     """Store other tensors, and other entries of config.json, in the folder."""
     listed = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
-    writer = files.TensorWriter(folder, files.plan(listed, 10**9))
-    for name, value in tensors.items():
-        writer.write(name, value)
+    files.write_files(folder, files.plan(listed, 10**9), tensors.items())
     config = json.loads((folder / "config.json").read_text()) | entries
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -181,15 +179,15 @@ def test_existing_paths_are_left_alone(model):
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    usual, written = files.TensorWriter.write, []
+    usual, written = files.write_tensor, []
 
-    def full(self, name, tensor):
+    def full(stream, name, *how):
         if len(written) == 7:
-            raise OSError(errno.ENOSPC, "No space left on device", str(self.folder))
+            raise OSError(errno.ENOSPC, "No space left on device", stream.name)
         written.append(name)
-        usual(self, name, tensor)
+        usual(stream, name, *how)
 
-    monkeypatch.setattr(files.TensorWriter, "write", full)
+    monkeypatch.setattr(files, "write_tensor", full)
     with pytest.raises(
         ValueError, match=r"got No space left on device.*choose a folder with free space"
     ):
@@ -198,10 +196,10 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
-    def interrupt(self, name, tensor):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.TensorWriter, "write", interrupt)
+    monkeypatch.setattr(files, "write_tensor", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hub.save(tmp_path / "out", LLAMA, weights())
     assert not list(tmp_path.iterdir())

@@ -76,8 +76,8 @@ class MegatronWindows(Samples):
         seed: of the shuffles, 0 to 2^32 - 1 (``--seed``).
         sequences: to use (see `divide_sequences`); None: all.
         vocab_size: of the model; None: any.
-        extra_token: as of `Windows`; False is ``add_extra_token_to_sequence=False``, whose last
-            label has no loss.
+        extra_token: as of `TokenWindows`; False is ``add_extra_token_to_sequence=False``, whose
+            last label has no loss.
         drop_last: drop incomplete last samples. False: they are padded with zeros, without targets
             (``drop_last_partial_validation_sequence=False``).
         mask_documents: as of `TokenWindows`: ``--reset-position-ids --reset-attention-mask

@@ -73,9 +73,7 @@ def rewrite(path, tensors: dict, **entries) -> None:
     for file in path.glob("model*"):
         file.unlink()
     listed = [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
-    writer = files.TensorWriter(path, files.plan(listed, 10**9))
-    for name, value in tensors.items():
-        writer.write(name, value)
+    files.write_files(path, files.plan(listed, 10**9), tensors.items())
     config = json.loads((path / "config.json").read_text()) | entries
     (path / "config.json").write_text(json.dumps(config))
 
