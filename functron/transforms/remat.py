@@ -45,7 +45,13 @@ from functron.core.scopes import in_phase, in_scopes, scope_names
 from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
 from functron.transforms.gradient import replace_at, rule_vjp, split_tensors
-from functron.transforms.policies import CHECKPOINT_NAME, DOTS, Annotate, RematPolicy, nothing
+from functron.transforms.policies import (
+    CHECKPOINT_NAME,
+    Annotate,
+    RematPolicy,
+    is_product,
+    nothing,
+)
 
 
 class CallSite:
@@ -367,7 +373,7 @@ class Remember(TorchDispatchMode):
         memory = self.memory
         step = len(memory.steps)
         memory.steps.append(signature(func, args, kwargs))
-        if self.policy.keep_dots and func._schema.name in DOTS:
+        if self.policy.keep_dots and is_product(func):
             memory.kept[step] = Kept.of(out)
         if self.policy.names and not func._schema.is_mutable:
             self._candidate(step, func, args, kwargs, out)
