@@ -19,7 +19,7 @@ from functron.core.compat import is_wrapped
 from functron.program.interpreter import run_in_lockstep
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
-from functron.training.config import configure
+from functron.training.config import configure, with_precision
 from functron.training.setup import make_setup
 from functron.transforms.remat import Kept
 
@@ -261,8 +261,8 @@ def products(program) -> dict[str, int]:
 def test_products_are_not_computed_again_in_any_precision(model, precision):
     counted = {}
     for remat in ("none", "dots", "full"):
-        given = {"precision": precision, "remat": remat, "seq": 64, "global_batch": 2}
-        config = configure(model=model, gpt={"num_layers": 2}, **given)
+        config = with_precision(configure(model=model), precision)
+        config = configure(config, gpt={"num_layers": 2}, remat=remat, seq=64, global_batch=2)
         counted[remat] = products(make_setup(config, Mesh()).program())
     assert counted["dots"] == counted["none"]
     assert sum(counted["full"].values()) > sum(counted["none"].values())
