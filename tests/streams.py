@@ -7,6 +7,7 @@ it: an access happens after another if its clock has reached the other's tick.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,7 +95,10 @@ class RecordedStreams(Streams):
         self.near.append(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
         return self.near[-1]
 
-    def pinned(self, nbytes):
+    def current_device(self):
+        return 3 if threading.current_thread() is threading.main_thread() else 0
+
+    def pinned(self, nbytes, device):
         self.far.append(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
         return self.far[-1]
 

@@ -193,7 +193,10 @@ class Snapshot:
             def pageable(nbytes: int) -> torch.Tensor:
                 return torch.empty(nbytes, dtype=torch.uint8)
 
-            make = self._streams.pinned if locked else pageable
+            make = pageable
+            if locked:
+                device = self._streams.current_device()
+                make = functools.partial(self._streams.pinned, device=device)
             thread = ThreadPoolExecutor(1, "memory of snapshots")
             self._memory = [thread.submit(make, size) for size in self._sizes]
             thread.shutdown(wait=False)

@@ -108,7 +108,7 @@ def ticks(low: float, high: float) -> list[float]:
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(m * scale for m in (1, 2, 5, 10) if m * scale >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -239,7 +239,7 @@ def _room(streams: Streams, x: torch.Tensor, shape: Sequence[int], box: OffloadB
     if compat.is_wrapped(x):
         return torch.empty_like(x, device="cpu", pin_memory=True)
     like = torch.empty(shape, dtype=x.dtype, device="meta") if box else x
-    return _carve_tensor(streams.pinned(like.nbytes), like)
+    return _carve_tensor(streams.pinned(like.nbytes, x.device.index or 0), like)
 
 
 def _carve_tensor(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

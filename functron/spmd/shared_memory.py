@@ -746,27 +746,37 @@ class Streams:
         """Memory of the device, uint8 [nbytes], for the stream that computes."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
+    def current_device(self) -> int:
+        """The GPU of this thread. Another thread begins with GPU 0, whoever starts it."""
+        return torch.cuda.current_device()
+
+    def pinned(self, nbytes: int, device: int) -> torch.Tensor:
         """Page-locked memory of the host, uint8 [nbytes], as long as a tensor uses it.
 
-        Not of torch's allocator, which takes the next power of two: up to twice as much.
+        It has pages of its own, since a page is locked once. Not of torch's allocator, which takes
+        the next power of two: up to twice as much.
+
+        Args:
+            nbytes: its size.
+            device: the number of a GPU that this process uses, whose context locks it for all.
 
         Raises:
             MemoryError: the system locks no more pages.
         """
-        memory = np.empty(nbytes, np.uint8)
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE), np.uint8)
         cudart: Any = torch.cuda.cudart()
-        address = memory.ctypes.data
-        if nbytes:
-            code = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
-            if code:
-                raise MemoryError(
-                    f"page-locked memory: got CUDA's error {code} for {nbytes} bytes; wanted them "
-                    "locked; fix: free host memory, or raise `ulimit -l`"
-                )
-            # NumPy calls this before it frees the memory, which may be the last that a tensor does
-            last = weakref.finalize(memory, cudart.cudaHostUnregister, address)
-            last.atexit = False
+        with torch.cuda.device(device):
+            code = int(cudart.cudaHostRegister(memory.ctypes.data, nbytes, _PORTABLE))
+        if code:
+            raise MemoryError(
+                f"page-locked memory: got CUDA's error {code} for {nbytes} bytes; wanted them "
+                "locked; fix: free host memory, or raise `ulimit -l`"
+            )
+        # NumPy calls this before it frees the memory, which may be the last that a tensor does
+        last = weakref.finalize(memory, cudart.cudaHostUnregister, memory.ctypes.data)
+        last.atexit = False
         return torch.from_numpy(memory)
 
 

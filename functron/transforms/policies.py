@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from functron.core import compat
 from functron.core.errors import Problem, public, raise_problems
@@ -35,31 +36,22 @@ torch.library.register_vmap(
     lib=_LIBRARY,
 )
 
-DOTS = frozenset(
+_WITHOUT_FORMULA = frozenset(
     f"aten::{name}"
     for name in (
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "addbmm",
-        "mv",
-        "addmv",
-        "dot",
-        "vdot",
-        "linear",
-        "_scaled_mm",
-        "_grouped_mm",
-        "_scaled_grouped_mm",
-        "_scaled_dot_product_flash_attention",
+        "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_grouped_mm", "_scaled_grouped_mm",
         "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
     )
-) | {"functron::grouped_matmul", "functron::masked_attention"}
-"""The operations whose results `dots` keeps; einsum and matmul are made of the first ones."""
+)  # fmt: skip
+
+
+def is_product(op: torch._ops.OpOverload) -> bool:
+    """Whether an operation is a matrix product, a convolution or an attention kernel.
+
+    It declares so by its formula of FLOPs, `torch.utils.flop_counter.register_flop_formula`, by
+    which it is counted, too; torch lacks that of a few.
+    """
+    return op.overloadpacket in flop_registry or op._schema.name in _WITHOUT_FORMULA
 
 
 @dataclass(frozen=True)
@@ -107,9 +99,9 @@ dots = RematPolicy(keep_dots=True)
 """Keep the results of matrix products, and compute again what lies between them.
 
 These are mm, bmm, addmm, baddbmm and their kin, into which matmul, einsum and linear fall apart,
-and the results of attention kernels (which are two products, and as small as one of their
-operands). Where attention is written out as a formula, its scores ``[batch, heads, seq, seq]`` are
-the result of a product and are kept: use `names` there.
+those in low precision, and the results of attention kernels (which are two products, and as small
+as one of their operands): all that `is_product`. Where attention is written out as a formula, its
+scores ``[batch, heads, seq, seq]`` are the result of a product and are kept: use `names` there.
 """
 
 

@@ -46,7 +46,7 @@ from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
 from functron.spmd.primitives import Annotate
 from functron.transforms.gradient import replace_at, rule_vjp, split_tensors
-from functron.transforms.policies import CHECKPOINT_NAME, DOTS, RematPolicy, nothing
+from functron.transforms.policies import CHECKPOINT_NAME, RematPolicy, is_product, nothing
 
 
 class CallSite:
@@ -390,7 +390,7 @@ class Remember(TorchDispatchMode):
         memory = self.memory
         step = len(memory.steps)
         memory.steps.append(signature(func, args, kwargs))
-        if self.policy.keep_dots and func._schema.name in DOTS:
+        if self.policy.keep_dots and is_product(func):
             memory.kept[step] = Kept.of(out)
         if self.policy.names and not func._schema.is_mutable:
             self._candidate(step, func, args, kwargs, out)

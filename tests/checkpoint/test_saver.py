@@ -163,10 +163,11 @@ def test_copies_from_a_device_are_ordered_with_what_comes_before_and_after(tmp_p
     monkeypatch.setattr(memory, "_LOCKED_BYTES", 4096)
     begun = threading.Event()
 
-    def pinned(nbytes: int) -> torch.Tensor:
+    def pinned(nbytes: int, device: int) -> torch.Tensor:
         assert threading.get_ident() != main
+        assert device == 3  # of the thread that saves: the other one would begin on GPU 0
         begun.set()
-        return RecordedStreams.pinned(streams, nbytes)
+        return RecordedStreams.pinned(streams, nbytes, device)
 
     def saved(order, source, ranks):
         def read(index, piece):

@@ -926,6 +926,7 @@ def test_the_hook_of_a_section_judges_and_has_a_run_go_on(tmp_path):
 def test_ticks_are_round_and_enclose():
     assert plot.ticks(0.3, 5.7) == [0, 1, 2, 3, 4, 5, 6]
     assert plot.ticks(2, 2)[0] < 2 < plot.ticks(2, 2)[-1]
+    assert plot.ticks(0, 1e-20) == [0, 2e-21, 4e-21, 6e-21, 8e-21, 1e-20]
     assert plot.ticks(0, 1000) == [0, 200, 400, 600, 800, 1000]
 
 

@@ -19,6 +19,8 @@ from functron.core.compat import is_wrapped
 from functron.program.interpreter import run_in_lockstep
 from functron.program.trace import trace
 from functron.spmd.donation import Donated
+from functron.training.config import configure, with_precision
+from functron.training.setup import make_setup
 from functron.transforms.remat import Kept
 
 torch.manual_seed(0)
@@ -243,6 +245,27 @@ def test_the_decoder_recomputes_what_it_says():
     assert products["full"][:2] == (mm + 7 * layers, 2 * layers)
     assert products["selective"][:2] == (mm, 2 * layers)
     assert products["dots"][:2] == (mm, layers)
+
+
+def products(program) -> dict[str, int]:
+    """How often a traced program runs each product."""
+    counted = Counter()
+    for equation, times in program.block.walk():
+        if "matmul" in equation.name or "grouped" in equation.name or equation.name == "mm":
+            counted[equation.name] += times
+    return counted
+
+
+@pytest.mark.parametrize("model", ["llama3-tiny", "mixtral-tiny"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8-row", "mxfp8"])
+def test_products_are_not_computed_again_in_any_precision(model, precision):
+    counted = {}
+    for remat in ("none", "dots", "full"):
+        config = with_precision(configure(model=model), precision)
+        config = configure(config, gpt={"num_layers": 2}, remat=remat, seq=64, global_batch=2)
+        counted[remat] = products(make_setup(config, Mesh()).program())
+    assert counted["dots"] == counted["none"]
+    assert sum(counted["full"].values()) > sum(counted["none"].values())
 
 
 def stack(policy, layers=8):

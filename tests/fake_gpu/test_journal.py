@@ -1,0 +1,108 @@
+"""The logs' judges find what is planted, and nothing else. They need no stand-in."""
+
+from __future__ import annotations
+
+import json
+
+from tests.fake_gpu import journal
+from tests.fake_gpu.journal import Process
+
+
+def make(rank: int, *records: dict) -> Process:
+    return Process(rank, records)
+
+
+def member(rank: int, size: int = 2, group: str = "g") -> dict:
+    return {"op": "communicator", "group": group, "rank": rank, "size": size}
+
+
+def call(name: str, count: int = 8, peer: int = -1, group: str = "g") -> dict:
+    return {"op": "nccl", "name": name, "group": group, "count": count, "type": 7, "peer": peer}
+
+
+BEGIN, END = {"op": "group"}, {"op": "end"}
+
+
+def test_logs_are_read_by_rank(tmp_path):
+    for pid, rank in (("11", 1), ("22", 0)):
+        lines = [{"op": "process", "rank": rank}, {"op": "malloc", "bytes": 512}]
+        (tmp_path / f"{pid}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "33.jsonl").write_text(json.dumps({"op": "process", "rank": 0}) + "\n")
+    assert [process.rank for process in journal.read(tmp_path)] == [0, 1]
+
+
+def test_collectives_in_one_order_match():
+    calls = (call("AllReduce"), call("AllGather", 4))
+    assert journal.find_unmatched([make(r, member(r), *calls) for r in range(2)]) == []
+
+
+def test_collectives_in_two_orders_are_stuck():
+    one = make(0, member(0), call("AllReduce"), call("AllGather", 4))
+    other = make(1, member(1), call("AllGather", 4), call("AllReduce"))
+    (problem,) = journal.find_unmatched([one, other])
+    assert "stuck after 0 calls" in problem
+
+
+def test_collectives_of_two_sizes_are_stuck():
+    pair = [make(r, member(r), call("AllReduce", 8 + r)) for r in range(2)]
+    assert len(journal.find_unmatched(pair)) == 1
+
+
+def test_a_rank_that_never_joins_is_named():
+    (problem,) = journal.find_unmatched([make(0, member(0), call("AllReduce"))])
+    assert "1 of 2 ranks" in problem
+
+
+def test_transfers_match_in_a_group_and_not_in_turn():
+    both = [
+        make(r, member(r), BEGIN, call("Send", peer=1 - r), call("Recv", peer=1 - r), END)
+        for r in range(2)
+    ]
+    assert journal.find_unmatched(both) == []
+    turned = [
+        make(r, member(r), call("Send", peer=1 - r), call("Recv", peer=1 - r)) for r in range(2)
+    ]
+    assert len(journal.find_unmatched(turned)) == 1  # each waits for the other's receive
+    chain = [make(0, member(0), call("Send", peer=1)), make(1, member(1), call("Recv", peer=0))]
+    assert journal.find_unmatched(chain) == []
+
+
+def use(stream: int, *, reads: tuple = (), writes: tuple = ()) -> dict:
+    return {"op": "copy", "stream": stream, "reads": list(reads), "writes": list(writes)}
+
+
+def record(stream: int, event: int = 1) -> dict:
+    return {"op": "record", "stream": stream, "event": event}
+
+
+def wait(stream: int, event: int = 1) -> dict:
+    return {"op": "wait", "stream": stream, "event": event}
+
+
+def test_two_streams_without_an_event_race():
+    made = make(0, use(1, writes=[(100, 50)]), use(2, reads=[(120, 4)]))
+    (problem,) = journal.find_races(made)
+    assert "stream 2 reads 4 bytes" in problem
+    assert len(journal.find_races(make(0, use(1, reads=[(0, 8)]), use(2, writes=[(4, 8)])))) == 1
+    assert journal.find_races(make(0, use(1, reads=[(0, 8)]), use(2, reads=[(4, 8)]))) == []
+    assert journal.find_races(make(0, use(1, writes=[(0, 8)]), use(2, reads=[(8, 8)]))) == []
+    assert journal.find_races(make(0, use(1, writes=[(0, 8)]), use(1, reads=[(0, 8)]))) == []
+
+
+def test_events_and_the_host_order_streams():
+    write, read = use(1, writes=[(0, 8)]), use(2, reads=[(0, 8)])
+    assert journal.find_races(make(0, write, record(1), wait(2), read)) == []
+    assert len(journal.find_races(make(0, record(1), write, wait(2), read))) == 1
+    through = (write, record(1, 1), wait(3, 1), record(3, 2), wait(2, 2), read)
+    assert journal.find_races(make(0, *through)) == []
+    assert journal.find_races(make(0, write, {"op": "synchronize", "stream": 1}, read)) == []
+    assert len(journal.find_races(make(0, write, {"op": "synchronize", "stream": 2}, read))) == 1
+
+
+def test_contexts_and_pages():
+    stray = {"op": "context", "device": 0, "call": "cudaHostRegister", "thread": "saver"}
+    assert journal.find_stray_contexts([make(0, stray)]) == []
+    (problem,) = journal.find_stray_contexts([make(1, stray)])
+    assert "'saver' opened a context on GPU 0" in problem
+    pages = {"op": "register", "bytes": 10, "start": 4096, "good": False}
+    assert len(journal.find_shared_pages([make(0, pages)])) == 1

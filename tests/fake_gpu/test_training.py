@@ -1,0 +1,88 @@
+"""``functron train`` on the stand-in: every combination runs, on its own card, without waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fake_gpu import journal
+from tests.fake_gpu.journal import Process
+
+pytestmark = pytest.mark.fake_gpu
+
+DENSE, MIXTURE = ("--model", "llama3-tiny"), ("--model", "mixtral-tiny")
+CASES = {
+    "one": (1, *DENSE),
+    "one compiled": (1, *DENSE, "--compile"),
+    "float32": (1, *DENSE, "--precision", "float32"),
+    "offload": (1, *DENSE, "--optimizer.offload"),
+    "offload compiled": (1, *DENSE, "--optimizer.offload", "--compile"),
+    "microbatches": (1, *DENSE, "--microbatches", "4"),
+    "saves": (1, *DENSE, "--save-every", "1"),
+    "muon": (1, *DENSE, "--optimizer.name", "muon"),
+    "int8 moments": (1, *DENSE, "--optimizer.mu-dtype", "int8", "--optimizer.nu-dtype", "int8"),
+    "dp": (2, *DENSE, "--mesh", "dp=2"),
+    "dp compiled": (2, *DENSE, "--mesh", "dp=2", "--compile"),
+    "dp zero 1": (2, *DENSE, "--mesh", "dp=2", "--zero", "1"),
+    "dp zero 2": (2, *DENSE, "--mesh", "dp=2", "--zero", "2", "--microbatches", "2"),
+    "dp zero 3": (2, *DENSE, "--mesh", "dp=2", "--zero", "3"),
+    "fsdp": (2, *DENSE, "--mesh", "fsdp=2"),
+    "fsdp compiled": (2, *DENSE, "--mesh", "fsdp=2", "--compile"),
+    "tp": (2, *DENSE, "--mesh", "tp=2"),
+    "tp compiled": (2, *DENSE, "--mesh", "tp=2", "--compile"),
+    "cp": (2, *DENSE, "--mesh", "cp=2"),
+    "cp compiled": (2, *DENSE, "--mesh", "cp=2", "--compile"),
+    "pp": (2, *DENSE, "--mesh", "pp=2", "--microbatches", "4"),
+    "pp compiled": (2, *DENSE, "--mesh", "pp=2", "--microbatches", "4", "--compile"),
+    "pp zb-h1": (2, *DENSE, "--mesh", "pp=2", "--microbatches", "4", "--schedule", "zb-h1"),
+    "dp offload saves": (2, *DENSE, "--mesh", "dp=2", "--optimizer.offload", "--save-every", "1"),
+    "experts": (1, *MIXTURE),
+    "ep": (2, *MIXTURE, "--mesh", "ep=2"),
+    "dp tp": (4, *DENSE, "--mesh", "dp=2,tp=2"),
+    "dp pp": (4, *DENSE, "--mesh", "dp=2,pp=2", "--microbatches", "2"),
+    "fsdp tp": (4, *DENSE, "--mesh", "fsdp=2,tp=2"),
+    "cp tp": (4, *DENSE, "--mesh", "cp=2,tp=2"),
+    "tp pp": (4, *DENSE, "--mesh", "tp=2,pp=2", "--microbatches", "2"),
+    "dp cp": (4, *DENSE, "--mesh", "dp=2,cp=2"),
+    "dp ep": (4, *MIXTURE, "--mesh", "dp=2,ep=2"),
+    "ep tp": (4, *MIXTURE, "--mesh", "ep=2,tp=2"),
+    "ep pp": (4, *MIXTURE, "--mesh", "ep=2,pp=2", "--microbatches", "2"),
+    "fsdp cp": (4, *DENSE, "--mesh", "fsdp=2,cp=2"),
+    "fsdp pp": (4, *DENSE, "--mesh", "fsdp=2,pp=2", "--microbatches", "2"),
+}
+WAITING = ("experts", "ep")
+"""Names with these wait for the counts of rows that experts get."""
+STEPS = 4
+
+
+def waits_in_steps(process: Process) -> list[dict]:
+    """What the program's thread waits for in all but the first step and the last one.
+
+    An event is waited for where numbers of the step before are read, which costs nothing.
+    """
+    at, found = 0, []
+    for record in process.records:
+        at = record["number"] if record["op"] == "step" else at
+        waits = record["op"] == "synchronize" and record["call"] != "cudaEventSynchronize"
+        if waits and record["thread"].startswith("python") and 1 < at < STEPS:
+            found.append({"step": at, **record})
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs(train, name):
+    ranks, *options = CASES[name]
+    # replicas would differ, as nothing is sent
+    more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
+    fixed = ("--steps", str(STEPS), "--global-batch", "8", "--seq", "64")
+    found = train(*fixed, *options, *more)
+    assert [process.rank for process in found] == list(range(ranks))
+    for find in (
+        journal.find_errors,
+        journal.find_stray_contexts,
+        journal.find_shared_pages,
+        journal.find_unmatched,
+    ):
+        assert find(found) == []
+    assert [problem for process in found for problem in journal.find_races(process)] == []
+    if not name.startswith(WAITING) and "saves" not in name:
+        assert [wait for process in found for wait in waits_in_steps(process)] == []

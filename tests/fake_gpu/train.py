@@ -1,0 +1,52 @@
+"""``functron train`` that marks its steps in the stand-in's log, and says what memory it took."""
+
+import ctypes
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from functron.cli.main import main
+from functron.core.settings import setting
+from functron.training.loop import At, LoopHook
+from functron.training.run import Session
+
+
+def say(text: str) -> None:
+    ctypes.CDLL(None).fake_print(text.encode())
+
+
+class Marks(LoopHook):
+    """The beginning of each step, and at the end the highest memory and what was promised."""
+
+    def __init__(self, session: Session, promised: int):
+        self.session, self.promised = session, promised
+
+    def before(self, at: At) -> None:
+        say(f'"op": "step", "number": {at.step}')
+        if at.index == 1:  # the first one initialises libraries
+            torch.cuda.reset_peak_memory_stats()
+
+    def end(self, at: At) -> None:
+        peak = torch.cuda.max_memory_allocated()
+        say(f'"op": "memory", "peak": {peak}, "promised": {self.promised}')
+
+
+@dataclass(frozen=True)
+class MarksConfig:
+    """Marks in the log.
+
+    Attributes:
+        promise: compare the memory with that of the traced program.
+    """
+
+    promise: bool = setting(False)
+
+    def hook(self, session: Session) -> Marks:
+        setup = session.run.setup
+        known = self.promise and not setup.is_pipelined
+        return Marks(session, setup.program().memory().peak_bytes if known else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sections={"marks": MarksConfig}))
