@@ -237,6 +237,8 @@ assert not [name for name in list_presets() if name.startswith(("bert", "t5", "m
 assert main([*small, "--model", "bert-tiny", "--dry-run"]) == 2
 assert main([*small, "--mamba.pattern", "M", "--dry-run"]) == 2
 assert "llama" in hub.FORMATS and "bert" not in hub.FORMATS
+import functron
+assert not hasattr(functron, "bert") and hasattr(functron, "gpt")
 """
 
 
