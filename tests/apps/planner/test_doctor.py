@@ -1,0 +1,39 @@
+"""``functron doctor --mesh``: the measurements of every rank."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from functron.apps.planner import hardware
+from functron.apps.planner.measurements import Measurement
+
+
+@pytest.mark.distributed
+def test_ranks_of_a_mesh_are_measured(tmp_path, in_processes):
+    """Real processes: every rank, axis and collective, and the bytes and picture of each."""
+    out = tmp_path / "measured" / "rates.json"
+    out.parent.mkdir()
+    words = ["--mesh", "dp=2,pp=1", "--largest-bytes", "16384", "--out", str(out)]
+    done = in_processes(2, "doctor", *words)
+    found = Measurement.load(out)
+    assert [one.rank for one in found.ranks] == [0, 1]
+    assert {"float32 matmul", "memory", "operations", "disk write"} <= found.ranks[0].rates.keys()
+    assert all(rate > 0 for one in found.ranks for rate in one.rates.values())
+    ops = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+    assert [(link.axis, link.op) for link in found.links] == [("dp", op) for op in ops]
+    assert all(link.bytes == (1024, 4096, 16384) for link in found.links)
+    assert all(second > 0 for link in found.links for row in link.seconds for second in row)
+    assert out.with_suffix(".svg").read_text().startswith("<svg")
+    assert sorted(path.name for path in out.parent.iterdir()) == [
+        "rates.json",
+        "rates.svg",
+        "rates.toml",
+    ]
+    machine = hardware(out.with_suffix(".toml"))
+    assert machine.domain.gpus == 2
+    assert machine.domain.bytes_per_second == pytest.approx(
+        statistics.median(link.bytes_per_second for link in found.links[:3])
+    )
+    assert "no rank is slow" in done.stdout
