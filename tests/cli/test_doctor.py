@@ -230,24 +230,3 @@ def test_the_cache_is_counted(monkeypatch, tmp_path):
     (folder / f"a{nvrtc.SUFFIX}").write_bytes(bytes(3 * 2**20))
     (folder / "b.txt").write_bytes(bytes(2**20))
     assert looked_for()["cache"].found.endswith("cubins: 1 cubins, 3.0 MiB")
-
-
-def test_it_starts_the_processes_of_a_mesh(monkeypatch):
-    asked = []
-    monkeypatch.setattr(doctor, "launch", lambda nproc, words: asked.append((nproc, words)) or 7)
-    words = ["doctor", "--mesh", "dp=2", "--nproc", "2"]
-    assert main(words) == 7
-    assert asked == [(2, ["-m", "functron", *words])]
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--mesh", "dp=2"], "nproc: got 0 for a mesh of 2; wanted a process for each rank"),
-        (["--mesh", "dp=2", "--nproc", "3"], "nproc: got 3 for a mesh of 2"),
-        (["--mesh", "dp=x", "--nproc", "2"], "dp=x"),
-    ],
-)
-def test_a_mesh_without_its_processes_is_refused(words, reason, capsys):
-    assert main(["doctor", *words]) == 2
-    assert reason in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``functron doctor --mesh``: the measurements of every rank."""
+"""``functron doctor --mesh``: the measurements of every rank, and mistakes as messages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from functron.apps.planner import hardware
 from functron.apps.planner.measurements import Measurement
+from functron.cli import doctor
+from functron.cli.main import main
 
 
 @pytest.mark.distributed
@@ -37,3 +39,24 @@ def test_ranks_of_a_mesh_are_measured(tmp_path, in_processes):
         statistics.median(link.bytes_per_second for link in found.links[:3])
     )
     assert "no rank is slow" in done.stdout
+
+
+def test_it_starts_the_processes_of_a_mesh(monkeypatch):
+    asked = []
+    monkeypatch.setattr(doctor, "launch", lambda nproc, words: asked.append((nproc, words)) or 7)
+    words = ["doctor", "--mesh", "dp=2", "--nproc", "2"]
+    assert main(words) == 7
+    assert asked == [(2, ["-m", "functron", *words])]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--mesh", "dp=2"], "nproc: got 0 for a mesh of 2; wanted a process for each rank"),
+        (["--mesh", "dp=2", "--nproc", "3"], "nproc: got 3 for a mesh of 2"),
+        (["--mesh", "dp=x", "--nproc", "2"], "dp=x"),
+    ],
+)
+def test_a_mesh_without_its_processes_is_refused(words, reason, capsys):
+    assert main(["doctor", *words]) == 2
+    assert reason in capsys.readouterr().err

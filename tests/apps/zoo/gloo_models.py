@@ -15,7 +15,7 @@ from functron.spmd import BoundMesh, gather
 
 def main(folders: list[Path]) -> None:
     dist.init_process_group("gloo")
-    bound = {mesh.axes[0]: mesh.bind() for mesh in (Mesh(tp=2), Mesh(fsdp=2))}
+    bound = {"tp": Mesh(tp=2).bind(), "fsdp": Mesh(fsdp=2).bind()}
     for folder in folders:
         for name, mesh in bound.items():
             check_layout(folder, name, mesh)
