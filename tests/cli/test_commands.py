@@ -258,7 +258,7 @@ def test_a_name_is_asked_for_where_texts_have_one(tmp_path, capsys):
         pytest.param("trace --model t5-tiny --seq 32 --mask-rate 0.2", marks=ZOO),
         "trace --seq 32 --pack best-fit --learning-rate.peak 1e-3 --steps 5",
         "schedule 1f1b --pp 4 --microbatches 8",
-        pytest.param("recipe show llama3-8b-8 --sbatch", marks=PLANNER),
+        pytest.param("recipe show llama3-8b-8 --sbatch", marks=[GUARD, PLANNER]),
     ],
 )
 def test_options_that_have_an_effect_or_say_that_there_is_nothing_are_taken(line, monkeypatch):

@@ -36,11 +36,14 @@ def write_tokens(folder):
     return folder
 
 
-def records(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("more", [["--mask-documents"], ["--pack", "best-fit"]], ids=str)
+WAYS = (["--mask-documents"], ["--pack", "best-fit"])
+
+
+@pytest.mark.parametrize("more", WAYS, ids=str)
 def test_a_run_goes_on(tokens, tmp_path, capfd, more):
     out = tmp_path / "run"
     more = [*more, "--data", str(tokens / "mixed"), "--steps", "12", "--out", str(out)]
@@ -50,9 +53,6 @@ def test_a_run_goes_on(tokens, tmp_path, capfd, more):
     assert 0 < len(empty) < 12
     assert {(row["targets"], row["loss"], row["grad_norm"]) for row in empty} == {(0, None, None)}
     assert all(row["loss"] > 1 and row["grad_norm"] > 0 for row in rows if row not in empty)
-    events = records(out, "events.jsonl")
-    assert [e["step"] for e in events] == [row["step"] for row in empty]
-    assert {e["kind"] for e in events} == {"no_targets"}
     said = capfd.readouterr()
     assert f"step {empty[0]['step']}: no sample has a target" in said.err
     full = [row["loss"] for row in rows if row not in empty]
